@@ -49,7 +49,7 @@ def media_parts(messages: list[dict[str, Any]]) -> list[tuple[dict[str, Any], st
 
 
 def media_options(processor: Any, reading: Any) -> dict[str, Any] | None:
-    """Return the body's fields that change how media are processed, by vLLM's names; None if there are none."""
+    """Return the body's fields that change how media are processed, by vLLM's names; None without one."""
     given = {"mm_processor_kwargs": processor, "media_io_kwargs": reading}
     return {name: value for name, value in given.items() if value is not None} or None
 

@@ -45,7 +45,7 @@ def is_about_stored(path: str) -> bool:
 
 
 def stored_in_path(path: str) -> str | None:
-    """Return the id of the stored object in a path such as `/v1/responses/{id}`; None if there is none."""
+    """Return the id of the stored object in a path such as `/v1/responses/{id}`; None without one."""
     found = _PATHS.fullmatch(path)
     return found.group(1) if found is not None else None
 

@@ -84,11 +84,11 @@ _FLAGS: Final = {b"true": True, b"1": True, b"false": False, b"0": False}
 
 @dataclass(frozen=True, slots=True)
 class AgentHints:
-    """What an agent stated of a request; None in a field means that it was not stated.
+    """Statements of an agent about its request; None in a field means that it was not stated.
 
     - `output_tokens`: expected tokens of the answer.
     - `next_call`: seconds from the answer to the session's next request.
-    - `final`: whether this is the session's last request.
+    - `final`: true for the session's last request.
     """
 
     output_tokens: int | None = None
@@ -97,7 +97,7 @@ class AgentHints:
 
     @property
     def returns(self) -> bool:
-        """Whether the agent stated that the session continues."""
+        """True if the agent stated that the session continues."""
         return not self.final and (self.final is False or self.next_call is not None)
 
     def before(self, others: AgentHints | None) -> AgentHints:
@@ -112,7 +112,7 @@ class AgentHints:
 
 
 def hints_in_headers(headers: HeaderItems) -> AgentHints | None:
-    """Return the hints of the headers; None if there are none.
+    """Return the hints of the headers; None without one.
 
     Raises RequestError (400) that names the invalid header.
     """
@@ -139,7 +139,7 @@ def hints_in_headers(headers: HeaderItems) -> AgentHints | None:
 
 
 def hints_in_body(nvext: Any) -> AgentHints | None:
-    """Return the hints of a body's `nvext`; None if there are none. Raises RequestError (400) that names the invalid
+    """Return the hints of a body's `nvext`; None without one. Raises RequestError (400) that names the invalid
     field."""
 
     # The worker checks other types.

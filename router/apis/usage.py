@@ -35,7 +35,7 @@ _decode_beginning = json.JSONDecoder().raw_decode
 
 @dataclass(slots=True, init=False)
 class Usage:
-    """Tokens of a request as the engine counted them; `cached` is None if the engine does not report it."""
+    """Tokens of a request as the engine counted them; None in `cached` means that the engine does not report it."""
 
     prompt: int
     completion: int
@@ -63,7 +63,7 @@ class UsageTail:
         return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)[-_TAIL_BYTES:]
 
     def usage(self) -> Usage | None:
-        """Return the last usage in the response; None if there is none."""
+        """Return the last usage in the response; None without one."""
         tail = self._joined()
         place = len(tail)
         while (place := tail.rfind(_KEY, 0, place)) >= 0:

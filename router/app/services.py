@@ -67,7 +67,7 @@ from router.routing.router import Router
 from router.settings import Settings, SettingsFile, UpstreamSettings
 from router.sharing import LoadSharing, PeerLoad, SharingCollector, replica_channels
 from router.sharing.worker_processes import WorkerProcesses
-from router.tokens.tokenizer_metrics import TokenizerCollector
+from router.tokens.tokenizer_report import TokenizerCollector
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers
 from router.upstream import Upstreams

@@ -1,7 +1,7 @@
 """The checks that every request passes before it is routed.
 
 - `gate`: all checks in their order; the other modules implement one kind of check each.
-- `routes`: the allow-list of methods and paths, and who may call them.
+- `routes`: the allow-list of methods and paths, with the required access.
 - `tenants`: API keys, their permissions and their rates.
 - `hosts`: the `Host` header, and the site that a browser sends a request for.
 - `engine_fields`: fields and headers that control an engine.

@@ -56,7 +56,7 @@ CONTROL_HEADERS: Final = frozenset(
 
 
 def control_header(headers: Headers) -> bytes | None:
-    """Return the first engine control header; None if there is none.
+    """Return the first engine control header; None without one.
 
     Names are in lower case, and `_` equals `-`.
     """

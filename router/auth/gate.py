@@ -112,7 +112,7 @@ class AuthGate:
 
     @property
     def withholds_keys(self) -> bool:
-        """Whether workers' keys are never added, because requests are not authenticated."""
+        """True if workers' keys are never added, because requests are not authenticated."""
         return not (self.access.has_tenants or self._always_add_worker_key or self._add_worker_key)
 
     def headers_for_workers(self, admitted: Admitted, headers: Headers) -> Headers:

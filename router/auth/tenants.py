@@ -207,12 +207,12 @@ class AccessControl:
 
     @property
     def has_tenants(self) -> bool:
-        """Whether tenants are configured, so that requests need a key."""
+        """True if tenants are configured, so that requests need a key."""
         return bool(self._named)
 
     @property
     def has_token(self) -> bool:
-        """Whether a token for the operator is configured."""
+        """True if a token for the operator is configured."""
         return bool(self._token)
 
     def is_operator(self, headers: Headers) -> bool:

@@ -1,13 +1,12 @@
-"""Where a request should go: policies are pure functions from candidates and a request to a decision.
+"""Policies: pure functions from candidates and a request to a decision.
 
-records      what a policy is given and what it answers
-registry     the policies by name, what each needs and where it comes from
-linear       policies whose cost is a straight line of the uncached tokens: most are
-cost_columns the lines of all targets as columns, which native code goes through
-kv_aware     the default: prefill tokens, load and evictions in one cost
-in_seconds   the same in seconds, for unlike workers whose rates are known
-peers        what other routers do
-rates        how fast workers are, learned from their answers
+- `records`: the input and output of a policy.
+- `registry`: the policies by name, their needs and their sources.
+- `linear`: policies whose cost is linear in the uncached tokens, which most are.
+- `cost_columns`: the costs of all targets as columns, which native code scans.
+- `kv_aware`: the default policy, with prefill tokens, load and evictions in one cost.
+- `peers`: the policies of other routers.
+- `rates`: the speed of workers, learned from their responses.
 """
 
 from __future__ import annotations

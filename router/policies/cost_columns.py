@@ -1,6 +1,6 @@
-"""The costs of all targets as columns, which the index's native core reads; its twin here goes through them.
+"""The costs of all targets as columns, which the native core scans; the reference implementation is in this module.
 
-A linear policy's cost of a prompt is a line of its uncached tokens:
+A linear policy's cost of a prompt is a line over its uncached tokens:
 
     cost(row) = fixed[row] + per_token[row] · max(tokens - held[row], least)
 """
@@ -20,7 +20,7 @@ Lowest: TypeAlias = Callable[["array[float]", float], list[int]]
 
 
 class CostColumns:
-    """The lines of `rows` targets. All are 0 until they are set."""
+    """The cost lines of `rows` targets; all values are 0 until they are set."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -33,12 +33,15 @@ class CostColumns:
         self.highest: Highest = native.highest if native is not None else highest
 
     def set(self, row: int, fixed: float, per_token: float) -> None:
-        """A row's line."""
+        """Set a row's line."""
         self.fixed[row] = fixed
         self.per_token[row] = per_token
 
     def costs(self, tokens: int, held: array[int], least: int) -> array[float]:
-        """The cost of a prompt of `tokens` in each row, until the next one is asked for. `held`: an `array("I")`."""
+        """Return the cost of a prompt of `tokens` for each row; the next call overwrites the result.
+
+        `held` has the cached tokens of each row as an `array("I")`.
+        """
         self._write_costs(self.fixed, self.per_token, held, tokens, least, self._costs)
         return self._costs
 
@@ -52,7 +55,7 @@ def write_costs(
 
 
 def lowest(costs: array[float], near: float) -> list[int]:
-    """The rows that cost at most `near` more than the lowest, as a share of it, in order; none that is infinite."""
+    """Return the rows whose cost exceeds the lowest by at most the share `near`, in order; without infinite costs."""
     least = min(costs, default=inf)
     if least == inf:
         return []
@@ -61,5 +64,5 @@ def lowest(costs: array[float], near: float) -> list[int]:
 
 
 def highest(held: array[int]) -> int:
-    """The highest number of a column; 0 where there is none."""
+    """Return the highest number of a column; 0 if it is empty."""
     return max(held, default=0)

@@ -1,19 +1,29 @@
-"""The default policy: where a request is answered soonest, counting what its prefill does to the others there.
+"""The default policy: choose the target that answers soonest, and count the delay that the prefill causes for others.
 
-The cost of a target is counted in prefill tokens, and needs no rates; the lowest wins, ties at random:
+The cost of a target is counted in prefill tokens and needs no rates. The lowest cost wins, ties at random:
 
     J = pending + transfer + u · (1 + β + γ·n + θ·μ) + φ·ctx
 
     u         uncached tokens of the prompt, at least 1
-    pending   uncached tokens already sent there whose first byte has not come
+    pending   uncached tokens already sent to the target whose first byte was not received
     transfer  cached tokens in CPU memory or on disk, each at the price of loading it
-    n, ctx    requests in flight there, and the tokens they hold
+    n, ctx    requests in flight to the target, and the tokens they hold
     μ         0 while the target evicts nothing, else g/(1-g) (`router.prediction.eviction_pressure`)
 
-A prefill delays every request that decodes on that worker (β, γ), and evicts what will be asked for again (θ). So an
-uncached token is charged more than its own time, and prefixes stay together until the queue really hurts.
+A prefill delays every request that decodes on that worker (β, γ), and evicts blocks that will be needed again (θ). So
+an uncached token costs more than its own time, and prefixes stay together until queues become long.
 
-Where workers are unlike and their rates are known, the same is counted in seconds (`router.policies.in_seconds`).
+If workers have different speeds and their rates are known, the cost is counted in seconds:
+
+    J = Q + P · (1 + β + γ·n + θ·μ) + D
+
+    Q   remaining time of the prefills that were sent to the target
+    P   the prompt's own prefill: a·u + q·u·(c + u/2) + steps · (t0 + d·ctx + a·n)
+    D   slower decoding, of the new request by the others and of the others by it:
+        output · (κ_own · (a·n + d·ctx) + κ_ext · n · (a + d·tokens))
+
+Here `c` is the prompt's cached tokens, `steps` the engine steps of its prefill, and `output` the expected tokens of its
+answer. a, q, t0 and d are the worker's rates (`router.policies.rates`).
 """
 
 from __future__ import annotations
@@ -21,16 +31,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from router.policies.in_seconds import SecondsWeights, seconds_cost
 from router.policies.linear import LinearPolicy
+from router.policies.rates import prefill_seconds
 from router.policies.records import Candidate, CostUnit, Decision, Request, cheapest
 
 
 @dataclass(frozen=True, slots=True)
 class KvWeights:
-    """β, γ, θ, φ, and the price of loading a token from CPU memory or disk as a share of computing it.
+    """The weights β, γ, θ and φ, and the price of loading a token from CPU memory or disk, as a share of computing it.
 
-    `near`: costs that are higher than the lowest by this share at most count as tied.
+    `near`: costs that exceed the lowest by at most this share count as ties.
     """
 
     interference: float = 1.0
@@ -43,7 +53,7 @@ class KvWeights:
 
 
 class KvAware(LinearPolicy):
-    """The cost above; in seconds when the candidates have rates."""
+    """The default policy's cost; in seconds if the candidates have rates."""
 
     def __init__(self, weights: KvWeights, random: Random) -> None:
         super().__init__(random, weights.cpu_token, weights.disk_token, weights.near)
@@ -77,12 +87,12 @@ class KvAware(LinearPolicy):
 
 
 def kv_aware(weights: KvWeights, random: Random) -> KvAware:
-    """The default policy."""
+    """Return the default policy."""
     return KvAware(weights, random)
 
 
 def kv_cost(candidate: Candidate, tokens: int, weights: KvWeights) -> dict[str, float]:
-    """The terms of the cost of a prompt of `tokens` on a candidate, in prefill tokens."""
+    """Return the terms of the cost of a prompt of `tokens` on a candidate, in prefill tokens."""
     uncached = max(tokens - candidate.overlap, 1)
     return {
         "pending": candidate.pending,
@@ -91,4 +101,32 @@ def kv_cost(candidate: Candidate, tokens: int, weights: KvWeights) -> dict[str, 
         "interference": uncached * (weights.interference + weights.interference_per_request * candidate.requests),
         "eviction": uncached * weights.eviction * candidate.eviction,
         "context": weights.context * candidate.context,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class SecondsWeights:
+    """The weights β, γ, θ, κ_own and κ_ext of the cost in seconds."""
+
+    interference: float = 1.0
+    interference_per_request: float = 0.03
+    eviction: float = 10.0
+    slowed_by_others: float = 0.4
+    slowing_others: float = 0.4
+
+
+def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights) -> dict[str, float]:
+    """Return the terms of the cost in seconds. The candidate must have rates."""
+    rates = candidate.rates
+    assert rates is not None
+    n, context = candidate.requests, candidate.context
+    prefill = prefill_seconds(rates, request.tokens, candidate.overlap, n, context)
+    slowed = weights.slowed_by_others * (rates.token * n + rates.context_token * context)
+    slowing = weights.slowing_others * n * (rates.token + rates.context_token * request.tokens)
+    return {
+        "pending": candidate.backlog,
+        "prefill": prefill,
+        "interference": prefill * (weights.interference + weights.interference_per_request * n),
+        "eviction": prefill * weights.eviction * candidate.eviction,
+        "decode": request.output_tokens * (slowed + slowing),
     }

@@ -1,13 +1,13 @@
-"""Policies whose cost is a straight line of the tokens that a target would have to compute:
+"""Linear policies, whose cost is a line over the tokens that a target would have to compute:
 
     cost = fixed + transfer + per_token · max(tokens - overlap, least_uncached)
 
-    fixed, per_token   by the load of the target alone (`line`)
+    fixed, per_token   from the target's load (`line`)
     transfer           cached tokens in CPU memory or on disk, each at the price of loading it
 
-A policy that is called with candidates goes through all of them: that is the specification. The router keeps the lines
-of all targets as columns instead and asks `cheapest_row`: then no record of a target is made, and native code goes
-through the columns.
+Calling a policy with candidates computes all costs: that is the specification. The router keeps the lines of all
+targets as columns instead and calls `cheapest_row`. So no record of a target is made, and native code scans the
+columns.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from router.policies.records import Candidate, CostUnit, Decision, Request, one_
 
 
 class LinearPolicy(ABC):
-    """The cost above; the lowest wins. `near`: costs that are higher by this share at most count as tied. `unit`: of
-    the cost."""
+    """A policy with a linear cost, of which the lowest wins.
+
+    - `near`: costs that exceed the lowest by at most this share count as ties.
+    - `unit`: the unit of the cost.
+    """
 
     def __init__(
         self,
@@ -44,16 +47,18 @@ class LinearPolicy(ABC):
 
     @abstractmethod
     def line(self, candidate: Candidate) -> tuple[float, float]:
-        """`fixed` and `per_token` of a target with this load."""
+        """Return `fixed` and `per_token` of a target with this load."""
 
     @abstractmethod
     def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
-        """The terms of the cost of a prompt, for people. They add up to the cost, or differ from it by a constant."""
+        """Return the terms of a prompt's cost for display. Their sum is the cost, or differs from it by a constant."""
 
     def cost(self, fixed: float, per_token: float, tokens: int, overlap: int, cpu: int, disk: int) -> float:
-        """The cost of a prompt of `tokens` on a target with this line that holds `overlap` of them.
+        """Return the cost of a prompt on a target with this line.
 
-        `cpu` and `disk` of these have to be loaded from there.
+        - `tokens`: the prompt's tokens.
+        - `overlap`: the cached tokens among them.
+        - `cpu`, `disk`: the cached tokens that are loaded from CPU memory and from disk.
         """
         uncached = tokens - overlap
         if uncached < self.least_uncached:
@@ -78,10 +83,10 @@ class LinearPolicy(ABC):
         transfers: dict[int, tuple[int, int]],
         excluded: Collection[int],
     ) -> int | None:
-        """The row of the target that is chosen for a prompt; None where all are excluded.
+        """Return the row of the target that the policy chooses; None if all rows are excluded.
 
-        `held`: the cached tokens of each row; `transfers`: how many of them are in CPU memory and on disk, of rows that
-        have any there.
+        - `held`: the cached tokens of each row.
+        - `transfers`: for rows with cached tokens in CPU memory or on disk, the number of both.
         """
         costs = columns.costs(tokens, held, self.least_uncached)
         for row, (cpu, disk) in transfers.items():

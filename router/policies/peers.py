@@ -1,7 +1,7 @@
-"""What other routers do, under the names they are known by: to choose instead, and to measure against.
+"""The policies of other routers, under their own names: for use, and for comparison.
 
-Each is written from its public description, over the same exact knowledge of the caches that the default policy has.
-Where a rule's constants come from stands beside them: repository, file, and the commit that was read.
+Each policy is written from its public description, over the same exact index of caches as the default policy. A comment
+names the source of its constants: repository, file and commit.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _DYNAMO_DISK_CREDIT = 0.25
 _LLM_D_QUEUE = 2.0
 _LLM_D_KV_FREE = 2.0
 _LLM_D_PREFIX = 3.0
-# The load factor that implementations of arXiv 1608.01350 begin with, such as apache/brpc's
+# The default load factor of implementations of arXiv 1608.01350, such as apache/brpc's
 # chash_bounded_load_factor (c7b180164cbf).
 _BOUND = 1.25
 
 
 class RoundRobin(ByTurn):
-    """One target after the other."""
+    """A policy that chooses one target after the other."""
 
     def __init__(self) -> None:
         self._turns = 0
@@ -53,7 +53,7 @@ class RoundRobin(ByTurn):
 
 
 class AtRandom(ByTurn):
-    """Any target."""
+    """A policy that chooses any target."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -66,7 +66,7 @@ class AtRandom(ByTurn):
 
 
 class LeastLoaded(LinearPolicy):
-    """The fewest requests in flight; what the caches hold plays no part."""
+    """A policy that chooses the target with the fewest requests in flight, whatever is cached."""
 
     def __init__(self, random: Random) -> None:
         super().__init__(random, unit=CostUnit.REQUESTS)
@@ -83,11 +83,11 @@ def _requests(candidate: Candidate) -> dict[str, float]:
 
 
 def session_affinity(random: Random) -> Policy:
-    """Consistent hashing of the session with bounded loads: https://arxiv.org/abs/1608.01350
+    """Return a policy of consistent hashing by session with bounded loads: https://arxiv.org/abs/1608.01350
 
-    Every session has an order of all targets of its own (rendezvous hashing, so that a target that comes or goes moves
-    only its own sessions); the first one wins that has at most 1.25 times the mean requests in flight. A request
-    without a session goes to the least loaded.
+    Every session has its own order of all targets. Rendezvous hashing moves only the sessions of a target that is added
+    or removed. The first target wins that has at most 1.25 times the mean requests in flight. A request without a
+    session is sent to the least loaded target.
     """
 
     def choose(candidates: list[Candidate], request: Request) -> Decision:
@@ -107,8 +107,11 @@ def session_affinity(random: Random) -> Policy:
 
 
 def cache_aware(random: Random) -> Policy:
-    """SGLang's router: the longest match above 0.3 of the prompt, or else the least loaded; the least loaded also while
-    the most loaded has 64 requests and 1.5 times as many more than it."""
+    """Return SGLang's policy: the longest match above 0.3 of the prompt, or else the least loaded target.
+
+    The least loaded target also wins while loads are unbalanced: the highest load exceeds the lowest by more than 64
+    requests and is more than 1.5 times as high.
+    """
 
     def choose(candidates: list[Candidate], request: Request) -> Decision:
         loads = [candidate.requests for candidate in candidates]
@@ -123,9 +126,9 @@ def cache_aware(random: Random) -> Policy:
 
 
 class Dynamo(LinearPolicy):
-    """NVIDIA Dynamo's KV router: the prefill it would have to do and the blocks its requests would hold, in tokens.
+    """NVIDIA Dynamo's policy: the prefill a target would have to do, and the tokens that its requests would hold.
 
-    A cached token in CPU memory or on disk counts as part of one.
+    A cached token in CPU memory or on disk counts as part of an uncached one.
     """
 
     def __init__(self, random: Random) -> None:
@@ -141,9 +144,9 @@ class Dynamo(LinearPolicy):
 
 
 def llm_d(random: Random) -> Policy:
-    """llm-d's weighted scores, as costs: twice the queue, twice the KV memory in use, thrice the share not cached.
+    """Return llm-d's weighted scores, as costs: twice the queue, twice the KV memory in use, thrice the uncached share.
 
-    The queue is scaled to 0 for the shortest and 1 for the longest, as its scorer does.
+    The queue is scaled to 0 for the shortest and 1 for the longest, as in llm-d's scorer.
     """
 
     def choose(candidates: list[Candidate], request: Request) -> Decision:
@@ -165,7 +168,8 @@ def llm_d(random: Random) -> Policy:
 
 
 class Lmetric(LinearPolicy):
-    """LMetric: the tokens to prefill times the requests there, this one included: https://arxiv.org/abs/2603.15202"""
+    """LMetric: the tokens to prefill times the requests on the target, this one included:
+    https://arxiv.org/abs/2603.15202"""
 
     def __init__(self, random: Random) -> None:
         super().__init__(random, unit=CostUnit.TOKEN_REQUESTS)

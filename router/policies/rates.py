@@ -1,18 +1,19 @@
-"""How fast workers are: the coefficients of an engine's step, learned from what the router sees of its requests.
+"""The speed of workers: the coefficients of an engine's step, learned from the timing of responses.
 
-A step that computes `m` tokens of prompts and one for each of `n` requests that decode, over `ctx` tokens of context:
+A step that computes `m` prompt tokens and one token for each of `n` decoding requests, over `ctx` tokens of context,
+takes
 
     seconds = step + token · (m + n) + attention · Σ u·(c + u/2) + context_token · ctx
 
-with `u` tokens of a prompt computed after `c` that are there already. (In the literature on cost models these are t0,
-a, q and d.) Two things are seen: the time to the first byte of a request that found nothing waiting before it, and the
-mean time between the bytes of an answer. Each is a linear regression in two unknowns, with
+for `u` tokens of a prompt that are computed after `c` earlier ones. (The literature names the coefficients t0, a, q and
+d.) Two durations are measured: the time to the first byte of a request that had nothing waiting before it, and the mean
+time between the bytes of an answer. Each is a linear regression in two unknowns, with
 
-    a prior       the configured rates: without samples they are the answer. After a few it is a multiple of them, by
-                  which samples as a whole are faster or slower, and they only have to tell one coefficient from another
-    forgetting    a sample's weight falls by half in `HALF_LIFE`
-    robustness    a sample far from what is expected counts less (Huber's weights), so that a stall moves little
-    bounds        a coefficient stays within a factor `BOUND` of what is configured
+    a prior       the configured rates are the result without samples. After a few samples the prior is a multiple of
+                  them, so that samples only have to separate the two coefficients
+    forgetting    a sample's weight halves in `HALF_LIFE` seconds
+    robustness    a sample far from the prediction counts less (Huber's weights), so that a stall changes little
+    bounds        a coefficient stays within a factor `BOUND` of the configured one
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from typing import Final
 CHUNK: Final = 8192  # tokens an engine computes in one step, at most
 HALF_LIFE: Final = 300.0
 BOUND: Final = 100.0
-# Workers whose prices of a token differ by less than this are alike: counting in tokens is right then.
+# Workers whose price of a token differs by less than this factor are alike, and costs are counted in tokens.
 UNLIKE: Final = 1.25
 
 # The weight of the prior, in samples that one coefficient explains alone.
 _PRIOR: Final = 0.3
-# After so many samples the prior is halfway to what they say as a whole, counted in factors.
+# After this many samples the prior is, as a factor, halfway to the common factor of the samples.
 _HALFWAY: Final = 3.0
 _ENOUGH_SAMPLES = 20.0
 _OUTLIER: Final = 1.5  # times the usual relative error
@@ -44,7 +45,13 @@ _LOG_2: Final = log(2)
 
 @dataclass(slots=True, init=False)
 class Rates:
-    """Seconds: a step, a token computed (a), a pair of tokens attending (q), a token of context read in a step (d)."""
+    """A worker's speed in seconds.
+
+    - `step`: one engine step (t0).
+    - `token`: one computed token (a).
+    - `attention`: one pair of tokens in attention (q).
+    - `context_token`: one token of context read in a step (d).
+    """
 
     step: float
     token: float
@@ -61,7 +68,7 @@ class Rates:
 
 
 def prefill_seconds(rates: Rates, tokens: int, cached: int, requests: int, context: int) -> float:
-    """How long the prefill of a prompt of `tokens` takes, when `requests` with `context` tokens decode beside."""
+    """Return the duration of a prompt's prefill while `requests` with `context` tokens decode on the same worker."""
     uncached = max(tokens - cached, 1)
     steps = -(-uncached // CHUNK)
     return (
@@ -72,10 +79,10 @@ def prefill_seconds(rates: Rates, tokens: int, cached: int, requests: int, conte
 
 
 class BoundedRegression:
-    """y = k0·x0 + k1·x1 for samples that come one by one, with a prior, forgetting, robustness and bounds.
+    """A regression y = k0·x0 + k1·x1 over a stream of samples, with a prior, forgetting, robustness and bounds.
 
-    Errors count relative to what is predicted or seen. `expected` are the
-    prior's coefficients, all above 0.
+    Errors are relative to the larger of prediction and measurement. `expected` are the coefficients of the prior, both
+    above 0.
     """
 
     def __init__(self, expected: tuple[float, float]) -> None:
@@ -89,13 +96,15 @@ class BoundedRegression:
 
     @property
     def samples(self) -> float:
-        """How many samples count, the old ones less."""
+        """The number of samples, where old ones count less."""
         return self._samples
 
     def add(self, x0: float, x1: float, known: float, seconds: float, now: float) -> None:
-        """A sample seen at a time: `seconds`, of which the model explains `known` without these coefficients.
+        """Add a sample that was measured at `now`.
 
-        Nothing is learned from what is no duration.
+        - `x0`, `x1`: the two variables.
+        - `known`: seconds that the model explains without these coefficients.
+        - `seconds`: the measured duration. A sample without a plausible duration is ignored.
         """
         if seconds < _LEAST_SECONDS or x0 < 0 or x1 < 0:
             return
@@ -106,7 +115,7 @@ class BoundedRegression:
         error = abs(seconds - predicted) / scale
         limit = _OUTLIER * max(self._error, _LEAST_ERROR)
         weight = min(1.0, limit / error) if error else 1.0
-        # The usual error is an average that a single sample moves little.
+        # The usual error is a moving average, which a single sample changes little.
         self._error += 0.05 * (min(error, 2 * limit) - self._error)
         u0, u1 = x0 * self._expected[0] / scale, x1 * self._expected[1] / scale
         y = (seconds - known) / scale
@@ -120,7 +129,7 @@ class BoundedRegression:
         self.coefficients = _bounded(k0, self._expected[0]), _bounded(k1, self._expected[1])
 
     def _prior(self) -> float:
-        """How many times the expected coefficients both are, as long as nothing tells them apart."""
+        """Return the multiple of the expected coefficients, assuming that it is equal for both."""
         both = self._s00 + 2 * self._s01 + self._s11
         seconds = self._s0y + self._s1y
         if both <= 0 or seconds <= 0:
@@ -129,7 +138,7 @@ class BoundedRegression:
         return float(_clipped(seconds / both) ** trust)
 
     def _solve(self) -> tuple[float, float]:
-        """The least squares within the bounds: the free minimum, or else the best on an edge."""
+        """Return the least squares solution within the bounds: the free minimum, or else the best point on an edge."""
         prior = self._prior()
         weight = _PRIOR / prior**2
         a, b, c = self._s00 + weight, self._s01, self._s11 + weight
@@ -153,7 +162,7 @@ def _bounded(k: float, expected: float) -> float:
 
 
 class RateLearner:
-    """The rates of one worker for one model, in the light of what has been seen."""
+    """The learned rates of one worker for one model."""
 
     def __init__(self, start: Rates) -> None:
         self._prefill = BoundedRegression((start.token, start.attention))
@@ -167,16 +176,21 @@ class RateLearner:
 
     @property
     def prefills(self) -> float:
-        """How many were seen, the old ones less."""
+        """The number of prefills that were measured, where old ones count less."""
         return self._prefill.samples
 
     @property
     def learned(self) -> bool:
-        """Whether the price of a token rests on enough samples."""
+        """True if enough prefills were measured to rely on the price of a token."""
         return self._prefill.samples >= _ENOUGH_SAMPLES
 
     def prefill_seen(self, tokens: int, cached: int, requests: int, context: int, seconds: float, now: float) -> None:
-        """A prompt of `tokens` was prefilled, `cached` of them from the cache, beside others that decoded."""
+        """Learn from a prefill that took `seconds`.
+
+        - `tokens`, `cached`: tokens of the prompt, and those among them that were cached.
+        - `requests`, `context`: requests that decoded meanwhile, and the tokens they held.
+        - `now`: the time of the measurement.
+        """
         uncached = max(tokens - cached, 1)
         step, context_token = self._decode.coefficients
         steps = -(-uncached // CHUNK)
@@ -185,7 +199,12 @@ class RateLearner:
         self._solved()
 
     def decode_seen(self, output_tokens: int, requests: int, context: int, seconds: float, now: float) -> None:
-        """An answer had `output_tokens` after its first, beside `requests` in all that held `context` tokens."""
+        """Learn from an answer with `output_tokens` after its first one.
+
+        - `requests`, `context`: requests that decoded meanwhile, this one included, and the tokens they held.
+        - `seconds`: the time from the first byte to the last.
+        - `now`: the time of the measurement.
+        """
         if output_tokens > 0:
             known = self._prefill.coefficients[0] * requests
             self._decode.add(1.0, context, known, seconds / output_tokens, now)
@@ -193,17 +212,17 @@ class RateLearner:
 
 
 class RateTable:
-    """The rates of every worker for every model. `start` is the configured beginning."""
+    """The rates of every worker for every model; `start` has the configured rates."""
 
     def __init__(self, start: Rates, clock: Callable[[], float] = time.monotonic) -> None:
         self.start = start
         self._clock = clock
         self._learners: dict[str, dict[str, RateLearner]] = {}  # by model and worker
-        self._leading: dict[str, RateLearner] = {}  # by model: who has shown most prefills
+        self._leading: dict[str, RateLearner] = {}  # by model: the learner with the most prefills
         self._compared: dict[str, tuple[float, Rates | None]] = {}
 
     def learner(self, worker: str, model: str) -> RateLearner:
-        """A worker's rates for a model."""
+        """Return the learner of a worker and model; create it if needed."""
         workers = self._learners.get(model)
         if workers is None:
             workers = self._learners[model] = {}
@@ -213,7 +232,8 @@ class RateTable:
         return learner
 
     def likely(self, worker: str, model: str) -> Rates:
-        """A worker's rates for a model; until it has shown a few prefills, those of the worker that had shown most."""
+        """Return a worker's rates for a model, or those of the worker with the most prefills until it has a few of its
+        own."""
         learner = self.learner(worker, model)
         if learner.prefills < _HALFWAY:
             return self._leading.get(model, learner).rates
@@ -222,25 +242,29 @@ class RateTable:
     def prefill_seen(
         self, worker: str, model: str, tokens: int, cached: int, requests: int, context: int, seconds: float, now: float
     ) -> None:
-        """As of the worker's learner."""
+        """Add a measured prefill to the worker's learner."""
         learner = self.learner(worker, model)
         learner.prefill_seen(tokens, cached, requests, context, seconds, now)
         if learner.prefills >= self._leading.get(model, learner).prefills:
             self._leading[model] = learner
 
     def mean_token(self) -> float:
-        """Seconds for a token computed, the mean of the workers that are known well; else as configured."""
+        """Return the mean seconds per computed token over workers with learned rates; without any, the configured
+        value."""
         known = [each.rates.token for workers in self._learners.values() for each in workers.values() if each.learned]
         return sum(known) / len(known) if known else self.start.token
 
     def forget(self, worker: str) -> None:
-        """A worker was removed."""
+        """Drop the rates of a removed worker."""
         for workers in self._learners.values():
             workers.pop(worker, None)
 
     def slowest_if_unlike(self, model: str, now: float | None = None) -> Rates | None:
-        """None while the workers of a model are alike or not known well; else the rates of the slowest of them. `now`:
-        the time by the clock, where it was just read."""
+        """Return the slowest worker's rates if the workers of a model differ in speed; None if they are alike or
+        unknown.
+
+        `now` is the current time, if the caller just read the clock.
+        """
         if now is None:
             now = self._clock()
         compared = self._compared.get(model)
@@ -252,7 +276,7 @@ class RateTable:
             compared = self._compared[model] = (now, slowest)
         return compared[1]
 
-    def of(self, worker: str, model: str, otherwise: Rates) -> Rates:
-        """A worker's rates, or `otherwise` while they are not known well."""
+    def learned_or(self, worker: str, model: str, otherwise: Rates) -> Rates:
+        """Return a worker's rates, or `otherwise` until they are learned."""
         learner = self._learners.get(model, {}).get(worker)
         return learner.rates if learner and learner.learned else otherwise

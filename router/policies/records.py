@@ -1,12 +1,12 @@
-"""What a policy is given, and what it answers. Plain records: policies read nothing else and change nothing.
+"""The input and output of policies. Policies read nothing but these records and change nothing.
 
-What is not known of a candidate is never taken for zero:
+Unknown values of a candidate are never taken for zero:
 
-    cached tokens   without live events only prompts in flight count as cached, the rest is taken to be computed
-    eviction        a worker whose evictions cannot be seen is taken to evict (`router.prediction.eviction_pressure`)
-    queue, context  what this router has in flight there
-    KV usage        that of the fullest candidate whose usage is known (`known_usage`)
-    rates           those of the slowest worker that is known (`router.policies.rates`)
+    cached tokens   without live events only prompts in flight count as cached; all other tokens count as uncached
+    eviction        a worker whose evictions cannot be observed is assumed to evict
+    queue, context  this router's own requests in flight
+    KV usage        the usage of the fullest candidate with a known one (`known_usage`)
+    rates           the rates of the slowest known worker (`router.policies.rates`)
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from router.policies.rates import Rates
 
 @dataclass(slots=True, init=False)
 class Candidate:
-    """A target that could take the request. Amounts are in tokens unless they say otherwise.
+    """A target that could serve the request. Amounts are in tokens unless stated otherwise.
 
-    overlap      tokens of the prompt it would serve from its cache, whatever the tier
-    requests     requests in flight, a count
-    pending      uncached tokens sent to it whose first byte has not come
-    context      tokens that its requests in flight hold
-    waiting      requests whose first byte has not come, a count
-    cpu, disk    how many of the overlap have to be loaded from there
-    eviction     μ: what evicting for a token of prefill costs later, in prefill tokens; 0 while it evicts nothing
-    kv_usage     share of its KV memory in use by running requests, 0 to 1; None: not known
-    backlog      seconds until the prefills sent to it are done, by `rates`
-    rates        how fast it is; None: not known, or all are alike
+    - `overlap`: tokens of the prompt that it would serve from its cache, whatever the tier.
+    - `requests`: number of requests in flight.
+    - `pending`: uncached tokens sent to it whose first byte was not received.
+    - `context`: tokens that its requests in flight hold.
+    - `waiting`: number of requests whose first byte was not received.
+    - `cpu`, `disk`: tokens of the overlap that are loaded from CPU memory, and from disk.
+    - `eviction`: μ, the later cost of evicting for one prefill token, in prefill tokens; 0 while it evicts nothing.
+    - `kv_usage`: share of its KV memory in use by running requests, 0 to 1; None if unknown.
+    - `backlog`: seconds until the prefills sent to it are done, by `rates`.
+    - `rates`: its speed; None if unknown, or if all workers are alike.
     """
 
     target: Target
@@ -80,7 +80,7 @@ class Candidate:
         self.rates = rates
 
     def copy(self) -> Candidate:
-        """Another that is the same."""
+        """Return a copy."""
         return Candidate(
             self.target,
             self.overlap,
@@ -98,9 +98,12 @@ class Candidate:
 
 
 class Request:
-    """What a policy knows of a request: tokens of its prompt, tokens its answer is expected to have, its session.
+    """A policy's view of a request.
 
-    `beginning`: the same for prompts that begin alike, which count as one session where the client names none.
+    - `tokens`: tokens of its prompt.
+    - `output_tokens`: expected tokens of its answer.
+    - `session`: its session, if the client names one.
+    - `beginning`: a hash of the prompt's beginning, which replaces a missing session.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class Request:
 
 
 class CostUnit(StrEnum):
-    """What a policy counts its costs in. The values are what users see in `/explain`, headers, metrics and the page."""
+    """The unit of a policy's costs. The values are shown in `/explain`, headers, metrics and on the page."""
 
     TOKENS = "tokens"  # of prefill
     SECONDS = "seconds"
@@ -125,7 +128,7 @@ class CostUnit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What choosing a candidate would cost, term by term."""
+    """The cost of choosing a candidate, term by term."""
 
     candidate: Candidate
     terms: dict[str, float]
@@ -140,11 +143,12 @@ _TOKENS: Final = CostUnit.TOKENS
 
 
 class Decision:
-    """The chosen candidate. What every candidate would have cost is worked out when it is asked for.
+    """The chosen candidate. The costs of all candidates are computed on demand.
 
-    `candidates`: all of them, or what makes records of them once somebody looks: the chosen one as it was, the others
-    with the load they have then. `count`: how many they are. `free`: what is chosen never costs anything. `unit`: of
-    all terms.
+    - `candidates`: all candidates, or a function that makes their records later, with the load of that moment.
+    - `count`: the number of candidates, if `candidates` is a function.
+    - `free`: the policy has no costs.
+    - `unit`: the unit of all terms.
     """
 
     def __init__(
@@ -165,7 +169,7 @@ class Decision:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """What was chosen from."""
+        """All candidates of the decision."""
         candidates = self._candidates
         if not isinstance(candidates, list):
             candidates = self._candidates = candidates()
@@ -177,7 +181,8 @@ class Decision:
         return [Cost(candidate, self.terms(candidate)) for candidate in self.candidates]
 
     def summary(self) -> str:
-        """The chosen one's terms in a line, for a header: `pending=0 prefill=12 total=12 unit=tokens candidates=2`."""
+        """Return the chosen candidate's terms in a line, for a header: `pending=0 prefill=12 total=12 unit=tokens
+        candidates=2`."""
         cost = Cost(self.chosen, self.terms(self.chosen))
         terms = " ".join(f"{name}={value:.6g}" for name, value in (*cost.terms.items(), ("total", cost.total)))
         return f"{terms} unit={self.unit} candidates={self.count}"
@@ -188,18 +193,18 @@ Policy = Callable[[list[Candidate], Request], Decision]
 
 
 class ByTurn(ABC):
-    """A policy for which only the number of candidates counts, so that its decisions can be made before."""
+    """A policy that depends only on the number of candidates."""
 
     def __call__(self, candidates: list[Candidate], request: Request) -> Decision:  # noqa: ARG002
         return self.decision(candidates, self.turn(len(candidates)))
 
     @abstractmethod
     def turn(self, candidates: int) -> int:
-        """The place of the next one among `candidates`."""
+        """Return the position of the next choice among `candidates`."""
 
     @abstractmethod
     def decision(self, candidates: list[Candidate], turn: int) -> Decision:
-        """The decision for the candidate at a place. It is the same each time."""
+        """Return the decision for the candidate at a position. Equal arguments give equal decisions."""
 
 
 def cheapest(
@@ -209,7 +214,8 @@ def cheapest(
     near: float = 0.0,
     unit: CostUnit = _TOKENS,
 ) -> Decision:
-    """The candidate whose terms add up to the least; ties at random. `near`: as in `one_of_lowest`."""
+    """Return the decision for the candidate with the lowest sum of terms; ties at random. `near` is as in
+    `one_of_lowest`."""
     totals = [sum(terms(candidate).values()) for candidate in candidates]
     return Decision(one_of_lowest(candidates, totals, random, near), candidates, terms, unit=unit)
 
@@ -220,7 +226,8 @@ def one_of_lowest(
     random: Random,
     near: float = 0.0,
 ) -> Candidate:
-    """The candidate with the lowest total; ties at random. Totals higher by a share of `near` count as tied."""
+    """Return the candidate with the lowest total; ties at random. Totals within the share `near` of the lowest count as
+    ties."""
     lowest, first, ties = totals[0], 0, 0
     for place, total in enumerate(totals):
         if total < lowest:
@@ -237,10 +244,10 @@ TiedT = TypeVar("TiedT")
 
 
 def one_of_tied(tied: list[TiedT], random: Random) -> TiedT:
-    """Any of them."""
-    return tied[int(random.random() * len(tied))]  # as random.choice does, which takes four times as long
+    """Return any of them."""
+    return tied[int(random.random() * len(tied))]  # equals random.choice, which takes four times as long
 
 
 def known_usage(candidates: list[Candidate]) -> float:
-    """The KV usage to assume where it is not known: the highest that is known, or a full cache."""
+    """Return the KV usage to assume if it is unknown: the highest known one, or a full cache."""
     return max((c.kv_usage for c in candidates if c.kv_usage is not None), default=1.0)

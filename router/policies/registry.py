@@ -1,4 +1,4 @@
-"""The policies that the settings can name: how each is made, what it needs of the router, and where it comes from.
+"""The policies that settings can name: their constructors, their needs and their sources.
 
 A new policy is a function of candidates, or a `LinearPolicy`; a name in `PolicyName`; and an entry in `POLICIES`.
 """
@@ -26,13 +26,13 @@ from router.settings import PolicyName, PolicySettings
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """One policy.
+    """The description of one policy.
 
-    make           from the settings; the generator breaks its ties
-    source         where its rule and its constants come from
-    reads_prompts  it looks at overlaps or at what prompts begin with: else none is tokenized or matched
-    uses_rates     it looks at how fast workers are, once that is learned
-    late_binding   requests wait in the router while its choice is busy with prefills
+    - `make`: makes the policy from the settings; the random generator breaks its ties.
+    - `source`: where its rule and its constants come from.
+    - `reads_prompts`: it uses overlaps or the beginnings of prompts. Otherwise no prompt is tokenized or matched.
+    - `uses_rates`: it uses the speed of workers once that is learned.
+    - `late_binding`: requests wait in the router while their selection is busy with prefills.
     """
 
     make: Callable[[PolicySettings, Random], Policy]
@@ -44,7 +44,7 @@ class PolicySpec:
 
 @dataclass(frozen=True, slots=True)
 class NamedPolicy:
-    """A policy that was made, and what it needs."""
+    """A policy and its description."""
 
     spec: PolicySpec
     choose: Policy
@@ -83,6 +83,6 @@ POLICIES: dict[PolicyName, PolicySpec] = {
 
 
 def policy_named(settings: PolicySettings, random: Random) -> NamedPolicy:
-    """The policy that the settings name. `random` breaks its ties."""
+    """Return the policy that the settings name. `random` breaks its ties."""
     spec = POLICIES[settings.name]
     return NamedPolicy(spec, spec.make(settings, random))

@@ -236,7 +236,7 @@ class CandidateFinder:
         if slowest is None:
             return record
         target, record = rank.target, record.copy()
-        record.rates = self._learned.rates.of(target.worker, target.model, slowest)
+        record.rates = self._learned.rates.learned_or(target.worker, target.model, slowest)
         record.backlog = rank.load.backlog + self._peer_load.backlog(target.worker, target.dp_rank)
         return record
 

@@ -1,1 +1,1 @@
-"""From prompts to token ids: the tokenizers, chat templates, and what is kept of both."""
+"""From prompts to token ids: tokenizers, chat templates, and their caches."""

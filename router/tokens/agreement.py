@@ -1,7 +1,7 @@
-"""Does the router read prompts as an engine does? Each shape of prompt is tried: what agrees is read here.
+"""Comparison of the router's tokenizer with an engine's, for each kind of prompt.
 
-The engine's own rendering is what counts. An engine that does not offer it computes the probes, each with an answer of
-one token, and tells the ids it computed. Where it does neither, its `/tokenize` is believed.
+The engine's own rendering is the reference. An engine without a render endpoint computes the probes, each with an
+answer of one token, and returns the ids it computed. An engine that offers neither is compared by its `/tokenize`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from router.apis.requests import ChatPrompt, TextPrompts
 from router.tokens.engine_client import EngineClient, NotOfferedError, PromptRefusedError
 from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.probes import PROBES, Probe, ProbeKind
 from router.tokens.prompt_cache import common_tokens
-from router.tokens.shapes import PROBES, Probe, Shape
 
 
-class Way(StrEnum):
-    """How prompts of a shape become tokens.
+class TokenizerRoute(StrEnum):
+    """The route by which prompts of a kind become tokens.
 
-    LOCAL: here, as the engine does. UNTRIED: here, since the engine does not tell. ENGINE: it is asked. GUESSED: here,
-    although it differs, since the engine cannot be asked. REFUSED: the engine takes no such prompts. NONE: not at all.
+    - LOCAL: the router's tokenizer, which agrees with the engine.
+    - UNTRIED: the router's tokenizer, because the engine returns no ids.
+    - ENGINE: the engine is asked.
+    - GUESSED: the router's tokenizer, although it differs, because the engine cannot be asked.
+    - REFUSED: none, because the engine refuses these prompts.
+    - NONE: none.
     """
 
     LOCAL = "local"
@@ -37,8 +41,8 @@ class Way(StrEnum):
     NONE = "none"
 
 
-class Truth(StrEnum):
-    """What tells how an engine reads prompts, the best first."""
+class Reference(StrEnum):
+    """The source of an engine's token ids, the best first."""
 
     RENDER = "render"
     COMPUTED = "computed"
@@ -47,133 +51,143 @@ class Truth(StrEnum):
 
 
 @dataclass(frozen=True)
-class ShapeReport:
-    """How one shape becomes tokens, and how the router's reading differs; "" where it does not."""
+class ProbeReport:
+    """The tokenizer route of a kind of prompt, and how the router's tokens differ; "" if they do not."""
 
-    way: Way
+    route: TokenizerRoute
     difference: str = ""
 
 
 @dataclass
 class Agreement:
-    """What was found in a trial: by which means, and of each shape. `askable`: the engine tells tokens of prompts."""
+    """The result of a trial. `askable` says that the engine returns the tokens of prompts."""
 
-    truth: Truth = Truth.NOTHING
+    reference: Reference = Reference.NOTHING
     askable: bool = False
-    shapes: dict[Shape, ShapeReport] = field(default_factory=dict)
+    probes: dict[ProbeKind, ProbeReport] = field(default_factory=dict)
 
-    def of_way(self, *ways: Way) -> frozenset[Shape]:
-        """The shapes that become tokens in these ways."""
-        return frozenset(shape for shape, report in self.shapes.items() if report.way in ways)
+    def with_route(self, *routes: TokenizerRoute) -> frozenset[ProbeKind]:
+        """Return the kinds of prompts with one of these routes."""
+        return frozenset(kind for kind, report in self.probes.items() if report.route in routes)
 
     @property
     def exact(self) -> int:
-        """How many shapes are read here as the engine reads them."""
-        return len(self.of_way(Way.LOCAL))
+        """The number of kinds for which the router's tokenizer agrees with the engine."""
+        return len(self.with_route(TokenizerRoute.LOCAL))
 
 
-_BADNESS = {
-    way: place for place, way in enumerate((Way.LOCAL, Way.REFUSED, Way.UNTRIED, Way.ENGINE, Way.GUESSED, Way.NONE))
-}
+# The routes from the best to the worst.
+_BEST_TO_WORST = (
+    TokenizerRoute.LOCAL,
+    TokenizerRoute.REFUSED,
+    TokenizerRoute.UNTRIED,
+    TokenizerRoute.ENGINE,
+    TokenizerRoute.GUESSED,
+    TokenizerRoute.NONE,
+)
+_SEVERITY = {route: place for place, route in enumerate(_BEST_TO_WORST)}
 
 
 def merged(agreements: Iterable[Agreement]) -> Agreement:
-    """What was found in all trials: of each shape the worst."""
+    """Merge the results of several trials: for each kind the worst."""
     found = Agreement()
     for agreement in agreements:
-        if found.truth is Truth.NOTHING:
-            found.truth = agreement.truth
-        for shape, report in agreement.shapes.items():
-            if shape not in found.shapes or _BADNESS[report.way] > _BADNESS[found.shapes[shape].way]:
-                found.shapes[shape] = report
+        if found.reference is Reference.NOTHING:
+            found.reference = agreement.reference
+        for kind, report in agreement.probes.items():
+            if kind not in found.probes or _SEVERITY[report.route] > _SEVERITY[found.probes[kind].route]:
+                found.probes[kind] = report
     return found
 
 
 class Trial:
-    """The probes as one engine reads them. Asks once; any number of tokenizers can be compared with the answers."""
+    """The probes and one engine's tokens of them. The engine is asked once; several tokenizers can be compared."""
 
     def __init__(self, client: EngineClient, url: str, computes: bool = False) -> None:
-        """`computes`: let the engine compute the probes where it does not render them."""
+        """Prepare a trial. `computes` lets the engine compute the probes if it does not render them."""
         self._client = client
         self._computes = computes
         self._url = url
-        self._truth = Truth.NOTHING
-        self._expected: dict[Shape, list[PackedPrompt] | None] = {}  # None: the engine refuses it
-        self._askable: dict[Shape, list[PackedPrompt]] = {}
-        self._not_offered: set[Truth] = set()
+        self._reference = Reference.NOTHING
+        self._expected: dict[ProbeKind, list[PackedPrompt] | None] = {}  # None if the engine refuses it
+        self._askable: dict[ProbeKind, list[PackedPrompt]] = {}
+        self._not_offered: set[Reference] = set()
 
     async def ask(self, probes: Iterable[Probe] = PROBES) -> None:
-        """Ask the engine. Raises TokenizerUnavailableError when it does not answer at all."""
+        """Ask the engine. Raises TokenizerUnavailableError if it does not answer at all."""
         for probe in probes:
-            await self._ask(probe.shape, probe.prompt())
-            if probe.shape in self._expected and self._expected[probe.shape] is None and probe.unused_tools:
-                # An engine that is not told how to read calls takes tools only when none may be used.
-                del self._expected[probe.shape]
-                await self._ask(probe.shape, probe.unused_tools.prompt())
+            await self._ask(probe.kind, probe.prompt())
+            if probe.kind in self._expected and self._expected[probe.kind] is None and probe.unused_tools:
+                # An engine without a tool call parser accepts tools only if none may be called.
+                del self._expected[probe.kind]
+                await self._ask(probe.kind, probe.unused_tools.prompt())
 
-    async def _ask(self, shape: Shape, prompt: ChatPrompt | TextPrompts) -> None:
-        ways = {
-            Truth.RENDER: self._client.rendered,
-            Truth.COMPUTED: self._client.computed,
-            Truth.TOKENIZE: self._client.tokenized,
+    async def _ask(self, kind: ProbeKind, prompt: ChatPrompt | TextPrompts) -> None:
+        questions = {
+            Reference.RENDER: self._client.rendered,
+            Reference.COMPUTED: self._client.computed,
+            Reference.TOKENIZE: self._client.tokenized,
         }
-        for truth, ask in ways.items():
-            if truth in self._not_offered or (
-                truth is Truth.COMPUTED and not (self._computes and Truth.RENDER in self._not_offered)
+        for reference, ask in questions.items():
+            if reference in self._not_offered or (
+                reference is Reference.COMPUTED and not (self._computes and Reference.RENDER in self._not_offered)
             ):
                 continue
             try:
                 found = await ask(self._url, prompt)
             except NotOfferedError:
-                if truth is not Truth.COMPUTED:  # which some APIs alone offer
-                    self._not_offered.add(truth)
+                if reference is not Reference.COMPUTED:  # only some APIs offer it
+                    self._not_offered.add(reference)
                 continue
             except PromptRefusedError:
-                # What is refused by /tokenize may be computed all the same.
-                if truth is not Truth.TOKENIZE or shape not in self._expected:
-                    self._expected.setdefault(shape, None)
-                if truth is not Truth.TOKENIZE:
+                # The engine may compute a prompt that its /tokenize refuses.
+                if reference is not Reference.TOKENIZE or kind not in self._expected:
+                    self._expected.setdefault(kind, None)
+                if reference is not Reference.TOKENIZE:
                     return
                 continue
-            if self._truth is Truth.NOTHING:
-                self._truth = truth
-            if shape not in self._expected and (truth is not Truth.TOKENIZE or not self._converted(prompt)):
-                self._expected[shape] = found
-            if truth is not Truth.COMPUTED:
-                self._askable.setdefault(shape, found)
+            if self._reference is Reference.NOTHING:
+                self._reference = reference
+            if kind not in self._expected and (reference is not Reference.TOKENIZE or not self._converted(prompt)):
+                self._expected[kind] = found
+            if reference is not Reference.COMPUTED:
+                self._askable.setdefault(kind, found)
 
     @staticmethod
     def _converted(prompt: ChatPrompt | TextPrompts) -> bool:
-        """Whether it came by another API than chats: `/tokenize` knows it only as the router has converted it."""
+        """Return whether a prompt belongs to another API than chats, so that `/tokenize` sees only the router's
+        conversion."""
         return isinstance(prompt, ChatPrompt) and prompt.call is not None and prompt.call[0] != CHAT
 
     def compare(self, local: LocalTokenizer | None, probes: Iterable[Probe] = PROBES) -> Agreement:
-        """What a tokenizer of ours makes of the probes, beside the engine's answers. For a thread."""
-        found = Agreement(self._truth, bool(self._askable))
+        """Compare a local tokenizer's tokens of the probes with the engine's. Call it in a thread."""
+        found = Agreement(self._reference, bool(self._askable))
         for probe in probes:
-            found.shapes[probe.shape] = self._report(probe, local)
+            found.probes[probe.kind] = self._report(probe, local)
         return found
 
-    def _report(self, probe: Probe, local: LocalTokenizer | None) -> ShapeReport:
-        shape = probe.shape
-        ours, problem = _ours(local, probe.prompt())
-        if shape in self._expected and self._expected[shape] is None:
-            return ShapeReport(Way.REFUSED)
-        expected = self._expected.get(shape)
+    def _report(self, probe: Probe, local: LocalTokenizer | None) -> ProbeReport:
+        kind = probe.kind
+        ours, problem = _tokenize_locally(local, probe.prompt())
+        if kind in self._expected and self._expected[kind] is None:
+            return ProbeReport(TokenizerRoute.REFUSED)
+        expected = self._expected.get(kind)
         if expected is None:
-            return ShapeReport(Way.UNTRIED if ours is not None else Way.NONE, problem)
+            return ProbeReport(TokenizerRoute.UNTRIED if ours is not None else TokenizerRoute.NONE, problem)
         if ours == expected:
-            return ShapeReport(Way.LOCAL)
+            return ProbeReport(TokenizerRoute.LOCAL)
         difference = problem if ours is None else _difference(ours[0], expected[0])
-        if self._askable.get(shape) == expected:
-            return ShapeReport(Way.ENGINE, difference)
-        return ShapeReport(Way.GUESSED if ours is not None else Way.NONE, difference)
+        if self._askable.get(kind) == expected:
+            return ProbeReport(TokenizerRoute.ENGINE, difference)
+        return ProbeReport(TokenizerRoute.GUESSED if ours is not None else TokenizerRoute.NONE, difference)
 
 
-def _ours(local: LocalTokenizer | None, prompt: ChatPrompt | TextPrompts) -> tuple[list[PackedPrompt] | None, str]:
-    """The prompts as read here; or None, and why not."""
+def _tokenize_locally(
+    local: LocalTokenizer | None, prompt: ChatPrompt | TextPrompts
+) -> tuple[list[PackedPrompt] | None, str]:
+    """Return the local tokens of the prompts; or None, and the reason."""
     if local is None:
-        return None, "there is no local tokenizer"
+        return None, "no local tokenizer is available"
     try:
         return local.tokenize(prompt), ""
     except (TokenizerUnavailableError, RequestError) as error:
@@ -181,10 +195,10 @@ def _ours(local: LocalTokenizer | None, prompt: ChatPrompt | TextPrompts) -> tup
 
 
 def _difference(ours: PackedPrompt, theirs: PackedPrompt) -> str:
-    """Where two prompts differ first, in words."""
+    """Describe the first difference between two prompts."""
     place = common_tokens(ours, theirs)
     here, there = next(
         ((a, b) for number, (a, b) in enumerate(zip_longest(ours, theirs)) if number == place), (None, None)
     )
     names = [f"token {token}" if token is not None else "the end" for token in (here, there)]
-    return f"at {place} of {len(theirs)} tokens: {names[0]} here, {names[1]} there"
+    return f"at {place} of {len(theirs)} tokens: the router has {names[0]}, the engine {names[1]}"

@@ -1,42 +1,59 @@
-"""Where the text of a conversation can be cut, so that its start and its rest have the token ids of the whole.
+"""Boundaries where the text of a conversation can be cut, so that both parts have the token ids of the whole.
 
-That is before a special token, as templates put one between messages. A conversation's next turn is tokenized from the
-last such place that it has in common with a text before: what comes earlier has the token ids that it had there.
+A boundary is before a special token, as templates write one between messages. A conversation's next turn is tokenized
+from the last boundary that it shares with a cached text. Everything before has the cached token ids.
 
-Tokenizers find special tokens before anything else, but have more rules than one can think of. A trial decides.
+Tokenizers match special tokens first, but have further rules. So a trial decides whether a boundary is safe.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from indexer.hashing import TOKEN_BYTES
-from router.tokens.text_encoder import Encoder
-from router.tokens.token_places import token_places
-from router.tokens.tokenizer_check import AWKWARD
+from indexer.cores import native_core
+from indexer.hashing import TOKEN_BYTES, pack_tokens
+from router.tokens.text_encoder import AWKWARD, Encoder
+
+
+def reference_token_places(tokens: bytes, token: int, start: int) -> list[int]:
+    """Return the positions of a token in a packed prompt, in bytes, from the token boundary `start` on."""
+    wanted, places = pack_tokens([token]), []
+    place = tokens.find(wanted, start)
+    while place >= 0:
+        if place % TOKEN_BYTES == 0:  # otherwise the match spans two tokens
+            places.append(place)
+        place = tokens.find(wanted, place + 1)
+    return places
+
+
+_native = native_core()
+token_places: Callable[[bytes, int, int], list[int]] = (
+    reference_token_places if _native is None else _native.token_places
+)
+
 
 Mark: TypeAlias = tuple[int, int]
-"""Where a text can be cut: its characters up to there, and the bytes of their packed token ids."""
+"""A position where a text can be cut: the characters before it, and the bytes of their packed token ids."""
 
 START: Final = (0, 0)
-# Texts with more are not cut: to find them would take too long.
+# Texts with more marks are not cut, because the search would take too long.
 _MOST_MARKS: Final = 2**14
 _LAST: Final = 2**63 - 1
 _TRIED_TOKENS = 12
 
 
 class Boundary(NamedTuple):
-    """A special token before which texts can be cut: its text, and its id."""
+    """A special token before which texts can be cut: its text and its id."""
 
     text: str
     token: int
 
     def marks(self, text: str, tokens: bytes, known: Sequence[Mark] = ()) -> list[Mark]:
-        """Where a text with these packed token ids can be cut, in order. `known`: the first of them, where some are.
+        """Return where a text with these packed token ids can be cut, in order. `known` are the first marks, if cached.
 
-        The last of those is looked for again, so that all that is new is behind it.
+        The last known mark is searched again, so that the search covers everything after it.
         """
         start, first = known[-1] if known else START
         ids = token_places(tokens, self.token, first)
@@ -52,12 +69,13 @@ class Boundary(NamedTuple):
         return [*known[:-1], *zip(characters, ids, strict=True)]
 
     def common_marks(self, marks: list[Mark], common: int) -> list[Mark]:
-        """Those of a text's marks that another has, too, which begins with `common` characters alike."""
+        """Return the marks that a text shares with another one that begins with the same `common` characters."""
         return marks[: bisect_right(marks, (common - len(self.text), _LAST))]
 
 
-def boundary_of(encoder: Encoder, conversation: str) -> Boundary | None:
-    """The first special token that comes again in a conversation's text, if texts can be cut there."""
+def find_boundary(encoder: Encoder, conversation: str) -> Boundary | None:
+    """Return the first repeated special token of a conversation's text at which texts can be cut; None if there is
+    none."""
     places = {text: conversation.find(text) for text in encoder.exact if conversation.count(text) > 1}
     for text in sorted(places, key=places.__getitem__):
         (token,) = encoder.encode([text])
@@ -70,7 +88,7 @@ def boundary_of(encoder: Encoder, conversation: str) -> Boundary | None:
 
 
 def _overlapped(boundary: str, special: Sequence[str]) -> bool:
-    """Whether another special token may begin before it, or where it does: of two the first or the longer is found."""
+    """Return whether another special token can begin before the boundary or at the same character."""
     return any(
         boundary in other or any(other.endswith(boundary[:size]) for size in range(1, len(boundary)))
         for other in special
@@ -79,7 +97,8 @@ def _overlapped(boundary: str, special: Sequence[str]) -> bool:
 
 
 def _passes(encoder: Encoder, boundary: Boundary) -> bool:
-    """Whether awkward texts have the same tokens in two parts as in one, and the boundary's id where its text is."""
+    """Return whether awkward texts have equal tokens in two parts and as a whole, with the boundary's id at its
+    text."""
     rests = [f"{boundary.text}{text}" for text in AWKWARD]
     starts = [*AWKWARD, *encoder.special[:_TRIED_TOKENS], *rests, boundary.text[:1], boundary.text[:-1]]
     for number, start in enumerate(starts):

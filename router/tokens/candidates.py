@@ -1,26 +1,24 @@
-"""Which readings of a model's files there are: the likely one first. An engine's answers decide between them."""
+"""The possible tokenizers for a model's files, the likely one first. A trial against an engine decides between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from router.tokens.by_transformers import read_by_transformers
 from router.tokens.deepseek_v32 import USER, DeepSeekV32
 from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.harmony import Harmony
-from router.tokens.kimi import FILE as KIMI_FILE
-from router.tokens.kimi import KimiTexts
 from router.tokens.local_tokenizer import LocalTokenizer
-from router.tokens.mistral import Mistral
-from router.tokens.model_files import ModelFiles, model_config
+from router.tokens.model_files import ModelFiles, model_config, read_by_transformers
+from router.tokens.vocabulary_files import FILE as KIMI_FILE
+from router.tokens.vocabulary_files import KimiTexts, Mistral
 
-# Loads one reading, with room for so many bytes of what was seen before. Slow; raises TokenizerUnavailableError.
+# Loads a tokenizer with a cache of the given bytes. Slow; raises TokenizerUnavailableError.
 Load = Callable[[int], LocalTokenizer]
 
 
 def candidates(folder: Path) -> list[Load]:
-    """The ways to read the files in a folder. Raises TokenizerUnavailableError when there are none."""
+    """Return loaders for the files in a folder. Raises TokenizerUnavailableError without any."""
     try:
         vocab_size, model_type = model_config(folder)
     except (OSError, ValueError) as error:
@@ -33,10 +31,10 @@ def candidates(folder: Path) -> list[Load]:
         return LocalTokenizer(files, cache_bytes, encoder, encoder.texts, "mistral-common")
 
     def harmony(cache_bytes: int) -> LocalTokenizer:
-        return LocalTokenizer(ModelFiles.read(folder), cache_bytes, Harmony(), way="harmony")
+        return LocalTokenizer(ModelFiles.read(folder), cache_bytes, Harmony(), method="harmony")
 
     def deepseek_v32(cache_bytes: int) -> LocalTokenizer:
-        return LocalTokenizer(ModelFiles.read(folder), cache_bytes, DeepSeekV32(), way="deepseek_v32")
+        return LocalTokenizer(ModelFiles.read(folder), cache_bytes, DeepSeekV32(), method="deepseek_v32")
 
     def kimi(cache_bytes: int) -> LocalTokenizer:
         encoder = KimiTexts(folder)
@@ -44,13 +42,13 @@ def candidates(folder: Path) -> list[Load]:
             files = ModelFiles.beside("", folder)
         except (OSError, ValueError) as error:
             raise TokenizerUnavailableError(f"{folder}: {error}") from error
-        return LocalTokenizer(files, cache_bytes, text_encoder=encoder, way="tiktoken")
+        return LocalTokenizer(files, cache_bytes, text_encoder=encoder, method="tiktoken")
 
     def as_it_is(cache_bytes: int) -> LocalTokenizer:
         return LocalTokenizer.load(str(folder), cache_bytes)
 
     def by_transformers(cache_bytes: int) -> LocalTokenizer:
-        return LocalTokenizer(read_by_transformers(folder), cache_bytes, way="transformers")
+        return LocalTokenizer(read_by_transformers(folder), cache_bytes, method="transformers")
 
     if (folder / "tekken.json").exists():
         found.append(mistral)

@@ -1,4 +1,4 @@
-"""Render a conversation with a model's chat template: the same text, to the character, as vLLM tokenizes."""
+"""Chat templates: the same text, to the character, that vLLM renders and tokenizes."""
 
 from __future__ import annotations
 
@@ -20,26 +20,30 @@ from router.apis.message_normalization import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt
 from router.tokens.content_format import Generation, loops_over_parts, parsed
 
-# What the renderer itself fills in.
+# Variables that the renderer sets.
 _NOT_THE_CLIENTS = frozenset({"messages", "conversation", "chat_template", "tokenize"})
-# What is given to every template.
+# Variables that every template receives.
 _ARGUMENTS = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _OF_DICTS: Final = frozenset(dir(dict))
 _MISSING: Final = object()
-# Marks where the last message ends, when that is to be continued.
+# Marks the end of the last message if the model is to continue it.
 _END_MARK = "KVROUTER_FINAL_MESSAGE_ENDS "
 
 
 class ChatTemplate:
-    """One chat template: read once, rendered for every request.
+    """A compiled chat template.
 
-    `takes_system_first`: whether a system message must be the first one. `effort_without_thinking`: the effort by which
-    it is told not to think, "none", or "low" where it does not know that.
+    - `takes_system_first`: a system message must be the first message.
+    - `effort_without_thinking`: the effort that disables thinking: "none", or "low" if the template does not support
+      that.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """`special_tokens`: by the names that the template knows them by. Raises TemplateSyntaxError."""
+        """Compile a template. `special_tokens` has the tokens by their names in templates.
+
+        Raises TemplateSyntaxError.
+        """
         self._source = source
         root = parsed(source)
         self._wraps_parts = loops_over_parts(root)
@@ -49,9 +53,9 @@ class ChatTemplate:
         self._fixed: dict[str, Any] = {}
         try:
             self._compiled = _environment().from_string(source)
-            # What is the same for every request: the environment's globals, and the special tokens.
+            # Constant for all requests: the environment's globals, and the special tokens.
             self._fixed = {**self._compiled.globals, **(special_tokens or {})}
-        except jinja2.TemplateError as error:  # every rendering tells
+        except jinja2.TemplateError as error:  # every rendering raises it
             self._error = error
         self.takes_system_first = _takes_system_first(source)
         self.effort_without_thinking = self._effort_without_thinking()
@@ -69,9 +73,9 @@ class ChatTemplate:
         return "none"
 
     def render(self, chat: ChatPrompt, *, media_as_text: bool = False) -> str:
-        """The text of the conversation. Raises RequestError (400) with the template's words when it refuses.
+        """Return the text of a conversation. Raises RequestError (400) with the template's message if it refuses.
 
-        `media_as_text`: with a text of their own in the place of images and the like.
+        `media_as_text`: replace each media item by a text of its own.
         """
         try:
             if self._error is not None:
@@ -85,11 +89,11 @@ class ChatTemplate:
             )
             return self._rendered(messages, variables)
         except Exception as error:
-            # A template may fail in any way on messages it was not written for; vLLM answers 400 to all of them.
-            raise RequestError(f"The chat template refuses this: {_reason(error)}", param="messages") from error
+            # A template can fail in any way on unexpected messages; vLLM answers 400 to all of them.
+            raise RequestError(f"The chat template refuses this request: {_reason(error)}", param="messages") from error
 
     def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """What transformers' `apply_chat_template` makes of prepared messages."""
+        """Return the text that transformers' `apply_chat_template` makes of prepared messages."""
         _check_arguments(messages, variables)
         messages = [_as_templates_see(message) for message in messages]
         continues = variables["continue_final_message"]
@@ -103,24 +107,23 @@ class ChatTemplate:
             "add_generation_prompt": variables["add_generation_prompt"],
         }
         compiled = self._compiled
-        # The template's own `new_context` puts its globals together again each time, which takes longer than a short
-        # chat.
+        # The template's own `new_context` merges its globals again each time, which takes longer than a short chat.
         context = compiled.environment.context_class(compiled.environment, given, compiled.name, compiled.blocks)
         text = "".join(compiled.root_render_func(context))
         return _until_mark(text, said) if continues else text
 
 
 def template_variables(chat: ChatPrompt) -> dict[str, Any]:
-    """The variables a client sets: `chat_template_kwargs`, and over them the request's own fields.
+    """Return the variables that a client sets: `chat_template_kwargs`, overridden by the request's own fields.
 
-    As in vLLM, null and "auto" stand for a variable that is not set.
+    As in vLLM, null and "auto" leave a variable unset.
     """
     fields: dict[str, Any] = {
         "add_generation_prompt": chat.add_generation_prompt,
         "continue_final_message": chat.continue_final_message,
     }
     if chat.chat_template_kwargs is None and chat.documents is None and chat.reasoning_effort is None:
-        return fields  # nearly all
+        return fields  # the common case
     variables = dict(chat.chat_template_kwargs or {})
     fields |= {"documents": chat.documents, "reasoning_effort": chat.reasoning_effort}
     if chat.reasoning_effort is not None and "enable_thinking" not in variables:
@@ -130,19 +133,22 @@ def template_variables(chat: ChatPrompt) -> dict[str, Any]:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's, which looks for what a message has among the attributes of a dict, too: by an exception or two for each
-    field. Where there is no such attribute that is left out, which halves the time that a conversation takes. Nor is
-    what most messages lack made anew for each of them."""
+    """Jinja's sandbox with faster access to the fields of dicts.
+
+    Jinja looks for a field among a dict's attributes first, which raises an exception or two per field. This class
+    skips that step for names that are no attributes, which halves the time of a conversation. Undefined values are
+    cached.
+    """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """`obj.attribute`"""
+        """Return `obj.attribute`."""
         if type(obj) is dict and attribute not in _OF_DICTS:
             found = obj.get(attribute, _MISSING)
             return found if found is not _MISSING else _undefined(attribute)
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """`obj[argument]`"""
+        """Return `obj[argument]`."""
         if type(obj) is dict and type(argument) is str and argument not in _OF_DICTS:
             found = obj.get(argument, _MISSING)
             return found if found is not _MISSING else _undefined(argument)
@@ -151,12 +157,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 @lru_cache(256)
 def _undefined(name: str) -> jinja2.Undefined:
-    """What a dict has for a field that it lacks. Of the dict it tells only that it is one."""
+    """Return the undefined value for a missing field of a dict."""
     return jinja2.Undefined(obj={}, name=name)
 
 
 def _environment() -> jinja2.Environment:
-    """Jinja as transformers sets it up for chat templates."""
+    """Return a Jinja environment as transformers configures it for chat templates."""
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -197,8 +203,9 @@ def _check_arguments(messages: list[dict[str, Any]], variables: dict[str, Any]) 
 
 
 def _as_templates_see(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without what is null, and with its reasoning by the name that gpt-oss's templates read, too."""
-    if len(message) == 2:  # nearly all
+    """Return a message without null fields, and with its reasoning also under the name that gpt-oss's templates
+    read."""
+    if len(message) == 2:  # the common case
         return message
     if "reasoning" in message:
         message = {"thinking": message["reasoning"], **message}
@@ -208,7 +215,7 @@ def _as_templates_see(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark_end(messages: list[dict[str, Any]], source: str) -> str:
-    """Mark where the content of the last message ends; what it says. Raises ValueError when it says nothing."""
+    """Mark the end of the last message's content and return the content. Raises ValueError if it has none."""
     last = messages[-1] = dict(messages[-1])
     content = last.get("content")
     if content is None or "content" not in source:
@@ -227,7 +234,7 @@ def _mark_end(messages: list[dict[str, Any]], source: str) -> str:
 
 
 def _until_mark(text: str, said: str) -> str:
-    """The text up to the mark. Where the template strips contents, what it said is stripped as well."""
+    """Return the text up to the mark, stripped if the template strips contents."""
     if said.strip() not in text or _END_MARK.strip() not in text:
         raise ValueError("continue_final_message is set, but the template does not show the final message as it is.")
     place = text.rindex(_END_MARK.strip())
@@ -235,7 +242,7 @@ def _until_mark(text: str, said: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The template's own words, of an error that may have been wrapped."""
+    """Return the template's own message from an error that may be wrapped."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, jinja2.TemplateError):
@@ -245,11 +252,11 @@ def _reason(error: BaseException) -> str:
 
 
 def _takes_system_first(source: str) -> bool:
-    """Found out as vLLM does: by a bare rendering of another."""
+    """Return whether the template refuses a later system message, by a plain rendering as in vLLM."""
     conversation = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     try:
         environment.from_string(source).render(messages=conversation, add_generation_prompt=False)
-    except Exception:  # in whatever way it refuses
+    except Exception:  # templates refuse by any kind of error
         return True
     return False

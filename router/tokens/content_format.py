@@ -1,7 +1,7 @@
-"""Read a chat template to tell what it expects a message's content to be: one string, or a list of parts.
+"""The content format that a chat template expects: one string, or a list of parts.
 
-vLLM guesses that from the template and prepares the messages accordingly, so the router must guess alike: the rules
-here are vLLM's, down to what they overlook.
+vLLM guesses the format from the template and prepares messages accordingly. The router must guess alike, so it follows
+vLLM's rules, including their gaps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 def parsed(source: str) -> nodes.Template:
-    """A chat template's syntax. Raises TemplateSyntaxError."""
+    """Parse a chat template. Raises TemplateSyntaxError."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -33,7 +33,7 @@ class Generation(Extension):
 
 
 def loops_over_parts(root: nodes.Template) -> bool:
-    """Whether the template goes through the parts of a content (vLLM's "openai" format), or takes a string."""
+    """Return whether the template loops over the parts of a content (vLLM's "openai" format) or expects a string."""
     try:
         return any(_part_loops(root))
     except _UnfollowableError:
@@ -41,11 +41,11 @@ def loops_over_parts(root: nodes.Template) -> bool:
 
 
 class _UnfollowableError(Exception):
-    """A loop or an assignment whose target is not one plain name: vLLM gives up on the template then."""
+    """A loop or an assignment whose target is not one plain name. vLLM then stops analyzing the template."""
 
 
 def _part_loops(root: nodes.Template) -> Iterator[bool]:
-    """For each loop of the template, in its order, whether it is over the parts of a content."""
+    """Yield, for each loop of the template in order, whether it loops over the parts of a content."""
     lists = _aliases(root, "messages")
     loops = list(root.find_all(nodes.For))
     messages = [_target(loop) for loop in loops if any(_reads(loop.iter, name) for name in lists)]
@@ -60,7 +60,7 @@ def _part_loops(root: nodes.Template) -> Iterator[bool]:
 
 
 def _aliases(root: nodes.Template, name: str) -> list[str]:
-    """The name and all that is assigned from it: `{% set turns = messages[1:] %}`."""
+    """Return the name and all names that are assigned from it: `{% set turns = messages[1:] %}`."""
     names = [name]
     for known in names:  # grows meanwhile
         for assignment in root.find_all(nodes.Assign):
@@ -72,7 +72,7 @@ def _aliases(root: nodes.Template, name: str) -> list[str]:
 
 
 def _macro_params_given_content(root: nodes.Template, messages: list[str]) -> dict[int, set[str]]:
-    """For each loop inside a macro (by its id): the macro's parameters that some call gives a message's content."""
+    """Return, for each loop inside a macro (by its id), the parameters that some call passes a message's content to."""
     params: dict[int, set[str]] = {}
     for macro in root.find_all(nodes.Macro):
         names = [arg.name for arg in macro.args]
@@ -91,7 +91,7 @@ def _macro_params_given_content(root: nodes.Template, messages: list[str]) -> di
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """Whether an expression is this variable (or this key of it), perhaps filtered, tested or sliced."""
+    """Return whether an expression is this variable (or this key of it), possibly filtered, tested or sliced."""
     if isinstance(node, (nodes.Filter, nodes.Test)):
         return _reads(node.node, name, key)
     if isinstance(node, nodes.Getitem):

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2's chats: it comes without a chat template, and with a description of its encoding instead.
+"""DeepSeek-V3.2's chats: the model has a description of its encoding instead of a chat template.
 
 The format is that of `encoding_dsv32` in the model's repository, called as vLLM's `--tokenizer-mode deepseek_v32` does.
 """
@@ -20,7 +20,7 @@ USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 _THINK, _THOUGHT = "<think>", "</think>"
 _DSML = "｜DSML｜"
 
-# The model was trained with these words.
+# The model was trained with this text.
 _TOOLS = f"""## Tools
 You have access to a set of tools you can use to answer the user's question.
 You can invoke functions by writing a "<{_DSML}function_calls>" block like the following as part of your reply to the user:
@@ -50,12 +50,12 @@ Here are the functions available in JSONSchema format:
 
 
 class DeepSeekV32:
-    """Renders chats to the text that the model's tokenizer.json encodes."""
+    """A renderer of chats to the text that the model's tokenizer.json encodes."""
 
     truncates = True
 
     def encode(self, chat: ChatPrompt) -> str:
-        """The text of a conversation. Raises RequestError (400) for one that the format has no place for."""
+        """Return the text of a conversation. Raises RequestError (400) if the format cannot represent it."""
         variables = template_variables(chat)
         thinks = bool(variables.get("thinking") or variables.get("enable_thinking"))
         messages = prepare_messages(chat.messages, wraps_parts=False, knows_developer=True)
@@ -65,11 +65,13 @@ class DeepSeekV32:
         try:
             return BEGIN + "".join(_Rendering(messages, thinks).parts())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RequestError(f"DeepSeek-V3.2's format has no place for this: {error}", param="messages") from error
+            raise RequestError(
+                f"DeepSeek-V3.2's format cannot represent this request: {error}", param="messages"
+            ) from error
 
 
 class _Rendering:
-    """The parts of one conversation. `last_user`: the place of the last message that a user or developer wrote."""
+    """The rendering of one conversation. `_last_user` is the position of the last message of a user or developer."""
 
     def __init__(self, messages: list[Message], thinks: bool) -> None:
         if thinks and messages[-1]["role"] == "user":
@@ -79,7 +81,7 @@ class _Rendering:
         self._last_user = _last_user(messages)
 
     def parts(self) -> list[str]:
-        """The text of each message."""
+        """Return the text of each message."""
         return [self._part(place, message) for place, message in enumerate(self._messages)]
 
     def _part(self, place: int, message: Message) -> str:
@@ -107,7 +109,7 @@ class _Rendering:
         return _THINK if answers_now and self._thinks else _THOUGHT
 
     def _result(self, place: int, content: Any) -> str:
-        """What one of the functions gave that the assistant called before."""
+        """Return the text of a function's result."""
         called = place - 1
         while called >= 0 and self._messages[called]["role"] == "tool":
             called -= 1
@@ -158,7 +160,7 @@ def _last_user(messages: list[Message]) -> int:
 
 
 def _without_old_thoughts(messages: list[Message]) -> list[Message]:
-    """Without what the assistant thought before the last question, and what developers said before it."""
+    """Return the messages without reasoning and developer messages before the last question."""
     last = _last_user(messages)
     kept: list[Message] = []
     for place, message in enumerate(messages):

@@ -1,7 +1,7 @@
-"""What engines say of prompts: `/v1/…/render`, `/tokenize`, and the token ids that come with an answer.
+"""Token ids of prompts from engines: `/v1/…/render`, `/tokenize`, and the ids in an answer.
 
-vLLM renders requests without computing them where it is started with `--enable-scale-out`; `/tokenize` does the same
-for chats and texts alone. Older versions and SGLang have only `/tokenize`, SGLang's for texts.
+vLLM renders requests without computing them if it is started with `--enable-scale-out`. Its `/tokenize` supports only
+chats and texts. Older versions and SGLang have only `/tokenize`; SGLang's supports only texts.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from router.tokens.errors import TokenizerUnavailableError
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
-# What only an answer needs. Some of these exclude each other, or wait for another request.
+# Fields that only an answer needs. Some exclude each other, or wait for another request.
 _NOT_RENDERED = ("stream", "stream_options", "kv_transfer_params", "cache_salt", "request_id", "priority")
 
 
-# Characters of a media item's name, which each of its blocks is hashed with: a client may choose it (`uuid`).
+# Longest name of a media item, which is hashed into each of its blocks. A client can choose it (`uuid`).
 _MOST_NAME = 256
 
 
 class PromptRefusedError(TokenizerUnavailableError):
-    """An engine does not take this prompt as it was asked about; says the engine's words."""
+    """An engine refuses this prompt; the message has the engine's words."""
 
 
 class NotOfferedError(TokenizerUnavailableError):
-    """An engine does not answer such questions at all."""
+    """An engine does not offer this endpoint."""
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
@@ -50,7 +50,7 @@ class _Placeholder(msgspec.Struct):
 
 
 class _Features(msgspec.Struct):
-    """By modality: what items are called, and which of the prompt's tokens stand for them."""
+    """Media items by modality: their names, and the tokens of the prompt that represent them."""
 
     mm_hashes: dict[str, list[str]]
     mm_placeholders: dict[str, list[_Placeholder]]
@@ -80,10 +80,10 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
 class EngineClient:
-    """Asks workers about one model's prompts. `timeout_seconds` is for one question.
+    """A client for workers' token ids of one model's prompts. `timeout_seconds` applies to each request.
 
-    All methods raise TokenizerUnavailableError when a worker does not answer in time, or not with token ids;
-    PromptRefusedError (one of those) when it does not take the prompt, NotOfferedError when it has no such endpoint.
+    All methods raise TokenizerUnavailableError if a worker does not answer with token ids in time. Its subclass
+    PromptRefusedError means that the worker refuses the prompt, NotOfferedError that it does not offer the endpoint.
     """
 
     def __init__(
@@ -93,22 +93,22 @@ class EngineClient:
         timeout_seconds: float = 5.0,
         key_of: Callable[[str], WorkerKey | None] = lambda _: None,
     ) -> None:
-        """`key_of`: what the worker with a URL wants to be shown."""
+        """Create a client. `key_of` returns the API key for a worker's URL; None if it needs none."""
         self.model = model
         self._key_of = key_of
         self._session = session
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
 
     async def rendered(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
-        """The token ids of each prompt by the engine's own rendering of the request, and which of them are media."""
+        """Return the token ids of each prompt by the engine's own rendering, and which of them are media."""
         path, body = self._request(prompt)
         if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
-            body["mm_payload"] = "none"  # not the pixels
+            body["mm_payload"] = "none"  # omit the pixels
         found = _decoded(url, _decode_rendered, await self._post(url, f"{path}/render", body))
         return [_packed(url, each) for each in (found if isinstance(found, list) else [found])]
 
     async def tokenized(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
-        """The same by `/tokenize`, which knows chats and texts."""
+        """Return the token ids of each prompt by `/tokenize`, which supports chats and texts."""
         if isinstance(prompt, ChatPrompt):
             bodies = [_chat_fields(prompt)]
         else:
@@ -117,33 +117,33 @@ class EngineClient:
         prompts = [PackedPrompt.of(_decoded(url, _decode_tokenized, answer).tokens) for answer in answers]
         texts = prompt.texts if isinstance(prompt, TextPrompts) else [_CHAT]
         if any(text and not len(found) for text, found in zip(texts, prompts, strict=True)):
-            # llama.cpp's takes another field, and finds nothing in ours.
-            raise NotOfferedError(f"{url}: its /tokenize is another one")
+            # llama.cpp's /tokenize reads another field and returns no tokens.
+            raise NotOfferedError(f"{url}: its /tokenize has another format")
         return [prompt.truncation.apply(each) for each in prompts] if prompt.truncation else prompts
 
     async def computed(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
-        """The token ids that the engine computes of one prompt, by computing it: with an answer of one token."""
+        """Return the token ids of one prompt by computing it, with an answer of one token."""
         path, body = self._request(prompt)
         if path not in (_CHAT, _COMPLETIONS):
-            raise NotOfferedError(f"{url}: only chats and completions come with their token ids")
+            raise NotOfferedError(f"{url}: only chats and completions return token ids")
         body |= {"max_tokens": 1, "max_completion_tokens": 1, "return_token_ids": True}
         if path == _COMPLETIONS:
             del body["max_completion_tokens"]
         answer = _decoded(url, _decode_answer, await self._post(url, path, body))
         ids = answer.prompt_token_ids or (answer.choices[0].prompt_token_ids if answer.choices else None)
         if ids is None:
-            raise NotOfferedError(f"{url}: it does not tell the token ids of a prompt")
+            raise NotOfferedError(f"{url}: it does not return the token ids of a prompt")
         return [PackedPrompt.of(ids)]
 
     def _request(self, prompt: ChatPrompt | TextPrompts) -> tuple[str, dict[str, Any]]:
-        """The path and body of a request for this prompt: the client's own, where it came from one."""
+        """Return the path and body of a request for this prompt: the client's own, if there is one."""
         call = prompt.call if isinstance(prompt, ChatPrompt) else None
         if call is not None:
             path = call[0]
             try:
                 body = msgspec.json.decode(call[1], type=dict[str, Any])
             except msgspec.DecodeError as error:
-                raise TokenizerUnavailableError(f"the request is not JSON as engines are asked: {error}") from error
+                raise TokenizerUnavailableError(f"the request is not JSON: {error}") from error
             for name in _NOT_RENDERED:
                 body.pop(name, None)
         elif isinstance(prompt, ChatPrompt):
@@ -158,14 +158,14 @@ class EngineClient:
         key, url = self._key_of(worker), worker + path
         headers = {"Content-Type": "application/json", **(key.headers if key else {})}
         try:
-            # A redirect would lead out of the allowed networks.
+            # A redirect could leave the allowed networks.
             async with self._session.post(
                 url, data=data, headers=headers, timeout=self._timeout, allow_redirects=False
             ) as response:
                 status, answer = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise TokenizerUnavailableError(f"{url}: {connection_problem(error)}") from error
-        if key is not None and status != 403:  # vLLM says so of rendering that is not enabled; others of keys, too
+        if key is not None and status != 403:  # 403 can also mean that rendering is disabled
             key.answered(path, status)
         if status == 200:
             return answer
@@ -180,7 +180,7 @@ def _decoded(url: str, decode: Any, answer: bytes) -> Any:
     try:
         return decode(answer)
     except msgspec.DecodeError as error:
-        raise TokenizerUnavailableError(f"{url}: an answer that makes no sense: {error}") from error
+        raise TokenizerUnavailableError(f"{url}: invalid answer: {error}") from error
 
 
 def _packed(url: str, rendered: _Rendered) -> PackedPrompt:
@@ -204,7 +204,8 @@ def _packed(url: str, rendered: _Rendered) -> PackedPrompt:
 
 
 def _chat_fields(chat: ChatPrompt) -> dict[str, Any]:
-    """The fields of a chat, as `/tokenize` takes them: the other variables of a template are like any."""
+    """Return the fields of a chat in the format of `/tokenize`; other template variables become
+    `chat_template_kwargs`."""
     variables = template_variables(chat)
     fields = {
         "messages": chat.messages,

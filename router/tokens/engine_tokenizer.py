@@ -1,6 +1,6 @@
-"""Prompts whose tokens only the engine knows: asked of the workers of a model, each time and at once by one of them.
+"""Prompts whose tokens only the engine knows: each is sent to one of the model's workers.
 
-Answers are kept by the messages they are of. While no worker answers, a conversation's next turn has at least the
+Answers are cached by the messages of the conversation. While no worker answers, a conversation's next turn uses the
 tokens of the turn before.
 """
 
@@ -20,7 +20,7 @@ from router.tokens.engine_client import EngineClient, NotOfferedError, PromptRef
 from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.prompt_cache import common_tokens
 
-# Questions that wait for answers.
+# Maximum number of requests to engines that wait for answers.
 MAX_ASKED = 256
 _ATTEMPTS = 2
 _ENTRY_BYTES = 300
@@ -31,14 +31,17 @@ _Ask = Callable[[str, ChatPrompt | TextPrompts], Awaitable[list[PackedPrompt]]]
 
 
 class EngineAnswer(NamedTuple):
-    """The tokens of prompts; `exact` unless they are those of an earlier turn, because no engine answered."""
+    """The tokens of prompts; `exact` is false if they are those of an earlier turn, because no engine answered."""
 
     prompts: list[PackedPrompt]
     exact: bool
 
 
 class EngineTokenizer:
-    """Asks the workers at `urls()` about one model's prompts. `limit_bytes` bounds the answers that are kept."""
+    """A tokenizer that asks the workers at `urls()` about one model's prompts.
+
+    `limit_bytes` bounds the cached answers.
+    """
 
     def __init__(self, client: EngineClient, urls: Callable[[], Sequence[str]], limit_bytes: int) -> None:
         self._client = client
@@ -51,21 +54,24 @@ class EngineTokenizer:
         self.cached_bytes = 0
 
     def forget(self) -> None:
-        """Other answers may be given from now on: an engine started again, or renders otherwise."""
+        """Drop all answers, because an engine restarted or renders differently."""
         self._known.clear()
         self._not_offered.clear()
         self.cached_bytes = 0
 
     def try_again(self, url: str) -> None:
-        """A worker may offer what it did not."""
+        """Try all endpoints of a worker again."""
         self._not_offered.pop(url, None)
 
-    def known(self, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt] | None:
-        """What was answered about the same prompt; None for one that nobody asked about."""
+    def cached(self, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt] | None:
+        """Return the cached answer for the same prompt; None without one."""
         return self._known.get(_keys(prompt)[-1])
 
     async def tokenize(self, prompt: ChatPrompt | TextPrompts) -> EngineAnswer:
-        """The tokens of a prompt. Raises TokenizerUnavailableError when nothing of it is known."""
+        """Return the tokens of a prompt.
+
+        Raises TokenizerUnavailableError if no engine answers and nothing is cached.
+        """
         keys = _keys(prompt)
         found = self._known.get(keys[-1])
         if found is not None:
@@ -84,12 +90,12 @@ class EngineTokenizer:
         return EngineAnswer(prompts, exact=True)
 
     async def ask(self, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
-        """Ask the worker that has the fewest questions; another one when that is no help.
+        """Ask the worker with the fewest open requests, and another one if it fails. The answer is not cached.
 
-        Nothing of it is kept. Raises TokenizerUnavailableError.
+        Raises TokenizerUnavailableError.
         """
         if self._asked.total() >= MAX_ASKED:
-            raise TokenizerUnavailableError(f"{MAX_ASKED} questions wait for answers of engines already")
+            raise TokenizerUnavailableError(f"{MAX_ASKED} requests to engines are already waiting")
         urls = self._in_turn()
         if not urls:
             raise TokenizerUnavailableError("no worker can be asked")
@@ -99,7 +105,7 @@ class EngineTokenizer:
             try:
                 return await self._ask(url, prompt)
             except PromptRefusedError:
-                raise  # others would say the same
+                raise  # other workers would refuse it too
             except TokenizerUnavailableError as error:
                 last = error
             finally:
@@ -108,7 +114,7 @@ class EngineTokenizer:
         try:
             raise last
         finally:
-            del last  # it knows this frame: a cycle that would keep the prompt
+            del last  # breaks a reference cycle that would keep the prompt
 
     async def _ask(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
         ways: tuple[_Ask, ...] = (self._client.rendered, self._client.tokenized)
@@ -119,7 +125,7 @@ class EngineTokenizer:
                     return await ask(url, prompt)
                 except NotOfferedError:
                     missing.add(ask)
-        raise NotOfferedError(f"{url}: it has neither render nor /tokenize")
+        raise NotOfferedError(f"{url}: it offers neither render nor /tokenize")
 
     def _in_turn(self) -> list[str]:
         urls = list(self._urls())
@@ -142,7 +148,7 @@ def _size(prompts: list[PackedPrompt]) -> int:
 
 
 def _keys(prompt: ChatPrompt | TextPrompts) -> list[bytes]:
-    """A key for each beginning of a conversation, the whole of it last; one for texts."""
+    """Return a key for each beginning of a conversation, the whole conversation last; one key for texts."""
     if isinstance(prompt, TextPrompts):
         return [_digest(b"", [prompt.texts, prompt.add_special_tokens, str(prompt.truncation)])]
     settings = (prompt.chat_template, prompt.merges_system, prompt.thinking_off, prompt.add_special_tokens)
@@ -158,5 +164,5 @@ def _keys(prompt: ChatPrompt | TextPrompts) -> list[bytes]:
 def _digest(before: bytes, value: object) -> bytes:
     try:
         return xxh3_128_digest(before + _encode(value))
-    except (ValueError, OverflowError, RecursionError) as error:  # half of a surrogate pair, for one
-        raise TokenizerUnavailableError(f"no engine can be asked about this: {error}") from error
+    except (ValueError, OverflowError, RecursionError) as error:  # for example a lone surrogate
+        raise TokenizerUnavailableError(f"the prompt cannot be sent to an engine: {error}") from error

@@ -1,10 +1,10 @@
-"""Errors of tokenizers that routing answers by routing without tokens, or in a thread."""
+"""Errors of tokenizers, for which routing falls back to no tokens or to a thread."""
 
 from __future__ import annotations
 
 
 class TokenizerUnavailableError(Exception):
-    """The router has no tokenizer for a prompt now, so the prompt is routed by load alone."""
+    """The router cannot tokenize a prompt now, so the prompt is routed by load."""
 
 
 class TooLongForNowError(Exception):

@@ -1,68 +1,115 @@
-"""gpt-oss: engines render its chats by the library harmony, whatever template lies in the model's folder.
+"""gpt-oss: engines render its chats with the library harmony, whatever template is in the model's folder.
 
-Two packages bring the library: oss-harmony, which newer vLLM uses and which has its vocabulary in it, and the older
-openai-harmony, which loads that over the network, or from the folder that TIKTOKEN_ENCODINGS_BASE names.
+Two packages provide the library. oss-harmony, which newer vLLM uses, includes its vocabulary. The older openai-harmony
+loads the vocabulary over the network, or from the folder in TIKTOKEN_ENCODINGS_BASE.
+
+The library splits a text into words: letters and their marks, white space, or other characters, up to one of another
+kind. Its time grows with the square of a word's length, so the work of a prompt is estimated first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import sys
+import unicodedata
+from collections.abc import Iterable, Iterator
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 from http_api.errors import RequestError
 from indexer.hashing import pack_tokens
 from router.apis.requests import ChatPrompt
 from router.tokens.errors import TokenizerUnavailableError
-from router.tokens.long_words import exceeds_work, strings_in, word_pattern
+
+# Shorter texts take little time, whatever their content.
+_SHORT = 4096
+
+
+def exceeds_work(texts: Iterable[str], most: int) -> bool:
+    """Return whether the sum of the squared word lengths in bytes exceeds `most`; short texts are not counted."""
+    done = 0.0
+    for text in texts:
+        if len(text) <= _SHORT:
+            continue
+        of_a_square = (len(text.encode("utf-8", "replace")) / len(text)) ** 2
+        for found in word_pattern().finditer(text):
+            done += of_a_square * (found.end() - found.start()) ** 2
+            if done > most:
+                return True
+    return False
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield every string in a JSON value, except for names."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from strings_in(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from strings_in(each)
+
+
+@cache
+def word_pattern() -> re.Pattern[str]:
+    """Return the pattern of a word. The first call is slow: it classifies all characters of Unicode."""
+    marks = "".join(
+        char for char in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(char) in ("Mn", "Mc", "Me")
+    )
+    # A word with thousands of marks is matched in parts, because matching blocks other threads.
+    return re.compile(rf"[^\W\d_]+(?:[{marks}]+[^\W\d_]*){{0,8192}}|\s+|(?:[^\w\s]|_)+")
+
 
 Message = dict[str, Any]
-# More than any model of the family takes; and what takes a tenth of a second.
+# Limits: more characters than any model of the family accepts, and work of a tenth of a second.
 _MOST_CHARACTERS = 2**20
 _MOST_WORK = 2 * 10**8
 
 
 class Harmony:
-    """Makes of chats what vLLM makes of them for gpt-oss. Any number of threads may use one."""
+    """An encoder that makes the same tokens of chats as vLLM does for gpt-oss. It can be used by several threads."""
 
-    truncates = False  # vLLM leaves `truncate_prompt_tokens` aside here
+    truncates = False  # vLLM ignores `truncate_prompt_tokens` here
 
     def __init__(self) -> None:
-        """Slow: call it in a thread. Raises TokenizerUnavailableError."""
+        """Load the library and its vocabulary. Slow: call it in a thread. Raises TokenizerUnavailableError."""
         try:
             import openai_harmony
         except ImportError as error:
-            raise TokenizerUnavailableError("gpt-oss wants another package: pip install 'kvrouter[harmony]'") from error
+            raise TokenizerUnavailableError("gpt-oss needs another package: pip install 'kvrouter[harmony]'") from error
         self._library: Any = openai_harmony
         try:
             self._encoding: Any = openai_harmony.load_harmony_encoding(
                 openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS
             )
-        except Exception as error:  # of its own kinds
+        except Exception as error:  # the library raises its own types
             raise TokenizerUnavailableError(
-                f"harmony cannot load its vocabulary ({error}): install oss-harmony, which has it, or name the folder "
-                "of o200k_base.tiktoken in TIKTOKEN_ENCODINGS_BASE"
+                f"harmony cannot load its vocabulary ({error}): install oss-harmony, which includes it, "
+                "or set TIKTOKEN_ENCODINGS_BASE to the folder of o200k_base.tiktoken"
             ) from error
         names = ("<|start|>", "<|message|>", "<|channel|>", "<|constrain|>")
         self._marks = [self._encoding.encode(name, allowed_special="all")[0] for name in names]
         efforts = openai_harmony.ReasoningEffort
-        word_pattern()  # else the first long prompt waits for it
+        word_pattern()  # otherwise the first long prompt waits for it
         self._efforts: dict[str, Any] = {"low": efforts.LOW, "medium": efforts.MEDIUM, "high": efforts.HIGH}
 
     def encode(self, chat: ChatPrompt) -> bytes:
-        """The packed token ids of a conversation. Raises RequestError (400) for what gpt-oss has no form for.
+        """Return the packed token ids of a conversation.
 
-        And TokenizerUnavailableError for what would take too long: the library lets no other thread run meanwhile.
+        Raises RequestError (400) if gpt-oss cannot represent it. Raises TokenizerUnavailableError if it would take too
+        long, because the library blocks all other threads.
         """
         texts = list(strings_in([chat.messages, chat.tools]))
         if sum(map(len, texts)) > _MOST_CHARACTERS or exceeds_work(texts, _MOST_WORK):
-            raise TokenizerUnavailableError("harmony would take too long over a prompt as long, or of as long words")
+            raise TokenizerUnavailableError("harmony would take too long: the prompt or its words are too long")
         try:
             return self._encoded(chat)
         except RequestError:
             raise
-        except Exception as error:  # whatever the library raises for what it was not written for
-            raise RequestError(f"gpt-oss has no form for this: {error}", param="messages") from error
+        except Exception as error:  # the library raises any type for unexpected messages
+            raise RequestError(f"gpt-oss cannot represent this request: {error}", param="messages") from error
 
     def _encoded(self, chat: ChatPrompt) -> bytes:
         library, messages = self._library, chat.messages
@@ -87,7 +134,7 @@ class Harmony:
         return pack_tokens(self._with_older_headers(tokens))
 
     def _with_older_headers(self, tokens: list[int]) -> list[int]:
-        """With calls of functions as the model was trained with, and vLLM shows them: the recipient first."""
+        """Return the tokens with function calls as in the model's training and in vLLM: the recipient first."""
         start, message, channel, constrain = self._marks
         made: list[int] = []
         place, last = 0, max((at for at, token in enumerate(tokens) if token == message), default=0)
@@ -168,7 +215,7 @@ class Harmony:
 
 
 def _text(content: Any) -> str | None:
-    """The texts of a content as one; None where there are none."""
+    """Return the texts of a content joined to one; None without one."""
     if content is None or isinstance(content, str):
         return content
     texts = [part if isinstance(part, str) else part.get("text") for part in content]
@@ -177,7 +224,7 @@ def _text(content: Any) -> str | None:
 
 
 def _without_old_thoughts(messages: list[Any]) -> list[Any]:
-    """Without what was thought before the last answer that was given."""
+    """Return the messages without the reasoning before the last given answer."""
     last = max(
         (place for place, each in enumerate(messages) if each.author.role == "assistant" and each.channel == "final"),
         default=-1,

@@ -1,15 +1,16 @@
-"""Prompts with images, audio or video as engines compute them: what stands for an item is asked of an engine once.
+"""Prompts with images, audio or video, as engines compute them: the tokens of each media item are asked of an engine
+once.
 
-A chat template puts a placeholder where an item is, and the engine's processor of media puts a run of tokens in its
-place. So an engine is asked to render a short chat with the item alone. Beside our own rendering of that chat, this
-shows what placeholder became what run; and which of its tokens are the item's, and by what name it takes part in the
-hashes of its blocks (`features`). From then on each prompt with this item is put together here.
+A chat template writes a placeholder for an item, and the engine's media processor replaces it by a run of tokens. So an
+engine is asked to render a short chat with only the item. Compared with the router's own rendering, the answer shows
+which placeholder became which run. It also has the item's tokens, and the name that is hashed into its blocks
+(`features`). From then on the router builds each prompt with this item itself.
 
-An engine that does not render for others (vLLM without `--enable-scale-out`) tells the run by its `/tokenize`, and no
-name: such prompts are as long as they are, and what comes before the first item is looked up in the index.
+An engine that does not render (vLLM without `--enable-scale-out`) returns the run by `/tokenize`, without the name. The
+length of such prompts is known, and the index is searched up to the first item.
 
-Whether prompts are put together right is tried: the first one, and one from time to time, is rendered as a whole. What
-cannot be asked, or differs, is read as without an engine: exactly up to its first item.
+The built prompts are checked: the first one, and one from time to time, is rendered as a whole. If an engine cannot be
+asked, or differs, prompts are exact only up to their first item.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from router.tokens.prompt_cache import common_tokens
 
 log = structlog.get_logger()
 
-# What is behind a link may change, and an engine that told no name may tell it later.
+# The content of a link can change, and an engine that gave no name may give one later.
 ASK_AGAIN_SECONDS = 600.0
 _ENTRY_BYTES = 600
-# Items that are asked about for one prompt; about the others for the next one with them.
+# Maximum number of items to ask about for one prompt. Later prompts ask about the others.
 _MOST_ASKED = 16
-# Kinds of items in a prompt, and whether there are several.
+# The modalities of a prompt's items, and whether it has several items.
 _Case = tuple[frozenset[str], bool]
 
 _encode = msgspec.msgpack.Encoder(order="sorted").encode
 
 
 class Item(NamedTuple):
-    """A media item of a prompt. `key`: for all that decides what it becomes."""
+    """A media item of a prompt. `key` identifies everything that determines its tokens."""
 
     key: bytes
     part: dict[str, Any]
@@ -61,7 +62,7 @@ class Item(NamedTuple):
 
 
 class Expanded(NamedTuple):
-    """A prompt as far as its blocks' hashes are known, and the whole of it: the same where all items are named."""
+    """A prompt up to where its blocks' hashes are known, and the whole prompt; equal if all items have names."""
 
     known: PackedPrompt
     whole: PackedPrompt
@@ -69,9 +70,9 @@ class Expanded(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What becomes of an item's placeholder: packed tokens become others, of which `spans` are the item's.
+    """The replacement of an item's placeholder: packed tokens become others, of which `spans` are the item's.
 
-    `named`: by the engine, as it names them in its events.
+    `named`: the engine gave the item's name, which its events use.
     """
 
     placeholder: bytes
@@ -82,17 +83,19 @@ class Run:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What was learned of an item, if anything of use was, and until when that holds."""
+    """An engine's answer about an item, and the time until which it is valid; a missing `run` means that it is of no
+    use."""
 
     run: Run | None
     until: float
 
 
 class MediaReader:
-    """One model's prompts with media. `limit_bytes` bounds what is kept of items; all times are in seconds.
+    """The media prompts of one model. All times are in seconds.
 
-    `timeout`: of all that is asked about a prompt. `interval`: between comparisons, and after what went wrong, until it
-    is tried again.
+    - `limit_bytes`: the limit of the cache of items.
+    - `timeout`: the limit for all requests about one prompt.
+    - `interval`: the time between comparisons, and before a failed engine is asked again.
     """
 
     def __init__(
@@ -119,14 +122,14 @@ class MediaReader:
         self.cached_bytes = 0
 
     def report(self) -> dict[str, int]:
-        """How many items are known with their names, without, or not at all."""
+        """Return how many items have names, have none, or are unknown."""
         runs = [answer.run for answer in self._answers.values()]
         named = sum(run is not None and run.named for run in runs)
         untold = runs.count(None)
         return {"named": named, "unnamed": len(runs) - named - untold, "untold": untold}
 
     def asks(self, items: list[Item]) -> bool:
-        """Whether something about a prompt is to be asked first."""
+        """Return whether an engine must be asked before this prompt can be built."""
         now, case = self._clock(), _case(items)
         if now < self._ask_from:
             return False
@@ -135,23 +138,24 @@ class MediaReader:
         return self._agrees.get(case, False) and any(self._answer(item) is None for item in items)
 
     def expanded(self, chat: ChatPrompt, items: list[Item], at_most: int) -> Expanded | None:
-        """A prompt of which nothing is to be asked; None where an item is not known, or such prompts were seen to
-        differ. Raises as the local tokenizer.
+        """Build a prompt from cached answers; None if an item is unknown, or if built prompts of this kind differ.
+
+        Raises as the local tokenizer does.
         """
         runs = self._runs(items) if self._agrees.get(_case(items), False) else None
         return None if runs is None else self._put_together(chat, runs, at_most)
 
     async def read(self, chat: ChatPrompt, in_thread: Callable[..., Awaitable[Any]]) -> Expanded | None:
-        """Any prompt, after what is to be asked about it. `in_thread` calls what takes its time."""
+        """Build a prompt after asking engines what is needed; None if that fails. `in_thread` runs slow functions."""
         try:
             async with asyncio.timeout(self._timeout):
                 return await self._read(chat, in_thread)
         except TimeoutError:
-            self._pause(f"nothing told within {self._timeout:g} s")
+            self._pause(f"no answer within {self._timeout:g} s")
             return None
 
     async def _read(self, chat: ChatPrompt, in_thread: Callable[..., Awaitable[Any]]) -> Expanded | None:
-        items: list[Item] = await in_thread(items_of, chat)
+        items: list[Item] = await in_thread(media_items, chat)
         if self.asks(items):
             unknown = {item.key: item for item in items if self._answer(item) is None}
             asked = islice(unknown.values(), _MOST_ASKED)
@@ -179,7 +183,7 @@ class MediaReader:
         return Expanded(_up_to_unnamed(whole, runs), whole)
 
     async def _compared(self, chat: ChatPrompt, items: list[Item], ours: Expanded) -> bool:
-        """Whether prompts like this one are put together as engines do: this one is tried, if that is due."""
+        """Return whether built prompts of this kind equal the engine's; compare this one if a comparison is due."""
         case, now = _case(items), self._clock()
         if now < max(self._compare_at.get(case, 0.0), self._ask_from):
             return self._agrees.get(case, False)
@@ -192,19 +196,19 @@ class MediaReader:
         named = bool(theirs.media) and ours.known is ours.whole
         equal = theirs.tokens == ours.whole.tokens and (not named or theirs.media == ours.whole.media)
         if not equal:
-            self._answers.clear()  # they may be from before the engine's processor changed
+            self._answers.clear()  # the engine's processor may have changed
             self.cached_bytes = 0
-            log.warning("prompts with media are not put together as the engine does", kinds=sorted(case[0]))
+            log.warning("prompts with media differ from the engine's", kinds=sorted(case[0]))
         self._agrees[case] = equal
         return equal
 
     def _answer(self, item: Item) -> _Answer | None:
-        """What was answered about an item, unless it is time to ask again."""
+        """Return the cached answer about an item; None if it is missing or has expired."""
         answer = self._answers.get(item.key)
         return None if answer is None or self._clock() >= answer.until else answer
 
     async def _learn(self, item: Item, options: dict[str, Any] | None) -> None:
-        """Ask about one item, unless another request does so already."""
+        """Ask about one item, unless another request is already doing so."""
         while self._answer(item) is None and (asking := self._asking.get(item.key)) is not None:
             await asking.wait()
         if self._answer(item) is not None:
@@ -223,12 +227,12 @@ class MediaReader:
             asking.set()
 
     async def _asked(self, alone: ChatPrompt, name: str) -> Run | None:
-        """What an engine makes of an item; None where that tells nothing."""
+        """Return the run that an engine makes of an item; None if the answer is of no use."""
         try:
             (theirs,) = await self._engine.ask(alone)
             run = _run(self.local, alone, theirs, name)
         except PromptRefusedError as error:
-            if not self._learned:  # perhaps it takes no media at all, or tells nothing of any chat
+            if not self._learned:  # the engine may not support media, or return no tokens of chats
                 self._pause(str(error))
             return None
         except (TokenizerUnavailableError, RequestError) as error:
@@ -238,7 +242,7 @@ class MediaReader:
         return run
 
     def _pause(self, reason: str) -> None:
-        """Ask nothing for a while."""
+        """Stop asking engines for `interval` seconds."""
         self._ask_from = self._clock() + self._interval
         log.info("engines are not asked about media for a while", seconds=self._interval, reason=reason)
 
@@ -255,13 +259,13 @@ class MediaReader:
             self.cached_bytes -= _size(answer)
 
 
-def items_of(chat: ChatPrompt) -> list[Item]:
-    """The media items of a conversation, in their order. Raises TokenizerUnavailableError."""
+def media_items(chat: ChatPrompt) -> list[Item]:
+    """Return the media items of a conversation in order. Raises TokenizerUnavailableError."""
     try:
         options = _encode(chat.media_options)
         return [Item(xxh3_128_digest(_encode(part) + options), part, kind) for part, kind in media_parts(chat.messages)]
-    except (ValueError, OverflowError, RecursionError) as error:  # half of a surrogate pair, for one
-        raise TokenizerUnavailableError(f"no engine can be asked about this: {error}") from error
+    except (ValueError, OverflowError, RecursionError) as error:  # for example a lone surrogate
+        raise TokenizerUnavailableError(f"the prompt cannot be sent to an engine: {error}") from error
 
 
 def _size(answer: _Answer) -> int:
@@ -273,18 +277,18 @@ def _case(items: list[Item]) -> _Case:
 
 
 def _run(local: LocalTokenizer, alone: ChatPrompt, theirs: PackedPrompt, name: str) -> Run | None:
-    """What became of the placeholder in a chat with one item alone; None where that cannot be seen.
+    """Return the run for the placeholder in a chat with only one item; None if it cannot be determined.
 
-    `name`: what the item is called where the engine gives it no name.
+    `name` is the item's name if the engine gives none.
     """
     ours = local.encode_placeholders(alone)
-    before, told_apart = local.encode_around_media(alone)
+    before, with_stand_ins = local.encode_around_media(alone)
     start = min(common_tokens(ours, theirs), theirs.media[0].start if theirs.media else len(before))
     behind = min(len(ours) - start - 1, len(theirs) - (theirs.media[-1].end if theirs.media else start + 1))
     ends = _common_end(ours.tokens[start * TOKEN_BYTES :], theirs.tokens[start * TOKEN_BYTES :], behind)
     placeholder, tokens = (_slice(each, start, len(each) - ends) for each in (ours, theirs))
-    # What a template writes beside an item as well is no placeholder.
-    if not placeholder or placeholder == tokens or not tokens or _count(told_apart.tokens, placeholder):
+    # Text that the template also writes without the item is not a placeholder.
+    if not placeholder or placeholder == tokens or not tokens or _count(with_stand_ins.tokens, placeholder):
         return None
     named = bool(theirs.media)
     spans = tuple(span.moved(-start) for span in theirs.media) or (MediaSpan(0, len(tokens) // TOKEN_BYTES, name),)
@@ -292,7 +296,7 @@ def _run(local: LocalTokenizer, alone: ChatPrompt, theirs: PackedPrompt, name: s
 
 
 def _put_together(prompt: PackedPrompt, runs: list[Run]) -> PackedPrompt | None:
-    """A prompt with runs in the place of its placeholders; None where there are more or fewer of those than items."""
+    """Return a prompt with runs in place of its placeholders; None if the numbers of both differ."""
     wanted = Counter(run.placeholder for run in runs)
     if any(_count(prompt.tokens, placeholder) != count for placeholder, count in wanted.items()):
         return None
@@ -313,7 +317,7 @@ def _put_together(prompt: PackedPrompt, runs: list[Run]) -> PackedPrompt | None:
 
 
 def _up_to_unnamed(whole: PackedPrompt, runs: list[Run]) -> PackedPrompt:
-    """What comes before the first item whose name the engine did not tell."""
+    """Return the prompt up to its first item without a name."""
     known = 0
     for run in runs:
         if not run.named:
@@ -328,7 +332,7 @@ def _slice(prompt: PackedPrompt, start: int, end: int) -> bytes:
 
 
 def _common_end(one: bytes, other: bytes, most: int) -> int:
-    """How many tokens two packed prompts end with alike, of `most`."""
+    """Return how many of the last `most` tokens two packed prompts share."""
     ours, theirs = array("I", one), array("I", other)
     count = 0
     while count < most and ours[-1 - count] == theirs[-1 - count]:
@@ -337,7 +341,7 @@ def _common_end(one: bytes, other: bytes, most: int) -> int:
 
 
 def _find(tokens: bytes, wanted: bytes, start: int) -> int:
-    """The place of some packed tokens among others, in bytes; -1 where they are not."""
+    """Return the byte position of packed tokens in a prompt; -1 if they do not occur."""
     place = tokens.find(wanted, start)
     while place >= 0 and place % TOKEN_BYTES:
         place = tokens.find(wanted, place + 1)
@@ -345,7 +349,7 @@ def _find(tokens: bytes, wanted: bytes, start: int) -> int:
 
 
 def _count(tokens: bytes, wanted: bytes) -> int:
-    """How often some packed tokens are among others."""
+    """Return how often packed tokens occur in a prompt."""
     count, place = 0, _find(tokens, wanted, 0)
     while place >= 0:
         count += 1

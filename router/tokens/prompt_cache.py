@@ -1,65 +1,83 @@
-"""Prompts that were seen before: one that begins as a known one takes its prefix hashes over, as far as both are alike.
+"""Cached prompts: a prompt that begins like a cached one reuses its token ids and prefix hashes.
 
-A conversation's next turn begins as its last. Hashing a prompt of 30,000 tokens takes as long as all else that is done
-with it before it is routed; what is the same needs no hashing.
+A conversation's next turn begins like the last one. Hashing a prompt of 30,000 tokens takes as long as all other work
+before it is routed, and the shared part needs no hashing.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
+from typing import Any
 
+from indexer.cores import native_core
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
 from router.tokens.boundary import START, Boundary, Mark
-from router.tokens.common_start import common_start
 
-# Texts are remembered by a few of their characters, at these places and then at every so many: the next turn has the
-# same at all places but the last ones.
+
+def reference_common_start(one: Any, other: Any) -> int:
+    """Return how many characters or bytes two texts begin with alike, by binary search."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one.startswith(other[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+_native = native_core()
+common_start: Callable[[Any, Any], int] = reference_common_start if _native is None else _native.common
+
+
+# Texts are looked up by a few characters at these positions, and then at every multiple of the step. The next turn of
+# a conversation is equal at all but the last positions.
 _FIRST_PLACES = (1024, 2048, 4096)
 _STEP = 8192
 _CHARACTERS = 32
-# Texts that only seemed to begin alike: this many are looked at.
+# Maximum number of entries to compare in one search.
 _TRIES = 4
-# Of two texts that are alike but for so small a part at their ends one is kept.
+# If two texts differ only in this fraction at the end, one entry is kept.
 _ENDS = 8
-# What it takes to remember a text under one place, and a place where it can be cut.
+# Estimated bytes for a lookup key, and for a mark.
 _PLACE_BYTES = 300
 _MARK_BYTES = 130
-# A prompt is hashed in blocks, and for itself in chunks: a byte a token, about.
+# Estimated memory of a prompt as a multiple of its tokens, including hashes of blocks and chunks.
 _HASHED_TIMES = 2
 
 _Key = tuple[int, str]
 
 
-class KnownPrompt:
-    """A text whose token ids are known. `marks`: where it can be cut, if that is known."""
+class CachedPrompt:
+    """A text with its token ids. `marks` has the positions where it can be cut, if known."""
 
     __slots__ = ("keys", "marks", "prompt", "size", "text")
 
-    def __init__(self, text: str, prompt: PackedPrompt, marks: list[Mark], begun: Begun) -> None:
-        """`begun`: what was known of it."""
+    def __init__(self, text: str, prompt: PackedPrompt, marks: list[Mark], prefix: CachedPrefix) -> None:
+        """Create an entry; `prefix` is the cached prompt that it continues."""
         self.text = text
         self.prompt = prompt
         self.marks = marks
-        self.keys: list[_Key] = [] if begun.known is None else begun.known.keys[: _places(begun.common)]
+        self.keys: list[_Key] = [] if prefix.known is None else prefix.known.keys[: _places(prefix.common)]
         self.keys.extend(_key(text, number) for number in range(len(self.keys), _places(len(text))))
         characters = len(text) * (1 if text.isascii() else 4)
         kept = _PLACE_BYTES * len(self.keys) + _MARK_BYTES * len(marks)
         self.size = characters + _HASHED_TIMES * len(prompt.tokens) + kept
 
 
-class Begun:
-    """What is known of a text: it begins with `common` characters of a known one.
+class CachedPrefix:
+    """The cached part of a text: its first `common` characters equal those of a cached prompt.
 
-    `marks`: where it can be cut, of what is known of it. What comes before the last of them, `cut`, has the token ids
-    that it has there.
+    `marks` are the positions in this part where the text can be cut. Before the last one, `cut`, its token ids are
+    cached.
     """
 
     __slots__ = ("common", "cut", "known", "marks")
 
-    def __init__(self, known: KnownPrompt | None = None, common: int = 0) -> None:
+    def __init__(self, known: CachedPrompt | None = None, common: int = 0) -> None:
         self.known = known
         self.common = common
         self.marks: Sequence[Mark] = ()
@@ -67,24 +85,24 @@ class Begun:
 
 
 class PromptCache:
-    """Long texts with their tokens, the least recently used forgotten first. Any number of threads may use one."""
+    """Long texts with their tokens, in least recently used order. It can be used by several threads."""
 
     def __init__(self, limit_bytes: int, boundary: Boundary | None = None) -> None:
-        """`boundary`: where texts can be cut."""
+        """Create a cache; `boundary` says where texts can be cut, None that they cannot."""
         self._limit = limit_bytes
         self.boundary = boundary
-        self._by_place: dict[_Key, KnownPrompt] = {}
-        self._known: OrderedDict[int, KnownPrompt] = OrderedDict()  # by id
+        self._by_place: dict[_Key, CachedPrompt] = {}
+        self._known: OrderedDict[int, CachedPrompt] = OrderedDict()  # by id
         self._lock = Lock()
         self.bytes = 0
 
-    def find(self, text: str, *, plain: bool = False) -> Begun:
-        """The known text that begins as this one does, as far as can be seen at once.
+    def find(self, text: str, *, plain: bool = False) -> CachedPrefix:
+        """Return the cached prefix of a text, as far as a quick search finds it.
 
-        `plain`: no token is put before or after it. The others cannot be cut.
+        `plain`: no token is added before or after the text. Other texts cannot be cut.
         """
-        best = Begun()
-        tried: list[KnownPrompt] = []
+        best = CachedPrefix()
+        tried: list[CachedPrompt] = []
         for number in range(_places(len(text)) - 1, -1, -1):
             key = _key(text, number)
             known = self._by_place.get(key)
@@ -92,8 +110,8 @@ class PromptCache:
                 tried.append(known)
                 common = common_start(text, known.text)
                 if common > best.common:
-                    best = Begun(known, common)
-            # What ends alike, too, is found by its end, and may still be the one that begins alike up to here.
+                    best = CachedPrefix(known, common)
+            # A text with an equal end matches there first, and may also share the beginning up to this position.
             if best.common >= key[0]:
                 break
         known = best.known
@@ -106,9 +124,13 @@ class PromptCache:
                     self._known.move_to_end(id(known))
         return best
 
-    def prompt(self, text: str, tokens: bytes, begun: Begun, *, plain: bool = False) -> PackedPrompt:
-        """The prompt of a text, which is remembered. `begun`: what was known of it. `tokens`: those behind its cut."""
-        known, cut = begun.known, begun.cut[1]
+    def prompt(self, text: str, tokens: bytes, prefix: CachedPrefix, *, plain: bool = False) -> PackedPrompt:
+        """Return the prompt of a text and cache it.
+
+        - `prefix`: the text's cached prefix.
+        - `tokens`: the token ids after the prefix's cut.
+        """
+        known, cut = prefix.known, prefix.cut[1]
         if known is None:
             prompt = PackedPrompt(tokens)
         elif cut:
@@ -118,31 +140,31 @@ class PromptCache:
             prompt = known.prompt.extended(tokens, common_start(tokens, known.prompt.tokens) // TOKEN_BYTES)
         if len(text) >= _FIRST_PLACES[0]:
             boundary = self.boundary if plain else None
-            marks = boundary.marks(text, prompt.tokens, begun.marks) if boundary is not None else []
-            self._put(KnownPrompt(text, prompt, marks, begun), begun)
+            marks = boundary.marks(text, prompt.tokens, prefix.marks) if boundary is not None else []
+            self._put(CachedPrompt(text, prompt, marks, prefix), prefix)
         return prompt
 
-    def of_tokens(self, tokens: bytes) -> PackedPrompt:
-        """The prompt of token ids that no text was kept of."""
+    def prompt_for_tokens(self, tokens: bytes) -> PackedPrompt:
+        """Return the prompt of token ids without a text."""
         text = tokens.decode("latin-1")
         return self.prompt(text, tokens, self.find(text))
 
-    def _put(self, new: KnownPrompt, begun: Begun) -> None:
+    def _put(self, new: CachedPrompt, prefix: CachedPrefix) -> None:
         if new.size > self._limit:
             return
-        old = begun.known
+        old = prefix.known
         with self._lock:
             for key in new.keys:
                 self._by_place[key] = new
             self._known[id(new)] = new
             self.bytes += new.size
-            # What goes on from all of a text but its end knows nearly all that others could go on from.
-            if old is not None and id(old) in self._known and begun.common >= len(old.text) - _end(len(old.text)):
+            # The new text contains nearly all of the old one, so the old entry is of little use.
+            if old is not None and id(old) in self._known and prefix.common >= len(old.text) - _end(len(old.text)):
                 self._forget(old)
             while self.bytes > self._limit:
                 self._forget(next(iter(self._known.values())))
 
-    def _forget(self, known: KnownPrompt) -> None:
+    def _forget(self, known: CachedPrompt) -> None:
         del self._known[id(known)]
         self.bytes -= known.size
         for key in known.keys:
@@ -150,29 +172,29 @@ class PromptCache:
                 del self._by_place[key]
 
     def __len__(self) -> int:
-        """The number of texts."""
+        """Return the number of texts."""
         return len(self._known)
 
 
 def common_tokens(one: PackedPrompt, other: PackedPrompt) -> int:
-    """How many tokens two prompts begin with alike."""
+    """Return how many tokens two prompts begin with alike."""
     return common_start(one.tokens, other.tokens) // TOKEN_BYTES
 
 
 def _places(length: int) -> int:
-    """How many places a text of this length has."""
+    """Return the number of lookup positions in a text of this length."""
     if length < _STEP:
         return bisect_right(_FIRST_PLACES, length)
     return len(_FIRST_PLACES) + length // _STEP
 
 
 def _key(text: str, number: int) -> _Key:
-    """What a text is remembered by at a place, by the number of that."""
+    """Return a text's lookup key at a position, by the position's number."""
     first = len(_FIRST_PLACES)
     place = _FIRST_PLACES[number] if number < first else (number - first + 1) * _STEP
     return place, text[place - _CHARACTERS : place]
 
 
 def _end(length: int) -> int:
-    """How much of a text's end is not worth another text in memory: many prompts may have a beginning in common."""
+    """Return the length of a text's end that does not justify a second entry."""
     return max(_FIRST_PLACES[0], length // _ENDS)

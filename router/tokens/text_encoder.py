@@ -1,13 +1,17 @@
-"""Texts to token ids by a model's tokenizer.json: by fastokens, where that gives the same ids as `tokenizers`.
+"""Texts to token ids by a model's tokenizer.json: by fastokens if it returns the same ids as `tokenizers`.
 
-`fastokens` reads what most models have, some ten times sooner, and keeps the segments between special tokens that it
-saw before. What it cannot read, or reads in another way on trial, `tokenizers` does, whose format it is.
+fastokens supports most models, is about ten times faster, and caches the segments between special tokens. `tokenizers`
+defines the format. It is used if fastokens cannot load a tokenizer or differs in the trial.
+
+The trial texts are awkward texts for which tokenizers have special rules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from hashlib import sha256
-from itertools import pairwise
+from itertools import islice, pairwise
+from random import Random
 from struct import unpack
 from typing import Any, Protocol
 
@@ -16,21 +20,107 @@ import structlog
 from http_api.errors import RequestError
 from indexer.hashing import pack_tokens
 from router.tokens.errors import TokenizerUnavailableError
-from router.tokens.tokenizer_check import trial_texts
+
+# Texts that some tokenizers treat specially: at their start, at their end, or by normalization.
+AWKWARD = (
+    "",
+    " ",
+    "  ",
+    "\n",
+    "\n\n\n",
+    "\r\n",
+    "\t \t",
+    " leading",
+    "trailing ",
+    "  both  ",
+    "\nuser\n",
+    "user\nWhat holds the cache?",
+    "two  spaces,   three",
+    "line\n\n\n  indented\n\tand tabbed\n",
+    "it's I'll WE'RE d'être",
+    "3.14159 1,000,000 20261121 007 ٣٤٥",
+    "CamelCaseAndsnake_case-and-kebab_",
+    "don't…stop!!!???",
+    "naïve café Å ﬁ ½ ² Ω",
+    "nai\u0308ve cafe\u0301 A\u030a",
+    "\u0301starts with an accent",
+    "e\u0301\u0302\u0303\u0304 stacked",
+    "漢字かな交じり文、한국어 텍스트",
+    "مرحبا بالعالم \u200f\u05e9\u05dc\u05d5\u05dd",
+    "👩‍👩‍👧‍👦👍🏽🇩🇪 ✂️",
+    "\u00a0no-break\u2003em\u3000wide\u200bzero\ufeff",
+    "nul \x00 bell \x07 del \x7f \x85",
+    "\U0001d518\U000e0001\ufffd",
+    "▁metaspace ▁▁ Ġgpt Ċ ##word",
+    "a" * 300,
+    "pneumonoultramicroscopicsilicovolcanoconiosis" * 8,
+    "ab" * 200 + " " + "é" * 100,
+    "</s><s>[INST] <unk> [CLS][SEP][MASK]<pad>",
+    "<|im_start|>system\nfake<|im_end|>",
+    "<|im_start|",
+    "im_end|>",
+    "<|<|im_end|>|>",
+    '<tool_call>{"name": "f", "arguments": {"x": [1, -2.5e3, null]}}</tool_call>',
+    '{"a":{"b":"c\\n\\u00e9"}}',
+    "def f(x):\n    return x ** 2  # ok\n\n\nclass A:\n    pass\n",
+    "http://example.com/a?b=c&d=%20#e x@y.zz",
+    "| a | b |\n|---|---|\n| 1 | 2 |",
+    "$\\int_0^\\infty e^{-x^2}\\,dx$",
+)
+# Some models have hundreds of special tokens, most of them reserved: the number that is tried.
+_BOUNDARIES = 12
+_RANDOM_TEXTS = 200
+# Characters whose category can differ between versions of Unicode's tables: all current scripts, symbols and emoji.
+_CHARACTERS = [*range(0x20, 0xD800), *range(0xF900, 0xFFFE), *range(0x1F000, 0x1FB00), *range(0x20000, 0x20100)]
+_CHARACTERS_A_TEXT = 64
+
+
+def trial_texts(special: list[str]) -> Iterator[str]:
+    """Yield awkward texts around special tokens: alone, between any two tokens, and many at random.
+
+    Every character is also tried beside a letter, a digit and a space.
+    """
+    yield from AWKWARD
+    boundaries = [*special[: _BOUNDARIES // 2], *special[_BOUNDARIES // 2 :][-_BOUNDARIES // 2 :]]
+    for number, token in enumerate(boundaries):
+        for place, text in enumerate(AWKWARD):
+            after = boundaries[(number + place) % len(boundaries)]
+            before = AWKWARD[(place * 7 + number) % len(AWKWARD)]
+            yield f"{before}{token}{text}{after}{AWKWARD[place - number - 1]}"
+    yield from islice(_random_texts(boundaries), _RANDOM_TEXTS)
+    for start in range(0, len(_CHARACTERS), _CHARACTERS_A_TEXT):
+        yield "".join(f"{chr(code)}a{chr(code)}1 " for code in _CHARACTERS[start : start + _CHARACTERS_A_TEXT])
+
+
+def _random_texts(boundaries: list[str]) -> Iterator[str]:
+    random = Random(0)
+    characters = "".join(AWKWARD)
+    while True:
+        parts = []
+        for _ in range(random.randrange(1, 8)):
+            kind = random.randrange(4)
+            if kind == 0 and boundaries:
+                parts.append(random.choice(boundaries))
+            elif kind == 1:
+                parts.append(random.choice(AWKWARD))
+            else:
+                parts.append("".join(random.choices(characters, k=random.randrange(12))))
+        yield "".join(parts)
+
 
 log = structlog.get_logger()
 
-# What trials have shown, by the file's hash: models share tokenizers, files are read again, and a trial takes half a
-# second of processor time.
+# Results of trials by the file's hash. Models share tokenizers, and a trial takes half a second of processor time.
 _trials: dict[bytes, str | None] = {}
 _MOST_TRIALS = 64
 
 
 class Encoder(Protocol):
-    """What texts are tokenized with: `TextEncoder`, or what a model family has in its place.
+    """An encoder of texts: `TextEncoder`, or a model family's replacement.
 
-    `vocab_size`: one more than the largest id. `special`: the texts of the tokens that are found in any text. `exact`:
-    those of them that stand for themselves wherever they are, whatever else is done to a text.
+    - `vocab_size`: one more than the largest id.
+    - `special`: the texts of the tokens that are recognized inside any text.
+    - `exact`: those special tokens that are recognized literally, without normalization of the text around them.
     """
 
     vocab_size: int
@@ -47,15 +137,15 @@ class Encoder(Protocol):
 
 
 class TextEncoder:
-    """Packed token ids of texts. Any number of threads may use one. `fast`: whether fastokens does it."""
+    """An encoder of texts to packed token ids. It can be used by several threads."""
 
     def __init__(self, tokenizer_json: str, cache_bytes: int = 0) -> None:
-        """`cache_bytes` bounds what fastokens keeps. Raises TokenizerUnavailableError for what nobody can read."""
-        from tokenizers import Tokenizer  # some tenths of a second, which who tokenizes nothing need not wait
+        """Load a tokenizer; `cache_bytes` limits the cache of fastokens. Raises TokenizerUnavailableError."""
+        from tokenizers import Tokenizer  # the import takes tenths of a second, which other commands do not need
 
         try:
             whole: Any = Tokenizer.from_str(tokenizer_json)
-        except Exception as error:  # whatever it meets in a stranger's file it raises in its own way
+        except Exception as error:  # invalid files cause errors of any type
             raise TokenizerUnavailableError(f"tokenizer.json cannot be read: {error}") from error
         whole.no_padding()
         whole.no_truncation()
@@ -69,35 +159,35 @@ class TextEncoder:
         self.vocab_size = max(whole.get_vocab().values(), default=-1) + 1
         self._whole: Any = whole
         self._fast = _fast_one(tokenizer_json, cache_bytes)
-        difference = "it cannot read it" if self._fast is None else self._tried_before(tokenizer_json)
+        difference = "fastokens cannot load it" if self._fast is None else self._trial_result(tokenizer_json)
         if difference is not None:
-            log.info("fastokens does not stand in for this tokenizer", reason=difference)
+            log.info("fastokens is not used for this tokenizer", reason=difference)
             self._fast = None
         else:
-            self._whole = None  # of tens of megabytes
-            self._fast.enable_segment_cache(cache_bytes)  # without what was tried
+            self._whole = None  # frees tens of megabytes
+            self._fast.enable_segment_cache(cache_bytes)  # drops the segments of the trial
 
     @property
     def fast(self) -> bool:
-        """Whether fastokens does it."""
+        """True if fastokens is used."""
         return self._fast is not None
 
     @property
     def cached_bytes(self) -> int:
-        """What fastokens keeps of the texts before."""
+        """Bytes of texts that fastokens caches."""
         stats = self._fast.segment_cache_stats() if self._fast is not None else None
         return int(stats["bytes"]) if stats else 0
 
     def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]:
-        """The packed token ids of each text. Special tokens that stand in a text are read as such.
+        """Return the packed token ids of each text. Special tokens inside a text are recognized.
 
-        Raises RequestError (400) for half of a surrogate pair, which JSON inside of JSON can smuggle into a text.
+        Raises RequestError (400) for a lone surrogate, which nested JSON can contain.
         """
         encode = self._by_fastokens if self._fast is not None else self._by_tokenizers
         try:
             return encode(texts, add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
-            raise RequestError("The prompt has half of a surrogate pair in it. Send valid Unicode.") from error
+            raise RequestError("The prompt has a lone surrogate. Send valid Unicode.") from error
 
     def _by_fastokens(self, texts: list[str], add_special_tokens: bool) -> list[bytes]:
         ids, offsets = self._fast.encode_batch_flat(texts, add_special_tokens)
@@ -107,12 +197,12 @@ class TextEncoder:
         return [ids[4 * start : 4 * end] for start, end in pairwise(ends)]
 
     def _by_tokenizers(self, texts: list[str], add_special_tokens: bool) -> list[bytes]:
-        # Unlike `encode`, this lets other threads run; and it skips the offsets, a third of the work.
+        # Unlike `encode`, this releases the interpreter's lock, and skips the offsets, which are a third of the work.
         encodings = self._whole.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [pack_tokens(encoding.ids) for encoding in encodings]
 
-    def _tried_before(self, tokenizer_json: str) -> str | None:
-        """What the trial shows, or has shown: as `_difference`."""
+    def _trial_result(self, tokenizer_json: str) -> str | None:
+        """Return the cached or new result of the trial, as in `_difference`."""
         key = sha256(tokenizer_json.encode(errors="surrogatepass")).digest()
         if key not in _trials:
             if len(_trials) >= _MOST_TRIALS:
@@ -121,7 +211,7 @@ class TextEncoder:
         return _trials[key]
 
     def _difference(self) -> str | None:
-        """What fastokens does differently; None when it does all trial texts alike, new and seen before."""
+        """Return how fastokens differs; None if it encodes all trial texts alike, new and cached."""
         texts = list(trial_texts(self.special))
         for add in (False, True):
             expected = self._by_tokenizers(texts, add)
@@ -132,12 +222,12 @@ class TextEncoder:
                     return str(error)
                 if found != expected:
                     text = next(text for place, text in enumerate(texts) if expected[place] != found[place])
-                    return f"it reads {text!r} in another way"
+                    return f"it encodes {text!r} differently"
         return None
 
 
 def _fast_one(tokenizer_json: str, cache_bytes: int) -> Any:
-    """The tokenizer by fastokens; None where there is no such package for this machine, or it cannot read it."""
+    """Return the tokenizer by fastokens; None if the package is missing or cannot load it."""
     try:
         import fastokens
 

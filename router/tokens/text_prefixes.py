@@ -1,8 +1,8 @@
-"""Prompts whose tokens cannot be had: what they have in common from their start on is found by their text.
+"""Prompts that cannot be tokenized: their common prefixes are found by their text.
 
-The text is that of the messages, each with its role, in the order in which a chat template has them: tools and settings
-first. So a conversation's next turn begins with all of the turn before. Its bytes take the place of tokens, four for
-one, which is about what English text has. Chunks of prompts (16 tokens) are then steps of 64 bytes.
+The text has the messages with their roles in the order of a chat template: tools and settings first. So a
+conversation's next turn begins with the whole turn before. Four bytes replace one token, which is the average of
+English text. A chunk of 16 tokens is then 64 bytes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from router.apis.requests import ChatPrompt, Prompt, TextPrompts
 from router.tokens.errors import TokenizerUnavailableError
 
 _encode = msgspec.json.Encoder(order="sorted").encode
-# What a template shows of a message beside its role and content.
+# Fields of a message that templates show beside its role and content.
 _SHOWN = ("name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 
 
 def text_prefixes(prompt: Prompt) -> list[PackedPrompt]:
-    """Each prompt as if its text were tokens.
+    """Return each prompt as if its text were tokens.
 
-    Raises TokenizerUnavailableError for what has no text, or none that begins where the prompt does.
+    Raises TokenizerUnavailableError if a prompt has no text, or if its text does not begin where the prompt does.
     """
     try:
         if isinstance(prompt, ChatPrompt) and (prompt.truncation is None or prompt.truncation.side == "right"):
@@ -64,7 +64,7 @@ def _chat_text(prompt: ChatPrompt) -> bytes:
 
 
 def _part(part: Any) -> bytes:
-    """A part of a content: its text, or what tells it apart from others."""
+    """Return the bytes of a content part: its text, or a hash of other parts."""
     if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
         return _text(part.get("text"))
     return _text(part) if isinstance(part, str) else xxh3_128_digest(_encode(part))

@@ -1,8 +1,7 @@
-"""The token ids of a request's prompts: exactly those the engine will compute.
+"""The token ids of a request's prompts: exactly those that the engine will compute.
 
-Each model has its way (router/tokens/model_tokenizer.py). What takes long is done in threads, so that the event loop
-never waits for it; the rest takes less time than the way to a thread and back: short prompts, and long ones of which
-nearly all was seen before.
+Each model has a tokenizer (router/tokens/model_tokenizer.py). Slow work runs in threads, so that the event loop never
+waits. Short prompts, and long ones that are mostly cached, take less time than a switch of threads and run on the loop.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from router.apis.media import has_media, text_length
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts
 from router.tokens.errors import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.local_tokenizer import LocalTokenizer
-from router.tokens.media_reader import Expanded, MediaReader, items_of
-from router.tokens.model_tokenizer import ModelTokenizer, Path
+from router.tokens.media_reader import Expanded, MediaReader, media_items
+from router.tokens.model_tokenizer import ModelTokenizer, PromptSource
 
 __all__ = ["TokenizerUnavailableError", "Tokenizers"]
 
-# What is tokenized at once, in characters not seen before (eight times as many where fastokens does it): a third of a
-# millisecond's work.
+# Limit of uncached characters to tokenize on the event loop: a third of a millisecond. fastokens does eight times as
+# many.
 INLINE_CHARACTERS = 2048
-# What is rendered and looked up at once, in bytes of the body: two milliseconds' work at most.
+# Limit of body bytes to render and look up on the event loop: at most two milliseconds.
 INLINE_BYTES = 2**18
-# Longer prompts are not tokenized: they are longer than any engine takes, and would take minutes and gigabytes.
+# Longer prompts are refused: no engine accepts them, and tokenizing would take minutes and gigabytes.
 MOST_CHARACTERS = 8 * 2**20
-# Requests whose texts wait for a thread or are in one.
+# Maximum number of requests that wait for a thread or use one.
 MAX_WAITING = 256
 
 
@@ -42,9 +41,9 @@ T = TypeVar("T")
 class Tokenized(NamedTuple):
     """Prompts as tokens.
 
-    `token_ids` are those the engine computes: all of a prompt, or what comes before its first media item whose name is
-    not known. `identities` are the same list for prompts that are exact; of others, tokens in which a name of ours or a
-    text stands for each media item, or what is likely.
+    - `token_ids`: the ids that the engine computes, up to the first media item without a known name.
+    - `identities`: the same list if the prompts are exact. Otherwise a name or text replaces each media item, or the
+      ids are a guess.
     """
 
     token_ids: list[PackedPrompt]
@@ -52,10 +51,15 @@ class Tokenized(NamedTuple):
 
 
 class Tokenizers:
-    """The tokenizers by model, and the threads they work in."""
+    """The tokenizers by model, and the threads they run in."""
 
     def __init__(self, threads: int = 2, timeout_seconds: float = 5.0, most_characters: int = MOST_CHARACTERS) -> None:
-        """`most_characters`: of a prompt."""
+        """Create a set of tokenizers without models.
+
+        - `threads`: number of threads.
+        - `timeout_seconds`: longest time for one prompt.
+        - `most_characters`: longest prompt.
+        """
         self._models: dict[str, ModelTokenizer] = {}
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._timeout_seconds = timeout_seconds
@@ -63,95 +67,97 @@ class Tokenizers:
         self._waiting = 0
 
     def add(self, model: str, tokenizer: ModelTokenizer | LocalTokenizer) -> None:
-        """Use this for the model from now on, in place of any other. For the thread of the event loop."""
+        """Use this tokenizer for the model from now on. Call it on the event loop."""
         if isinstance(tokenizer, LocalTokenizer):
             tokenizer = ModelTokenizer(tokenizer)
         self._models[model] = tokenizer
 
     def remove(self, model: str) -> None:
-        """Forget the model's tokenizer, if it has one."""
+        """Drop the model's tokenizer, if it has one."""
         self._models.pop(model, None)
 
     def by_model(self) -> dict[str, ModelTokenizer]:
-        """The tokenizers that there are."""
+        """Return the tokenizers by model."""
         return dict(self._models)
 
     async def token_ids(self, model: str, prompt: Prompt, body_bytes: int = 0) -> list[PackedPrompt]:
-        """The token ids of each prompt: one of them for a chat; none for prompts that are embeddings.
+        """Return the token ids of each prompt: one for a chat, none for embeddings.
 
-        A chat with media has those before the first of them. `body_bytes` is the size of what the prompt was read from.
+        A chat with media has the ids up to its first item. `body_bytes` is the size of the parsed body.
 
-        Raises RequestError (400, 413) for a prompt that no worker takes, and TokenizerUnavailableError when the ids
-        cannot be known (no tokenizer, no engine answers, too much to do already).
+        Raises RequestError (400, 413) if no worker accepts the prompt. Raises TokenizerUnavailableError if the ids are
+        not available: no tokenizer, no answer from engines, or too much waiting work.
         """
         return (await self.tokenize(model, prompt, body_bytes)).token_ids
 
     async def tokenize(self, model: str, prompt: Prompt, body_bytes: int = 0) -> Tokenized:
-        """The same, and what tells apart prompts with media from each other."""
+        """Return the token ids of each prompt, and their identities. Raises as `token_ids` does."""
         return self.tokenize_now(model, prompt, body_bytes) or await self.tokenize_aside(model, prompt)
 
     def tokenize_now(self, model: str, prompt: Prompt, body_bytes: int = 0) -> Tokenized | None:
-        """The same at once; None when it takes longer than the event loop may be held up. Raises the same errors."""
+        """Return the tokens without waiting; None if that takes too long for the event loop. Raises as `token_ids`
+        does."""
         tokenizer = self._models.get(model)
         if isinstance(prompt, TokenPrompts):
-            return None if body_bytes > INLINE_BYTES else _of_tokens(prompt, tokenizer)
+            return None if body_bytes > INLINE_BYTES else _from_token_ids(prompt, tokenizer)
         self._check_length(prompt, body_bytes)
         if tokenizer is None:
             raise TokenizerUnavailableError(f"no tokenizer for model {model!r}")
         if tokenizer.asks(prompt):
-            known = tokenizer.engine.known(prompt) if tokenizer.engine is not None else None
+            known = tokenizer.engine.cached(prompt) if tokenizer.engine is not None else None
             return None if known is None else Tokenized(known, known)
         if tokenizer.local is None:
-            raise TokenizerUnavailableError(f"neither a tokenizer nor an engine to ask for model {model!r}")
+            raise TokenizerUnavailableError(f"model {model!r} has neither a tokenizer nor an engine to ask")
         if body_bytes > INLINE_BYTES:
             return None
-        begun = time.perf_counter()
+        started = time.perf_counter()
         try:
             tokenized = _tokenized(tokenizer.local, prompt, INLINE_CHARACTERS, tokenizer.media)
         except TooLongForNowError:
             return None
-        tokenizer.usage.add(Path.LOCAL, begun)
+        tokenizer.usage.add(PromptSource.LOCAL, started)
         return tokenized
 
     async def tokenize_aside(self, model: str, prompt: Prompt) -> Tokenized:
-        """The same for what `tokenize_now` leaves: by an engine, or in a thread. Raises the same errors."""
+        """Return the tokens by an engine or in a thread. Raises as `token_ids` does."""
         tokenizer = self._models.get(model)
         if isinstance(prompt, TokenPrompts):
-            return await self._run(_of_tokens, prompt, tokenizer)
+            return await self._run(_from_token_ids, prompt, tokenizer)
         if tokenizer is None:
-            raise TokenizerUnavailableError(f"no tokenizer for model {model!r} any more")
-        begun = time.perf_counter()
+            raise TokenizerUnavailableError(f"the tokenizer for model {model!r} was removed")
+        started = time.perf_counter()
         if tokenizer.asks(prompt):
-            return await self._asked(tokenizer, prompt, begun)
+            return await self._tokenize_by_engine(tokenizer, prompt, started)
         if tokenizer.local is None:
-            raise TokenizerUnavailableError(f"neither a tokenizer nor an engine to ask for model {model!r}")
-        tokenized = await self._read_here(tokenizer, tokenizer.local, prompt)
-        tokenizer.usage.add(Path.LOCAL, begun)
+            raise TokenizerUnavailableError(f"model {model!r} has neither a tokenizer nor an engine to ask")
+        tokenized = await self._tokenize_locally(tokenizer, tokenizer.local, prompt)
+        tokenizer.usage.add(PromptSource.LOCAL, started)
         return tokenized
 
-    async def _read_here(
+    async def _tokenize_locally(
         self, tokenizer: ModelTokenizer, local: LocalTokenizer, prompt: TextPrompts | ChatPrompt
     ) -> Tokenized:
-        """A prompt by the local tokenizer, with what engines tell of its media."""
+        """Return the tokens by the local tokenizer, with engines' answers about media."""
         media = tokenizer.media
         if media is not None and isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
             expanded = await media.read(prompt, self._run)
             if expanded is not None:
-                return _of_expanded(expanded)
+                return _from_expanded(expanded)
         return await self._in_thread(local, prompt)
 
-    def count_text(self, model: str, begun: float) -> None:
-        """A prompt of the model could not be tokenized, and is known by its text alone since then."""
+    def count_text(self, model: str, started: float) -> None:
+        """Count a prompt that is known only by its text; `started` is its start by `time.perf_counter`."""
         tokenizer = self._models.get(model)
         if tokenizer is not None:
-            tokenizer.usage.add(Path.TEXT, begun)
+            tokenizer.usage.add(PromptSource.TEXT, started)
 
     async def close(self) -> None:
-        """Stop the threads; what they have begun is finished first."""
+        """Stop the threads after their current work."""
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
 
     def _check_length(self, prompt: TextPrompts | ChatPrompt, body_bytes: int) -> None:
-        """Refuse what is too long. A body has as many bytes as its prompt has characters, or more."""
+        """Raise RequestError (413) if a prompt is too long. A body has at least as many bytes as its prompt has
+        characters."""
         if body_bytes <= self._most_characters:
             return
         if isinstance(prompt, TextPrompts):
@@ -166,15 +172,15 @@ class Tokenizers:
                 code="too_much_work",
             )
 
-    async def _asked(self, tokenizer: ModelTokenizer, prompt: TextPrompts | ChatPrompt, begun: float) -> Tokenized:
-        """A prompt as an engine reads it; as we do, or as far as we know, where none answers."""
+    async def _tokenize_by_engine(
+        self, tokenizer: ModelTokenizer, prompt: TextPrompts | ChatPrompt, started: float
+    ) -> Tokenized:
+        """Return the tokens by an engine; if none answers, by the local tokenizer or from an earlier turn."""
         local, engine = tokenizer.local, tokenizer.engine
         assert engine is not None
         if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
             if local is None:
-                raise TokenizerUnavailableError(
-                    "only a local tokenizer can tell what comes before the first media item"
-                )
+                raise TokenizerUnavailableError("only a local tokenizer knows the tokens before the first media item")
             return await self._in_thread(local, prompt)
         try:
             answer = await engine.tokenize(prompt)
@@ -182,9 +188,9 @@ class Tokenizers:
             if local is None:
                 raise
             guessed = await self._in_thread(local, prompt)
-            tokenizer.usage.add(Path.LOCAL, begun)
+            tokenizer.usage.add(PromptSource.LOCAL, started)
             return Tokenized(guessed.token_ids, list(guessed.identities))
-        tokenizer.usage.add(Path.ENGINE, begun)
+        tokenizer.usage.add(PromptSource.ENGINE, started)
         if not answer.exact:
             return Tokenized(answer.prompts, list(answer.prompts))
         if tokenizer.suspected and local is not None:
@@ -204,7 +210,7 @@ class Tokenizers:
 
     async def _run(self, work: Callable[..., T], *given: object) -> T:
         if self._waiting >= MAX_WAITING:
-            raise TokenizerUnavailableError(f"{MAX_WAITING} requests wait to be tokenized already")
+            raise TokenizerUnavailableError(f"{MAX_WAITING} requests are already waiting to be tokenized")
         self._waiting += 1
         try:
             async with asyncio.timeout(self._timeout_seconds):
@@ -221,14 +227,14 @@ def _tokenized(
     at_most: int = sys.maxsize,
     media: MediaReader | None = None,
 ) -> Tokenized:
-    """A prompt as tokens, with what is known of its `media`.
+    """Return a prompt as tokens, with known runs of its `media`.
 
-    Raises TooLongForNowError when more than `at_most` characters of it are new, or an engine is to be asked first.
+    Raises TooLongForNowError if more than `at_most` characters are new, or if an engine must be asked first.
     """
     if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
         expanded = _expanded(media, prompt, at_most) if media is not None else None
         if expanded is not None:
-            return _of_expanded(expanded)
+            return _from_expanded(expanded)
         before, whole = tokenizer.encode_around_media(prompt, at_most=at_most)
         return Tokenized([before], [whole])
     prompts = tokenizer.tokenize(prompt, at_most=at_most)
@@ -236,18 +242,18 @@ def _tokenized(
 
 
 def _expanded(media: MediaReader, prompt: ChatPrompt, at_most: int) -> Expanded | None:
-    items = items_of(prompt)
+    items = media_items(prompt)
     if media.asks(items):
         raise TooLongForNowError
     return media.expanded(prompt, items, at_most)
 
 
-def _of_expanded(expanded: Expanded) -> Tokenized:
+def _from_expanded(expanded: Expanded) -> Tokenized:
     prompts = [expanded.whole]
     return Tokenized(prompts if expanded.known is expanded.whole else [expanded.known], prompts)
 
 
-def _of_tokens(prompt: TokenPrompts, tokenizer: ModelTokenizer | None) -> Tokenized:
+def _from_token_ids(prompt: TokenPrompts, tokenizer: ModelTokenizer | None) -> Tokenized:
     if tokenizer is not None and tokenizer.local is not None:
         _check_vocabulary(prompt, tokenizer.local.vocab_size)
     prompts = [PackedPrompt.of(ids) for ids in prompt.token_ids]
@@ -262,7 +268,7 @@ def _check_vocabulary(prompt: TokenPrompts, vocab_size: int) -> None:
             place = next(place for place, token in enumerate(token_ids) if token >= vocab_size)
             field = prompt.param if len(prompt.token_ids) == 1 else f"{prompt.param}[{index}]"
             raise RequestError(
-                f"{field}[{place}] is {token_ids[place]}, which the model's vocabulary lacks. "
+                f"{field}[{place}] is {token_ids[place]}, which is not in the model's vocabulary. "
                 f"Send token ids from 0 to {vocab_size - 1}.",
                 param=prompt.param,
             )

@@ -275,7 +275,7 @@ class UpstreamConnection(RequestConnection):
             self._owner.failed(request, error, unheard)
 
     def _lives(self) -> bool:
-        """Whether chunks passed since the last look."""
+        """True if chunks passed since the last look."""
         quiet, self._quiet = self._quiet, True
         return not quiet
 

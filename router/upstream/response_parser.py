@@ -102,7 +102,7 @@ class ResponseParser:
 
     @property
     def keeps_alive(self) -> bool:
-        """Whether another request may follow on the connection once the answer is complete."""
+        """True if another request may follow on the connection once the answer is complete."""
         return self.framing is Framing.KEEP_ALIVE and self.phase is not ResponsePhase.FOLLOWED
 
     def head(self) -> ResponseHead:

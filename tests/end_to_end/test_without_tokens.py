@@ -134,14 +134,14 @@ async def test_it_is_said_how_prompts_are_known(capsys: pytest.CaptureFixture[st
         assert found["finding"] == "prompts_by_text"
         told = await first_event(served.routed)
         assert "by their text alone" in told["about"]["models"]["m"]["tokens"]
-        assert "routed by their text alone" in found["detail"]
+        assert "routed by their text only" in found["detail"]
         assert "models.m.tokenizer" in found["detail"]
         tokenizer = (await served.routed.call("/workers")).json()["tokenizers"]["m"]
         assert (tokenizer["way"], tokenizer["prompts"]["text"]) == ("text", 1)
         assert await served.routed.metric("kvrouter_tokenizer", model="m", way="text") == 1
         said = capsys.readouterr().out
-        assert "prompts are routed by their text alone" in said
-        assert "asked of a worker" not in said
+        assert "prompts are routed by their text only" in said
+        assert "a worker is asked" not in said
 
 
 async def test_predictions_are_compared_as_shares_of_the_engines_own_tokens() -> None:

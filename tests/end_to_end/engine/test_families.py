@@ -27,7 +27,7 @@ from engine.processes import wait_for
 from engine.servers import MODEL, RouterProcess, VllmWorker
 from engine.table import write_table
 from engine.web import get_json
-from router.tokens.shapes import PROBES
+from router.tokens.probes import PROBES
 
 pytestmark = pytest.mark.engine
 
@@ -85,8 +85,8 @@ def results() -> Iterator[list[Result]]:
     yield found
     write_table(COLUMNS, [result.row() for result in found], os.environ.get("FAMILY_TABLE"))
     for result in found:
-        for shape, predicted, cached, tokens in result.misses:
-            print(f"{result.family}, {shape}: predicted {predicted}, cached {cached} of {tokens}")
+        for kind, predicted, cached, tokens in result.misses:
+            print(f"{result.family}, {kind}: predicted {predicted}, cached {cached} of {tokens}")
 
 
 @pytest.mark.parametrize("family", os.environ.get("FAMILIES", ",".join(FLAGS)).split(","))
@@ -101,13 +101,13 @@ def test_the_overlap_is_the_one_the_engine_reports(
             wait_for(lambda: _report(router)["shapes"], 60, "its probes are read")
             result = Result(family, _report(router))
             results.append(result)
-            for shape, path, body in _requests():
-                _send(router.url + path, result, shape, body)
+            for kind, path, body in _requests():
+                _send(router.url + path, result, kind, body)
             if family in _SEES:
                 seen = Result(f"{family}, images", _report(router))
                 results.append(seen)
-                for shape, body in _with_images():
-                    _send(router.url + "/v1/chat/completions", seen, shape, body)
+                for kind, body in _with_images():
+                    _send(router.url + "/v1/chat/completions", seen, kind, body)
                 _check_images(seen)
         if family in _SEES:
             _named_images(worker, logs, results, family)
@@ -128,8 +128,8 @@ def _named_images(worker: VllmWorker, logs: Path, results: list[Result], family:
             wait_for(lambda router=router: _report(router)["shapes"], 60, "its probes are read")
             seen = Result(f"{family}, {name}", _report(router))
             results.append(seen)
-            for shape, body in _with_images():
-                _send(router.url + "/v1/chat/completions", seen, shape, body)
+            for kind, body in _with_images():
+                _send(router.url + "/v1/chat/completions", seen, kind, body)
             _check_images(seen)
     assert all(predicted for _, predicted, _, _ in seen.requests), "what the engine has from before is known"
 
@@ -137,23 +137,23 @@ def _named_images(worker: VllmWorker, logs: Path, results: list[Result], family:
 def _requests() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Each shape as a prompt of many blocks, once more, and with another turn; and what is no chat."""
     for probe in PROBES:
-        if probe.shape in ("truncated", "text"):
+        if probe.kind in ("truncated", "text"):
             continue
         body = copy.deepcopy(probe.body)
         key = "input" if "input" in body else "messages"
         first = next(message for message in body[key] if message["role"] in ("user", "developer"))
-        opening = f"On {probe.shape}. {_LONG}"
+        opening = f"On {probe.kind}. {_LONG}"
         if isinstance(first["content"], str):
             first["content"] = opening + first["content"]
         else:
             first["content"][0]["text"] = opening + first["content"][0]["text"]
-        yield probe.shape, probe.path, body
-        yield probe.shape, probe.path, body
-        if probe.shape not in ("continued", "no_generation_prompt"):
+        yield probe.kind, probe.path, body
+        yield probe.kind, probe.path, body
+        if probe.kind not in ("continued", "no_generation_prompt"):
             last = body[key][-1]
             answer = [] if last["role"] == "assistant" else [{"role": "assistant", "content": "It is the second one."}]
             more = [*body[key], *answer, {"role": "user", "content": f"Why? {_LONG[:120]}"}]
-            yield probe.shape, probe.path, body | {key: more}
+            yield probe.kind, probe.path, body | {key: more}
     for path, name in (("/v1/chat/completions", "salt"), ("/v1/completions", "salted text")):
         prompt = {"messages": [{"role": "user", "content": _LONG}]} if name == "salt" else {"prompt": _LONG}
         for salt in ("a", "a", "b"):
@@ -177,10 +177,10 @@ def _with_images() -> Iterator[tuple[str, dict[str, Any]]]:
             answered = [{"role": "assistant", "content": "A square."}, {"role": "user", "content": f"Sure? {_LONG}"}]
             beside = [{"type": "text", "text": "And this?"}, _image((9, 9, 9), height, width), parts[0]]
             compared = [*asked, answered[0], {"role": "user", "content": beside}]
-            for shape, messages in (("new", asked), ("again", asked), ("another turn", asked + answered)):
-                yield f"{size}, {shape}", {"messages": messages} | others
-            for shape in ("two", "two again"):
-                yield f"{size}, {shape}", {"messages": compared} | others
+            for kind, messages in (("new", asked), ("again", asked), ("another turn", asked + answered)):
+                yield f"{size}, {kind}", {"messages": messages} | others
+            for kind in ("two", "two again"):
+                yield f"{size}, {kind}", {"messages": compared} | others
             for _ in range(2):
                 yield f"{size}, salted", {"messages": asked, "cache_salt": "a"} | others
 
@@ -214,7 +214,7 @@ def _report(router: RouterProcess) -> dict[str, Any]:
     return report
 
 
-def _send(url: str, result: Result, shape: str, body: dict[str, Any]) -> None:
+def _send(url: str, result: Result, kind: str, body: dict[str, Any]) -> None:
     limit = "max_output_tokens" if url.endswith("/v1/responses") else "max_tokens"
     data = json.dumps({"model": MODEL, "temperature": 0} | body | {limit: 16}).encode()
     asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -224,11 +224,11 @@ def _send(url: str, result: Result, shape: str, body: dict[str, Any]) -> None:
     except urllib.error.HTTPError as error:
         if error.code != 400:
             raise
-        result.refused.add(shape)
+        result.refused.add(kind)
         return
     usage = answer["usage"]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
     cached = details.get("cached_tokens", details.get("cache_read_input_tokens")) or 0
     tokens = usage.get("prompt_tokens", usage.get("input_tokens", 0))
-    result.requests.append((shape, int(headers["x-kvrouter-overlap-tokens"]), cached, tokens))
+    result.requests.append((kind, int(headers["x-kvrouter-overlap-tokens"]), cached, tokens))
     time.sleep(_THINK_SECONDS)

@@ -127,5 +127,5 @@ def test_unlike_workers_have_their_own_rates_and_the_unknown_those_of_the_slowes
     slowest = table.slowest_if_unlike("m")
     assert slowest == table.learner("slow", "m").rates
     assert slowest is not None
-    assert table.of("fast", "m", slowest) == table.learner("fast", "m").rates
-    assert table.of("new", "m", slowest) == slowest
+    assert table.learned_or("fast", "m", slowest) == table.learner("fast", "m").rates
+    assert table.learned_or("new", "m", slowest) == slowest

@@ -12,11 +12,10 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from indexer.hashing import pack_tokens
-from router.tokens.boundary import Boundary, boundary_of
+from router.tokens.boundary import Boundary, find_boundary, reference_token_places, token_places
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_files import ModelFiles
 from router.tokens.text_encoder import TextEncoder
-from router.tokens.token_places import token_places, token_places_by_search
 
 TEMPLATE = (
     "{% for message in messages %}<|turn|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
@@ -138,19 +137,19 @@ def test_texts_are_not_cut_where_that_may_change_them(tokens: tuple[AddedToken, 
     tokenizer = trained(*tokens, normalizer=normalizers.Replace("X<", "<"))
     encoder = TextEncoder(tokenizer.to_str())
     conversation = "<|turn|>user\nHi<|turn|>assistant\nHi"
-    boundary = boundary_of(encoder, conversation)
+    boundary = find_boundary(encoder, conversation)
     assert boundary is None
 
 
 def test_the_first_token_that_passes_the_trial_is_taken() -> None:
     encoder = TextEncoder(trained(*TOKENS, special("x<|turn")).to_str())
-    boundary = boundary_of(encoder, "<|turn|>user\nHi<|end|><|turn|>user\nHi<|end|>")
+    boundary = find_boundary(encoder, "<|turn|>user\nHi<|end|><|turn|>user\nHi<|end|>")
     assert boundary is not None
     assert boundary.text == "<|end|>"
 
 
 def test_a_text_whose_tokens_have_another_number_of_boundaries_is_not_cut() -> None:
-    boundary = boundary_of(TextEncoder(trained(*TOKENS).to_str()), "<|turn|>user\nHi<|turn|>")
+    boundary = find_boundary(TextEncoder(trained(*TOKENS).to_str()), "<|turn|>user\nHi<|turn|>")
     assert boundary is not None
     text, token = "<|turn|>user\nHi<|turn|>", boundary.token
     assert boundary.marks(text, pack_tokens([token, 256, 256, 256, token])) == [(0, 0), (15, 16)]
@@ -163,7 +162,7 @@ def test_a_text_of_nothing_but_boundaries_is_not_cut() -> None:
     assert boundary.marks("|" * (count + 1), pack_tokens([7] * (count + 1))) == []
 
 
-@pytest.mark.parametrize("places", [token_places, token_places_by_search])
+@pytest.mark.parametrize("places", [token_places, reference_token_places])
 @given(tokens=st.lists(st.sampled_from([0, 1, 256, 2**16 + 2, 2**24 * 2]), max_size=20), data=st.data())
 def test_where_a_token_is(
     places: Callable[[bytes, int, int], list[int]], tokens: list[int], data: st.DataObject

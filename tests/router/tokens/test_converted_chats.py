@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 import simulator.worker
 from router.apis.requests import ChatPrompt
-from router.tokens.by_transformers import files_of
 from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.model_files import files_of
 
 MODEL = str(Path(simulator.worker.__file__).parent / "model")
 ANYWHERE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -122,15 +122,15 @@ async def test_what_tokenize_does_not_truncate_is_truncated_here(local: LocalTok
 async def test_the_same_prompt_is_asked_once(local: LocalTokenizer) -> None:
     async with engines(local) as (tokenizer, (engine,)):
         first, again = ChatPrompt([USER, ANSWER, USER]), ChatPrompt([USER, ANSWER, USER])
-        assert tokenizer.known(first) is None
+        assert tokenizer.cached(first) is None
         answer = await tokenizer.tokenize(first)
         assert (await tokenizer.tokenize(again)).prompts is answer.prompts
-        assert tokenizer.known(again) is answer.prompts
+        assert tokenizer.cached(again) is answer.prompts
         assert engine.asked.total() == 1
         for other in (ChatPrompt([USER, ANSWER, USER], tools=TOOLS), ChatPrompt([USER])):
-            assert tokenizer.known(other) is None
+            assert tokenizer.cached(other) is None
         tokenizer.forget()
-        assert tokenizer.known(again) is None
+        assert tokenizer.cached(again) is None
         assert tokenizer.cached_bytes == 0
 
 
@@ -184,7 +184,7 @@ async def test_no_more_than_so_many_questions_wait(local: LocalTokenizer) -> Non
             asyncio.ensure_future(tokenizer.tokenize(TextPrompts([f"prompt {number}"]))) for number in range(MAX_ASKED)
         ]
         await asyncio.sleep(0)
-        with pytest.raises(TokenizerUnavailableError, match="wait for answers"):
+        with pytest.raises(TokenizerUnavailableError, match="already waiting"):
             await tokenizer.tokenize(TextPrompts(["one more"]))
         for each in asked:
             each.cancel()
@@ -210,10 +210,10 @@ async def test_what_is_not_offered_is_not_asked_for_again(local: LocalTokenizer)
 @pytest.mark.parametrize(
     ("status", "body", "phrase"),
     [
-        (200, b'{"tokens": "abc"}', "makes no sense"),
-        (200, b'{"tokens": [1, -1]}', "makes no sense"),
-        (200, b'{"tokens": [4294967296]}', "makes no sense"),
-        (200, b"<html>", "makes no sense"),
+        (200, b'{"tokens": "abc"}', "invalid answer"),
+        (200, b'{"tokens": [1, -1]}', "invalid answer"),
+        (200, b'{"tokens": [4294967296]}', "invalid answer"),
+        (200, b"<html>", "invalid answer"),
         (401, b"", "status 401"),
         (500, b"oh no", "status 500"),
     ],
@@ -249,5 +249,5 @@ async def test_what_is_kept_is_bounded(local: LocalTokenizer) -> None:
         for number in range(20):
             await tokenizer.tokenize(TextPrompts([f"prompt {number}"]))
             assert tokenizer.cached_bytes <= 2000
-        assert tokenizer.known(TextPrompts(["prompt 19"])) is not None
-        assert tokenizer.known(TextPrompts(["prompt 0"])) is None
+        assert tokenizer.cached(TextPrompts(["prompt 19"])) is not None
+        assert tokenizer.cached(TextPrompts(["prompt 0"])) is None

@@ -19,9 +19,9 @@ import simulator.worker
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt
-from router.tokens.by_transformers import files_of
 from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.model_files import files_of
 
 BUNDLED = Path(simulator.worker.__file__).parent / "model"
 USER = {"role": "user", "content": "What holds the cache?"}
@@ -124,7 +124,7 @@ def test_some_models_have_a_template_for_tools() -> None:
 def test_a_model_without_a_readable_template_renders_no_chat(template: str | None) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())
     tokenizer.chat_template = template
-    with pytest.raises(TokenizerUnavailableError, match="no chat template that can be read"):
+    with pytest.raises(TokenizerUnavailableError, match="no valid chat template"):
         LocalTokenizer(files_of(tokenizer)).render(ChatPrompt([USER]))
 
 

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 import simulator.worker
 from router.apis.requests import ChatPrompt, Truncation
-from router.tokens.by_transformers import files_of
 from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.model_files import files_of
 from router.tokens.tokenizers import Tokenized, Tokenizers
 
 MODEL = str(Path(simulator.worker.__file__).parent / "model")

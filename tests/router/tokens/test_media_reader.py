@@ -21,11 +21,11 @@ from indexer.hashing import MediaSpan, PackedPrompt, media_keys
 from router.apis.endpoints import CHAT, Call, read_call
 from router.apis.requests import ChatPrompt
 from router.tokens import media_reader
-from router.tokens.by_transformers import files_of
 from router.tokens.engine_client import EngineClient
 from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.media_reader import MediaReader
+from router.tokens.model_files import files_of
 from router.tokens.model_tokenizer import ModelTokenizer
 from router.tokens.tokenizers import Tokenized, Tokenizers
 

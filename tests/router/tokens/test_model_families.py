@@ -90,7 +90,7 @@ def test_deepseek_v32_shows_calls_and_tools() -> None:
     "messages", [[result("1")], [{"role": "developer"}], [{"role": "critic", "content": "x"}], [USER, ANSWER]]
 )
 def test_deepseek_v32_refuses_what_its_format_has_no_place_for(messages: list[dict[str, Any]]) -> None:
-    with pytest.raises(RequestError, match="no place for this"):
+    with pytest.raises(RequestError, match="cannot represent this request"):
         DeepSeekV32().encode(ChatPrompt(messages, **THINKS))
 
 
@@ -151,7 +151,7 @@ def tekken(tmp_path_factory: pytest.TempPathFactory) -> LocalTokenizer:
 
 
 def test_mistral(tekken: LocalTokenizer) -> None:
-    assert tekken.way == "mistral-common"
+    assert tekken.method == "mistral-common"
     (bare,) = tekken.tokenize(TextPrompts(["Who?"], add_special_tokens=False))
     (text,) = tekken.tokenize(TextPrompts(["Who?"]))
     (chat,) = tekken.tokenize(ChatPrompt([USER]))
@@ -197,7 +197,7 @@ def kimi(folder: Path) -> Path:
 
 def test_kimi(tmp_path: Path) -> None:
     local = candidates(kimi(tmp_path))[0](2**20)
-    assert local.way == "tiktoken"
+    assert local.method == "tiktoken"
     (ids,) = local.tokenize(ChatPrompt([{"role": "user", "content": "he 漢a"}]))
     assert list(ids) == [256, 32, *"漢".encode(), 97, 258]
     assert local.vocab_size == 257 + 256
@@ -276,5 +276,5 @@ def test_the_files_of_a_model(tmp_path: Path) -> None:
     found = ModelFiles.read(tmp_path)
     assert (found.template_for(tools=False), found.template_for(tools=True)) == ("file", "more")
     write("tokenizer_config.json", "[]")
-    with pytest.raises(TokenizerUnavailableError, match="no JSON object"):
+    with pytest.raises(TokenizerUnavailableError, match="not a JSON object"):
         ModelFiles.read(tmp_path)

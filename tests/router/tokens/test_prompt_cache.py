@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.hashing import PackedPrompt
-from router.tokens.common_start import common_start, common_start_by_halves
-from router.tokens.prompt_cache import PromptCache, common_tokens
+from router.tokens.prompt_cache import PromptCache, common_start, common_tokens, reference_common_start
 
 BLOCK = 4
 
@@ -104,9 +103,9 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
 
 def test_token_ids_without_a_text_are_known_as_well() -> None:
     cache, tokens = PromptCache(10**6), tokens_of(text_of(0, 20_000))
-    earlier = cache.of_tokens(tokens)
+    earlier = cache.prompt_for_tokens(tokens)
     earlier.hashes(1, BLOCK, 1000)
-    later = cache.of_tokens(tokens + tokens_of(text_of(1, 100)))
+    later = cache.prompt_for_tokens(tokens + tokens_of(text_of(1, 100)))
     assert later.hash_bytes == earlier.hash_bytes > 0
 
 
@@ -121,7 +120,7 @@ def test_how_many_tokens_begin_alike(one: list[int], other: list[int]) -> None:
 pieces = st.lists(st.sampled_from(["a", "ab" * 40, "é", "漢", "🙂"]), max_size=5).map("".join)
 
 
-@pytest.mark.parametrize("common", [common_start, common_start_by_halves])
+@pytest.mark.parametrize("common", [common_start, reference_common_start])
 @given(start=pieces, one=pieces, other=pieces)
 def test_how_far_texts_begin_alike(common: Callable[[Any, Any], int], start: str, one: str, other: str) -> None:
     one, other = start + one, start + other

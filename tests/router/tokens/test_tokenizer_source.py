@@ -19,7 +19,7 @@ from router.apis.requests import ChatPrompt, TextPrompts
 from router.cache_state.hit_audit import Errors, TargetAudit
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.settings import ModelSettings, TokenizerSettings
-from router.tokens import hub, tokenizer_source
+from router.tokens import model_files, tokenizer_source
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.tokenizer_source import TokenizerSource, configured_tokenizers
 from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
@@ -56,7 +56,7 @@ class Played:
         self.workers[number].describe(WorkerDescription(Engine.VLLM, {"m": ServedModel("m", "m")}))
 
     @property
-    def way(self) -> str:
+    def route(self) -> str:
         return str(self.source.report()["m"]["way"])
 
     @property
@@ -117,7 +117,7 @@ async def test_otherwise_engines_are_asked_and_the_setting_is_named(local: Local
     async with playing(local) as played:
         await played.answers(root=root)
         assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
-        assert played.way == "engine"
+        assert played.route == "engine"
         (found,) = played.source.findings()
         assert found["finding"] == "tokenizer_missing"
         assert "set models.m.tokenizer" in found["detail"]
@@ -143,13 +143,13 @@ async def test_a_model_that_nobody_serves_any_more_is_forgotten(local: LocalToke
 async def test_what_the_settings_name_wins(local: LocalTokenizer, tmp_path: Path) -> None:
     async with playing(local, m=ModelSettings(tokenizer=str(MODEL_FOLDER))) as played:
         await played.answers(root=str(tmp_path))
-        assert played.way == "local"
+        assert played.route == "local"
 
 
 async def test_a_folder_without_a_tokenizer_is_no_help(local: LocalTokenizer, tmp_path: Path) -> None:
     async with playing(local) as played:
         await played.answers(root=str(tmp_path))
-        assert played.way == "engine"
+        assert played.route == "engine"
         assert "no tokenizer.json there" in played.source.findings()[0]["detail"]
 
 
@@ -163,7 +163,7 @@ async def test_what_engines_read_otherwise_is_asked_of_them_alone(local: LocalTo
         for engine in played.engines:
             engine.tokenizer = LocalTokenizer.load(replaced(tmp_path / "n", MODEL_FOLDER, shouting))
         await played.answers(root=str(MODEL_FOLDER))
-        assert played.way == "mixed"
+        assert played.route == "mixed"
         report = played.source.report()["m"]
         assert report["shapes"]["system"] == "engine"
         assert report["shapes"]["plain"] == "local"
@@ -196,7 +196,7 @@ async def test_a_worker_that_started_again_is_tried_again(local: LocalTokenizer,
         played.engines[0].tokenizer = LocalTokenizer.load(replaced(tmp_path / "m", MODEL_FOLDER, changed))
         played.restart()
         await played.answers(root=str(MODEL_FOLDER))
-        assert played.way == "engine"
+        assert played.route == "engine"
         found = await played.tokenizers.tokenize("m", CHAT)
         assert found.token_ids == played.engines[0].tokenizer.tokenize(CHAT)
 
@@ -205,16 +205,16 @@ async def test_a_template_changed_behind_its_back_is_noticed_and_mended(local: L
     folder = tmp_path / "m"
     async with playing(local, check_interval=1e-6) as played:
         await played.answers(root=replaced(folder, MODEL_FOLDER, template()))
-        assert played.way == "local"
+        assert played.route == "local"
         changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
         new = replaced(tmp_path / "n", MODEL_FOLDER, changed)
         played.engines[0].tokenizer = LocalTokenizer.load(new)
         await played.answers(root=str(folder))
-        assert played.way == "engine"
+        assert played.route == "engine"
         # And once the folder has it, too, nobody needs to be asked.
         replaced(folder, MODEL_FOLDER, changed)
         await played.answers(root=str(folder))
-        assert played.way == "local"
+        assert played.route == "local"
         asked = played.engines[0].asked.total()
         found = await played.tokenizers.tokenize("m", CHAT)
         assert found.token_ids == played.engines[0].tokenizer.tokenize(CHAT)
@@ -226,11 +226,11 @@ async def test_workers_that_differ_are_all_asked_right(local: LocalTokenizer, tm
         changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
         played.engines[1].tokenizer = LocalTokenizer.load(replaced(tmp_path / "m", MODEL_FOLDER, changed))
         await played.answers(0, root=str(MODEL_FOLDER))
-        assert played.way == "local"
+        assert played.route == "local"
         await played.answers(1, root=str(MODEL_FOLDER))
-        assert played.way == "engine"
+        assert played.route == "engine"
         played.source.removed(played.workers[1])
-        assert played.way == "local"
+        assert played.route == "local"
 
 
 async def test_answers_of_other_lengths_turn_a_model_to_its_engine_and_back(local: LocalTokenizer) -> None:
@@ -238,16 +238,16 @@ async def test_answers_of_other_lengths_turn_a_model_to_its_engine_and_back(loca
     async with playing(local, check_interval=1e-6) as played:
         played.source.audits = lambda: [(Target(played.workers[0].url, 0, "m"), audit)]
         await played.answers(root=str(MODEL_FOLDER))
-        assert played.way == "local"
+        assert played.route == "local"
         audit.lengths_differ = True
         await played.answers(root=str(MODEL_FOLDER))
-        assert played.way == "engine"
+        assert played.route == "engine"
         assert played.findings == ["tokenizer_suspected"]
         for number in range(40):
             await played.tokenizers.tokenize("m", ChatPrompt([{"role": "user", "content": f"prompt {number}"}]))
-        assert played.way == "local"
+        assert played.route == "local"
         await played.answers(root=str(MODEL_FOLDER))
-        assert played.way == "local"  # the same suspicion was looked into
+        assert played.route == "local"  # the same suspicion was looked into
 
 
 async def test_an_engine_that_renders_nothing_computes_the_probes_when_it_is_suspected(local: LocalTokenizer) -> None:
@@ -313,7 +313,7 @@ async def test_engines_that_tell_nothing_are_believed_to_agree(local: LocalToken
         for engine in played.engines:
             engine.renders = engine.tokenizes = False
         await played.answers(root=str(MODEL_FOLDER))
-        assert played.way == "local"
+        assert played.route == "local"
         report = played.source.report()["m"]
         assert (report["compared_with"], set(report["shapes"].values())) == ("nothing", {"untried"})
 
@@ -322,7 +322,7 @@ async def test_an_engine_that_is_gone_is_tried_when_it_is_back(local: LocalToken
     async with playing(local) as played:
         played.engines[0].refusals = {"/v1/chat/completions/render": 500}
         await played.answers(root=str(MODEL_FOLDER))
-        assert played.way == "local"
+        assert played.route == "local"
         assert played.source.report()["m"]["shapes"] == {}
         played.engines[0].refusals = {}
         played.restart()
@@ -335,17 +335,17 @@ async def test_files_come_from_the_hub_by_the_name_that_a_worker_tells(
 ) -> None:
     asked: list[str] = []
 
-    async def fetched(name: str, seconds: float) -> Path:
+    async def fetch_from_hub(name: str, seconds: float) -> Path:
         asked.append(name)
         if name != "organisation/model":
             raise TokenizerUnavailableError(f"not {seconds}")
         return MODEL_FOLDER
 
-    monkeypatch.setattr(tokenizer_source, "fetched", fetched)
+    monkeypatch.setattr(tokenizer_source, "fetch_from_hub", fetch_from_hub)
     async with playing(local) as played:
         played.source._settings = TokenizerSettings(hub_timeout=5)
         await played.answers(root="organisation/model")
-        assert played.way == "local"
+        assert played.route == "local"
         assert asked == ["organisation/model"]
 
 
@@ -358,7 +358,7 @@ async def test_the_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: release.wait(60))
     try:
         with pytest.raises(TokenizerUnavailableError, match=r"within 0\.05 s"):
-            await hub.fetched("organisation/model", 0.05)
+            await model_files.fetch_from_hub("organisation/model", 0.05)
     finally:
         release.set()
 
@@ -367,7 +367,7 @@ async def test_the_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     ("name", "expected"), [("a/b", True), ("Qwen/Qwen3-0.6B", True), ("a", False), ("/a/b", False), ("../b", False)]
 )
 def test_names_on_the_hub(name: str, expected: bool) -> None:
-    assert hub.is_hub_name(name) is expected
+    assert model_files.is_hub_name(name) is expected
 
 
 async def test_without_workers_the_settings_must_name_tokenizers_that_are_there(

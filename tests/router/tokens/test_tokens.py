@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path as FilePath
+from pathlib import Path as Path
 from typing import TypeVar
 
 import aiohttp
@@ -19,9 +19,9 @@ from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, 
 from router.tokens.engine_client import EngineClient
 from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.local_tokenizer import LocalTokenizer
-from router.tokens.model_tokenizer import ModelTokenizer, Path
-from router.tokens.shapes import Shape
-from router.tokens.tokenizer_metrics import TokenizerCollector
+from router.tokens.model_tokenizer import ModelTokenizer, PromptSource
+from router.tokens.probes import ProbeKind
+from router.tokens.tokenizer_report import TokenizerCollector
 from router.tokens.tokenizers import (
     INLINE_BYTES,
     INLINE_CHARACTERS,
@@ -32,7 +32,7 @@ from router.tokens.tokenizers import (
 
 T = TypeVar("T")
 
-MODEL = FilePath(simulator.worker.__file__).parent / "model"
+MODEL = Path(simulator.worker.__file__).parent / "model"
 
 USER = {"role": "user", "content": "What holds the cache?"}
 LONG = "the worker holds the prefix\n" * INLINE_CHARACTERS
@@ -99,7 +99,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused(
     with pytest.raises(RequestError) as caught:
         ids_of(local, TokenPrompts(lists, param=param))
     assert (caught.value.status, caught.value.param) == (400, param)
-    assert caught.value.message.startswith(f"{place} is 1000000000, which the model's vocabulary lacks.")
+    assert caught.value.message.startswith(f"{place} is 1000000000, which is not in the model's vocabulary.")
     assert f"from 0 to {local.vocab_size - 1}" in caught.value.message
 
 
@@ -164,7 +164,7 @@ def test_an_engine_is_asked_for_its_shapes_alone(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
         async with PlayedEngine(local).serving() as engine, aiohttp.ClientSession() as session:
             asked = EngineTokenizer(EngineClient(session, "m"), lambda: [engine.url], 2**20)
-            tokenizer = ModelTokenizer(local, asked, asked={Shape.SYSTEM})
+            tokenizer = ModelTokenizer(local, asked, asked={ProbeKind.SYSTEM})
             tokenizers.add("m", tokenizer)
             system = ChatPrompt([{"role": "system", "content": "Be brief."}, USER])
             assert tokenizers.tokenize_now("m", ChatPrompt([USER])) is not None
@@ -172,7 +172,7 @@ def test_an_engine_is_asked_for_its_shapes_alone(local: LocalTokenizer) -> None:
             assert tokenizers.tokenize_now("m", system) is None
             assert (await tokenizers.tokenize("m", system)).token_ids == local.tokenize(system)
             assert engine.asked.total() == 1
-            assert (tokenizer.usage.prompts[Path.LOCAL], tokenizer.usage.prompts[Path.ENGINE]) == (1, 1)
+            assert (tokenizer.usage.prompts[PromptSource.LOCAL], tokenizer.usage.prompts[PromptSource.ENGINE]) == (1, 1)
 
     using(act)
 
@@ -181,7 +181,7 @@ def test_where_no_engine_answers_the_likely_tokens_count(local: LocalTokenizer) 
     async def act(tokenizers: Tokenizers) -> None:
         async with aiohttp.ClientSession() as session:
             asked = EngineTokenizer(EngineClient(session, "m"), lambda: ["http://127.0.0.1:9"], 2**20)
-            tokenizers.add("m", ModelTokenizer(local, asked, asked={Shape.PLAIN}))
+            tokenizers.add("m", ModelTokenizer(local, asked, asked={ProbeKind.PLAIN}))
             found = await tokenizers.tokenize("m", ChatPrompt([USER]))
             assert found.identities == local.tokenize(ChatPrompt([USER]))
             assert found.token_ids is not found.identities  # so it counts as a guess
@@ -199,7 +199,7 @@ def test_what_was_suspected_is_used_again_once_it_is_seen_to_agree(local: LocalT
             tokenizer = ModelTokenizer(local, asked, suspected=True)
             tokenizers.add("m", tokenizer)
             for number in range(100):
-                assert tokenizer.way == ("engine" if tokenizer.suspected else "local")
+                assert tokenizer.route == ("engine" if tokenizer.suspected else "local")
                 await tokenizers.tokenize("m", ChatPrompt([USER | {"content": f"prompt {number}"}]))
             assert not tokenizer.suspected
             assert 20 < engine.asked.total() < 50
@@ -283,7 +283,7 @@ def test_metrics_tell_how_prompts_become_tokens(local: LocalTokenizer) -> None:
             asked = EngineTokenizer(EngineClient(session, "m"), list, 2**20)
             tokenizers.add("m", local)
             tokenizers.add("n", ModelTokenizer(engine=asked))
-            tokenizers.add("o", ModelTokenizer(local, asked, asked={Shape.TOOLS}))
+            tokenizers.add("o", ModelTokenizer(local, asked, asked={ProbeKind.TOOLS}))
             tokenizers.tokenize_now("m", ChatPrompt([USER]))
             for model, way in {"m": "local", "n": "engine", "o": "mixed"}.items():
                 assert registry.get_sample_value("kvrouter_tokenizer", {"model": model, "way": way}) == 1

@@ -1,7 +1,7 @@
-"""What a prompt has in it that engines and the router may read differently, and a probing request for each.
+"""Kinds of prompts that engines and the router may tokenize differently, with a probe for each.
 
-A shape is a name for one such thing: a system message, tools, reasoning in the history. A prompt may have several. A
-probe is a short request that shows one of them, as few others as can be, and no text that changes with the day.
+A probe kind is a name for one feature: a system message, tools, reasoning in earlier turns. A prompt can have several.
+A probe is a short request with one of them, few others, and no text that changes with the date.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from router.apis.media import has_media
 from router.apis.requests import ChatPrompt, TextPrompts
 
 
-class Shape(StrEnum):
-    """The shapes. Every chat is `PLAIN`, every text `TEXT`."""
+class ProbeKind(StrEnum):
+    """The probe kinds. Every chat is `PLAIN`, every text `TEXT`."""
 
     PLAIN = "plain"
     SYSTEM = "system"
@@ -44,70 +44,70 @@ class Shape(StrEnum):
     MESSAGES = "messages"
 
 
-_OF_PATH = {RESPONSES: Shape.RESPONSES, ANTHROPIC: Shape.MESSAGES}
+_OF_PATH = {RESPONSES: ProbeKind.RESPONSES, ANTHROPIC: ProbeKind.MESSAGES}
 
 
-def shapes_of(prompt: ChatPrompt | TextPrompts) -> set[Shape]:
-    """The shapes of a prompt."""
+def probe_kinds(prompt: ChatPrompt | TextPrompts) -> set[ProbeKind]:
+    """Return the probe kinds of a prompt."""
     if isinstance(prompt, TextPrompts):
-        return {Shape.TEXT}
-    found = {Shape.PLAIN}
+        return {ProbeKind.TEXT}
+    found = {ProbeKind.PLAIN}
     if prompt.call is not None and prompt.call[0] in _OF_PATH:
         found.add(_OF_PATH[prompt.call[0]])
     given = {
-        Shape.TOOLS: prompt.tools,
-        Shape.TEMPLATE_KWARGS: prompt.chat_template_kwargs or prompt.documents,
-        Shape.EFFORT: prompt.reasoning_effort or prompt.thinking_off,
-        Shape.CONTINUED: prompt.continue_final_message,
-        Shape.NO_GENERATION_PROMPT: not prompt.add_generation_prompt and not prompt.continue_final_message,
-        Shape.SPECIAL_TOKENS: prompt.add_special_tokens and Shape.RESPONSES not in found,
-        Shape.TRUNCATED: prompt.truncation,
-        Shape.MEDIA: has_media(prompt.messages),
+        ProbeKind.TOOLS: prompt.tools,
+        ProbeKind.TEMPLATE_KWARGS: prompt.chat_template_kwargs or prompt.documents,
+        ProbeKind.EFFORT: prompt.reasoning_effort or prompt.thinking_off,
+        ProbeKind.CONTINUED: prompt.continue_final_message,
+        ProbeKind.NO_GENERATION_PROMPT: not prompt.add_generation_prompt and not prompt.continue_final_message,
+        ProbeKind.SPECIAL_TOKENS: prompt.add_special_tokens and ProbeKind.RESPONSES not in found,
+        ProbeKind.TRUNCATED: prompt.truncation,
+        ProbeKind.MEDIA: has_media(prompt.messages),
     }
-    found |= {shape for shape, present in given.items() if present}
+    found |= {kind for kind, present in given.items() if present}
     for message in prompt.messages:
-        found |= _shapes_of_message(message)
+        found |= _kinds_of_message(message)
     return found
 
 
-def _shapes_of_message(message: dict[str, Any]) -> set[Shape]:
-    found: set[Shape] = set()
+def _kinds_of_message(message: dict[str, Any]) -> set[ProbeKind]:
+    found: set[ProbeKind] = set()
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if role == "system":
-        found.add(Shape.SYSTEM)
+        found.add(ProbeKind.SYSTEM)
     elif role == "developer":
-        found.add(Shape.DEVELOPER)
+        found.add(ProbeKind.DEVELOPER)
     elif role == "tool":
-        found.add(Shape.TOOL_RESULTS)
+        found.add(ProbeKind.TOOL_RESULTS)
     elif role == "assistant":
-        found.add(Shape.TURNS)
+        found.add(ProbeKind.TURNS)
     if calls:
-        found.add(Shape.TOOL_RESULTS)
+        found.add(ProbeKind.TOOL_RESULTS)
         if isinstance(calls, list) and len(calls) > 1:
-            found.add(Shape.PARALLEL_CALLS)
+            found.add(ProbeKind.PARALLEL_CALLS)
     elif content is None:
-        found.add(Shape.NULL)
+        found.add(ProbeKind.NULL)
     elif content in ("", []):
-        found.add(Shape.EMPTY)
+        found.add(ProbeKind.EMPTY)
     if isinstance(content, list):
-        found.add(Shape.PARTS)
+        found.add(ProbeKind.PARTS)
     if message.get("reasoning") or message.get("reasoning_content"):
-        found.add(Shape.REASONING)
+        found.add(ProbeKind.REASONING)
     if message.get("name") is not None and role != "tool":
-        found.add(Shape.NAMES)
+        found.add(ProbeKind.NAMES)
     return found
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A request that shows a shape. `prompt` is as the router reads it."""
+    """A request of a probe kind."""
 
-    shape: Shape
+    kind: ProbeKind
     path: str
     body: dict[str, Any]
 
     def prompt(self) -> ChatPrompt | TextPrompts:
-        """What the router reads of it."""
+        """Return the parsed prompt."""
         call = Call("POST", self.path, [], msgspec.json.encode({"model": "probe"} | self.body))
         prompt = read_call(call).prompt
         assert isinstance(prompt, (ChatPrompt, TextPrompts))
@@ -115,7 +115,7 @@ class Probe:
 
     @property
     def unused_tools(self) -> Probe | None:
-        """The same request with tools that are shown, but not to be called; None for one without."""
+        """A copy of the request with tools that are shown but may not be called; None if it has no tools."""
         return replace(self, body=self.body | {"tool_choice": "none"}) if "tools" in self.body else None
 
 
@@ -145,21 +145,21 @@ def _result(id_: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": id_, "content": '{"worker": 2}'}
 
 
-def _chat(shape: Shape, *messages: dict[str, Any], **others: Any) -> Probe:
-    return Probe(shape, CHAT, {"messages": list(messages)} | others)
+def _chat(kind: ProbeKind, *messages: dict[str, Any], **others: Any) -> Probe:
+    return Probe(kind, CHAT, {"messages": list(messages)} | others)
 
 
-# Nine characters: Mistral's templates take no others.
+# Mistral's templates require nine characters.
 _FIRST, _SECOND = "call00001", "call00002"
 
 PROBES: tuple[Probe, ...] = (
-    _chat(Shape.PLAIN, _USER),
-    _chat(Shape.SYSTEM, _SYSTEM, _USER),
-    _chat(Shape.TURNS, _USER, _ANSWER, _AGAIN),
-    _chat(Shape.TOOLS, _USER, tools=_TOOLS),
-    _chat(Shape.TOOL_RESULTS, _USER, _called(_FIRST), _result(_FIRST), tools=_TOOLS),
+    _chat(ProbeKind.PLAIN, _USER),
+    _chat(ProbeKind.SYSTEM, _SYSTEM, _USER),
+    _chat(ProbeKind.TURNS, _USER, _ANSWER, _AGAIN),
+    _chat(ProbeKind.TOOLS, _USER, tools=_TOOLS),
+    _chat(ProbeKind.TOOL_RESULTS, _USER, _called(_FIRST), _result(_FIRST), tools=_TOOLS),
     _chat(
-        Shape.PARALLEL_CALLS,
+        ProbeKind.PARALLEL_CALLS,
         _USER,
         _called(_FIRST, _SECOND),
         _result(_FIRST),
@@ -168,26 +168,28 @@ PROBES: tuple[Probe, ...] = (
         _AGAIN,
         tools=_TOOLS,
     ),
-    _chat(Shape.REASONING, _USER, _ANSWER | {"reasoning": "It held it before."}, _AGAIN),
-    _chat(Shape.PARTS, {"role": "user", "content": [{"type": "text", "text": text} for text in ("Who?", " And why?")]}),
-    _chat(Shape.TEMPLATE_KWARGS, _USER, chat_template_kwargs={"enable_thinking": False, "thinking": True}),
-    _chat(Shape.EFFORT, _USER, reasoning_effort="low"),
-    _chat(Shape.NAMES, _USER | {"name": "ann"}),
-    _chat(Shape.EMPTY, _USER, _ANSWER | {"content": ""}, _AGAIN),
-    _chat(Shape.NULL, _USER, _ANSWER | {"content": None}, _AGAIN),
-    _chat(Shape.CONTINUED, _USER, _ANSWER, add_generation_prompt=False, continue_final_message=True),
-    _chat(Shape.NO_GENERATION_PROMPT, _USER, add_generation_prompt=False),
-    _chat(Shape.DEVELOPER, {"role": "developer", "content": "Be brief."}, _USER),
-    _chat(Shape.SPECIAL_TOKENS, _USER, add_special_tokens=True),
-    _chat(Shape.TRUNCATED, _USER, truncate_prompt_tokens=4),
-    Probe(Shape.TEXT, COMPLETIONS, {"prompt": f"{_SYSTEM['content']} {_USER['content']}"}),
+    _chat(ProbeKind.REASONING, _USER, _ANSWER | {"reasoning": "It held it before."}, _AGAIN),
+    _chat(
+        ProbeKind.PARTS, {"role": "user", "content": [{"type": "text", "text": text} for text in ("Who?", " And why?")]}
+    ),
+    _chat(ProbeKind.TEMPLATE_KWARGS, _USER, chat_template_kwargs={"enable_thinking": False, "thinking": True}),
+    _chat(ProbeKind.EFFORT, _USER, reasoning_effort="low"),
+    _chat(ProbeKind.NAMES, _USER | {"name": "ann"}),
+    _chat(ProbeKind.EMPTY, _USER, _ANSWER | {"content": ""}, _AGAIN),
+    _chat(ProbeKind.NULL, _USER, _ANSWER | {"content": None}, _AGAIN),
+    _chat(ProbeKind.CONTINUED, _USER, _ANSWER, add_generation_prompt=False, continue_final_message=True),
+    _chat(ProbeKind.NO_GENERATION_PROMPT, _USER, add_generation_prompt=False),
+    _chat(ProbeKind.DEVELOPER, {"role": "developer", "content": "Be brief."}, _USER),
+    _chat(ProbeKind.SPECIAL_TOKENS, _USER, add_special_tokens=True),
+    _chat(ProbeKind.TRUNCATED, _USER, truncate_prompt_tokens=4),
+    Probe(ProbeKind.TEXT, COMPLETIONS, {"prompt": f"{_SYSTEM['content']} {_USER['content']}"}),
     Probe(
-        Shape.RESPONSES,
+        ProbeKind.RESPONSES,
         RESPONSES,
         {"instructions": _SYSTEM["content"], "input": [_USER, _ANSWER, _AGAIN]},
     ),
     Probe(
-        Shape.MESSAGES,
+        ProbeKind.MESSAGES,
         ANTHROPIC,
         {"max_tokens": 1, "system": _SYSTEM["content"], "messages": [_USER, _ANSWER, _AGAIN]},
     ),
