@@ -167,7 +167,7 @@ async def test_what_engines_read_otherwise_is_asked_of_them_alone(local: LocalTo
         report = played.source.report()["m"]
         assert report["shapes"]["system"] == "engine"
         assert report["shapes"]["plain"] == "local"
-        assert "here" in report["differences"]["system"]
+        assert "the router has" in report["differences"]["system"]
         assert played.findings == ["prompts_asked"]
         asked = played.engines[0].asked.total()
         assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
