@@ -1,4 +1,4 @@
-"""Sessions, and what an agent says of its request beside the prompt.
+"""Sessions, and what an agent states about its request beside the prompt.
 
 A session is what the requests of one conversation or one user have in common. It is the first of these values, from the
 most specific to the least: the headers `x-session-id` and `x-dynamo-session-id`, the body's `session_id`,
@@ -7,11 +7,10 @@ most specific to the least: the headers `x-session-id` and `x-dynamo-session-id`
 
 Agent hints state the length of the answer and whether the session continues:
 
-| header | field of the body | meaning |
-|---|---|---|
-| `x-kvrouter-output-tokens` | `nvext.agent_hints.osl` | expected tokens of the answer; 0 means unknown |
-| `x-kvrouter-next-call-ms` | | time from the answer to the session's next request, while a tool runs |
-| `x-kvrouter-session-final`, `x-dynamo-session-final` | `nvext.session_control.action`, `"close"` | last request |
+- `x-kvrouter-output-tokens`, or `nvext.agent_hints.osl` in the body: expected tokens of the answer; 0 means unknown.
+- `x-kvrouter-next-call-ms`: the time from the answer to the session's next request, while a tool runs.
+- `x-kvrouter-session-final`, `x-dynamo-session-final`, or `"close"` in `nvext.session_control.action`: the last
+  request.
 
 The fields and the last header are Dynamo's (`nvext.rs` and `docs/agents/` of July 2026). A `session_control` without
 `"close"` says that more requests follow. Headers take precedence over the body.

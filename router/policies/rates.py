@@ -185,7 +185,7 @@ class RateLearner:
         return self._prefill.samples >= _ENOUGH_SAMPLES
 
     def prefill_seen(self, tokens: int, cached: int, requests: int, context: int, seconds: float, now: float) -> None:
-        """Learn from a prefill that took `seconds`.
+        """Learn from a prefill that lasted `seconds`.
 
         - `tokens`, `cached`: tokens of the prompt, and those among them that were cached.
         - `requests`, `context`: requests that decoded meanwhile, and the tokens they held.

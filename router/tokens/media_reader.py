@@ -6,8 +6,8 @@ engine is asked to render a short chat with only the item. Compared with the rou
 which placeholder became which run. It also has the item's tokens, and the name that is hashed into its blocks
 (`features`). From then on the router builds each prompt with this item itself.
 
-An engine that does not render (vLLM without `--enable-scale-out`) returns the run by `/tokenize`, without the name. The
-length of such prompts is known, and the index is searched up to the first item.
+An engine that does not render (vLLM without `--enable-scale-out`) returns the run by `/tokenize`, without the name.
+Then the prompt's length is known, and the index is searched up to the first item.
 
 The built prompts are checked: the first one, and one from time to time, is rendered as a whole. If an engine cannot be
 asked, or differs, prompts are exact only up to their first item.

@@ -125,7 +125,7 @@ _ANSWER = {"role": "assistant", "content": "The second one, since yesterday."}
 _AGAIN = {"role": "user", "content": "  And which one is next?\n"}
 _FUNCTION = {
     "name": "holder_of",
-    "description": "Finds who holds a prefix.",
+    "description": "Finds the worker with a prefix.",
     "parameters": {
         "type": "object",
         "properties": {"prefix": {"type": "string"}, "tier": {"type": "string", "enum": ["gpu", "cpu"]}},
