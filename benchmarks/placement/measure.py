@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -13,64 +12,38 @@ from typing import NamedTuple
 
 import msgspec
 
+from benchmarks.make_routing import BLOCK, MODEL, make_fleet, make_routing
 from indexer import Indexer, MatchQuery, Registration, Target, TargetRows
 from indexer.hashing import PackedPrompt
 from kvevents import BlockStored, EventBatch
-from router.cache_state.hit_audit import HitAudit
-from router.cache_state.in_flight_prefixes import InFlightPrefixes
-from router.cache_state.sent_prefixes import SentPrefixes
-from router.fleet.discovery import Engine, ServedModel, WorkerDescription
-from router.fleet.fleet import Fleet
-from router.load.target_load import LoadTable
 from router.policies import NamedPolicy, Policy, policy_named
-from router.policies.rates import Rates
-from router.prediction.learned import Learned
 from router.prediction.slo import SLO
-from router.routing import router as router_module
+from router.routing import selector as selector_module
+from router.routing.build import Routing
 from router.routing.routed_prompt import RoutedPrompt
-from router.routing.router import Router
-from router.settings import AuditSettings, DisaggregationSettings, FleetSettings, PolicySettings, WorkerSettings
-from router.sharing import LoadSharing, PeerLoad
-from router.tokens.tokenizers import Tokenizers
+from router.settings import PolicySettings, WorkerSettings
 
-MODEL, BLOCK = "model", 16
 SHARED_TOKENS = 1024
 
 
-def router_over(targets: int, holders: int, policy: NamedPolicy, indexer: Indexer) -> Router:
-    """A router over `targets` workers, of which `holders` hold the tokens 0, 1, 2, … up to `SHARED_TOKENS`."""
+def routing_over(targets: int, holders: int, policy: NamedPolicy, indexer: Indexer) -> Routing:
+    """Return routing over `targets` workers, of which `holders` hold the tokens 0, 1, 2, … up to `SHARED_TOKENS`."""
     random = Random(0)
     urls = [f"http://10.0.{number // 256}.{number % 256}:8000" for number in range(targets)]
-
-    workers = [WorkerSettings.model_validate({"url": url}) for url in urls]
-    fleet = Fleet(workers, FleetSettings(), indexer)
+    fleet = make_fleet([WorkerSettings.model_validate({"url": url}) for url in urls], indexer)
+    routing = make_routing(fleet, indexer, policy=policy, linger=0.0)
     stored = BlockStored(list(range(SHARED_TOKENS // BLOCK)), None, list(range(SHARED_TOKENS)), BLOCK)
-    loads = LoadTable()
     holding = set(random.sample(range(targets), holders))
     for number, worker in enumerate(fleet.workers):
         target = Target(worker.url, 0, MODEL)
-        worker.describe(WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=BLOCK))
-        worker.problem, worker.targets = None, {target}
+        worker.targets = {target}
         indexer.register(Registration(target, None, "vLLM", BLOCK))
         if number in holding:
             indexer.index.apply(target, EventBatch(0.0, [stored], 0))
-        load = loads.of(worker.url, 0)
+        load = routing.state.load.of(worker.url, 0)
         load.requests, load.context = random.randrange(40), random.randrange(200_000)
         load.pending = random.randrange(8000)
-    sent_prefixes = SentPrefixes()
-    return Router(
-        fleet,
-        indexer,
-        Tokenizers(),
-        policy,
-        loads,
-        InFlightPrefixes(0.0),
-        Learned(Rates()),
-        sent_prefixes,
-        HitAudit(indexer, sent_prefixes, AuditSettings()),
-        LoadSharing(loads, PeerLoad(5.0, 2.0), []),
-        DisaggregationSettings(),
-    )
+    return routing
 
 
 TARGETS = (1, 64, 512, 4096)
@@ -90,15 +63,15 @@ class Measured(NamedTuple):
     kept_nowhere: float
 
 
-async def measure(targets: int, holders: int) -> Measured:
+def measure(targets: int, holders: int) -> Measured:
     """Measure one fleet."""
     indexer = Indexer()
     try:
         by_columns = policy_named(PolicySettings(), Random(1))
         by_candidates = NamedPolicy(by_columns.spec, _called(by_columns.choose))
-        routers = [router_over(targets, holders, each, indexer) for each in (by_columns, by_candidates)]
-        columns, candidates = (_median(_placements(router)) for router in routers)
-        kept_nowhere = _median(_choices_kept_nowhere(routers[0]))
+        both = [routing_over(targets, holders, each, indexer) for each in (by_columns, by_candidates)]
+        columns, candidates = (_median(_placements(routing)) for routing in both)
+        kept_nowhere = _median(_choices_kept_nowhere(both[0]))
         return Measured(targets, holders, columns, candidates, _median(_matches(indexer)), kept_nowhere)
     finally:
         indexer.stop()
@@ -109,22 +82,22 @@ def _called(policy: Policy) -> Policy:
     return lambda candidates, request: policy(candidates, request)
 
 
-def _placements(router: Router) -> Iterator[float]:
+def _placements(routing: Routing) -> Iterator[float]:
     """Microseconds of placements: choice, reservation and what is recorded of a request in flight."""
     for prompt in _prompts():
         begun = thread_time_ns()
-        assignment = router.place(prompt)
+        assignment = routing.placement.place(prompt)
         yield (thread_time_ns() - begun) / 1000
         assignment.first_byte()
         assignment.release()
 
 
-def _choices_kept_nowhere(router: Router) -> Iterator[float]:
+def _choices_kept_nowhere(routing: Routing) -> Iterator[float]:
     """Microseconds of choices that look at what every target would take."""
     slo = SLO(None, tpot=1e-9, arrived=0.0)
     for prompt in _prompts():
         begun = thread_time_ns()
-        router.choose(prompt, slo=slo)
+        routing.selector.choose(prompt, slo=slo)
         yield (thread_time_ns() - begun) / 1000
 
 
@@ -157,13 +130,13 @@ def _median(microseconds: Iterator[float]) -> float:
 
 def compiled() -> bool:
     """Whether the router that runs here is compiled."""
-    return not str(router_module.__file__).endswith(".py")
+    return not str(selector_module.__file__).endswith(".py")
 
 
 def main(write: Callable[[bytes], object]) -> None:
     """Measure all fleets: none, eight and all targets hold the start of the prompts."""
     fleets = [(targets, holders) for targets in TARGETS for holders in sorted({0, min(8, targets), targets})]
-    write(msgspec.json.encode([asyncio.run(measure(*fleet)) for fleet in fleets]))
+    write(msgspec.json.encode([measure(*fleet) for fleet in fleets]))
 
 
 if __name__ == "__main__":

@@ -33,15 +33,16 @@ from router.admission.fair_queue import FairQueue, Waiting
 from router.admission.refusals import slo_not_met, too_many
 from router.admission.ticket import Ticket, deadline_error
 from router.admission.wait_reason import WaitReason
-from router.fleet.fleet import Worker
+from router.fleet.worker import Worker
 from router.prediction.slo import SLO, Prediction
 from router.routing.assignment import Assignment
-from router.routing.errors import unavailable
+from router.routing.capacity import Limits
 from router.routing.late_binding import held_order, slo_order
-from router.routing.limits import Limits
+from router.routing.placement import Placement
 from router.routing.routed_prompt import RoutedPrompt
-from router.routing.router import Router
 from router.routing.selection import Selection
+from router.routing.selector import Selector
+from router.routing.target_directory import unavailable
 from router.settings import AdmissionSettings
 
 LATE_TIMEOUTS = 10
@@ -64,10 +65,24 @@ class _Request(Waiting):
     prefill: float = field(kw_only=True)
     timer: asyncio.TimerHandle | None = None
     until_deadline: bool = False
+    ttft_missed: bool = False
 
     def is_over(self, now: float) -> bool:
         """Whether its deadline has come."""
         return self.ticket.place_by is not None and now >= self.ticket.place_by
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The verdict on a request that has to wait: why, and whether its selection missed the SLO's TTFT."""
+
+    reason: WaitReason
+    ttft_missed: bool = False
+
+
+_SATURATED = _Held(WaitReason.SATURATED)
+_BUSY = _Held(WaitReason.LATE_BINDING)
+_TTFT_MISSED = _Held(WaitReason.LATE_BINDING, ttft_missed=True)
 
 
 class Admission:
@@ -80,7 +95,8 @@ class Admission:
 
     def __init__(
         self,
-        router: Router,
+        selector: Selector,
+        placement: Placement,
         settings: AdmissionSettings,
         late_binding: bool,
         clock: Callable[[], float] = time.monotonic,
@@ -90,7 +106,8 @@ class Admission:
         self.on_waited: list[Callable[[WaitReason, float], None]] = []
         self.on_refused: list[Callable[[str], None]] = []
         self.on_slo_refused: list[Callable[[str, SLO], None]] = []
-        self._router = router
+        self._selector = selector
+        self._placement = placement
         self.late_binding = settings.late_binding and late_binding
         self._timeout = settings.timeout
         self._late_timeout = LATE_TIMEOUTS * settings.timeout
@@ -115,12 +132,12 @@ class Admission:
             if first is not None and first <= ticket.priority:
                 return None
         try:
-            placed = self._try(prompt, tried, now, ticket.slo)
+            placed = self._try(prompt, tried, ticket.slo, now)
         except RequestError:
             if self._awaits_worker(prompt, tried):
                 return None
             raise
-        if isinstance(placed, WaitReason):
+        if isinstance(placed, _Held):
             return None
         if self.queue.length:
             self.queue.served(ticket.tenant, ticket.tokens)
@@ -132,20 +149,21 @@ class Admission:
         Raises RequestError: 429 when the queue is full or the wait too long, 503 when no worker is left, 504 when its
         deadline has passed.
         """
-        has_capacity = self._router.any_has_capacity(prompt, tried, self.limits)
+        has_capacity = self._selector.any_has_capacity(prompt, tried, self.limits)
         cold = self._awaits_worker(prompt, tried)
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
             raise self._no_worker(prompt.name)
         now, loop = self._clock(), asyncio.get_running_loop()
-        slo, prefill = ticket.slo, self._router.prefill_seconds(prompt)
+        slo, prefill = ticket.slo, self._selector.prefill_seconds(prompt)
+        slo_missed = slo is not None and self._misses_ttft(prompt, tried, slo)
         request = _Request(
             ticket.priority,
             ticket.tenant,
             prompt.name,
-            self._order(prefill, ticket),
+            self._order(prefill, ticket, slo_missed),
             max(ticket.tokens, 1),
             ticket.size,
-            _is_lost(slo),
+            slo_missed,
             prompt=prompt,
             tried=tuple(tried),
             ticket=ticket,
@@ -153,6 +171,7 @@ class Admission:
             assignment=loop.create_future(),
             since=now,
             prefill=prefill,
+            ttft_missed=slo_missed,
         )
         if not self._free_queue_space(request):
             if assignment := self._force(request, though_late=False):
@@ -188,23 +207,31 @@ class Admission:
         seconds = max(until - self._clock(), 0.0)
         request.timer = asyncio.get_running_loop().call_later(seconds, self._time_over, request)
 
-    def _order(self, prefill: float, ticket: Ticket) -> float:
-        """Where a request comes among those of its tenant and standing."""
+    def _misses_ttft(self, prompt: RoutedPrompt, tried: Collection[Worker], slo: SLO) -> bool:
+        """Return whether no target with capacity can give a request its first token in time."""
+        try:
+            selection = self._selector.choose(prompt, tried, self.limits, slo=slo)
+        except RequestError:
+            return False
+        return selection is not None and _is_ttft_missed(selection)
+
+    def _order(self, prefill: float, ticket: Ticket, slo_missed: bool) -> float:
+        """Return the position of a request among those of its tenant and sort key: the lowest is next."""
         slo = ticket.slo
         if slo is None or slo.first_token_by is None:
             return held_order(ticket.arrived or self._clock(), prefill)
-        return held_order(self._clock(), prefill) if slo.late else slo_order(slo.first_token_by, prefill)
+        return held_order(self._clock(), prefill) if slo_missed else slo_order(slo.first_token_by, prefill)
 
     def preview(self, prompt: RoutedPrompt, slo: SLO | None = None) -> Selection | WaitReason:
         """What a request would get now, or why it would have to wait. Raises RequestError (503)."""
-        selection = self._router.choose(prompt, limits=self.limits, slo=slo)
+        selection = self._selector.choose(prompt, limits=self.limits, slo=slo)
         if selection is None:
             return WaitReason.SATURATED
         return self._unless_held(prompt, (), selection) or WaitReason.LATE_BINDING
 
     def saturated(self, worker: Worker, dp_rank: int) -> bool:
         """Whether a rank is at its limits."""
-        return not self._router.has_capacity(worker, dp_rank, self.limits, 1)
+        return not self._selector.has_capacity(worker, dp_rank, self.limits, 1)
 
     def freed(self) -> None:
         """A request ended."""
@@ -228,7 +255,7 @@ class Admission:
         late: list[_Request] = []
         for request in self.queue.in_order(self._full, LATE_TRIES):
             held = self.queue.length if self.late_binding else None
-            if not self._router.any_has_capacity(request.prompt, request.tried, self.limits, held):
+            if not self._selector.any_has_capacity(request.prompt, request.tried, self.limits, held):
                 if not request.tried:
                     self._full.add(request.name)
                 continue
@@ -236,15 +263,17 @@ class Admission:
                 break
             tries += 1
             try:
-                placed = self._try(request.prompt, request.tried, slo=request.ticket.slo)
+                placed = self._try(request.prompt, request.tried, request.ticket.slo)
             except RequestError as error:
                 self._fail(request, error)
                 continue
-            if isinstance(placed, WaitReason):
-                request.reason = placed
-                if placed is WaitReason.SATURATED and not request.tried and not request.prompt.stored:
+            if isinstance(placed, _Held):
+                request.reason = placed.reason
+                if placed.reason is not WaitReason.SATURATED:
+                    request.ttft_missed = placed.ttft_missed
+                elif not request.tried and not request.prompt.stored:
                     self._full.add(request.name)
-                if _is_lost(request.ticket.slo):
+                if request.ttft_missed:
                     late.append(request)
                 continue
             self._give(request, placed)
@@ -254,47 +283,43 @@ class Admission:
 
     def _let_others_first(self, request: _Request) -> None:
         """It will be late. Of those that are, each gets its turn."""
-        self.queue.let_others_first(request, self._order(request.prefill, request.ticket))
+        self.queue.let_others_first(request, self._order(request.prefill, request.ticket, slo_missed=True))
 
     def _try(
-        self,
-        prompt: RoutedPrompt,
-        tried: Collection[Worker],
-        now: float | None = None,
-        slo: SLO | None = None,
-    ) -> Assignment | WaitReason:
-        selection = self._router.choose(prompt, tried, self.limits, now, slo)
+        self, prompt: RoutedPrompt, tried: Collection[Worker], slo: SLO | None, now: float | None = None
+    ) -> Assignment | _Held:
+        selection = self._selector.choose(prompt, tried, self.limits, now, slo)
         if selection is None:
-            return WaitReason.SATURATED
-        if slo is not None:
-            self._refuse_late(slo, selection)
+            return _SATURATED
+        self._refuse_late(selection)
         placed = self._unless_held(prompt, tried, selection)
-        return self._router.reserve(prompt, placed, now) if placed is not None else WaitReason.LATE_BINDING
+        if placed is None:
+            return _TTFT_MISSED if _is_ttft_missed(selection) else _BUSY
+        return self._placement.reserve(prompt, placed, now)
 
     def _unless_held(self, prompt: RoutedPrompt, tried: Collection[Worker], selection: Selection) -> Selection | None:
         """The selection, or another by which the request is answered sooner; None where it better waits."""
         if not self.late_binding:
             return selection
-        return self._router.unless_held(prompt, tried, self.limits, selection, self.queue.length)
+        return self._selector.bind(prompt, selection, tried, self.limits, self.queue.length)
 
-    def _refuse_late(self, slo: SLO, selection: Selection) -> None:
-        """Raises RequestError for a request that would be late, if it is refused then."""
-        slo.late = selection.late > 0
-        if slo.late and slo.refuses_late:
-            raise self._cannot_keep(slo, selection.rank.target.model, selection.late, selection.prediction)
+    def _refuse_late(self, selection: Selection) -> None:
+        """Raise RequestError for a request that would miss its SLO, if its SLO refuses it then."""
+        slo = selection.slo
+        if slo is not None and slo.refuses_late and selection.slo_missed:
+            raise self._cannot_keep(slo, selection.rank.target.model, selection.slo_missed_by, selection.prediction)
 
     def _force(self, request: _Request, though_late: bool = True) -> Assignment | None:
         """A place, however busy; None when all targets are at their limits, or where it would be late and only make
         others late. Raises RequestError where the request is refused rather than served late."""
         slo = request.ticket.slo
-        selection = self._router.choose(request.prompt, request.tried, self.limits, slo=slo)
+        selection = self._selector.choose(request.prompt, request.tried, self.limits, slo=slo)
         if selection is None:
             return None
-        if slo is not None:
-            self._refuse_late(slo, selection)
-            if _is_lost(slo) and not though_late:
-                return None
-        return self._router.reserve(request.prompt, selection)
+        self._refuse_late(selection)
+        if not though_late and _is_ttft_missed(selection):
+            return None
+        return self._placement.reserve(request.prompt, selection)
 
     def _give(self, request: _Request, assignment: Assignment) -> None:
         self.queue.served(request.tenant, request.tokens)
@@ -304,7 +329,7 @@ class Admission:
         if request.assignment.done():  # its client has left in this moment
             assignment.release()
         else:
-            self._router.record_in_flight(request.prompt, assignment)  # others are placed before it is sent
+            self._placement.record_in_flight(request.prompt, assignment)  # others are placed before it is sent
             request.assignment.set_result(assignment)
 
     def _fail(self, request: _Request, error: RequestError) -> None:
@@ -340,19 +365,19 @@ class Admission:
         """Whether a request goes on waiting, since it is late already and its target is busy. Raises RequestError."""
         if slo.refuses_late or self._clock() >= request.since + self._late_timeout:
             return False
-        selection = self._router.choose(request.prompt, request.tried, self.limits, slo=slo)
+        selection = self._selector.choose(request.prompt, request.tried, self.limits, slo=slo)
         if selection is None or self._unless_held(request.prompt, request.tried, selection) is not None:
             return False
-        slo.late = selection.late > 0
-        if not slo.late:
+        request.ttft_missed = selection.slo_missed
+        if not selection.slo_missed:
             return False
-        if not request.late:
+        if not request.slo_missed:
             self._let_others_first(request)
         self._wait_until(request, request.since + self._late_timeout)
         return True
 
     def _awaits_worker(self, prompt: RoutedPrompt, tried: Collection[Worker]) -> bool:
-        return not tried and self._router.awaits_worker(prompt)
+        return not tried and self._selector.awaits_worker(prompt)
 
     def _no_worker(self, name: str | None) -> RequestError:
         self._count_refused("no_worker")
@@ -369,7 +394,7 @@ class Admission:
             return False
         while not self.queue.fits(request.size):
             last = self.queue.last()
-            if last is None or last.standing <= request.standing:
+            if last is None or last.sort_key <= request.sort_key:
                 return False
             try:
                 assignment = self._force(last, though_late=False)
@@ -404,9 +429,10 @@ class Admission:
             on_refused(reason)
 
 
-def _is_lost(slo: SLO | None) -> bool:
-    """Whether a first token was promised that no worker can give in time."""
-    return slo is not None and slo.first_token_by is not None and slo.late
+def _is_ttft_missed(selection: Selection) -> bool:
+    """Return whether a selection misses an SLO that has a time to the first token."""
+    slo = selection.slo
+    return slo is not None and slo.ttft is not None and selection.slo_missed
 
 
 def _reason(has_capacity: bool, cold: bool) -> WaitReason:

@@ -5,8 +5,8 @@ Fairness is in tokens, by start-time fair queueing (Goyal, Vin, Cheng 1996): eve
 the tokens it got. Whose clock is behind is next. One that had nothing to wait for begins at the clock of the one
 that was served last, so that none saves up.
 
-    lane = (priority, late, tenant, name)        the requests of a lane are sorted by their `order`
-    next = the lane with the lowest (priority, late, clock of its tenant, order of its first)
+    lane = (priority, slo_missed, tenant, name)        the requests of a lane are sorted by their `order`
+    next = the lane with the lowest (priority, slo_missed, clock of its tenant, order of its first)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _numbers = count()
 @dataclass(slots=True, eq=False)
 class Waiting:
     """A request that waits. `name`: what it asks for; `order`: its place in its lane, the lowest first; `tokens`: what
-    its tenant is charged; `size`: the bytes it keeps in memory; `late`: it lets all others of its priority go first."""
+    its tenant is charged; `size`: the bytes it keeps in memory; `slo_missed`: all others of its priority go first."""
 
     priority: int
     tenant: str
@@ -34,25 +34,25 @@ class Waiting:
     order: float
     tokens: int
     size: int = 0
-    late: bool = False
+    slo_missed: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
     queued: bool = False
 
     @property
-    def standing(self) -> tuple[int, bool]:
+    def sort_key(self) -> tuple[int, bool]:
         """The lowest comes first, and the highest is the first to give way."""
-        return self.priority, self.late
+        return self.priority, self.slo_missed
 
 
 class _Lane(NamedTuple):
     priority: int
-    late: bool
+    slo_missed: bool
     tenant: str
     name: str | None
 
     @property
-    def standing(self) -> tuple[int, bool]:
-        return self.priority, self.late
+    def sort_key(self) -> tuple[int, bool]:
+        return self.priority, self.slo_missed
 
 
 W = TypeVar("W", bound=Waiting)
@@ -81,7 +81,7 @@ class FairQueue(Generic[W]):
 
     def can_fit(self, request: W) -> bool:
         """Whether it could be if all gave way that come behind it."""
-        kept = [queue for lane, queue in self._lanes.items() if lane.standing <= request.standing]
+        kept = [queue for lane, queue in self._lanes.items() if lane.sort_key <= request.sort_key]
         size = sum(each.size for queue in kept for each in queue)
         return sum(map(len, kept)) < self._max_requests and size + request.size <= self._max_bytes
 
@@ -119,7 +119,7 @@ class FairQueue(Generic[W]):
     def let_others_first(self, request: W, order: float) -> None:
         """A waiting request is late from now on, and gets its place among those that are."""
         self._take_out(request)
-        request.late, request.order = True, order
+        request.slo_missed, request.order = True, order
         self._put_in(request)
 
     def served(self, tenant: str, tokens: int) -> None:
@@ -131,9 +131,9 @@ class FairQueue(Generic[W]):
         self._clock = max(self._clock, start)
         self._clocks[tenant] = start + max(tokens, 1)
 
-    def in_order(self, without: Container[str | None] = (), most_late: int | None = None) -> Iterator[W]:
+    def in_order(self, without: Container[str | None] = (), most_missed: int | None = None) -> Iterator[W]:
         """The requests, the next one first. They may be removed and served meanwhile, which changes what comes next.
-        Names may be added to `without` meanwhile as well. `most_late`: a lane of late ones ends when so many stay."""
+        Names may be added to `without` meanwhile as well. `most_missed`: a lane of late ones ends when so many stay."""
         heap = [(self._key(lane, queue[0]), lane, 0) for lane, queue in self._lanes.items()]
         heapify(heap)
         while heap:
@@ -148,16 +148,16 @@ class FairQueue(Generic[W]):
                 continue
             yield request
             stay = place + request.queued
-            if not lane.late or stay != most_late:
+            if not lane.slo_missed or stay != most_missed:
                 heappush(heap, (key, lane, stay))
 
     def last(self) -> W | None:
         """The one that would come last, which is the first to give way."""
         if not self._lanes:
             return None
-        lowest = max(lane.standing for lane in self._lanes)
+        lowest = max(lane.sort_key for lane in self._lanes)
         ends: list[tuple[_Lane, W]] = [
-            (lane, queue[-1]) for lane, queue in self._lanes.items() if lane.standing == lowest
+            (lane, queue[-1]) for lane, queue in self._lanes.items() if lane.sort_key == lowest
         ]
         return max(ends, key=lambda end: self._key(*end))[1]
 
@@ -186,11 +186,11 @@ class FairQueue(Generic[W]):
             del self._lanes[lane]
 
     def _key(self, lane: _Lane, request: W) -> tuple[int, bool, float, float, int]:
-        return lane.priority, lane.late, self._clocks[lane.tenant], request.order, request.number
+        return lane.priority, lane.slo_missed, self._clocks[lane.tenant], request.order, request.number
 
 
 def _lane_of(request: Waiting) -> _Lane:
-    return _Lane(request.priority, request.late, request.tenant, request.name)
+    return _Lane(request.priority, request.slo_missed, request.tenant, request.name)
 
 
 def _place_in_lane(request: Waiting) -> tuple[float, int]:

@@ -46,7 +46,7 @@ def router_app(services: Services) -> FastAPI:
     app.state.fleet = services.fleet
     app.state.about = services.about
     app.state.proxy_context = services.proxy
-    questions = Questions(services.indexer, match_reader(services.tokenizers, services.router.resolve))
+    questions = Questions(services.indexer, match_reader(services.tokenizers, services.routing.reader.resolve))
     app.state.dispatcher = Dispatcher(
         app, services.proxy.contexts, services.proxy.settings, questions, services.proxy.services
     )

@@ -30,6 +30,7 @@ from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
 from router.app.embedded_index import running_indexer
 from router.app.readiness import Readiness
+from router.app.subscriptions import subscribe_routing
 from router.auth import AuthGate
 from router.cache_state.hit_audit import HitAudit
 from router.cache_state.in_flight_prefixes import InFlightPrefixes
@@ -56,6 +57,7 @@ from router.observability.fleet_snapshot import FleetSnapshot
 from router.observability.metrics import AuditCollector, FleetCollector, RequestMetrics
 from router.observability.prediction_metrics import PredictionMetrics
 from router.observability.request_recorder import RequestRecorder
+from router.observability.seen_requests import SampledTraffic
 from router.observability.series import Series
 from router.observability.tracing import tracing_to
 from router.policies import policy_named
@@ -63,7 +65,8 @@ from router.policies.rates import Rates
 from router.policies.registry import NamedPolicy
 from router.prediction.learned import Learned
 from router.prediction.service_levels import ServiceLevels
-from router.routing.router import Router
+from router.routing.build import Routing, build_routing
+from router.routing.state import RoutingState
 from router.settings import Settings, SettingsFile, UpstreamSettings
 from router.sharing import LoadSharing, PeerLoad, SharingCollector, replica_channels
 from router.sharing.worker_processes import WorkerProcesses
@@ -96,7 +99,7 @@ class Services:
     load: LoadTable
     sharing: LoadSharing
     audit: HitAudit
-    router: Router
+    routing: Routing
     admission: Admission
     registry: CollectorRegistry
     snapshot: FleetSnapshot
@@ -163,8 +166,12 @@ async def running_services(
             cpu_token=policy_settings.cpu_token,
             disk_token=policy_settings.disk_token,
         )
-        router = _router(settings, fleet, indexer, tokenizers, policy, load, sent_prefixes, audit, sharing, learned)
-        admission = _admission(settings, router, policy, fleet, load, sharing)
+        in_flight_prefixes = InFlightPrefixes(settings.proxy.speculation_seconds)
+        state = RoutingState(fleet, indexer, policy, load, in_flight_prefixes, sent_prefixes, audit, learned, sharing)
+        sampled = SampledTraffic(indexer.names)
+        routing = build_routing(settings, state, fleet, indexer, tokenizers, sampled)
+        subscribe_routing(routing, fleet)
+        admission = _admission(settings, routing, policy, fleet, load, sharing)
         metrics = RequestMetrics(registry)
         AdmissionMetrics(admission, registry)
         predictions = PredictionMetrics(learned.predictions, registry)
@@ -178,9 +185,11 @@ async def running_services(
             DemandCollector(fleet, load, admission),
         ):
             registry.register(collector)
-        fleet.on_replaced.append(router.replaced)
-        fleet.on_cache_lost.append(router.forget)
-        fleet.on_removed += [router.removed, metrics.forget, source.removed, adapters.removed]
+        fleet.on_removed += [
+            metrics.forget,
+            source.removed,
+            adapters.removed,
+        ]
         fleet.on_scrape.append(lambda worker: audit.recomputed.worker_said(worker.url, worker.metrics.drafts))
         fleet.on_removed.append(lambda worker: audit.recomputed.worker_said(worker.url, drafts=False))
         if worker_processes:
@@ -199,13 +208,22 @@ async def running_services(
 
         series = Series(metrics, audit, admission.waiting_for, learned.seconds_per_token)
         snapshot = FleetSnapshot(
-            fleet, indexer, load, sharing.peer_load, admission, audit, series, about, all_findings, predictions.summary
+            fleet,
+            indexer,
+            load,
+            sharing.peer_load,
+            admission,
+            audit,
+            sampled,
+            series,
+            about,
+            all_findings,
+            predictions.summary,
         )
-        router.sample_requests(snapshot)
         stack.push_async_callback(end_tasks, [asyncio.create_task(snapshot.run())])
-        request_recorder = RequestRecorder(router.look_at_prompts)
+        request_recorder = RequestRecorder(routing.reader.look_at_prompts)
         proxy = _proxy(
-            stack, settings, router, admission, fleet, networks, sharing, metrics, request_recorder, registry
+            stack, settings, routing, admission, fleet, networks, sharing, metrics, request_recorder, registry
         )
         yield Services(
             settings,
@@ -221,7 +239,7 @@ async def running_services(
             load,
             sharing,
             audit,
-            router,
+            routing,
             admission,
             registry,
             snapshot,
@@ -241,42 +259,11 @@ def _load_sharing(settings: Settings, load: LoadTable, worker_processes: WorkerP
     return LoadSharing(load, peer_load, channels)
 
 
-def _router(
-    settings: Settings,
-    fleet: Fleet,
-    indexer: Indexer,
-    tokenizers: Tokenizers,
-    policy: NamedPolicy,
-    load: LoadTable,
-    sent_prefixes: SentPrefixes,
-    audit: HitAudit,
-    sharing: LoadSharing,
-    learned: Learned,
-) -> Router:
-    router = Router(
-        fleet,
-        indexer,
-        tokenizers,
-        policy,
-        load,
-        InFlightPrefixes(settings.proxy.speculation_seconds),
-        learned,
-        sent_prefixes,
-        audit,
-        sharing,
-        settings.disaggregation,
-        broken_promise=settings.policy.broken_promise,
-    )
-    router.responses.on_learned.append(sharing.share_response)
-    sharing.on_response.append(router.responses.remember)
-    return router
-
-
 def _admission(
-    settings: Settings, router: Router, policy: NamedPolicy, fleet: Fleet, load: LoadTable, sharing: LoadSharing
+    settings: Settings, routing: Routing, policy: NamedPolicy, fleet: Fleet, load: LoadTable, sharing: LoadSharing
 ) -> Admission:
     """The queue, woken by everything after which a waiting request may find a place."""
-    admission = Admission(router, settings.admission, policy.spec.late_binding)
+    admission = Admission(routing.selector, routing.placement, settings.admission, policy.spec.late_binding)
     load.on_ended.append(admission.freed)
     if admission.late_binding:
         load.on_first_byte.append(admission.wake)
@@ -305,7 +292,7 @@ def _follow_workers(
 def _proxy(
     stack: AsyncExitStack,
     settings: Settings,
-    router: Router,
+    routing: Routing,
     admission: Admission,
     fleet: Fleet,
     networks: AllowedNetworks,
@@ -335,11 +322,11 @@ def _proxy(
     gate.access.share(sharing)
     contexts = RequestContexts(gate, tracing, metrics, settings.logs.access)
     failovers = settings.proxy.stream_failovers
-    failover = StreamFailover(fleet, router, failovers, registry) if failovers else None
+    failover = StreamFailover(fleet, routing.reader, failovers, registry) if failovers else None
     long_bodies = LongBodies(settings.limits.arriving_bytes)
     stack.push_async_callback(long_bodies.close)
     services = ProxyServices(
-        router,
+        routing,
         admission,
         fleet,
         upstreams,

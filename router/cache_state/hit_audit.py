@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
@@ -71,7 +72,7 @@ class CachePrediction:
         by_events: int | None,
         comparable: bool,
         capacity: int | None,
-        made_at: float | None = None,
+        made_at: float,
         most: int = 0,
         by_text: bool = False,
         windowed: bool = False,
@@ -84,7 +85,7 @@ class CachePrediction:
         self.by_events = by_events
         self.comparable = comparable
         self.capacity = capacity
-        self.made_at = time.monotonic() if made_at is None else made_at
+        self.made_at = made_at
         self.most = most
         self.by_text = by_text
         self.windowed = windowed
@@ -191,8 +192,14 @@ class HitAudit:
         sent_prefixes: SentPrefixes,
         settings: AuditSettings,
         names: WorkerNames | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`names`: what workers are called where people look."""
+        """Create an audit.
+
+        - `names`: the names of workers in the log.
+        - `clock`: the clock that predictions are made by.
+        """
+        self._clock = clock
         self.names = names or WorkerNames()
         self._indexer = indexer
         self._stream = indexer.stream  # asked some times a request
@@ -333,7 +340,7 @@ class HitAudit:
         return True
 
     def _judge_anew(self, audit: TargetAudit) -> None:
-        audit.judged_at = time.monotonic()
+        audit.judged_at = self._clock()
         audit.event_errors.clear()
         audit.last_event_errors.clear()
         audit.errors.clear()

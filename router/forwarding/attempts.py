@@ -187,9 +187,9 @@ class Attempts:
         if assignment is not self.assignment:
             return  # it went wrong at once
         # The rest must not hold it up.
-        services.router.record_in_flight(prompt, assignment, now)
+        services.placement.record_in_flight(prompt, assignment, now)
         services.metrics.placed(prompt.name or "", now - arrived, assignment.decision, assignment.cache_prediction)
-        self.others = self._sends < self._most and self._repeatable and services.router.others(prompt, tried)
+        self.others = self._sends < self._most and self._repeatable and services.selector.has_others(prompt, tried)
         # A request that hung one worker may be why; it does not get to hang them all.
         if self.others and not self._hung and assignment.prefill is None:
             assignment.attempt.give_up = handler.give_up
@@ -204,11 +204,13 @@ class Attempts:
     def _send_to_pair(self, assignment: Assignment, prefill: Assignment, handler: AttemptHandler) -> None:
         """Have the prompt computed by one worker and answered by another. Raises RequestError."""
         services, head = self._services, self._context.head
-        adapter = services.router.adapter_of(assignment.worker)
+        adapter = services.selector.adapter_of(assignment.worker)
         assert adapter is not None
         endpoints = [WorkerEndpoint.of(each.worker, each.target.dp_rank) for each in (prefill, assignment)]
         requests = adapter.of(head.path, self._body, *endpoints)
-        others = self._repeatable and services.router.others(self.prompt, [*self.tried, prefill.worker], prefill=True)
+        others = self._repeatable and services.selector.has_others(
+            self.prompt, [*self.tried, prefill.worker], prefill=True
+        )
         if others and not self._hung:
             prefill.attempt.give_up = handler.give_up_prefill
 
@@ -240,7 +242,7 @@ class Attempts:
         services.fleet.look_soon(assignment.worker)
         self.tried.append(worker)
         others = [each for each in services.fleet.workers if each is not worker]
-        self.assignment = assignment = services.router.place(self.prompt, others)
+        self.assignment = assignment = services.placement.place(self.prompt, others)
         self._many_ranks = len(assignment.worker.ranks()) > 1
 
     def routing_headers(self) -> RoutingHeaders:
@@ -308,7 +310,9 @@ class Attempts:
             return False
         prefill = assignment.prefill.worker
         known = [*self._excluded(), prefill]
-        other_prefill = self._sends < self._most and self._services.router.others(self.prompt, known, prefill=True)
+        other_prefill = self._sends < self._most and self._services.selector.has_others(
+            self.prompt, known, prefill=True
+        )
         # What the decode worker could not fetch of the prefill worker may be why: then it computes the prompt itself.
         other_way = other_prefill or (not self.others and self._sends < self._most and self._decodes_alone(assignment))
         if other_way:
@@ -318,7 +322,7 @@ class Attempts:
         return self.others or other_way
 
     def _decodes_alone(self, assignment: Assignment) -> bool:
-        adapter = self._services.router.adapter_of(assignment.worker)
+        adapter = self._services.selector.adapter_of(assignment.worker)
         return adapter is not None and adapter.decodes_alone
 
     def leave(self, problem: str) -> None:

@@ -14,7 +14,7 @@ from router.forwarding.retry_budget import RetryBudget
 from router.observability.metrics import RequestMetrics
 from router.observability.request_recorder import RequestRecorder
 from router.prediction.service_levels import ServiceLevels
-from router.routing.router import Router
+from router.routing.build import Routing
 from router.settings import ProxySettings, ServerSettings
 from router.upstream import Upstreams
 
@@ -27,7 +27,7 @@ class ProxyServices:
 
     def __init__(
         self,
-        router: Router,
+        routing: Routing,
         admission: Admission,
         fleet: Fleet,
         upstreams: Upstreams,
@@ -38,7 +38,10 @@ class ProxyServices:
         stream_failover: StreamFailover | None = None,
         service_levels: ServiceLevels | None = None,
     ) -> None:
-        self.router = router
+        self.reader = routing.reader
+        self.selector = routing.selector
+        self.placement = routing.placement
+        self.responses = routing.state.responses
         self.admission = admission
         self.fleet = fleet
         self.upstreams = upstreams

@@ -18,10 +18,10 @@ def read_request(
 
     Raises RequestError, with which `span` ends.
     """
-    head, router = context.head, services.router
+    head, reader = context.head, services.reader
     try:
         call = Call(head.method, head.path, head.headers, body, head.session_headers, model_body)
-        return read_call(call, with_prompt=router.needs_prompts)
+        return read_call(call, with_prompt=reader.needs_prompts)
     except RequestError as error:
         _fail(span, error)
         raise
@@ -30,7 +30,7 @@ def read_request(
 def prompt_now(services: ProxyServices, request: RoutedRequest, body: bytes, span: Span | None) -> RoutedPrompt | None:
     """The prompt, where that takes no time. It ends `span`. Raises RequestError."""
     try:
-        prompt = services.router.read_now(request, len(body))
+        prompt = services.reader.read_now(request, len(body))
     except RequestError as error:
         _fail(span, error)
         raise
@@ -44,7 +44,7 @@ async def read_prompt_aside(
 ) -> RoutedPrompt:
     """The same where the prompt takes long to read."""
     try:
-        prompt = await services.router.read_aside(request, len(body))
+        prompt = await services.reader.read_aside(request, len(body))
     except RequestError as error:
         _fail(span, error)
         raise

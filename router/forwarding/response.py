@@ -131,7 +131,7 @@ class ProxiedResponse:
                     self._services.metrics.first_byte_of(self._prompt.name or "", now - self._arrived)
             if self._searched is not None:
                 self._searched += data
-                learned = self._services.router.responses.learn(self._searched, assignment.worker.url)
+                learned = self._services.responses.learn(self._searched, assignment.worker.url)
                 if learned or len(self._searched) >= SEARCHED_BYTES:
                     self._searched = None
             if self._tail is not None:
@@ -151,7 +151,7 @@ class ProxiedResponse:
         if self._context.head.path in _ADAPTER_CHANGES:
             self._services.fleet.look_soon(assignment.worker)
         self.usage = usage = self._tail.usage() if self._tail is not None else None
-        self._services.router.answered(assignment, usage)
+        self._services.placement.answered(assignment, usage)
         if usage is not None:
             self._services.metrics.completed(self._prompt.name or "", usage)
         if tenant is not None and usage is not None:

@@ -174,7 +174,8 @@ class LoadTable:
     and rank of every load that changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.on_first_byte: list[Callable[[], None]] = []
         self.on_ended: list[Callable[[], None]] = []
         self.on_change: list[Callable[[str, int], None]] = []
@@ -195,6 +196,7 @@ class LoadTable:
                 on_first_byte=self.on_first_byte,
                 on_ended=self.on_ended,
                 on_change=self.on_change,
+                clock=self._clock,
             )
         return load
 

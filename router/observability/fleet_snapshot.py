@@ -21,11 +21,8 @@ from router.fleet.fleet import Fleet, Worker
 from router.load.peer_load import PeerLoad
 from router.load.target_load import LoadTable
 from router.observability.about import About
-from router.observability.hot_prefixes import HotPrefixes
-from router.observability.seen_requests import SeenRequest, SeenRequests
+from router.observability.seen_requests import SampledTraffic
 from router.observability.series import Series
-from router.routing.assignment import Assignment
-from router.routing.routed_prompt import RoutedPrompt
 
 LOOK_SECONDS = 1.0
 MAX_VIEWERS = 32
@@ -46,6 +43,7 @@ class FleetSnapshot:
         peer_load: PeerLoad,
         admission: Admission,
         audit: HitAudit,
+        sampled: SampledTraffic,
         series: Series,
         about: About,
         findings: Callable[[], list[dict[str, Any]]],
@@ -61,29 +59,14 @@ class FleetSnapshot:
         self._about = about
         self._findings = findings
         self._predictions = predictions
-        self._requests = SeenRequests(names=indexer.names)
-        self._prefixes = HotPrefixes(names=indexer.names)
+        self._requests = sampled.requests
+        self._prefixes = sampled.prefixes
         self._viewers = 0
         self._wanted = asyncio.Event()  # a viewer came
         self._looked = asyncio.Condition()
         self._rows: dict[str, Row] = {}
         self._looks = 0
         self._ended = False
-
-    @property
-    def due(self) -> float:
-        """From when on the next request that is placed is one to show."""
-        return self._requests.due
-
-    def placed(self, prompt: RoutedPrompt, assignment: Assignment) -> SeenRequest | None:
-        """A request was placed: perhaps one to show."""
-        seen = self._requests.placed(prompt.name, prompt.tokens, assignment.decision)
-        if seen is not None:
-            assignment.when_released(seen.ended)
-            hashes = assignment.cache_prediction.hashes if assignment.cache_prediction else []
-            if hashes and hashes[0]:
-                self._prefixes.seen(hashes[0], [each for each in assignment.decision.candidates if each.overlap])
-        return seen
 
     async def run(self) -> None:
         """Look at the fleet while there are viewers, and keep the series always. Runs until cancelled."""

@@ -11,7 +11,10 @@ from typing import Any
 
 from indexer.names import WorkerNames
 from router.apis.usage import Usage
+from router.observability.hot_prefixes import HotPrefixes
 from router.policies import Decision
+from router.routing.assignment import Assignment
+from router.routing.routed_prompt import RoutedPrompt
 
 PER_SECOND = 20
 KEPT = 256
@@ -93,6 +96,30 @@ class SeenRequests:
     def since(self, change: int) -> list[SeenRequest]:
         """Those of which something was learned after a change, the oldest first."""
         return [seen for seen in self._seen if seen.changed > change]
+
+
+class SampledTraffic:
+    """A sample of the placed requests, and the prefixes that they share: a `RequestSampler`."""
+
+    def __init__(self, names: WorkerNames) -> None:
+        """Create an empty sample. `names`: the names of workers on the page."""
+        self.requests = SeenRequests(names=names)
+        self.prefixes = HotPrefixes(names=names)
+
+    @property
+    def due(self) -> float:
+        """The time from which the next placed request is sampled, in seconds of `time.monotonic`."""
+        return self.requests.due
+
+    def placed(self, prompt: RoutedPrompt, assignment: Assignment) -> SeenRequest | None:
+        """Return the record of a request that was just placed; None if it is not sampled."""
+        seen = self.requests.placed(prompt.name, prompt.tokens, assignment.decision)
+        if seen is not None:
+            assignment.when_released(seen.ended)
+            hashes = assignment.cache_prediction.hashes if assignment.cache_prediction else []
+            if hashes and hashes[0]:
+                self.prefixes.seen(hashes[0], [each for each in assignment.decision.candidates if each.overlap])
+        return seen
 
 
 def _costs_of(decision: Decision, names: WorkerNames) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def check_expected(mode: int, headers: Headers, proxy_context: ProxyContext, adm
     services = proxy_context.services
     if mode != _Mode.NONE:
         problem = ""
-    elif services.router.needs_prompts:
+    elif services.reader.needs_prompts:
         problem = "The policy looks at prompts. "
     elif services.fleet.disaggregated:
         problem = "Prefill and decode are apart. "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from indexer import Indexer, Target
+from indexer import Registration, Target
+from indexer.index import Index
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.cache_state.session_locations import SessionLocations
 from router.policies.rates import Rates, RateTable
@@ -17,6 +19,17 @@ from router.prediction.session_turns import SessionTurns
 
 # How often the counters of evictions are read.
 _LOOK_SECONDS = 1.0
+
+
+class EvictionCounts(Protocol):
+    """The index, as far as it counts the blocks that targets evict."""
+
+    @property
+    def index(self) -> Index:
+        """The core of the index."""
+
+    def registered(self) -> list[Registration]:
+        """Return every registration of a target."""
 
 
 class Learned:
@@ -57,7 +70,7 @@ class Learned:
         """What computing a token of a prompt takes: the mean of the workers."""
         return self.rates.mean_token()
 
-    def look_at_evictions(self, indexer: Indexer, now: float | None = None) -> None:
+    def look_at_evictions(self, index: EvictionCounts, now: float | None = None) -> None:
         """Read how much every target that has an event stream has removed, now and then. `now`: the time by the clock,
         where it was just read."""
         if now is None:
@@ -66,8 +79,8 @@ class Learned:
             return
         self._next_look = now + _LOOK_SECONDS
         removed: dict[Target, int] = {}
-        for registration in indexer.registered():
-            status = indexer.index.status(registration.target) if registration.source else None
+        for registration in index.registered():
+            status = index.index.status(registration.target) if registration.source else None
             if status is not None:
                 removed[registration.target] = status.counters.removed * max(status.block_sizes, default=0)
         self.pressure.removed(removed)

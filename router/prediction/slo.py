@@ -17,6 +17,7 @@ half of one that was promised the time per token that it has.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import erf, log, sqrt
 from typing import Final
 
@@ -38,35 +39,31 @@ _SECONDS_PER_TOKEN: Final = 4e-5
 _MOST_SHARE: Final = 0.95
 
 
+@dataclass(frozen=True, slots=True)
 class SLO:
-    """When a request's tokens are to come. Times in seconds.
+    """A request's service-level objective: when its tokens are due. Times are in seconds.
 
-    `service_level`: the class that it comes from, "" where the request said it all. `ttft`: from the arrival of the
-    request to its first token; `first_token_by`: the same by `time.monotonic`. `tpot`: for each token after it. None:
-    nothing is promised of it. `refuses_late`: whether it is refused once no candidate keeps it; else it is served late.
-    `late`: whether it would have been late when a place was last looked for.
+    - `ttft`: the time from the request's arrival to its first token; None: any time.
+    - `tpot`: the time for each token after the first; None: any time.
+    - `arrived`: when the request arrived, by the router's clock.
+    - `service_level`: the class that the objective comes from; "" if the request's headers set it alone.
+    - `refuses_late`: whether the request is refused if no candidate can meet the objective. If not, it is served late.
     """
 
-    __slots__ = ("first_token_by", "late", "refuses_late", "service_level", "tpot", "ttft")
+    ttft: float | None
+    tpot: float | None
+    arrived: float
+    service_level: str = ""
+    refuses_late: bool = False
 
-    def __init__(
-        self,
-        ttft: float | None,
-        tpot: float | None,
-        arrived: float,
-        service_level: str = "",
-        refuses_late: bool = False,
-    ) -> None:
-        self.ttft = ttft
-        self.first_token_by = None if ttft is None else arrived + ttft
-        self.tpot = tpot
-        self.service_level = service_level
-        self.refuses_late = refuses_late
-        self.late = False
+    @property
+    def first_token_by(self) -> float | None:
+        """The time at which the first token is due, by the router's clock; None: at any time."""
+        return None if self.ttft is None else self.arrived + self.ttft
 
     @property
     def in_words(self) -> str:
-        """What is promised, for people."""
+        """The objective in a sentence for people."""
         ttft = [] if self.ttft is None else [f"a first token within {self.ttft:g} s"]
         tpot = [] if self.tpot is None else [f"{1000 * self.tpot:g} ms for each after it"]
         return " and ".join(ttft + tpot)
@@ -135,7 +132,7 @@ class Prediction:
         """Whether it is known how far it may be off."""
         return self.ttft.ratios is not None and self.tpot.ratios is not None
 
-    def late(self, slo: SLO, now: float, output_tokens: float) -> float:
+    def slo_missed_by(self, slo: SLO, now: float, output_tokens: float) -> float:
         """Seconds by which a promise is expected to be missed; 0 where it is kept."""
         late = 0.0
         if slo.first_token_by is not None:
@@ -216,7 +213,7 @@ def choose_for_slo(
     candidates = decision.candidates
     places = list(range(len(candidates)))
     if slo.refuses_late:
-        places_in_time = [place for place in places if predictions[place].late(slo, now, 1.0) <= 0]
+        places_in_time = [place for place in places if predictions[place].slo_missed_by(slo, now, 1.0) <= 0]
         places = places_in_time or places
     worth = _worth(decision.unit, broken_promise * (_FOR_UNPROMISED if slo is NO_SLO else turns))
     losses = [prediction.loss(slo, now) for prediction in predictions]

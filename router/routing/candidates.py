@@ -6,23 +6,18 @@ from array import array
 from collections.abc import Collection, Sequence
 from random import Random
 
-from router.apis.response_owners import ResponseOwners
 from router.cache_state.in_flight_prefixes import chunk_hashes
-from router.fleet.fleet import Fleet, Worker
-from router.fleet.worker import choosable, takes_its_turn
-from router.load.target_load import LoadTable
+from router.fleet.worker import Worker, choosable, takes_its_turn
 from router.policies import Candidate, Decision, LinearPolicy, Request
 from router.policies.rates import Rates
-from router.prediction.learned import Learned
-from router.routing.limits import Limits
+from router.routing.capacity import Limits, TargetCapacity
 from router.routing.load_view import LoadView
 from router.routing.overlaps import OverlapFinder, Overlaps
 from router.routing.routable_rank import RoutableRank, ServedModel
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.selection import NO_HASHES, Selection
-from router.routing.target_capacity import TargetCapacity
+from router.routing.state import RoutingState
 from router.routing.target_directory import ModelTargets, TargetDirectory
-from router.sharing import PeerLoad
 
 # Prompts that begin with this many equal chunks count as one session when the client names none.
 _SESSION_CHUNKS = 32
@@ -127,34 +122,23 @@ class CandidateSet:
 
 
 class CandidateFinder:
-    """Finds the candidates of a request. `policy`: the router's, where it is linear; `needs_rates`: it reads how fast
-    workers are."""
+    """Finds the candidates of a request."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        load: LoadTable,
-        peer_load: PeerLoad,
-        overlaps: OverlapFinder,
-        learned: Learned,
-        random: Random,
-        policy: LinearPolicy | None,
-        needs_rates: bool,
+        self, state: RoutingState, directory: TargetDirectory, capacity: TargetCapacity, random: Random
     ) -> None:
-        self.directory = TargetDirectory(fleet, load)
-        self.capacity = TargetCapacity(load, peer_load)
-        self.responses = ResponseOwners()
-        self._fleet = fleet
-        self._load = load
-        self._peer_load = peer_load
-        self._overlaps = overlaps
-        self._learned = learned
+        policy = state.policy.choose
+        self._directory = directory
+        self._capacity = capacity
+        self._fleet = state.fleet
+        self._load = state.load
+        self._peer_load = state.sharing.peer_load
+        self._responses = state.responses
+        self._overlaps = OverlapFinder(state)
+        self._learned = state.learned
         self._random = random
-        self._policy = policy
-        self._needs_rates = needs_rates
-        fleet.on_scrape.append(self._scraped)
-        fleet.on_removed.append(self._removed)
-        peer_load.on_change.append(load.changed)
+        self._policy = policy if isinstance(policy, LinearPolicy) else None
+        self._needs_rates = state.policy.spec.uses_rates
 
     def find(
         self,
@@ -169,14 +153,14 @@ class CandidateFinder:
 
         `prefill`: those that only compute it, for others to go on. `by_load`: nothing of the prompt counts.
         """
-        targets = self.directory.of(prompt.name, prefill)
+        targets = self._directory.of(prompt.name, prefill)
         view = targets.view
         if view is None:
             view = targets.view = LoadView(
                 targets.ranks, self._load, self._peer_load, self._learned, self._policy, targets.prefill_share
             )
         view.update(now)
-        owner = self.responses.get(prompt.stored) if prompt.stored else None
+        owner = self._responses.get(prompt.stored) if prompt.stored else None
         rows = self._excluded_rows(targets, view, prompt, excluded, limits, owner)
         found = CandidateSet(self, targets, view, rows)
         if by_load:
@@ -198,36 +182,6 @@ class CandidateFinder:
         beginning = hashes[0][min(len(hashes[0]), _SESSION_CHUNKS) - 1] if hashes and hashes[0] else None
         expected = self._learned.outputs.expected(served.model, prompt.max_tokens, prompt.output_told)
         return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning)
-
-    def any_has_capacity(
-        self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, held: int | None
-    ) -> bool:
-        """Whether any target could take a request now: it may be worth choosing again.
-
-        `held`: how many wait, where late binding lets them.
-        """
-        ranks = [rank for rank in self.directory.of(prompt.name).ranks if rank.worker not in excluded]
-        late_binding = held is not None and len(ranks) > 1
-        crowded = held is not None and held > len(ranks)
-        return any(
-            self.capacity.has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
-            and not (late_binding and self.capacity.prefill_busy(rank, crowded))
-            for rank in ranks
-        )
-
-    def prefill_share(self, prompt: RoutedPrompt) -> float:
-        """The share of a prompt's targets that compute prompts, of late."""
-        return self.directory.of(prompt.name).prefill_share.average
-
-    def free(self, found: CandidateSet) -> CandidateSet:
-        """Those of the targets that late binding holds no request for, however many wait."""
-        ranks = found.targets.ranks
-        return found.without([row for row in found.view.prefilling if self.capacity.prefill_busy(ranks[row], True)])
-
-    def others(self, prompt: RoutedPrompt, excluded: Collection[Worker], prefill: bool = False) -> bool:
-        """Whether there is any other worker that could take a request now, or compute a prompt for others."""
-        workers = self.directory.of(prompt.name, prefill).workers
-        return len(workers) > len(excluded) or any(worker not in excluded for worker in workers)
 
     def with_rates(self, found: CandidateSet, row: int, record: Candidate) -> Candidate:
         """A record with its target's rates, where workers are unlike."""
@@ -303,7 +257,7 @@ class CandidateFinder:
         rank, record = targets.ranks[row], view.records[row]
         if rank.weight == 1:
             return limits.has_capacity(record.requests, record.context, prompt.tokens)
-        return self.capacity.has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
+        return self._capacity.has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
 
     def _usable(
         self,
@@ -316,7 +270,7 @@ class CandidateFinder:
         """The ranks that a request may go to now, by a look at all of them."""
         workers = without(targets.workers, excluded)
         owners = [each for each in workers if each.url == owner] if owner else []
-        has_capacity = self.capacity.has_capacity
+        has_capacity = self._capacity.has_capacity
 
         def any_rank_has_capacity(worker: Worker) -> bool:
             return any(has_capacity(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks())
@@ -328,7 +282,8 @@ class CandidateFinder:
             return ranks
         return [rank for rank in ranks if has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)]
 
-    def _scraped(self, worker: Worker) -> None:
+    def scraped(self, worker: Worker) -> None:
+        """Read a worker's load again, because its metrics were read."""
         for dp_rank in worker.ranks():
             self._load.changed(worker.url, dp_rank)
         if worker.metrics.caches_prefixes:
@@ -336,7 +291,8 @@ class CandidateFinder:
         else:
             self._overlaps.uncached.add(worker.url)
 
-    def _removed(self, worker: Worker) -> None:
+    def removed(self, worker: Worker) -> None:
+        """Forget a worker that was removed."""
         self._overlaps.uncached.discard(worker.url)
 
 

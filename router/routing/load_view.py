@@ -7,18 +7,40 @@ rows now and then, in portions.
 
 from __future__ import annotations
 
+from math import exp
+from typing import Final
+
+from router.load.peer_load import PeerLoad
 from router.load.target_load import LoadTable
 from router.policies import Candidate, CostColumns, LinearPolicy
 from router.prediction.learned import Learned
-from router.routing.prefill_share import PrefillShare
 from router.routing.routable_rank import RoutableRank
-from router.sharing import PeerLoad
 
 # How often all rows are read again, and the most that one request reads of them.
 _SWEEP_SECONDS = 0.5
 _SWEEP_ROWS = 512
 # The price of evictions falls with every second: it is taken over when it has moved by more than this share.
 _PRICE_CHANGE = 0.05
+HORIZON: Final = 60.0
+
+
+class PrefillShare:
+    """The share of a model's targets that compute prompts, averaged over about `HORIZON` seconds.
+
+    An observation counts 1/e after `HORIZON` seconds. The average begins at 1, as if all targets computed prompts.
+    """
+
+    def __init__(self) -> None:
+        self.average = 1.0
+        self._at: float | None = None
+
+    def see(self, share: float, now: float) -> None:
+        """Record the share at `now`, in seconds of any clock."""
+        if self._at is None:
+            self._at = now
+        elif now > self._at:
+            self.average = share + (self.average - share) * exp((self._at - now) / HORIZON)
+            self._at = now
 
 
 class LoadView:

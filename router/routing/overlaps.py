@@ -9,15 +9,13 @@ from __future__ import annotations
 from array import array
 from itertools import chain
 
-from indexer import Indexer, MatchQuery, RowMatches, Target, UnknownModelError
+from indexer import MatchQuery, RowMatches, Target, UnknownModelError
 from indexer.hashing import PackedPrompt
-from router.cache_state.hit_audit import HitAudit
-from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, InFlightPrefixes
-from router.cache_state.sent_prefixes import SentPrefixes
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.routing.routable_rank import RoutableRank, ServedModel
 from router.routing.routed_prompt import RoutedPrompt
+from router.routing.state import RoutingState
 from router.routing.target_directory import ModelTargets
-from router.sharing import PeerLoad
 
 
 class Overlaps:
@@ -58,19 +56,12 @@ class Overlaps:
 class OverlapFinder:
     """Asks all four sources. `uncached`: the URLs of workers whose engines keep no prefixes, whatever they are sent."""
 
-    def __init__(
-        self,
-        indexer: Indexer,
-        in_flight_prefixes: InFlightPrefixes,
-        peer_load: PeerLoad,
-        sent_prefixes: SentPrefixes,
-        audit: HitAudit,
-    ) -> None:
-        self._indexer = indexer
-        self._in_flight_prefixes = in_flight_prefixes
-        self._peer_load = peer_load
-        self._sent_prefixes = sent_prefixes
-        self._audit = audit
+    def __init__(self, state: RoutingState) -> None:
+        self._indexer = state.indexer
+        self._in_flight_prefixes = state.in_flight_prefixes
+        self._peer_load = state.sharing.peer_load
+        self._sent_prefixes = state.sent_prefixes
+        self._audit = state.audit
         self.uncached: set[str] = set()
 
     def find(

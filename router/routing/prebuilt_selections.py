@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from router.fleet.fleet import Fleet
 from router.policies import ByTurn, Candidate
 from router.routing.routable_rank import RoutableRank
 from router.routing.selection import Selection
+from router.routing.state import RoutedFleet
 from router.routing.target_directory import TargetDirectory
 
 
@@ -26,7 +26,7 @@ class PrebuiltSelections:
     Whether a worker still takes requests is looked at when its turn has come.
     """
 
-    def __init__(self, fleet: Fleet, directory: TargetDirectory, policy: ByTurn, random: Random) -> None:
+    def __init__(self, fleet: RoutedFleet, directory: TargetDirectory, policy: ByTurn, random: Random) -> None:
         self._fleet = fleet
         self._directory = directory
         self._policy = policy

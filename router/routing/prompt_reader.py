@@ -11,8 +11,9 @@ from http_api.errors import RequestError
 from indexer import Indexer
 from router.apis.requests import RoutedRequest
 from router.fleet.fleet import Fleet
-from router.routing.errors import unknown_model
 from router.routing.routed_prompt import RoutedPrompt, text_prompt, tokenized_prompt, unread_prompt
+from router.routing.state import RoutingState
+from router.routing.target_directory import unknown_model
 from router.tokens.text_prefixes import text_prefixes
 from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
 
@@ -20,20 +21,22 @@ log = structlog.get_logger()
 
 
 class PromptReader:
-    """Finds a request's model and tokenizes its prompts.
+    """Finds a request's model and tokenizes its prompts."""
 
-    `needs_prompts`: false while nothing looks at prompts, so that none is tokenized.
-    """
-
-    def __init__(self, fleet: Fleet, indexer: Indexer, tokenizers: Tokenizers, policy_needs_prompts: bool) -> None:
-        self.needs_prompts = self._policy_needs_prompts = policy_needs_prompts
+    def __init__(self, state: RoutingState, fleet: Fleet, indexer: Indexer, tokenizers: Tokenizers) -> None:
+        self._state = state
         self._fleet = fleet
         self._indexer = indexer
         self._tokenizers = tokenizers
 
+    @property
+    def needs_prompts(self) -> bool:
+        """Whether anything reads prompts now: the policy, or a recording."""
+        return self._state.needs_prompts
+
     def look_at_prompts(self, wanted: bool) -> None:
-        """Something beside the policy wants to know the prompts, or does not any more."""
-        self.needs_prompts = wanted or self._policy_needs_prompts
+        """Set whether anything beside the policy reads prompts."""
+        self._state.needs_prompts = wanted or self._state.policy.spec.reads_prompts
 
     def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
         """The model and adapter behind a name. Raises RequestError (404) when no worker serves it."""
@@ -45,13 +48,17 @@ class PromptReader:
             return name, None
         raise unknown_model(self._fleet, name)
 
+    async def read(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
+        """Tokenize a request's prompts. Raises RequestError for an unknown model and for an invalid prompt."""
+        return self.read_now(request, body_bytes) or await self.read_aside(request, body_bytes)
+
     def read_now(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt | None:
         """Tokenize a request's prompts at once; None when that takes longer than the event loop may be held up.
 
         Then `read_aside` does it. Raises RequestError for a model that no worker serves.
         """
         request, model = self._with_model(request)
-        if not self.needs_prompts or model is None or request.prompt is None:
+        if not self._state.needs_prompts or model is None or request.prompt is None:
             return unread_prompt(request, body_bytes)
         try:
             tokenized = self._tokenizers.tokenize_now(model, request.prompt, body_bytes)

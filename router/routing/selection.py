@@ -19,8 +19,8 @@ class Selection:
     `rank`: what was chosen; `hashes`: the chunk hashes of the request's prompts there. `by_events`: the overlap by
     events and prompts in flight, whether or not it is the one used. `best_overlap`: the most tokens that any candidate
     has. `disaggregation`: whether another worker computes the prompt, where a decode worker was chosen; `prefill` is
-    the selection of that. `promise`: what the request was promised; `forecast`: what is predicted of it there; `late`:
-    the seconds by which it is then late.
+    the selection of that. `slo`: the request's, if it has one. `prediction`: of its latency there. `slo_missed_by`: the
+    seconds by which its SLO is expected to be missed; 0 if it is met.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Selection:
         prefill: Selection | None = None,
         slo: SLO | None = None,
         prediction: Prediction | None = None,
-        late: float = 0.0,
+        slo_missed_by: float = 0.0,
     ) -> None:
         self.decision = decision
         self.rank = rank
@@ -45,7 +45,12 @@ class Selection:
         self.prefill = prefill
         self.slo = slo
         self.prediction = prediction
-        self.late = late
+        self.slo_missed_by = slo_missed_by
+
+    @property
+    def slo_missed(self) -> bool:
+        """Whether the request's SLO is expected to be missed there."""
+        return self.slo_missed_by > 0
 
     @property
     def worker(self) -> Worker:

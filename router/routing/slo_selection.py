@@ -6,6 +6,7 @@ what every other candidate would take is predicted.
 
 from __future__ import annotations
 
+from router.load.peer_load import PeerLoad
 from router.policies import Candidate, Decision
 from router.prediction.learned import Learned
 from router.prediction.slo import LITTLE, NO_SLO, SLO, Prediction, choose_for_slo, counts_in_prefill
@@ -13,7 +14,6 @@ from router.routing.candidates import CandidateSet
 from router.routing.routable_rank import RoutableRank
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.selection import Selection
-from router.sharing import PeerLoad
 
 
 class SLOSelector:
@@ -31,7 +31,7 @@ class SLOSelector:
         self._predictions.slo()
         selection, prediction = self._choose(found, usual, prompt, slo, now)
         selection.slo, selection.prediction = slo, prediction
-        selection.late = prediction.late(slo, now, self._output(selection.rank, prompt))
+        selection.slo_missed_by = prediction.slo_missed_by(slo, now, self._output(selection.rank, prompt))
         return selection
 
     def spare_others(self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, now: float) -> Selection:

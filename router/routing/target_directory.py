@@ -5,13 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
+from http_api.errors import RequestError
 from indexer import Target, TargetRows
 from router.fleet.discovery import WorkerDescription
-from router.fleet.fleet import Fleet, Worker
+from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
-from router.routing.load_view import LoadView
-from router.routing.prefill_share import PrefillShare
+from router.routing.load_view import LoadView, PrefillShare
 from router.routing.routable_rank import RoutableRank, ServedModel
+from router.routing.state import RoutedFleet
 from router.settings import WorkerSettings
 
 
@@ -95,7 +96,7 @@ class ModelTargets:
 class TargetDirectory:
     """The workers of a fleet by the names they serve."""
 
-    def __init__(self, fleet: Fleet, load: LoadTable) -> None:
+    def __init__(self, fleet: RoutedFleet, load: LoadTable) -> None:
         self._fleet = fleet
         self._load = load
         self._version = -1
@@ -136,3 +137,24 @@ def _ranks(worker: Worker, served: ServedModel, load: LoadTable) -> list[Routabl
     targets = [worker.target(dp_rank, served.model) for dp_rank in worker.ranks()]
     of_many = len(targets) > 1
     return [RoutableRank(worker, served, target, load.of(worker.url, target.dp_rank), of_many) for target in targets]
+
+
+def unavailable(message: str) -> RequestError:
+    """Return the error of a request that no worker can receive now: 503."""
+    return RequestError(
+        f"{message} Try again later.", status=503, type="service_unavailable", code="no_worker_available"
+    )
+
+
+def unknown_model(fleet: RoutedFleet, name: str) -> RequestError:
+    """Return the error of a request for an unknown model: 404 with the known names; 503 if no worker has answered."""
+    known = sorted(fleet.names())
+    if not known:
+        return unavailable("No worker has answered yet, so no model is known.")
+    return RequestError(
+        f"The model {name!r} does not exist. Send one of: {', '.join(known)}.",
+        status=404,
+        type="not_found_error",
+        param="model",
+        code="model_not_found",
+    )

@@ -27,7 +27,7 @@ from router.policies import Candidate, Decision, Policy, Request
 from router.policies.rates import prefill_seconds
 from router.prediction.eviction_pressure import EvictionPressure
 from router.routing.late_binding import NO_TIME_TO_SPARE, held_order, is_busy, is_sooner
-from router.routing.prefill_share import PrefillShare
+from router.routing.load_view import PrefillShare
 from router.settings import AdmissionSettings
 from simulator.fleet.engine import Engine, Progress
 from simulator.fleet.profiles import Profile

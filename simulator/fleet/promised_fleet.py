@@ -48,6 +48,7 @@ class PromisedFleet(Fleet):
         self._learned.predictions.slo()
         self._numbers_of = {target: number for number, target in enumerate(self._targets)}
         self._slos: dict[int, SLO] = {}  # by the identity of the request
+        self._missed: dict[int, bool] = {}  # by the identity of the SLO: the verdict of the last choice
         self._answers: dict[int, tuple[WatchedAnswer, RequestTiming, ReleaseCallback | None]] = {}
 
     def _place(self, outcome: Outcome) -> set[int]:
@@ -75,7 +76,7 @@ class PromisedFleet(Fleet):
         choice = self._choose(request)
         if self._refuses(request):
             return set()
-        late = slo is not None and slo.first_token_by is not None and slo.late
+        late = slo is not None and slo.first_token_by is not None and self._missed.get(id(slo), False)
         ends = request.arrival + _LATE_TIMEOUT
         if late and self._now < ends and self._unless_held(request, choice) is None:
             insort(self._held, held._replace(order=self._order(request, choice)))
@@ -92,7 +93,7 @@ class PromisedFleet(Fleet):
             if all(self._is_busy(load) for load in self._loads):
                 break
             slo = self._slos.get(id(request))
-            was_late = slo is not None and slo.late
+            was_late = slo is not None and self._missed.get(id(slo), False)
             if was_late and in_vain == LATE_TRIES:
                 break
             choice = self._choose(request)
@@ -102,7 +103,7 @@ class PromisedFleet(Fleet):
             elif placed is not None:
                 self._held.remove(held)
                 bound.add(self._bind(held.outcome, placed))
-            elif slo is not None and slo.late:
+            elif slo is not None and self._missed.get(id(slo), False):
                 late.append((held, choice))
                 in_vain += was_late
         for held, choice in late:
@@ -113,13 +114,13 @@ class PromisedFleet(Fleet):
     def _refuses(self, request: TracedRequest) -> bool:
         """Whether a request is refused, since it would be late."""
         slo = self._slos.get(id(request))
-        return slo is not None and slo.late and slo.refuses_late
+        return slo is not None and self._missed.get(id(slo), False) and slo.refuses_late
 
     def _order(self, request: TracedRequest, choice: Candidate) -> float:
         slo = self._slos.get(id(request))
         if slo is None or slo.first_token_by is None:
             return super()._order(request, choice)
-        if slo.late:
+        if self._missed.get(id(slo), False):
             return held_order(self._now, self._prefill(request, choice)) + _LATE_TIMEOUT
         return slo_order(slo.first_token_by, self._prefill(request, choice))
 
@@ -130,7 +131,7 @@ class PromisedFleet(Fleet):
             predictions = [self._prediction(each, request) for each in decision.candidates]
             most = self._by is By.MOST_HEADROOM
             if slo is not None:
-                slo.late = all(each.late(slo, self._now, 1.0) > 0 for each in predictions)
+                self._missed[id(slo)] = all(each.slo_missed_by(slo, self._now, 1.0) > 0 for each in predictions)
             return predicted_latency(
                 decision.candidates, predictions, slo, self._now, request.input_tokens, self._random, most
             )
@@ -141,7 +142,7 @@ class PromisedFleet(Fleet):
         if prediction.loss(counted, self._now) > LITTLE:
             chosen, prediction = self._least_loss(decision, request, counted)
         if slo is not None:
-            slo.late = prediction.late(slo, self._now, self._output()) > 0
+            self._missed[id(slo)] = prediction.slo_missed_by(slo, self._now, self._output()) > 0
         return chosen
 
     def _least_loss(self, decision: Decision, request: TracedRequest, slo: SLO) -> tuple[Candidate, Prediction]:

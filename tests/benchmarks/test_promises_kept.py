@@ -99,7 +99,7 @@ class _Watching(PromisedFleet):
 
     def _late(self) -> set[int]:
         requests = (id(held.outcome.request) for held in self._held)
-        return {request for request in requests if self._slos[request].late}
+        return {request for request in requests if self._missed.get(id(self._slos[request]))}
 
 
 def test_of_those_that_are_late_few_choose_at_one_event() -> None:

@@ -42,5 +42,5 @@ async def _reset(services: Services, worker: Worker) -> str:
                 return f"refused with status {response.status}"
     except (aiohttp.ClientError, TimeoutError) as error:
         return connection_problem(error)
-    services.router.forget(worker)
+    services.routing.placement.forget(worker)
     return "reset"

@@ -27,8 +27,9 @@ from router.http.headers import HeaderItems
 from router.policies import Cost
 from router.prediction.service_levels import ServiceLevels, read_slo
 from router.prediction.slo import SLO, Estimate, Prediction
+from router.routing.prompt_reader import PromptReader
 from router.routing.routed_prompt import RoutedPrompt
-from router.routing.router import Router
+from router.routing.selector import Selector
 from router.settings import LimitSettings
 
 
@@ -36,12 +37,16 @@ def explain_routes(services: Services) -> APIRouter:
     """The route that explains a decision."""
     routes = APIRouter()
     names, limits, levels = services.indexer.names, services.settings.limits, services.proxy.services.service_levels
+    sessions = services.routing.state.learned.places
 
     @routes.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
     async def explain_decision(request: Request) -> dict[str, Any]:
         """The decision a request would get now, without sending it."""
         body, headers = await request.body(), request.scope["headers"]
-        return await explain(services.router, services.admission, names, limits, body, headers, levels)
+        routing = services.routing
+        return await explain(
+            routing.reader, routing.selector, services.admission, sessions, names, limits, body, headers, levels
+        )
 
     return routes
 
@@ -59,8 +64,10 @@ class _ExplainFields(msgspec.Struct):
 
 
 async def explain(
-    router: Router,
+    reader: PromptReader,
+    selector: Selector,
     admission: Admission,
+    sessions: SessionLocations,
     names: WorkerNames,
     limits: LimitSettings,
     body: bytes,
@@ -72,13 +79,13 @@ async def explain(
     Raises RequestError naming the field at fault.
     """
     call, request = await aside_if_long(body, partial(_asked, limits, headers))
-    prompt = await router.read(request, len(call.body))
+    prompt = await reader.read(request, len(call.body))
     prompt = replace(prompt, path=call.path)
     if (told := hints_in_headers(headers)) is not None:
         prompt.hints = told.before(prompt.hints)
     now = time.monotonic()
     slo = read_slo(headers, levels, "", prompt.name, now)
-    usual = router.choose(prompt, now=now, slo=slo)
+    usual = selector.choose(prompt, now=now, slo=slo)
     assert usual is not None  # nothing is at a limit where there is none
     begins = admission.preview(prompt, slo)
     selection = usual if isinstance(begins, WaitReason) else begins
@@ -90,14 +97,14 @@ async def explain(
         "tokens": prompt.tokens,
         "exact": prompt.exact,
         "session": prompt.session,
-        "hints": prompt.hints and _hints(prompt, prompt.hints, router.places, names),
+        "hints": prompt.hints and _hints(prompt, prompt.hints, sessions, names),
         "held": begins if isinstance(begins, WaitReason) else None,
-        "promise": slo and _slo(slo, router.prediction(chosen, prompt), now),
+        "promise": slo and _slo(slo, selector.predict(chosen, prompt), now),
         "choice": {"worker": names.of(chosen.target.worker), "dp_rank": chosen.target.dp_rank},
         "unit": usual.decision.unit,
         "candidates": [
-            _candidate(names, cost, router.places.wanted(cost.candidate.target))
-            | {"forecast": _prediction(router.prediction(cost.candidate, prompt), slo, now)}
+            _candidate(names, cost, sessions.wanted(cost.candidate.target))
+            | {"forecast": _prediction(selector.predict(cost.candidate, prompt), slo, now)}
             for cost in costs
         ],
         "disaggregation": selection.disaggregation and selection.disaggregation.as_json(names),
@@ -149,7 +156,7 @@ def _candidate(names: WorkerNames, cost: Cost, wanted: int) -> dict[str, Any]:
 def _slo(slo: SLO, prediction: Prediction, now: float) -> dict[str, Any]:
     """Whether the choice would keep a promise, and with how many seconds to spare: below 0 where it is late."""
     ttft, tpot = slo.ttft, slo.tpot
-    kept = prediction.late(slo, now, 1.0) <= 0
+    kept = prediction.slo_missed_by(slo, now, 1.0) <= 0
     return {
         "service_level": slo.service_level or None,
         "ttft": ttft,
@@ -170,7 +177,7 @@ def _prediction(prediction: Prediction, slo: SLO | None, now: float) -> dict[str
         "measured": prediction.measured,
     }
     if slo is not None:
-        told["kept"] = prediction.late(slo, now, 1.0) <= 0
+        told["kept"] = prediction.slo_missed_by(slo, now, 1.0) <= 0
         told["chance"] = round(prediction.chance(slo, now), 3)
         told["others_broken"] = round(prediction.others_broken, 3)
     return told

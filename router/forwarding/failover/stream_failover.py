@@ -21,8 +21,8 @@ from router.fleet.fleet import Fleet, Worker
 from router.forwarding.failover.resumable_request import resumable_request
 from router.forwarding.failover.resumable_stream import ResumableStream
 from router.forwarding.request_context import RequestContext
+from router.routing.prompt_reader import PromptReader
 from router.routing.routed_prompt import RoutedPrompt
-from router.routing.router import Router
 
 # They continue the last message of a chat, and tell usage with each chunk.
 _CONTINUING = frozenset({Engine.VLLM, Engine.SGLANG})
@@ -40,10 +40,10 @@ class Resumption:
 class StreamFailover:
     """What proxied requests ask. `most`: how often one stream may go on elsewhere."""
 
-    def __init__(self, fleet: Fleet, router: Router, most: int, registry: CollectorRegistry) -> None:
+    def __init__(self, fleet: Fleet, reader: PromptReader, most: int, registry: CollectorRegistry) -> None:
         self.most = most
         self._fleet = fleet
-        self._router = router
+        self._reader = reader
         self._counter = Counter(
             "kvrouter_stream_failovers",
             "Streams whose worker broke off: gone on with elsewhere, or ended there",
@@ -112,9 +112,9 @@ class StreamFailover:
         """A request's prompt with its tokens, where they can be known, whatever the policy looks at."""
         head = context.head
         request = read_call(Call(head.method, head.path, head.headers, body, head.session_headers))
-        prompt = self._router.read_now(request, len(body))
+        prompt = self._reader.read_now(request, len(body))
         if prompt is None or not prompt.token_ids:
-            prompt = await self._router.read_aside(request, len(body))
+            prompt = await self._reader.read_aside(request, len(body))
         return replace(prompt, path=head.path) if self._fleet.disaggregated else prompt
 
     def _engines(self) -> set[Engine]:

@@ -6,15 +6,15 @@ from collections.abc import Collection
 from random import Random
 
 from router.fleet.discovery import Engine
-from router.fleet.fleet import Worker
+from router.fleet.worker import Worker
 from router.policies import Policy, Request
 from router.routing.candidates import CandidateFinder, CandidateSet
+from router.routing.capacity import NO_LIMITS
 from router.routing.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
 from router.routing.disaggregation.decision import decode_policy, disaggregate, prefill_policy
-from router.routing.errors import unavailable
-from router.routing.limits import NO_LIMITS
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.selection import Selection
+from router.routing.target_directory import unavailable
 from router.settings import Backend, DisaggregationSettings, Role
 
 _ADAPTER_OF_ENGINE: dict[Engine, type[Adapter]] = {Engine.SGLANG: Sglang, Engine.VLLM: Nixl}

@@ -73,7 +73,12 @@ def audit(streams: Streams, sent_prefixes: SentPrefixes) -> HitAudit:
 
 def predicted(overlap: int, by_events: int | None, target: Target = TARGET, **more: Any) -> CachePrediction:
     return CachePrediction(
-        target, HASHES, len(TOKENS), overlap, by_events, **({"comparable": True, "capacity": None} | more)
+        target,
+        HASHES,
+        len(TOKENS),
+        overlap,
+        by_events,
+        **({"comparable": True, "capacity": None, "made_at": time.monotonic()} | more),
     )
 
 

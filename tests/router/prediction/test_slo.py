@@ -86,9 +86,9 @@ def test_a_session_leaves_its_prefix_for_the_promises_of_all_its_turns(turns: fl
 
 def test_late_is_counted_from_the_arrival_and_over_the_answer() -> None:
     slo = SLO(1.0, 0.05, arrived=10.0)
-    assert prediction(0.9, 0.05).late(slo, 10.0, 100) == 0
-    assert prediction(0.9).late(slo, 10.5, 100) == pytest.approx(0.4)
-    assert prediction(0.1, 0.06).late(slo, 10.0, 100) == pytest.approx(1.0)
+    assert prediction(0.9, 0.05).slo_missed_by(slo, 10.0, 100) == 0
+    assert prediction(0.9).slo_missed_by(slo, 10.5, 100) == pytest.approx(0.4)
+    assert prediction(0.1, 0.06).slo_missed_by(slo, 10.0, 100) == pytest.approx(1.0)
 
 
 def test_ratios_forget_the_oldest() -> None:

@@ -6,41 +6,32 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Coroutine
-from random import Random
 
 import pytest
 
+from benchmarks.make_routing import MODEL, make_fleet, make_routing
 from indexer import Indexer, Target
 from indexer.hashing import MediaSpan, PackedPrompt
 from router.cache_state.draft_blocks import RecomputedBlocks
-from router.cache_state.hit_audit import HitAudit
-from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, InFlightPrefixes
-from router.cache_state.sent_prefixes import SentPrefixes
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
 from router.load.load_messages import Kind, Message, RankLoad
-from router.load.target_load import LoadTable
-from router.policies import Candidate, policy_named
-from router.policies.rates import Rates
-from router.prediction.learned import Learned
+from router.policies import Candidate
 from router.prediction.slo import SLO
-from router.routing.limits import NO_LIMITS
+from router.routing.build import Routing
+from router.routing.capacity import NO_LIMITS
 from router.routing.routed_prompt import RoutedPrompt
-from router.routing.router import Router
 from router.settings import (
-    AuditSettings,
-    DisaggregationSettings,
-    FleetSettings,
     PolicyName,
     PolicySettings,
+    Settings,
     WorkerSettings,
 )
-from router.sharing import LoadSharing, PeerLoad
-from router.tokens.tokenizers import Tokenizers
+from router.sharing import PeerLoad
 
-MODEL = "m"
 URLS = ["http://a:1", "http://b:1"]
 SHARED = 8 * CHUNK_TOKENS
 
@@ -52,46 +43,30 @@ def prompt(last: int) -> RoutedPrompt:
 
 
 def with_router(
-    play: Callable[[Router, Fleet], Coroutine[None, None, None]],
+    play: Callable[[Routing, Fleet], Coroutine[None, None, None]],
     peer_load: PeerLoad | None = None,
     policy: PolicyName = PolicyName.KV_AWARE,
     recomputed: RecomputedBlocks | None = None,
     **more: float,
 ) -> None:
     async def run() -> None:
-        async with asyncio.timeout(60):
-            indexer = Indexer()
-            workers = [WorkerSettings.model_validate({"url": url, **more}) for url in URLS]
-            fleet = Fleet(workers, FleetSettings(), indexer)
-            for worker in fleet.workers:
-                worker.describe(WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16))
-                worker.problem = None
-            loads, sent_prefixes = LoadTable(), SentPrefixes()
-            audit = HitAudit(indexer, sent_prefixes, AuditSettings())
-            audit.recomputed = recomputed or audit.recomputed
-            router = Router(
-                fleet,
-                indexer,
-                Tokenizers(),
-                policy_named(PolicySettings(name=policy), Random(1)),
-                loads,
-                InFlightPrefixes(60.0),
-                Learned(Rates()),
-                sent_prefixes,
-                audit,
-                LoadSharing(loads, peer_load or PeerLoad(5.0, 2.0), []),
-                DisaggregationSettings(),
-            )
-            try:
-                await play(router, fleet)
-            finally:
-                indexer.stop()
+        indexer = Indexer()
+        workers = [WorkerSettings.model_validate({"url": url, **more}) for url in URLS]
+        fleet = make_fleet(workers, indexer)
+        settings = Settings(policy=PolicySettings(name=policy))
+        routing = make_routing(fleet, indexer, settings, peer_load=peer_load)
+        audit = routing.state.audit
+        audit.recomputed = recomputed or audit.recomputed
+        try:
+            await play(routing, fleet)
+        finally:
+            indexer.stop()
 
     asyncio.run(run())
 
 
-def candidates(router: Router, asked: RoutedPrompt) -> dict[str, Candidate]:
-    choice = router.choose(asked)
+def candidates(routing: Routing, asked: RoutedPrompt) -> dict[str, Candidate]:
+    choice = routing.selector.choose(asked)
     assert choice is not None
     return {candidate.target.worker: candidate for candidate in choice.decision.candidates}
 
@@ -102,39 +77,39 @@ def long_prompt(tokens: int) -> RoutedPrompt:
     return RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True, streamed=True)
 
 
-def nobody_comes(router: Router, fleet: Fleet, seconds: float) -> None:
+def nobody_comes(routing: Routing, fleet: Fleet, seconds: float) -> None:
     """For so long; meanwhile the fleet changes."""
     now = time.monotonic()
     for later in (0, seconds):
-        router.choose(prompt(1), now=now + later)
+        routing.selector.choose(prompt(1), now=now + later)
     for drains in (True, False):  # it is still the same one
         fleet.drain(fleet.workers[1], drains)
-        router.choose(prompt(1))
+        routing.selector.choose(prompt(1))
 
 
 @pytest.mark.parametrize("idle_seconds", [5, 600])
 def test_while_there_is_time_to_spare_nobody_is_held_for_one_worker_while_another_is_free(idle_seconds: int) -> None:
-    async def play(router: Router, fleet: Fleet) -> None:
+    async def play(routing: Routing, fleet: Fleet) -> None:
         first, second = fleet.workers
-        nobody_comes(router, fleet, idle_seconds)
-        router.place(long_prompt(8192), excluded=[second]).first_byte()
+        nobody_comes(routing, fleet, idle_seconds)
+        routing.placement.place(long_prompt(8192), excluded=[second]).first_byte()
         asked, other_prompt = long_prompt(8704), RoutedPrompt(MODEL, 4600, [], [], exact=True, streamed=True)
         for busy in (False, True):
-            router.place(other_prompt, excluded=[second])
-            selection = router.choose(asked)
+            routing.placement.place(other_prompt, excluded=[second])
+            selection = routing.selector.choose(asked)
             assert selection is not None
             assert selection.worker is first
-            assert (router.unless_held(asked, (), NO_LIMITS, selection, held=0) is not selection) is busy
-        other = router.unless_held(asked, (), NO_LIMITS, selection, held=0)
+            assert (routing.selector.bind(asked, selection, (), NO_LIMITS, waiting=0) is not selection) is busy
+        other = routing.selector.bind(asked, selection, (), NO_LIMITS, waiting=0)
         if idle_seconds < 10:
             assert other is None  # for all that is known, it has none
         else:
             assert other is not None
             assert (other.worker, other.decision.chosen.overlap) == (second, 0)
             assert [each.target.worker for each in other.decision.candidates] == [second.url]
-            router.place(other_prompt, excluded=[first])
-            router.place(other_prompt, excluded=[first])
-            assert router.unless_held(asked, (), NO_LIMITS, selection, held=0) is None  # it is busy, too
+            routing.placement.place(other_prompt, excluded=[first])
+            routing.placement.place(other_prompt, excluded=[first])
+            assert routing.selector.bind(asked, selection, (), NO_LIMITS, waiting=0) is None  # it is busy, too
 
     with_router(play)
 
@@ -143,20 +118,20 @@ def test_while_there_is_time_to_spare_nobody_is_held_for_one_worker_while_anothe
 def test_while_there_is_time_to_spare_a_free_worker_is_taken_before_one_whose_prefill_is_nearly_done(
     idle_seconds: int, goes_to: int
 ) -> None:
-    async def play(router: Router, fleet: Fleet) -> None:
+    async def play(routing: Routing, fleet: Fleet) -> None:
         first, second = fleet.workers
-        nobody_comes(router, fleet, idle_seconds)
-        router.place(long_prompt(8192), excluded=[second]).first_byte()
+        nobody_comes(routing, fleet, idle_seconds)
+        routing.placement.place(long_prompt(8192), excluded=[second]).first_byte()
         busy = RoutedPrompt(MODEL, 12_000, [], [], exact=True, streamed=True)
-        there = router.choose(busy, excluded=[second])
+        there = routing.selector.choose(busy, excluded=[second])
         assert there is not None
-        begun = time.monotonic() - 1.4 * router.prefill_seconds(busy)
-        router.record_in_flight(busy, router.reserve(busy, there, now=begun))
+        begun = time.monotonic() - 1.4 * routing.selector.prefill_seconds(busy)
+        routing.placement.record_in_flight(busy, routing.placement.reserve(busy, there, now=begun))
         asked = long_prompt(8704)
-        selection = router.choose(asked)
+        selection = routing.selector.choose(asked)
         assert selection is not None
         assert selection.worker is first
-        placed = router.unless_held(asked, (), NO_LIMITS, selection, held=0)
+        placed = routing.selector.bind(asked, selection, (), NO_LIMITS, waiting=0)
         assert placed is not None
         assert placed.worker is fleet.workers[goes_to]
 
@@ -170,15 +145,15 @@ def test_where_sessions_have_many_turns_one_leaves_its_prefix_rather_than_break_
     """Beside it a hundred answers were promised 25 ms a token, about what they have. Its new tokens slow them a little,
     at each turn. That their prompts are `cached` tells of sessions with many turns."""
 
-    async def play(router: Router, fleet: Fleet) -> None:
+    async def play(routing: Routing, fleet: Fleet) -> None:
         second = fleet.workers[1]
-        router.place(long_prompt(20_032), excluded=[second]).first_byte()
+        routing.placement.place(long_prompt(20_032), excluded=[second]).first_byte()
         beside = long_prompt(600) if cached else RoutedPrompt(MODEL, 600, [], [], exact=True, streamed=True)
         for _ in range(100):
-            there = router.choose(beside, excluded=[second], slo=SLO(None, 0.025, time.monotonic()))
+            there = routing.selector.choose(beside, excluded=[second], slo=SLO(None, 0.025, time.monotonic()))
             assert there is not None
-            router.reserve(beside, there).first_byte()
-        selection = router.choose(long_prompt(20_544), slo=SLO(None, 1.0, time.monotonic()))
+            routing.placement.reserve(beside, there).first_byte()
+        selection = routing.selector.choose(long_prompt(20_544), slo=SLO(None, 1.0, time.monotonic()))
         assert selection is not None
         assert selection.worker is fleet.workers[goes_to]
 
@@ -186,19 +161,19 @@ def test_where_sessions_have_many_turns_one_leaves_its_prefix_rather_than_break_
 
 
 def test_what_was_sent_is_expected_until_it_failed() -> None:
-    async def play(router: Router, _: Fleet) -> None:
-        ended, failed = router.place(prompt(1)), router.place(prompt(1))
+    async def play(routing: Routing, _: Fleet) -> None:
+        ended, failed = routing.placement.place(prompt(1)), routing.placement.place(prompt(1))
         assert failed.worker is ended.worker
         failed.attempt.end(Outcome.FAILED, "no answer")
         failed.release()
-        assert candidates(router, prompt(2))[ended.worker.url].overlap == SHARED
+        assert candidates(routing, prompt(2))[ended.worker.url].overlap == SHARED
         ended.release()
-        assert candidates(router, prompt(2))[ended.worker.url].overlap == SHARED
+        assert candidates(routing, prompt(2))[ended.worker.url].overlap == SHARED
         other = PackedPrompt.of(range(900, 964))
-        alone = router.place(RoutedPrompt(MODEL, 64, [other], [other]))
+        alone = routing.placement.place(RoutedPrompt(MODEL, 64, [other], [other]))
         alone.attempt.end(Outcome.FAILED, "no answer")
         alone.release()
-        again = candidates(router, RoutedPrompt(MODEL, 64, [other], [other]))
+        again = candidates(routing, RoutedPrompt(MODEL, 64, [other], [other]))
         assert not any(candidate.overlap for candidate in again.values())
 
     with_router(play)
@@ -207,26 +182,26 @@ def test_what_was_sent_is_expected_until_it_failed() -> None:
 def test_a_block_that_is_computed_again_is_not_promised() -> None:
     recomputed = RecomputedBlocks()
 
-    async def play(router: Router, _: Fleet) -> None:
-        sent = router.place(prompt(1))
+    async def play(routing: Routing, _: Fleet) -> None:
+        sent = routing.placement.place(prompt(1))
         for _ in range(2):
             recomputed.answered(Target(sent.worker.url, 0, MODEL), SHARED, SHARED - 16, 16)
-        assert candidates(router, prompt(2))[sent.worker.url].overlap == SHARED - 16
+        assert candidates(routing, prompt(2))[sent.worker.url].overlap == SHARED - 16
 
     with_router(play, recomputed=recomputed)
 
 
 def test_a_decision_keeps_what_it_was_made_with() -> None:
-    async def play(router: Router, _: Fleet) -> None:
-        first = router.place(prompt(1))
+    async def play(routing: Routing, _: Fleet) -> None:
+        first = routing.placement.place(prompt(1))
         made = first.decision
         assert [candidate.requests for candidate in made.candidates] == [0, 0]
-        now = candidates(router, prompt(2))
+        now = candidates(routing, prompt(2))
         assert now[first.worker.url].requests == 1
         assert [candidate.requests for candidate in made.candidates] == [0, 0]
         assert [candidate.overlap for candidate in made.candidates] == [0, 0]
         first.release()
-        after = candidates(router, prompt(3))
+        after = candidates(routing, prompt(3))
         assert [candidate.requests for candidate in after.values()] == [0, 0]
         assert now[first.worker.url].requests == 1
 
@@ -234,25 +209,25 @@ def test_a_decision_keeps_what_it_was_made_with() -> None:
 
 
 def test_loads_count_by_what_a_worker_can_bear() -> None:
-    async def play(router: Router, _: Fleet) -> None:
+    async def play(routing: Routing, _: Fleet) -> None:
         for _number in range(4):
-            router.place(prompt(1))
-        requests = {url: candidate.requests for url, candidate in candidates(router, prompt(1)).items()}
+            routing.placement.place(prompt(1))
+        requests = {url: candidate.requests for url, candidate in candidates(routing, prompt(1)).items()}
         assert sorted(requests.values()) == [0, 2]
 
     with_router(play, weight=2.0)
 
 
 def test_what_is_held_counts_for_its_worker_whoever_is_left_out() -> None:
-    async def play(router: Router, fleet: Fleet) -> None:
+    async def play(routing: Routing, fleet: Fleet) -> None:
         held = {worker: 16 * (number + 1) for number, worker in enumerate(fleet.workers)}
         for worker, tokens in held.items():
             packed = PackedPrompt.of(range(tokens))
-            assignment = router.place(RoutedPrompt(MODEL, tokens, [packed], [packed]), _but(fleet, worker))
+            assignment = routing.placement.place(RoutedPrompt(MODEL, tokens, [packed], [packed]), _but(fleet, worker))
             assert assignment.worker is worker
         asked = PackedPrompt.of(range(64))
         for left_out in [[], *([worker] for worker in fleet.workers)]:
-            choice = router.choose(RoutedPrompt(MODEL, 64, [asked], [asked]), left_out)
+            choice = routing.selector.choose(RoutedPrompt(MODEL, 64, [asked], [asked]), left_out)
             assert choice is not None
             overlaps = {candidate.target.worker: candidate.overlap for candidate in choice.decision.candidates}
             assert overlaps == {worker.url: tokens for worker, tokens in held.items() if worker not in left_out}
@@ -266,17 +241,17 @@ def _but(fleet: Fleet, worker: Worker) -> list[Worker]:
 
 
 def test_workers_that_come_and_go_are_candidates_at_once() -> None:
-    async def play(router: Router, fleet: Fleet) -> None:
-        assert set(candidates(router, prompt(1))) == set(URLS)
+    async def play(routing: Routing, fleet: Fleet) -> None:
+        assert set(candidates(routing, prompt(1))) == set(URLS)
         fleet.report_failure(fleet.workers[0], "gone")
-        assert set(candidates(router, prompt(1))) == {URLS[1]}
+        assert set(candidates(routing, prompt(1))) == {URLS[1]}
         fleet.assign("config", [WorkerSettings.model_validate({"url": url}) for url in [*URLS, "http://c:1"]])
         new = fleet.workers[2]
-        assert set(candidates(router, prompt(1))) == {URLS[1]}
+        assert set(candidates(routing, prompt(1))) == {URLS[1]}
         new.describe(WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16))
         new.problem = None
         fleet.drain(new, False)
-        assert set(candidates(router, prompt(1))) == {URLS[1], new.url}
+        assert set(candidates(routing, prompt(1))) == {URLS[1], new.url}
 
     with_router(play)
 
@@ -284,43 +259,43 @@ def test_workers_that_come_and_go_are_candidates_at_once() -> None:
 def test_what_other_routers_have_there_counts_as_soon_as_it_is_told() -> None:
     peer_load = PeerLoad(5.0, 2.0)
 
-    async def play(router: Router, _: Fleet) -> None:
-        assert candidates(router, prompt(1))[URLS[0]].requests == 0
+    async def play(routing: Routing, _: Fleet) -> None:
+        assert candidates(routing, prompt(1))[URLS[0]].requests == 0
         peer_load.apply(Message("other", 1, Kind.NEWS, [RankLoad(URLS[0], 0, 3, 40, 50, 1, 0, 0.0)]))
-        now = candidates(router, prompt(1))
+        now = candidates(routing, prompt(1))
         assert (now[URLS[0]].requests, now[URLS[0]].pending, now[URLS[0]].context) == (3, 40, 50)
         assert now[URLS[1]].requests == 0
         peer_load.forget("other")
-        assert candidates(router, prompt(1))[URLS[0]].requests == 0
+        assert candidates(routing, prompt(1))[URLS[0]].requests == 0
 
     with_router(play, peer_load)
 
 
 def test_a_worker_that_fails_is_chosen_again_once_it_is_the_only_one() -> None:
-    async def play(router: Router, fleet: Fleet) -> None:
+    async def play(routing: Routing, fleet: Fleet) -> None:
         fleet.workers[0].health.circuit.open("it fails")
-        assert set(candidates(router, prompt(1))) == {URLS[1]}
-        assert router.others(prompt(1), [fleet.workers[1]])
+        assert set(candidates(routing, prompt(1))) == {URLS[1]}
+        assert routing.selector.has_others(prompt(1), [fleet.workers[1]])
         fleet.workers[1].health.circuit.open("it fails")
-        assert set(candidates(router, prompt(1))) == set(URLS)
+        assert set(candidates(routing, prompt(1))) == set(URLS)
         fleet.report_failure(fleet.workers[1], "gone")
-        assert set(candidates(router, prompt(1))) == {URLS[0]}
-        assert not router.others(prompt(1), [fleet.workers[0]])
+        assert set(candidates(routing, prompt(1))) == {URLS[0]}
+        assert not routing.selector.has_others(prompt(1), [fleet.workers[0]])
 
     with_router(play)
 
 
 def test_a_rank_that_hangs_is_left_out_alone() -> None:
-    async def play(router: Router, fleet: Fleet) -> None:
+    async def play(routing: Routing, fleet: Fleet) -> None:
         for worker in fleet.workers:
             worker.describe(
                 WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16, ranks=(0, 1))
             )
         fleet.drain(fleet.workers[1], True)
-        placed = [router.place(prompt(1)) for _ in range(8)]
+        placed = [routing.placement.place(prompt(1)) for _ in range(8)]
         assert {assignment.target.dp_rank for assignment in placed} == {0, 1}
         fleet.workers[0].health.ranks[0].circuit.open("it hangs")
-        choice = router.choose(prompt(1))
+        choice = routing.selector.choose(prompt(1))
         assert choice is not None
         assert [candidate.target.dp_rank for candidate in choice.decision.candidates] == [1]
         for assignment in placed:
@@ -339,12 +314,12 @@ def test_prompts_in_flight_are_the_same_where_their_images_are() -> None:
         tokens = PackedPrompt(packed.tokens, tuple(spans))
         return RoutedPrompt(MODEL, len(tokens), [tokens], [tokens], exact=True)
 
-    async def play(router: Router, _: Fleet) -> None:
-        placed = router.place(about("red", "green"))
+    async def play(routing: Routing, _: Fleet) -> None:
+        placed = routing.placement.place(about("red", "green"))
         assert placed.cache_prediction is not None
         assert (placed.cache_prediction.media, placed.cache_prediction.comparable) == (True, True)
         for names, chunks in ((("red", "green"), 9), (("red", "blue"), 4), (("blue", "green"), 0)):
-            overlap = candidates(router, about(*names))[placed.worker.url].overlap
+            overlap = candidates(routing, about(*names))[placed.worker.url].overlap
             assert overlap // CHUNK_TOKENS == min(chunks, 8), names
         placed.release()
 
@@ -352,12 +327,12 @@ def test_prompts_in_flight_are_the_same_where_their_images_are() -> None:
 
 
 def test_prompts_that_were_read_for_a_recording_are_placed_by_load_after_its_end() -> None:
-    async def play(router: Router, _: Fleet) -> None:
-        assert not router.needs_prompts
-        router.look_at_prompts(True)
-        assert router.needs_prompts
-        router.look_at_prompts(False)
-        placed = router.place(prompt(1))
+    async def play(routing: Routing, _: Fleet) -> None:
+        assert not routing.reader.needs_prompts
+        routing.reader.look_at_prompts(True)
+        assert routing.reader.needs_prompts
+        routing.reader.look_at_prompts(False)
+        placed = routing.placement.place(prompt(1))
         assert placed.cache_prediction is None
         placed.release()
 
@@ -365,22 +340,22 @@ def test_prompts_that_were_read_for_a_recording_are_placed_by_load_after_its_end
 
 
 def test_a_worker_that_serves_something_else_or_bears_more_is_seen_as_it_is_now() -> None:
-    async def play(router: Router, fleet: Fleet) -> None:
-        placed = [router.place(prompt(1)) for _ in range(4)]
-        assert sorted(each.requests for each in candidates(router, prompt(1)).values()) == [0, 4]
+    async def play(routing: Routing, fleet: Fleet) -> None:
+        placed = [routing.placement.place(prompt(1)) for _ in range(4)]
+        assert sorted(each.requests for each in candidates(routing, prompt(1)).values()) == [0, 4]
         busy = placed[0].worker
         given = [WorkerSettings.model_validate({"url": url, "weight": 2}) for url in URLS]
         fleet.assign("config", given)
-        assert candidates(router, prompt(1))[busy.url].requests == 2
+        assert candidates(routing, prompt(1))[busy.url].requests == 2
         busy.describe(WorkerDescription(Engine.VLLM, {"other": ServedModel("other", "other")}, block_size=16))
         fleet.drain(busy, False)
-        assert busy.url not in candidates(router, prompt(1))
+        assert busy.url not in candidates(routing, prompt(1))
         asked = RoutedPrompt("other", 40)
-        assert candidates(router, asked)[busy.url].target == busy.target(0, "other")
-        assert candidates(router, asked)[busy.url].requests == 2
+        assert candidates(routing, asked)[busy.url].target == busy.target(0, "other")
+        assert candidates(routing, asked)[busy.url].requests == 2
         for assignment in placed:
             assignment.release()
-        assert candidates(router, asked)[busy.url].requests == 0
+        assert candidates(routing, asked)[busy.url].requests == 0
 
     with_router(play)
 
@@ -388,27 +363,27 @@ def test_a_worker_that_serves_something_else_or_bears_more_is_seen_as_it_is_now(
 def test_loads_told_while_nobody_asked_for_a_name_count_when_somebody_does() -> None:
     peer_load = PeerLoad(5.0, 2.0)
 
-    async def play(router: Router, fleet: Fleet) -> None:
+    async def play(routing: Routing, fleet: Fleet) -> None:
         models = {name: ServedModel(name, name) for name in (MODEL, "other")}
         for worker in fleet.workers:
             worker.describe(WorkerDescription(Engine.VLLM, models, block_size=16))
         names = RoutedPrompt(MODEL, 40), RoutedPrompt("other", 40)
-        assert [candidates(router, each)[URLS[0]].requests for each in names] == [0, 0]
+        assert [candidates(routing, each)[URLS[0]].requests for each in names] == [0, 0]
         fleet.drain(fleet.workers[1], True)
         peer_load.apply(Message("a", 1, Kind.NEWS, [RankLoad(URLS[0], 0, 3, 40, 50, 1, 0, 0.0)]))
-        assert [candidates(router, each)[URLS[0]].requests for each in names] == [3, 3]
+        assert [candidates(routing, each)[URLS[0]].requests for each in names] == [3, 3]
 
     with_router(play, peer_load)
 
 
 def test_what_came_by_other_ways_counts_as_soon_as_the_engine_tells_of_it() -> None:
-    async def play(router: Router, fleet: Fleet) -> None:
-        assert candidates(router, prompt(1))[URLS[0]].requests == 0
+    async def play(routing: Routing, fleet: Fleet) -> None:
+        assert candidates(routing, prompt(1))[URLS[0]].requests == 0
         worker = fleet.workers[0]
         worker.metrics.read('vllm:num_requests_running{engine="0"} 5\nvllm:num_requests_waiting{engine="0"} 2\n', {})
         for told in fleet.on_scrape:
             told(worker)
-        now = candidates(router, prompt(1))[URLS[0]]
+        now = candidates(routing, prompt(1))[URLS[0]]
         assert (now.requests, now.waiting) == (7, 2)
 
     with_router(play)

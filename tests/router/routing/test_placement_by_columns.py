@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
+from collections.abc import Iterator
 from random import Random
 
 import pytest
 
+from benchmarks.make_routing import BLOCK, MODEL, make_fleet, make_routing
 from indexer import Indexer, Registration, Target
 from indexer.hashing import PackedPrompt
 from kvevents import BlockStored, EventBatch
 from router.apis.sessions import AgentHints
-from router.cache_state.hit_audit import HitAudit
-from router.cache_state.in_flight_prefixes import InFlightPrefixes
-from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
-from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.load.load_messages import Kind, Message, RankLoad
-from router.load.target_load import LoadTable
 from router.policies import KvAware, Request, policy_named
-from router.policies.rates import Rates
-from router.prediction.learned import Learned
 from router.routing.assignment import Assignment
-from router.routing.limits import NO_LIMITS, Limits
+from router.routing.capacity import NO_LIMITS, Limits
 from router.routing.routed_prompt import RoutedPrompt
-from router.routing.router import Router
-from router.settings import AuditSettings, DisaggregationSettings, FleetSettings, PolicySettings, WorkerSettings
-from router.sharing import LoadSharing, PeerLoad
-from router.tokens.tokenizers import Tokenizers
+from router.settings import FleetSettings, PolicySettings, WorkerSettings
+from router.sharing import PeerLoad
 
-MODEL, BLOCK = "m", 16
 WORKERS = 150
 CAPACITY = 4096  # tokens of a worker's cache
 LIMITS = Limits(requests=3, tokens=600)
@@ -47,7 +38,7 @@ class Fixture:
         ]
         self.indexer = indexer
         # Nothing of what was scraped gets too old while the test runs: columns would learn that a moment later.
-        self.fleet = Fleet(workers, FleetSettings(metrics_interval=600.0), indexer)
+        self.fleet = make_fleet(workers, indexer, FleetSettings(metrics_interval=600.0))
         for number, worker in enumerate(self.fleet.workers):
             ranks = (0, 1) if number % 5 == 0 else (0,)
             models = {MODEL: ServedModel(MODEL, MODEL)}
@@ -57,33 +48,21 @@ class Fixture:
             worker.problem, worker.slow_start = None, 1000.0
             for rank in ranks:
                 indexer.register(Registration(Target(worker.url, rank, MODEL), None, "vLLM", BLOCK))
-        self.loads, sent_prefixes, self.learned = LoadTable(), SentPrefixes(), Learned(Rates())
-        self.peer_load = PeerLoad(600.0, 2.0)
         policy = policy_named(PolicySettings(), Random(1))
         assert isinstance(policy.choose, KvAware)
         self.policy = policy.choose
         self.formula = policy_named(PolicySettings(), Random(0)).choose
-        self.router = Router(
-            self.fleet,
-            indexer,
-            Tokenizers(),
-            policy,
-            self.loads,
-            InFlightPrefixes(60.0),
-            self.learned,
-            sent_prefixes,
-            HitAudit(indexer, sent_prefixes, AuditSettings()),
-            LoadSharing(self.loads, self.peer_load, []),
-            DisaggregationSettings(),
-        )
+        self.peer_load = PeerLoad(600.0, 2.0)
+        self.routing = make_routing(self.fleet, indexer, policy=policy, peer_load=self.peer_load)
+        self.loads, self.learned = self.routing.state.load, self.routing.state.learned
 
     def choose_as_the_formula_does(self, prompt: RoutedPrompt, excluded: list[Worker], limits: Limits) -> None:
         """Let both choose, and compare."""
         assert isinstance(self.formula, KvAware)
         self.formula.random.setstate(self.policy.random.getstate())
-        selection = self.router.choose(prompt, excluded, limits)
+        selection = self.routing.selector.choose(prompt, excluded, limits)
         if selection is None:
-            assert not self.router.any_has_capacity(prompt, excluded, limits)
+            assert not self.routing.selector.any_has_capacity(prompt, excluded, limits)
             return
         candidates = selection.decision.candidates
         assert selection.decision.count == len(candidates)
@@ -93,7 +72,7 @@ class Fixture:
             worker, rank = self.fleet.find(candidate.target.worker), candidate.target.dp_rank
             assert worker is not None
             assert worker not in excluded
-            assert self.router.has_capacity(worker, rank, limits, prompt.tokens)
+            assert self.routing.selector.has_capacity(worker, rank, limits, prompt.tokens)
             load, peers = self.loads.of(worker.url, rank), self.peer_load.of(worker.url, rank)
             weight = worker.settings.weight
             engine = worker.metrics.of(rank)
@@ -114,8 +93,15 @@ class Fixture:
                     assert worker.target(rank, MODEL) not in targets
                 hangs = any(not health.circuit.closed for health in worker.health.ranks.values())
                 if worker in closed and worker.warming_since is None and not hangs:
-                    capable = self.router.has_capacity(worker, rank, limits, prompt.tokens)
+                    capable = self.routing.selector.has_capacity(worker, rank, limits, prompt.tokens)
                     assert (worker.target(rank, MODEL) in targets) is capable
+
+
+@pytest.fixture
+def indexer() -> Iterator[Indexer]:
+    made = Indexer()
+    yield made
+    made.stop()
 
 
 def prompt_of(random: Random) -> RoutedPrompt:
@@ -131,7 +117,7 @@ def step(fixture: Fixture, random: Random, in_flight: list[Assignment], number: 
         ("place", "place", "end", "first byte", "circuit", "rank", "scrape", "peer", "store", "warm", "session")
     ):
         case "place":
-            in_flight.append(fixture.router.place(prompt_of(random)))
+            in_flight.append(fixture.routing.placement.place(prompt_of(random)))
         case "end" if in_flight:
             in_flight.pop(random.randrange(len(in_flight))).release()
         case "first byte" if in_flight:
@@ -164,53 +150,39 @@ def step(fixture: Fixture, random: Random, in_flight: list[Assignment], number: 
             fixture.learned.places.keep(key, worker.target(0, MODEL), random.randrange(1, CAPACITY), 0.0)
 
 
-def test_the_router_places_as_the_formula_does() -> None:
-    async def run() -> None:
-        indexer = Indexer()
-        try:
-            fixture, random, in_flight = Fixture(indexer), Random(5), list[Assignment]()
-            for number in range(300):
-                step(fixture, random, in_flight, number)
-                excluded = random.sample(fixture.fleet.workers, random.choice((0, 0, 1, 3)))
-                limits = random.choice((NO_LIMITS, NO_LIMITS, LIMITS))
-                fixture.choose_as_the_formula_does(prompt_of(random), excluded, limits)
-            assert len(in_flight) > 10
-        finally:
-            indexer.stop()
-
-    asyncio.run(run())
+def test_the_router_places_as_the_formula_does(indexer: Indexer) -> None:
+    fixture, random, in_flight = Fixture(indexer), Random(5), list[Assignment]()
+    for number in range(300):
+        step(fixture, random, in_flight, number)
+        excluded = random.sample(fixture.fleet.workers, random.choice((0, 0, 1, 3)))
+        limits = random.choice((NO_LIMITS, NO_LIMITS, LIMITS))
+        fixture.choose_as_the_formula_does(prompt_of(random), excluded, limits)
+    assert len(in_flight) > 10
 
 
 @pytest.mark.derives
-def test_what_sessions_come_back_for_is_dear_to_evict(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        indexer = Indexer()
-        try:
-            fixture = Fixture(indexer)
-            pressure, places = fixture.learned.pressure, fixture.learned.places
-            monkeypatch.setattr(pressure, "price", lambda: 0.5)
-            monkeypatch.setattr(pressure, "evicting", lambda target: target.worker != "http://w3:1")
-            prompt = prompt_of(Random(1))
-            prompt.session, prompt.hints = "agent", AgentHints(final=False)
+def test_what_sessions_come_back_for_is_dear_to_evict(indexer: Indexer, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture = Fixture(indexer)
+    pressure, places = fixture.learned.pressure, fixture.learned.places
+    monkeypatch.setattr(pressure, "price", lambda: 0.5)
+    monkeypatch.setattr(pressure, "evicting", lambda target: target.worker != "http://w3:1")
+    prompt = prompt_of(Random(1))
+    prompt.session, prompt.hints = "agent", AgentHints(final=False)
 
-            def evictions() -> dict[str, float]:
-                selection = fixture.router.choose(prompt)
-                assert selection is not None
-                return {each.target.worker: each.eviction for each in selection.decision.candidates}
+    def evictions() -> dict[str, float]:
+        selection = fixture.routing.selector.choose(prompt)
+        assert selection is not None
+        return {each.target.worker: each.eviction for each in selection.decision.candidates}
 
-            assert set(evictions().values()) == {0.0, 0.5}
-            kept = fixture.router.place(prompt)
-            assert kept.target.worker == "http://w3:1"  # it evicts nothing
-            assert places.wanted(kept.target) == prompt.tokens
-            places.keep((None, "other"), Target("http://w4:1", 0, MODEL), CAPACITY // 2, None)
-            fixture.loads.changed("http://w4:1", 0)
-            after = evictions()
-            assert after["http://w4:1"] > 0.9 > 0.5 == after["http://w6:1"] > after["http://w3:1"] == 0.0
-            prompt.hints = AgentHints(final=True)
-            fixture.router.place(prompt)
-            kept.release()
-            assert [places.wanted(kept.target), len(places)] == [0, 1]
-        finally:
-            indexer.stop()
-
-    asyncio.run(run())
+    assert set(evictions().values()) == {0.0, 0.5}
+    kept = fixture.routing.placement.place(prompt)
+    assert kept.target.worker == "http://w3:1"  # it evicts nothing
+    assert places.wanted(kept.target) == prompt.tokens
+    places.keep((None, "other"), Target("http://w4:1", 0, MODEL), CAPACITY // 2, None)
+    fixture.loads.changed("http://w4:1", 0)
+    after = evictions()
+    assert after["http://w4:1"] > 0.9 > 0.5 == after["http://w6:1"] > after["http://w3:1"] == 0.0
+    prompt.hints = AgentHints(final=True)
+    fixture.routing.placement.place(prompt)
+    kept.release()
+    assert [places.wanted(kept.target), len(places)] == [0, 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.routing.prefill_share import HORIZON, PrefillShare
+from router.routing.load_view import HORIZON, PrefillShare
 
 
 def test_until_something_is_known_all_are_taken_to_be_busy() -> None:

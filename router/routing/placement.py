@@ -1,71 +1,76 @@
-"""What a placed request holds until it ends: its share of a target's load, and its prompts as held there soon."""
+"""What a placed request holds until it ends: a share of its target's load, and its prompts as cached there soon.
+
+reserve            the share of the load, in the same step as the choice
+record_in_flight   the prompts count as cached soon
+answered           the engine's token counts correct what is predicted next
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 
 import structlog
 
-from indexer import Indexer
 from router.apis.sessions import AgentHints
 from router.apis.usage import Usage
-from router.cache_state.hit_audit import Basis, CachePrediction, HitAudit
-from router.cache_state.in_flight_prefixes import InFlightPrefixes, reusable_hashes
-from router.cache_state.sent_prefixes import SentPrefixes
-from router.fleet.fleet import Worker
-from router.load.target_load import LoadTable, Reservation
+from router.cache_state.hit_audit import Basis, CachePrediction
+from router.cache_state.in_flight_prefixes import reusable_hashes
+from router.fleet.worker import Worker
+from router.load.target_load import Reservation
 from router.policies.rates import prefill_seconds
-from router.policies.records import Candidate
-from router.prediction.learned import Learned
-from router.prediction.slo import Prediction
 from router.routing.assignment import Assignment, RequestSampler
-from router.routing.routable_rank import RoutableRank
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.selection import Selection
-from router.sharing import LoadSharing
+from router.routing.selector import Selector
+from router.routing.state import RoutingState
 
 log = structlog.get_logger()
 
 
-class Reservations:
-    """Reserves, records what is in flight, and learns from answers. `sampler` sees some of the requests.
+class Placement:
+    """Reserves load for selections, records prompts in flight, and learns from answers."""
 
-    `forecast`: what a candidate is predicted to take for a prompt.
-    """
+    def __init__(self, state: RoutingState, selector: Selector, sampler: RequestSampler | None = None) -> None:
+        """Create a placement.
 
-    def __init__(
-        self,
-        indexer: Indexer,
-        load: LoadTable,
-        in_flight_prefixes: InFlightPrefixes,
-        learned: Learned,
-        sent_prefixes: SentPrefixes,
-        audit: HitAudit,
-        sharing: LoadSharing,
-        prediction: Callable[[RoutableRank, Candidate, RoutedPrompt], Prediction],
-    ) -> None:
-        self.sampler: RequestSampler | None = None
-        self._indexer = indexer
-        self._load = load
-        self._in_flight_prefixes = in_flight_prefixes
-        self._learned = learned
-        self._sent_prefixes = sent_prefixes
-        self._audit = audit
-        self._sharing = sharing
-        self._prediction = prediction
-        self._predictions = learned.predictions
-        self._sample_from = 0.0
-
-    def reserve(self, prompt: RoutedPrompt, selection: Selection, now: float, needs_prompts: bool) -> Assignment:
-        """Reserve a request's share of the load, in the same step as the selection; `record_in_flight` follows.
-
-        `needs_prompts`: what the target holds of the prompt is known, so its prefill can be estimated.
+        - `state`: what it shares with the selector.
+        - `selector`: predicts the latency of answers that are watched.
+        - `sampler`: records some of the placed requests, for people.
         """
+        self._state = state
+        self._selector = selector
+        self._sampler = sampler
+        self._sample_from = 0.0
+        self._clock = state.clock
+        self._indexer = state.indexer
+        self._in_flight_prefixes = state.in_flight_prefixes
+        self._learned = state.learned
+        self._predictions = state.learned.predictions
+        self._sent_prefixes = state.sent_prefixes
+        self._audit = state.audit
+        self._sharing = state.sharing
+
+    def place(self, prompt: RoutedPrompt, excluded: Collection[Worker] = ()) -> Assignment:
+        """Choose a target for a request, whatever the load, then reserve and record it. Raises RequestError (503)."""
+        selection = self._selector.choose(prompt, excluded)
+        assert selection is not None  # only limits make it None
+        now = self._clock()
+        assignment = self.reserve(prompt, selection, now)
+        self.record_in_flight(prompt, assignment, now)
+        return assignment
+
+    def reserve(self, prompt: RoutedPrompt, selection: Selection, now: float | None = None) -> Assignment:
+        """Reserve a request's share of the load. To be called in the step of the choice, with no await between them.
+
+        - `now`: the clock's time, if it was just read.
+        """
+        if now is None:
+            now = self._clock()
         if selection.disaggregation is None:
-            return self._reserve(prompt, selection, now, needs_prompts)
-        assignment = self._reserve(prompt, selection, now, needs_prompts, computes=selection.prefill is None)
+            return self._reserve(prompt, selection, now)
+        assignment = self._reserve(prompt, selection, now, computes=selection.prefill is None)
         if selection.prefill is not None:
-            assignment.prefill = self._reserve(prompt, selection.prefill, now, needs_prompts, decodes=False)
+            assignment.prefill = self._reserve(prompt, selection.prefill, now, decodes=False)
             assignment.attempt.waits_for_another()
         log.info(
             "disaggregation",
@@ -81,13 +86,13 @@ class Reservations:
         prompt: RoutedPrompt,
         selection: Selection,
         now: float,
-        needs_prompts: bool,
         computes: bool = True,
         decodes: bool = True,
     ) -> Assignment:
         """Reserve a share of a worker that `computes` the prompt, or `decodes` the answer, or both."""
         chosen, rank = selection.decision.chosen, selection.rank
         worker, target, load = rank.worker, rank.target, rank.load
+        needs_prompts = self._state.needs_prompts
         uncached = 0
         if computes:
             uncached = max(prompt.tokens - chosen.overlap, 1)
@@ -98,15 +103,8 @@ class Reservations:
         prediction = selection.prediction
         whole = prompt.streamed and computes and decodes
         if prediction is None and now >= self._predictions.due and whole and needs_prompts:
-            prediction = self._prediction(rank, chosen, prompt)
-        reservation = Reservation(
-            load,
-            uncached,
-            prompt.tokens,
-            seconds,
-            streamed=prompt.streamed and computes and decodes,
-            now=now,
-        )
+            prediction = self._selector.predict_on(rank, chosen, prompt)
+        reservation = Reservation(load, uncached, prompt.tokens, seconds, streamed=whole, now=now)
         work = load.pending
         if self._sharing.channels:
             work += self._sharing.peer_load.of(worker.url, target.dp_rank).pending
@@ -122,13 +120,17 @@ class Reservations:
             assignment.watched = self._predictions.watch(target, prediction, selection.slo, now)
         return assignment
 
-    def record_in_flight(self, prompt: RoutedPrompt, assignment: Assignment, now: float) -> None:
-        """Count the prompts of a reserved request as held soon, and watch what becomes of it.
+    def record_in_flight(self, prompt: RoutedPrompt, assignment: Assignment, now: float | None = None) -> None:
+        """Count the prompts of a reserved request as cached soon, before the next choice reads them.
 
-        Before the next selection, which is to know of it. Only the first call counts.
+        Only the first call counts.
+
+        - `now`: the clock's time, if it was just read.
         """
         if assignment.recorded:
             return
+        if now is None:
+            now = self._clock()
         assignment.recorded = True
         prefill = assignment.prefill
         if prefill is not None:
@@ -136,12 +138,12 @@ class Reservations:
         self._record_prompts(prompt, assignment, now, whole=prefill is None)
         if prompt.hints is not None and prompt.session is not None:
             self._record_session(prompt, prompt.hints, prompt.session, assignment)
-        if now >= self._sample_from and self.sampler is not None:
-            assignment.sample = self.sampler.placed(prompt, assignment)
-            self._sample_from = self.sampler.due
+        if now >= self._sample_from and self._sampler is not None:
+            assignment.sample = self._sampler.placed(prompt, assignment)
+            self._sample_from = self._sampler.due
 
     def _record_session(self, prompt: RoutedPrompt, hints: AgentHints, session: str, assignment: Assignment) -> None:
-        """Keep the place of a session that was said to go on, and let go of that of one that ends."""
+        """Keep the location of a session that continues, and drop that of a session that ends."""
         places, key = self._learned.places, (prompt.cache_salt, session)
         if hints.returns:
             assignment.when_released(places.keep(key, assignment.target, prompt.tokens, hints.next_call))
@@ -149,8 +151,10 @@ class Reservations:
             places.leave(key)
 
     def _record_prompts(self, prompt: RoutedPrompt, assignment: Assignment, now: float, whole: bool) -> None:
-        """Count known prompts as held soon, and predict what the answer will say of them. `whole`: the answer comes
-        from the worker that computes them."""
+        """Count known prompts as cached soon, and predict the cached tokens that the answer will report.
+
+        - `whole`: whether the worker that computes the prompts also decodes the answer.
+        """
         selection = assignment.selection
         chosen, target, hashes = selection.decision.chosen, selection.rank.target, selection.hashes
         if not hashes:
@@ -178,7 +182,7 @@ class Reservations:
             one_answer and bool(prompt.identities[0].media),
         )
         for number, chunks in enumerate(hashes):
-            # No event says that a target holds what media stand in, a text, or a replaced adapter's: that has to last.
+            # No event reports blocks with media, of texts, or of replaced adapters: these prefixes have to last.
             lasting = by_events and (untold or prompt.identities[number] is not prompt.token_ids[number])
             assignment.when_released(self._in_flight_prefixes.hold(target, chunks, lasting=lasting))
             if self._sharing.channels and (on_release := self._sharing.sent(target, chunks)):
@@ -187,7 +191,10 @@ class Reservations:
             assignment.timing = self._learned.timing(chosen, prompt.tokens)
 
     def answered(self, assignment: Assignment, usage: Usage | None) -> None:
-        """A worker answered a request in full; `usage` is what it says of the tokens."""
+        """Learn from an answer that is complete.
+
+        - `usage`: the token counts that the worker reported, if it did.
+        """
         if assignment.cache_prediction is not None:
             self._audit.answered(assignment.cache_prediction, usage)
         if assignment.sample:
@@ -197,14 +204,16 @@ class Reservations:
         if assignment.timing and usage:
             assignment.timing.end(usage.completion)
 
-    def forget_holdings(self, worker: Worker) -> None:
-        """A worker's cache was reset. Its events say so late, so what it held is forgotten at once."""
+    # Events of the fleet
+
+    def forget(self, worker: Worker) -> None:
+        """Forget everything that a worker holds, because its cache was reset. Its events report that only later."""
         for target in worker.targets:
             self._indexer.clear(target)
-        self.forget_sent(worker)
+        self.replaced(worker)
 
-    def forget_sent(self, worker: Worker) -> None:
-        """Nothing follows any more from what a worker was sent."""
+    def replaced(self, worker: Worker) -> None:
+        """Forget what a worker was sent, because it serves another model under a name."""
         for target in worker.targets:
             self._in_flight_prefixes.forget(target)
             self._sharing.peer_load.forget_prompts(target)
@@ -212,8 +221,8 @@ class Reservations:
         self._learned.places.forget(worker.url)
 
     def removed(self, worker: Worker) -> None:
-        """A worker is gone: nothing of it is kept."""
-        self._load.forget(worker.url)
+        """Forget a worker that was removed."""
+        self._state.load.forget(worker.url)
         self._learned.forget(worker.url)
         for target in worker.targets:
             self._in_flight_prefixes.forget(target)

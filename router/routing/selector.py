@@ -1,0 +1,239 @@
+"""The choice of a target for a request. Nothing is reserved by it: `Placement` does that, in the same step.
+
+    candidates   the targets that may receive the request, what they hold of it, and their load   `candidates`
+    policy       the target with the lowest cost                                                  `router.policies`
+    SLO          another target, if the choice would miss an SLO                                  `slo_selection`
+    late binding whether the request should wait for its target instead                           `late_binding`
+
+Late binding's rule is here and not in admission, because all that it reads belongs to the choice: the load of the
+targets, the other candidates, and the share of targets that prefill. Admission adds one number: how many requests wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from random import Random
+
+from http_api.errors import RequestError
+from router.fleet.worker import Worker
+from router.policies import ByTurn, Candidate, LinearPolicy
+from router.policies.rates import prefill_seconds
+from router.prediction.slo import SLO, Prediction
+from router.routing.candidates import CandidateFinder, CandidateSet, without
+from router.routing.capacity import NO_LIMITS, Limits, TargetCapacity
+from router.routing.disaggregation.adapters import Adapter
+from router.routing.disaggregation.selection import DisaggregatedSelector
+from router.routing.late_binding import NO_TIME_TO_SPARE, is_sooner
+from router.routing.prebuilt_selections import PrebuiltSelections
+from router.routing.routable_rank import RoutableRank
+from router.routing.routed_prompt import RoutedPrompt
+from router.routing.selection import Selection
+from router.routing.slo_selection import SLOSelector
+from router.routing.state import RoutingState
+from router.routing.target_directory import TargetDirectory, unavailable, unknown_model
+from router.settings import DisaggregationSettings
+
+
+class Selector:
+    """Chooses targets, predicts latencies, and answers what admission asks about capacity."""
+
+    def __init__(
+        self, state: RoutingState, disaggregation: DisaggregationSettings, slo_miss_cost: float, random: Random
+    ) -> None:
+        """Create a selector.
+
+        - `state`: what it shares with the placement.
+        - `disaggregation`: when another worker computes the prompt.
+        - `slo_miss_cost`: the cost of a missed SLO, in prefill tokens.
+        - `random`: breaks ties, and picks the requests that try a half-open worker.
+        """
+        policy = state.policy.choose
+        self._state = state
+        self._fleet = state.fleet
+        self._learned = state.learned
+        self._clock = state.clock
+        self._policy = policy
+        self._linear = policy if isinstance(policy, LinearPolicy) else None
+        self._directory = TargetDirectory(state.fleet, state.load)
+        self._capacity = TargetCapacity(state.load, state.sharing.peer_load)
+        self._candidates = CandidateFinder(state, self._directory, self._capacity, random)
+        self._disaggregated = DisaggregatedSelector(self._candidates, policy, disaggregation, random)
+        self._slo_selector = SLOSelector(state.learned, state.sharing.peer_load, slo_miss_cost)
+        self._prebuilt: PrebuiltSelections | None = None
+        if isinstance(policy, ByTurn):
+            self._prebuilt = PrebuiltSelections(state.fleet, self._directory, policy, random)
+
+    # The choice
+
+    def choose(
+        self,
+        prompt: RoutedPrompt,
+        excluded: Collection[Worker] = (),
+        limits: Limits = NO_LIMITS,
+        now: float | None = None,
+        slo: SLO | None = None,
+    ) -> Selection | None:
+        """Return the selection for a request; None if every target is at its limits.
+
+        Raises RequestError: 404 for a model that no worker serves, 503 if no worker is left.
+
+        - `excluded`: the workers that may not receive the request.
+        - `limits`: the most that a target may have in flight.
+        - `now`: the clock's time, if it was just read.
+        - `slo`: the request's SLO, if it has one.
+        """
+        by_load = not self._state.needs_prompts and limits.unlimited
+        prebuilt = self._prebuilt if by_load and not prompt.stored else None
+        if prebuilt is not None and slo is None and not excluded and not self._fleet.disaggregated:
+            selection = prebuilt.choose(prompt.name)
+            if selection is not None:
+                return selection
+        if now is None:
+            now = self._clock()
+        if not by_load:
+            self._learned.look_at_evictions(self._state.indexer, now)
+        found = self._candidates.find(prompt, excluded, limits, now, by_load=by_load)
+        if found.count:
+            selection = self._cheapest(prompt, excluded, found, now)
+            if self._fleet.disaggregated:  # prefill and decode on two workers: nothing is predicted
+                selection.slo = slo
+            elif slo is not None:
+                return self._slo_selector.select(found, selection, prompt, slo, now)
+            elif self._learned.predictions.promising:
+                return self._slo_selector.spare_others(found, selection, prompt, now)
+            return selection
+        if without(self._fleet.able(prompt.name), excluded):
+            return None
+        if prompt.name is not None and self._fleet.model_of(prompt.name) is None:
+            raise unknown_model(self._fleet, prompt.name)
+        raise unavailable(f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached.")
+
+    def _cheapest(
+        self, prompt: RoutedPrompt, excluded: Collection[Worker], found: CandidateSet, now: float
+    ) -> Selection:
+        """Return the policy's selection among candidates."""
+        if self._linear is not None and not found.rates and not self._fleet.disaggregated:
+            selection = found.cheapest(self._linear, prompt.tokens)
+            if selection is not None:
+                return selection
+        request = self._candidates.request(prompt, found)
+        if self._fleet.disaggregated:
+            return self._disaggregated.select(prompt, excluded, found, request, now)
+        return found.select(self._policy(found.candidates, request))
+
+    # Predictions
+
+    def predict(self, candidate: Candidate, prompt: RoutedPrompt) -> Prediction:
+        """Return the predicted TTFT and TPOT of a prompt that a candidate receives now."""
+        rank = self._directory.of(prompt.name).of_target[candidate.target]
+        return self._slo_selector.prediction(rank, candidate, prompt)
+
+    def predict_on(self, rank: RoutableRank, candidate: Candidate, prompt: RoutedPrompt) -> Prediction:
+        """Return the predicted TTFT and TPOT of a prompt on a candidate whose rank is known."""
+        return self._slo_selector.prediction(rank, candidate, prompt)
+
+    def prefill_seconds(self, prompt: RoutedPrompt) -> float:
+        """Return the predicted duration of a prompt's prefill on the target that holds the most of it.
+
+        If no worker is left, the whole prompt counts.
+        """
+        try:
+            selection = self.choose(prompt)
+        except RequestError:
+            selection = None
+        if selection is None:
+            return prefill_seconds(self._learned.rates.start, prompt.tokens, 0, 0, 0)
+        best = max(selection.decision.candidates, key=lambda candidate: candidate.overlap)
+        rates = self._learned.rates.likely(best.target.worker, best.target.model)
+        return prefill_seconds(rates, prompt.tokens, best.overlap, best.requests, best.context)
+
+    # Late binding
+
+    def bind(
+        self, prompt: RoutedPrompt, selection: Selection, excluded: Collection[Worker], limits: Limits, waiting: int
+    ) -> Selection | None:
+        """Return the selection to send a request by; None if the request should wait for its target.
+
+        The result is the selection itself, or that of an idle target where the request is answered sooner.
+
+        - `excluded`: the workers that may not receive the request.
+        - `limits`: the most that a target may have in flight.
+        - `waiting`: the number of requests that wait in the router.
+        """
+        if not self._is_busy(selection, crowded=True):
+            return selection
+        sooner = self._sooner(prompt, selection, excluded, limits)
+        if sooner is None and self._is_busy(selection, crowded=waiting > selection.decision.count):
+            return None
+        return sooner or selection
+
+    def _is_busy(self, selection: Selection, crowded: bool) -> bool:
+        """Return whether the selected target is busy with prefills, and the request has another target to wait for."""
+        return selection.decision.count > 1 and self._capacity.prefill_busy(selection.rank, crowded)
+
+    def _sooner(
+        self, prompt: RoutedPrompt, selection: Selection, excluded: Collection[Worker], limits: Limits
+    ) -> Selection | None:
+        """Return an idle target's selection by which a request is answered sooner; None if there is none.
+
+        A request with an SLO keeps its selection, because the SLO decided it.
+        """
+        prefilling = self._directory.of(prompt.name).prefill_share.average
+        if prefilling >= NO_TIME_TO_SPARE or selection.slo is not None or self._fleet.disaggregated:
+            return None
+        now = self._clock()
+        found = self._candidates.find(prompt, excluded, limits, now)
+        ranks = found.targets.ranks
+        idle = found.without([row for row in found.view.prefilling if self._capacity.prefill_busy(ranks[row], True)])
+        if not idle.count:
+            return None
+        other = self._cheapest(prompt, excluded, idle, now)
+        there, here = other.decision.chosen, selection.decision.chosen
+        return other if is_sooner(there, here, prompt.tokens, prefilling) else None
+
+    # Capacity
+
+    def has_capacity(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
+        """Return whether a DP rank may receive one more prompt of `tokens` tokens."""
+        return self._capacity.has_capacity(worker, dp_rank, limits, tokens)
+
+    def any_has_capacity(
+        self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, waiting: int | None = None
+    ) -> bool:
+        """Return whether any target may receive a request now, so that choosing again can help.
+
+        - `excluded`: the workers that may not receive the request.
+        - `limits`: the most that a target may have in flight.
+        - `waiting`: the number of requests that wait in the router; None if late binding holds no requests.
+        """
+        ranks = [rank for rank in self._directory.of(prompt.name).ranks if rank.worker not in excluded]
+        late_binding = waiting is not None and len(ranks) > 1
+        crowded = waiting is not None and waiting > len(ranks)
+        return any(
+            self._capacity.has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
+            and not (late_binding and self._capacity.prefill_busy(rank, crowded))
+            for rank in ranks
+        )
+
+    def awaits_worker(self, prompt: RoutedPrompt) -> bool:
+        """Return whether a request may wait for the first worker of its model."""
+        return prompt.name is not None and self._fleet.awaits(prompt.name)
+
+    def has_others(self, prompt: RoutedPrompt, excluded: Collection[Worker], prefill: bool = False) -> bool:
+        """Return whether a worker is left that may receive a request, or only its prefill if `prefill` is true."""
+        workers = self._directory.of(prompt.name, prefill).workers
+        return len(workers) > len(excluded) or any(worker not in excluded for worker in workers)
+
+    def adapter_of(self, worker: Worker) -> type[Adapter] | None:
+        """Return the adapter that hands a prefill over to a decode worker; None if its engine has none."""
+        return self._disaggregated.adapter_of(worker)
+
+    # Events of the fleet
+
+    def scraped(self, worker: Worker) -> None:
+        """Read a worker's load again, because its metrics were read."""
+        self._candidates.scraped(worker)
+
+    def removed(self, worker: Worker) -> None:
+        """Forget a worker that was removed."""
+        self._candidates.removed(worker)

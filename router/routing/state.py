@@ -1,0 +1,96 @@
+"""What the parts of routing share, and what they ask of the fleet and of the index."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from indexer import MatchQuery, Registration, RowMatches, Target, TargetRows
+from indexer.index import Index
+from router.apis.response_owners import ResponseOwners
+from router.cache_state.hit_audit import HitAudit
+from router.cache_state.in_flight_prefixes import InFlightPrefixes
+from router.cache_state.sent_prefixes import SentPrefixes
+from router.fleet.worker import Worker
+from router.load.target_load import LoadTable
+from router.policies import NamedPolicy
+from router.prediction.learned import Learned
+from router.sharing import LoadSharing
+
+
+class RoutedFleet(Protocol):
+    """The workers, as far as the choice of a target needs them."""
+
+    @property
+    def version(self) -> int:
+        """A number that grows whenever other workers may receive requests, or requests for other names."""
+
+    @property
+    def health_version(self) -> int:
+        """A number that grows whenever a circuit opens or closes, and when a worker starts or stops warming up."""
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether some workers only prefill or only decode."""
+
+    def able(self, name: str | None, prefill: bool = False) -> Sequence[Worker]:
+        """Return the workers that may receive new requests for a name, whatever became of their last ones."""
+
+    def model_of(self, name: str) -> str | None:
+        """Return the model behind the name of a model or adapter; None if no worker serves it."""
+
+    def names(self) -> set[str]:
+        """Return every name that a request may use."""
+
+    def awaits(self, name: str) -> bool:
+        """Return whether a request for a name may wait for the first worker that serves it."""
+
+
+class RoutedIndex(Protocol):
+    """The index of prefixes, as far as the choice of a target needs it."""
+
+    @property
+    def index(self) -> Index:
+        """The core of the index."""
+
+    def registered(self) -> list[Registration]:
+        """Return every registration of a target."""
+
+    def match_rows(self, query: MatchQuery, rows: TargetRows) -> RowMatches:
+        """Return how many tokens of a prompt each row's target holds. Raises UnknownModelError."""
+
+    def block_size(self, target: Target) -> int | None:
+        """Return a target's block size in tokens; None if it is not known."""
+
+    def window(self, target: Target) -> int | None:
+        """Return the last tokens of a prompt that a target keeps; None if it keeps prompts whole."""
+
+    def clear(self, target: Target) -> None:
+        """Forget everything that a target holds."""
+
+
+@dataclass(slots=True)
+class RoutingState:
+    """The one state that the selector, the placement and the prompt reader work on.
+
+    - `clock`: the time in seconds that everything here goes by.
+    - `needs_prompts`: whether anything reads prompts: the policy, or a recording. If not, no prompt is tokenized.
+    """
+
+    fleet: RoutedFleet
+    indexer: RoutedIndex
+    policy: NamedPolicy
+    load: LoadTable
+    in_flight_prefixes: InFlightPrefixes
+    sent_prefixes: SentPrefixes
+    audit: HitAudit
+    learned: Learned
+    sharing: LoadSharing
+    clock: Callable[[], float] = time.monotonic
+    responses: ResponseOwners = field(default_factory=ResponseOwners)
+    needs_prompts: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.needs_prompts = self.policy.spec.reads_prompts
