@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.admission.admission import Admission
-from router.admission.wait_reason import WaitReason
+from router.admission.waiting_request import WaitReason
 from router.fleet.fleet import Fleet
 from router.load.target_load import LoadTable
 
@@ -40,7 +40,7 @@ class AdmissionMetrics(Collector):
             "kvrouter_admission_refused", "Requests refused instead of sent", ["reason"], registry=registry
         )
         admission.on_waited.append(self._waited)
-        admission.on_refused.append(self._refused)
+        admission.refusals.on_refused.append(self._refused)
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:

@@ -1,35 +1,123 @@
-"""What a request gets that is turned away: 429, and when it had better come again."""
+"""The refusals of requests that cannot be sent to a worker: their errors, and when clients should retry."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Callable
 
 from http_api.errors import RequestError
-from router.admission.drain_rate import LONGEST_RETRY
+from router.admission.ticket import deadline_error
 from router.prediction.slo import SLO, Prediction
+from router.routing.target_directory import unavailable
+
+_RATE_SECONDS = 30.0
+_LONGEST_RETRY = 60
 
 
-def slo_not_met(slo: SLO, late: float, prediction: Prediction | None) -> RequestError:
-    """It would be so many seconds late everywhere. `prediction`: what is expected where it would be so the least."""
-    seconds = min(max(math.ceil(late), 1), LONGEST_RETRY)
-    expected = ""
-    if prediction is not None:
-        expected = f"; {prediction.ttft.expected:.2f} s and {1000 * prediction.tpot.expected:.0f} ms are expected now"
-    return RequestError(
-        f"No worker would keep what was promised, {slo.in_words}{expected}. Try again in {seconds} s.",
-        status=429,
-        type="rate_limit_error",
-        code="promise_not_kept",
-        retry_after=seconds,
-    )
+class DrainRate:
+    """The rate at which requests end, over the last `_RATE_SECONDS` seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._before: deque[tuple[int, int]] = deque(maxlen=int(_RATE_SECONDS))  # a second, requests ended in it
+        self._second = self._ended = 0  # the current second
+
+    def count(self) -> None:
+        """Count a request that ended now."""
+        now = int(self._clock())
+        if now != self._second:
+            if self._ended:
+                self._before.append((self._second, self._ended))
+            self._second, self._ended = now, 0
+        self._ended += 1
+
+    def seconds_for(self, requests: int, otherwise: float) -> int:
+        """Return the whole seconds in which `requests` requests end at this rate, from 1 to 60.
+
+        - `otherwise`: the seconds to return while no request has ended.
+        """
+        now = self._clock()
+        known = [*self._before, (self._second, self._ended)]
+        recent = [(second, ended) for second, ended in known if second > now - _RATE_SECONDS and ended]
+        ended = sum(ended for _, ended in recent)
+        seconds = requests * max(now - recent[0][0], 1.0) / ended if ended else otherwise
+        return _retry_after(seconds)
 
 
-def too_many(code: str, waiting: int, seconds: int) -> RequestError:
-    """All workers are busy, and so many requests wait already. It may come again after so many seconds."""
-    return RequestError(
-        f"All workers are busy, and {waiting} requests wait. Try again in {seconds} s.",
-        status=429,
-        type="rate_limit_error",
-        code=code,
-        retry_after=seconds,
-    )
+class Refusals:
+    """Counts the requests that are refused, and makes their errors. The caller raises them.
+
+    - `on_refused`: called with the reason of each refusal.
+    - `on_slo_refused`: called with the model and the SLO of each refused request that has an SLO.
+    - `rate`: the rate at which requests end, from which `Retry-After` is computed.
+    """
+
+    def __init__(self, timeout: float, clock: Callable[[], float]) -> None:
+        """Create the refusals of one queue. `timeout`: the seconds that a request may wait in it."""
+        self.on_refused: list[Callable[[str], None]] = []
+        self.on_slo_refused: list[Callable[[str, SLO], None]] = []
+        self.rate = DrainRate(clock)
+        self._timeout = timeout
+
+    def count(self, reason: str) -> None:
+        """Count a refusal."""
+        for on_refused in self.on_refused:
+            on_refused(reason)
+
+    def deadline(self) -> RequestError:
+        """Return the error of a request whose deadline has passed: 504."""
+        self.count("deadline")
+        return deadline_error()
+
+    def no_worker(self, name: str | None) -> RequestError:
+        """Return the error of a request whose model has no worker: 503."""
+        self.count("no_worker")
+        return unavailable(f"No worker for model {name!r} has come, and no more requests wait for one.")
+
+    def slo_missed(self, slo: SLO, model: str, seconds: float, prediction: Prediction | None) -> RequestError:
+        """Return the error of a request whose SLO no worker can meet: 429.
+
+        - `seconds`: by how much the best candidate misses the SLO.
+        - `prediction`: the latency of the best candidate; None if it is not known.
+        """
+        self.count("promise")
+        self._count_slo(model, slo)
+        retry_after = _retry_after(seconds)
+        expected = ""
+        if prediction is not None:
+            ttft, tpot = prediction.ttft.expected, prediction.tpot.expected
+            expected = f"; {ttft:.2f} s and {1000 * tpot:.0f} ms are expected now"
+        return RequestError(
+            f"No worker would keep what was promised, {slo.in_words}{expected}. Try again in {retry_after} s.",
+            status=429,
+            type="rate_limit_error",
+            code="promise_not_kept",
+            retry_after=retry_after,
+        )
+
+    def too_many(self, code: str, name: str | None, slo: SLO | None, waiting: int, ahead: int) -> RequestError:
+        """Return the error of a request that the queue has no space for, or that waited too long: 429.
+
+        - `waiting`: the number of requests in the queue.
+        - `ahead`: the number of these that go first.
+        """
+        self.count(code)
+        if slo is not None:
+            self._count_slo(name or "", slo)
+        retry_after = self.rate.seconds_for(ahead + 1, otherwise=self._timeout)
+        return RequestError(
+            f"All workers are busy, and {waiting} requests wait. Try again in {retry_after} s.",
+            status=429,
+            type="rate_limit_error",
+            code=code,
+            retry_after=retry_after,
+        )
+
+    def _count_slo(self, model: str, slo: SLO) -> None:
+        for on_slo_refused in self.on_slo_refused:
+            on_slo_refused(model, slo)
+
+
+def _retry_after(seconds: float) -> int:
+    return min(max(math.ceil(seconds), 1), _LONGEST_RETRY)

@@ -175,7 +175,7 @@ async def running_services(
         metrics = RequestMetrics(registry)
         AdmissionMetrics(admission, registry)
         predictions = PredictionMetrics(learned.predictions, registry)
-        admission.on_slo_refused.append(predictions.refused)
+        admission.refusals.on_slo_refused.append(predictions.refused)
         for collector in (
             SharingCollector(sharing, fleet),
             IndexCollector(indexer),

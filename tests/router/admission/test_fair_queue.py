@@ -23,9 +23,9 @@ def waiting(
     tokens: int = 1,
     name: str | None = "m",
     size: int = 0,
-    late: bool = False,
+    slo_missed: bool = False,
 ) -> Waiting:
-    return Waiting(priority, tenant, name, order, tokens, size, late)
+    return Waiting(priority, tenant, name, order, tokens, size, slo_missed)
 
 
 def queue_of(*requests: Waiting) -> FairQueue[Waiting]:
@@ -103,13 +103,13 @@ def test_names_can_be_left_out_while_going_through() -> None:
 
 
 def test_a_lane_of_late_ones_ends_when_enough_of_them_stay() -> None:
-    late = [waiting(order=place, late=True) for place in range(5)]
-    other, low = waiting("b", order=9.0, late=True), waiting(priority=1)
+    late = [waiting(order=place, slo_missed=True) for place in range(5)]
+    other, low = waiting("b", order=9.0, slo_missed=True), waiting(priority=1)
     in_time = [waiting(order=place) for place in range(3)]
     queue = queue_of(*late, other, low, *in_time)
-    assert list(queue.in_order(most_late=2)) == [*in_time, *late[:2], other, low]
+    assert list(queue.in_order(most_missed=2)) == [*in_time, *late[:2], other, low]
     seen = []
-    for request in queue.in_order(most_late=2):
+    for request in queue.in_order(most_missed=2):
         seen.append(request)
         if request in late[:2]:
             queue.remove(request)
@@ -124,7 +124,7 @@ requests = st.builds(
     tokens=st.integers(1, 50),
     name=st.sampled_from(["m", "n", None]),
     size=st.integers(0, 30),
-    late=st.booleans(),
+    slo_missed=st.booleans(),
 )
 
 
@@ -155,7 +155,7 @@ class FairQueueMachine(RuleBasedStateMachine):
     def come(self, request: Waiting) -> None:
         fits = len(self.there) < MOST and sum(each.size for each in self.there) + request.size <= BYTES
         assert self.queue.fits(request.size) is fits
-        kept = [each.size for each in self.there if each.standing <= request.standing]
+        kept = [each.size for each in self.there if each.sort_key <= request.sort_key]
         could = len(kept) < MOST and sum(kept) + request.size <= BYTES
         assert self.queue.can_fit(request) is could
         if fits:
@@ -176,7 +176,7 @@ class FairQueueMachine(RuleBasedStateMachine):
     def be_late(self, data: st.DataObject, order: float) -> None:
         request = data.draw(st.sampled_from(self.there))
         self.queue.let_others_first(request, order)
-        assert (request.late, request.order) == (True, order)
+        assert (request.slo_missed, request.order) == (True, order)
 
     @precondition(lambda self: self.there)
     @rule(taken=st.lists(st.booleans(), min_size=1, max_size=MOST))
@@ -190,7 +190,7 @@ class FairQueueMachine(RuleBasedStateMachine):
                 self.queue.remove(request)
                 self.there.remove(request)
         assert len(set(map(id, seen))) == len(seen)
-        assert [request.standing for request in seen] == sorted(request.standing for request in seen)
+        assert [request.sort_key for request in seen] == sorted(request.sort_key for request in seen)
 
     @rule(tenant=st.sampled_from("abcd"), tokens=st.integers(1, 100))
     def go_past(self, tenant: str, tokens: int) -> None:
@@ -203,8 +203,8 @@ class FairQueueMachine(RuleBasedStateMachine):
         assert self.queue.lengths() == Counter(request.priority for request in self.there)
         seen = list(self.queue.in_order())
         assert sorted(map(id, seen)) == sorted(map(id, self.there))
-        for lane in {(*each.standing, each.tenant, each.name) for each in self.there}:
-            orders = [each.order for each in seen if (*each.standing, each.tenant, each.name) == lane]
+        for lane in {(*each.sort_key, each.tenant, each.name) for each in self.there}:
+            orders = [each.order for each in seen if (*each.sort_key, each.tenant, each.name) == lane]
             assert orders == sorted(orders)
 
     @invariant()
@@ -212,7 +212,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         last = self.queue.last()
         assert (last is None) == (not self.there)
         if last:
-            assert last.standing == max(request.standing for request in self.there)
+            assert last.sort_key == max(request.sort_key for request in self.there)
 
     @invariant()
     def priorities_of_names(self) -> None:
