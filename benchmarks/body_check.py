@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-from indexer.cores import native_core
+from indexer.native import native_core
 from router.apis.body_fields import ModelFields
 from router.apis.fields import read_body
 from router.auth.bodies import BodyCheck, read_object

@@ -1,1 +1,1 @@
-"""The HTTP API's ground: errors with OpenAI's error body, JSON responses, and the OpenAPI document's helpers."""
+"""Ground of the HTTP APIs: request errors, reading of requests, JSON responses, and OpenAPI descriptions."""

@@ -1,4 +1,4 @@
-"""`GET /docs`: the endpoints of an application as a page that loads nothing from anywhere, and runs no script."""
+"""The page `GET /docs`: an application's endpoints as plain HTML, without scripts and without external resources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STYLE = "body{font:15px/1.5 system-ui;max-width:52rem;margin:2rem auto;padding:
 
 
 def add_api_page(app: FastAPI) -> None:
-    """Serve the page. Call it when the application has its other routes."""
+    """Serve the page `/docs`. Call this after all other routes were added, because the page lists them."""
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:

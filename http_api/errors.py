@@ -1,4 +1,4 @@
-"""Errors a client of the HTTP API sees, and the body OpenAI's clients expect of one."""
+"""Request errors of the HTTP APIs, and their JSON body in the form that OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import msgspec
 
 
 class RequestError(Exception):
-    """A request that cannot be served: what to answer the client.
+    """A request that the service refuses, with the response to send.
 
-    `status` is the HTTP status; `type`, `param` and `code` are those of OpenAI's error body. `param` names the field at
-    fault, None when it is the body as a whole or no field at all. `retry_after`: seconds after which it may be served.
+    - `message`: text of the error, which says what to send instead.
+    - `status`: HTTP status of the response.
+    - `type`: error type in OpenAI's body.
+    - `param`: name of the wrong field; None if the whole body is wrong, or no field is.
+    - `code`: machine-readable reason in OpenAI's body.
+    - `retry_after`: seconds after which the client may try again; None sends no such header.
     """
 
     def __init__(
@@ -32,14 +36,14 @@ class RequestError(Exception):
 
 
 def error_body(error: RequestError) -> bytes:
-    """The JSON of `{"error": {"message", "type", "param", "code"}}`."""
+    """Return the JSON body of an error: `{"error": {"message", "type", "param", "code"}}`."""
     return msgspec.json.encode(
         {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
     )
 
 
 def error_headers(error: RequestError, body: bytes) -> list[tuple[bytes, bytes]]:
-    """The headers of an answer with this body."""
+    """Return the headers of an error response with this body."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if error.retry_after is not None:
         headers.append((b"retry-after", b"%d" % error.retry_after))
@@ -47,5 +51,5 @@ def error_headers(error: RequestError, body: bytes) -> list[tuple[bytes, bytes]]
 
 
 def named_first(error: ValueError) -> str:
-    """The field that an error of the indexer begins with."""
+    """Return the field name that the text of a ValueError begins with, as in `dp_rank: -1 is negative`."""
     return str(error).partition(":")[0]

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of bodies that are decoded by hand, and of errors."""
+"""OpenAPI descriptions of request bodies that routes decode by hand, and of error responses."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _ERROR = {
 
 
 def json_body(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """`openapi_extra` of a route whose body is this struct."""
+    """Return the `openapi_extra` of a route whose body is this struct."""
     return schema_body(msgspec.json.schema(kind))
 
 
 def schema_body(schema: dict[str, Any]) -> dict[str, Any]:
-    """`openapi_extra` of a route whose body has this JSON schema."""
+    """Return the `openapi_extra` of a route whose body has this JSON schema."""
     whole = _inlined(schema, schema.get("$defs", {}))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": whole}}}}
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """A schema with what it refers to in the place of the references."""
+    """Return a schema in which every `$ref` is replaced by its definition."""
     if isinstance(schema, list):
         return [_inlined(each, definitions) for each in schema]
     if not isinstance(schema, dict):
@@ -47,7 +47,7 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route: the errors it answers with, in OpenAI's body."""
+    """Return the `responses` of a route: its error statuses, each with OpenAI's error body."""
     described = {
         400: "The body is not as described.",
         401: "The token is missing or wrong.",

@@ -1,12 +1,17 @@
-"""Who holds what: workers' event streams, the prefix tree, and the API that answers `/match`."""
+"""Which target holds which prefix: the index, the event streams that feed it, and the API that answers `/match`."""
 
-from indexer.cores import core_name
-from indexer.factory import make_index
-from indexer.holdings import Target
-from indexer.index import Index
-from indexer.indexer import Indexer, Registration
-from indexer.matching import Match, RowMatches, TargetRows
-from indexer.queries import DEFAULT_TENANT, MatchQuery, UnknownModelError
+from indexer.index import (
+    DEFAULT_TENANT,
+    Index,
+    Match,
+    MatchQuery,
+    RowMatches,
+    TargetRows,
+    UnknownModelError,
+)
+from indexer.indexer import Indexer, Registration, make_index
+from indexer.native import core_name
+from indexer.targets import Target
 
 __all__ = [
     "DEFAULT_TENANT",

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from indexer.cores import native_core
+from indexer.native import native_core
 
 TOKEN_BYTES: Final = 4
 _BIG_ENDIAN = sys.byteorder == "big"

@@ -1,38 +1,30 @@
-"""Live messages between being received and being applied, and how that goes in Python.
+"""The inbox of an index: live messages between being received and being applied. The interface of its implementations.
 
-Nearly always what comes is what is next, and of no interest as long as it can be applied: `indexer/native_inbox.py`
-keeps it from Python altogether.
+Nearly every message is the expected next batch, and nothing about it needs reporting. `indexer.native.inbox` applies
+these messages without Python. `indexer.reference.inbox` returns all messages to the caller.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
-from itertools import pairwise
-from selectors import EVENT_READ, DefaultSelector
 from typing import NamedTuple
 
 import zmq
 
-from indexer.holdings import Target
-from indexer.index import Applied, Index, tell
-from indexer.receiving import receive_run
-from kvevents.frames import MalformedFrameError, StreamFrame, parse_live
-
-# Of live batches before whatever else there is to do has its turn.
-_BYTES_A_ROUND = 256 << 10
-# Of live batches, once rounds follow each other: a fleet's streams are not in step, and each batch that is read alone
-# wakes the reader, which takes Python's lock from whoever has it.
-_ROUND_SECONDS = 0.001
+from indexer.index import Applied
+from indexer.targets import Target
 
 
 class Received(NamedTuple):
-    """A turn's messages of one socket, by its file descriptor: maybe none.
+    """Messages that one socket received in its turn; there may be none.
 
-    `size`: bytes of all `messages`; `largest`: of one. `first`: the sequence number of the first, if there are any, and
-    all are batches that follow one another; then `payload` is the last one's.
+    - `socket`: file descriptor of the socket.
+    - `messages`: number of messages.
+    - `size`: bytes of all messages.
+    - `largest`: bytes of the largest message.
+    - `first`: sequence number of the first message, if all are batches with consecutive numbers; else None.
+    - `payload`: payload of the last batch, if `first` is given.
     """
 
     socket: int
@@ -44,9 +36,13 @@ class Received(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Batches of one socket, from `first` to `last`, that were received, were expected, and are applied.
+    """Expected batches of one socket that the inbox applied itself.
 
-    `payload`: of the last one, which was received at `received_at` (unix seconds). `size`: bytes of all of them.
+    - `socket`: file descriptor of the socket.
+    - `first`, `last`: sequence numbers of the first and the last batch.
+    - `payload`: payload of the last batch.
+    - `size`: bytes of all batches.
+    - `received_at`: time at which the last batch was received, in unix seconds.
     """
 
     socket: int
@@ -58,9 +54,13 @@ class Taken(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What was read. `told`: batches of `taken` that there is something to tell of, by socket and sequence number, as
-    `Inbox.apply` tells. `received`: what came last and was not expected, or not alone: nothing of it is applied.
-    `untold`: batches were applied that are not among `taken` yet, as it may be for half a second where much comes."""
+    """Result of `Inbox.read`.
+
+    - `taken`: batches that were expected and are applied.
+    - `told`: results of those batches that need reporting, by socket and sequence number, as in `Inbox.apply`.
+    - `received`: messages that were not expected, or not alone. None of them is applied yet.
+    - `untold`: whether batches were applied that `taken` does not have yet. Under load it has them half a second later.
+    """
 
     taken: list[Taken]
     told: list[tuple[tuple[int, int], Applied | Exception]]
@@ -69,133 +69,49 @@ class Reading(NamedTuple):
 
 
 class Inbox(ABC):
-    """What receives for an index. For the one thread that has the sockets. They are known by their file descriptors."""
+    """Receiver of live messages for an index. Only the thread that owns the sockets may use it.
+
+    Sockets are identified by their file descriptors.
+    """
 
     @abstractmethod
     def follow(self, socket: zmq.Socket[bytes], target: Target) -> int:
-        """Receive of a live socket what is for a target. Its file descriptor."""
+        """Start to receive a socket's messages, which are about a target. Returns the socket's file descriptor."""
 
     @abstractmethod
     def leave(self, socket: int) -> None:
-        """Receive no more of a socket, which is still open."""
+        """Stop receiving a socket's messages. The socket must still be open."""
 
     @abstractmethod
     def look_again(self, socket: int) -> None:
-        """Something else may have taken a socket's word that it has something."""
+        """Check a socket in the next reading, because its notification may have been consumed elsewhere."""
 
     @abstractmethod
     def expect(self, socket: int, seq: int | None, largest: int) -> None:
-        """Batches of a socket from this number on may be applied without being asked for, as long as none has more
-        than `largest` bytes. None: whatever comes is of interest."""
+        """Allow the inbox to apply a socket's batches by itself.
 
-    @abstractmethod
-    def read(self, seconds: float) -> Reading:
-        """Wait so long, at most, for something to come, live or else, and receive what has come live: of one socket
-        after another, each for a turn, until it is enough for a round. Further rounds follow where all is expected."""
-
-    @abstractmethod
-    def rest(self) -> list[Taken]:
-        """Batches that were applied, and that no reading has told of."""
-
-    @abstractmethod
-    def messages(self, place: int) -> list[list[bytes]]:
-        """The frames of what was received, by its place there."""
-
-    @abstractmethod
-    def apply(self, places: Sequence[int]) -> list[tuple[tuple[int, int], Applied | Exception]]:
-        """Apply batches that follow one another, of what was received at these places.
-
-        Those that there is something to tell of, each by place and sequence number: what became of it, or why it could
-        not be applied.
+        - `seq`: sequence number of the first batch; None returns every message to the caller.
+        - `largest`: maximum bytes of a message; a larger one is returned to the caller.
         """
 
-
-class PythonInbox(Inbox):
-    """See `Inbox`. It leaves all that comes to who asked. `others`: a file descriptor of whatever else may come."""
-
-    def __init__(self, index: Index, others: int) -> None:
-        self._index = index
-        self._followed: dict[int, tuple[zmq.Socket[bytes], Target]] = {}
-        # ZeroMQ's own poll looks at every socket each time. What is watched here instead tells once that something
-        # came; so a socket is `ready` until nothing is left.
-        self._selector = DefaultSelector()
-        self._selector.register(others, EVENT_READ)
-        self._ready: dict[int, None] = {}
-        self._came: list[tuple[Target, list[list[bytes]], list[StreamFrame]]] = []
-        self._began = 0.0
-        self._busy = False
-
-    def follow(self, socket: zmq.Socket[bytes], target: Target) -> int:
-        fd = int(socket.fd)
-        self._followed[fd] = socket, target
-        self._selector.register(fd, EVENT_READ)
-        self.look_again(fd)  # it may have told before
-        return fd
-
-    def leave(self, socket: int) -> None:
-        self._selector.unregister(socket)
-        self._ready.pop(socket, None)
-        del self._followed[socket]
-
-    def look_again(self, socket: int) -> None:
-        self._ready[socket] = None
-
-    def expect(self, socket: int, seq: int | None, largest: int) -> None:
-        pass  # it is no less work here
-
+    @abstractmethod
     def read(self, seconds: float) -> Reading:
-        if self._busy and not self._ready:
-            time.sleep(min(max(self._began + _ROUND_SECONDS - time.monotonic(), 0), seconds))
-        for key, _ in self._selector.select(0 if self._ready else seconds):
-            if key.fd in self._followed:
-                self.look_again(key.fd)
-        began = time.monotonic()
-        received = self._receive()
-        if any(turn.messages for turn in received):
-            self._busy = began - self._began < 2 * _ROUND_SECONDS
-            self._began = began
-        return Reading([], [], received)
+        """Wait at most `seconds` for a message or another event, then receive one round of live messages.
 
+        In a round, each socket has a turn, until enough was received. While everything is expected, more rounds follow.
+        """
+
+    @abstractmethod
     def rest(self) -> list[Taken]:
-        return []
+        """Return the applied batches that no reading has returned yet."""
 
-    def _receive(self) -> list[Received]:
-        self._came = []
-        received: list[Received] = []
-        size = 0
-        for fd in list(self._ready):
-            if size >= _BYTES_A_ROUND:
-                break
-            socket, target = self._followed[fd]
-            messages, drained = receive_run(socket)
-            del self._ready[fd]
-            if not drained:
-                self.look_again(fd)  # behind the others
-            run = _run(messages)
-            self._came.append((target, messages, run))
-            sizes = [sum(map(len, parts)) for parts in messages]
-            first, payload = (run[0].seq, run[-1].payload) if run else (None, b"")
-            received.append(Received(fd, len(messages), sum(sizes), max(sizes, default=0), first, payload))
-            size += sum(sizes)
-        return received
-
+    @abstractmethod
     def messages(self, place: int) -> list[list[bytes]]:
-        return self._came[place][1]
+        """Return the frames of the messages at a place of the last reading's `received`."""
 
+    @abstractmethod
     def apply(self, places: Sequence[int]) -> list[tuple[tuple[int, int], Applied | Exception]]:
-        told: list[tuple[tuple[int, int], Applied | Exception]] = []
-        for place in places:
-            target, _, run = self._came[place]
-            for frame in run:
-                tell(told, (place, frame.seq), partial(self._index.apply_payload, target, frame.payload))
-        return told
+        """Apply the batches at these places of the last reading's `received`; each place has consecutive batches.
 
-
-def _run(messages: list[list[bytes]]) -> list[StreamFrame]:
-    """Messages that are batches which follow one another; none of any others."""
-    try:
-        run = [parse_live(parts) for parts in messages]
-    except MalformedFrameError:
-        return []
-    follow = all(after.seq == before.seq + 1 for before, after in pairwise(run))
-    return run if follow else []
+        Returns the results that need reporting, by place and sequence number: a rejected event, a clear, or an error.
+        """

@@ -1,36 +1,119 @@
-"""The index: which target holds which prefix. What both of its cores do, the native one and its twin in Python.
+"""The index: which target holds which prefix. The interface of its two implementations, with queries and answers.
 
-A few verbs: apply a batch of events to a target, clear a target, drop a target, match a prompt. Safe to call from
-several threads; nobody waits for longer than a few events or one match take.
+`indexer.reference` implements it in Python, `indexer.native` in C++. Methods may be called from several threads. A call
+waits for other threads at most as long as they need for a few events or one match.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from indexer.dump import DumpedHolder, DumpedRun, TargetDump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
-from indexer.holdings import HoldingsCounters, Target
-from indexer.matching import Match, RowMatches, TargetRows
+from indexer.targets import HoldingsCounters, Target
 from kvevents import EventBatch, RejectedEvent, Tier
 
 Place = TypeVar("Place")
 
-# Blocks of a target that may wait for their parent.
+DEFAULT_TENANT = "default"
+
+# Maximum number of a target's blocks that wait for their parent.
 ORPHAN_BLOCKS = 65_536
-# Blocks that any target may hold: more than an engine's memory has, even in pages of one token beside a large CPU tier.
+# Maximum number of blocks per target: more than an engine has, even in pages of one token beside a large CPU tier.
 MOST_BLOCKS = 4_194_304
+
+
+class UnknownModelError(LookupError):
+    """A model that no registered worker serves for the tenant."""
+
+
+@dataclass(slots=True)
+class MatchQuery:
+    """A tokenized prompt, with everything that separates its blocks from others with the same tokens."""
+
+    model: str
+    token_ids: Sequence[int] | PackedPrompt
+    adapter: str | None = None
+    cache_salt: str | None = None
+    tenant: str = DEFAULT_TENANT
+
+
+@dataclass(frozen=True, slots=True)
+class HashQuery:
+    """Prefix hashes of consecutive blocks from the start of a prompt.
+
+    `block_size` is in tokens; None is allowed if all workers of the model use one size.
+    """
+
+    model: str
+    prefix_hashes: list[int]
+    block_size: int | None = None
+    tenant: str = DEFAULT_TENANT
+
+
+@dataclass(slots=True, init=False)
+class Match:
+    """The tokens of a prompt that one target holds.
+
+    `tiers` counts each matched block once, in the fastest tier that has it: the counts add up to `matched_tokens`.
+    The constructor is written by hand, because mypyc does not compile a generated one and a query makes thousands.
+    """
+
+    target: Target
+    matched_tokens: int
+    tiers: dict[Tier, int]
+
+    def __init__(self, target: Target, matched_tokens: int, tiers: dict[Tier, int]) -> None:
+        self.target = target
+        self.matched_tokens = matched_tokens
+        self.tiers = tiers
+
+
+class TargetRows:
+    """A caller's numbering of targets in rows. A row has at most one target, and may have none."""
+
+    def __init__(self, rows: int, row_of: dict[Target, int]) -> None:
+        self.nothing = array("I", bytes(4 * rows))  # the matched tokens of an unknown prompt: a template to copy
+        self.row_of = row_of
+        self.numbers = array("i")  # by a target's number in a native index: its row, or -1
+        self.numbering = -1  # the version of the native index's numbering that `numbers` was made from
+
+
+class RowMatches:
+    """The tokens of a prompt that the targets in some rows hold.
+
+    `tokens` has the matched tokens of each row. `transfers` has the tokens in CPU memory and on disk, for the rows with
+    any there.
+    """
+
+    __slots__ = ("tokens", "transfers")
+
+    def __init__(self, rows: TargetRows) -> None:
+        self.tokens = rows.nothing[:]
+        self.transfers: dict[int, tuple[int, int]] = {}
+
+    def add(self, row: int, tokens: int, cpu: int, disk: int) -> None:
+        """Record a match of a row if it has more tokens than the recorded one."""
+        if tokens > self.tokens[row]:
+            self.tokens[row] = tokens
+            if cpu or disk:
+                self.transfers[row] = cpu, disk
+            else:
+                self.transfers.pop(row, None)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetStatus:
-    """What the index knows of one target: blocks by tier, block sizes seen in tokens, orphaned blocks, and counters.
+    """State of one target in the index.
 
-    `window`: the fewest last blocks that any of its cache groups keeps, None where all keep a prefix whole.
+    - `blocks`: number of blocks by tier.
+    - `block_sizes`: block sizes of its events, in tokens.
+    - `orphans`: number of blocks that wait for their parent.
+    - `window`: the fewest last blocks that any cache group keeps; None if every group keeps whole prefixes.
     """
 
     blocks: dict[Tier, int]
@@ -42,17 +125,18 @@ class TargetStatus:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What became of a batch: its events that could not be read or made no sense, and whether it cleared all."""
+    """Result of applying a batch: its unreadable or invalid events, and whether it cleared the whole cache."""
 
     rejected: list[RejectedEvent]
     cleared: bool
 
 
 class Index(ABC):
-    """Prefix holdings of all targets. `secret` makes prefix hashes unpredictable for those who don't know it.
+    """Prefix holdings of all targets.
 
-    `block_size_changes` counts how often the block sizes of any target may have changed. `cleared`: the targets that
-    hold nothing any more, by an event or by `clear`; who takes note of one takes it out.
+    - `secret`: a key that makes prefix hashes unpredictable without it.
+    - `block_size_changes`: counts every possible change of any target's block sizes.
+    - `cleared`: targets that were cleared, by an event or by `clear`. The reader of an entry removes it.
     """
 
     def __init__(self, secret: str) -> None:
@@ -62,33 +146,32 @@ class Index(ABC):
 
     @abstractmethod
     def add(self, target: Target, adapter: str | None = None, capacity: int | None = None) -> None:
-        """Make a target known; it holds nothing yet. Does nothing when it is known.
+        """Add a target without blocks. Does nothing if the target is known.
 
-        Events that name no adapter are taken to be about `adapter`. `capacity`: how many blocks its engine's own
-        memory has, None if that is not known.
+        - `adapter`: the LoRA of events that name none.
+        - `capacity`: number of blocks in the engine's own memory; None if it is unknown.
         """
 
     @abstractmethod
     def apply_payload(self, target: Target, payload: bytes) -> Applied:
-        """Apply the payload of a stream frame, event by event. Raises MalformedBatchError for one that is no batch."""
+        """Apply the payload of a stream frame, event by event. Raises MalformedBatchError if it is no event batch."""
 
     @abstractmethod
     def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:
-        """Apply a batch in order. Returns the events that made no sense; the others are applied."""
+        """Apply a batch in order. Returns its invalid events, which change nothing."""
 
     @abstractmethod
     def clear(self, target: Target) -> None:
-        """Forget what a target holds."""
+        """Remove all blocks of a target."""
 
     @abstractmethod
     def drop(self, target: Target) -> None:
-        """Forget a target."""
+        """Remove a target and its blocks."""
 
     def match(self, namespace: Namespace, prompt: PackedPrompt, blocks: int | None = None) -> list[Match]:
-        """What each target holds of a prompt's first `blocks` blocks (None: all full ones).
+        """Return the matches of the targets that hold a part of a prompt's first `blocks` blocks (None: all full ones).
 
-        Targets that hold nothing of it are left out. The prompt is hashed no further than one of them holds it, give
-        or take what a run of the tree has.
+        The prompt is hashed only up to about the last matched block: the surplus is at most one run of the tree.
         """
         block_size = namespace.block_size
         limit = len(prompt) // block_size if blocks is None else blocks
@@ -96,59 +179,60 @@ class Index(ABC):
 
     @abstractmethod
     def match_from(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> list[Match]:
-        """The same in the namespace whose hash is `root`. `block_size` in tokens."""
+        """Return the matches of a prompt's first `blocks` blocks in the namespace whose hash is `root`."""
 
     @abstractmethod
     def match_hashes(self, hashes: array[int], block_size: int) -> list[Match]:
-        """The same for a prompt whose prefix hashes are known. `block_size` in tokens."""
+        """Return the matches of a prompt that is given by its prefix hashes. `block_size` is in tokens."""
 
     def match_rows(
         self, root: int, block_size: int, prompt: PackedPrompt, blocks: int, rows: TargetRows, found: RowMatches
     ) -> None:
-        """The same as `match_from`, added to what was found in the rows of some targets."""
+        """Add the matches that `match_from` would return to `found`, for the targets that have a row."""
         for match in self.match_from(root, block_size, prompt, blocks):
             row = rows.row_of.get(match.target)
             if row is not None:
                 tiers = match.tiers
-                found.better(row, match.matched_tokens, tiers[Tier.CPU], tiers[Tier.DISK] + tiers[Tier.UNKNOWN])
+                found.add(row, match.matched_tokens, tiers[Tier.CPU], tiers[Tier.DISK] + tiers[Tier.UNKNOWN])
 
     @abstractmethod
     def dump(self, target: Target) -> tuple[list[DumpedRun], list[DumpedHolder]]:
-        """What a target holds; nothing when it is not known."""
+        """Return the blocks of a target in the form of a dump; empty lists if the target is unknown."""
 
     @abstractmethod
     def restore(self, target: Target, dump: TargetDump) -> None:
-        """Let a target that holds nothing yet hold what a dump says. Raises DumpError; it then holds nothing."""
+        """Add the blocks of a dump to a target without blocks. Raises DumpError; the target then has no blocks."""
 
     @abstractmethod
     def status(self, target: Target) -> TargetStatus | None:
-        """What a target holds now; None when it is not known."""
+        """Return the state of a target; None if it is unknown."""
 
     @abstractmethod
     def block_sizes(self, targets: Iterable[Target]) -> set[int]:
-        """The block sizes, in tokens, of the blocks these targets ever stored."""
+        """Return the block sizes, in tokens, of all blocks that these targets ever stored."""
 
     @abstractmethod
     def sweep(self) -> None:
-        """Free a part of what was cleared or dropped."""
+        """Free a part of the memory of cleared and dropped targets."""
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Assert what must always be true of the tree (for tests)."""
+        """Assert the invariants of the tree (for tests)."""
 
     @property
     @abstractmethod
     def runs(self) -> int:
-        """The size of the tree in runs of blocks."""
+        """Number of block runs in the tree."""
 
 
-def tell(told: list[tuple[Place, Applied | Exception]], place: Place, apply: Callable[[], Applied]) -> None:
-    """Apply a payload, and take note by its place if there is something to tell of it: of an event that was left out,
-    of a clear, or why it could not be applied."""
+def apply_and_report(
+    reports: list[tuple[Place, Applied | Exception]], place: Place, apply: Callable[[], Applied]
+) -> None:
+    """Apply a payload. Append its place and result to `reports` if it failed, rejected events or cleared the cache."""
     try:
         applied = apply()
-    except Exception as error:  # whatever one of them brings, the others are applied
-        told.append((place, error))
+    except Exception as error:  # other payloads are still applied
+        reports.append((place, error))
     else:
         if applied.rejected or applied.cleared:
-            told.append((place, applied))
+            reports.append((place, applied))

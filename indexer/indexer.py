@@ -13,15 +13,25 @@ from dataclasses import dataclass, replace
 import structlog
 
 from indexer.dump import DumpedStream, DumpError, SavedTarget, TargetDump, write_dump
-from indexer.factory import make_index
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
-from indexer.holdings import Target
-from indexer.index import TargetStatus
-from indexer.matching import Match, RowMatches, TargetRows
-from indexer.names import WorkerNames
-from indexer.queries import DEFAULT_TENANT, HashQuery, MatchQuery, UnknownModelError
-from indexer.sequence import SequenceSettings, StreamSequence
-from indexer.streams import Stream, StreamReader, StreamStatus
+from indexer.index import (
+    DEFAULT_TENANT,
+    MOST_BLOCKS,
+    ORPHAN_BLOCKS,
+    HashQuery,
+    Index,
+    Match,
+    MatchQuery,
+    RowMatches,
+    TargetRows,
+    TargetStatus,
+    UnknownModelError,
+)
+from indexer.native import core_name
+from indexer.streams.reader import StreamReader
+from indexer.streams.sequence import SequenceSettings, StreamSequence
+from indexer.streams.session import StreamSession, StreamStatus
+from indexer.targets import Target, WorkerNames
 from kvevents import EventBatch, EventSource, encode_batch
 from kvevents.curve import KeyPair
 from kvevents.decode import batch_time
@@ -158,7 +168,7 @@ class Indexer:
                     Registration(target, source, saved.engine, saved.block_size, saved.adapter, saved.capacity)
                 )
             except ValueError as error:
-                log.warning("saved stream not followed", worker=self.names.of(target.worker), reason=str(error))
+                log.warning("saved stream not followed", worker=self.names.get(target.worker), reason=str(error))
 
     def _dump_target(self, registration: Registration) -> TargetDump | None:
         source, target = registration.source, registration.target
@@ -192,7 +202,7 @@ class Indexer:
 
         return self._reader.between_batches(read, target)
 
-    def _resume(self, registration: Registration, stream: Stream) -> None:
+    def _resume(self, registration: Registration, stream: StreamSession) -> None:
         """Let a target begin with what the dump in use says of it, if its stream is where it was."""
         packed = self._saved.pop(registration.target, None)
         if packed is None or registration.source is None:
@@ -239,9 +249,9 @@ class Indexer:
         then they stand as they do."""
         self._reader.suspend(targets, suspended)
 
-    def stream(self, target: Target) -> Stream | None:
+    def stream(self, target: Target) -> StreamSession | None:
         """A target's stream, to be looked at; None when it has none. A fraction of the cost of `stream_status`."""
-        return self._reader.streams.get(target)
+        return self._reader.sessions.get(target)
 
     def stream_status(self, target: Target) -> StreamStatus | None:
         """How a target's stream stands; None when it has none."""
@@ -386,6 +396,22 @@ class Indexer:
                     known.clear()
                 known[asked] = roots
         return roots
+
+
+def make_index(secret: str = "", orphan_blocks: int = ORPHAN_BLOCKS, most_blocks: int = MOST_BLOCKS) -> Index:
+    """Return an empty index of the implementation in use.
+
+    - `secret`: a key that makes prefix hashes unpredictable without it.
+    - `orphan_blocks`: maximum number of a target's blocks that wait for their parent.
+    - `most_blocks`: maximum number of blocks per target.
+    """
+    if core_name() == "native":
+        from indexer.native.index import NativeIndex
+
+        return NativeIndex(secret, orphan_blocks, most_blocks)
+    from indexer.reference.index import PythonIndex
+
+    return PythonIndex(secret, orphan_blocks, most_blocks)
 
 
 def _best_first(targets: Collection[Target], found: Iterable[Match]) -> list[Match]:

@@ -18,7 +18,7 @@ from kvrouter.commands.simulations import demo, simulate
 def _print_version(wanted: bool) -> None:
     if not wanted:
         return
-    from indexer.build_info import build_info
+    from indexer.api.metrics import build_info
 
     built = build_info()
     typer.echo(f"kvrouter {built['version']} (index core: {built['core']}; Python {built['python']})")

@@ -15,7 +15,7 @@ from benchmarks.index.run import FULL, QUICK, Part, Run
 from benchmarks.index.sides import Dynamo, Kvrouter
 from benchmarks.index.workload import BLOCK_SIZE
 from benchmarks.machine import AWAKE, CORES, awake, description, is_compiled
-from indexer import cores
+from indexer.native import CORES as IMPLEMENTATIONS
 from kvevents import WireForm
 
 _PEER_PYTHON = Path(".bench/dynamo/bin/python")
@@ -62,7 +62,7 @@ def main(
     peer = Dynamo(peer_python.absolute())
     peer_version = peer.version()
     started, load_before = time.monotonic(), os.getloadavg()[0]
-    run = Run([*map(Kvrouter, reversed(cores.CORES)), peer], scale)
+    run = Run([*map(Kvrouter, reversed(IMPLEMENTATIONS)), peer], scale)
     with awake() as kept_awake:
         run.do(part or list(Part))
     load_after = os.getloadavg()[0]

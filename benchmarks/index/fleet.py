@@ -25,8 +25,7 @@ from benchmarks.machine import CORES, INDEXER_CORE, LOAD_CORE, description, pin,
 from indexer import Target, TargetRows, make_index
 from indexer.dump import DumpedStream, TargetDump, write_dump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash, pack_tokens
-from indexer.index import Index
-from indexer.matching import RowMatches
+from indexer.index import Index, RowMatches
 from indexer.snapshot import load_snapshot, save_snapshot
 from kvevents import BlockRemoved, BlockStored, EngineHash, EventBatch, encode_batch
 

@@ -24,8 +24,8 @@ from benchmarks.index.workload import (
     query_workload,
 )
 from benchmarks.machine import CORES, INDEXER_CORE, LOAD_CORE, pin
-from indexer import cores
-from indexer.cores import CORE_VARIABLE
+from indexer.native import CORE_VARIABLE
+from indexer.native import CORES as IMPLEMENTATIONS
 from kvevents import WireForm
 
 T = TypeVar("T")
@@ -236,7 +236,7 @@ class Run:
         form = self._scale.form
         costs = {}
         held = query_workload(1 << 17, 8, form)
-        for core in reversed(cores.CORES):
+        for core in reversed(IMPLEMENTATIONS):
             os.environ[CORE_VARIABLE] = core
             for size in (64, 1):
                 ingested = ingest_workload(1 << 17, 1, size, form)

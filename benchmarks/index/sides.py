@@ -20,7 +20,7 @@ from benchmarks.index import timed
 from benchmarks.index.workload import BLOCK_SIZE
 from benchmarks.machine import cpu_seconds, pin, python, resident_bytes, thread_seconds
 from benchmarks.ports import free_port
-from indexer.cores import CORE_VARIABLE
+from indexer.native import CORE_VARIABLE
 
 
 class HttpError(Exception):

@@ -59,15 +59,15 @@ def seconds(file: Path) -> tuple[float, float]:
 
 
 def _main() -> None:
-    from indexer import native_inbox  # where the native core is not built, there is none
+    from indexer.native import inbox  # where the native core is not built, there is none
     from kvrouter.__main__ import main
 
     shared = Path(sys.argv.pop(1))
     shared.write_bytes(_SECONDS.pack(0.0, 0.0))
     with shared.open("r+b") as opened:
         shown = mmap(opened.fileno(), _SECONDS.size)
-    reader = vars(native_inbox)["LiveReader"]
-    vars(native_inbox)["LiveReader"] = lambda *arguments: _TimedReader(reader(*arguments), shown)
+    reader = vars(inbox)["LiveReader"]
+    vars(inbox)["LiveReader"] = lambda *arguments: _TimedReader(reader(*arguments), shown)
     main()
 
 

@@ -1,6 +1,6 @@
-"""Builds the native core: `python indexer/native/build.py` puts the module beside the code that imports it.
+"""Build of the native index: `python indexer/native/build.py` writes the module into the source tree.
 
-Needs a C++20 compiler, nanobind and setuptools.
+It needs a C++20 compiler, nanobind and setuptools.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MODULE = "indexer._native"
 
 
 def build(root: Path) -> Path:
-    """Compile the module under `root`, as `indexer/_native…`; its path. Without a compiler setuptools raises."""
+    """Compile `indexer/_native…` below `root`, and return its path. Without a compiler, setuptools raises."""
     parts = Path(nanobind.__file__).parent
     extension = Extension(
         MODULE,
@@ -37,7 +37,7 @@ def build(root: Path) -> Path:
     with tempfile.TemporaryDirectory() as objects:
         command = Distribution({"ext_modules": [extension]}).get_command_obj("build_ext")
         command.build_lib, command.build_temp = str(root), objects
-        command.force = True  # headers may have changed
+        command.force = True  # setuptools does not see changed headers
         command.ensure_finalized()
         command.run()
         return root / str(command.get_ext_filename(MODULE))

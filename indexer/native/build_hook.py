@@ -1,27 +1,25 @@
-"""Puts the native core into wheels, and beside the code of an editable installation, where it can be built."""
+"""Hatch build hook that adds the native index to wheels, and to the source tree of an editable installation."""
 
 from __future__ import annotations
 
 import sys
 import sysconfig
-from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 
 class NativeCoreHook(BuildHookInterface[Any]):
-    """Without a compiler a wheel has Python alone, and the index its core in Python."""
+    """Build of the native index. Without a compiler, the wheel has only the index in Python."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build the module before the wheel is put together."""
+        """Compile the module before the wheel is assembled."""
         try:
-            module = import_module("build").build(Path(self.root))
-        except Exception as error:  # whatever a compiler, or the lack of one, comes up with
-            self.app.display_warning(f"the index's native core was not built: {error}")
+            module = run_path(str(Path(__file__).with_name("build.py")))["build"](Path(self.root))
+        except Exception as error:  # compilers, and their absence, raise errors of many types
+            self.app.display_warning(f"the native index was not built: {error}")
             return
         build_data["pure_python"] = False
         build_data["tag"] = "-".join([*_python_tags(), sysconfig.get_platform().replace("-", "_").replace(".", "_")])

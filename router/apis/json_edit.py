@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import jiter
 
-from indexer.cores import native_core
+from indexer.native import native_core
 
 # Bodies of up to this many bytes are parsed directly: that is fast enough.
 LONG: Final = 64 * 1024

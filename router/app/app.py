@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from http_api.docs_page import add_api_page
-from indexer.api import add_error_handlers, index_routes
-from indexer.questions import Questions
+from http_api.responses import add_error_handlers
+from indexer.api.questions import Questions
+from indexer.api.routes import index_routes
 from router.app.routes.adapters import adapter_routes
 from router.app.routes.cache import cache_routes
 from router.app.routes.explain import explain_routes

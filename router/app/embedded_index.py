@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from indexer import Indexer
-from indexer.sequence import SequenceSettings
 from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot
+from indexer.streams.sequence import SequenceSettings
 from kvevents.curve import load_key_pair
 from router.settings import EventSettings, Settings
 from router.sharing.worker_processes import WorkerProcesses

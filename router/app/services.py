@@ -24,8 +24,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from indexer import Indexer
-from indexer.build_info import add_process_metrics
-from indexer.metrics import IndexCollector
+from indexer.api.metrics import IndexCollector, add_process_metrics
 from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
 from router.app.embedded_index import running_indexer

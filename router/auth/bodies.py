@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from http_api.errors import RequestError
-from indexer.cores import native_core
+from indexer.native import native_core
 from router.apis.body_fields import ModelFields
 from router.apis.endpoints import PROMPTED
 from router.apis.fields import kind_of

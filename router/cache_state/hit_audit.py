@@ -21,9 +21,9 @@ from typing import Final, Protocol
 import structlog
 
 from indexer import Registration, Target
-from indexer.names import WorkerNames
-from indexer.sequence import StreamState
-from indexer.streams import Stream
+from indexer.streams.sequence import StreamState
+from indexer.streams.session import StreamSession
+from indexer.targets import WorkerNames
 from router.apis.usage import Usage
 from router.cache_state.draft_blocks import RecomputedBlocks
 from router.cache_state.sent_prefixes import Retention, SentPrefixes
@@ -170,7 +170,7 @@ class TargetAudit:
 class Streams(Protocol):
     """What is asked of the indexer."""
 
-    def stream(self, target: Target) -> Stream | None:
+    def stream(self, target: Target) -> StreamSession | None:
         """A target's event stream; None when it has none."""
 
     def resync(self, target: Target) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from typing import Generic, TypeVar
 
-from indexer.tree import common_blocks
+from indexer.reference.tree import common_blocks
 
 # The most that are looked at to find a short prompt.
 _MOST_EDGES = 64

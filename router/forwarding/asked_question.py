@@ -11,7 +11,7 @@ from typing import Final
 import structlog
 
 from http_api.errors import RequestError
-from indexer.questions import Answer
+from indexer.api.questions import Answer
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response_writer import ResponseWriter
 from router.forwarding.taken_request import TakenRequest

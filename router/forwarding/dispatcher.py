@@ -11,7 +11,7 @@ from typing import Final
 
 from starlette.types import ASGIApp
 
-from indexer.questions import Questions
+from indexer.api.questions import Questions
 from router.apis.endpoints import BY_LOAD, PROMPTED
 from router.forwarding.asgi_request import AsgiRequest
 from router.forwarding.asked_question import AskedQuestion

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from indexer.build_info import build_info
+from indexer.api.metrics import build_info
 from router.fleet.fleet import Fleet
 from router.settings import PolicyName
 from router.tokens.tokenizer_source import TokenizerSource

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from indexer import Indexer, Target
-from indexer.names import WorkerNames
-from indexer.sequence import StreamState
+from indexer.streams.sequence import StreamState
+from indexer.targets import WorkerNames
 from router.cache_state.hit_audit import Basis, HitAudit
 from router.fleet.circuit import CircuitState
 from router.fleet.fleet import Fleet, WorkerState

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from indexer.names import WorkerNames
+from indexer.targets import WorkerNames
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.policies import Candidate
 
@@ -62,7 +62,7 @@ class HotPrefixes:
             holders = [each for each in candidates if each.overlap >= prefix.tokens]
             prefix.held_by = len(holders)
             prefix.holders = [
-                {"worker": self._names.of(each.target.worker), "dp_rank": each.target.dp_rank}
+                {"worker": self._names.get(each.target.worker), "dp_rank": each.target.dp_rank}
                 for each in holders[:_HOLDERS]
             ]
             longer = prefix.longer

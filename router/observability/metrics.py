@@ -243,7 +243,7 @@ class AuditCollector(Collector):
         drift = GaugeMetricFamily("kvrouter_audit_drift_ratio", "The same for predictions by events", labels=labels)
         basis = GaugeMetricFamily("kvrouter_audit_basis", "1 for what is predicted from", labels=[*labels, "basis"])
         for target, audit in self._audit.audits():
-            values = [self._audit.names.of(target.worker), str(target.dp_rank), target.model]
+            values = [self._audit.names.get(target.worker), str(target.dp_rank), target.model]
             answers.add_metric(values, audit.answers)
             prompt.add_metric(values, audit.prompt_tokens)
             predicted.add_metric(values, audit.predicted_tokens)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from indexer.names import WorkerNames
+from indexer.targets import WorkerNames
 from router.apis.usage import Usage
 from router.observability.hot_prefixes import HotPrefixes
 from router.policies import Decision
@@ -125,7 +125,7 @@ class SampledTraffic:
 def _costs_of(decision: Decision, names: WorkerNames) -> dict[str, Any]:
     chosen = decision.chosen
     return {
-        "worker": names.of(chosen.target.worker),
+        "worker": names.get(chosen.target.worker),
         "dp_rank": chosen.target.dp_rank,
         "overlap": chosen.overlap,
         "best_overlap": max(candidate.overlap for candidate in decision.candidates),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from math import inf
 from typing import TypeAlias
 
-from indexer.cores import native_core
+from indexer.native import native_core
 
 Costs: TypeAlias = Callable[["array[float]", "array[float]", "array[int]", int, int, "array[float]"], None]
 Highest: TypeAlias = Callable[["array[int]"], int]

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from indexer.build_info import build_info
+from indexer.api.metrics import build_info
 from router.http.worker_url import without_user_info
 from router.observability.about import About
 from router.settings import Settings

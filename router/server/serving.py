@@ -11,8 +11,8 @@ from fastapi import FastAPI
 
 from http_api.errors import RequestError
 from indexer import Indexer
-from indexer.app import indexer_app
-from indexer.questions import Questions
+from indexer.api.app import indexer_app
+from indexer.api.questions import Questions
 from router.app.app import running_router
 from router.app.embedded_index import running_indexer
 from router.app.routes.match_requests import match_reader

@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from indexer.cores import native_core
 from indexer.hashing import TOKEN_BYTES, pack_tokens
+from indexer.native import native_core
 from router.tokens.text_encoder import AWKWARD, Encoder
 
 

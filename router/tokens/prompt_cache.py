@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
-from indexer.cores import native_core
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
+from indexer.native import native_core
 from router.tokens.boundary import START, Boundary, Mark
 
 

@@ -15,7 +15,7 @@ from router_under_test import serving
 from uvicorn.server import ServerState
 
 from indexer import Indexer, MatchQuery, Registration, Target
-from indexer.questions import Questions
+from indexer.api.questions import Questions
 from kvevents import BlockStored, EventBatch
 from router.app.app import running_router
 from router.auth import AuthGate

@@ -11,9 +11,9 @@ from budget import damaged, examples
 from xxhash import xxh3_64
 
 from indexer import Indexer, MatchQuery, Registration, Target
-from indexer.cores import CORE_VARIABLE, CORES
 from indexer.dump import DumpedStream, DumpError, TargetDump, read_dump, write_dump
-from indexer.queries import UnknownModelError
+from indexer.index import UnknownModelError
+from indexer.native import CORE_VARIABLE, CORES
 from kvevents import BlockStored, EventBatch, EventSource, encode_batch
 
 FEW = 150

@@ -10,9 +10,9 @@ import pytest
 from budget import damaged, examples
 
 from indexer import Index, Target
-from indexer.cores import CORE_VARIABLE, CORES
-from indexer.factory import make_index
 from indexer.hashing import Namespace, PackedPrompt
+from indexer.indexer import make_index
+from indexer.native import CORE_VARIABLE, CORES
 from kvevents import (
     AllBlocksCleared,
     BlockRemoved,

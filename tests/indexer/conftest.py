@@ -10,9 +10,9 @@ from engine_publisher import Publisher, eventually
 from index_client import Client, served
 
 from indexer import Indexer, Target
-from indexer.cores import CORE_VARIABLE, CORES
-from indexer.sequence import SequenceSettings, StreamState
-from indexer.streams import StreamStatus
+from indexer.native import CORE_VARIABLE, CORES
+from indexer.streams.reader import StreamStatus
+from indexer.streams.sequence import SequenceSettings, StreamState
 
 # These have no index, or one of each core.
 _ONCE = {"test_cores", "test_inbox", "test_hashing", "test_sequence"}

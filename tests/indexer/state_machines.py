@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from indexer.cores import CORE_VARIABLE
-from indexer.factory import make_index
+from indexer.indexer import make_index
+from indexer.native import CORE_VARIABLE
 
 
 def case_of(machine: Any, core: str, examples: int, steps: int) -> Any:

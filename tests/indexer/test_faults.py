@@ -21,8 +21,8 @@ from random_engine import Engine
 from structlog.testing import capture_logs
 
 from indexer import Indexer, MatchQuery, Registration, Target
-from indexer.sequence import StreamState
-from indexer.streams import StreamStatus
+from indexer.streams.reader import StreamStatus
+from indexer.streams.sequence import StreamState
 from kvevents import BlockStored, Event, EventBatch, EventSource, encode_batch
 from kvevents.frames import live_frames
 

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from indexer import Index, Match, Target
-from indexer.factory import make_index
 from indexer.hashing import Namespace, PackedPrompt
+from indexer.indexer import make_index
 from kvevents import BlockRemoved, BlockStored, Event, EventBatch, MalformedBatchError, RejectedEvent
 from kvevents.decode import batch_time
 

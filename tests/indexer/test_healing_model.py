@@ -15,10 +15,10 @@ from random_engine import Engine, Prompt
 from state_machines import case_of
 
 from indexer import Target
-from indexer.cores import CORES
 from indexer.dump import DumpedStream, TargetDump, read_dump, write_dump
 from indexer.hashing import Namespace, PackedPrompt
-from indexer.sequence import Action, Apply, AskReplay, Clear, SequenceSettings, StreamSequence, StreamState
+from indexer.native import CORES
+from indexer.streams.sequence import Action, Apply, AskReplay, Clear, SequenceSettings, StreamSequence, StreamState
 from kvevents import AllBlocksCleared, BlockStored, Event, EventBatch, Tier, decode_batch, encode_batch
 from kvevents.decode import batch_time
 from kvevents.frames import StreamFrame

@@ -22,16 +22,16 @@ from hypothesis import strategies as st
 from test_cores import payload, said
 
 from indexer import Index, Target
-from indexer.cores import CORES
-from indexer.factory import make_inbox
-from indexer.inbox import Inbox, PythonInbox
-from indexer.memory import give_back
-from indexer.python_index import PythonIndex
+from indexer.inbox import Inbox
+from indexer.native import CORES
+from indexer.reference.inbox import PythonInbox
+from indexer.reference.index import PythonIndex
+from indexer.streams.reader import give_back, make_inbox
 from kvevents import BlockStored, Event, EventBatch, encode_batch
 from kvevents.frames import encode_seq, live_frames
 
 if "native" in CORES:
-    from indexer.native_inbox import NativeInbox
+    from indexer.native.inbox import NativeInbox
 
 pytestmark = pytest.mark.skipif("native" not in CORES, reason="the native core is not built")
 
@@ -134,7 +134,7 @@ def inboxes() -> Iterator[tuple[Inbox, Index]]:
 
 
 def native_index() -> Index:
-    from indexer.native_index import NativeIndex
+    from indexer.native.index import NativeIndex
 
     return NativeIndex()
 

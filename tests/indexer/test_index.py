@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from indexer import Index, Match, Target, make_index
 from indexer.hashing import MediaSpan, Namespace, PackedPrompt, pack_tokens
-from indexer.tree import RUN_BLOCKS
+from indexer.reference.tree import RUN_BLOCKS
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier
 
 A, B = Target("a", 0, "m"), Target("b", 0, "m")

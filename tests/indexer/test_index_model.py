@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from state_machines import case_of
 
 from indexer import Target
-from indexer.cores import CORES
 from indexer.hashing import Namespace, PackedPrompt
+from indexer.native import CORES
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Tier, tier_of
 
 # A prompt is a path of symbols, each of which stands for a stretch of blocks; a block is its prompt's symbols up to it

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from http_api.errors import RequestError
-from indexer.cores import CORES
-from indexer.queries import MatchQuery
-from indexer.question_bodies import QueryBody, decoded
-from indexer.questions import _packed_query
+from http_api.requests import decode_body
+from indexer.api.bodies import QueryBody
+from indexer.api.questions import _read_packed_query
+from indexer.index import MatchQuery
+from indexer.native import CORES
 
 pytestmark = pytest.mark.skipif("native" not in CORES, reason="the native core was not built")
 
@@ -51,7 +52,7 @@ parts = st.sampled_from(
 def packed(body: bytes) -> MatchQuery | None:
     from indexer import _native
 
-    return _packed_query(body, _native.packed_numbers)
+    return _read_packed_query(body, _native.packed_numbers)
 
 
 def is_read_alike(body: bytes) -> bool:
@@ -59,7 +60,7 @@ def is_read_alike(body: bytes) -> bool:
     read = packed(body)
     if read is None:
         return False
-    whole = decoded(body, QueryBody)
+    whole = decode_body(body, QueryBody)
     assert read.token_ids.tokens == b"".join(token.to_bytes(4, "little") for token in whole.token_ids)
     assert (read.model, read.tenant) == (whole.model, whole.tenant_id)
     assert (read.adapter, read.cache_salt) == (whole.lora_name, whole.cache_salt)
@@ -74,7 +75,7 @@ def test_token_ids_go_to_the_core_as_they_came() -> None:
 def test_no_other_list_is_taken_for_them(body: bytes) -> None:
     assert packed(body) is None
     with pytest.raises(RequestError):
-        decoded(body, QueryBody)
+        decode_body(body, QueryBody)
 
 
 @given(st.lists(parts, max_size=8).map(b"".join))

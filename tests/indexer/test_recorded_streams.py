@@ -13,7 +13,7 @@ from engine_publisher import Publisher
 from index_client import Client
 
 from indexer import Target
-from indexer.sequence import StreamState
+from indexer.streams.sequence import StreamState
 from kvevents import BlockStored, decode_batch
 from kvevents.frames import StreamFrame, parse_live
 from kvevents.recording import Channel, read_recording

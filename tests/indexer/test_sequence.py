@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from indexer.sequence import Action, Apply, AskReplay, Clear, SequenceSettings, StreamSequence, StreamState
+from indexer.streams.sequence import Action, Apply, AskReplay, Clear, SequenceSettings, StreamSequence, StreamState
 from kvevents.frames import SNAPSHOT_START, StreamFrame
 
 SETTINGS = SequenceSettings(replay_timeout=1.0, replay_rounds=3, idle_check=30.0, pending_batches=10)

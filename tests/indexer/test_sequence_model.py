@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from indexer.sequence import Action, Apply, AskReplay, Clear, SequenceSettings, StreamSequence, StreamState
+from indexer.streams.sequence import Action, Apply, AskReplay, Clear, SequenceSettings, StreamSequence, StreamState
 from kvevents.frames import StreamFrame
 
 TIMEOUT = 1.0

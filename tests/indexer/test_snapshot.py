@@ -18,9 +18,9 @@ from structlog.testing import capture_logs
 from indexer import Index, Indexer, MatchQuery, Registration, Target, make_index
 from indexer.dump import DumpedStream, DumpError, SavedTarget, TargetDump, read_dump, write_dump
 from indexer.hashing import Namespace, PackedPrompt, pack_tokens
-from indexer.sequence import SequenceSettings, StreamState
+from indexer.reference.tree import RUN_BLOCKS
 from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot, save_snapshot
-from indexer.tree import RUN_BLOCKS
+from indexer.streams.sequence import SequenceSettings, StreamState
 from kvevents import BlockRemoved, BlockStored, Event, EventBatch, EventSource
 
 TARGET = Target("w", 0, "m")

@@ -18,10 +18,11 @@ from structlog.testing import capture_logs
 
 from indexer import Indexer, MatchQuery, Registration, Target
 from indexer.dump import read_dump
-from indexer.factory import make_inbox, make_index
-from indexer.inbox import Inbox, PythonInbox, Reading
-from indexer.sequence import Action, StreamSequence, StreamState
-from indexer.streams import StreamReader, StreamStatus
+from indexer.inbox import Inbox, Reading
+from indexer.indexer import make_index
+from indexer.reference.inbox import PythonInbox
+from indexer.streams.reader import StreamReader, StreamStatus, make_inbox
+from indexer.streams.sequence import Action, StreamSequence, StreamState
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventSource, encode_batch
 
 TARGET = Target("w", 0, "m")
@@ -216,7 +217,7 @@ def test_a_stream_is_where_the_index_is(
     seen = []
 
     def look(_logger: object, _method: str, event: MutableMapping[str, Any]) -> NoReturn:
-        if event["event"] == "event stream read anew":  # the sequence knows of it, the index not yet
+        if event["event"] == "event stream read again from the start":  # the sequence knows of it, the index not yet
             seen.append((stream(TARGET).last_seq, matched(indexer)))
         raise structlog.DropEvent
 
@@ -677,7 +678,7 @@ def test_a_stream_follows_its_worker(
 def test_who_hangs_up_again_and_again_at_once_does_not_understand_us(
     hang_ups: int, at_once: float, told: bool, running: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.streams._AT_ONCE_S", at_once)
+    monkeypatch.setattr("indexer.streams.session._SOON_SECONDS", at_once)
     with socket.create_server(("127.0.0.1", 0)) as listener, capture_logs() as logs:
 
         def hang_up() -> None:
@@ -693,7 +694,7 @@ def test_who_hangs_up_again_and_again_at_once_does_not_understand_us(
         assert not thread.is_alive()
         if told:
             eventually(lambda: logs)
-    assert [line["event"] for line in logs] == (["no agreement with the publisher"] if told else [])
+    assert [line["event"] for line in logs] == (["handshake with the publisher failed"] if told else [])
 
 
 def test_a_peer_that_is_gone_is_found_by_the_kernel_not_by_heartbeats() -> None:
@@ -707,7 +708,5 @@ def test_a_peer_that_is_gone_is_found_by_the_kernel_not_by_heartbeats() -> None:
             assert each.getsockopt(zmq.TCP_KEEPALIVE) == 1
             assert each.getsockopt(zmq.TCP_KEEPALIVE_IDLE) == 5
     finally:
-        stream.live.disable_monitor()
-        for each in stream.sockets():
-            each.close(0)
+        stream.close()
         reader.stop()

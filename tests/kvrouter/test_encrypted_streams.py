@@ -18,11 +18,11 @@ import zmq
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-import indexer.streams
+import indexer.streams.session
 from indexer import Indexer, MatchQuery, Registration, Target
 from indexer.dump import read_dump
-from indexer.sequence import SequenceSettings, StreamState
-from indexer.stream_monitor import Refused
+from indexer.sockets import HandshakeFailed
+from indexer.streams.sequence import SequenceSettings, StreamState
 from kvevents import BlockStored, EventBatch, EventSource
 from kvevents.curve import KeyPair, create_key_pair, load_key_pair, load_public_key
 from kvrouter.cli import app
@@ -77,18 +77,18 @@ def reader() -> Iterator[Read]:
 
 
 @pytest.fixture
-def refusals(monkeypatch: pytest.MonkeyPatch) -> list[Refused]:
+def refusals(monkeypatch: pytest.MonkeyPatch) -> list[HandshakeFailed]:
     """Every time a publisher and the reader did not agree."""
-    seen: list[Refused] = []
-    read = indexer.streams.read_monitor
+    seen: list[HandshakeFailed] = []
+    read = indexer.streams.session.read_monitor
 
     def watch(monitor: zmq.Socket[bytes]) -> Any:
         happened = read(monitor)
-        if isinstance(happened, Refused):
+        if isinstance(happened, HandshakeFailed):
             seen.append(happened)
         return happened
 
-    monkeypatch.setattr(indexer.streams, "read_monitor", watch)
+    monkeypatch.setattr(indexer.streams.session, "read_monitor", watch)
     return seen
 
 
@@ -161,7 +161,7 @@ def test_a_stream_without_keys_is_as_open_as_ever(publisher: Publish, reader: Re
 
 
 def test_those_on_the_list_may_read_and_others_not(
-    publisher: Publish, reader: Read, keys: Path, tmp_path: Path, refusals: list[Refused], caplog: Any
+    publisher: Publish, reader: Read, keys: Path, tmp_path: Path, refusals: list[HandshakeFailed], caplog: Any
 ) -> None:
     caplog.set_level(logging.CRITICAL, "zmq.auth")
     friends = tmp_path / "friends"
@@ -177,7 +177,7 @@ def test_those_on_the_list_may_read_and_others_not(
     eventually(lambda: len(refusals) > 2, "refused")
     friend = reader(published, public, load_key_pair(keys / "router.key_secret", "key"))
     assert_everything_is_read(published, friend)
-    assert {refusal.reason for refusal in refusals} == {"it does not know this subscriber's key"}
+    assert {refusal.reason for refusal in refusals} == {"the publisher does not know this subscriber's key"}
     for reading in (stranger, nobody):
         assert (state(reading), matched(reading)) == (StreamState.CONNECTING, 0)
 
@@ -193,7 +193,7 @@ def test_who_has_not_the_right_key_gets_nothing_and_says_so_once(
     publisher: Publish,
     reader: Read,
     keys: Path,
-    refusals: list[Refused],
+    refusals: list[HandshakeFailed],
 ) -> None:
     published = publisher(curve_secret_key_file=publishers and str(keys / publishers))
     for number in range(5):
@@ -203,7 +203,7 @@ def test_who_has_not_the_right_key_gets_nothing_and_says_so_once(
         eventually(lambda: len(refusals) >= 2, "refused again")
         published.publish(block(5))
         eventually(lambda: len(refusals) >= 3, "refused again and again")
-    (entry,) = (entry for entry in logs if entry["event"] == "no agreement with the publisher")
+    (entry,) = (entry for entry in logs if entry["event"] == "handshake with the publisher failed")
     assert entry["log_level"] == "warning"
     assert entry["worker"] == "w"
     assert "encrypted" in entry["reason"]
@@ -211,7 +211,7 @@ def test_who_has_not_the_right_key_gets_nothing_and_says_so_once(
 
 
 def test_a_publisher_that_learns_to_encrypt_is_read_from_then_on(
-    publisher: Publish, reader: Read, keys: Path, refusals: list[Refused]
+    publisher: Publish, reader: Read, keys: Path, refusals: list[HandshakeFailed]
 ) -> None:
     plain = publisher()
     reading = reader(plain, load_public_key(keys / "worker.key", "key"))
@@ -221,7 +221,7 @@ def test_a_publisher_that_learns_to_encrypt_is_read_from_then_on(
 
 
 def test_a_replay_endpoint_that_refused_once_is_asked_where_its_stream_was_only_hung_up_on(
-    reader: Read, keys: Path, refusals: list[Refused]
+    reader: Read, keys: Path, refusals: list[HandshakeFailed]
 ) -> None:
     """Who is told that the other side does not encrypt does not connect again by itself."""
     with (

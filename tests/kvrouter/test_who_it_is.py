@@ -17,7 +17,7 @@ from urllib.request import urlopen
 import pytest
 from typer.testing import CliRunner
 
-from indexer.cores import core_name
+from indexer.native import core_name
 from kvrouter.cli import app
 from kvrouter.processes import KvrouterProcess
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from indexer import Indexer, MatchQuery, Registration, Target
-from indexer.sequence import SequenceSettings, StreamState
+from indexer.streams.sequence import SequenceSettings, StreamState
 from kvevents import EventSource, WireForm
 from worker import Reporter, ZmqEventPublisher
 

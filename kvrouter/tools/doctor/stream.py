@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from indexer.stream_monitor import Connected, Happened, Reached, Refused, monitor_of, read_monitor
+from indexer.sockets import Connected, ConnectionEvent, HandshakeFailed, Reached, monitor_of, read_monitor
 from kvevents import BlockStored, EventBatch, EventSource, MalformedBatchError, decode_batch
 from kvevents.curve import KeyPair, be_client, temporary_key_pair
 from kvevents.frames import MalformedFrameError, parse_live, parse_replay, replay_request
@@ -84,14 +84,14 @@ class WatchedStream:
         monitor = monitor_of(socket)
         try:
             _connect(socket, endpoint)
-            happened: Happened = Reached()
-            while isinstance(happened, Reached):
+            event: ConnectionEvent = Reached()
+            while isinstance(event, Reached):
                 if not monitor.poll(int(CONNECT_TIMEOUT * 1000)):
                     what = "accepts connections, but says nothing: it hangs, or is no publisher"
                     raise NoPublisherError(f"{endpoint} {what}")
-                happened = read_monitor(monitor)
-            if not isinstance(happened, Connected):
-                reason = happened.reason if isinstance(happened, Refused) else "it hangs up"
+                event = read_monitor(monitor)
+            if not isinstance(event, Connected):
+                reason = event.reason if isinstance(event, HandshakeFailed) else "the publisher closes the connection"
                 raise NoPublisherError(f"{endpoint} is no publisher: {reason}")
         except BaseException:
             socket.disable_monitor()

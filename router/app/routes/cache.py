@@ -9,7 +9,7 @@ import aiohttp
 from fastapi import APIRouter, Depends
 
 from http_api.openapi import errors
-from indexer.api import token_check
+from http_api.requests import token_check
 from router.app.services import Services
 from router.fleet.worker import Worker
 from router.http.client import connection_problem

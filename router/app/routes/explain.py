@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 
 from http_api.errors import RequestError
 from http_api.openapi import errors, json_body
-from indexer.names import WorkerNames
+from indexer.targets import WorkerNames
 from router.admission.admission import Admission
 from router.admission.waiting_request import WaitReason
 from router.apis.endpoints import PROMPTED, Call, read_call
@@ -100,7 +100,7 @@ async def explain(
         "hints": prompt.hints and _hints(prompt, prompt.hints, sessions, names),
         "held": begins if isinstance(begins, WaitReason) else None,
         "promise": slo and _slo(slo, selector.predict(chosen, prompt), now),
-        "choice": {"worker": names.of(chosen.target.worker), "dp_rank": chosen.target.dp_rank},
+        "choice": {"worker": names.get(chosen.target.worker), "dp_rank": chosen.target.dp_rank},
         "unit": usual.decision.unit,
         "candidates": [
             _candidate(names, cost, sessions.wanted(cost.candidate.target))
@@ -132,14 +132,14 @@ def _hints(prompt: RoutedPrompt, hints: AgentHints, places: SessionLocations, na
         "output_tokens": hints.output_tokens,
         "next_call": hints.next_call,
         "final": hints.final,
-        "place": place and {"worker": names.of(place.worker), "dp_rank": place.dp_rank},
+        "place": place and {"worker": names.get(place.worker), "dp_rank": place.dp_rank},
     }
 
 
 def _candidate(names: WorkerNames, cost: Cost, wanted: int) -> dict[str, Any]:
     candidate = cost.candidate
     return {
-        "worker": names.of(candidate.target.worker),
+        "worker": names.get(candidate.target.worker),
         "dp_rank": candidate.target.dp_rank,
         "overlap": candidate.overlap,
         "load": {

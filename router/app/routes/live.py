@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
 
 from http_api.errors import RequestError
 from http_api.openapi import errors
-from indexer.api import token_check
+from http_api.requests import token_check
 from router.app.services import Services
 from router.observability.fleet_snapshot import MAX_VIEWERS, FleetSnapshot
 from router.observability.other_processes import OtherProcesses, recording_of

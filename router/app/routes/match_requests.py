@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from http_api.errors import RequestError
 from indexer import DEFAULT_TENANT, MatchQuery
-from indexer.questions import ReadMatch
+from indexer.api.questions import ReadMatch
 from router.apis.openai_requests import decode_match
 from router.apis.requests import ChatPrompt, MatchRequest
 from router.forwarding.long_bodies import LONG_BODY

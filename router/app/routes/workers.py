@@ -17,8 +17,9 @@ from pydantic import ValidationError
 
 from http_api.errors import RequestError
 from http_api.openapi import errors, json_body, schema_body
+from http_api.requests import token_check
 from indexer import Target
-from indexer.api import token_check, workers_report
+from indexer.api.routes import workers_report
 from kvevents import EventSource
 from router.app.services import Services
 from router.fleet.allowed_networks import AddressNotAllowedError, AllowedNetworks

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from indexer.names import WorkerNames
+from indexer.targets import WorkerNames
 from router.policies import Candidate, Decision, Policy, Request
 from router.policies.records import CostUnit, cheapest
 from router.settings import DisaggregationSettings
@@ -40,10 +40,10 @@ class Disaggregation:
         report: dict[str, Any] = {"remote_prefill": self.prefill is not None, "reason": self.reason, **self.inputs}
         if self.prefill is not None:
             target = self.prefill.chosen.target
-            report["prefill"] = {"worker": names.of(target.worker), "dp_rank": target.dp_rank}
+            report["prefill"] = {"worker": names.get(target.worker), "dp_rank": target.dp_rank}
             report["unit"] = self.prefill.unit
             report["prefill_candidates"] = [
-                {"worker": names.of(each.target.worker), "dp_rank": each.target.dp_rank, "terms": cost.terms}
+                {"worker": names.get(each.target.worker), "dp_rank": each.target.dp_rank, "terms": cost.terms}
                 for cost in self.prefill.costs
                 for each in (cost.candidate,)
             ]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from http_api.errors import RequestError
-from indexer.cores import CORES
+from indexer.native import CORES
 from router.apis.json_edit import LONG, field, read_outline, strict_json, with_field, without_fields
 from router.auth.bodies import read_object
 

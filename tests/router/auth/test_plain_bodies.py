@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from http_api.errors import RequestError
-from indexer.cores import CORES
+from indexer.native import CORES
 from router.apis.body_fields import ModelFields
 from router.apis.fields import read_body
 from router.auth.bodies import BodyCheck, _values_in, read_object

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from indexer import Indexer, Registration, Target
-from indexer.sequence import StreamState
+from indexer.streams.sequence import StreamState
 from router.apis.usage import Usage
 from router.cache_state.hit_audit import Basis, CachePrediction, Errors, HitAudit
 from router.cache_state.in_flight_prefixes import prompt_hashes

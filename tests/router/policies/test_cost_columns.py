@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import Target
-from indexer.cores import CORE_VARIABLE, CORES
+from indexer.native import CORE_VARIABLE, CORES
 from router.policies import Candidate, CostColumns, KvWeights, LinearPolicy, Request, kv_aware
 from router.policies.cost_columns import highest, lowest, write_costs
 from router.policies.peers import Dynamo, LeastLoaded, Lmetric

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from indexer import Target
-from indexer.names import WorkerNames
+from indexer.targets import WorkerNames
 from router.policies import Candidate, Request
 from router.routing.disaggregation.decision import Disaggregation, decode_policy, disaggregate, prefill_policy
 from router.settings import DisaggregationSettings

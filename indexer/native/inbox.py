@@ -1,6 +1,6 @@
-"""Live messages that Python never sees: received, kept and applied by the native core, without Python's lock.
+"""The inbox in C++: it receives, keeps and applies live messages without Python's lock.
 
-It calls libzmq itself, by the same library and the same sockets that pyzmq has.
+It calls libzmq directly, with the library and the sockets that pyzmq has.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ import zmq
 import zmq.backend
 
 from indexer._native import LiveReader
-from indexer.holdings import Target
 from indexer.inbox import Inbox, Reading, Received, Taken
 from indexer.index import Applied
-from indexer.native_index import NativeIndex
+from indexer.native.index import NativeIndex
+from indexer.targets import Target
 
 _FUNCTIONS = [f"zmq_msg_{name}" for name in ("init", "recv", "data", "size", "more", "copy", "close")]
-_NOTHING, _TO_TELL = 0, 1  # what is left of a reading
+_NOTHING, _TO_REPORT = 0, 1  # results of LiveReader.read
 
 
 class NativeInbox(Inbox):
-    """See `Inbox`. `functions`: of `zmq_functions`. `others`: a file descriptor of whatever else may come."""
+    """Inbox for a native index.
+
+    - `functions`: addresses of libzmq's functions, from `zmq_functions`.
+    - `others`: a file descriptor of the other events that end a wait.
+    """
 
     def __init__(self, index: NativeIndex, functions: list[int], others: int) -> None:
         self._index = index
         self._reader = LiveReader(functions, index.core, others)
         self._targets: dict[int, Target] = {}
-        self._round: list[Target] = []  # of what was received
+        self._round: list[Target] = []  # the target at each place of `received`
 
     def follow(self, socket: zmq.Socket[bytes], target: Target) -> int:
         fd = int(socket.fd)
@@ -57,10 +61,10 @@ class NativeInbox(Inbox):
             return Reading(taken, [], [], self._reader.has_untold())
         received = [*map(Received._make, self._reader.received())]
         self._round = [self._targets[turn.socket] for turn in received]
-        if left != _TO_TELL:
+        if left != _TO_REPORT:
             return Reading(taken, [], received)
-        told = self._index.apply_addressed(self._reader, self._round)
-        return Reading(taken, [((received[place].socket, seq), applied) for (place, seq), applied in told], [])
+        reports = self._index.apply_addressed(self._reader, self._round)
+        return Reading(taken, [((received[place].socket, seq), applied) for (place, seq), applied in reports], [])
 
     def rest(self) -> list[Taken]:
         self._reader.rest()
@@ -77,8 +81,10 @@ class NativeInbox(Inbox):
 
 
 def zmq_functions() -> list[int] | None:
-    """Where the functions are that an inbox needs; None where they cannot be found: in the library that pyzmq loaded,
-    among what its own module depends on."""
+    """Return the addresses of the libzmq functions that the inbox calls; None if they cannot be found.
+
+    They are in the library that pyzmq loaded, among the dependencies of pyzmq's own module.
+    """
     try:
         library = ctypes.CDLL(str(sys.modules[zmq.backend.Socket.__module__].__file__))
         return [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _FUNCTIONS]

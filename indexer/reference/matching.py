@@ -2,64 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import TypeAlias
 
-from indexer.holdings import Holder, Holdings, Target
-from indexer.tree import Span
+from indexer.index import Match
+from indexer.reference.holdings import Holder, Holdings
+from indexer.reference.tree import Span
 from kvevents import Tier
-
-
-@dataclass(slots=True, init=False)
-class Match:
-    """What one target holds of a prompt, in tokens.
-
-    `tiers` counts each matched block once, in the fastest tier that has it: the counts add up to `matched_tokens`.
-    """
-
-    target: Target
-    matched_tokens: int
-    tiers: dict[Tier, int]
-
-    def __init__(self, target: Target, matched_tokens: int, tiers: dict[Tier, int]) -> None:
-        self.target = target
-        self.matched_tokens = matched_tokens
-        self.tiers = tiers
-
-
-class TargetRows:
-    """Targets in rows of the caller's. Each row has at most one of them, and some may have none."""
-
-    def __init__(self, rows: int, row_of: dict[Target, int]) -> None:
-        self.nothing = array("I", bytes(4 * rows))  # what they hold of a prompt that nobody knows: to be copied
-        self.row_of = row_of
-        self.numbers = array("i")  # the row of each target's number in a native index, -1 where it has none …
-        self.numbering = -1  # … as that index had numbered its targets then
-
-
-class RowMatches:
-    """What the targets in some rows hold of a prompt.
-
-    `tokens`: by row. `transfers`: how many of them are in CPU memory and on disk, of rows that have any there.
-    """
-
-    __slots__ = ("tokens", "transfers")
-
-    def __init__(self, rows: TargetRows) -> None:
-        self.tokens = rows.nothing[:]
-        self.transfers: dict[int, tuple[int, int]] = {}
-
-    def better(self, row: int, tokens: int, cpu: int, disk: int) -> None:
-        """Count a match of a row, if it is of more tokens than the one before."""
-        if tokens > self.tokens[row]:
-            self.tokens[row] = tokens
-            if cpu or disk:
-                self.transfers[row] = cpu, disk
-            else:
-                self.transfers.pop(row, None)
-
 
 _NONE = dict.fromkeys(Tier, 0)
 # A target's holders in one span and the bits of the blocks each holds there.

@@ -1,66 +1,44 @@
-"""The index over HTTP, in the shape of Mooncake's RFC 1403: its questions, and besides
+"""Routes of the index API, in the form of Mooncake's RFC 1403.
 
-`POST /register`    follow a stream          `POST /unregister`   forget it
-`GET  /dump`        everything, for another indexer to begin with
+| route | meaning |
+|---|---|
+| `POST /match` | cached tokens of a prompt, by target |
+| `POST /query` | cached tokens of a token sequence, by tenant and instance |
+| `POST /query_by_hash` | cached tokens of a prefix that is given by hashes |
+| `POST /register` | follow the event stream of one DP rank |
+| `POST /unregister` | stop following an instance |
+| `GET /dump` | the whole index, for another indexer that starts |
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from secrets import compare_digest
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.exceptions import HTTPException
 
 from http_api.errors import RequestError, named_first
 from http_api.openapi import errors, json_body
-from http_api.responses import json_response, refusal
-from indexer.holdings import Target
+from http_api.requests import decode_body, token_check
+from http_api.responses import encoded_response, json_response
+from indexer.api.bodies import HashQueryBody, MatchBody, QueryBody, RegisterBody, UnregisterBody
+from indexer.api.questions import Questions
 from indexer.indexer import Indexer, Registration, TargetReport
-from indexer.queries import DEFAULT_TENANT
-from indexer.question_bodies import decoded
-from indexer.question_routes import question_routes
-from indexer.questions import Questions
+from indexer.targets import Target
 from kvevents import EventSource, Tier
 
-# A registration that may be followed, with addresses in the place of names. Raises ValueError, the field first.
+# Checks whether a registration is allowed, and replaces host names by addresses.
+# Raises ValueError, whose text begins with the wrong field.
 Admit = Callable[[Registration], Awaitable[Registration]]
 
 _LONGEST_NAME = 512  # characters
 
 
-class RegisterBody(msgspec.Struct, forbid_unknown_fields=False):
-    """`POST /register`: one DP rank's stream."""
-
-    endpoint: str
-    modelname: str
-    instance_id: str
-    type: Literal["vLLM", "SGLang"] = "vLLM"
-    replay_endpoint: str | None = None
-    block_size: int | None = None
-    dp_rank: int = 0
-    topic: str = ""
-    lora_name: str | None = None
-    tenant_id: str = DEFAULT_TENANT
-    curve_server_key: str | None = None
-
-
-class UnregisterBody(msgspec.Struct):
-    """`POST /unregister`: an instance, or the part of it that the other fields name."""
-
-    instance_id: str
-    modelname: str | None = None
-    dp_rank: int | None = None
-    tenant_id: str = DEFAULT_TENANT
-
-
 def index_routes(indexer: Indexer, questions: Questions, admit: Admit, token: str) -> APIRouter:
-    """The routes of the index API; those that change something want the token, unless it is empty."""
+    """Return the routes of the index API. Routes that change state require `token`, unless it is empty."""
     routes = APIRouter()
     protected = [Depends(token_check(token))]
 
@@ -72,8 +50,8 @@ def index_routes(indexer: Indexer, questions: Questions, admit: Admit, token: st
         responses=errors(400, 401),
     )
     async def register(request: Request) -> Response:
-        """Follow the event stream of one DP rank. The same registration twice does nothing; another starts it anew."""
-        body = decoded(await request.body(), RegisterBody)
+        """Follow the event stream of one DP rank. An identical registration does nothing; another one restarts it."""
+        body = decode_body(await request.body(), RegisterBody)
         registration = _registration(body)
         try:
             indexer.register(await admit(registration))
@@ -88,9 +66,9 @@ def index_routes(indexer: Indexer, questions: Questions, admit: Admit, token: st
         responses=errors(400, 401, 404),
     )
     async def unregister(request: Request) -> Response:
-        """Follow the streams of an instance, or of the part that is named, no longer, and forget what they told."""
-        body = decoded(await request.body(), UnregisterBody)
-        targets = [known.target for known in indexer.registered() if _named(known.target, body)]
+        """Stop following an instance, or the part of it that the other fields select, and remove its blocks."""
+        body = decode_body(await request.body(), UnregisterBody)
+        targets = [known.target for known in indexer.registered() if _selects(body, known.target)]
         if not targets:
             raise RequestError(
                 f"no registered target has instance_id {body.instance_id!r} in tenant {body.tenant_id!r}",
@@ -103,31 +81,30 @@ def index_routes(indexer: Indexer, questions: Questions, admit: Admit, token: st
 
     @routes.get("/dump", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}})
     async def dump() -> StreamingResponse:
-        """All that another indexer needs to begin warm, as lines of JSON."""
+        """Send the whole index as lines of JSON, so that another indexer starts warm."""
         return StreamingResponse(indexer.dump(), media_type="application/x-ndjson")
 
-    routes.routes += question_routes(questions).routes
+    @routes.post("/match", openapi_extra=json_body(MatchBody), responses=errors(400, 404))
+    async def match(request: Request) -> Response:
+        """Return how many tokens of a prompt each target would serve from its cache, the most first."""
+        answer = questions.match(await request.body())
+        return encoded_response(answer if isinstance(answer, bytes) else await answer)
+
+    @routes.post("/query", openapi_extra=json_body(QueryBody), responses=errors(400, 404))
+    async def query(request: Request) -> Response:
+        """Return how many tokens of a token sequence each instance holds, including its last block."""
+        return encoded_response(questions.query(await request.body()))
+
+    @routes.post("/query_by_hash", openapi_extra=json_body(HashQueryBody), responses=errors(400, 404))
+    async def query_by_hash(request: Request) -> Response:
+        """Return how many tokens each instance holds of a prefix that is given by its prefix hashes."""
+        return encoded_response(questions.query_by_hash(await request.body()))
+
     return routes
 
 
-def token_check(token: str) -> Callable[[Request], None]:
-    """A dependency that refuses requests without `Authorization: Bearer <token>`; an empty token lets all through."""
-
-    def check(request: Request) -> None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if token and not (scheme.lower() == "bearer" and compare_digest(given.strip().encode(), token.encode())):
-            raise RequestError(
-                "This changes the state of the service. Send Authorization: Bearer with the token of server.token.",
-                status=401,
-                type="authentication_error",
-                param="authorization",
-            )
-
-    return check
-
-
 def workers_report(indexer: Indexer) -> list[dict[str, Any]]:
-    """Every registered worker with its ranks: streams, sequence numbers, and blocks by tier."""
+    """Return every registered worker with its ranks: streams, sequence numbers, and blocks by tier."""
     workers: dict[tuple[str, str, str], dict[str, Any]] = {}
     for registration in indexer.registered():
         target = registration.target
@@ -138,38 +115,17 @@ def workers_report(indexer: Indexer) -> list[dict[str, Any]]:
             (target.tenant, target.worker, target.model),
             {"worker": target.worker, "model": target.model, "tenant": target.tenant, "ranks": []},
         )
-        worker["ranks"].append(_rank(report))
+        worker["ranks"].append(_rank_report(report))
     return list(workers.values())
-
-
-def add_error_handlers(app: FastAPI) -> None:
-    """Answer RequestError with OpenAI's error body."""
-
-    @app.exception_handler(RequestError)
-    async def refuse(_: Request, error: RequestError) -> Response:
-        return refusal(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def unusable(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        name = str(first["loc"][-1])
-        refusal = RequestError(f"{name}: {first['msg']}. Send it in the {first['loc'][0]}.", param=name)
-        return await refuse(request, refusal)
-
-    @app.exception_handler(HTTPException)
-    async def nothing_here(request: Request, error: HTTPException) -> Response:
-        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        refusal = RequestError(f"{request.method} here: {error.detail}.", status=error.status_code, type=kind)
-        return await refuse(request, refusal)
 
 
 def _registration(body: RegisterBody) -> Registration:
     for name in ("instance_id", "modelname", "tenant_id", "endpoint", "lora_name"):
         value = getattr(body, name)
         if not value and value is not None:
-            raise RequestError(f"{name} is empty. Send a string that is not.", param=name)
+            raise RequestError(f"{name} is empty. Send a non-empty string.", param=name)
         if value is not None and len(value) > _LONGEST_NAME:
-            raise RequestError(f"{name} has {len(value)} characters. Send {_LONGEST_NAME} at most.", param=name)
+            raise RequestError(f"{name} has {len(value)} characters. Send at most {_LONGEST_NAME}.", param=name)
     return Registration(
         Target(body.instance_id, body.dp_rank, body.modelname, body.tenant_id),
         EventSource(body.dp_rank, body.endpoint, body.replay_endpoint, body.topic, body.curve_server_key),
@@ -179,7 +135,8 @@ def _registration(body: RegisterBody) -> Registration:
     )
 
 
-def _named(target: Target, body: UnregisterBody) -> bool:
+def _selects(body: UnregisterBody, target: Target) -> bool:
+    """Return whether `POST /unregister` with this body is about a target."""
     return (
         target.worker == body.instance_id
         and target.tenant == body.tenant_id
@@ -188,7 +145,7 @@ def _named(target: Target, body: UnregisterBody) -> bool:
     )
 
 
-def _rank(report: TargetReport) -> dict[str, Any]:
+def _rank_report(report: TargetReport) -> dict[str, Any]:
     registration, stream, holdings = report.registration, report.stream, report.holdings
     source = registration.source
     return {

@@ -10,14 +10,15 @@ from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, read_hash, written_hash
 from indexer.hashing import Namespace, extend_prefix_hashes, namespace_hash, pack_tokens
-from indexer.orphans import Orphan, Orphans, Removal
-from indexer.tree import PrefixTree, Run, split_position
+from indexer.reference.orphans import Orphan, Orphans, Removal
+from indexer.reference.tree import PrefixTree, Run, split_position
+from indexer.targets import HoldingsCounters, Target
 from kvevents import BlockRemoved, BlockStored, EngineHash, Tier, tier_of
 from kvevents.identity import identity_of
 
@@ -37,18 +38,6 @@ _MOST_ADAPTERS_IN_KEYS = 1024
 _CHILDREN_LOOKED_AT = 64
 
 K = TypeVar("K")
-
-
-class Target(NamedTuple):
-    """One DP rank of one worker, serving one model for one tenant.
-
-    A tuple, whose hash costs a fraction of a dataclass's: every decision looks up each target several times.
-    """
-
-    worker: str
-    dp_rank: int
-    model: str
-    tenant: str = "default"
 
 
 class UnusableEventError(ValueError):
@@ -72,19 +61,6 @@ class Holder:
     extra_copies: dict[EngineHash, int] = field(default_factory=dict)
     # An engine may tell blocks apart that are one to us: engine hashes beyond the first, by their place.
     namesakes: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class HoldingsCounters:
-    """What happened to a target's blocks since it was registered."""
-
-    stored: int = 0
-    removed: int = 0
-    cleared: int = 0
-    unknown_removed: int = 0
-    orphans_dropped: int = 0
-    over_capacity: int = 0
-    ignored: int = 0
 
 
 # A run and the offset of a block in it.

@@ -1,4 +1,4 @@
-"""Which core the index has: the native one where it was built, else its twin in Python."""
+"""The native index in C++, its Python side, and the choice between the native and the reference implementation."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-# Chooses a core, for benchmarks and tests.
+# Environment variable that selects an implementation, for benchmarks and tests.
 CORE_VARIABLE = "KVROUTER_INDEX_CORE"
-# Those that are there, the twin first.
+# Available implementations. The last one is the default.
 CORES = ("python", "native") if find_spec("indexer._native") else ("python",)
 
 
 def core_name() -> str:
-    """`native` or `python`."""
+    """Return the name of the implementation in use: `native` or `python`."""
     return os.environ.get(CORE_VARIABLE) or CORES[-1]
 
 
 def native_core() -> ModuleType | None:
-    """The native core's module, where that core is the one in use."""
+    """Return the compiled module; None if the implementation in use is `python`."""
     return import_module("indexer._native") if core_name() == "native" else None

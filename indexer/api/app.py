@@ -1,4 +1,4 @@
-"""The index as a service of its own: what `kvrouter indexer` runs."""
+"""The index as a service of its own, which `kvrouter indexer` runs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fastapi.responses import RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from http_api.docs_page import add_api_page
-from indexer.api import Admit, add_error_handlers, index_routes, workers_report
-from indexer.build_info import add_process_metrics, build_info
+from http_api.responses import add_error_handlers
+from indexer.api.metrics import IndexCollector, add_process_metrics, build_info
+from indexer.api.questions import Questions
+from indexer.api.routes import Admit, index_routes, workers_report
 from indexer.indexer import Indexer
-from indexer.metrics import IndexCollector
-from indexer.questions import Questions
 
 
 def indexer_app(indexer: Indexer, questions: Questions, admit: Admit, token: str = "") -> FastAPI:
-    """The application. Whoever calls this starts the indexer and stops it, and bounds the bodies that come."""
+    """Return the application. The caller starts and stops the indexer, and limits the size of bodies."""
     app = FastAPI(title="kvrouter indexer", docs_url=None, redoc_url=None)
-    app.router.routes += index_routes(indexer, questions, admit, token).routes  # included, they would be made twice
+    app.router.routes += index_routes(indexer, questions, admit, token).routes  # include_router would copy each route
     add_error_handlers(app)
     registry = CollectorRegistry()
     registry.register(IndexCollector(indexer))
@@ -31,17 +31,17 @@ def indexer_app(indexer: Indexer, questions: Questions, admit: Admit, token: str
 
     @app.get("/workers")
     async def workers() -> dict[str, Any]:
-        """Every registered target, its streams and what it holds."""
+        """Return every registered target with its stream and its blocks."""
         return {"workers": workers_report(indexer)}
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """200 while the process serves; which version it is."""
+        """Return 200 while the process serves, with its version."""
         return {"status": "ok", **build_info()}
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus metrics."""
+        """Return the metrics in Prometheus' text format."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     add_api_page(app)

@@ -17,9 +17,18 @@ from indexer._native import Index as NativeCore
 from indexer._native import LiveReader, spread
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
 from indexer.hashing import PackedPrompt
-from indexer.holdings import HoldingsCounters, Target
-from indexer.index import MOST_BLOCKS, ORPHAN_BLOCKS, Applied, Index, TargetStatus, tell
-from indexer.matching import Match, RowMatches, TargetRows
+from indexer.index import (
+    MOST_BLOCKS,
+    ORPHAN_BLOCKS,
+    Applied,
+    Index,
+    Match,
+    RowMatches,
+    TargetRows,
+    TargetStatus,
+    apply_and_report,
+)
+from indexer.targets import HoldingsCounters, Target
 from kvevents import EventBatch, RejectedEvent, Tier, decode_batch
 from kvevents.decode import decode_event
 
@@ -73,12 +82,12 @@ class NativeIndex(Index):
         self, reader: LiveReader, targets: Sequence[Target]
     ) -> list[tuple[tuple[int, int], Applied | Exception]]:
         """The same, of what is to be applied already."""
-        told: list[tuple[tuple[int, int], Applied | Exception]] = []
+        reports: list[tuple[tuple[int, int], Applied | Exception]] = []
         while (last := reader.apply()) is not None:
             place, seq, payload, outcome = last
             became = partial(self._became, targets[place], self.number(targets[place]), payload, outcome)
-            tell(told, (place, seq), became)
-        return told
+            apply_and_report(reports, (place, seq), became)
+        return reports
 
     def _became(self, target: Target, number: int, payload: bytes, applied: int | Outcome) -> Applied:
         """What became of a payload, once what the core does not know of it was read here."""

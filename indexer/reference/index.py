@@ -10,10 +10,11 @@ from threading import Lock
 
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
 from indexer.hashing import PackedPrompt
-from indexer.holdings import Holder, Holdings, Target, UnusableEventError
-from indexer.index import MOST_BLOCKS, ORPHAN_BLOCKS, Applied, Index, TargetStatus
-from indexer.matching import Match, follow
-from indexer.tree import PrefixTree
+from indexer.index import MOST_BLOCKS, ORPHAN_BLOCKS, Applied, Index, Match, TargetStatus
+from indexer.reference.holdings import Holder, Holdings, UnusableEventError
+from indexer.reference.matching import follow
+from indexer.reference.tree import PrefixTree
+from indexer.targets import Target
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, RejectedEvent, decode_batch
 
 # How much of a dropped target is freed with each batch: keeps every pause short.

@@ -1,0 +1,1 @@
+"""The index over HTTP: application, routes, queries and their answers, metrics."""

@@ -1,0 +1,57 @@
+"""Targets of the index: their identity, their names in logs and answers, and the counters of their blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Target(NamedTuple):
+    """One DP rank of one worker, serving one model for one tenant.
+
+    A named tuple, because its hash costs a fraction of a dataclass's: each decision looks up each target several times.
+    """
+
+    worker: str
+    dp_rank: int
+    model: str
+    tenant: str = "default"
+
+
+@dataclass(slots=True)
+class HoldingsCounters:
+    """What happened to a target's blocks since the target was registered."""
+
+    stored: int = 0
+    removed: int = 0
+    cleared: int = 0
+    unknown_removed: int = 0
+    orphans_dropped: int = 0
+    over_capacity: int = 0
+    ignored: int = 0
+
+
+class WorkerNames:
+    """Display names of workers, which the index knows by URL. `changes` counts every `set` and `forget`."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self.changes = 0
+
+    def get(self, worker: str) -> str:
+        """Return a worker's display name, or its URL if it has none."""
+        return self._names.get(worker, worker)
+
+    def about(self, target: Target) -> dict[str, str | int]:
+        """Return the log fields that identify a target."""
+        return {"worker": self.get(target.worker), "dp_rank": target.dp_rank, "model": target.model}
+
+    def set(self, worker: str, name: str) -> None:
+        """Give a worker a display name."""
+        self._names[worker] = name
+        self.changes += 1
+
+    def forget(self, worker: str) -> None:
+        """Remove a worker's display name."""
+        self._names.pop(worker, None)
+        self.changes += 1
