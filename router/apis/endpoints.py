@@ -6,8 +6,6 @@ A request to an unknown path is forwarded to the least loaded worker that serves
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Final
 
 import msgspec
 
@@ -32,22 +30,8 @@ RESPONSES = "/v1/responses"
 ANTHROPIC = "/v1/messages"
 
 
-# Routing by load reads little more than the model, so that many bodies are identical to it.
-_SHORT: Final = 256  # bytes
-_KEPT: Final = 1024
-
-
 def decode_model_fields(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
     """Parse what routing by load needs of a JSON body. Raises RequestError (400) if the model is not a string."""
-    return _decode_named(body, headers) if headers or len(body) > _SHORT else _decode_short(body)
-
-
-@lru_cache(_KEPT)
-def _decode_short(body: bytes) -> RoutedRequest:
-    return _decode_named(body, ())
-
-
-def _decode_named(body: bytes, headers: HeaderItems) -> RoutedRequest:
     fields = read_body(body, ModelFields)
     return RoutedRequest(
         optional_string(fields.model, "model"),
@@ -115,8 +99,7 @@ class Call:
 def read_call(call: Call, with_prompt: bool = True) -> RoutedRequest:
     """Parse what routing needs of a request. Raises RequestError (400) that names the invalid field.
 
-    - `with_prompt`: false if only the model is needed, and the prompt is not parsed.
-    - `seen`: cached requests of earlier bodies; None if there is no cache.
+    `with_prompt`: false if only the model is needed, and the prompt is not parsed.
     """
     if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
         return _decoded(call, decode)
