@@ -183,13 +183,6 @@ class Worker:
         """Whether a prefill worker can answer requests that no decode worker goes on with. SGLang's cannot."""
         return self.description is not None and self.description.engine is Engine.VLLM
 
-    def takes_now(self, name: str | None, random: Random) -> bool:
-        """Whether one request may go to it now, without a look at the others: it is trusted, and has warmed up or its
-        turn has come."""
-        if not self.takes(name) or not (self.health.circuit.closed or self.trusted):
-            return False
-        return self.warming_since is None or random.random() < self.share
-
     def describe(self, description: WorkerDescription) -> None:
         """It answered what it is. What it computes of a request is as the settings say, else as it says itself."""
         self.description = description

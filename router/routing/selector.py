@@ -16,7 +16,7 @@ from random import Random
 
 from http_api.errors import RequestError
 from router.fleet.worker import Worker
-from router.policies import ByTurn, Candidate, LinearPolicy
+from router.policies import Candidate, LinearPolicy
 from router.policies.rates import prefill_seconds
 from router.prediction.slo import SLO, Prediction
 from router.routing.candidates import CandidateFinder, CandidateSet, without
@@ -24,7 +24,6 @@ from router.routing.capacity import NO_LIMITS, Limits, TargetCapacity
 from router.routing.disaggregation.adapters import Adapter
 from router.routing.disaggregation.selection import DisaggregatedSelector
 from router.routing.late_binding import NO_TIME_TO_SPARE, is_sooner
-from router.routing.prebuilt_selections import PrebuiltSelections
 from router.routing.routable_rank import RoutableRank
 from router.routing.routed_prompt import RoutedPrompt
 from router.routing.selection import Selection
@@ -59,9 +58,6 @@ class Selector:
         self._candidates = CandidateFinder(state, self._directory, self._capacity, random)
         self._disaggregated = DisaggregatedSelector(self._candidates, policy, disaggregation, random)
         self._slo_selector = SLOSelector(state.learned, state.sharing.peer_load, slo_miss_cost)
-        self._prebuilt: PrebuiltSelections | None = None
-        if isinstance(policy, ByTurn):
-            self._prebuilt = PrebuiltSelections(state.fleet, self._directory, policy, random)
 
     # The choice
 
@@ -83,11 +79,6 @@ class Selector:
         - `slo`: the request's SLO, if it has one.
         """
         by_load = not self._state.needs_prompts and limits.unlimited
-        prebuilt = self._prebuilt if by_load and not prompt.stored else None
-        if prebuilt is not None and slo is None and not excluded and not self._fleet.disaggregated:
-            selection = prebuilt.choose(prompt.name)
-            if selection is not None:
-                return selection
         if now is None:
             now = self._clock()
         if not by_load:

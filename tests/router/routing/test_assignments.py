@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Coroutine
 
 import pytest
@@ -387,3 +388,50 @@ def test_what_came_by_other_ways_counts_as_soon_as_the_engine_tells_of_it() -> N
         assert (now.requests, now.waiting) == (7, 2)
 
     with_router(play)
+
+
+def chosen(routing: Routing, times: int) -> Counter[str]:
+    """How often each worker is chosen."""
+    choices = [routing.selector.choose(prompt(number)) for number in range(times)]
+    return Counter(choice.worker.url for choice in choices if choice is not None)
+
+
+@pytest.mark.parametrize("policy", [PolicyName.ROUND_ROBIN, PolicyName.RANDOM])
+def test_turns_pass_over_workers_that_are_down_drain_or_are_ejected(policy: PolicyName) -> None:
+    async def play(routing: Routing, fleet: Fleet) -> None:
+        first, second = fleet.workers
+        assert set(chosen(routing, 100)) == set(URLS)
+        fleet.report_failure(first, "does not answer")
+        assert set(chosen(routing, 10)) == {second.url}
+        first.problem = None
+        fleet.drain(first, True)
+        assert set(chosen(routing, 10)) == {second.url}
+        fleet.drain(first, False)
+        assert set(chosen(routing, 100)) == set(URLS)
+        first.health.circuit.open("it fails")
+        assert set(chosen(routing, 10)) == {second.url}
+
+    with_router(play, policy=policy)
+
+
+def test_round_robin_is_even_and_uses_an_added_worker() -> None:
+    async def play(routing: Routing, fleet: Fleet) -> None:
+        assert set(chosen(routing, 12).values()) == {6}
+        urls = [*URLS, "http://c:1"]
+        fleet.assign("config", [WorkerSettings.model_validate({"url": url}) for url in urls])
+        for worker in fleet.workers:
+            if worker.description is None:
+                worker.describe(WorkerDescription(Engine.VLLM, {MODEL: ServedModel(MODEL, MODEL)}, block_size=16))
+                worker.problem = None
+        assert chosen(routing, 12) == dict.fromkeys(urls, 4)
+
+    with_router(play, policy=PolicyName.ROUND_ROBIN)
+
+
+def test_round_robin_sends_a_warming_worker_its_share() -> None:
+    async def play(routing: Routing, fleet: Fleet) -> None:
+        first = fleet.workers[0]
+        first.slow_start, first.warming_since = 1000.0, first.health.clock()
+        assert 0 < chosen(routing, 400)[first.url] < 60
+
+    with_router(play, policy=PolicyName.ROUND_ROBIN)
