@@ -8,10 +8,10 @@ from kvrouter.installation import ForeignPackageError, check_packages, missing_e
 
 
 def main() -> None:
-    """The entry point of the `kvrouter` command."""
+    """Run the `kvrouter` command."""
     try:
         check_packages()
-        from kvrouter.cli import app  # it, and what it runs, want packages that engines do without
+        from kvrouter.cli import app  # imported late: it needs packages that an installation for engines does not have
 
         app()
     except ForeignPackageError as error:
@@ -22,5 +22,5 @@ def main() -> None:
         raise
 
 
-if __name__ == "__main__":  # else a process that was started by one
+if __name__ == "__main__":  # child processes import this module under another name
     main()

@@ -30,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-config_commands = typer.Typer(help="Check, show and begin a settings file.", no_args_is_help=True)
+config_commands = typer.Typer(help="Check, show or create a settings file.", no_args_is_help=True)
 
 _COMMANDS: tuple[Callable[..., None], ...] = (
     serve,
@@ -58,7 +58,7 @@ app.add_typer(config_commands, name="config")
 @app.callback()
 def about(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which version this is.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Routes LLM requests to the worker whose KV cache already holds their prefix."""
+    """Route LLM requests to the worker whose KV cache already holds their prefix."""

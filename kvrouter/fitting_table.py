@@ -1,4 +1,4 @@
-"""A table for terminals of any width: where it does not fit columns are left out, and no cell loses a character."""
+"""A table for terminals of any width: columns that do not fit are omitted, and no cell is cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _ANY_WIDTH = 10_000
 
 @dataclass(frozen=True, slots=True)
 class FittingColumn:
-    """A column. Those that matter less go first; `wraps`: its words may stand on several lines."""
+    """A column.
+
+    The column with the lowest `matters` is omitted first. With `wraps`, its words may use several lines.
+    """
 
     title: str
     cells: Sequence[str | Text]
@@ -26,7 +29,7 @@ class FittingColumn:
     wraps: bool = False
 
     def width(self) -> int:
-        """What it takes at least."""
+        """Return the minimal width in characters."""
         texts = [self.title, *(str(cell) for cell in self.cells)]
         if self.wraps:
             texts = [word for text in texts for word in text.split()]
@@ -34,7 +37,7 @@ class FittingColumn:
 
 
 class FittingTable:
-    """`columns` that fit, in a table with these options of rich's."""
+    """A table of the `columns` that fit. Further options are those of rich's Table."""
 
     def __init__(self, columns: Sequence[FittingColumn], **options: Any) -> None:
         self._columns = columns

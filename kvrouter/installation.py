@@ -6,7 +6,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
-# What `pip install kvrouter` alone brings is for engines; each of these comes with an extra.
+# Extras and their modules. An installation without extras is for engines.
 MODULES = {
     "router": (
         "aiohttp",
@@ -45,14 +45,14 @@ MODULES = {
     "redis": ("redis",),
     "transformers": ("transformers",),
 }
-# Commands that want more than the router.
+# Commands that need more than the router.
 _COMMANDS = {"demo": "demo", "picker": "router,envoy"}
 
 
 def missing_extra(module: str | None, arguments: list[str]) -> str | None:
-    """What to tell of a module that a command did not find; None for one that no extra brings.
+    """Return the message for a module that a command did not find; `None` if no extra installs it.
 
-    `arguments`: the command's, of which the first names it.
+    `arguments` are those of the command line, and begin with the command's name.
     """
     name = (module or "").partition(".")[0]
     extra = next((extra for extra, modules in MODULES.items() if name in modules), None)
@@ -66,7 +66,7 @@ _PACKAGES = ("router", "indexer", "worker", "simulator", "kvevents", "http_api")
 
 
 class ForeignPackageError(Exception):
-    """Another package is found in the place of one of ours."""
+    """A package of another project that Python finds before ours."""
 
 
 def check_packages() -> None:
@@ -76,13 +76,13 @@ def check_packages() -> None:
         ours, found = root / name, _place(find_spec(name))
         if found is not None and found != ours:
             raise ForeignPackageError(
-                f"another package named {name!r} is in the place of ours: Python finds {found} before {ours}. "
-                "Uninstall or rename it, or take its folder off PYTHONPATH."
+                f"another package is named {name!r} as ours is: Python finds {found} before {ours}. "
+                "Uninstall or rename it, or remove its folder from PYTHONPATH."
             )
 
 
 def _place(spec: ModuleSpec | None) -> Path | None:
-    """The folder of a package, or the file of a module; None where there is neither."""
+    """Return the folder of a package or the file of a module; `None` if neither exists."""
     if spec is None:
         return None
     if spec.submodule_search_locations:

@@ -15,29 +15,32 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-START_TIMEOUT = 60.0  # seconds; a cold disk may take a while to import everything
+START_TIMEOUT = 60.0  # seconds; importing everything from a cold disk can be slow
 STOP_TIMEOUT = 10.0
 
 _READY = re.compile(r"(?:listens on|ready at) (https?://\S+)")
 
 
 class ProcessError(Exception):
-    """A process did not start; the message holds the end of what it printed."""
+    """A process that did not start. The message has the end of its output."""
 
 
 class KvrouterProcess(AbstractContextManager["KvrouterProcess"]):
-    """A `kvrouter` subcommand in a process of its own, which prints its URL when it listens."""
+    """A `kvrouter` subcommand in a child process, which prints its URL when it listens."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._name = arguments[0]
         number, path = tempfile.mkstemp(prefix=f"kvrouter-{self._name}-", suffix=".log")
         self._log = Path(path)
-        command = [sys.executable, "-P", "-m", "kvrouter", *arguments]  # -P: whatever files are around
+        command = [sys.executable, "-P", "-m", "kvrouter", *arguments]  # -P: ignore modules in the working directory
         with open(number, "wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def wait_until_listening(self) -> str:
-        """The URL, once the process printed it. Raises ProcessError when it ends or the deadline passes first."""
+        """Return the URL once the process has printed it.
+
+        Raises ProcessError if it ends or the deadline passes first.
+        """
         deadline = time.monotonic() + START_TIMEOUT
         while time.monotonic() < deadline:
             if ready := _READY.search(self._output()):
@@ -49,15 +52,15 @@ class KvrouterProcess(AbstractContextManager["KvrouterProcess"]):
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """The ID of the process."""
         return self._process.pid
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send the process a signal, such as SIGKILL."""
+        """Send a signal to the process, for example SIGKILL."""
         self._process.send_signal(number)
 
     def wait(self, seconds: float) -> int:
-        """Its exit status, once it ended. Raises subprocess.TimeoutExpired."""
+        """Return the exit status once the process ended. Raises subprocess.TimeoutExpired."""
         return self._process.wait(seconds)
 
     def _output(self) -> str:
@@ -83,7 +86,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def stop_signal() -> Iterator[asyncio.Event]:
-    """An event that the first SIGINT or SIGTERM sets, in the running loop; a second one acts as it usually does."""
+    """Yield an event that the first SIGINT or SIGTERM sets, in the running loop. A second signal acts as usual."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
 

@@ -1,6 +1,6 @@
-"""What runs beside an engine: it reports what its KV cache holds. Needs pyzmq and msgspec; disaggregation, numpy.
+"""Reporting of an engine's KV cache. It needs pyzmq and msgspec; disaggregation also needs numpy.
 
-A `Reporter` takes three calls and keeps the books; an `EventPublisher` sends batches for an engine that keeps its own.
+A `Reporter` keeps the books for an engine. An `EventPublisher` sends the batches of an engine that keeps its own.
 """
 
 from worker.publisher import EventPublisher, NullEventPublisher, PublisherConfig

@@ -1,9 +1,10 @@
-"""What an engine holds, by cache group and medium: references counted, and enough kept of each block to tell it again.
+"""The blocks that an engine holds, by cache group and medium.
 
-Blocks that were stored together stay together as a run, whose tokens are kept packed (4 bytes each):
+References are counted, and enough of each block is kept to report it again in a snapshot. Blocks that were stored
+together form a run. A run keeps its tokens packed (4 bytes each):
 
     stored [a b c d] ──▶ run 1: a b c d      removed [b] ──▶ still run 1, b is no longer looked up
-                                             removed [c] ──▶ half is gone: runs 2: a and 3: d take its place
+                                             removed [c] ──▶ half is removed: runs 2 (a) and 3 (d) replace it
 """
 
 from __future__ import annotations
@@ -18,26 +19,30 @@ import msgspec
 
 from kvevents import BlockRemoved, BlockStored, EngineHash, Event
 
-_BATCH_BLOCKS = 64  # told again in one batch
+_BATCH_BLOCKS = 64  # blocks in one batch of a snapshot
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Blocks that were stored by one event. `told`: that event, without its tokens. `live`: how many are held."""
+    """A run: blocks that were stored by one event.
 
-    told: BlockStored
+    - `stored_event`: that event, without its tokens.
+    - `live`: the number of its blocks that are held.
+    """
+
+    stored_event: BlockStored
     tokens: array[int]
     live: int
 
     @property
     def sliceable(self) -> bool:
-        """Whether each block has its own tokens."""
-        return len(self.tokens) == len(self.told.block_hashes) * self.told.block_size
+        """True if each block has its own tokens."""
+        return len(self.tokens) == len(self.stored_event.block_hashes) * self.stored_event.block_size
 
     def event(self, start: int, end: int, medium: str | None, group_idx: int | None) -> BlockStored:
-        """The event that stores the blocks from `start` up to, not including, `end`."""
+        """Return the event that stores the blocks from `start` to `end` (exclusive)."""
         return _slice(
-            self.told,
+            self.stored_event,
             start,
             end,
             token_ids=self._tokens_of(start, end).tolist(),
@@ -46,17 +51,17 @@ class _Run:
         )
 
     def part(self, start: int, end: int) -> _Run:
-        """Some of the blocks, as a run of their own."""
-        return _Run(_slice(self.told, start, end), self._tokens_of(start, end), end - start)
+        """Return the blocks from `start` to `end` (exclusive) as a new run."""
+        return _Run(_slice(self.stored_event, start, end), self._tokens_of(start, end), end - start)
 
     def _tokens_of(self, start: int, end: int) -> array[int]:
-        size = self.told.block_size
+        size = self.stored_event.block_size
         return self.tokens[start * size : end * size] if self.sliceable else self.tokens
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """One cache group in one medium. `copies`: references beyond the first."""
+    """One cache group in one medium. `copies` counts references beyond the first."""
 
     medium: str | None
     group_idx: int | None
@@ -65,7 +70,10 @@ class _Place:
 
 
 class HeldBlocks:
-    """The blocks of one DP rank. Each change returns what there is to tell: only what became true or ceased to be."""
+    """The blocks of one DP rank. Each change returns the events that report it.
+
+    A block is reported when its first reference is added and when its last one is removed.
+    """
 
     def __init__(self) -> None:
         self.unknown_removed = 0
@@ -75,8 +83,11 @@ class HeldBlocks:
         return sum(len(place.runs) for place in self._places.values())
 
     def store(self, event: BlockStored) -> list[BlockStored]:
-        """Count a reference to each block. The event must not be changed afterwards. Raises ValueError, naming the
-        field, for tokens that are none."""
+        """Count a reference to each block, and return events for the new ones.
+
+        The event must not be changed afterwards. Raises ValueError, naming the field, if a token ID does not fit 32
+        bits.
+        """
         try:
             tokens = array("I", event.token_ids)
         except (TypeError, OverflowError) as error:
@@ -98,11 +109,11 @@ class HeldBlocks:
             spans.append((start, index + 1))
         for start, end in spans:
             for part in [run.part(start, end)] if tokens else self._known(event, start, end):
-                place.runs.update(dict.fromkeys(part.told.block_hashes, part))
+                place.runs.update(dict.fromkeys(part.stored_event.block_hashes, part))
         return [run.event(start, end, event.medium, event.group_idx) for start, end in spans]
 
     def remove(self, event: BlockRemoved) -> list[BlockRemoved]:
-        """Take a reference to each block away."""
+        """Remove a reference to each block, and return an event for blocks that lost their last one."""
         place = self._place(event.group_idx, event.medium)
         last = event.block_hashes
         if place.copies:
@@ -113,17 +124,19 @@ class HeldBlocks:
             last = [block for block, run in zip(last, runs, strict=True) if run is not None]
         for run, count in Counter(filter(None, runs)).items():
             run.live -= count
-            if 0 < 2 * run.live <= len(run.told.block_hashes):
+            if 0 < 2 * run.live <= len(run.stored_event.block_hashes):
                 _split(place, run)
         return [BlockRemoved(last, event.medium, event.group_idx)] if last else []
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all blocks."""
         self._places.clear()
 
     def clear_medium(self, medium: str | None) -> list[BlockRemoved]:
-        """Forget what one medium holds. Not every reader knows that a clear may be of one medium only, so that each
-        block's removal is told."""
+        """Drop the blocks of one medium, and return their removals.
+
+        Each block is reported as removed, because older readers ignore the medium of a clear.
+        """
         removed = []
         for kind in [kind for kind in self._places if kind[1] == (medium or "GPU")]:
             place = self._places.pop(kind)
@@ -132,20 +145,22 @@ class HeldBlocks:
         return removed
 
     def snapshot(self) -> Iterator[list[Event]]:
-        """All that is held at the time of this call, in batches, each block after its parent. The batches may be
-        taken later and by another thread."""
+        """Return batches that store all held blocks, each block after its parent.
+
+        The content is fixed at this call. The batches may be read later and by another thread.
+        """
         places = [(place.medium, place.group_idx, place.runs.copy()) for place in self._places.values()]
         return _batches(places)
 
     def _place(self, group_idx: int | None, medium: str | None) -> _Place:
-        kind = group_idx or 0, medium or "GPU"  # as readers do
+        kind = group_idx or 0, medium or "GPU"  # readers apply the same defaults
         place = self._places.get(kind)
         if place is None:
             place = self._places[kind] = _Place(medium, group_idx)
         return place
 
     def _known(self, event: BlockStored, start: int, end: int) -> Iterator[_Run]:
-        """The blocks of an event without tokens, which is about blocks that are known from another medium."""
+        """Yield runs for blocks of an event without tokens: copies of blocks that another medium holds."""
         for index in range(start, end):
             block = event.block_hashes[index]
             known = (place.runs.get(block) for place in self._places.values())
@@ -153,12 +168,12 @@ class HeldBlocks:
             if run is None:
                 yield _Run(_slice(event, index, index + 1), array("I"), 1)
             else:
-                at = run.told.block_hashes.index(block)
+                at = run.stored_event.block_hashes.index(block)
                 yield run.part(at, at + 1)
 
 
 def _take_copy(copies: dict[EngineHash, int], block: EngineHash) -> bool:
-    """Lower a count that is there, forgetting it at 0; False when there is none."""
+    """Lower a count, and drop it at 0. Return whether it existed."""
     count = copies.pop(block, 0)
     if count > 1:
         copies[block] = count - 1
@@ -166,7 +181,7 @@ def _take_copy(copies: dict[EngineHash, int], block: EngineHash) -> bool:
 
 
 def _slice(event: BlockStored, start: int, end: int, **changes: Any) -> BlockStored:
-    """An event about some of its blocks, without tokens unless they are given."""
+    """Return an event for some of its blocks, without tokens unless `changes` gives them."""
     hashes = event.block_hashes
     fields: dict[str, Any] = {
         "block_hashes": hashes[start:end],
@@ -178,18 +193,18 @@ def _slice(event: BlockStored, start: int, end: int, **changes: Any) -> BlockSto
 
 
 def _split(place: _Place, run: _Run) -> None:
-    """Give what is left of a run to smaller ones, so that the tokens of removed blocks take no memory."""
+    """Move the remaining blocks of a run to smaller runs, so that tokens of removed blocks use no memory."""
     if not run.sliceable:
         return
     for start, end in list(_spans(run, place.runs)):
         part = run.part(start, end)
-        for block in part.told.block_hashes:
+        for block in part.stored_event.block_hashes:
             place.runs[block] = part
 
 
 def _spans(run: _Run, held: dict[EngineHash, _Run]) -> Iterator[tuple[int, int]]:
-    """The parts of a run that are held."""
-    hashes = run.told.block_hashes
+    """Yield the ranges of a run that are held."""
+    hashes = run.stored_event.block_hashes
     start = 0
     while start < len(hashes):
         end = start
@@ -216,22 +231,22 @@ def _batches(places: Sequence[tuple[str | None, int | None, dict[EngineHash, _Ru
 def _parents_first(
     places: Sequence[tuple[str | None, int | None, dict[EngineHash, _Run]]],
 ) -> Iterator[BlockStored]:
-    told: set[EngineHash] = set()
+    emitted: set[EngineHash] = set()
     waiting: dict[EngineHash, list[BlockStored]] = {}
     for medium, group_idx, held in places:
         for run in dict.fromkeys(held.values()):
             for start, end in _spans(run, held):
-                parent = run.told.block_hashes[start - 1] if start else run.told.parent_block_hash
+                parent = run.stored_event.block_hashes[start - 1] if start else run.stored_event.parent_block_hash
                 event = run.event(start, end, medium, group_idx)
-                if parent is not None and parent not in told and any(parent in each for _, _, each in places):
+                if parent is not None and parent not in emitted and any(parent in each for _, _, each in places):
                     waiting.setdefault(parent, []).append(event)
                     continue
                 ready = [event]
                 while ready:
                     event = ready.pop()
                     yield event
-                    told.update(event.block_hashes)
+                    emitted.update(event.block_hashes)
                     for block in event.block_hashes:
                         ready += waiting.pop(block, ())
-    for left in waiting.values():  # parents of one another
+    for left in waiting.values():  # blocks that are parents of one another
         yield from left

@@ -1,11 +1,11 @@
-"""Publish an engine's KV-cache events: one ZeroMQ stream per DP rank, with a replay of what a subscriber missed.
+"""Publishers of KV-cache events: one ZeroMQ stream per DP rank, with a replay of missed batches.
 
     publisher = EventPublisherFactory.create('{"publisher": "zmq", "endpoint": "tcp://*:5557"}', attn_dp_rank=0)
     publisher.publish(EventBatch(time.time(), events))
     publisher.shutdown()
 
-The configuration is SGLang's, with a few fields more. Publishing never waits: a batch that finds the queue full pushes
-out the oldest one waiting, whose sequence number stays missing from the stream, so that subscribers see the gap.
+The configuration is SGLang's with additional fields. Publishing never blocks. If the queue is full, the oldest waiting
+batch is dropped. Its sequence number is then missing from the stream, so that subscribers detect the gap.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ _AtLeast1 = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """SGLang's publisher configuration; endpoints are those of rank 0.
 
-    `buffer_steps`: batches kept for replay. `hwm`: messages buffered for each subscriber. `max_queue_size`: batches
-    that may wait for the publisher's thread. `wire_form`: whose dialect to speak. `curve_secret_key_file`: encrypt both
-    sockets with this key pair (CURVE); `curve_client_keys`: a folder with the public keys of those who may subscribe,
-    otherwise anyone who has ours.
+    - `buffer_steps`: batches kept for replay.
+    - `hwm`: messages buffered for each subscriber.
+    - `max_queue_size`: batches that may wait for the publisher's thread.
+    - `wire_form`: the dialect of the stream.
+    - `curve_secret_key_file`: key pair (CURVE) that encrypts both sockets; `None`: no encryption.
+    - `curve_client_keys`: folder with the public keys of allowed subscribers; `None`: every subscriber with our public
+      key.
     """
 
     publisher: str = "null"
@@ -48,7 +51,7 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @classmethod
     def from_json(cls, text: str) -> PublisherConfig:
-        """Read the configuration. Raises ValueError, naming the field, for what does not fit."""
+        """Parse the configuration. Raises ValueError, which names the invalid field."""
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
@@ -57,7 +60,7 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that an engine holds after the batch numbered `seq`, as batches of events; `ts` is when that was."""
+    """All blocks that an engine holds after batch `seq`, as batches of events; `ts` is that moment in unix time."""
 
     seq: int
     ts: float
@@ -65,10 +68,11 @@ class Snapshot:
 
 
 class EventPublisher(ABC):
-    """Takes the event batches of one DP rank, in order.
+    """A sender of one DP rank's event batches, in order.
 
-    `wire_form`: the dialect that it speaks. `last_seq`: the number of the last batch, -1 before the first. `dropped`:
-    batches that never reached the stream.
+    - `wire_form`: the dialect of the stream.
+    - `last_seq`: the number of the last batch, -1 before the first.
+    - `dropped`: batches that were not sent.
     """
 
     wire_form: WireForm = WireForm.VLLM_MAPS
@@ -84,22 +88,22 @@ class EventPublisher(ABC):
         return self._attn_dp_rank
 
     def offer_snapshots(self, take: Callable[[], Snapshot | None]) -> None:  # noqa: B027
-        """Answer subscribers who ask for all that the engine holds by what `take` says, on any thread.
+        """Answer snapshot requests of subscribers with the result of `take`, which may run on any thread.
 
-        A publisher that has no way to do so need not.
+        A publisher without snapshots ignores this call.
         """
 
     @abstractmethod
     def publish(self, batch: EventBatch) -> None:
-        """Send a batch; its `dp_rank` is filled in where it is None. Never waits."""
+        """Send a batch without blocking. If its `dp_rank` is `None`, it is filled in."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Send what is queued and release everything; may be called again."""
+        """Send queued batches and release all resources. Repeated calls have no effect."""
 
 
 class NullEventPublisher(EventPublisher):
-    """Publishes nothing: events are off, or another rank reports them."""
+    """A publisher that sends nothing: events are off, or another rank reports them."""
 
     def publish(self, batch: EventBatch) -> None:  # noqa: ARG002
         return

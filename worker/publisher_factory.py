@@ -1,4 +1,4 @@
-"""Which publisher a configuration names."""
+"""The factory of publishers: from a configuration to a publisher."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from worker.zmq_publisher import ZmqEventPublisher
 
 
 class EventPublisherFactory:
-    """Makes the publisher that a configuration names."""
+    """A factory of publishers by the name in their configuration."""
 
     _constructors: ClassVar[dict[str, Callable[..., EventPublisher]]] = {"zmq": ZmqEventPublisher}
 
     @classmethod
     def register_publisher(cls, name: str, ctor: Callable[..., EventPublisher]) -> None:
-        """Make `name` selectable. `ctor` gets `attn_dp_rank` and the configuration's other fields as keywords.
+        """Register a constructor as `name`.
 
-        Raises KeyError when the name is taken.
+        It receives `attn_dp_rank` and the other fields of the configuration as keywords.
+
+        Raises KeyError if the name is taken.
         """
         if name == "null" or name in cls._constructors:
             raise KeyError(f"publisher {name!r} is already registered")
@@ -35,10 +37,10 @@ class EventPublisherFactory:
         attn_cp_rank: int = 0,
         pp_rank: int = 0,
     ) -> EventPublisher:
-        """The publisher for a rank, given the configuration as JSON; no configuration publishes nothing.
+        """Create the publisher of a rank from its JSON configuration. Without a configuration it publishes nothing.
 
-        Ranks that share a DP rank hold the same blocks: only the first of them publishes. Raises ValueError, naming
-        the field, for a configuration that cannot be used.
+        Ranks that share a DP rank hold the same blocks, so only the first of them publishes. Raises ValueError, which
+        names the field, for an invalid configuration.
         """
         if not config:
             return NullEventPublisher(attn_dp_rank)

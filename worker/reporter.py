@@ -1,14 +1,14 @@
-"""Report what an engine's KV cache holds, in three calls.
+"""Reports of the blocks in an engine's KV cache, by three calls.
 
     reporter = Reporter.create('{"publisher": "zmq", "endpoint": "tcp://*:5557"}', ParallelRanks(dp=0, tp=0))
     reporter.stored([h1, h2], parent_block_hash=None, token_ids=tokens, block_size=16)
     reporter.removed([h2])
     reporter.cleared()
-    reporter.step()  # what was reported since the last step goes out as one batch
+    reporter.step()  # sends the reports since the last step as one batch
     reporter.shutdown()
 
-Each call is bookkeeping in memory: sockets are a thread's business, and when it cannot keep up, the oldest batches are
-dropped and counted (see worker/zmq_publisher.py). A subscriber that missed them, or came late, asks for a snapshot.
+Each call only changes memory; a thread owns the sockets. If the thread falls behind, the oldest batches are dropped and
+counted (see worker/zmq_publisher.py). A subscriber that missed batches, or that connects late, requests a snapshot.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from worker.publisher_factory import EventPublisherFactory
 
 logger = logging.getLogger(__name__)
 
-MAX_EVENTS = 256  # in a batch; the next one goes out without waiting for the step
-MAX_DELAY_S = 0.1  # that an event waits for its step
+MAX_EVENTS = 256  # events in a batch; a full batch is sent before the step
+MAX_DELAY_S = 0.1  # seconds from a report to its batch when the engine calls no `step`
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelRanks:
-    """Which part of an engine this process is: its rank in each kind of parallelism.
+    """The position of a process within an engine: its rank in each kind of parallelism.
 
-    The ranks of one DP rank hold the same blocks (shards or layers of them): the first of them reports for all.
+    All ranks of one DP rank hold the same blocks (shards or layers of them), so the first of them reports for all.
     """
 
     dp: int = 0
@@ -57,10 +57,12 @@ class ParallelRanks:
 
 
 class Reporter:
-    """Tells `publisher` what changes in one DP rank's cache. Calls may come from any thread of its process.
+    """A reporter of the changes in one DP rank's cache. Its methods may be called from any thread of its process.
 
-    `silent_because` says why nothing is reported, and is None when it is. Counters: `untold`, blocks that the dialect
-    has no words for; `unknown_removed`, removals of blocks that were not held; `dropped`, batches that never went out.
+    - `silent_because`: why nothing is reported; `None` if it reports.
+    - `untold`: blocks that the dialect cannot express.
+    - `unknown_removed`: removals of blocks that were not held.
+    - `dropped`: batches that were not sent.
     """
 
     def __init__(self, publisher: EventPublisher, silent_because: str | None = None) -> None:
@@ -72,10 +74,10 @@ class Reporter:
         self._form = publisher.wire_form
         self._dialect = DIALECTS[self._form]
         self._process = os.getpid()
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards all attributes below
         self._held = HeldBlocks()
-        self._hidden: set[tuple[int, EngineHash]] = set()  # blocks of a group that the dialect has no words for
-        # What an earlier life of this engine told is no longer true.
+        self._hidden: set[tuple[int, EngineHash]] = set()  # blocks of a group that the dialect cannot express
+        # Reports of a previous process of this engine are invalid.
         self._events: list[Event] = [AllBlocksCleared()]
         self._oldest_at = time.monotonic()
         self._last_ts = 0.0
@@ -92,10 +94,12 @@ class Reporter:
 
     @classmethod
     def create(cls, config: str | PublisherConfig | None, ranks: ParallelRanks | None = None) -> Reporter:
-        """The reporter for a process of an engine; `config` as JSON (None: report nothing) is the same for all.
+        """Create the reporter for a process of an engine.
 
-        Raises ValueError, naming the field, for a configuration that cannot be used, and OSError for an endpoint in
-        use.
+        - `config`: the configuration, also as JSON, equal for all ranks; `None`: report nothing.
+        - `ranks`: the position of this process; `None`: rank 0 of each kind.
+
+        Raises ValueError, which names the field, for an invalid configuration, and OSError for an endpoint in use.
         """
         ranks = ranks or ParallelRanks()
         if isinstance(config, PublisherConfig):
@@ -105,12 +109,14 @@ class Reporter:
         if not config or PublisherConfig.from_json(config).publisher == "null":
             because = "KV events are switched off"
         elif not ranks.reports:
-            because = f"this is TP rank {ranks.tp}, CP rank {ranks.cp}, PP rank {ranks.pp}; 0, 0, 0 reports for all"
+            because = (
+                f"this is TP rank {ranks.tp}, CP rank {ranks.cp}, PP rank {ranks.pp}; 0, 0, 0 reports for all ranks"
+            )
         return cls(publisher, because)
 
     @property
     def publishes(self) -> bool:
-        """Whether this rank reports anything."""
+        """True if this rank reports its cache."""
         return self.silent_because is None
 
     @property
@@ -138,14 +144,17 @@ class Reporter:
         kv_cache_spec_sliding_window: int | None = None,
         session_id: str | None = None,
     ) -> None:
-        """Consecutive full blocks are cached now, or one reference more to them: a block that is stored twice must be
-        removed twice.
+        """Report full blocks as cached, and count one more reference to each.
 
-        `block_hashes` are the engine's own names for them (64-bit ints or bytes); `parent_block_hash` is the block
-        before the first one, None at the start of a prompt. `token_ids`: `block_size` for each block, or none for
-        blocks known from another medium. `extra_keys`: for each block what else tells it apart, an image's hash, say.
-        Raises ValueError, naming the field, and then nothing is reported; RuntimeError after `shutdown` and in a
-        process that was forked off the reporter's own.
+        A block that is stored twice has to be removed twice.
+
+        - `block_hashes`: the engine's hashes of consecutive blocks (64-bit integers or bytes).
+        - `parent_block_hash`: the block before the first one; `None` at the start of a prompt.
+        - `token_ids`: `block_size` tokens for each block, or none for blocks that another medium already holds.
+        - `extra_keys`: for each block further keys of its identity, for example the hash of an image.
+
+        Raises ValueError, which names the field, and then reports nothing. Raises RuntimeError after `shutdown` and in
+        a process that was forked from the reporter's own.
         """
         if not self._is_open():
             return
@@ -171,7 +180,7 @@ class Reporter:
     def removed(
         self, block_hashes: Sequence[EngineHash], *, medium: str | None = "GPU", group_idx: int | None = None
     ) -> None:
-        """One reference less to each of these blocks; a block whose last one goes is no longer cached there.
+        """Remove one reference to each block. A block without references is no longer cached in that medium.
 
         Raises as `stored` does.
         """
@@ -183,15 +192,20 @@ class Reporter:
             self._remove(event)
 
     def cleared(self, medium: str | None = None) -> None:
-        """Nothing is cached any longer: in one medium, or at all. Raises RuntimeError after `shutdown`."""
+        """Report that one medium, or with `None` the whole cache, holds nothing.
+
+        Raises RuntimeError after `shutdown`.
+        """
         if not self._is_open():
             return
         with self._lock:
             self._clear(medium)
 
     def report(self, events: Iterable[Event]) -> None:
-        """The same three, for an engine that has its changes as events. Raises as they do; those before the bad one
-        are reported."""
+        """Report changes that the engine has as events.
+
+        Raises as `stored` does; events before the invalid one are reported.
+        """
         if not self._is_open():
             return
         for event in events:
@@ -208,15 +222,17 @@ class Reporter:
                     self._clear(event.medium)
 
     def step(self) -> None:
-        """Send what was reported since the last step, as one batch. An engine calls it after each of its steps; one
-        that never does is sent for every MAX_DELAY_S."""
+        """Send the reports since the last step as one batch.
+
+        An engine calls it after each of its steps. Without calls, a thread sends every MAX_DELAY_S seconds.
+        """
         if not self._is_open():
             return
         with self._lock:
             self._flush()
 
     def shutdown(self) -> None:
-        """Send what is left, with a deadline, and end the threads; may be called again."""
+        """Send the remaining reports within a deadline, and end the threads. Repeated calls have no effect."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -230,7 +246,7 @@ class Reporter:
         self.publisher.shutdown()
 
     def __reduce__(self) -> str:
-        raise TypeError("a Reporter belongs to its process: hand the configuration over and create one there")
+        raise TypeError("a Reporter cannot leave its process: pass the configuration and create one there")
 
     def _check_stored(self, event: BlockStored) -> None:
         hashes = event.block_hashes
@@ -255,18 +271,20 @@ class Reporter:
         try:
             _encode(hashes)
         except OverflowError as error:
-            raise ValueError(f"{field}: a hash takes more than 64 bits") from error
+            raise ValueError(f"{field}: a hash has more than 64 bits") from error
 
     def _store(self, event: BlockStored) -> None:
-        told = self._dialect.expressible(event)
+        expressible = self._dialect.expressible(event)
         group = event.group_idx or 0
-        if told is None or (self._hidden and (group, event.parent_block_hash) in self._hidden):
+        if expressible is None or (self._hidden and (group, event.parent_block_hash) in self._hidden):
             if not self.untold:
-                logger.warning("KV events: %s has no words for some blocks, which are not reported", self._form.value)
+                logger.warning(
+                    "KV events: dialect %s cannot express some blocks, which are not reported", self._form.value
+                )
             self.untold += len(event.block_hashes)
             self._hidden.update((group, block) for block in event.block_hashes)
             return
-        self._add(self._held.store(told))
+        self._add(self._held.store(expressible))
 
     def _remove(self, event: BlockRemoved) -> None:
         if self._hidden:
@@ -298,15 +316,15 @@ class Reporter:
             self.publisher.publish(EventBatch(self._time(), events))
 
     def _time(self) -> float:
-        """Unix time that never runs back: readers tell a restart by it."""
+        """Return unix time that never decreases, because readers detect a restart by it."""
         self._last_ts = max(time.time(), self._last_ts)
         return self._last_ts
 
     def _is_open(self) -> bool:
-        """Whether there is anything to do; raises RuntimeError where there no longer can be."""
+        """Return whether reports are on. Raises RuntimeError after shutdown and after a fork."""
         if self.silent_because is not None:
             return False
-        if os.getpid() != self._process:  # its lock may be held for ever here
+        if os.getpid() != self._process:  # in a forked process the lock may be held forever
             raise RuntimeError(f"this reporter belongs to process {self._process}: create one after the fork")
         if self._closed:
             raise RuntimeError("this reporter was shut down")
@@ -321,7 +339,7 @@ class Reporter:
             return Snapshot(self.publisher.last_seq, self._time(), chain([first], self._held.snapshot()))
 
     def _run(self) -> None:
-        """Send what waits too long for a step."""
+        """Send reports that waited longer than MAX_DELAY_S for a step."""
         while not self._ended.wait(MAX_DELAY_S / 2):
             with self._lock:
                 if self._events and not self._closed and time.monotonic() - self._oldest_at > MAX_DELAY_S / 2:

@@ -1,4 +1,4 @@
-"""Who may read a publisher's streams: anyone, holders of its public key, or a list of clients."""
+"""Access to a publisher's streams: open, by its public key, or by a list of client keys."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kvevents.curve import be_server, load_key_pair, load_public_keys
 
 
 class StreamSecurity:
-    """The context for a publisher's sockets and the keys they use. Without keys, streams are as open as ever.
+    """The ZeroMQ context of a publisher's sockets, and the keys they use. Without keys, streams are not encrypted.
 
-    An allow-list needs an authenticator, which sees every connection of its context: such a publisher has a context to
-    itself. Raises ValueError, naming the field, for keys that cannot be read.
+    A list of client keys needs an authenticator, which sees every connection of its context. That publisher therefore
+    has its own context. Raises ValueError, which names the field, for unreadable keys.
     """
 
     def __init__(self, curve_secret_key_file: str | None, curve_client_keys: str | None) -> None:
         if curve_client_keys is not None and curve_secret_key_file is None:
-            raise ValueError("curve_client_keys: needs curve_secret_key_file too")
+            raise ValueError("curve_client_keys: also set curve_secret_key_file")
         field = "curve_secret_key_file"
         self._pair = load_key_pair(curve_secret_key_file, field) if curve_secret_key_file is not None else None
         self._authenticator: ThreadAuthenticator | None = None
@@ -35,7 +35,7 @@ class StreamSecurity:
             be_server(socket, self._pair)
 
     def close(self) -> None:
-        """End what was started; the sockets are closed already."""
+        """Stop the authenticator. All sockets have to be closed before."""
         if self._authenticator is not None:
             self._authenticator.stop()
             self.context.term()

@@ -1,4 +1,4 @@
-"""The publisher that sends over ZeroMQ: a PUB socket, and a ROUTER socket for replays, both owned by one thread."""
+"""The publisher over ZeroMQ: a PUB socket for the stream and a ROUTER socket for replays, both owned by one thread."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 2.0
 MAX_REPLAYS = 64  # further requests wait in the socket
-REPLAY_CHUNK = 64  # messages sent to one client before the live stream gets its turn …
-REPLAY_TURN_S = 0.002  # … or as many as can be made in so long
-REPLAY_RETRY_S = 0.005  # between attempts while every client's buffer is full
-REPLAY_STALL_S = 30.0  # a client that takes nothing for so long has given up
+REPLAY_CHUNK = 64  # messages sent to one client before the next turn of the live stream
+REPLAY_TURN_S = 0.002  # seconds of one client's turn
+REPLAY_RETRY_S = 0.005  # seconds between attempts while every client's buffer is full
+REPLAY_STALL_S = 30.0  # seconds without progress after which a client's replay is abandoned
 
 
 class ZmqEventPublisher(EventPublisher):
-    """Publishes on a PUB socket and answers replay requests on a ROUTER socket, both owned by one thread.
+    """A publisher with a PUB socket and a ROUTER socket for replays, both owned by one thread.
 
-    `bind` overrides the rule that only wildcard, ipc and inproc endpoints are bound; the replay endpoint always is.
-    Port 0 binds a free port. Raises ValueError, naming the field, for an endpoint or keys that cannot be read, and
+    By default only wildcard, ipc and inproc endpoints are bound; `bind` overrides this. The replay endpoint is always
+    bound. Port 0 binds a free port. Raises ValueError, which names the field, for an invalid endpoint or key, and
     OSError for an endpoint in use.
     """
 
@@ -65,21 +65,21 @@ class ZmqEventPublisher(EventPublisher):
         super().__init__(attn_dp_rank)
         self.endpoint = rank_endpoint(endpoint, attn_dp_rank)
         self.replay_endpoint = rank_endpoint(replay_endpoint, attn_dp_rank) if replay_endpoint else None
-        self.dropped = 0  # batches that never reached the stream
+        self.dropped = 0  # batches that were not sent
         self.malformed_requests = 0
-        self.abandoned_replays = 0  # those who asked were not told the end
+        self.abandoned_replays = 0  # replays without an end message
         self.snapshots = 0
         self.wire_form = wire_form
         self._topic = topic.encode()
         self._process = os.getpid()
         self._take_snapshot: Callable[[], Snapshot | None] | None = None
 
-        self._lock = threading.Lock()  # guards the next three
+        self._lock = threading.Lock()  # guards the next three attributes
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._max_waiting = max_queue_size
         self._closing = False
 
-        # Belongs to the thread: batch s is in slot s % buffer_steps until a later one takes its place.
+        # Used by the thread only: batch s is in slot s % buffer_steps until a later batch replaces it.
         self._sent: list[tuple[int, bytes] | None] = [None] * buffer_steps
         self._sent_end = 0
         self._replays: list[_Replay] = []
@@ -100,7 +100,7 @@ class ZmqEventPublisher(EventPublisher):
             else:
                 _connect(self._pub, self.endpoint)
             if self._router is not None and self.replay_endpoint is not None:
-                # Without this a ROUTER silently drops what a slow client cannot take yet.
+                # Without ROUTER_MANDATORY, messages to a client with a full buffer are dropped silently.
                 self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self.replay_endpoint = _bind(self._router, self.replay_endpoint)
         except BaseException:
@@ -110,9 +110,9 @@ class ZmqEventPublisher(EventPublisher):
         self._thread.start()
 
     def publish(self, batch: EventBatch) -> None:
-        """Queue a batch for sending; it may be changed afterwards.
+        """Queue a batch for sending. The batch may be changed afterwards.
 
-        Raises RuntimeError after shutdown, and in a process that was forked off the publisher's own.
+        Raises RuntimeError after shutdown, and in a process that was forked from the publisher's own.
         """
         if batch.dp_rank is None:
             batch = EventBatch(batch.ts, batch.events, self._attn_dp_rank)
@@ -132,9 +132,9 @@ class ZmqEventPublisher(EventPublisher):
             self._wake()
 
     def shutdown(self) -> None:
-        """Send the queued batches, at most SHUTDOWN_TIMEOUT_S long, then close the sockets and end the thread.
+        """Send the queued batches for at most SHUTDOWN_TIMEOUT_S, then close the sockets and end the thread.
 
-        In a process that was forked off the publisher's own there is nothing to do.
+        In a process that was forked from the publisher's own, this has no effect.
         """
         if os.getpid() != self._process:
             return
@@ -176,7 +176,7 @@ class ZmqEventPublisher(EventPublisher):
             self._wake_receiver.recv(4096)
 
     def _publish_waiting(self) -> bool:
-        """Send every queued batch; whether that was the last of them."""
+        """Send every queued batch. Return whether the publisher is shutting down."""
         with self._lock:
             batches, self._waiting = self._waiting, deque()
             closing = self._closing
@@ -204,7 +204,10 @@ class ZmqEventPublisher(EventPublisher):
             self._replays.append(_Replay(client, messages, time.monotonic()))
 
     def _replay(self, client: bytes, start: int) -> Iterator[list[bytes]]:
-        """The sent batches from `start` on. Raises _Overtaken when newer ones take their place meanwhile."""
+        """Return the sent batches from `start` on.
+
+        The iterator raises _OvertakenError if newer batches replace them.
+        """
         end = self._sent_end
         return self._batches(client, max(start, end - len(self._sent)), end)
 
@@ -218,7 +221,7 @@ class ZmqEventPublisher(EventPublisher):
         yield end_of_replay_frames(client, self._topic)
 
     def _snapshot(self, client: bytes) -> Iterator[list[bytes]]:
-        """All that the engine holds; nothing but the end where nobody knows it."""
+        """Yield all blocks that the engine holds. Without a source of snapshots, yield only the end message."""
         snapshot = self._take_snapshot() if self._take_snapshot is not None else None
         if snapshot is not None:
             self.snapshots += 1
@@ -231,7 +234,7 @@ class ZmqEventPublisher(EventPublisher):
         yield end_of_replay_frames(client, self._topic)
 
     def _serve_replays(self) -> bool:
-        """Give each client one chunk of its oldest replay; whether any client took something."""
+        """Send one chunk to each client, of its oldest replay. Return whether any client received a message."""
         progressed = False
         served: set[bytes] = set()
         for replay in list(self._replays):
@@ -244,16 +247,16 @@ class ZmqEventPublisher(EventPublisher):
                 done = self._send_chunk(replay)
             except zmq.Again:
                 done = time.monotonic() - replay.last_progress > REPLAY_STALL_S
-                reason = "the client takes nothing"
+                reason = "the client reads nothing"
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                done, reason = True, "the client is gone"
+                done, reason = True, "the client disconnected"
             except _OvertakenError:
-                done, reason = True, "the client is slower than the stream: batches left the buffer meanwhile"
+                done, reason = True, "the client is slower than the stream: its batches were evicted from the buffer"
             except Exception:
-                logger.exception("what a subscriber asked for could not be made")
-                done, reason = True, "it could not be made"
+                logger.exception("a replay or snapshot could not be created")
+                done, reason = True, "it could not be created"
             if replay.sent > before:
                 replay.last_progress = time.monotonic()
                 progressed = True
@@ -262,11 +265,14 @@ class ZmqEventPublisher(EventPublisher):
                 progressed = True
                 if reason:
                     self.abandoned_replays += 1
-                    logger.info("a replay of DP rank %d was given up: %s", self._attn_dp_rank, reason)
+                    logger.info("a replay of DP rank %d was abandoned: %s", self._attn_dp_rank, reason)
         return progressed
 
     def _send_chunk(self, replay: _Replay) -> bool:
-        """Send a client its next messages; whether that was the last. Raises zmq.Again when it can take no more."""
+        """Send a client its next messages.
+
+        Return whether they were the last. Raises zmq.Again if its buffer is full.
+        """
         assert self._router is not None
         until = time.monotonic() + REPLAY_TURN_S
         for _ in range(REPLAY_CHUNK):
@@ -292,7 +298,7 @@ class ZmqEventPublisher(EventPublisher):
 
 @dataclass(slots=True)
 class _Replay:
-    """What one client still has to get: `next`, which it could not take yet, and the rest of `messages`."""
+    """The remaining messages of one client's replay. `next` is the message that did not fit its buffer."""
 
     client: bytes
     messages: Iterator[list[bytes]]
@@ -302,11 +308,11 @@ class _Replay:
 
 
 class _OvertakenError(Exception):
-    """Batches that are to be replayed were pushed out of the buffer."""
+    """Batches of a replay were evicted from the buffer before they were sent."""
 
 
 def _bind(sock: zmq.Socket[bytes], endpoint: str) -> str:
-    """Bind, and return the endpoint with the port that was bound."""
+    """Bind a socket, and return its endpoint with the bound port."""
     sock.setsockopt(zmq.IPV6, "[" in endpoint)
     try:
         sock.bind(endpoint)

@@ -1,1 +1,1 @@
-"""The subcommands of `kvrouter`, by what they are for. Each imports what it runs when it runs."""
+"""The subcommands of `kvrouter`, by purpose. Each imports its implementation when it runs."""

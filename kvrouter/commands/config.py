@@ -26,22 +26,22 @@ File = Annotated[
 
 
 def check(file: File = None) -> None:
-    """Say whether the settings can be used, with all their mistakes at once.
+    """Check the settings, and print all mistakes at once.
 
-    The environment counts as it would for `kvrouter serve`. The exit status is 0 when nothing is wrong, else 1.
+    The environment counts as it does for `kvrouter serve`. The exit status is 0 if the settings are valid, else 1.
     """
     settings = settings_from(file, {})
     workers = len(settings.workers)
     where = f"{workers} worker{'s' * (workers != 1)}"
     if settings.kubernetes.used:
-        where += " and those of the cluster"
+        where += " and the workers of the cluster"
     for setting in settings.without_effect:
         typer.echo(f"{file or 'environment'}: warning: {setting} has no effect and can be removed")
     typer.echo(f"{file or 'environment'}: no mistakes; {where}, policy {settings.policy.name}")
 
 
 def show(file: File = None) -> None:
-    """Print every setting as it would be used: defaults, file and environment together. Secrets are masked."""
+    """Print every setting with its value from defaults, file and environment. Secrets are masked."""
     import yaml
 
     from router.settings import shown
@@ -50,7 +50,7 @@ def show(file: File = None) -> None:
 
 
 def default() -> None:
-    """Print a settings file that has every setting with its default and what it is for, to begin with."""
+    """Print a settings file with every setting, its default and its description."""
     try:
         typer.echo(_default_config(), nl=False)
     except OSError as error:
@@ -58,9 +58,9 @@ def default() -> None:
 
 
 def hash_key(
-    key: Annotated[str, typer.Argument(help="The API key; - reads it from standard input.")] = "",
+    key: Annotated[str, typer.Argument(help="The API key; - reads standard input.")] = "",
 ) -> None:
-    """Print the hash of an API key, for tenants in the settings file. Without a key, make one."""
+    """Print the hash of an API key, for tenants in the settings file. Without a key, create one."""
     from secrets import token_urlsafe
 
     from router.auth import hashed_key
@@ -72,10 +72,10 @@ def hash_key(
 
 
 def keygen(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the keys.")],
-    name: Annotated[str, typer.Option(help="What the files are called.")] = "kvrouter",
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the keys.")],
+    name: Annotated[str, typer.Option(help="Name of the files.")] = "kvrouter",
 ) -> None:
-    """Write a CURVE key pair: NAME.key to give away, NAME.key_secret to keep."""
+    """Write a CURVE key pair: NAME.key to distribute, NAME.key_secret to keep."""
     from kvevents.curve import create_key_pair
 
     try:

@@ -1,4 +1,4 @@
-"""Options that several commands have, and how commands read their settings and fail."""
+"""Options of several commands; reading of settings; failure with a message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AdminToken = Annotated[str, typer.Option(envvar="KVROUTER_SERVER__TOKEN", help="
 
 
 class Level(StrEnum):
-    """How much is logged."""
+    """A level of log messages."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -25,23 +25,23 @@ class Level(StrEnum):
     ERROR = "error"
 
 
-LogLevel = Annotated[Level, typer.Option(help="How much is logged.")]
+LogLevel = Annotated[Level, typer.Option(help="Lowest level of log messages.")]
 
-NO_WORKERS = "no workers: name them under workers: in the settings file, or with --worker URL"
+NO_WORKERS = "no workers: list them under workers: in the settings file, or give --worker URL"
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that were given: not None, and not an empty section."""
+    """Return the given options: neither None nor an empty section."""
     return {name: value for name, value in options.items() if value is not None and value != {}}
 
 
 def of_workers(urls: list[str] | None) -> dict[str, Any]:
-    """The settings that `--worker` overrides."""
+    """Return the settings that `--worker` overrides."""
     return {"workers": [{"url": url} for url in urls]} if urls else {}
 
 
 def settings_from(config: Path | None, overrides: dict[str, Any], status: int = 1) -> Settings:
-    """The settings of a file, with what was given on the command line. Ends the command when they are wrong."""
+    """Load the settings of a file and the command line. If they are invalid, end the command."""
     from router.settings import ConfigError, load_settings
 
     try:
@@ -51,6 +51,6 @@ def settings_from(config: Path | None, overrides: dict[str, Any], status: int = 
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
-    """End the command with a message."""
+    """End the command with a message on standard error."""
     typer.echo(f"kvrouter: {message}", err=True)
     raise typer.Exit(status)

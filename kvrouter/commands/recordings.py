@@ -14,41 +14,42 @@ from kvrouter.commands.options import AdminToken, fail
 
 def record(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The recording to write, such as fleet.kvrec.")
+        Path | None, typer.Option("--output", "-o", help="The recording to write, for example fleet.kvrec.")
     ] = None,
     stream: Annotated[
         list[str] | None,
         typer.Option(metavar="ENDPOINT[,REPLAY[,TOPIC]]", help="An event stream; repeatable."),
     ] = None,
     worker: Annotated[
-        list[str] | None, typer.Option("--worker", "-w", help="URL of a worker, which is asked for its streams.")
+        list[str] | None, typer.Option("--worker", "-w", help="URL of a worker that reports its streams; repeatable.")
     ] = None,
-    seconds: Annotated[float | None, typer.Option(min=0, help="End after so long; otherwise with Ctrl-C.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Seconds to record; by default until Ctrl-C.")] = None,
     requests: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Record a router's requests instead: the trace to write.")
+        Path | None, typer.Option(metavar="FILE", help="Record a router's requests to this trace instead.")
     ] = None,
-    url: Annotated[str, typer.Option(help="The router to record, with --requests.")] = "http://127.0.0.1:8080",
+    url: Annotated[str, typer.Option(help="URL of the router, with --requests.")] = "http://127.0.0.1:8080",
     token: AdminToken = "",
     block_tokens: Annotated[
-        int, typer.Option(min=16, max=65_536, help="Tokens of a block of the trace; other tools want 512.")
+        int, typer.Option(min=16, max=65_536, help="Tokens of a block in the trace; other tools expect 512.")
     ] = 512,
 ) -> None:
-    """Write live event streams to a file, or with --requests the requests that pass a router, until Ctrl-C.
+    """Record live event streams, or with --requests the requests of a router, until Ctrl-C.
 
-    A trace of requests is in Mooncake's format. It holds lengths and numbers of equal prefixes, no text and no token.
+    A trace of requests has Mooncake's format. It contains lengths and numbers of equal prefixes, but no text and no
+    tokens.
     """
     if requests is not None:
         if output or stream or worker:
-            fail("--requests FILE is all that is recorded then: leave out --output, --stream and --worker")
+            fail("--requests records requests only: omit --output, --stream and --worker")
         _record_requests(url, token, requests, seconds, block_tokens)
         return
     if output is None:
-        fail("give --output FILE for event streams, or --requests FILE for a router's requests")
+        fail("set --output FILE for event streams, or --requests FILE for a router's requests")
     from kvrouter.tools.record import parse_stream, record_streams, summary_lines, worker_sources
     from router.fleet.discovery import DiscoveryError
 
     if bool(stream) == bool(worker):
-        fail("give either --stream or --worker")
+        fail("set either --stream or --worker")
     try:
         sources = [parse_stream(text, number) for number, text in enumerate(stream or ())]
         sources = sources or asyncio.run(worker_sources(worker or ()))
@@ -85,42 +86,43 @@ def _record_requests(url: str, token: str, output: Path, seconds: float | None, 
 
 
 def replay(
-    recordings: Annotated[list[Path], typer.Argument(metavar="FILE...", help="The recording; --check takes several.")],
-    speed: Annotated[float | None, typer.Option(min=1e-3, help="How many times faster than recorded.")] = None,
-    fast: Annotated[bool, typer.Option("--fast", help="As fast as can be; always so with --check.")] = False,
+    recordings: Annotated[list[Path], typer.Argument(metavar="FILE...", help="The recording; several with --check.")],
+    speed: Annotated[float | None, typer.Option(min=1e-3, help="Factor of the recorded speed.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Publish without delays; the default of --check.")] = False,
     bind_host: Annotated[str, typer.Option(help="Address to publish on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the first source; 0 takes free ones.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the first source; 0 binds free ones.")] = 0,
     indexer: Annotated[str | None, typer.Option(help="URL of an indexer to register the streams with.")] = None,
     token: Annotated[str, typer.Option(envvar="KVROUTER_SERVER__TOKEN", help="The indexer's server.token.")] = "",
     model: Annotated[
-        str | None, typer.Option(help="Name to register them under.", show_default="the requests'")
+        str | None, typer.Option(help="Model name for the registration.", show_default="the requests'")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Compare an indexer with what the engine said.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Compare an indexer's matches with the engine's.")] = False,
     requests: Annotated[
-        Path | None, typer.Option(help="What the engine said.", show_default="FILE's .requests.jsonl(.gz)")
+        Path | None,
+        typer.Option(help="The requests that the engine answered.", show_default="FILE's .requests.jsonl(.gz)"),
     ] = None,
     expect: Annotated[
-        int | None, typer.Option(min=0, help="Right answers that are enough.", show_default="all")
+        int | None, typer.Option(min=0, help="Number of right answers that suffices.", show_default="all")
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what differs.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show differing answers.")] = False,
 ) -> None:
     """Publish a recording as live event streams, or check an indexer with it.
 
-    --check without --indexer checks this one's own. The exit status is 0 when enough answers are right and none is a
-    ghost: a match of what the engine never stored since it started.
+    --check without --indexer checks a new indexer of this installation. The exit status is 0 if enough answers are
+    right and none is a ghost. A ghost is a match that the engine has not stored since its start.
     """
     from kvrouter.processes import KvrouterProcess, ProcessError
     from kvrouter.tools.replay.index_client import IndexerError
     from kvrouter.tools.replay.run import IndexerAddress, Place, check_recordings, publish_recording
 
     if not check and (len(recordings) > 1 or requests or expect is not None or verbose):
-        fail("several files, --requests, --expect and --verbose are for --check")
+        fail("several files, --requests, --expect and --verbose need --check")
     if len(recordings) > 1 and requests:
-        fail("--requests is for a single file")
+        fail("--requests needs a single file")
     if fast and speed is not None:
-        fail("give either --speed or --fast")
+        fail("set either --speed or --fast")
     if (check or indexer) and bind_host in ("*", "0.0.0.0", "::"):
-        fail("--bind-host: name the address at which the indexer can reach the streams")
+        fail("--bind-host: set an address at which the indexer reaches the streams")
     place = Place(bind_host, port)
     try:
         with ExitStack() as stack:
@@ -141,32 +143,35 @@ def replay(
 
 
 def replay_trace(
-    trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format, .gz or not.")],
-    simulate: Annotated[bool, typer.Option("--simulate", help="In a simulated fleet; so without --url.")] = False,
+    trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format, plain or .gz.")],
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Use a simulated fleet; the default without --url.")
+    ] = False,
     url: Annotated[
         list[str] | None,
-        typer.Option(metavar="[LABEL=]URL", help="A router to send it to; repeatable, one after the other."),
+        typer.Option(metavar="[LABEL=]URL", help="A router that receives the trace; repeatable, one after another."),
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Simulation: a policy; repeatable.  [default: kv_aware and its peers]")
+        list[str] | None,
+        typer.Option(help="Simulation: name of a policy; repeatable.  [default: kv_aware and its peers]"),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, max=1024, help="Simulation: engines.")] = 8,
-    engine: Annotated[str, typer.Option(help="Simulation: 70b (on 8 H100) or 8b (on one).")] = "70b",
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="Simulation: number of engines.")] = 8,
+    engine: Annotated[str, typer.Option(help="Simulation: 70b (on 8 H100) or 8b (on one H100).")] = "70b",
     kv_tokens: Annotated[
         int | None, typer.Option(min=1, help="Simulation: tokens of each engine's cache.  [default: the engine's]")
     ] = None,
-    speed: Annotated[float, typer.Option(min=1e-3, help="How many times faster than recorded.")] = 1.0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests, this many.")] = None,
-    model: Annotated[str | None, typer.Option(help="Live: the model.  [default: the only one there is]")] = None,
+    speed: Annotated[float, typer.Option(min=1e-3, help="Factor of the recorded speed.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of requests to replay.  [default: all]")] = None,
+    model: Annotated[str | None, typer.Option(help="Live: name of the model.  [default: the only one served]")] = None,
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Live: the routers' API key.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Live: answers are at most so long.")] = 2048,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Live: longest answer in tokens.")] = 2048,
     seed: Annotated[
-        str | None, typer.Option(help="Live: the same prompts as another replay.  [default: new ones]")
+        str | None, typer.Option(help="Live: seed of an earlier replay, for equal prompts.  [default: new]")
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The report to write.")] = Path("report.html"),
-    as_json: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="File for the results as JSON.")] = None,
 ) -> None:
-    """Replay a trace of requests under several policies in simulation, or against routers, and write a report."""
+    """Replay a trace of requests in simulation or against routers, and write a report."""
     from kvrouter.tools.traces.live import ReplayError
     from kvrouter.tools.traces.run import (
         DEFAULT_POLICIES,
@@ -181,18 +186,19 @@ def replay_trace(
     )
 
     if simulate and url:
-        fail("give either --simulate or --url")
+        fail("set either --simulate or --url")
     if url and policy:
-        fail("--policy is for the simulation: a router's policy is its own")
+        fail("--policy needs --simulate: a router uses its own policy")
     if engine not in ENGINES:
-        fail(f"--engine {engine}: there are {', '.join(ENGINES)}")
+        fail(f"--engine {engine}: known engines are {', '.join(ENGINES)}")
     try:
         sides = [side_named(name) for name in dict.fromkeys(policy or DEFAULT_POLICIES)]
         targets = live_targets(url or (), model, api_key, speed, max_tokens, seed)
         opened = open_trace(trace, limit)
         for file in (output, as_json):
             if file is not None and not (file.parent.is_dir() and not file.is_dir()):
-                fail(f"{file} cannot be written: there is no such folder, or it is one")  # now, not after the replay
+                # checked before the long replay
+                fail(f"{file} cannot be written: its folder is missing, or it is a folder")
     except (ValueError, OSError) as error:
         fail(str(error))
     try:

@@ -1,4 +1,4 @@
-"""Commands that serve until a signal ends them: the router, the picker, the index."""
+"""Commands that serve until a signal ends them: router, picker, indexer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _policies() -> list[str]:
 
 Policy = Annotated[
     str | None,
-    typer.Option(help="Names are in config.yaml.", show_default="kv_aware", autocompletion=_policies),
+    typer.Option(help="Name of a policy in config.yaml.", show_default="kv_aware", autocompletion=_policies),
 ]
 
 
@@ -42,12 +42,14 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.", show_default="8080")] = None,
     policy: Policy = None,
-    processes: Annotated[int | None, typer.Option(help="Processes that share the port.", show_default="1")] = None,
-    peer: Annotated[str | None, typer.Option(help="URL of another router, to begin with its index.")] = None,
-    root_path: Annotated[str | None, typer.Option(help="What may stand before every path: /llm.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Number of processes that share the port.", show_default="1")
+    ] = None,
+    peer: Annotated[str | None, typer.Option(help="URL of another router, whose index is copied at the start.")] = None,
+    root_path: Annotated[str | None, typer.Option(help="Prefix of every path, for example /llm.")] = None,
     log_level: LogLevel = Level.INFO,
 ) -> None:
-    """Run the router, with the index inside."""
+    """Run the router with its index."""
     from router.server.serving import serve_router
     from router.server.supervisor import ProcessFailedError, Supervisor
     from router.settings import SettingsFile
@@ -73,22 +75,20 @@ def picker(
     config: ConfigFile = None,
     worker: WorkerUrls = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Port of HTTP: health, metrics, workers.", show_default="8080")
-    ] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="Port for Envoy.", show_default="9002")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port: health, metrics, workers.", show_default="8080")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port for Envoy.", show_default="9002")] = None,
     policy: Policy = None,
-    peer: Annotated[str | None, typer.Option(help="URL of another router, to begin with its index.")] = None,
+    peer: Annotated[str | None, typer.Option(help="URL of another router, whose index is copied at the start.")] = None,
     log_level: LogLevel = Level.INFO,
 ) -> None:
-    """Run the router as an endpoint picker: Envoy asks it where to send requests, and carries them itself."""
+    """Run the router as an endpoint picker: it chooses workers for Envoy, which forwards the requests."""
     from importlib.util import find_spec
 
     from router.server.serving import serve_picker
     from router.settings import SettingsFile
 
     if not all(find_spec(name) for name in ("grpc_health", "hpack")):
-        fail("the picker wants more packages: pip install 'kvrouter[envoy]'")
+        fail("the picker needs more packages: pip install 'kvrouter[envoy]'")
     overrides = of_workers(worker) | given(
         server=given(host=host, port=port),
         picker=given(port=grpc_port),
@@ -98,27 +98,27 @@ def picker(
     settings = _router_settings(config, overrides)
     if settings.server.processes != 1:
         fail(
-            "server.processes: a picker is one process. Run several pickers, which share their load over replicas.redis"
+            "server.processes: a picker has one process. Run several pickers, which share their load by replicas.redis"
         )
     _run(serve_picker(settings, SettingsFile(config, overrides) if config else None), settings, log_level)
 
 
 def indexer(
     config: ConfigFile = None,
-    host: Annotated[str, typer.Option(help="Address to listen on: server.host is the router's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on: server.port is the router's.")] = 8090,
+    host: Annotated[str, typer.Option(help="Address to listen on; server.host has no effect.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; server.port has no effect.")] = 8090,
     log_level: LogLevel = Level.INFO,
 ) -> None:
-    """Run the index alone: workers are registered over HTTP."""
+    """Run the index alone; workers are registered over HTTP."""
     from router.server.serving import serve_indexer
 
-    server = {"host": host, "port": port, "admin_port": None}  # none of its requests are clients'
+    server = {"host": host, "port": port, "admin_port": None}  # the index has no requests of clients
     settings = settings_from(config, {"server": server})
     _run(serve_indexer(settings), settings, log_level)
 
 
 def _router_settings(config: Path | None, overrides: dict[str, Any]) -> Settings:
-    """A router's settings. Without workers there must be a way to learn of some."""
+    """Load a router's settings. They need workers or a way to discover some."""
     settings = settings_from(config, overrides)
     if not settings.workers and config is None and not settings.kubernetes.used:
         fail(NO_WORKERS)
@@ -126,7 +126,7 @@ def _router_settings(config: Path | None, overrides: dict[str, Any]) -> Settings
 
 
 def _begin_log(settings: Settings, level: str) -> None:
-    """Log to standard error, first which settings have no effect."""
+    """Log to standard error, beginning with the settings that have no effect."""
     import structlog
 
     from router.server.logs import log_to_stderr

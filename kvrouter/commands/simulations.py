@@ -1,4 +1,4 @@
-"""Commands that need no GPU: a simulated worker, and a demonstration with several."""
+"""Commands without a GPU: a simulated worker, and a demonstration with several."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from kvrouter.commands.options import fail, given
 
 def simulate(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 binds a free one.")] = 0,
     model: Annotated[str, typer.Option(help="Name of the served model.")] = "simulated",
     adapter: Annotated[list[str] | None, typer.Option(help="Name of a LoRA adapter; repeatable.")] = None,
-    api_key: Annotated[str, typer.Option(help="API key that requests want, as vLLM's --api-key.")] = "",
-    block_size: Annotated[int, typer.Option(help="Tokens a block.")] = 16,
+    api_key: Annotated[str, typer.Option(help="API key that requests need, as vLLM's --api-key.")] = "",
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     blocks: Annotated[int, typer.Option(help="Blocks in the cache of each DP rank.")] = 4096,
     dp_size: Annotated[int, typer.Option(help="Number of DP ranks.")] = 1,
-    prefix_caching: Annotated[bool, typer.Option(help="Keep what was computed, and find it again.")] = True,
-    max_model_len: Annotated[int, typer.Option(help="Tokens of the longest prompt with its answer.")] = 32768,
+    prefix_caching: Annotated[bool, typer.Option(help="Cache computed blocks for later prompts.")] = True,
+    max_model_len: Annotated[int, typer.Option(help="Limit of prompt and answer in tokens.")] = 32768,
     prefill_ms: Annotated[float, typer.Option(help="Milliseconds to compute one uncached prompt token.")] = 0.15,
-    step_ms: Annotated[float, typer.Option(help="Milliseconds a step takes at least: the time of a token.")] = 5.0,
-    kv_events: Annotated[str | None, typer.Option(help="Publisher configuration in JSON, as SGLang takes it.")] = None,
-    disaggregation: Annotated[str | None, typer.Option(help="sglang or nixl: how it hands KV pages over.")] = None,
-    role: Annotated[str | None, typer.Option(help="prefill or decode; wants --disaggregation.")] = None,
-    bootstrap_port: Annotated[int, typer.Option(help="Of a prefill worker's bootstrap service; 0: a free one.")] = 0,
+    step_ms: Annotated[float, typer.Option(help="Minimal milliseconds of a step, which is one token.")] = 5.0,
+    kv_events: Annotated[str | None, typer.Option(help="Publisher configuration as JSON, in SGLang's form.")] = None,
+    disaggregation: Annotated[str | None, typer.Option(help="Style of KV transfer: sglang or nixl.")] = None,
+    role: Annotated[str | None, typer.Option(help="prefill or decode; needs --disaggregation.")] = None,
+    bootstrap_port: Annotated[int, typer.Option(help="Port of a prefill worker's bootstrap service; 0: free.")] = 0,
 ) -> None:
-    """Run a simulated worker: real cache, scheduler, events and API, made-up words."""
+    """Run a simulated worker: real cache, scheduler, events and API, but random words."""
     from simulator.worker import SimulatedWorkerSettings
     from simulator.worker.serve import run
     from worker.publisher import PublisherConfig
@@ -58,17 +58,17 @@ def simulate(
 
 
 def demo(
-    workers: Annotated[int, typer.Option(min=1, help="Simulated workers.")] = 4,
-    conversations: Annotated[int, typer.Option(min=1, help="Conversations to play, each of several requests.")] = 48,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the router up at the end.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Number of simulated workers.")] = 4,
+    conversations: Annotated[int, typer.Option(min=1, help="Number of conversations, each of several requests.")] = 48,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the router running at the end.")] = False,
     disaggregated: Annotated[
-        bool, typer.Option("--disaggregated", help="Instead: prefill and decode workers, one of which is killed.")
+        bool, typer.Option("--disaggregated", help="Show disaggregation instead, with a killed prefill worker.")
     ] = False,
 ) -> None:
     """Compare kv-aware routing with round robin on simulated workers.
 
-    --disaggregated plays the conversations on 2 prefill and 2 decode workers, SGLang's way and vLLM's with NIXL, and
-    kills a prefill worker. The exit status is 0 when no request is lost.
+    --disaggregated plays the conversations on 2 prefill and 2 decode workers, first in SGLang's style and then in that
+    of vLLM with NIXL. It kills a prefill worker. The exit status is 0 if no request is lost.
     """
     from kvrouter.tools.demo import run_demo
     from kvrouter.tools.demo.run import DemoError

@@ -1,1 +1,1 @@
-"""The offline tools of the command: demo, doctor, top, recordings, replays, traces and simulation."""
+"""The offline tools of the command: demo, doctor, top, recordings, replays, and traces."""

@@ -18,7 +18,7 @@ from router.http.client import connection_problem
 
 
 def ask(url: str, path: str, body: dict[str, Any], headers: Mapping[str, str] = {}) -> Any:
-    """The answer to a question. Raises ConnectionError, saying what went wrong."""
+    """Send a query to a router or indexer, and return its answer. Raises ConnectionError with the reason."""
     try:
         request = Request(
             url.rstrip("/") + path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
@@ -37,11 +37,11 @@ def ask(url: str, path: str, body: dict[str, Any], headers: Mapping[str, str] = 
     except (OSError, HTTPException) as error:
         raise ConnectionError(f"{url} {connection_problem(error)}") from error
     except ValueError as error:
-        raise ConnectionError(f"{url} is no router: {error}") from error
+        raise ConnectionError(f"{url} is not a router: {error}") from error
 
 
 def print_matches(url: str, body: dict[str, Any]) -> None:
-    """Ask `/match` and print its answer. Raises ConnectionError, saying what went wrong."""
+    """Query `/match` and print its answer. Raises ConnectionError with the reason."""
     Console().print(_match_table(ask(url, "/match", body)))
 
 
@@ -64,7 +64,7 @@ def _match_table(answer: dict[str, Any]) -> Table:
 
 
 def print_explanation(url: str, body: dict[str, Any], headers: dict[str, str]) -> None:
-    """Ask `/explain` and print its answer. Raises ConnectionError, saying what went wrong."""
+    """Query `/explain` and print its answer. Raises ConnectionError with the reason."""
     answer = ask(url, "/explain", body, headers)
     console = Console()
     console.print(_explanation_table(answer))
@@ -72,12 +72,12 @@ def print_explanation(url: str, body: dict[str, Any], headers: dict[str, str]) -
         console.print(_slo(promised))
     if decided := answer.get("disaggregation"):
         prefill = decided.get("prefill")
-        where = f"on {prefill['worker']}, rank {prefill['dp_rank']}" if prefill else "where it is decoded"
+        where = f"on {prefill['worker']}, rank {prefill['dp_rank']}" if prefill else "on the decode worker"
         console.print(f"The prompt is computed {where}: {decided['reason']}.")
 
 
 def _explanation_table(answer: dict[str, Any]) -> FittingTable:
-    """A row for each candidate: what stays readable at any width, whatever the policy weighs."""
+    """Return a row for each candidate, readable at any width and for any policy."""
     candidates = answer["candidates"]
     chosen = [all(each[key] == answer["choice"][key] for key in ("worker", "dp_rank")) for each in candidates]
     columns = [
@@ -88,7 +88,7 @@ def _explanation_table(answer: dict[str, Any]) -> FittingTable:
         FittingColumn("requests", [str(each["load"]["requests"]) for each in candidates], 3),
         FittingColumn("cost", [f"{each['total']:.6g}" for each in candidates], 6),
         FittingColumn("TTFT", [_band(each["forecast"]["ttft"]) for each in candidates], 2),
-        FittingColumn("of it", [_terms(each) for each in candidates], 4, left=True, wraps=True),
+        FittingColumn("terms", [_terms(each) for each in candidates], 4, left=True, wraps=True),
     ]
     title = f"{answer['tokens']} tokens for {answer['model'] or 'any model'}; cost in {answer['unit']}"
     return FittingTable(columns, title=title, box=SIMPLE_HEAD)
@@ -99,17 +99,17 @@ def _terms(candidate: dict[str, Any]) -> str:
 
 
 def _band(times: dict[str, float]) -> str:
-    """What is expected, and between what nearly all of it lies."""
+    """Return an expected time with the range of nearly all outcomes."""
     expected, low, high = (f"{times[name]:.3g}" for name in ("expected", "low", "high"))
     return f"{expected} s" if low == high else f"{expected} s ({low}-{high})"
 
 
 def _slo(promised: dict[str, Any]) -> str:
-    """Whether it would be kept, and by how much."""
+    """Describe whether an SLO would be met, and the remaining time."""
     spare = [
         f"{what} {'to spare' if seconds >= 0 else 'too late'}: {1000 * abs(seconds):.0f} ms"
         for what, seconds in (("TTFT", promised["ttft_to_spare"]), ("TPOT", promised["tpot_to_spare"]))
         if seconds is not None
     ]
-    end = "kept" if promised["kept"] else "refused" if promised["refused"] else "broken"
-    return f"The promise would be {end} (chance {promised['chance']:.0%}); {', '.join(spare)}."
+    end = "met" if promised["kept"] else "refused" if promised["refused"] else "missed"
+    return f"The SLO would be {end} (chance {promised['chance']:.0%}); {', '.join(spare)}."

@@ -1,7 +1,7 @@
-"""`kvrouter record`: live event streams into a recording.
+"""`kvrouter record`: a recording of live event streams.
 
-Each stream is followed from now on, and what its publisher still has is asked for twice: at the start, for what was
-before, and at the end, for what was lost on the way.
+Each stream is followed from the start on. Its publisher's buffer is requested twice: at the start for earlier batches,
+and at the end for lost ones.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from router.fleet.discovery import describe_worker
 from router.http.client import refuse_redirects
 from router.settings import WorkerSettings
 
-CONNECT_TIMEOUT_S = 2.0  # a publisher may also come later
-REPLAY_SILENCE_S = 1.0  # after it a replay is over, with or without its end marker
+CONNECT_TIMEOUT_S = 2.0  # seconds; a publisher may also start later
+REPLAY_SILENCE_S = 1.0  # seconds without a message after which a replay is over, even without its end marker
 REPLAY_TIMEOUT_S = 60.0
-ASK_TIMEOUT_S = 10.0  # for a worker's own answers
+ASK_TIMEOUT_S = 10.0  # seconds for a worker's own answers
 _RECEIVE_QUEUE = 100_000  # messages
 
 
 @dataclass(slots=True)
 class RecordedStream:
-    """What was recorded of one stream. `missing` live batches were published and did not arrive."""
+    """The counts of one recorded stream. `missing` live batches were published but did not arrive."""
 
     source: EventSource
     live: int = 0
@@ -44,31 +44,33 @@ class RecordedStream:
 
 
 def parse_stream(text: str, number: int) -> EventSource:
-    """Read `ENDPOINT[,REPLAY_ENDPOINT[,TOPIC]]`. Raises ValueError."""
+    """Parse `ENDPOINT[,REPLAY_ENDPOINT[,TOPIC]]`. Raises ValueError."""
     endpoint, *others = text.split(",", 2)
     replay_endpoint, topic = [*others, "", ""][:2]
     if "://" not in endpoint or (replay_endpoint and "://" not in replay_endpoint):
-        raise ValueError(f"stream {text!r}: expected ENDPOINT[,REPLAY_ENDPOINT[,TOPIC]], such as tcp://127.0.0.1:5557")
+        raise ValueError(
+            f"stream {text!r}: expected ENDPOINT[,REPLAY_ENDPOINT[,TOPIC]], for example tcp://127.0.0.1:5557"
+        )
     return EventSource(number, endpoint, replay_endpoint or None, topic)
 
 
 async def worker_sources(urls: Sequence[str]) -> list[EventSource]:
-    """The streams of all ranks of these workers, by worker and rank. Raises DiscoveryError, or ValueError."""
+    """Return the streams of all ranks of these workers, by worker and rank. Raises DiscoveryError and ValueError."""
     timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
     sources: list[EventSource] = []
     async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=timeout) as session:
         for url in urls:
             described = await describe_worker(session, WorkerSettings.model_validate({"url": url}))
             if not described.streams:
-                raise ValueError(f"{url} names no event streams: give them with --stream")
+                raise ValueError(f"{url} reports no event streams: set them with --stream")
             sources += sorted(described.streams, key=lambda source: source.dp_rank)
     return sources
 
 
 async def record_streams(sources: Sequence[EventSource], output: Path, seconds: float | None) -> list[RecordedStream]:
-    """Record until SIGINT, SIGTERM or the time is over; a source's number is its place in `sources`.
+    """Record until SIGINT, SIGTERM, or the end of `seconds`. A source's number is its position in `sources`.
 
-    Raises OSError for the file, and ValueError for an endpoint that cannot be connected to.
+    Raises OSError for the file, and ValueError for an invalid endpoint.
     """
     context = zmq.asyncio.Context()
     try:
@@ -92,20 +94,20 @@ async def record_streams(sources: Sequence[EventSource], output: Path, seconds: 
 
 
 def summary_lines(streams: Sequence[RecordedStream], output: Path) -> list[str]:
-    """How much was recorded, and of which streams something or everything is missing."""
+    """Return the recorded counts, and a line for each stream with missing batches."""
     live, replayed = sum(stream.live for stream in streams), sum(stream.replayed for stream in streams)
     counts = f"{live} live and {replayed} replayed batches of {len(streams)} streams"
     lines = [f"recorded {counts} to {output} ({output.stat().st_size} bytes)"]
     for number, stream in enumerate(streams):
         if not stream.live and not stream.replayed:
-            lines.append(f"source {number}: nothing came from {stream.source.endpoint}")
+            lines.append(f"source {number}: no messages from {stream.source.endpoint}")
         elif stream.missing:
             lines.append(f"source {number}: {stream.missing} live batches of {stream.source.endpoint} did not arrive")
     return lines
 
 
 class _Recorder:
-    """One stream's sockets, and the counting of what they brought."""
+    """The sockets of one stream and its counts."""
 
     def __init__(self, context: zmq.asyncio.Context, writer: RecordingWriter, number: int, source: EventSource) -> None:
         self.stream = RecordedStream(source)
@@ -131,7 +133,7 @@ class _Recorder:
                 self.stream.last_seq = seq
 
     async def replay(self) -> None:
-        """Record one replay from 0, once the live stream is connected; nothing without a replay endpoint."""
+        """Record one replay from 0 on, once the live stream is connected. Without a replay endpoint, return."""
         if self.stream.source.replay_endpoint is None:
             return
         await self._monitor.poll(int(CONNECT_TIMEOUT_S * 1000))
@@ -139,7 +141,7 @@ class _Recorder:
         try:
             dealer.set_hwm(_RECEIVE_QUEUE)
             _connect(dealer, self.stream.source.replay_endpoint)
-            with suppress(zmq.Again):  # it is none, as ZeroMQ has learned already
+            with suppress(zmq.Again):  # ZeroMQ already knows that the endpoint cannot replay
                 await dealer.send_multipart(replay_request(0), zmq.NOBLOCK)
             deadline = time.monotonic() + REPLAY_TIMEOUT_S
             while time.monotonic() < deadline and await dealer.poll(int(REPLAY_SILENCE_S * 1000)):

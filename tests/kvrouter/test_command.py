@@ -118,7 +118,7 @@ def test_every_subcommand_explains_itself(name: str) -> None:
 def test_a_router_needs_workers() -> None:
     refused = invoke("serve")
     assert refused.exit_code == 1
-    assert refused.stderr.startswith("kvrouter: no workers: name them")
+    assert refused.stderr.startswith("kvrouter: no workers: list them")
 
 
 @pytest.mark.parametrize(

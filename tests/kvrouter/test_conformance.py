@@ -85,7 +85,7 @@ def test_the_exit_status_says_whether_enough_was_right(indexer: str) -> None:
     all_expected = replay(path, "--check", "--indexer", indexer, "--verbose")
     assert all_expected.exit_code == 1
     assert re.search(r"d_reset_prefix_cache +5/7 +0 ", all_expected.stdout)
-    assert "request 4, 385 tokens: the engine says 0, the indexer source 0: 384" in all_expected.stdout
+    assert "request 4, 385 tokens: the engine has 0, the indexer source 0: 384" in all_expected.stdout
     assert replay(path, "--check", "--indexer", indexer, "--expect", "5").exit_code == 0
     assert replay(path, "--check", "--indexer", indexer, "--expect", "6").exit_code == 1
 
@@ -130,7 +130,7 @@ def test_ranks_that_are_not_in_the_recording_are_named(indexer: str, tmp_path: P
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "no request in it"),
+        (b"", "the file has no requests"),
         (b"\n", "line 1: "),
         (b'{"kind": "chat", "t_start": 1}\n', "line 1: .*prompt_token_ids"),
         (b'{"kind": "admin"}\n{"kind": "other"}', "line 2: "),

@@ -270,7 +270,7 @@ def test_an_indexer_that_starts_anew_still_has_the_keys_of_its_streams(
     [
         ({"curve_secret_key_file": "{keys}/nobody.key_secret"}, "curve_secret_key_file: .*nobody"),
         ({"curve_secret_key_file": "{keys}/worker.key"}, "curve_secret_key_file: .* holds no secret key"),
-        ({"curve_client_keys": "{keys}"}, "curve_client_keys: needs curve_secret_key_file"),
+        ({"curve_client_keys": "{keys}"}, "curve_client_keys: also set curve_secret_key_file"),
         (
             {"curve_secret_key_file": "{keys}/worker.key_secret", "curve_client_keys": "{keys}/worker.key"},
             "curve_client_keys: .*worker.key: no such folder",

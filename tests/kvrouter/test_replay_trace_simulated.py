@@ -142,8 +142,8 @@ def test_a_file_that_is_no_trace_is_refused(content: str, said: str, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--policy", "best"), "no policy is called 'best'; there are kv_aware"),
-        (("--engine", "1t"), "there are 70b, 8b"),
+        (("--policy", "best"), "unknown policy 'best'; known: kv_aware"),
+        (("--engine", "1t"), "known engines are 70b, 8b"),
         (("--simulate", "--url", "http://a"), "either"),
         (("--policy", "random", "--url", "http://a"), "--policy is for the simulation"),
         (("--url", "a"), "LABEL=URL"),

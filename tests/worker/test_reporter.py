@@ -222,7 +222,7 @@ def test_an_engine_without_steps_is_sent_for_all_the_same(recorded: tuple[Report
     ("arguments", "options", "message"),
     [
         (([1.0], None, [1], 1), {}, "block_hashes: a block hash is bytes or int"),
-        (([2**64], None, [1], 1), {}, "block_hashes: a hash takes more than 64 bits"),
+        (([2**64], None, [1], 1), {}, "block_hashes: a hash has more than 64 bits"),
         (([1], "parent", [1], 1), {}, "parent_block_hash"),
         (([1, 2], None, [1, 2, 3], 2), {}, "token_ids: 3 for 2 blocks of 2 tokens"),
         (([1], None, [-1], 1), {}, "token_ids"),
@@ -431,7 +431,7 @@ def test_a_fork_can_report_nothing_and_harms_nothing(
 
 
 def test_a_reporter_cannot_be_handed_to_a_spawned_process(make: Callable[..., Reporter]) -> None:
-    with pytest.raises(TypeError, match="hand the configuration over"):
+    with pytest.raises(TypeError, match="pass the configuration"):
         pickle.dumps(make())
 
 

@@ -1,12 +1,12 @@
-"""Prefill and decode on different workers: how the KV pages of a prompt get from one to the other.
+"""Disaggregation: the transfer of a prompt's KV pages from a prefill worker to a decode worker.
 
     manager = KVManager(args, DisaggregationMode.DECODE, engine, settings)      # once for each rank
     receiver = KVReceiver(manager, "prefill-1:8998", room)                      # once for each request
     receiver.init(pages, aux_index)
-    receiver.poll()                                                             # KVPoll.Success, in the end
+    receiver.poll()                                                             # KVPoll.Success at the end
 
-docs/disaggregation.md tells how an engine is wired to it. `transfer` holds the engines that move the bytes;
-`bootstrap.KVBootstrapServer` is the service by which decode ranks find prefill ranks.
+docs/disaggregation.md describes how an engine uses it. The package `transfer` has the engines that move the bytes.
+Decode ranks find prefill ranks through `bootstrap.KVBootstrapServer`.
 """
 
 from worker.disaggregation.handles import KVReceiver, KVSender

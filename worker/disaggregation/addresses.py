@@ -1,15 +1,18 @@
-"""Host and port as one string, IPv6 too: `10.0.0.7:8998`, `[fd00::7]:8998`."""
+"""Addresses as one string of host and port, also for IPv6: `10.0.0.7:8998`, `[fd00::7]:8998`."""
 
 from __future__ import annotations
 
 
 def join_host_port(host: str, port: int | str) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
+    """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_host_port(address: str, field: str) -> tuple[str, int]:
-    """The host, without brackets, and the port. Raises ValueError, naming the field, for anything else."""
+    """Return the host, without brackets, and the port.
+
+    Raises ValueError, which names the field, for an invalid address.
+    """
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
@@ -23,5 +26,5 @@ def split_host_port(address: str, field: str) -> tuple[str, int]:
 
 
 def tcp_endpoint(host: str, port: int | str) -> str:
-    """ZeroMQ's name for it."""
+    """Return the ZeroMQ endpoint of a host and port."""
     return f"tcp://{join_host_port(host, port)}"

@@ -1,15 +1,15 @@
-"""The bootstrap service of a prefill instance: decode ranks ask it where the prefill's ranks are.
+"""The bootstrap service of a prefill instance, which gives decode ranks the addresses of prefill ranks.
 
     python -m worker.disaggregation.bootstrap --host 10.0.0.7 --port 8998
 
-    PUT    /route    a rank registers; again as its heartbeat
-    GET    /route    one rank's address, or the sizes: the field's queries of both generations
-    DELETE /route    a rank leaves
-    GET    /ranks    every rank at once: what our decode ranks ask
-    GET    /health   how many ranks are registered
+    PUT    /route    register a rank; each repetition is a heartbeat
+    GET    /route    the address of one rank, or the sizes; queries of both generations of engines
+    DELETE /route    deregister a rank
+    GET    /ranks    all ranks at once, as our decode ranks ask
+    GET    /health   the number of registered ranks
 
-With a token every request but /health needs `Authorization: Bearer <token>`. Without one, ranks register from this
-machine alone: whoever registers a rank is sent other people's prompts as KV.
+If a token is set, every request except /health needs `Authorization: Bearer <token>`. Without a token, ranks can
+register from this machine only: a registered rank receives prompts of other users as KV pages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PLACE_QUERY = ("dp_rank", "cp_rank", "tp_rank", "pp_rank")
 
 
 def bootstrap_app(token: str = "", clock: Callable[[], float] = time.monotonic) -> FastAPI:
-    """The application; its table lives in memory and is filled again by heartbeats after a restart."""
+    """Create the application. Its table is in memory; heartbeats fill it again after a restart."""
     app = FastAPI(title="kvrouter bootstrap")
     registry = RankRegistry()
 
@@ -97,7 +97,7 @@ def bootstrap_app(token: str = "", clock: Callable[[], float] = time.monotonic) 
 
 def _authenticate(request: Request, token: str, changes: bool = False) -> None:
     if not token and changes and not _is_local(request):
-        reason = "off this machine ranks register with a token: start the service with KVROUTER_BOOTSTRAP_TOKEN set"
+        reason = "ranks on other machines need a token: start the service with KVROUTER_BOOTSTRAP_TOKEN set"
         raise RegistryError(401, reason, "authorization")
     given = request.headers.get("authorization", "")
     if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
@@ -105,7 +105,7 @@ def _authenticate(request: Request, token: str, changes: bool = False) -> None:
 
 
 def _is_local(request: Request) -> bool:
-    """Whether who asks is on the loopback interface."""
+    """Return whether a request was sent over the loopback interface."""
     try:
         address = ip_address(request.client.host if request.client else "")
     except ValueError:
@@ -120,9 +120,9 @@ async def _body(request: Request) -> bytes:
             async for part in request.stream():
                 data += part
                 if len(data) > MAX_BODY:
-                    raise RegistryError(413, f"the body is over {MAX_BODY} bytes: a registration is smaller")
+                    raise RegistryError(413, f"the body exceeds {MAX_BODY} bytes: a registration is smaller")
     except TimeoutError:
-        raise RegistryError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+        raise RegistryError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     return data
 
 
@@ -131,14 +131,14 @@ def _numbers(request: Request, names: tuple[str, ...]) -> list[int]:
     for name in names:
         value = request.query_params.get(name)
         if value is None:
-            raise RegistryError(400, f"{name}: missing; the query is {' and '.join(names)}, all of them", name)
+            raise RegistryError(400, f"{name}: missing; the query needs {' and '.join(names)}", name)
         try:
             number = int(value)
         except ValueError:
             number = -2
         if not -1 <= number < 4096:
             raise RegistryError(
-                400, f"{name} {value[:40]!r}: must be a rank number, or -1 everywhere for the sizes", name
+                400, f"{name} {value[:40]!r}: must be a rank number, or -1 in every field for the sizes", name
             )
         numbers.append(number)
     return numbers
@@ -168,7 +168,7 @@ def _later_sizes(entry: Registration) -> dict[str, Any]:
 
 
 class KVBootstrapServer:
-    """The service in a thread of its own, beside an engine. `address` is `host:port`; port 0 takes a free one.
+    """The bootstrap service in its own thread, beside an engine. `address` is `host:port`; port 0 binds a free port.
 
     Raises OSError for an address in use.
     """
@@ -188,7 +188,7 @@ class KVBootstrapServer:
             raise RuntimeError(f"the bootstrap service at {self.address} did not start within {START_TIMEOUT_S:g} s")
 
     def close(self) -> None:
-        """Answer what is being answered, for at most a second, and end the thread. May be repeated."""
+        """Finish open requests for at most one second, and end the thread. Repeated calls have no effect."""
         self._server.should_exit = True
         self._thread.join(START_TIMEOUT_S)
         self._socket.close()
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"port ({DEFAULT_PORT})")
     options = parser.parse_args()
-    token = os.environ.get("KVROUTER_BOOTSTRAP_TOKEN", "")  # not an argument: those are in the process list
+    token = os.environ.get("KVROUTER_BOOTSTRAP_TOKEN", "")  # an argument would be visible in the process list
     uvicorn.run(bootstrap_app(token), host=options.host, port=options.port, log_level="warning")
 
 

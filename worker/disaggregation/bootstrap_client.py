@@ -23,17 +23,18 @@ MAX_ANSWER = 4 << 20
 
 
 class BootstrapError(Exception):
-    """The service refused. Asking again would not help; what passes by itself is tried again until the deadline."""
+    """A refusal by the service. Only temporary problems are retried until the deadline, never a refusal."""
 
 
 class _NotNow(Exception):  # noqa: N818
-    """It may work a little later."""
+    """A temporary problem that a retry may solve."""
 
 
 class BootstrapClient:
-    """`address` is `host:port`. Calls block until they succeed, `stop` is set or the deadline (monotonic) passes.
+    """A client of the service at `address` (`host:port`).
 
-    Raises ValueError for an address that can't be read.
+    Calls block until they succeed, `stop` is set, or the deadline (`time.monotonic()`) passes. Raises ValueError for an
+    invalid address.
     """
 
     def __init__(self, address: str, token: str = "") -> None:
@@ -42,11 +43,11 @@ class BootstrapClient:
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
 
     def register(self, registration: Registration, deadline: float, stop: threading.Event) -> None:
-        """Raises BootstrapError when refused, TimeoutError at the deadline or when stopped."""
+        """Register a rank. Raises BootstrapError when refused, and TimeoutError at the deadline or when stopped."""
         self._retry("PUT", "/route", registration_body(registration), deadline, stop)
 
     def deregister(self, registration: Registration, deadline: float) -> None:
-        """One attempt: the heartbeat that stops comes to the same, a little later."""
+        """Deregister a rank in one attempt. If it fails, the rank expires without heartbeats."""
         rank = registration.rank
         query = f"dp_rank={rank.dp}&cp_rank={rank.cp}&tp_rank={rank.tp}&pp_rank={rank.pp}"
         try:
@@ -55,13 +56,13 @@ class BootstrapClient:
             logger.info("could not deregister from %s: %s", self.address, error)
 
     def ranks(self, deadline: float, stop: threading.Event) -> PrefillRanks:
-        """Every rank of the prefill, as soon as all are registered. Raises BootstrapError, TimeoutError."""
+        """Return every rank of the prefill as soon as all are registered. Raises BootstrapError and TimeoutError."""
         data = self._retry("GET", "/ranks", b"", deadline, stop)
         try:
             answer = msgspec.json.decode(data, type=PrefillRanks)
             check_ranks(answer)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise BootstrapError(f"bootstrap {self.address} gave an answer that can't be read: {error}") from error
+            raise BootstrapError(f"bootstrap {self.address} sent an invalid answer: {error}") from error
         return answer
 
     def _retry(self, method: str, path: str, body: bytes, deadline: float, stop: threading.Event) -> bytes:
@@ -75,7 +76,7 @@ class BootstrapClient:
                 problem = str(error)
             if stop.wait(min(pause, left)):
                 break
-        raise TimeoutError(f"bootstrap {self.address} gave no answer in time: {problem}")
+        raise TimeoutError(f"bootstrap {self.address} did not answer in time: {problem}")
 
     def _ask(self, method: str, path: str, body: bytes, deadline: float) -> bytes:
         timeout = max(0.001, min(ATTEMPT_TIMEOUT_S, deadline - time.monotonic()))
@@ -88,7 +89,7 @@ class BootstrapClient:
             while part := response.read1(65536):
                 data += part
                 if len(data) > MAX_ANSWER or time.monotonic() > end:
-                    raise BootstrapError(f"bootstrap {self.address} sends an answer without end")
+                    raise BootstrapError(f"bootstrap {self.address} sent an answer that is too long or too slow")
         except (OSError, http.client.HTTPException) as error:
             raise _NotNow(str(error) or type(error).__name__) from error
         finally:
@@ -109,8 +110,10 @@ def _backoff() -> Iterator[float]:
 
 
 class Registrar:
-    """Keeps a prefill rank registered: repeats its registration every heartbeat, so that a service that restarted knows
-    it again, and takes it out in the end."""
+    """A registration of a prefill rank that is repeated every heartbeat and removed by `close`.
+
+    The repetition registers the rank again after a restart of the service.
+    """
 
     def __init__(self, client: BootstrapClient, registration: Registration, heartbeat_s: float) -> None:
         self.registered = threading.Event()
@@ -123,7 +126,7 @@ class Registrar:
         self._thread.start()
 
     def close(self) -> None:
-        """Deregister, if it was registered, and end the thread."""
+        """Deregister the rank if it is registered, and end the thread."""
         self._stop.set()
         self._thread.join()
         if self.registered.is_set():
@@ -148,13 +151,16 @@ class Registrar:
         self.error = str(error)
 
 
-ASK_S = 10.0  # then whoever still wants to know asks again
+ASK_S = 10.0  # seconds of one search; rooms that still wait start the next
 
 Answer = PrefillRanks | BootstrapError | TimeoutError
 
 
 class PrefillDirectory:
-    """`found` gets each answer, in the thread that asked."""
+    """Searches for the ranks of prefill instances, one thread for each address.
+
+    `found` receives each result, in the thread of its search.
+    """
 
     def __init__(self, token: str, found: Callable[[str, Answer], None]) -> None:
         self._token = token
@@ -164,7 +170,7 @@ class PrefillDirectory:
         self._asking: dict[str, threading.Thread] = {}
 
     def ask(self, address: str) -> None:
-        """Find the ranks of the prefill with this bootstrap address, unless that is under way."""
+        """Start a search for the ranks behind a bootstrap address, unless one is running."""
         with self._lock:
             if address not in self._asking and not self._stop.is_set():
                 thread = threading.Thread(target=self._ask, args=[address], name=f"kv-bootstrap {address}", daemon=True)
@@ -172,7 +178,7 @@ class PrefillDirectory:
                 thread.start()
 
     def close(self) -> None:
-        """End the threads, at most one attempt later."""
+        """End the threads after their current attempt."""
         self._stop.set()
         with self._lock:
             threads = list(self._asking.values())

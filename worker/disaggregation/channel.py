@@ -1,7 +1,7 @@
-"""A rank's mailbox: one PULL socket, one PUSH socket for each peer, and the one thread that runs what they bring.
+"""The mailbox of a rank: one PULL socket, one PUSH socket for each peer, and one thread that handles their events.
 
-Everything that happens to rooms and peers runs in this thread, one call after another: frames as they arrive, what
-other threads `post`, timers, and news of peers that are lost. So none of it needs a lock, and none of it may wait.
+Rooms and peers change in this thread only, one call after another: received frames, posted calls, timers, and lost
+peers. These calls need no lock and must not block.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 MAX_PEERS = 4096
 SEND_QUEUE = 1000  # frames that may wait for one peer
-COMPACT_TIMERS = 1000  # from so many on, cancelled ones are swept out
-FRAMES_A_TURN = 100  # read before posts and timers get their turn
+COMPACT_TIMERS = 1000  # number of timers from which on cancelled ones are removed
+FRAMES_A_TURN = 100  # frames that are read before posted calls and timers run
 LINGER_MS = 500
-REFUSALS = 3  # attempts to connect; ranks register when they listen, so a refusal means that it is gone
+REFUSALS = 3  # Failed attempts to connect. Ranks register after they listen, so a refusal means that the rank ended.
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
 class Timer:
-    """A call to come; `cancel` from the channel's thread."""
+    """A scheduled call. Only the channel's thread may cancel it."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.call: Callable[[], None] | None = call
@@ -54,10 +54,14 @@ class _Peer:
 
 
 class Channel:
-    """`on_message` gets each good frame; `on_lost` an endpoint whose connection ended, and why. Both run in the thread.
+    """A mailbox and its thread.
 
-    A connection ends when the peer closes it, is silent for two heartbeats, or can't be reached within
-    `connect_timeout_s`. `rejected` counts frames that were dropped, by kind. Raises OSError for an address in use.
+    - `on_message`: receives each valid frame, in the thread.
+    - `on_lost`: receives an endpoint whose connection ended, and the reason, in the thread.
+    - `rejected`: dropped frames by kind.
+
+    A connection ends when the peer closes it, when it is silent for two heartbeats, or when it cannot be established
+    within `connect_timeout_s`. Raises OSError for an address in use.
     """
 
     def __init__(
@@ -90,7 +94,8 @@ class Channel:
         self._pull = self._context.socket(zmq.PULL)
         try:
             self._set_options(self._pull, ipv6=":" in host)
-            self._pull.setsockopt(zmq.MAXMSGSIZE, 4 * MAX_FRAME)  # larger ones end the connection before memory does
+            # larger frames end the connection before they use memory
+            self._pull.setsockopt(zmq.MAXMSGSIZE, 4 * MAX_FRAME)
             self._pull.bind(tcp_endpoint(host, port or "*"))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
@@ -109,22 +114,22 @@ class Channel:
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the channel's thread call this soon; from any thread, never waits. Nothing happens after `close`."""
+        """Queue a call for the channel's thread, from any thread and without blocking. After `close` it is dropped."""
         self._posted.append(call)
         self._wake()
 
     def close(self, last: Callable[[], None]) -> None:
-        """Make the calls that were posted, then `last`, send what waits, for at most LINGER_MS, and end the thread."""
+        """Run posted calls and then `last`, send queued frames for at most LINGER_MS, and end the thread."""
         if not self._closing.is_set():
             self._posted.append(last)
             self._closing.set()
             self._wake()
         self._thread.join()
 
-    # What follows is for the channel's thread.
+    # Methods below run in the channel's thread.
 
     def call_at(self, when: float, call: Callable[[], None]) -> Timer:
-        """Call at an instant of `time.monotonic()`."""
+        """Schedule a call at an instant of `time.monotonic()`."""
         timer = Timer(call)
         if len(self._timers) >= self._compact_at:
             self._timers = [entry for entry in self._timers if entry[2].call is not None]
@@ -134,19 +139,19 @@ class Channel:
         return timer
 
     def send(self, endpoint: str, message: AnyMessage) -> bool:
-        """Queue a frame for a peer, whom this may be the first one to; False when the peer is lost with it."""
+        """Queue a frame for a peer, and connect first if necessary. Return False if the peer is lost."""
         peer = self._peers.get(endpoint) or self._connect(endpoint)
         if peer is None:
             return False
         try:
             peer.socket.send(self._codec.encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            self._lose(endpoint, f"{endpoint} takes no frames: {SEND_QUEUE} wait for it")
+            self._lose(endpoint, f"{endpoint} reads no frames: {SEND_QUEUE} are waiting")
             return False
         return True
 
     def forget(self, endpoint: str) -> None:
-        """Close the connection to a peer, if there is one."""
+        """Close the connection to a peer, if it exists."""
         peer = self._peers.pop(endpoint, None)
         if peer is None:
             return
@@ -172,7 +177,7 @@ class Channel:
             push.disable_monitor()
             monitor.close(linger=0)
             push.close(linger=0)
-            self._posted.append(lambda: self._on_lost(endpoint, f"{endpoint} is no address to connect to"))
+            self._posted.append(lambda: self._on_lost(endpoint, f"{endpoint} is not a valid address"))
             return None
         unreachable = f"{endpoint} can't be reached within {self._connect_timeout_s:g} s"
         timer = self.call_at(time.monotonic() + self._connect_timeout_s, lambda: self._lose(endpoint, unreachable))
@@ -266,7 +271,7 @@ class Channel:
         self._call(lambda: self._on_lost(endpoint, reason))
 
     def _call(self, call: Callable[[], None]) -> None:
-        """One room's trouble is not another's: what a call raises ends that call."""
+        """Run a call, and log its exception so that it affects no other room."""
         try:
             call()
         except Exception:

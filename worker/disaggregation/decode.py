@@ -1,6 +1,6 @@
-"""A decode rank's half: it finds the prefill's ranks, grants pages to a room, asks for it, and hears how it ended.
+"""The decode side of a rank: it finds prefill ranks, grants pages to a room, requests it, and receives its result.
 
-Everything here runs in the channel's thread.
+All methods run in the channel's thread.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from worker.disaggregation.registry import PrefillRanks, RankAddress
 from worker.disaggregation.rooms import KVPoll, Room
 from worker.disaggregation.transfer import GrantKey, Quiescence, Ranges
 
-RETRY_S = 0.2  # before a prefill is looked up again whose rank was lost
-HELLO_AGAIN_S = 1.0  # while a prefill rank has not answered the first
+RETRY_S = 0.2  # seconds before a lost prefill rank is looked up again
+HELLO_AGAIN_S = 1.0  # seconds between greetings until a prefill rank answers
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What `KVReceiver.init` asks for. `ranges`: the bytes of these pages and the aux item."""
+    """The pages that `KVReceiver.init` requests. `ranges` has the bytes of these pages and of the aux item."""
 
     pages: Pages
     ranges: Ranges
@@ -37,7 +37,7 @@ class Wanted:
 
 @dataclass(eq=False)
 class Link:
-    """A prefill rank that we talk to."""
+    """A connection to a prefill rank."""
 
     target: RankAddress
     welcomed: bool = False
@@ -47,7 +47,7 @@ class Link:
 
 @dataclass(eq=False)
 class ReceivingRoom:
-    """A room of this rank's receiver. `done`: instances that have sent everything."""
+    """A room of this rank's receiver. `done` has the prefill instances that sent all their pages."""
 
     room: Room
     bootstrap_addr: str
@@ -83,7 +83,7 @@ class DecodeSide:
     def peers(self) -> int:
         return len(self._links)
 
-    # From the engine, by way of KVReceiver
+    # Called by the engine through KVReceiver
 
     def open(self, receiving: ReceivingRoom) -> None:
         if self._closed:
@@ -97,18 +97,20 @@ class DecodeSide:
         receiving.wanted = wanted
         self._proceed(receiving)
 
-    def fail(self, receiving: ReceivingRoom, reason: str, told_by: str = "") -> None:
-        """Fail the room, tell the prefill ranks, which may wait for our request still, and quarantine its pages."""
+    def fail(self, receiving: ReceivingRoom, reason: str, reported_by: str = "") -> None:
+        """Fail a room, notify its prefill ranks, and quarantine its pages."""
         receiving.room.fail(reason)
         if receiving.settled:
             return
-        met = [link for link, _ in receiving.links.values() if link.welcomed and link.target.instance != told_by]
+        welcomed = [
+            link for link, _ in receiving.links.values() if link.welcomed and link.target.instance != reported_by
+        ]
         self._settle(receiving)
         if receiving.granted and receiving.wanted is not None:
             self.quarantine.add(receiving.room, receiving.key, len(receiving.wanted.pages))
         else:
             receiving.room.set_quiet()
-        for link in met:
+        for link in welcomed:
             failure = Failure(
                 sender=self._local.instance,
                 to=link.target.instance,
@@ -119,7 +121,7 @@ class DecodeSide:
             if self._links.get(link.target.instance) is link:
                 self._channel.send(link.target.endpoint, failure)
 
-    # From prefill ranks
+    # Called for frames of prefill ranks
 
     def on_welcome(self, message: Welcome) -> None:
         link = self._links.get(message.sender)
@@ -141,24 +143,24 @@ class DecodeSide:
             self._proceed(receiving)
 
     def on_done(self, message: Done) -> None:
-        receiving = self._known(message)
+        receiving = self._room_of(message)
         if receiving is None or receiving.mapping is None or receiving.links[message.sender][1].dummy:
             return
         receiving.done.add(message.sender)
         if len(receiving.done) == receiving.mapping.required_responses and receiving.room.advance(KVPoll.Success):
-            receiving.room.set_quiet()  # every write has landed; the grant is all that is left
+            receiving.room.set_quiet()  # every write has landed; only the grant remains
             if self._local.engine.revoke(receiving.key, time.monotonic()) is not Quiescence.QUIESCENT:
                 self.quarantine.add(receiving.room, receiving.key, 0)
             self._settle(receiving)
 
     def on_failure(self, message: Failure) -> None:
-        receiving = self._known(message)
+        receiving = self._room_of(message)
         if receiving is not None:
             rank = receiving.links[message.sender][1].rank
-            self.fail(receiving, f"prefill rank {tuple(rank)}: {message.reason}", told_by=message.sender)
+            self.fail(receiving, f"prefill rank {tuple(rank)}: {message.reason}", reported_by=message.sender)
 
     def on_lost(self, endpoint: str, reason: str) -> None:
-        """Forget the ranks at this address and everything that says that they are there."""
+        """Forget the ranks at an endpoint, and fail or search again for their rooms."""
         for link in [link for link in self._links.values() if link.target.endpoint == endpoint]:
             del self._links[link.target.instance]
             for address, ranks in list(self._prefills.items()):
@@ -173,7 +175,7 @@ class DecodeSide:
                     self._channel.call_at(time.monotonic() + RETRY_S, partial(self._place, receiving))
 
     def close(self) -> None:
-        """Fail every room; `join` waits for the threads."""
+        """Fail every room. `join` waits for the threads."""
         self._closed = True
         for receiving in list(self._rooms.values()):
             self.fail(receiving, "the decode rank was closed")
@@ -182,10 +184,10 @@ class DecodeSide:
         self._directory.close()
         self.quarantine.close()
 
-    # Finding the prefill ranks
+    # Search for prefill ranks
 
     def _place(self, receiving: ReceivingRoom) -> None:
-        """Find out which prefill ranks send this room, and greet those that are new."""
+        """Find the prefill ranks of a room, and greet the new ones."""
         if receiving.settled or receiving.links:
             return
         address = receiving.bootstrap_addr
@@ -217,7 +219,8 @@ class DecodeSide:
 
     def _found(self, address: str, answer: Answer) -> None:
         rooms = [receiving for receiving in self._unplaced.get(address, ()) if not receiving.settled]
-        if isinstance(answer, PrefillRanks) and rooms:  # what nobody uses is not kept: nothing would tell its end
+        # an unused result is not kept, because its end would not be noticed
+        if isinstance(answer, PrefillRanks) and rooms:
             self._prefills[address] = answer
         for receiving in rooms:
             if isinstance(answer, BootstrapError):
@@ -226,7 +229,7 @@ class DecodeSide:
                 self._place(receiving)
 
     def _greet(self, link: Link) -> None:
-        """Say hello, again while there is no answer and somebody waits for one."""
+        """Send a greeting, and repeat it while the rank has not answered and a room waits for it."""
         if self._links.get(link.target.instance) is not link or link.welcomed or link.refused or not link.rooms:
             return
         hello = Hello(
@@ -240,10 +243,10 @@ class DecodeSide:
         if self._channel.send(link.target.endpoint, hello):
             self._channel.call_at(time.monotonic() + HELLO_AGAIN_S, partial(self._greet, link))
 
-    # A room's course
+    # Progress of a room
 
     def _proceed(self, receiving: ReceivingRoom) -> None:
-        """Take the steps that are possible now."""
+        """Advance a room as far as possible."""
         if receiving.settled or receiving.granted or not receiving.links:
             return
         links = [link for link, _ in receiving.links.values()]
@@ -284,8 +287,8 @@ class DecodeSide:
             if not self._channel.send(link.target.endpoint, request):
                 return  # the link is lost, and the room failed with it
 
-    def _known(self, message: Done | Failure) -> ReceivingRoom | None:
-        """The room a message is about, if it is this attempt of it and the sender has a part in it."""
+    def _room_of(self, message: Done | Failure) -> ReceivingRoom | None:
+        """Return the room of a message, or `None` for another attempt or a sender without a part in it."""
         receiving = self._rooms.get(message.room)
         if receiving is None or receiving.room.generation != message.generation:
             return None

@@ -1,9 +1,9 @@
-"""The frames that prefill and decode ranks exchange: versioned, bounded, and signed where a secret is set.
+"""Frames between prefill and decode ranks: versioned, limited in size, and signed if a secret is set.
 
     magic "KVDF" | version u16 | flags u16 | payload length u32 | payload (msgpack) | HMAC-SHA256 (when signed)
 
-Numbers are little-endian, page indices in the payload too (i64). A rank names itself by its instance, random for each
-start, and every frame names the instance it is meant for: what was meant for a predecessor on the same port is dropped.
+Numbers are little-endian, also the page indices (i64) in the payload. Each start of a rank has a random instance name.
+Every frame names the instance of its receiver, so that frames for a predecessor on the same port are dropped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Index = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
 
 class FrameError(Exception):
-    """A frame that can't be accepted; `kind` is malformed, oversized or unsigned."""
+    """A frame that cannot be accepted. `kind` is malformed, oversized or unsigned."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -44,14 +44,14 @@ class FrameError(Exception):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """`sender` and `to` are instances."""
+    """A message between two ranks. `sender` and `to` are instances."""
 
     sender: _Instance
     to: _Instance
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """Decode to prefill, once for each pair of ranks: who I am, where to answer, where my pages are."""
+    """A greeting, decode to prefill, once for each pair of ranks: identity, reply address and memory layout."""
 
     reply_to: _Endpoint
     engine: Annotated[str, msgspec.Meta(max_length=64)]
@@ -60,21 +60,24 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """Prefill to decode: rooms may follow."""
+    """An accepted greeting, prefill to decode."""
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
-    """Prefill to decode: no room will work. `about`: the instance that was meant, after a restart not the sender."""
+    """A rejected greeting, prefill to decode. After a restart, `about` is the previous instance and not the sender."""
 
     about: _Instance
     reason: _Text
 
 
 class RoomRequest(Message, frozen=True, kw_only=True, tag="room"):
-    """Decode to prefill: these pages wait for this room.
+    """A request of decode for a room's pages.
 
-    `pages`: page indices, i64. `prefix_pages`: pages at the prompt's start that decode has already. `aux_index`: None
-    when another rank sends it. `destinations`: decode ranks that this prefill rank hears from. `time_left`: seconds.
+    - `pages`: page indices of the destination, i64.
+    - `prefix_pages`: pages at the prompt's start that decode already holds.
+    - `aux_index`: destination of the aux item; `None`: another rank sends it.
+    - `destinations`: decode ranks that request this room from the prefill rank.
+    - `time_left`: seconds until the room's deadline.
     """
 
     reply_to: _Endpoint
@@ -88,19 +91,19 @@ class RoomRequest(Message, frozen=True, kw_only=True, tag="room"):
     time_left: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIMEOUT_S)]
 
     def page_array(self) -> NDArray[np.int64]:
-        """Raises ValueError for bytes that are not i64."""
+        """Return the page indices. Raises ValueError for bytes that are not i64."""
         return np.frombuffer(self.pages, "<i8").astype(np.int64)
 
 
 class Done(Message, frozen=True, kw_only=True, tag="done"):
-    """Prefill to decode: everything that this rank sends has landed."""
+    """A report of prefill to decode: all writes of this rank have landed."""
 
     room: _Number
     generation: _Number
 
 
 class Failure(Message, frozen=True, kw_only=True, tag="failure"):
-    """Either way: the room failed."""
+    """A report, in either direction, that a room failed."""
 
     room: _Number
     generation: _Number
@@ -111,7 +114,7 @@ AnyMessage = Hello | Welcome | Refusal | RoomRequest | Done | Failure
 
 
 class FrameCodec:
-    """Writes and reads frames; with a secret it signs them, and accepts none that it did not sign alike."""
+    """An encoder and decoder of frames. With a secret it signs frames, and rejects frames without its signature."""
 
     def __init__(self, secret: str = "") -> None:
         self._secret = secret.encode()
@@ -119,19 +122,19 @@ class FrameCodec:
         self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
     def encode(self, message: AnyMessage) -> bytes:
-        """Raises ValueError for a message over the bound."""
+        """Encode a message. Raises ValueError above MAX_FRAME bytes."""
         payload = self._encoder.encode(message)
         frame = _HEADER.pack(_MAGIC, VERSION, _SIGNED if self._secret else 0, len(payload)) + payload
         if len(frame) + _SIGNATURE > MAX_FRAME:
-            raise ValueError(f"a frame of {len(frame)} bytes is over the bound of {MAX_FRAME}")
+            raise ValueError(f"a frame of {len(frame)} bytes exceeds the limit of {MAX_FRAME}")
         return frame + self._sign(frame) if self._secret else frame
 
     def decode(self, frame: bytes) -> AnyMessage:
-        """Raises FrameError for anything but a well-formed frame."""
+        """Decode a frame. Raises FrameError for an invalid one."""
         if len(frame) > MAX_FRAME:
-            raise FrameError("oversized", f"{len(frame)} bytes, the bound is {MAX_FRAME}")
+            raise FrameError("oversized", f"{len(frame)} bytes, the limit is {MAX_FRAME}")
         if len(frame) < _HEADER.size:
-            raise FrameError("malformed", f"{len(frame)} bytes are no frame")
+            raise FrameError("malformed", f"{len(frame)} bytes are too few for a frame")
         magic, version, flags, length = _HEADER.unpack_from(frame)
         if magic != _MAGIC or version != VERSION:
             raise FrameError("malformed", f"magic {magic!r} version {version}, expected {_MAGIC!r} version {VERSION}")

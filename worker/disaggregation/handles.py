@@ -18,55 +18,56 @@ from worker.disaggregation.transfer.runs import page_array
 
 
 class RoomHandle:
-    """One thread uses it; none of the calls waits, but for those named so.
+    """The engine's handle of one room, for use by one thread. Only the `wait` methods block.
 
-    `engine`: whose side this is. `tell_failed` has the other side told why the room failed.
+    - `engine`: the side of the engine, prefill or decode.
+    - `notify_failed`: reports the reason of a failure to the other side.
     """
 
-    def __init__(self, room: Room, engine: str, tell_failed: Callable[[str], None]) -> None:
+    def __init__(self, room: Room, engine: str, notify_failed: Callable[[str], None]) -> None:
         self._room = room
         self._engine = engine
-        self._tell_failed = tell_failed
+        self._notify_failed = notify_failed
 
     def poll(self) -> KVPoll:
         return self._room.state
 
     def wait(self, timeout: float) -> KVPoll:
-        """The state as soon as it is terminal, at the latest after `timeout` seconds."""
+        """Return the state once it is terminal, or after `timeout` seconds."""
         return self._room.wait(timeout)
 
     def pages_reusable(self) -> bool:
-        """Whether nothing touches the room's pages any more: what that means is said by each side."""
+        """Return whether the room's pages are no longer accessed. KVSender and KVReceiver define the exact moment."""
         return self._room.quiet
 
     def wait_reusable(self, timeout: float) -> bool:
-        """`pages_reusable` as soon as it is true, at the latest after `timeout` seconds."""
+        """Return True once `pages_reusable` does, or False after `timeout` seconds."""
         return self._room.wait_quiet(timeout)
 
     def abort(self, reason: str | None = None) -> None:
-        """Fail the room, unless it is over; the other side is told."""
+        """Fail the room unless it has ended, and notify the other side."""
         if reason is None:
             reason = f"aborted by the {self._engine} engine"
         if self._room.fail(reason):
-            self._tell_failed(reason)
+            self._notify_failed(reason)
 
     def clear(self) -> None:
-        """Give the room up if it is not over."""
+        """Abort the room unless it has ended."""
         self.abort(f"cleared by the {self._engine} engine")
 
     def failure_exception(self) -> None:
-        """Raise why the room failed, KVTransferError; nothing when it has not."""
+        """Raise KVTransferError if the room failed."""
         if self._room.state is KVPoll.Failed:
             raise KVTransferError(self._room.number, self._room.reason)
 
 
 class KVSender(RoomHandle):
-    """One thread uses it.
+    """The prefill engine's handle of one request, for use by one thread.
 
-    `pages_reusable`: the pages given to `send` are no longer read, a moment after Success or Failed.
+    `pages_reusable` becomes true shortly after Success or Failed, when the pages given to `send` are no longer read.
 
-    `timeout_s`: how long the room may take, from now on (the manager's `room_timeout_s`). Raises ValueError for a room
-    that is in use on this rank.
+    `timeout_s`: seconds until the room fails; `None`: the manager's `room_timeout_s`. Raises ValueError for a room that
+    is in use on this rank.
     """
 
     def __init__(
@@ -80,16 +81,16 @@ class KVSender(RoomHandle):
         room = Room(bootstrap_room, 0, time.monotonic() + timeout)
         self._local.rooms.add(room)
         self._sending = SendingRoom(room)
-        super().__init__(room, "prefill", self._tell_decode)
+        super().__init__(room, "prefill", self._notify_decode)
         self._pages: int | None = None
         self._sent = 0
         self._has_last = False
         self._local.channel.post(partial(self._side.open, self._sending))
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """How many pages the prompt has in all, and which item of the aux buffers belongs to it.
+        """Set the number of the prompt's pages and its item in the aux buffers.
 
-        Raises ValueError for a number below 0 and for an item that does not exist.
+        Raises ValueError for a negative number and for an item that does not exist.
         """
         if self._pages is not None:
             raise ValueError("init() was called before")
@@ -101,11 +102,13 @@ class KVSender(RoomHandle):
         self._local.channel.post(partial(self._side.start, self._sending, num_kv_indices, aux_index))
 
     def send(self, kv_indices: ArrayLike, index_slice: slice | None = None, is_last: bool | None = None) -> None:
-        """Send the next pages of the prompt, even before decode asked for them; read until `pages_reusable`.
+        """Send the next pages of the prompt, also before decode requested them. They are read until `pages_reusable`.
 
-        `kv_indices`: pages of this rank. `index_slice`: their positions among the prompt's pages, which follow those of
-        the chunk before. `is_last`: the aux item goes with it; by default when all pages are there. Only the last chunk
-        may be empty. Raises ValueError, and sends nothing, for what does not fit.
+        - `kv_indices`: pages of this rank.
+        - `index_slice`: their positions among the prompt's pages, directly after the previous chunk.
+        - `is_last`: whether the aux item follows; `None`: if all pages are sent.
+
+        Only the last chunk may be empty. Raises ValueError, and sends nothing, for invalid arguments.
         """
         if self._pages is None:
             raise ValueError("call init() before send()")
@@ -123,26 +126,27 @@ class KVSender(RoomHandle):
                 f"position {self._sent}, so it must be {self._sent}:{end}"
             )
         if end > self._pages or (is_last and end != self._pages):
-            raise ValueError(f"{end} pages are sent with this chunk, init() said {self._pages}")
+            raise ValueError(f"{end} pages are sent with this chunk, but init() announced {self._pages}")
         self._local.layout.check_pages(pages)
         self._has_last = is_last
         chunk = Chunk(pages, self._sent, is_last)
         self._sent = end
         self._local.channel.post(partial(self._side.add_chunk, self._sending, chunk))
 
-    def _tell_decode(self, reason: str) -> None:
+    def _notify_decode(self, reason: str) -> None:
         self._local.channel.post(partial(self._side.fail, self._sending, reason))
 
 
 class KVReceiver(RoomHandle):
-    """One thread uses it.
+    """The decode engine's handle of one request, for use by one thread.
 
-    `pages_reusable`: no write to the room's pages can still land. **After Failed, free them only then**: they stay in
-    quarantine until then, also after `clear`.
+    `pages_reusable` is true when no write to the room's pages can still land. **After Failed, free the pages only
+    then.** Until then they are in quarantine, also after `clear`.
 
-    `prefill_dp_rank`: the prefill's DP rank that got the request (room modulo its DP size). `timeout_s`: how long the
-    room may take, from now on (the manager's `room_timeout_s`). Raises ValueError for an address that can't be read and
-    for a room that is in use on this rank.
+    - `prefill_dp_rank`: the prefill's DP rank that received the request; `None`: room modulo its DP size.
+    - `timeout_s`: seconds until the room fails; `None`: the manager's `room_timeout_s`.
+
+    Raises ValueError for an invalid address and for a room that is in use on this rank.
     """
 
     def __init__(
@@ -163,15 +167,16 @@ class KVReceiver(RoomHandle):
         room = Room(bootstrap_room, secrets.randbits(62), time.monotonic() + timeout)
         self._local.rooms.add(room)
         self._receiving = ReceivingRoom(room, bootstrap_addr, prefill_dp_rank)
-        super().__init__(room, "decode", self._tell_prefill)
+        super().__init__(room, "decode", self._notify_prefill)
         self._wanted = False
         self._local.channel.post(partial(self._side.open, self._receiving))
 
     def init(self, kv_indices: ArrayLike, aux_index: int | None = None, decode_prefix_len: int = 0) -> None:
-        """Ask for the prompt's pages, to be written to `kv_indices` in their order, and for an aux item.
+        """Request the prompt's pages, to be written to `kv_indices` in their order, and an aux item.
 
-        `decode_prefix_len`: tokens at the prompt's start that this rank has cached, whole pages of them; `kv_indices`
-        then holds the pages after those, and none when everything is cached. Raises ValueError for what does not fit.
+        `decode_prefix_len` is the number of tokens at the prompt's start that this rank has cached, in whole pages.
+        `kv_indices` then has only the pages after them, and is empty if all are cached. Raises ValueError for invalid
+        arguments.
         """
         if self._wanted:
             raise ValueError("init() was called before")
@@ -184,5 +189,5 @@ class KVReceiver(RoomHandle):
         wanted = Wanted(pages, ranges, aux_index, decode_prefix_len // layout.page_size)
         self._local.channel.post(partial(self._side.want, self._receiving, wanted))
 
-    def _tell_prefill(self, reason: str) -> None:
+    def _notify_prefill(self, reason: str) -> None:
         self._local.channel.post(partial(self._side.fail, self._receiving, reason))

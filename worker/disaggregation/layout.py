@@ -1,4 +1,4 @@
-"""How a rank's KV pages lie in memory, whether two ranks' layouts fit, and which bytes go where."""
+"""The layout of a rank's KV pages in memory: comparison of two layouts, and the copies between them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ _Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 
 @dataclass(kw_only=True)
 class KVArgs:
-    """A rank's KV memory, in the field's names. Pointers are host addresses, lengths are bytes.
+    """The KV memory of a rank, in the field's names. Pointers are host addresses, lengths are bytes.
 
-    `kv_data_*` are the layers' buffers, all K then all V (MLA: one for each layer), in which page `p` is
-    `kv_item_lens[i]` bytes at `p * kv_item_lens[i]`. `aux_data_*` hold what else a request needs, such as its first
-    token, an item a request. `kv_layout`: order inside a page: NHD [token, head, dim], HND [head, token, dim], MLA
-    [token, latent]. `prefill_start_layer`: the model layer of the first buffer, for a pipeline stage.
+    - `kv_data_*`: the layers' buffers, all K and then all V (MLA: one for each layer). Page `p` of buffer `i` has
+      `kv_item_lens[i]` bytes at `p * kv_item_lens[i]`.
+    - `aux_data_*`: further data of a request, for example its first token; one item for each request.
+    - `kv_layout`: the order inside a page: NHD [token, head, dim], HND [head, token, dim], MLA [token, latent].
+    - `prefill_start_layer`: the model layer of the first buffer, for a pipeline stage.
     """
 
     kv_data_ptrs: Sequence[int]
@@ -55,7 +56,7 @@ class KVArgs:
 
 
 class Buffer(msgspec.Struct, frozen=True, array_like=True):
-    """`length` bytes at `pointer`, in items of `item` bytes."""
+    """A buffer of `length` bytes at `pointer`, in items of `item` bytes."""
 
     pointer: _Address
     length: _Length
@@ -67,7 +68,7 @@ class Buffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What two ranks compare when they meet, and what a sender needs to address the receiver's pages."""
+    """The memory layout of a rank, which two ranks compare, and by which a sender addresses the receiver's pages."""
 
     page_size: _Size
     kv_cache_dtype: Annotated[str, msgspec.Meta(max_length=64)]
@@ -81,7 +82,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> int:
-        """Buffers of one layer."""
+        """The number of buffers of one layer."""
         return 1 if self.kv_layout == "MLA" else 2
 
     @property
@@ -94,20 +95,20 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def pages(self) -> int:
-        """Pages of the pool: a page index must be below."""
+        """The number of pages in the pool; each page index is smaller."""
         return min(buffer.items for buffer in self.kv)
 
     @property
     def aux_items(self) -> int:
-        """Items of the aux buffers: an aux index must be below."""
+        """The number of items in the aux buffers; each aux index is smaller."""
         return min((buffer.items for buffer in self.aux), default=0)
 
     def regions(self) -> list[Region]:
-        """What the transfer engine has to register."""
+        """Return the memory to register with the transfer engine."""
         return [Region(buffer.pointer, buffer.length) for buffer in (*self.kv, *self.aux)]
 
     def check(self) -> None:
-        """Raises ValueError for a layout that contradicts itself."""
+        """Check the layout. Raises ValueError for a contradiction."""
         if self.tp_rank >= self.tp_size:
             raise ValueError(f"TP rank {self.tp_rank} does not exist in TP {self.tp_size}")
         if len(self.kv) % self.parts:
@@ -124,13 +125,13 @@ class Layout(msgspec.Struct, frozen=True):
                 raise ValueError(f"a buffer of {buffer.length} bytes at {buffer.pointer} has no item of {buffer.item}")
 
     def ranges(self, pages: Pages, aux_index: int | None) -> Ranges:
-        """The bytes of these pages in every layer, and of one item of every aux buffer.
+        """Return the bytes of these pages in every layer, and of one item of every aux buffer.
 
-        Raises ValueError for a page or an item that does not exist, and for a page given twice.
+        Raises ValueError for a page or an item that does not exist, and for a repeated page.
         """
         self.check_pages(pages)
         if len(np.unique(pages)) != len(pages):
-            raise ValueError("kv_indices holds a page twice: each page receives one part of the prompt")
+            raise ValueError("kv_indices has a page twice: each page receives one part of the prompt")
         kv = page_ranges(pages, [b.pointer for b in self.kv], [b.item for b in self.kv])
         if aux_index is None:
             return kv
@@ -149,7 +150,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def layout_of(args: KVArgs, topology: Topology, rank: Rank) -> Layout:
-    """The layout of a rank's own memory. Raises ValueError, naming the field, for what does not fit together."""
+    """Return the layout of a rank's own memory. Raises ValueError, which names the field, for a contradiction."""
     mla = args.kv_layout == "MLA"
     layout = Layout(
         page_size=args.page_size,
@@ -180,7 +181,7 @@ def _buffers(kind: str, pointers: Sequence[int], lengths: Sequence[int], items: 
 
 
 def mismatch(prefill: Layout, decode: Layout) -> str | None:
-    """Why pages of one can't be written into the other, with both sides' values; None when they can."""
+    """Return why pages of one layout cannot be written into the other, with both values; `None` if they can."""
     for field in ("page_size", "kv_cache_dtype", "kv_layout", "total_heads"):
         ours, theirs = getattr(prefill, field), getattr(decode, field)
         if ours != theirs:
@@ -202,7 +203,7 @@ def _span(layers: range) -> str:
 
 
 def _paired_buffers(prefill: Layout, decode: Layout) -> list[tuple[Buffer, Buffer]]:
-    """Every buffer of the prefill rank with that of the same layer on the decode rank."""
+    """Return every buffer of the prefill rank with that of the same layer on the decode rank."""
     offset = prefill.layers.start - decode.layers.start
     ours, theirs = len(prefill.layers), len(decode.layers)
     return [
@@ -213,7 +214,7 @@ def _paired_buffers(prefill: Layout, decode: Layout) -> list[tuple[Buffer, Buffe
 
 
 def kv_writes(prefill: Layout, decode: Layout, sources: Pages, destinations: Pages) -> Writes:
-    """The copies that bring pages `sources` to `destinations`, in every layer, for the heads that both ranks hold.
+    """Return the copies of pages `sources` to `destinations`, in every layer, for the heads that both ranks hold.
 
     Raises ValueError for empty or unequal arrays and for pages that do not exist.
     """
@@ -230,7 +231,7 @@ def kv_writes(prefill: Layout, decode: Layout, sources: Pages, destinations: Pag
 def _head_writes(
     prefill: Layout, decode: Layout, pair: tuple[Buffer, Buffer], sources: Pages, destinations: Pages
 ) -> Writes:
-    """One buffer's copies when the ranks hold different heads: NHD takes one for each token, HND one for each page."""
+    """Return one buffer's copies between ranks of different heads: one for each token (NHD) or page (HND)."""
     first = max(prefill.heads.start, decode.heads.start)
     count = min(prefill.heads.stop, decode.heads.stop) - first
     rows = prefill.page_size if prefill.kv_layout == "NHD" else 1
@@ -249,7 +250,7 @@ def _head_writes(
 
 
 def aux_writes(prefill: Layout, decode: Layout, source: int, destination: int) -> Writes:
-    """The copies that bring one item of every aux buffer over. Raises ValueError for an item that does not exist."""
+    """Return the copies of one item of every aux buffer. Raises ValueError for an item that does not exist."""
     prefill.check_aux(source)
     decode.check_aux(destination)
     runs = group_runs([source], [destination])

@@ -1,4 +1,4 @@
-"""What a rank knows of itself: the parts that both sides of a transfer are built on."""
+"""The state of a rank that both sides of a transfer share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_ROOMS = 65536
 
 @dataclass
 class LocalRank:
-    """`instance` is random for each start. `room_timeout_s` is for rooms that are given no other."""
+    """A rank and its resources. `instance` is a random name for each start."""
 
     instance: str
     topology: Topology
@@ -30,20 +30,20 @@ class LocalRank:
 
 @dataclass
 class LiveRooms:
-    """The numbers in use, so that no two rooms of a rank share one. Any thread may call it."""
+    """The room numbers in use on a rank, each by one room only. All methods may be called from any thread."""
 
     _rooms: dict[int, Room] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: bool = False
 
     def add(self, room: Room) -> None:
-        """Raises ValueError when the number is in use, RuntimeError when there are too many and after `close`."""
+        """Add a room. Raises ValueError if its number is in use, and RuntimeError above MAX_ROOMS and after `close`."""
         with self._lock:
             if self._closed:
-                raise RuntimeError("the manager was closed: make rooms before that")
+                raise RuntimeError("the manager was closed and accepts no more rooms")
             other = self._rooms.get(room.number)
             if other is not None and not other.terminal:
-                raise ValueError(f"bootstrap_room {room.number} is in use on this rank: a retry takes a new room")
+                raise ValueError(f"bootstrap_room {room.number} is in use on this rank: use a new room for a retry")
             if len(self._rooms) >= MAX_ROOMS:
                 raise RuntimeError(f"{MAX_ROOMS} rooms are in use on this rank: finish or abort some first")
             self._rooms[room.number] = room
@@ -54,7 +54,7 @@ class LiveRooms:
                 del self._rooms[room.number]
 
     def close(self) -> None:
-        """Take no more."""
+        """Reject further rooms."""
         with self._lock:
             self._closed = True
 

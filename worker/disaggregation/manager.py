@@ -1,4 +1,4 @@
-"""One rank's part in disaggregation: its memory, its transfer engine, its mailbox, and the side it is on."""
+"""The manager of one rank's disaggregation: its memory, transfer engine, mailbox, and prefill or decode side."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ class DisaggregationMode(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class DisaggregationSettings:
-    """How a rank is reached and how long it waits, in seconds.
+    """Addresses, credentials and timeouts of a rank; times in seconds.
 
-    `host`: the address of this rank that peers connect to, and the only one it listens on. `port`: 0 takes a free one.
-    `bootstrap_addr`: where a prefill rank registers, `host:port`. `bootstrap_token`: what that service asks for.
-    `secret`: signs the frames between ranks; the same on every rank. `heartbeat_s`: two missed ones and a peer is lost.
+    - `host`: the address on which this rank listens and to which peers connect.
+    - `port`: the port; 0 binds a free one.
+    - `bootstrap_addr`: the service of a prefill rank's registration, `host:port`.
+    - `bootstrap_token`: the token of that service.
+    - `secret`: the key that signs frames, equal on every rank.
+    - `heartbeat_s`: the interval of heartbeats; a peer is lost after two missed ones.
     """
 
     host: str = "127.0.0.1"
@@ -55,11 +58,11 @@ class DisaggregationSettings:
 
 @dataclass(frozen=True)
 class ManagerStats:
-    """What a rank holds right now, and what it has dropped since it started."""
+    """The current rooms and pages of a rank, and its dropped frames since the start."""
 
     rooms: int
     peers: int
-    waiting_requests: int  # prefill: rooms that decode asked for and the engine has not begun
+    waiting_requests: int  # prefill: rooms that decode requested and the engine has not begun
     quarantined_rooms: int
     quarantined_pages: int
     rejected_frames: dict[str, int]  # malformed, oversized, unsigned, misdirected
@@ -67,11 +70,11 @@ class ManagerStats:
 
 
 class KVManager:
-    """Made once for each rank; KVSender (on a prefill rank) and KVReceiver (on a decode rank) are made with it.
+    """The disaggregation of one rank, from which KVSender (prefill) or KVReceiver (decode) are created.
 
-    Registers the memory of `args` with `engine`, which the caller closes after the manager. A prefill rank registers
-    with its bootstrap service, in the background. Raises ValueError, naming the field, for arguments that do not fit
-    together, and OSError for an address in use.
+    It registers the memory of `args` with `engine`, which the caller closes after the manager. A prefill rank registers
+    with its bootstrap service in the background. Raises ValueError, which names the field, for contradicting arguments,
+    and OSError for an address in use.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class KVManager:
             if not 0 <= number < size:
                 raise ValueError(f"rank.{name} {number} does not exist: topology.{name} is {size}")
         if settings.host in ("", "*", "0.0.0.0", "::"):
-            raise ValueError(f"host {settings.host!r}: peers connect to it, so name one address of this machine")
+            raise ValueError(f"host {settings.host!r}: give one address of this machine, to which peers connect")
         check_timeout(settings.room_timeout_s, "room_timeout_s")
         layout = layout_of(args, topology, rank)
         client = None
@@ -133,20 +136,22 @@ class KVManager:
 
     @property
     def prefill(self) -> PrefillSide:
-        """Raises ValueError on a decode rank."""
+        """The prefill side. Raises ValueError on a decode rank."""
         if self._prefill is None:
             raise ValueError("a KVSender needs the manager of a prefill rank: mode=DisaggregationMode.PREFILL")
         return self._prefill
 
     @property
     def decode(self) -> DecodeSide:
-        """Raises ValueError on a prefill rank."""
+        """The decode side. Raises ValueError on a prefill rank."""
         if self._decode is None:
             raise ValueError("a KVReceiver needs the manager of a decode rank: mode=DisaggregationMode.DECODE")
         return self._decode
 
     def wait_registered(self, timeout: float) -> bool:
-        """Whether this prefill rank is registered with its bootstrap service, at the latest after `timeout` seconds."""
+        """Return whether this prefill rank is registered with its bootstrap service, after at most `timeout`
+        seconds.
+        """
         return self._registrar is not None and self._registrar.registered.wait(timeout)
 
     def stats(self) -> ManagerStats:
@@ -162,7 +167,10 @@ class KVManager:
         )
 
     def close(self) -> None:
-        """Fail every room, tell the peers, and end every thread; a few seconds at most. May be repeated."""
+        """Fail every room, notify the peers, and end every thread within a few seconds.
+
+        Repeated calls have no effect.
+        """
         if not self._closed.acquire(blocking=False):
             return
         self.local.rooms.close()
@@ -205,10 +213,10 @@ class KVManager:
                 self._channel.rejected["misdirected"] += 1
 
     def _misdirected(self, message: AnyMessage) -> None:
-        """A frame for whoever had this address before: who asks hears that it is gone."""
+        """Count a frame for a previous instance at this address, and report to the sender that the instance ended."""
         self._channel.rejected["misdirected"] += 1
         if isinstance(message, Hello | RoomRequest):
-            reason = f"instance {message.to} is gone, {self.instance} listens at {self.endpoint}"
+            reason = f"instance {message.to} ended, {self.instance} listens at {self.endpoint}"
             refusal = Refusal(sender=self.instance, to=message.sender, about=message.to, reason=reason)
             self._channel.send(message.reply_to, refusal)
 

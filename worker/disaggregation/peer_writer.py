@@ -1,4 +1,4 @@
-"""Writes to one decode rank: a queue and a thread of its own, so that a slow one holds back nobody else."""
+"""Writes to one decode rank: each has its own queue and thread, so that a slow rank delays no other."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 16384
 CONNECT_TIMEOUT_S = 5.0
-REUSE_SECONDS = IDLE_SECONDS / 2  # the peer ends a session that is idle for longer than that
+REUSE_SECONDS = IDLE_SECONDS / 2  # the peer closes a session that is idle for longer
 
 
 @dataclass(frozen=True)
 class WriteTask:
-    """`begin` says whether to write at all. `finished` gets why it failed, or "", and is called in any case."""
+    """One write. `begin` returns whether to write at all. `finished` always receives the reason of a failure, or ""."""
 
     key: GrantKey
     deadline: float
@@ -39,7 +39,10 @@ class WriteTask:
 
 
 class PeerWriter:
-    """`address` is what the peer's transfer engine told; it is connected to when there is something to write."""
+    """A queue of writes to one peer.
+
+    `address` is that of the peer's transfer engine; the first write connects to it.
+    """
 
     def __init__(self, engine: TransferEngine, endpoint: str, layout: Layout, address: bytes) -> None:
         self.endpoint = endpoint
@@ -54,7 +57,7 @@ class PeerWriter:
         self._thread = threading.Thread(target=self._run, name=f"kv-writer {endpoint}", daemon=True)
 
     def submit(self, task: WriteTask) -> bool:
-        """Queue a write; False when too many wait."""
+        """Queue a write. Return False if MAX_QUEUED writes wait."""
         with self._changed:
             if len(self._tasks) >= MAX_QUEUED:
                 return False
@@ -65,7 +68,7 @@ class PeerWriter:
             return True
 
     def stop(self) -> None:
-        """Cut the write that is under way and fail the ones that wait; does not wait for that."""
+        """Interrupt the current write and fail the queued ones, without waiting for their end."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -93,7 +96,7 @@ class PeerWriter:
 
     def _write(self, task: WriteTask) -> str:
         if not task.begin():
-            return "it had failed before"
+            return "the room had failed before"
         try:
             writes = task.plan()
             self._connected(task.deadline).write(task.key, writes, task.deadline)
@@ -118,7 +121,7 @@ class PeerWriter:
                 self._session = session
         with self._changed:
             if self._closing:
-                raise TransferError("this rank gave the peer up")
+                raise TransferError("this rank dropped the peer")
             return self._session
 
     def _drop_session(self) -> None:

@@ -1,6 +1,6 @@
-"""A prefill rank's half: decode ranks ask for rooms, the engine fills them, chunk by chunk.
+"""The prefill side of a rank: decode ranks request rooms, and the engine fills them chunk by chunk.
 
-Everything here runs in the channel's thread, but for `Destination.begin` and `end`, which the peers' writers call.
+All methods run in the channel's thread, except `Destination.begin` and `end`, which the peers' writers call.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from worker.disaggregation.rooms import KVPoll, RecentRooms
 from worker.disaggregation.sending_room import Chunk, Destination, SendingRoom
 from worker.disaggregation.transfer import GrantKey, Writes, join_writes
 
-MAX_WAITING_BYTES = 256 << 20  # of page indices
+MAX_WAITING_BYTES = 256 << 20  # bytes of waiting page indices
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A request for a room that has no sender yet."""
+    """A request for a room without a sender."""
 
     request: RoomRequest
     timer: Timer
@@ -41,8 +41,8 @@ class PrefillSide:
         self._rooms: dict[int, SendingRoom] = {}
         self._waiting: dict[int, dict[str, _Waiting]] = {}
         self._waiting_bytes = 0
-        self._failed = RecentRooms(local.room_timeout_s)  # here
-        self._given_up = RecentRooms(local.room_timeout_s)  # by decode, before there was a sender
+        self._failed = RecentRooms(local.room_timeout_s)  # failed on this rank
+        self._aborted = RecentRooms(local.room_timeout_s)  # aborted by decode before the sender existed
         self._closed = False
 
     @property
@@ -53,7 +53,7 @@ class PrefillSide:
     def waiting_requests(self) -> int:
         return sum(map(len, list(self._waiting.values())))
 
-    # From the engine, by way of KVSender
+    # Called by the engine through KVSender
 
     def open(self, sending: SendingRoom) -> None:
         room = sending.room
@@ -62,9 +62,9 @@ class PrefillSide:
             return
         self._failed.forget(room.number)
         self._rooms[room.number] = sending
-        given_up = self._given_up.get(room.number)
-        if given_up is not None:
-            self.fail(sending, given_up)
+        aborted = self._aborted.get(room.number)
+        if aborted is not None:
+            self.fail(sending, aborted)
             return
         self._set_deadline(sending, room.deadline)
         for waiting in list(self._waiting.get(room.number, {}).values()):
@@ -81,7 +81,7 @@ class PrefillSide:
             self._flush(sending)
 
     def fail(self, sending: SendingRoom, reason: str) -> None:
-        """Fail the room, tell every destination that has not got everything, and forget the room."""
+        """Fail a room, notify every destination without all its pages, and forget the room."""
         room = sending.room
         room.fail(reason)
         if sending.settled:
@@ -93,7 +93,7 @@ class PrefillSide:
                 self._send_failure(destination.request, room.reason)
         self._quiet_when_unread(sending)
 
-    # From decode ranks
+    # Called for frames of decode ranks
 
     def on_hello(self, message: Hello) -> None:
         reason = self._refuse(message)
@@ -106,7 +106,8 @@ class PrefillSide:
         for instance in [key for key, peer in self._peers.items() if peer.endpoint == message.reply_to]:
             if instance != message.sender:
                 self._drop_peer(instance, f"{message.reply_to} is another rank's now")
-        if message.sender in self._peers:  # it lost us, and with us the rooms it had asked for
+        # the decode rank lost the connection, and with it the rooms that it had requested
+        if message.sender in self._peers:
             self._drop_rooms(message.sender, "the decode rank lost its connection")
         else:
             self._peers[message.sender] = PeerWriter(
@@ -116,7 +117,7 @@ class PrefillSide:
     def on_room(self, request: RoomRequest) -> None:
         failed = self._failed.get(request.room)
         if request.sender not in self._peers:
-            self._reject(request, "the prefill rank does not know this decode rank: it must say hello first")
+            self._reject(request, "the prefill rank does not know this decode rank: send a hello first")
         elif failed is not None:
             self._send_failure(request, failed)
         elif (problem := self._check(request)) is not None:
@@ -124,19 +125,19 @@ class PrefillSide:
         elif request.room in self._rooms:
             self._join(self._rooms[request.room], request)
         elif len(self._waiting) >= MAX_ROOMS or self._waiting_bytes + len(request.pages) > MAX_WAITING_BYTES:
-            self._reject(request, "too many requests wait for the prefill rank: it takes no more")
+            self._reject(request, "too many requests wait for the prefill rank")
         else:
             self._wait(request)
 
     def on_failure(self, message: Failure) -> None:
-        """A decode rank gave a room up, that it had asked for or would have asked for."""
+        """Handle a room that a decode rank aborted, before or after its request."""
         if message.sender not in self._peers:
             return
-        reason = f"decode gave up: {message.reason}"
+        reason = f"decode aborted: {message.reason}"
         waiting = self._waiting.get(message.room, {}).get(message.sender)
         if waiting is not None and waiting.request.generation == message.generation:
             self._drop_waiting(waiting)
-        self._give_up(message.room, message.sender, reason)
+        self._abort_room(message.room, message.sender, reason)
         sending = self._rooms.get(message.room)
         destination = sending.destinations.get(message.sender) if sending else None
         if sending and destination and destination.request.generation == message.generation and not destination.done:
@@ -147,7 +148,7 @@ class PrefillSide:
             self._drop_peer(instance, reason)
 
     def close(self) -> None:
-        """Fail every room; `join` waits for the threads."""
+        """Fail every room. `join` waits for the threads."""
         self._closed = True
         for sending in list(self._rooms.values()):
             self.fail(sending, "the prefill rank was closed")
@@ -187,10 +188,10 @@ class PrefillSide:
 
     def _wait(self, request: RoomRequest) -> None:
         earlier = self._waiting.get(request.room, {}).get(request.sender)
-        if earlier is not None:  # an attempt that decode has given up
+        if earlier is not None:  # an attempt that decode has aborted
             self._drop_waiting(earlier)
         timeout = min(request.time_left, self._local.room_timeout_s)
-        reason = f"timed out: the prefill rank got no such request within {timeout:g} s"
+        reason = f"timed out: the prefill engine did not begin this room within {timeout:g} s"
         timer = self._channel.call_at(time.monotonic() + timeout, partial(self._expire_waiting, request, reason))
         self._waiting.setdefault(request.room, {})[request.sender] = _Waiting(request, timer)
         self._waiting_bytes += len(request.pages)
@@ -202,14 +203,14 @@ class PrefillSide:
             self._reject(request, reason)
 
     def _reject(self, request: RoomRequest, reason: str) -> None:
-        """Turn a request away; so a room that it would have been part of fails, now or when its sender comes."""
+        """Reject a request. Its room fails, now or when its sender opens it."""
         self._send_failure(request, reason)
-        self._give_up(request.room, request.sender, reason)
+        self._abort_room(request.room, request.sender, reason)
 
-    def _give_up(self, number: int, instance: str, reason: str) -> None:
+    def _abort_room(self, number: int, instance: str, reason: str) -> None:
         sending = self._rooms.get(number)
         if sending is None:
-            self._given_up.add(number, reason)
+            self._aborted.add(number, reason)
         elif instance not in sending.destinations and not sending.complete:
             self.fail(sending, reason)
 
@@ -220,16 +221,16 @@ class PrefillSide:
         self._drop_rooms(instance, f"the decode rank was lost: {reason}")
 
     def _drop_rooms(self, instance: str, reason: str) -> None:
-        """Fail every room that a decode rank has a part in."""
+        """Fail every room of a decode rank."""
         for sending in list(self._rooms.values()):
             if instance in sending.destinations:
                 self.fail(sending, reason)
         for waiting in [by_peer[instance] for by_peer in self._waiting.values() if instance in by_peer]:
             if self._drop_waiting(waiting):
-                self._give_up(waiting.request.room, instance, reason)
+                self._abort_room(waiting.request.room, instance, reason)
 
     def _drop_waiting(self, waiting: _Waiting) -> bool:
-        """Take a request out; False when it is not there any more."""
+        """Remove a waiting request. Return False if it was already removed."""
         by_peer = self._waiting.get(waiting.request.room, {})
         if by_peer.get(waiting.request.sender) is not waiting:
             return False
@@ -241,15 +242,15 @@ class PrefillSide:
         return True
 
     def _join(self, sending: SendingRoom, request: RoomRequest) -> None:
-        """Add a decode rank to a room whose sender is there."""
+        """Add a decode rank to a room that has a sender."""
         known = sending.destinations.get(request.sender)
         if known is not None and known.request.generation == request.generation:
             return
         if known is not None:
             self.fail(sending, "decode began another attempt")
-            self._send_failure(request, "the prefill rank had begun an earlier attempt: a retry takes a new room")
+            self._send_failure(request, "the prefill rank had begun an earlier attempt: use a new room for a retry")
         elif sending.complete:
-            self._send_failure(request, "duplicate room: the prefill rank sends it to other decode ranks already")
+            self._send_failure(request, "duplicate room: the prefill rank already sends it to other decode ranks")
         elif sending.required not in (None, request.destinations):
             reason = f"decode ranks disagree: {sending.required} or {request.destinations} of them for a prefill rank"
             self._send_failure(request, reason)
@@ -270,8 +271,8 @@ class PrefillSide:
         sending.timer = self._channel.call_at(deadline, partial(self._expire, sending))
 
     def _expire(self, sending: SendingRoom) -> None:
-        heard = f"{len(sending.destinations)} of {sending.required or 'unknown'} decode ranks asked for it"
-        self.fail(sending, f"timed out in state {sending.room.state.name}: {heard}")
+        joined = f"{len(sending.destinations)} of {sending.required or 'unknown'} decode ranks requested it"
+        self.fail(sending, f"timed out in state {sending.room.state.name}: {joined}")
 
     # Chunks
 
@@ -314,7 +315,7 @@ class PrefillSide:
             self.fail(sending, f"too many writes wait for the decode rank at {destination.writer.endpoint}")
 
     def _part(self, sending: SendingRoom, destination: Destination, chunk: Chunk) -> tuple[Pages, Pages]:
-        """The pages of a chunk that this rank sends: its CP share, without the prefix that decode has."""
+        """Return the pages of a chunk that this rank sends: its CP share, without the prefix that decode holds."""
         assert sending.pages is not None
         nothing = np.empty(0, np.int64)
         if destination.request.dummy:
@@ -335,7 +336,7 @@ class PrefillSide:
         return join_writes(*parts)
 
     def _after_write(self, sending: SendingRoom, destination: Destination, error: str) -> None:
-        """In the writer's thread."""
+        """Finish a write, in the writer's thread."""
         destination.end()
         self._channel.post(partial(self._written, sending, destination, error))
 
@@ -349,7 +350,7 @@ class PrefillSide:
             self._finish(sending, destination)
 
     def _finish(self, sending: SendingRoom, destination: Destination) -> None:
-        """Report success to a destination that has everything, and the room's when it was the last one."""
+        """Report success to a complete destination, and end the room after the last one."""
         if not destination.has_last or destination.queued or destination.done:
             return
         destination.done = True

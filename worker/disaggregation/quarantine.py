@@ -1,7 +1,7 @@
-"""Pages of failed rooms, until no write to them can still land. **Only then may a page be reused.**
+"""Pages of failed rooms until no write to them can still land. **Only then may a page be reused.**
 
-Only the transfer engine knows: a grant is revoked, and revoked again until the engine answers quiescent. Neither the
-sender's word that it stopped nor its death proves anything: bytes may still be on their way.
+The transfer engine alone can confirm this: a grant is revoked repeatedly until the engine answers QUIESCENT. A report
+or the end of the sender is no proof, because bytes may still be in transit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from worker.disaggregation.transfer import GrantKey, Quiescence, TransferEngine
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 0.25  # for one room, before the next gets its turn
+WAIT_S = 0.25  # seconds for one room before the next one's turn
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
 CLOSE_S = 2.0
@@ -33,7 +33,7 @@ class _Entry:
 
 
 class Quarantine:
-    """A thread that revokes. Rooms become quiet through it."""
+    """A thread that revokes grants of failed rooms, and marks the rooms quiet."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
@@ -55,14 +55,14 @@ class Quarantine:
             return sum(entry.pages for entry in self._entries.values())
 
     def add(self, room: Room, key: GrantKey, pages: int) -> None:
-        """Take over the pages granted to `key`."""
+        """Add the pages granted to `key`."""
         with self._changed:
             entry = self._entries[key] = _Entry(room, key, pages)
             self._fresh.append(entry)
             self._changed.notify()
 
     def close(self) -> None:
-        """Try until all pages are free, for at most CLOSE_S, and end the thread."""
+        """Retry until all pages are free, for at most CLOSE_S seconds, and end the thread."""
         with self._changed:
             self._close_at = time.monotonic() + CLOSE_S
             self._changed.notify()
@@ -72,7 +72,7 @@ class Quarantine:
 
     def _run(self) -> None:
         while (entry := self._next()) is not None:
-            wait = WAIT_S if entry.due else 0.0  # the first time only to stop new writes
+            wait = WAIT_S if entry.due else 0.0  # the first attempt only stops new writes
             try:
                 answer = self._engine.revoke(entry.key, time.monotonic() + wait)
             except Exception:
@@ -87,7 +87,7 @@ class Quarantine:
                     entry.pause = min(2 * entry.pause, MAX_PAUSE_S)
 
     def _next(self) -> _Entry | None:
-        """The room to revoke now: new ones first. None when closing, and nothing is left or no time."""
+        """Return the next room to revoke, new ones first; `None` at the end of `close`."""
         with self._changed:
             while True:
                 now = time.monotonic()

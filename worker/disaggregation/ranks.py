@@ -1,12 +1,12 @@
-"""Which prefill ranks a decode rank gets its pages from, when both sides may be parallel in different ways.
+"""The mapping of prefill ranks to decode ranks, for different kinds of parallelism on both sides.
 
     TP   heads: rank r of n holds `head_range(total, n, r)`. Sizes must divide each other.
     CP   pages: a prefill's CP rank sends its `page_share` of each prompt. A decode worker has CP 1.
     PP   layers: each prefill stage sends its own. A decode worker has the prefill's PP size, or 1.
     DP   whole requests: a room belongs to one DP rank of the prefill.
 
-Where several ranks hold the same heads (MLA's latent, or fewer heads than ranks) one of them sends; the others are
-dummies, that are told of the room so that it ends there too.
+If several ranks hold the same heads (MLA's latent, or fewer heads than ranks), one of them sends. The others are
+dummies, which receive the request only to end the room.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Topology(NamedTuple):
-    """Sizes of an engine. `tp` and `cp` are those of attention: inside one DP rank."""
+    """The sizes of an engine. `tp` and `cp` are those of attention, inside one DP rank."""
 
     dp: int = 1
     cp: int = 1
@@ -29,12 +29,12 @@ class Topology(NamedTuple):
         return self.dp * self.cp * self.tp * self.pp
 
     def places(self) -> list[Rank]:
-        """Every rank, in order."""
+        """Return every rank, in order."""
         return [Rank(*place) for place in itertools.product(*map(range, self))]
 
 
 class Rank(NamedTuple):
-    """A rank's place in its topology."""
+    """The position of a rank in its topology."""
 
     dp: int = 0
     cp: int = 0
@@ -44,7 +44,7 @@ class Rank(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A prefill rank of a room. A dummy sends nothing; one source sends the aux buffers too."""
+    """A prefill rank of a room. A dummy sends nothing; one source also sends the aux buffers."""
 
     rank: Rank
     dummy: bool
@@ -53,9 +53,9 @@ class Source:
 
 @dataclass(frozen=True)
 class RankMapping:
-    """Where one decode rank's pages come from.
+    """The sources of one decode rank's pages.
 
-    `required_dst_info_num`: decode ranks that each of these prefill ranks must hear from before it sends.
+    `required_dst_info_num`: decode ranks whose request each prefill rank needs before it sends.
     """
 
     sources: tuple[Source, ...]
@@ -63,19 +63,19 @@ class RankMapping:
 
     @property
     def required_responses(self) -> int:
-        """Prefill ranks that must report success."""
+        """The number of prefill ranks that must report success."""
         return sum(not source.dummy for source in self.sources)
 
 
 def target_dp_group(bootstrap_room: int, prefill_dp_size: int) -> int:
-    """The prefill DP rank that a room belongs to, unless the router chose one."""
+    """Return the prefill DP rank of a room that has no chosen one."""
     return bootstrap_room % prefill_dp_size
 
 
 def head_range(total_heads: int, tp_size: int, tp_rank: int) -> range:
-    """The KV heads of a TP rank; ranks share a head where there are fewer heads than ranks.
+    """Return the KV heads of a TP rank. With fewer heads than ranks, ranks share a head.
 
-    Raises ValueError when neither number divides the other.
+    Raises ValueError if neither number divides the other.
     """
     if max(total_heads, tp_size) % min(total_heads, tp_size):
         raise ValueError(f"{total_heads} KV heads can't be split over TP {tp_size}: one must divide the other")
@@ -87,14 +87,14 @@ def head_range(total_heads: int, tp_size: int, tp_rank: int) -> range:
 
 
 def page_share(pages: int, cp_size: int, cp_rank: int) -> range:
-    """The positions in a prompt's pages that a prefill's CP rank sends: contiguous, as equal as can be."""
+    """Return the positions in a prompt's pages that a prefill's CP rank sends: contiguous and nearly equal shares."""
     return range(pages * cp_rank // cp_size, pages * (cp_rank + 1) // cp_size)
 
 
 def map_ranks(decode: Topology, rank: Rank, prefill: Topology, dp_rank: int, total_heads: int) -> RankMapping:
-    """The sources of decode rank `rank` for a room of the prefill's `dp_rank`. MLA counts as one head.
+    """Return the sources of decode rank `rank` for a room of the prefill's `dp_rank`. MLA counts as one head.
 
-    Raises ValueError, with both sides' sizes, when they do not fit.
+    Raises ValueError, with both sides' sizes, for sizes that do not match.
     """
     _check_sizes(decode, prefill, dp_rank)
     if decode.tp >= prefill.tp:

@@ -1,7 +1,7 @@
-"""The table of a prefill instance's ranks, as its bootstrap service keeps it, and the words in which ranks register.
+"""The bootstrap service's table of a prefill instance's ranks, and the forms of a registration.
 
-A rank is registered by its topology, its place in it and its address. A rank of ours repeats its registration as its
-heartbeat; two missed ones expire it. A rank that announces no heartbeat (the field's) stays until it is replaced.
+A registration has a rank's topology, position and address. Ranks of this project repeat it as a heartbeat, and expire
+after two missed heartbeats. Ranks of engines without heartbeats stay until they are replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class RegistryError(Exception):
-    """A request that can't be met: the HTTP status, the field at fault if there is one, and what to do."""
+    """A request that cannot be fulfilled: the HTTP status, the invalid field if any, and advice."""
 
     def __init__(self, status: int, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class RegistryError(Exception):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """What both generations of the field send, and what ours add: `instance` and `heartbeat_s`."""
+    """The fields of both generations of engines. `instance` and `heartbeat_s` are our additions."""
 
     rank_ip: _Host
     rank_port: _Port
@@ -54,7 +54,7 @@ class _EngineRankBody(_Body):
 
 
 class _AttentionRankBody(_Body):
-    """The later one: a number for each kind of parallelism. Either kind of DP may be in use."""
+    """The later generation: one number for each kind of parallelism. Either kind of DP may be used."""
 
     attn_tp_size: _Size
     attn_tp_rank: _RankNumber
@@ -82,7 +82,7 @@ class Registration:
 
 
 def read_registration(data: bytes) -> Registration:
-    """Read the body of `PUT /route`, of either generation. Raises RegistryError, naming the field."""
+    """Parse the body of `PUT /route`, of either generation. Raises RegistryError, which names the field."""
     try:
         fields = msgspec.json.decode(data, type=dict[str, Any])
         first_generation = "engine_rank" in fields and "attn_tp_size" not in fields
@@ -133,7 +133,7 @@ def _attention_place(body: _AttentionRankBody) -> tuple[Topology, Rank]:
 
 
 def registration_body(registration: Registration) -> bytes:
-    """What a rank of ours sends: the later generation's body, with our two fields."""
+    """Return the registration that our ranks send: the later generation's body, with our two fields."""
     topology, rank = registration.topology, registration.rank
     return msgspec.json.encode(
         _AttentionRankBody(
@@ -157,7 +157,7 @@ def registration_body(registration: Registration) -> bytes:
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """Where a rank listens. `instance` is new after each start of it."""
+    """The address of a rank. `instance` changes with each start."""
 
     rank: Rank
     address: str
@@ -179,24 +179,24 @@ class PrefillRanks(msgspec.Struct, frozen=True):
 
 
 class RankRegistry:
-    """The ranks that are alive at an instant `now` of a monotonic clock."""
+    """The live ranks at an instant `now` of a monotonic clock."""
 
     def __init__(self) -> None:
         self._ranks: dict[Rank, Registration] = {}
         self._expires: dict[Rank, float] = {}
 
     def register(self, registration: Registration, now: float) -> None:
-        """Enter a rank or repeat its heartbeat; a new instance takes its predecessor's place.
+        """Add a rank or its heartbeat. A new instance replaces its predecessor.
 
-        Raises RegistryError when ranks that are alive belong to another topology.
+        Raises RegistryError if live ranks have another topology.
         """
         self._expire(now)
         others = [r for r in self._ranks.values() if r.topology != registration.topology]
         if any(other.heartbeat_s is not None for other in others):
             raise RegistryError(
                 409,
-                f"this rank says {_sizes(registration.topology)}, live ranks say {_sizes(others[0].topology)}: "
-                "start all ranks of a prefill with the same sizes, or wait until the old ones expired",
+                f"this rank has {_sizes(registration.topology)}, live ranks have {_sizes(others[0].topology)}: "
+                "start all ranks of a prefill with the same sizes, or wait until the old ranks expire",
             )
         for other in others:
             self._remove(other.rank)
@@ -205,7 +205,7 @@ class RankRegistry:
         self._expires[registration.rank] = now + (HEARTBEATS_MISSED + 0.5) * beat if beat else float("inf")
 
     def deregister(self, rank: Rank, instance: str, now: float) -> None:
-        """Take a rank out, if it is still that instance. Raises RegistryError when it is not there."""
+        """Remove a rank if its instance is the same. Raises RegistryError if it is not registered."""
         self._expire(now)
         entry = self._ranks.get(rank)
         if entry is None or entry.instance != instance:
@@ -213,28 +213,28 @@ class RankRegistry:
         self._remove(rank)
 
     def counts(self, now: float) -> tuple[int, int]:
-        """Ranks that are registered, and how many there should be; 0 when no rank has said so yet."""
+        """Return the registered and the expected number of ranks; the latter is 0 before the first registration."""
         self._expire(now)
         first = next(iter(self._ranks.values()), None)
         return len(self._ranks), first.topology.ranks if first else 0
 
     def complete(self, now: float) -> Registration:
-        """Any rank, when every rank is registered: it stands for what they have in common. Raises RegistryError."""
+        """Return any rank, for the properties that all share. Raises RegistryError until every rank is registered."""
         registered, expected = self.counts(now)
         if not registered or registered < expected:
             of = f" of {expected}" if expected else ""
-            raise RegistryError(503, f"not ready: {registered}{of} prefill ranks are registered; try again soon")
+            raise RegistryError(503, f"not ready: {registered}{of} prefill ranks are registered; retry later")
         return next(iter(self._ranks.values()))
 
     def rank(self, rank: Rank, now: float) -> Registration:
-        """Raises RegistryError: 503 until every rank is registered, 404 for one that does not exist."""
+        """Return a rank. Raises RegistryError: 503 until every rank is registered, 404 for one that does not exist."""
         topology = self.complete(now).topology
         if rank not in self._ranks:
             raise RegistryError(404, f"{_place(rank)} does not exist: the prefill has {_sizes(topology)}")
         return self._ranks[rank]
 
     def ranks(self, now: float) -> PrefillRanks:
-        """Raises RegistryError with 503 until every rank is registered."""
+        """Return all ranks. Raises RegistryError with 503 until every rank is registered."""
         topology = self.complete(now).topology
         entries = [
             RankAddress(rank, join_host_port(entry.host, entry.port), entry.instance)
@@ -251,7 +251,7 @@ class RankRegistry:
 
 
 def check_ranks(answer: PrefillRanks) -> None:
-    """Raises ValueError unless every rank is there once, with an address that can be connected to."""
+    """Check an answer. Raises ValueError unless every rank is in it once, with a valid address."""
     if sorted(entry.rank for entry in answer.ranks) != answer.topology.places():
         raise ValueError(f"it names other ranks than {_sizes(answer.topology)} has")
     for entry in answer.ranks:

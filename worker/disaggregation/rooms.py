@@ -13,7 +13,7 @@ MAX_TIMEOUT_S = 86400.0
 
 
 class KVPoll(IntEnum):
-    """The state of a room: later ones are larger, but Failed is the smallest (see `group_state`)."""
+    """The state of a room. Later states are larger, but Failed is the smallest (see `group_state`)."""
 
     Failed = 0
     Bootstrapping = 1
@@ -23,15 +23,15 @@ class KVPoll(IntEnum):
 
 
 def group_state(states: Iterable[KVPoll]) -> KVPoll:
-    """What a TP group's scheduler acts on: the least advanced of its ranks; one failed rank fails the group.
+    """Return the state of a TP group: that of its least advanced rank. One failed rank fails the group.
 
-    Raises ValueError for no states.
+    Raises ValueError without states.
     """
     return min(states)
 
 
 class KVTransferError(Exception):
-    """A room that failed, and why."""
+    """A failed room and its reason."""
 
     def __init__(self, bootstrap_room: int, failure_reason: str) -> None:
         super().__init__(f"room {bootstrap_room}: {failure_reason}")
@@ -40,10 +40,10 @@ class KVTransferError(Exception):
 
 
 class Room:
-    """The state machine. Any thread may call it; Success and Failed are final.
+    """The state machine of a room. Success and Failed are final. All methods may be called from any thread.
 
-    `generation` tells one attempt from another with the same number. `deadline` is an instant of `time.monotonic()`;
-    whoever owns the room fails it then.
+    - `generation`: distinguishes attempts with the same number.
+    - `deadline`: an instant of `time.monotonic()`, at which the owner fails the room.
     """
 
     def __init__(self, number: int, generation: int, deadline: float) -> None:
@@ -64,7 +64,7 @@ class Room:
         return self._state in (KVPoll.Failed, KVPoll.Success)
 
     def advance(self, state: KVPoll) -> bool:
-        """Move to a later state; False, and nothing happens, for an earlier one and in a terminal one."""
+        """Move to a later state. Return False, without a change, for an earlier state or in a terminal one."""
         with self._changed:
             if self.terminal or state <= self._state:
                 return False
@@ -73,7 +73,7 @@ class Room:
             return True
 
     def fail(self, reason: str) -> bool:
-        """Fail it for good; False in a terminal state, whose reason stays."""
+        """Fail the room. Return False in a terminal state, whose reason stays."""
         with self._changed:
             if self.terminal:
                 return False
@@ -84,7 +84,7 @@ class Room:
 
     @property
     def quiet(self) -> bool:
-        """Whether the pages may be reused: on decode no write can still land, on prefill none reads them."""
+        """True if the pages may be reused: on decode no write can still land, on prefill none is read."""
         return self._quiet
 
     def set_quiet(self) -> None:
@@ -93,7 +93,7 @@ class Room:
             self._changed.notify_all()
 
     def wait(self, timeout: float) -> KVPoll:
-        """The state as soon as it is terminal, at the latest after `timeout` seconds."""
+        """Return the state once it is terminal, or after `timeout` seconds."""
         end = time.monotonic() + timeout
         with self._changed:
             while not self.terminal and (left := end - time.monotonic()) > 0:
@@ -101,22 +101,22 @@ class Room:
             return self._state
 
     def wait_quiet(self, timeout: float) -> bool:
-        """Whether the room became quiet, at the latest after `timeout` seconds."""
+        """Return whether the room became quiet within `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._quiet, timeout)
 
 
 def check_room(number: int) -> int:
-    """A room number, as it is. Raises ValueError outside of [0, 2^63)."""
+    """Return a room number unchanged. Raises ValueError outside of [0, 2^63)."""
     if not 0 <= number <= MAX_ROOM:
         raise ValueError(f"bootstrap_room {number}: must be in [0, 2^63)")
     return number
 
 
 def check_timeout(seconds: float, field: str) -> float:
-    """How long a room may take, as it is. Raises ValueError, naming the field, unless it is at most a day."""
+    """Return a timeout unchanged. Raises ValueError, which names the field, unless it is positive and at most a day."""
     if not 0 < seconds <= MAX_TIMEOUT_S:
-        raise ValueError(f"{field} {seconds:g}: must be over 0 and at most {MAX_TIMEOUT_S:g} seconds")
+        raise ValueError(f"{field} {seconds:g}: must be above 0 and at most {MAX_TIMEOUT_S:g} seconds")
     return seconds
 
 
@@ -124,7 +124,7 @@ MAX_REMEMBERED = 4096
 
 
 class RecentRooms:
-    """The last MAX_REMEMBERED rooms, each for `seconds`."""
+    """The last MAX_REMEMBERED rooms and the reasons of their end, each kept for `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -137,7 +137,7 @@ class RecentRooms:
             self._rooms.popitem(last=False)
 
     def get(self, number: int) -> str | None:
-        """Why it ended, if it is remembered."""
+        """Return why a room ended, or `None` if it is not remembered."""
         reason, until = self._rooms.get(number, (None, 0.0))
         return reason if time.monotonic() < until else None
 

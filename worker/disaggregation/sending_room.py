@@ -1,4 +1,4 @@
-"""A room of a prefill rank's sender: the chunks that are sent, and the decode ranks that they go to."""
+"""A room of a prefill rank's sender: its chunks, and the decode ranks that receive them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worker.disaggregation.rooms import Room
 
 @dataclass(frozen=True)
 class Chunk:
-    """Source pages for the positions of the prompt's pages that begin at `start`."""
+    """Source pages for the prompt's pages from position `start` on."""
 
     pages: Pages
     start: int
@@ -22,7 +22,7 @@ class Chunk:
 
 
 class Destination:
-    """One decode rank's part of a room."""
+    """The part of a room that one decode rank receives."""
 
     def __init__(self, room: Room, request: RoomRequest, writer: PeerWriter) -> None:
         self.request = request
@@ -36,7 +36,7 @@ class Destination:
         self._lock = threading.Lock()
 
     def begin(self) -> bool:
-        """Whether a write may begin: none does once the room failed and `writing` was asked."""
+        """Return whether a write may begin. After the room failed and `writing` was read, none may."""
         with self._lock:
             self._writing = not self._room.terminal
             return self._writing
@@ -53,14 +53,14 @@ class Destination:
 
 @dataclass
 class SendingRoom:
-    """A room of this rank's sender. `pages` and `aux_index` are known from `KVSender.init` on."""
+    """A room of this rank's sender. `KVSender.init` sets `pages` and `aux_index`."""
 
     room: Room
     pages: int | None = None
     aux_index: int | None = None
     required: int | None = None
     destinations: dict[str, Destination] = field(default_factory=dict)
-    chunks: list[Chunk] = field(default_factory=list)  # that wait until all destinations are known
+    chunks: list[Chunk] = field(default_factory=list)  # wait until all destinations are known
     timer: Timer | None = None
     settled: bool = False
 

@@ -1,4 +1,4 @@
-"""`kvrouter demo`: the same workload through the router and round robin, side by side, on simulated workers."""
+"""`kvrouter demo`: one workload, routed by KV cache and by round robin on simulated workers."""
 
 from kvrouter.tools.demo.run import run_demo
 

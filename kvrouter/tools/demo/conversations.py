@@ -28,14 +28,14 @@ _RULES_A_PROMPT = 110  # about 1800 tokens
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A system prompt and the user's messages, each sent when the previous one is answered."""
+    """A system prompt and the user's messages, each sent after the answer to the previous one."""
 
     system: str
     questions: list[str]
 
 
 def make_conversations(count: int, turns: int, seed: int) -> list[Conversation]:
-    """Conversations in the order they start; neighbours seldom share a system prompt."""
+    """Return conversations in the order of their start. Neighbours seldom share a system prompt."""
     random = Random(seed)
     systems = [_system_prompt(topic, random) for topic in _TOPICS]
     return [
@@ -62,7 +62,13 @@ ANSWER_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One answered request: who answered, how soon (seconds), and the tokens it says came from its cache."""
+    """One answered request.
+
+    - `worker`: the worker that answered.
+    - `first_token`: seconds until the first token.
+    - `cached_tokens`: prompt tokens from the worker's cache, as reported.
+    - `expected_tokens`: prompt tokens that the router expected in the cache.
+    """
 
     worker: str
     first_token: float
@@ -74,7 +80,7 @@ class Outcome:
 async def play(
     url: str, model: str, conversations: Sequence[Conversation], at_once: int, on_answer: Callable[[], None]
 ) -> list[Outcome]:
-    """Play all conversations, `at_once` at a time. Raises openai.OpenAIError when a request fails."""
+    """Play all conversations, `at_once` at a time. Raises openai.OpenAIError if a request fails."""
     places = asyncio.Semaphore(at_once)
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
 

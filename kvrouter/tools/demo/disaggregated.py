@@ -28,7 +28,10 @@ ANSWER_TOKENS = 32
 
 @dataclass(slots=True)
 class Request:
-    """One request. `error`: why its answer has no end; `begun`: something of it had come. Sizes in tokens."""
+    """One request; sizes in tokens.
+
+    `error` is why its answer is incomplete. `begun` is whether a part of it arrived.
+    """
 
     answer: str = ""
     begun: bool = False
@@ -39,16 +42,16 @@ class Request:
 
     @property
     def lost(self) -> bool:
-        """It failed before anything of its answer came: another worker could have answered."""
+        """True if the request failed before a part of its answer arrived, when another worker could have answered."""
         return self.error is not None and not self.begun
 
 
 async def play(
     url: str, model: str, conversations: Sequence[Conversation], at_once: int, on_answer: Callable[[int], None]
 ) -> list[Request]:
-    """Play all conversations, `at_once` at a time; one whose request fails ends there.
+    """Play all conversations, `at_once` at a time. A conversation ends with its first failed request.
 
-    `on_answer` is called with how many requests have ended.
+    `on_answer` receives the number of ended requests.
     """
     places = asyncio.Semaphore(at_once)
     requests: list[Request] = []
@@ -104,7 +107,7 @@ _SHOWN_ERRORS = 3
 
 @dataclass
 class _Played:
-    """One style's run. `counted`: the decode workers' counters, added up."""
+    """The run of one style. `counted` has the sums of the decode workers' counters."""
 
     requests: list[Request]
     killed_after: int | None
@@ -116,7 +119,7 @@ class _Played:
 
     @property
     def passed(self) -> bool:
-        """Nothing was lost or wrong, and there was something to lose."""
+        """True if KV pages moved, a worker was killed, and no request failed and no page was wrong."""
         failed = any(request.error is not None for request in self.requests)
         moved = self.counted["simulated:kv_bytes_received_total"]
         wrong = self.counted["simulated:kv_pages_wrong_total"]
@@ -124,9 +127,9 @@ class _Played:
 
 
 def run_disaggregated_demo(conversations: int) -> bool:
-    """Play conversations through prefill and decode workers of each style, and print what became of them.
+    """Play conversations through prefill and decode workers of each style, and print the results.
 
-    Whether nothing was lost. Raises DemoError.
+    Return whether nothing was lost. Raises DemoError.
     """
     console = Console()
     played: dict[str, _Played] = {}
@@ -152,7 +155,7 @@ def _play_style(style: str, conversations: int, console: Console) -> _Played:
         ]
         urls = [worker.wait_until_listening() for worker in workers]
         config = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
-        # SGLang's workers say which role they have; vLLM's don't.
+        # SGLang's workers report their role; vLLM's do not.
         known = [
             {"url": url} if style == "sglang" else {"url": url, "role": role}
             for url, role in zip(urls, _ROLES, strict=True)
@@ -179,7 +182,7 @@ def _play_style(style: str, conversations: int, console: Console) -> _Played:
 
 
 async def _counters(urls: Sequence[str]) -> dict[str, float]:
-    """The metrics of some workers, added up."""
+    """Return the sums of the workers' metrics."""
     totals: dict[str, float] = {}
     async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=aiohttp.ClientTimeout(10)) as session:
         for url in urls:
@@ -209,10 +212,10 @@ def _table(runs: Sequence[_Played]) -> Table:
         table.add_row(name, *map(str, values))
 
     row("requests", [len(run.requests) for run in runs])
-    row("lost before they began to answer", [sum(request.lost for request in run.requests) for run in runs])
-    row("broken off", [sum(request.error is not None and request.begun for request in run.requests) for run in runs])
+    row("lost before the answer began", [sum(request.lost for request in run.requests) for run in runs])
+    row("interrupted", [sum(request.error is not None and request.begun for request in run.requests) for run in runs])
     row("prompt tokens from cache", [share(run) for run in runs])
     row("remote prefills / skipped", [f"{run.remote} / {len(run.requests) - run.remote}" for run in runs])
     row("KV moved", [f"{run.counted['simulated:kv_bytes_received_total'] / 2**20:.1f} MiB" for run in runs])
-    row("KV pages, byte by byte", [pages(run) for run in runs])
+    row("KV pages, compared", [pages(run) for run in runs])
     return table

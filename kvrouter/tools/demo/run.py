@@ -24,7 +24,7 @@ from router.http.client import refuse_redirects
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run of the workload: the share of prompt tokens from cache, and the time to the first token in seconds."""
+    """The figures of one run: the share of prompt tokens from cache, and times to the first token in seconds."""
 
     cached_share: float
     ttft_p50: float
@@ -34,7 +34,7 @@ class Summary:
 
 
 def summarise(outcomes: Sequence[Outcome], workers: Sequence[str], seconds: float) -> Summary:
-    """The figures of a run; at least two outcomes."""
+    """Return the figures of a run with at least two outcomes."""
     deciles = quantiles((outcome.first_token for outcome in outcomes), n=10, method="inclusive")
     counted = Counter(outcome.worker for outcome in outcomes)
     return Summary(
@@ -47,8 +47,8 @@ def summarise(outcomes: Sequence[Outcome], workers: Sequence[str], seconds: floa
 
 
 def comparison(kv_aware: Summary, round_robin: Summary) -> Table:
-    """Both runs side by side."""
-    table = Table(title="The same workload, routed twice")
+    """Return a table of both runs."""
+    table = Table(title="One workload, routed twice")
     table.add_column("")
     table.add_column("kv-aware", justify="right")
     table.add_column("round robin", justify="right")
@@ -69,17 +69,17 @@ def comparison(kv_aware: Summary, round_robin: Summary) -> Table:
 MODEL = "simulated"
 TURNS = 3
 AT_ONCE = 8
-# A worker's cache holds about two of the eight system prompts with their conversations: together the workers hold all,
-# if what belongs together stays together.
+# The cache of one worker holds about two of the eight system prompts and their conversations. All workers together hold
+# all of them, if requests of one conversation stay on one worker.
 _WORKER = ("simulate", "--blocks", "640", "--max-model-len", "8192")
 
 
 class DemoError(Exception):
-    """The demo could not be run to its end."""
+    """A failure of the demo before its end."""
 
 
 def run_demo(workers: int, conversations: int, keep: bool) -> None:
-    """Play a workload through the router, then round robin, and print both. Raises DemoError."""
+    """Play a workload through the router, then by round robin, and print both. Raises DemoError."""
     console = Console()
     workload = make_conversations(conversations, TURNS, seed=1)
     console.print(f"Starting {workers} simulated workers and two routers …")
@@ -99,7 +99,7 @@ def run_demo(workers: int, conversations: int, keep: bool) -> None:
                 second = asyncio.run(_measure("round robin", round_robin, urls, workload, progress))
             console.print(comparison(first, second))
             if keep:
-                console.print(f"The kv-aware router stays up at {kv_aware}/v1 (model {MODEL!r}). Ctrl-C ends it.")
+                console.print(f"The kv-aware router keeps running at {kv_aware}/v1 (model {MODEL!r}). Ctrl-C ends it.")
                 with suppress(KeyboardInterrupt):
                     Event().wait()
     except (ProcessError, OpenAIError, aiohttp.ClientError) as error:
@@ -107,7 +107,7 @@ def run_demo(workers: int, conversations: int, keep: bool) -> None:
 
 
 def _start(stack: ExitStack, commands: Sequence[Sequence[str]]) -> list[str]:
-    """Start processes side by side; their URLs."""
+    """Start processes in parallel, and return their URLs."""
     started = [stack.enter_context(KvrouterProcess(command)) for command in commands]
     return [process.wait_until_listening() for process in started]
 

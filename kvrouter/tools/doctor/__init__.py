@@ -1,6 +1,6 @@
-"""`kvrouter doctor`: connects to workers as the router would, and names why their hits are zero or low.
+"""`kvrouter doctor`: it finds why hits are zero or low, by connecting to workers as the router does.
 
-Or it asks a router that runs.
+It can also examine a running router.
 """
 
 from kvrouter.tools.doctor.run import NoWorkersError, run_doctor, run_doctor_on_router

@@ -1,6 +1,6 @@
-"""The examination of one worker: from its address to the match of a prompt that it has just computed.
+"""The examination of one worker, from its address to the match of a prompt that it has just computed.
 
-Each step needs the ones before, so that one cause is named rather than all that follows from it.
+Each step needs the previous ones, so that only the first cause is reported and not its consequences.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from router.tokens.tokenizers import Tokenizers
 
 CLOCK_TOLERANCE = 5.0
 _UNKNOWN_BLOCK_SIZE = 64
-# A buffered stream comes in a few reads at its end. Below this nothing can be concluded.
+# A buffered stream arrives in a few reads at its end. A shorter stream allows no conclusion.
 _SHORTEST_STREAM = 0.05
-_LATE_STREAMS = 3  # until it is believed: a busy worker may stutter
+_LATE_STREAMS = 3  # late streams until buffering is reported, because a busy worker may stutter
 _MOST_STREAMS = 8
-_READS_AT_ONCE = 2  # of an answer that comes in one piece, and of its end
+_READS_AT_ONCE = 2  # reads of an unbuffered part and of the end
 _INSTRUCTION = {"role": "system", "content": "Be brief."}
 
 
@@ -56,7 +56,7 @@ _CAUSES = {
 
 
 class Examination:
-    """Examines one worker. `findings` grows; `passed` names what was seen to be right."""
+    """The examination of one worker. `findings` are its problems, `passed` the confirmed steps."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Examination:
         self._patience = patience
 
     async def run(self) -> None:
-        """Go through all steps."""
+        """Run all steps."""
         examined = fleet.Worker(self._settings, problem=None)
         examined.key.settle(self.name, self._settings, self._fleet_settings)
         try:
@@ -96,7 +96,7 @@ class Examination:
             return
         models = described.base_models()
         if not models:
-            self._found(Cause.NO_MODELS, f"{self.url}/v1/models names no model")
+            self._found(Cause.NO_MODELS, f"{self.url}/v1/models lists no model")
             return
         model = models[0].model
         self.passed.append(f"answers, and serves {model} ({described.engine})")
@@ -108,7 +108,7 @@ class Examination:
             if await self._caches(worker, described):
                 await self._examine_streams(worker, described, model)
             await self._examine_streaming(worker)
-            if examined.key.problem is not None:  # it was asked beside
+            if examined.key.problem is not None:  # it was requested in the background
                 self._found(Cause.KEY_REFUSED, examined.key.problem)
         except RequestRefusedError as error:
             about_key = examined.key.refuses(error.status)
@@ -117,7 +117,7 @@ class Examination:
             self._found(Cause.REQUESTS_REFUSED, f"a request failed: {connection_problem(error)}")
 
     def _examine_tokenizer(self, model: str) -> None:
-        """How the model's prompts become tokens, as the probes showed."""
+        """Record how the model's prompts become tokens, as the probes showed."""
         report = self._source.report().get(model)
         if report is None:
             return
@@ -131,7 +131,7 @@ class Examination:
         self.passed.append(f"prompts become tokens: {_WAYS.get(report['way'], report['way'])}{reading}{compared}")
 
     async def _caches(self, worker: Worker, described: WorkerDescription) -> bool:
-        """Whether a prompt that is sent twice is cached the second time, as far as the worker tells."""
+        """Return whether a repeated prompt is cached, as far as the worker reports it."""
         text = _unused_text(worker, described)
         await worker.complete(text, described.ranks[0])
         cached = await worker.complete(text, described.ranks[0])
@@ -149,9 +149,9 @@ class Examination:
     async def _examine_streams(self, worker: Worker, described: WorkerDescription, model: str) -> None:
         if not described.streams:
             if described.engine is not Engine.OTHER:
-                self._found(Cause.EVENTS_OFF, f"{described.engine} says that it publishes no events")
+                self._found(Cause.EVENTS_OFF, f"{described.engine} reports that it publishes no events")
             else:
-                self._found(Cause.EVENTS_OFF, "it does not say where its events are, and no settings do")
+                self._found(Cause.EVENTS_OFF, "neither the worker nor the settings name its event streams")
             return
         async with AsyncExitStack() as stack:
             watched = []
@@ -191,11 +191,11 @@ class Examination:
     ) -> None:
         rank, heard = stream.source.dp_rank, stream.heard
         found_before = len(self.findings)
-        for _ in range(2):  # the first may have come before the subscription
+        for _ in range(2):  # the first may have been published before the subscription
             text, another = (_unused_text(worker, described) for _ in range(2))
             expected = await new_prompt(self._tokenizers, model, TextPrompts([text]), TextPrompts([another]))
             await worker.complete(text, rank)
-            # Engines that do not take the rank header choose a rank themselves.
+            # Engines that ignore the rank header choose a rank themselves.
             event = await self._heard_on(all_streams, expected)
             if any(each.heard.topics for each in all_streams):
                 break
@@ -224,9 +224,9 @@ class Examination:
             await self._examine_match(Target(self.url, rank, model), expected.token_ids)
 
     async def _heard_on(self, streams: list[WatchedStream], prompt: NewPrompt | None) -> BlockStored | None:
-        """The event that stores a prompt, if it comes on any of the streams in time.
+        """Return the event that stores a prompt, if it arrives on any of the streams in time.
 
-        Where its tokens are not known, the wait is until anything comes.
+        If the tokens of the prompt are unknown, wait for any event and return None.
         """
         deadline = time.monotonic() + self._patience
         while True:
@@ -248,7 +248,7 @@ class Examination:
                 return None
 
     def _examine_reading(self, stream: WatchedStream) -> None:
-        """Topics and the form of what came."""
+        """Check topics and form of the received events."""
         rank, heard, topic = stream.source.dp_rank, stream.heard, stream.source.topic
         if not any(published.startswith(topic) for published in heard.topics):
             names = ", ".join(sorted(map(repr, heard.topics)))
@@ -256,12 +256,12 @@ class Examination:
         elif heard.unreadable:
             self._found(Cause.EVENTS_UNREADABLE, heard.unreadable[0], rank)
         elif any(event.block_hashes and not event.token_ids for event in heard.stored()):
-            self._found(Cause.EVENTS_WITHOUT_TOKENS, "BlockStored events come without token_ids", rank)
+            self._found(Cause.EVENTS_WITHOUT_TOKENS, "BlockStored events have no token_ids", rank)
 
     def _examine_stored(self, event: BlockStored, described: WorkerDescription, rank: int) -> None:
-        """What an event says of a prompt that was sent without salt and adapter."""
+        """Check the event of a prompt that was sent without salt and adapter."""
         if described.block_size not in (None, event.block_size):
-            evidence = f"the settings say {described.block_size} tokens, the engine's events {event.block_size}"
+            evidence = f"the settings have {described.block_size} tokens, the engine's events {event.block_size}"
             self._found(Cause.BLOCK_SIZE, evidence, rank)
         keys = event.extra_keys[0] if event.extra_keys else None
         if event.lora_name is not None or event.lora_id is not None:
@@ -292,15 +292,15 @@ class Examination:
             evidence = f"a new conversation was sent: {difference(expected.token_ids, stream.heard.stored())}"
             self._found(Cause.CHAT_TEMPLATE, evidence, rank)
         else:
-            self.passed.append(f"rank {rank}: prompts and conversations have the same tokens here and there")
+            self.passed.append(f"rank {rank}: prompts and conversations have the engine's tokens")
 
     def _examine_order(self, stream: WatchedStream) -> None:
-        """Sequence numbers and times of the batches."""
+        """Check sequence numbers and times of the batches."""
         rank, batches = stream.source.dp_rank, stream.heard.batches
         for (before, _, _), (after, _, _) in pairwise(batches):
             if after != before + 1:
-                what = "batches are missing" if after > before else "two publishers, or one that started again"
-                self._found(Cause.SEQUENCE, f"number {after} came after {before}: {what}", rank)
+                what = "batches are missing" if after > before else "two publishers, or a restarted one"
+                self._found(Cause.SEQUENCE, f"number {after} followed {before}: {what}", rank)
                 break
         ahead = min((batch.ts - arrived for _, arrived, batch in batches), key=abs, default=0.0)
         if abs(ahead) > CLOCK_TOLERANCE:
@@ -320,19 +320,19 @@ class Examination:
         self.passed.append(f"rank {rank}: {batches} batches can be replayed")
 
     async def _examine_match(self, target: Target, token_ids: list[int]) -> None:
-        """Whether the index finds the prompt."""
+        """Check that the index finds the prompt."""
         query = MatchQuery(target.model, token_ids)
         deadline = time.monotonic() + self._patience
         while not (matched := max((m.matched_tokens for m in self._indexer.match(query)), default=0)):
             if time.monotonic() > deadline:
-                evidence = f"a prompt of {len(token_ids)} tokens was computed and reported, and is not found"
+                evidence = f"a prompt of {len(token_ids)} tokens was computed and reported, but is not found"
                 self._found(Cause.NOT_MATCHED, evidence, target.dp_rank)
                 return
             await asyncio.sleep(0.05)
         self.passed.append(f"rank {target.dp_rank}: {matched} of {len(token_ids)} tokens of a prompt are found")
 
     async def _examine_streaming(self, worker: Worker) -> None:
-        """Whether tokens come one by one: the first of a long answer comes long before its last."""
+        """Check that tokens are streamed: the first token of a long answer arrives long before the last."""
         text = worker.unused_text(1)
         await worker.stream(text, 1)
         late = 0
@@ -341,7 +341,7 @@ class Examination:
             if many.whole < _SHORTEST_STREAM:
                 return
             if one.whole > many.whole / 2:
-                continue  # one token tells nothing of many: something else took long
+                continue  # one token is as slow as many: the cause is another one
             if many.reads > _READS_AT_ONCE and many.first_byte < (one.whole + many.whole) / 2:
                 first = f"the first of {STREAMED_TOKENS} tokens after {many.first_byte * 1000:.0f} ms"
                 self.passed.append(f"streams: {first}, the last after {many.whole * 1000:.0f} ms")
@@ -349,8 +349,8 @@ class Examination:
             late += 1
             if late == _LATE_STREAMS:
                 evidence = (
-                    f"{STREAMED_TOKENS} tokens took {many.whole * 1000:.0f} ms and the first came after "
-                    f"{many.first_byte * 1000:.0f} ms, although one alone takes {one.whole * 1000:.0f} ms"
+                    f"{STREAMED_TOKENS} tokens lasted {many.whole * 1000:.0f} ms and the first arrived after "
+                    f"{many.first_byte * 1000:.0f} ms, although one alone needs {one.whole * 1000:.0f} ms"
                 )
                 self._found(Cause.STREAM_BUFFERED, evidence)
                 return
@@ -360,5 +360,5 @@ class Examination:
 
 
 def _unused_text(worker: Worker, described: WorkerDescription) -> str:
-    """A text of several blocks that is in no cache."""
+    """Return a text of several blocks that is in no cache."""
     return worker.unused_text(described.block_size or _UNKNOWN_BLOCK_SIZE)

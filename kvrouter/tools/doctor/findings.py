@@ -1,4 +1,4 @@
-"""What the doctor can find, and what to do about each."""
+"""The doctor's findings and the advice for each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """Why hits are zero or low."""
+    """A cause of zero or low hits."""
 
     WORKER_UNREACHABLE = "worker_unreachable"
     NO_MODELS = "no_models"
@@ -39,50 +39,50 @@ class Cause(StrEnum):
 
 FIXES = {
     Cause.WORKER_UNREACHABLE: "Start the worker, or correct its URL; it must answer GET /v1/models.",
-    Cause.NO_MODELS: "Set model: for the worker, under workers: in the settings, to the name that requests use.",
-    Cause.KEY_REFUSED: "Set api_key, api_key_file or api_key_env of the worker or of fleet:, as the router has it, to "
-    "what the engine was started with (--api-key), or give it with --api-key.",
-    Cause.REQUESTS_REFUSED: "Correct what the answer complains of.",
-    Cause.EVENTS_OFF: "Start the engine with --kv-events-config, publisher zmq and events enabled, or name its streams "
+    Cause.NO_MODELS: "Set model: of the worker, under workers: in the settings, to the name that requests use.",
+    Cause.KEY_REFUSED: "Set api_key, api_key_file or api_key_env of the worker or of fleet: to the key "
+    "of the engine (its --api-key), or set --api-key.",
+    Cause.REQUESTS_REFUSED: "Correct the problem that the answer names.",
+    Cause.EVENTS_OFF: "Start the engine with --kv-events-config, publisher zmq and events enabled, or list its streams "
     "in the settings, under workers: streams:.",
-    Cause.ENDPOINT_UNREACHABLE: "Correct the endpoint (each DP rank has its own port), let the engine bind an address "
+    Cause.ENDPOINT_UNREACHABLE: "Correct the endpoint (each DP rank has its own port), bind the engine to an address "
     "that is reachable from here, or open the port in the firewall.",
     Cause.NO_PUBLISHER: "Connect to the PUB endpoint, not to the replay endpoint or another service; for an encrypted "
     "stream set curve_server_key_file.",
-    Cause.STREAM_SILENT: "Something listens there, but this worker publishes elsewhere: compare the endpoint with the "
+    Cause.STREAM_SILENT: "Another process listens at this endpoint: compare the endpoint with the "
     "one in the engine's --kv-events-config, and the port with the DP rank's.",
-    Cause.TOPIC_MISMATCH: 'Set the topic under workers: streams: to what the engine publishes under, or to "" for all.',
-    Cause.EVENTS_UNREADABLE: "Upgrade what publishes these events, or connect to the engine itself.",
-    Cause.EVENTS_WITHOUT_TOKENS: "Upgrade the engine, or remove what strips token_ids from its events: a prompt is "
+    Cause.TOPIC_MISMATCH: 'Set the topic under workers: streams: to that of the engine, or to "" for all topics.',
+    Cause.EVENTS_UNREADABLE: "Upgrade the publisher of these events, or connect to the engine directly.",
+    Cause.EVENTS_WITHOUT_TOKENS: "Upgrade the engine, or remove the relay that drops token_ids: a prompt is "
     "matched by its tokens.",
-    Cause.BLOCK_SIZE: "Remove block_size from the worker's settings, or set it to what the engine uses.",
-    Cause.TOKENIZER: "Set models: NAME: tokenizer: to the folder of the very model that the worker serves.",
+    Cause.BLOCK_SIZE: "Remove block_size from the worker's settings, or set it to the engine's.",
+    Cause.TOKENIZER: "Set models: NAME: tokenizer: to the folder of the model that the worker serves.",
     Cause.TOKENIZER_MISSING: "Set models: NAME: tokenizer: to the folder of the model or its name on the Hub, or "
-    "install the extra that the evidence names; until then the engine is asked about every prompt.",
+    "install the extra that the evidence names. Until then the engine tokenizes every prompt.",
     Cause.PROMPTS_BY_TEXT: "Set models: NAME: tokenizer: to the folder of the model or its name on the Hub: prompts "
-    "are then compared by their tokens. Until then those that begin with the same text go together.",
-    Cause.PROMPTS_DIFFER: "Nothing must be done where the engine can be asked, which takes some milliseconds a prompt. "
-    "To save those, give the router the files and the chat template that the engine was started with.",
-    Cause.CHAT_TEMPLATE: "Give the router's tokenizer folder the chat template that the worker is started with.",
-    Cause.SALT: "Something between router and engine adds a cache salt to requests: remove it, or let clients send it "
+    "are then matched by tokens. Until then prompts with an equal beginning are routed together.",
+    Cause.PROMPTS_DIFFER: "No action is needed if the engine tokenizes prompts, which needs some milliseconds each. "
+    "To save this time, configure the model files and the chat template of the engine.",
+    Cause.CHAT_TEMPLATE: "Copy the worker's chat template to the router's tokenizer folder.",
+    Cause.SALT: "A proxy before the engine adds a cache salt to requests: remove it, or let clients send it "
     "in the body (cache_salt) through the router.",
-    Cause.ADAPTER: "Ask for the adapter by its own model name, so that the router knows of it too.",
+    Cause.ADAPTER: "Request the adapter by its own model name, so that the router knows it too.",
     Cause.PREFIX_CACHING_OFF: "Start the engine with prefix caching (vLLM: --enable-prefix-caching; SGLang: without "
     "--disable-radix-cache).",
-    Cause.REPLAY_MISSING: "Set replay_endpoint in the engine's --kv-events-config: without it a router that starts "
-    "later never learns what is cached already, and a lost batch stays lost.",
+    Cause.REPLAY_MISSING: "Set replay_endpoint in the engine's --kv-events-config: without it, a router that starts "
+    "later does not know blocks that are already cached, and a lost batch stays lost.",
     Cause.REPLAY_SILENT: "Correct replay_endpoint, or open its port; it must be the engine's ROUTER socket.",
-    Cause.SEQUENCE: "Let one publisher alone use this endpoint, and connect to it without a relay that drops messages.",
+    Cause.SEQUENCE: "Use this endpoint for one publisher only, and connect without a relay that drops messages.",
     Cause.CLOCK: "Synchronize the clocks (NTP): lags and freshness are computed from the engine's time.",
     Cause.STREAM_BUFFERED: "Switch off response buffering in the proxy between here and the worker "
     "(nginx: proxy_buffering off).",
-    Cause.NOT_MATCHED: "None of the known causes: compare the events in `kvrouter record` with the prompt's tokens.",
+    Cause.NOT_MATCHED: "The cause is unknown: compare the events in `kvrouter record` with the prompt's tokens.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: where, how that was seen, and what to do."""
+    """One problem: its worker, cause and evidence."""
 
     cause: Cause
     worker: str
@@ -94,7 +94,7 @@ class Finding:
         return FIXES[self.cause]
 
     def as_json(self) -> dict[str, object]:
-        """The finding with its fix, for scripts."""
+        """Return the finding with its fix, for scripts."""
         return {
             "cause": self.cause.value,
             "worker": self.worker,

@@ -20,8 +20,8 @@ from router.apis.usage import UsageTail
 from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
 
 STREAMED_TOKENS = 24
-_WORDS_PER_BLOCK = 4  # each is at least one token
-# In vLLM's metrics and in SGLang's description of itself.
+_WORDS_PER_BLOCK = 4  # each word has at least one token
+# Signs of a switched-off cache, in vLLM's metrics and in SGLang's server info.
 _SWITCHED_OFF = {
     "/metrics": re.compile(r'enable_prefix_caching="False"'),
     "/server_info": re.compile(r'"disable_radix_cache"\s*:\s*true'),
@@ -30,7 +30,7 @@ _RANK_HEADER = "X-data-parallel-rank"
 
 
 class RequestRefusedError(Exception):
-    """A worker did not answer a request as it should, but with `status`; the message says how."""
+    """A request that a worker answered with an error `status`. The message has its answer."""
 
     def __init__(self, problem: str, status: int) -> None:
         super().__init__(problem)
@@ -39,7 +39,7 @@ class RequestRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """A streamed answer: seconds to its first bytes and to its end, and how many reads brought it."""
+    """The times of a streamed answer: seconds to its first bytes and to its end, and its number of reads."""
 
     first_byte: float
     whole: float
@@ -47,7 +47,7 @@ class Timing:
 
 
 class Worker:
-    """Sends requests for one model to the worker at `url`. `headers`: what it wants to be shown with each."""
+    """A client for one model of the worker at `url`, which sends `headers` with each request."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str, headers: Mapping[str, str]) -> None:
         self._session = session
@@ -56,11 +56,11 @@ class Worker:
         self._model = model
 
     def unused_text(self, block_size: int) -> str:
-        """A text of several blocks that is in no cache."""
+        """Return a text of several blocks that is in no cache."""
         return " ".join(secrets.token_hex(4) for _ in range(_WORDS_PER_BLOCK * block_size))
 
     async def complete(self, text: str, dp_rank: int) -> int | None:
-        """Send a prompt to a DP rank; its cached tokens, None if untold. Raises RequestRefusedError."""
+        """Send a prompt to a DP rank. Return its cached tokens, `None` if not reported. Raises RequestRefusedError."""
         return await self._cached_tokens("/v1/completions", {"prompt": text}, dp_rank)
 
     async def chat(self, messages: list[dict[str, Any]], dp_rank: int) -> None:
@@ -75,7 +75,7 @@ class Worker:
         return usage.cached if usage else None
 
     async def stream(self, text: str, tokens: int) -> Timing:
-        """Stream an answer of this many tokens. Raises RequestRefusedError."""
+        """Stream an answer of `tokens` tokens. Raises RequestRefusedError."""
         body = {"prompt": text, "max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True, "stream": True}
         began = time.monotonic()
         async with self._post("/v1/completions", body, {}) as response:
@@ -88,7 +88,7 @@ class Worker:
         return Timing(first, time.monotonic() - began, reads)
 
     async def switched_off(self) -> str | None:
-        """Where the engine says that it does not cache prefixes; None if it does not say so."""
+        """Return the path that reports a switched-off prefix cache; `None` if no path does."""
         for path, sign in _SWITCHED_OFF.items():
             async with self._session.get(self._url + path, headers=self._headers) as response:
                 if response.status == 200 and sign.search(await response.text()):
@@ -111,13 +111,15 @@ async def _answer(response: aiohttp.ClientResponse) -> bytes:
     return body
 
 
-# Random texts may begin alike: what the engine knows may share some tokens more than the one a prompt is held against.
+# Random texts may begin alike. The engine may have cached a prompt that shares these further tokens.
 _BY_CHANCE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class NewPrompt:
-    """The token ids of a prompt that nobody sent before, but for the first `shared`, which others like it may have."""
+    """The token IDs of a prompt that was never sent, except for the first `shared` ones, which other prompts may
+    share.
+    """
 
     token_ids: list[int]
     shared: int
@@ -126,7 +128,7 @@ class NewPrompt:
 async def new_prompt(
     tokenizers: Tokenizers, model: str, prompt: TextPrompts | ChatPrompt, another: TextPrompts | ChatPrompt
 ) -> NewPrompt | None:
-    """A prompt beside another as new; None where the router has no tokenizer or chat template for the model."""
+    """Return a new prompt, compared with `another`; `None` without a tokenizer or chat template for the model."""
     try:
         token_ids, others = [list((await tokenizers.token_ids(model, each))[0]) for each in (prompt, another)]
     except (TokenizerUnavailableError, RequestError):
@@ -135,12 +137,12 @@ async def new_prompt(
 
 
 def stored(prompt: NewPrompt, events: Iterable[BlockStored]) -> BlockStored | None:
-    """The event that stores the first blocks of a prompt, after those that may have been cached before."""
+    """Return the event that stores the first blocks of a prompt, after the ones that may have been cached."""
     return next((event for event in events if _stores(event, prompt)), None)
 
 
 def _stores(event: BlockStored, prompt: NewPrompt) -> bool:
-    """Whether an event stores blocks from one of the shared tokens on, and a new one among them."""
+    """Return whether an event stores blocks from a shared token on, and a new block among them."""
     size, stored_ids = event.block_size, event.token_ids
     if size <= 0:
         return False
@@ -153,7 +155,7 @@ def _stores(event: BlockStored, prompt: NewPrompt) -> bool:
 
 
 def difference(expected: Sequence[int], events: Iterable[BlockStored]) -> str:
-    """Where the sequence that an engine began last parts from what was expected."""
+    """Describe the first difference between the expected tokens and the sequence that an engine began last."""
     roots = [event for event in events if event.parent_block_hash is None and event.token_ids]
     found = roots[-1].token_ids if roots else []
     at = _equal(expected, found)
@@ -163,5 +165,5 @@ def difference(expected: Sequence[int], events: Iterable[BlockStored]) -> str:
 
 
 def _equal(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Return the number of leading tokens that two sequences share."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,4 +1,4 @@
-"""Examining a fleet, and telling of it."""
+"""The examination of a fleet and its report."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _REQUEST_TIMEOUT = 60.0  # seconds
 
 
 class NoWorkersError(Exception):
-    """There is nothing to examine; the message says why."""
+    """A fleet without workers to examine. The message has the reason."""
 
 
 async def run_doctor(settings: Settings, api_key: str | None, patience: float, as_json: bool) -> bool:
-    """Examine the settings' workers and print what was found. Whether the fleet is sound.
+    """Examine the settings' workers and print the findings. Return whether there are no findings.
 
-    Raises NoWorkersError, and KubernetesError where the settings look for workers in a cluster.
+    Raises NoWorkersError, and KubernetesError if the settings search for workers in a cluster.
     """
     if settings.kubernetes.used:
         settings = settings.model_copy(update={"workers": [*settings.workers, *await _of_the_cluster(settings)]})
@@ -43,7 +43,7 @@ async def run_doctor(settings: Settings, api_key: str | None, patience: float, a
 
 
 async def run_doctor_on_router(url: str, token: str, as_json: bool) -> bool:
-    """Ask a router about its fleet and print what was found. Whether all is well. Raises RouterError."""
+    """Examine a router's fleet and print the findings. Return whether there are no findings. Raises RouterError."""
     fleet = await examine_running(url, token)
     _print(fleet.passed, fleet.findings, as_json)
     return not fleet.findings
@@ -60,7 +60,7 @@ async def _of_the_cluster(settings: Settings) -> list[WorkerSettings]:
 
 
 def _print(passed: dict[str, list[str]], findings: list[dict[str, Any]], as_json: bool) -> None:
-    """Print what was seen, by where."""
+    """Print confirmed steps and findings of each worker."""
     if as_json:
         print(json.dumps({"workers": list(passed), "findings": findings}))
         return
@@ -75,17 +75,18 @@ def _print(passed: dict[str, list[str]], findings: list[dict[str, Any]], as_json
                 console.print(f"  [red]{found['cause']}[/red]  {rank}{escape(found['evidence'])}")
                 console.print(f"      {escape(found['fix'])}")
     count = len(findings)
-    console.print(f"{count} finding{'s' * (count != 1)}" if findings else "nothing is wrong")
+    console.print(f"{count} finding{'s' * (count != 1)}" if findings else "no findings")
 
 
 async def examine(settings: Settings, api_key: str | None, patience: float) -> list[Examination]:
-    """Examine the settings' workers, several at once. `patience`: seconds that events may take to come.
+    """Examine the settings' workers, several at once.
 
-    `api_key`: of workers for which the settings have none.
+    - `api_key`: the key of workers without one in the settings.
+    - `patience`: seconds to wait for events.
     """
     key_file = settings.events.curve_secret_key_file
     keys = load_key_pair(key_file, "events.curve_secret_key_file") if key_file else None
-    # What the router has saved is not to be read or written here.
+    # The router's saved index must be neither read nor written.
     alone = settings.model_copy(update={"index": settings.index.model_copy(update={"snapshot": None, "peer": None})})
     fleet = settings.fleet
     if api_key and not fleet.has_key:

@@ -1,4 +1,4 @@
-"""A fleet that runs, as its router tells of it: /health, /ready and /workers. Nothing is sent to the workers."""
+"""The examination of a running router, by its /health, /ready and /workers. Workers receive no requests."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from router.http.client import connection_problem, refuse_redirects
 
 _TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
 
-# What to do about the router's findings; docs/troubleshooting.md says more.
+# Advice for the router's findings; docs/troubleshooting.md has more.
 ROUTER_FIXES = {
-    "worker_down": "Start the worker, or correct its URL; it is asked again by itself.",
+    "worker_down": "Start the worker, or correct its URL. The router retries by itself.",
     "worker_key": "Correct the worker's api_key in the settings, or fleet.api_key.",
-    "worker_description": "Look at what the worker answers to /v1/models, /kv_event_sources and /server_info; "
-    "fleet.max_ranks and fleet.allowed_networks bound what is used of it.",
-    "worker_left_out": "Look at the worker's log: it fails, hangs or is far slower than others. It is tried again.",
-    "rank_left_out": "Look at that rank in the worker's log. It is tried again by itself.",
+    "worker_description": "Check the worker's answers to /v1/models, /kv_event_sources and /server_info; "
+    "fleet.max_ranks and fleet.allowed_networks limit how much of them is used.",
+    "worker_left_out": "Check the worker's log: it fails, hangs or is slow. The router tries it again.",
+    "rank_left_out": "Check this rank in the worker's log. The router tries it again.",
     "events_missing": "Switch on the engine's events, open their port to the router, and compare keys; "
     "`kvrouter doctor --worker` follows one prompt to the index.",
-    "events_lost": "Give the engine a replay endpoint, or a longer buffer_steps.",
+    "events_lost": "Set a replay endpoint of the engine, or increase its buffer_steps.",
     "drift": "See docs/troubleshooting.md; `kvrouter doctor --worker` compares tokens and events.",
-    "load_not_shared": "Look at Redis. It is connected to again by itself.",
-    "process_down": "Look at the router's log for why the process ended. It is started again by itself.",
-    "prompt_length": "Give the router the tokenizer and the chat template of the engine.",
+    "load_not_shared": "Check Redis. The router reconnects by itself.",
+    "process_down": "Check the router's log for the reason. The process is restarted.",
+    "prompt_length": "Configure the tokenizer and the chat template of the engine.",
     "tokenizer_missing": "Set models: NAME: tokenizer: to the model's folder or its name on the Hub.",
     "tokenizer_incomplete": "Install the extra that the evidence names.",
-    "prompts_asked": "Nothing must be done. To save time, give the router the engine's files and chat template.",
-    "prompts_differ": "Start vLLM with --enable-scale-out, or give the router the engine's files and template.",
-    "tokenizer_suspected": "It passes when the next prompts agree; look at what clients send.",
+    "prompts_asked": "No action is needed. To save time, configure the engine's model files and chat template.",
+    "prompts_differ": "Start vLLM with --enable-scale-out, or configure the engine's model files and template.",
+    "tokenizer_suspected": "The finding ends when the next prompts agree. Check the requests of clients.",
     "prompts_by_text": "Set models: NAME: tokenizer: to the model's folder or its name on the Hub.",
-    "no_models": "Name what the worker serves: model: of the worker, in the settings.",
-    "model_changed": "Nothing, if another model was wanted there: its prompts are tried anew.",
-    "not_ready": "Wait, or look at the findings above: requests are not to be sent here yet.",
+    "no_models": "Set model: of the worker in the settings.",
+    "model_changed": "No action is needed after an intended change: the new model's prompts are probed again.",
+    "not_ready": "Wait, or check the findings above. Send no requests to this router yet.",
 }
 _UNKNOWN = "See docs/troubleshooting.md of the router's version."
 
 
 class RouterError(Exception):
-    """The router cannot be asked; the message says why."""
+    """A router that cannot be examined. The message has the reason."""
 
 
 @dataclass(slots=True)
 class RunningFleet:
-    """What was seen, by where. `about`: who answers."""
+    """The confirmed steps and findings of a running fleet, by router or worker. `about` describes the router."""
 
     url: str
     about: str = ""
@@ -55,16 +55,16 @@ class RunningFleet:
 
     @property
     def places(self) -> list[str]:
-        """The router, and its workers."""
+        """The URLs of the router and its workers."""
         return list(self.passed)
 
     def ok(self, place: str, line: str) -> None:
-        """That is as it should be."""
+        """Record a confirmed step."""
         self.passed.setdefault(place, []).append(line)
 
 
 async def examine_running(url: str, token: str) -> RunningFleet:
-    """Ask a router. Raises RouterError."""
+    """Examine a router. Raises RouterError."""
     fleet = RunningFleet(url.rstrip("/"))
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=_TIMEOUT, headers=headers) as session:
@@ -72,7 +72,7 @@ async def examine_running(url: str, token: str) -> RunningFleet:
         ready = await _asked(session, fleet.url, "/ready", also=503)
         told = await _asked(session, fleet.url, "/workers")
     if "findings" not in health or "workers_up" not in health:
-        raise RouterError(f"{url} is no router: its /health has no findings")
+        raise RouterError(f"{url} is not a router: its /health has no findings")
     _examine_router(fleet, health, ready)
     for worker in told["workers"]:
         _examine_worker(fleet, worker)
@@ -86,14 +86,14 @@ async def _asked(session: aiohttp.ClientSession, url: str, path: str, also: int 
     try:
         async with session.get(url + path) as response:
             if response.status in (401, 403):
-                raise RouterError(f"{url} wants the admin token for {path}: give it with --token")
+                raise RouterError(f"{url} needs the admin token for {path}: set --token")
             if response.status not in (200, also):
                 raise RouterError(f"{url}{path} answers {response.status}: is this a router's URL?")
             return msgspec.json.decode(await response.read(), type=dict[str, Any])
     except (aiohttp.ClientError, TimeoutError) as error:
         raise RouterError(f"{url} {connection_problem(error)}") from error
     except (msgspec.MsgspecError, ValueError) as error:
-        raise RouterError(f"{url} is no router: {path} {error}") from error
+        raise RouterError(f"{url} is not a router: {path} {error}") from error
 
 
 def _examine_router(fleet: RunningFleet, health: dict[str, Any], ready: dict[str, Any]) -> None:
@@ -123,13 +123,13 @@ def _examine_worker(fleet: RunningFleet, worker: dict[str, Any]) -> None:
 def _examine_tokenizer(fleet: RunningFleet, model: str, report: dict[str, Any]) -> None:
     shapes = report.get("shapes", {})
     exact = sum(way == "local" for way in shapes.values())
-    compared = f"; {exact} of {len(shapes)} probes as the engine reads them" if exact else ""
+    compared = f"; {exact} of {len(shapes)} probes have the engine's tokens" if exact else ""
     reading = f", by {report['reading']}" if report.get("reading") else ""
     fleet.ok(fleet.url, f"prompts for {model} become tokens: {report['way']}{reading}{compared}")
 
 
 def _finding(router: str, found: dict[str, Any]) -> dict[str, Any]:
-    """A finding of the router's, as the doctor's own are."""
+    """Convert a finding of the router to the doctor's form."""
     evidence = found.get("detail") or ""
     if model := found.get("model"):
         evidence = f"{model}: {evidence}"

@@ -1,4 +1,4 @@
-"""One event stream as a subscriber sees it: whether it is reached, and all that comes, under any topic."""
+"""One event stream as a subscriber sees it: whether it is reachable, and all messages under any topic."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from kvevents.frames import MalformedFrameError, parse_live, parse_replay, repla
 CONNECT_TIMEOUT = 3.0  # seconds
 REPLAY_TIMEOUT = 3.0
 _QUEUE = 100_000  # messages
-_TURN_MS = 50  # between looks at whether to end
+_TURN_MS = 50  # milliseconds between checks whether to end
 
 
 class UnreachableError(Exception):
-    """Nothing answers at an address; the message says how it was tried."""
+    """An unreachable address. The message describes the attempt."""
 
 
 class NoPublisherError(Exception):
-    """What answers at an address is no publisher."""
+    """An address at which a service other than a publisher answers."""
 
 
 @dataclass(slots=True)
 class Heard:
-    """What came on a stream: batches by number and time of arrival (unix seconds), topics, and what is unreadable."""
+    """The messages of a stream: batches by number and time of arrival (unix seconds), topics, and unreadable ones."""
 
     batches: list[tuple[int, float, EventBatch]] = field(default_factory=list)
     topics: set[str] = field(default_factory=set)
     unreadable: list[str] = field(default_factory=list)
 
     def stored(self) -> list[BlockStored]:
-        """Every block that was stored, in order."""
+        """Return every block that was stored, in order."""
         return [event for _, _, batch in self.batches for event in batch.events if isinstance(event, BlockStored)]
 
 
 class WatchedStream:
-    """Follows a DP rank's stream in a thread of its own, from `connect` to `close`."""
+    """A subscriber of a DP rank's stream in its own thread, from `connect` to `close`."""
 
     def __init__(self, source: EventSource, keys: KeyPair | None) -> None:
         self.source = source
@@ -58,14 +58,14 @@ class WatchedStream:
         self._thread: Thread | None = None
 
     async def connect(self) -> None:
-        """Reach the publisher and begin to listen. Raises UnreachableError, NoPublisherError."""
+        """Connect to the publisher and begin to listen. Raises UnreachableError and NoPublisherError."""
         await reach(self.source.endpoint)
         socket = await asyncio.to_thread(self._subscribe)
         self._thread = Thread(target=self._follow, args=(socket,), name="doctor-stream", daemon=True)
         self._thread.start()
 
     async def replayed(self) -> int:
-        """How many batches the replay endpoint still has. Raises UnreachableError, NoPublisherError."""
+        """Return the number of batches that the replay endpoint has. Raises UnreachableError and NoPublisherError."""
         assert self.source.replay_endpoint is not None
         await reach(self.source.replay_endpoint)
         return await asyncio.to_thread(self._ask_replay, self.source.replay_endpoint)
@@ -87,12 +87,12 @@ class WatchedStream:
             event: ConnectionEvent = Reached()
             while isinstance(event, Reached):
                 if not monitor.poll(int(CONNECT_TIMEOUT * 1000)):
-                    what = "accepts connections, but says nothing: it hangs, or is no publisher"
+                    what = "accepts connections, but is silent: it hangs, or is not a publisher"
                     raise NoPublisherError(f"{endpoint} {what}")
                 event = read_monitor(monitor)
             if not isinstance(event, Connected):
                 reason = event.reason if isinstance(event, HandshakeFailed) else "the publisher closes the connection"
-                raise NoPublisherError(f"{endpoint} is no publisher: {reason}")
+                raise NoPublisherError(f"{endpoint} is not a publisher: {reason}")
         except BaseException:
             socket.disable_monitor()
             socket.close(0)
@@ -107,8 +107,8 @@ class WatchedStream:
             _connect(dealer, endpoint)
             try:
                 dealer.send_multipart(replay_request(0), zmq.NOBLOCK)
-            except zmq.Again as error:  # ZeroMQ has learned already that it must not connect again
-                raise NoPublisherError(f"{endpoint} does not speak as a replay endpoint does") from error
+            except zmq.Again as error:  # ZeroMQ already knows that it must not connect again
+                raise NoPublisherError(f"{endpoint} does not answer as a replay endpoint") from error
             count = 0
             try:
                 while dealer.poll(int(REPLAY_TIMEOUT * 1000)):
@@ -116,8 +116,8 @@ class WatchedStream:
                         return count
                     count += 1
             except MalformedFrameError as error:
-                raise NoPublisherError(f"{endpoint} answers a replay request with something else: {error}") from error
-        raise NoPublisherError(f"{endpoint} is reached, but sends no end of a replay within {REPLAY_TIMEOUT:g} s")
+                raise NoPublisherError(f"{endpoint} does not answer a replay request as it should: {error}") from error
+        raise NoPublisherError(f"{endpoint} is reachable, but sends no end of a replay within {REPLAY_TIMEOUT:g} s")
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -155,20 +155,20 @@ def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise UnreachableError(f"{endpoint} is no address: {error}") from error
+        raise UnreachableError(f"{endpoint} is not an address: {error}") from error
 
 
 async def reach(endpoint: str) -> None:
-    """See whether anything accepts connections at a tcp:// endpoint. Raises UnreachableError."""
+    """Check that a tcp:// endpoint accepts connections. Raises UnreachableError."""
     try:
         address = urlsplit(endpoint)
         host, port = address.hostname, address.port
     except ValueError as error:
-        raise UnreachableError(f"{endpoint} is no address: {error}") from error
+        raise UnreachableError(f"{endpoint} is not an address: {error}") from error
     if address.scheme != "tcp":
         return
     if not host or not port:
-        raise UnreachableError(f"{endpoint} is no address: expected tcp://HOST:PORT")
+        raise UnreachableError(f"{endpoint} is not an address: expected tcp://HOST:PORT")
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT):
             _, writer = await asyncio.open_connection(host, port)

@@ -1,1 +1,1 @@
-"""`kvrouter replay`: a recording as live streams again, and the check of an indexer against what the engine said."""
+"""`kvrouter replay`: a recording as live streams, and the check of an indexer against the engine's answers."""

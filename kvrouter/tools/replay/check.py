@@ -14,17 +14,17 @@ from kvrouter.tools.replay.index_client import IndexClient, IndexerError, RankNa
 from kvrouter.tools.replay.publication import Pace, Publication
 from kvrouter.tools.replay.recorded import LiveMessage, Recording
 
-READ_TIMEOUT_S = 10.0  # for the indexer to have read what was published
-SETTLED_S = 0.1  # an answer that stands so long is the indexer's last word
+READ_TIMEOUT_S = 10.0  # seconds for the indexer to read the published batches
+SETTLED_S = 0.1  # seconds without a change after which an answer is final
 SETTLE_TIMEOUT_S = 2.0
 _POLL_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A request of which the indexer says something else than the engine, in tokens by source number.
+    """A request with differing answers of indexer and engine, in tokens by source number.
 
-    `ghosts`: the sources said to hold what was not stored since they started.
+    `ghosts` are sources whose match exceeds all blocks stored since their start.
     """
 
     request: AnsweredRequest
@@ -35,7 +35,7 @@ class Mismatch:
 
 @dataclass(slots=True)
 class Score:
-    """How many requests of a recording were answered as the engine did."""
+    """The number of a recording's requests that were answered as the engine did."""
 
     recording: str
     requests: int = 0
@@ -45,7 +45,7 @@ class Score:
 
     @property
     def ghosts(self) -> int:
-        """Requests with a match that no engine can hold."""
+        """The number of requests with a match that no engine can hold."""
         return sum(bool(mismatch.ghosts) for mismatch in self.mismatches)
 
 
@@ -57,10 +57,10 @@ async def check_indexer(
     model: str,
     speed: float | None,
 ) -> Score:
-    """Publish a recording up to each request's start, ask the indexer of its prompt, and compare.
+    """Publish a recording up to each request's start, query the indexer for its prompt, and compare.
 
-    `requests` in order of their start. Raises IndexerError, also when the indexer does not get to read what was
-    published.
+    `requests` are in the order of their start. Raises IndexerError, also if the indexer does not read the published
+    batches in time.
     """
     async with registered(client, recording, publication, model) as names:
         check = _Check(client, recording, publication, model, names)
@@ -102,7 +102,7 @@ class _Check:
                 self._stored[number].apply(batch)
 
     async def look_for_workers(self) -> None:
-        """Find out whether the indexer tells how far it has read."""
+        """Find out whether the indexer reports how far it has read."""
         known = await self._client.last_seqs()
         self._tells_last_seq = known is not None and set(self._names.values()) <= set(known)
 
@@ -116,7 +116,7 @@ class _Check:
             stored.apply(batch)
 
     async def ask(self, request: AnsweredRequest) -> None:
-        """Ask of a request once everything is read, and add what comes to the score."""
+        """Query a request once all batches are read, and add the answers to the score."""
         asked = self._asked(request)
         if not asked:
             raise IndexerError(f"request {request.i}: worker {request.worker}, rank {request.dp_rank} is not recorded")
@@ -131,7 +131,9 @@ class _Check:
             self.score.mismatches.append(Mismatch(request, answers, ghosts, wrong))
 
     def _asked(self, request: AnsweredRequest) -> list[int]:
-        """The sources that may have answered a request: one, or any of the worker's when the engine chose the rank."""
+        """Return the sources that may have answered a request: one, or all of the worker if the engine chose the
+        rank.
+        """
         return [
             number
             for number, source in self._recording.sources.items()
@@ -159,8 +161,11 @@ class _Check:
             await asyncio.sleep(_POLL_S)
 
     async def _settled(self, request: AnsweredRequest, asked: list[int]) -> dict[int, int]:
-        """The indexer's answer by source. A wrong one counts when it stands; any, if nothing else tells that the events
-        are in."""
+        """Return the indexer's final answer by source.
+
+        A wrong answer is final if it does not change. If the indexer does not report its progress, so is any
+        answer.
+        """
         answers = await self._answers(request, asked)
         stands_since = time.monotonic()
         deadline = stands_since + SETTLE_TIMEOUT_S
@@ -177,7 +182,7 @@ class _Check:
     async def _answers(self, request: AnsweredRequest, asked: list[int]) -> dict[int, int]:
         adapter, salt = self._identity(request)
         ranks = [self._names[number] for number in asked]
-        tokens = request.prompt_token_ids[:-1]  # the last one is always computed
+        tokens = request.prompt_token_ids[:-1]  # the last token is always computed
         matched = await self._client.matched(ranks, self._model, tokens, adapter, salt)
         return dict(zip(asked, matched, strict=True))
 
@@ -193,7 +198,7 @@ class _Check:
 
 
 def endpoints_table(publication: Publication) -> Table:
-    """Where the sources of a recording are published."""
+    """Return a table of the endpoints of a recording's sources."""
     table = Table("source", "worker", "rank", "endpoint", "replay endpoint", "topic", box=None)
     for number, published in publication.sources.items():
         source = published.source
@@ -204,7 +209,7 @@ def endpoints_table(publication: Publication) -> Table:
 
 
 def score_table(scores: Sequence[Score]) -> Table:
-    """A line for each recording."""
+    """Return a table with a line for each recording."""
     table = Table(Column("recording", overflow="fold"), box=None)
     for name in ("as the engine", "ghosts", "seconds"):
         table.add_column(name, justify="right")
@@ -215,7 +220,7 @@ def score_table(scores: Sequence[Score]) -> Table:
 
 
 def mismatch_lines(score: Score) -> list[str]:
-    """A line for each request of which the indexer said something else."""
+    """Return a line for each request that the indexer answered differently."""
     return [f"{score.recording}: {_line(mismatch)}" for mismatch in score.mismatches]
 
 
@@ -226,4 +231,4 @@ def _line(mismatch: Mismatch) -> str:
         for number, tokens in mismatch.answers.items()
     )
     prompt = len(request.prompt_token_ids)
-    return f"request {request.i}, {prompt} tokens: the engine says {request.cached_tokens}, the indexer {answers}"
+    return f"request {request.i}, {prompt} tokens: the engine has {request.cached_tokens}, the indexer {answers}"

@@ -1,4 +1,7 @@
-"""The matches that a replayed recording has to give."""
+"""The expected matches of a replayed recording: the engine's answers, and the prefixes that its events stored.
+
+StoredPrefixes is deliberately independent of the index, and simple: a set of chained digests.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,23 @@ from kvevents.identity import identity_of
 
 
 class StoredPrefixes:
-    """What one DP rank stored since it started, or was cleared."""
+    """All prefixes that one DP rank stored since its start or last clear. A longer match is a ghost."""
 
     def __init__(self) -> None:
-        self._digests: dict[EngineHash, bytes] = {}  # by block; the digest is of the whole prefix
+        self._digests: dict[EngineHash, bytes] = {}  # by block; each digest covers the whole prefix
         self._stored: set[bytes] = set()
         self._adapters: set[str] = set()
 
     def restart(self) -> None:
-        """The engine restarted."""
+        """Forget all prefixes after a restart of the engine."""
         self._digests.clear()
         self._stored.clear()
 
     def apply(self, batch: EventBatch) -> None:
-        """Take in a batch. Blocks whose tokens or parent are not known are left out, as nothing can match them."""
+        """Apply a batch.
+
+        Blocks with unknown tokens or an unknown parent are dropped, because nothing can match them.
+        """
         for event in batch.events:
             if isinstance(event, BlockStored) and event.kv_cache_spec_kind in (None, "full_attention"):
                 self._store(event)
@@ -39,7 +45,7 @@ class StoredPrefixes:
                 self.restart()
 
     def longest(self, tokens: list[int], adapter: str | None, cache_salt: str | None, block_size: int) -> int:
-        """How many leading tokens of a sequence were stored, in full blocks."""
+        """Return the number of leading tokens that were stored, in full blocks."""
         digest = _root(adapter, cache_salt)
         for start in range(0, len(tokens) - block_size + 1, block_size):
             digest = _chained(digest, tokens[start : start + block_size], None)
@@ -80,7 +86,7 @@ _SUFFIXES = (".requests.jsonl", ".requests.jsonl.gz")
 
 
 class UnusableRequestsError(ValueError):
-    """A file that cannot be read as requests; the message names the file and the line."""
+    """A file that cannot be read as requests. The message names the file and the line."""
 
 
 class AnsweredRequest(msgspec.Struct, tag_field="kind", tag="chat"):
@@ -97,7 +103,7 @@ class AnsweredRequest(msgspec.Struct, tag_field="kind", tag="chat"):
 
     @property
     def dp_rank(self) -> int | None:
-        """The rank it was sent to; None when the engine chose."""
+        """The rank that the request was sent to; `None` if the engine chose."""
         ranks = [value for name, value in self.headers.items() if name.lower() == "x-data-parallel-rank"]
         return int(ranks[0]) if ranks and ranks[0].isdigit() else None
 
@@ -108,17 +114,17 @@ class AnsweredRequest(msgspec.Struct, tag_field="kind", tag="chat"):
 
 
 class _Admin(msgspec.Struct, tag_field="kind", tag="admin"):
-    """A call that is no inference."""
+    """A call that is not an inference."""
 
 
 _decode = msgspec.json.Decoder(AnsweredRequest | _Admin).decode
 
 
 def requests_beside(recording: Path) -> Path:
-    """The requests that belong to a recording: `NAME.requests.jsonl` or `.gz` beside it.
+    """Return the requests file of a recording: `NAME.requests.jsonl` or `.gz` beside it.
 
-    A recording in an older wire form, `NAME.RELEASE.kvrec`, shares those of NAME, which may be a folder up. Raises
-    UnusableRequestsError.
+    A recording in an older wire form, `NAME.RELEASE.kvrec`, shares the requests of NAME, also from the parent folder.
+    Raises UnusableRequestsError.
     """
     folder, stem = recording.parent, recording.stem
     shared = stem.partition(".")[0]
@@ -130,7 +136,7 @@ def requests_beside(recording: Path) -> Path:
 
 
 def load_requests(path: Path) -> list[AnsweredRequest]:
-    """The requests of a file by their start; other calls are left out. Raises UnusableRequestsError, or OSError."""
+    """Load the requests of a file by their start, without other calls. Raises UnusableRequestsError and OSError."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -144,11 +150,11 @@ def load_requests(path: Path) -> list[AnsweredRequest]:
         if isinstance(request, AnsweredRequest):
             requests.append(request)
     if not requests:
-        raise UnusableRequestsError(f"{path}: no request in it")
+        raise UnusableRequestsError(f"{path}: the file has no requests")
     return sorted(requests, key=lambda request: request.t_start)
 
 
 def base_model(requests: Collection[AnsweredRequest], adapters: Collection[str]) -> str | None:
-    """The model that most requests name, adapters aside; None when they name none."""
+    """Return the model that most requests name, except adapters; `None` if no request names one."""
     named = Counter(request.model for request in requests if request.model and request.model not in adapters)
     return named.most_common(1)[0][0] if named else None

@@ -18,12 +18,12 @@ TIMEOUT_S = 10.0
 
 
 class IndexerError(Exception):
-    """The indexer cannot be reached, refuses, or answers what cannot be read."""
+    """An indexer that is unreachable, refuses, or sends an unreadable answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankName:
-    """A DP rank as an indexer knows it."""
+    """The name of a DP rank at an indexer."""
 
     instance: str
     dp_rank: int
@@ -49,7 +49,7 @@ class _Instance(msgspec.Struct):
 
 
 class IndexClient:
-    """Asks one indexer. All methods raise IndexerError."""
+    """A client of one indexer. All methods raise IndexerError."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, tenant: str = "default") -> None:
         self._session = session
@@ -59,7 +59,7 @@ class IndexClient:
     async def register(
         self, rank: RankName, model: str, block_size: int | None, engine: str, endpoint: str, replay: str, topic: str
     ) -> None:
-        """Have the indexer follow a stream."""
+        """Register a stream, which the indexer then follows."""
         body = {
             "endpoint": endpoint,
             "replay_endpoint": replay,
@@ -73,26 +73,26 @@ class IndexClient:
         await self._post("/register", body if block_size is None else body | {"block_size": block_size})
 
     async def unregister(self, rank: RankName, model: str) -> None:
-        """Have the indexer forget a stream."""
+        """Unregister a stream."""
         body = {"instance_id": rank.instance, "modelname": model, "dp_rank": rank.dp_rank, "tenant_id": self._tenant}
         await self._post("/unregister", body)
 
     async def matched(
         self, ranks: list[RankName], model: str, token_ids: list[int], adapter: str | None, cache_salt: str | None
     ) -> list[int]:
-        """How many of the tokens each rank holds; 0 for one that the answer does not name."""
+        """Return the number of tokens that each rank holds; 0 for a rank that is not in the answer."""
         body: dict[str, Any] = {"model": model, "token_ids": token_ids, "tenant_id": self._tenant}
         optional = {"lora_name": adapter, "cache_salt": cache_salt}
         answer = await self._post("/query", body | {name: value for name, value in optional.items() if value})
         try:
             tenants = msgspec.json.decode(answer, type=dict[str, dict[str, _Instance]])
         except msgspec.DecodeError as error:
-            raise IndexerError(f"{self._url}/query answers what cannot be read: {error}") from error
+            raise IndexerError(f"{self._url}/query sent an unreadable answer: {error}") from error
         instances = tenants.get(self._tenant, {})
         return [_matched(instances.get(rank.instance, _Instance()), rank.dp_rank) for rank in ranks]
 
     async def last_seqs(self) -> dict[RankName, int | None] | None:
-        """The last sequence number read from each stream; None when the indexer has no `/workers`."""
+        """Return the last sequence number read from each stream; `None` if the indexer has no `/workers`."""
         try:
             async with self._session.get(f"{self._url}/workers") as response:
                 if response.status != 200:
@@ -131,7 +131,7 @@ def _matched(instance: _Instance, dp_rank: int) -> int:
 async def registered(
     client: IndexClient, recording: Recording, publication: Publication, model: str
 ) -> AsyncIterator[dict[int, RankName]]:
-    """Register every source, under the names given by source number, until the end of the block.
+    """Register every source until the end of the block, and yield its name by source number.
 
     Returns once the indexer is subscribed to all. Raises IndexerError.
     """
@@ -154,5 +154,5 @@ async def registered(
         yield names
     finally:
         for name in names.values():
-            with suppress(IndexerError):  # it may be gone, or not know of a source that was never registered
+            with suppress(IndexerError):  # the indexer may have ended, or never registered a source
                 await asyncio.shield(client.unregister(name, model))

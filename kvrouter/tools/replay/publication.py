@@ -16,7 +16,7 @@ from kvrouter.tools.replay.recorded import LiveMessage, Recording, Source
 
 
 class Pace:
-    """Recorded times as times to wait for: `speed` times as fast as they were, or, with None, at once."""
+    """A pace: recorded times converted to times to wait for, at `speed` times their rate. `None`: without delay."""
 
     def __init__(self, started_at: float, speed: float | None) -> None:
         self._recorded_start = started_at
@@ -24,7 +24,7 @@ class Pace:
         self._start = time.monotonic()
 
     async def wait_for(self, recorded_at: float) -> None:
-        """Sleep until the moment has come; other tasks get their turn in any case."""
+        """Sleep until a recorded moment. Other tasks always get a turn."""
         delay = 0.0
         if self._speed is not None:
             delay = self._start + (recorded_at - self._recorded_start) / self._speed - time.monotonic()
@@ -34,17 +34,17 @@ class Pace:
 _SEND_QUEUE = 100_000  # messages to one subscriber; beyond it ZeroMQ drops, and the gap is replayed
 _REPLAY_QUEUE = 1_000  # messages to one replay client; beyond it the replay waits
 _REPLAY_RETRY_S = 0.005
-_REPLAY_STALL_S = 5.0  # a client that takes nothing for so long has given up
+_REPLAY_STALL_S = 5.0  # seconds without progress after which a replay is abandoned
 _LINGER_MS = 1_000
 _BIND_RETRY_S = 0.01
-_BIND_TIMEOUT_S = 5.0  # a port that was just closed may be busy for a moment
+_BIND_TIMEOUT_S = 5.0  # seconds; a port that was just closed may be busy for a moment
 SUBSCRIBE_TIMEOUT_S = 10.0
 
 
 class PublishedSource:
-    """One source's sockets. `endpoint` and `replay_endpoint` stay the same over the source's lives.
+    """The sockets of one source. `endpoint` and `replay_endpoint` stay over restarts of the source.
 
-    `last_seq` is that of the newest batch a subscriber can have.
+    `last_seq` is the newest batch that a subscriber can have.
     """
 
     def __init__(self, context: zmq.asyncio.Context, source: Source, host: str, port: int) -> None:
@@ -59,7 +59,7 @@ class PublishedSource:
         self._open()
 
     async def publish(self, message: LiveMessage) -> None:
-        """Send a recorded message. The first one of another life comes from a publisher that has just started."""
+        """Send a recorded message. The first one of another life is sent after a restart of the publisher."""
         if message.life != self._life:
             await self._restart(message.life)
         await self._pub.send_multipart(message.frames)
@@ -71,7 +71,7 @@ class PublishedSource:
         await asyncio.wait_for(self._subscribed.wait(), SUBSCRIBE_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Close the sockets; what was published still goes out."""
+        """Close the sockets. Published messages are still sent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -83,7 +83,7 @@ class PublishedSource:
         self._router = self._context.socket(zmq.ROUTER)
         self._pub.set_hwm(_SEND_QUEUE)
         self._router.set_hwm(_REPLAY_QUEUE)
-        # Without this a ROUTER silently drops what a slow client cannot take yet.
+        # Without ROUTER_MANDATORY, messages to a client with a full buffer are dropped silently.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self.endpoint = _bind(self._pub, self.endpoint)
@@ -95,7 +95,7 @@ class PublishedSource:
         self._tasks = [asyncio.create_task(self._watch_subscribers()), asyncio.create_task(self._answer_replays())]
 
     async def _restart(self, life: int) -> None:
-        """What a restarted engine does: everything is closed, then on the same ports again, and subscribers return."""
+        """Restart as an engine does: close the sockets, bind the ports again, and wait for subscribers."""
         returning = self._subscribed.is_set()
         await self.close()
         self._life = life
@@ -124,8 +124,8 @@ class PublishedSource:
             try:
                 client, start = parse_replay_request(await self._router.recv_multipart())
             except MalformedFrameError:
-                continue  # as engines do
-            with suppress(zmq.ZMQError):  # a client that is gone, or takes nothing
+                continue  # engines ignore it too
+            with suppress(zmq.ZMQError):  # a client that disconnected, or reads nothing
                 await self._replay(client, start, self._through)
 
     async def _replay(self, client: bytes, start: int, through: int) -> None:
@@ -150,9 +150,9 @@ class PublishedSource:
 
 
 class Publication(AbstractAsyncContextManager["Publication"]):
-    """All sources of a recording, from entering to leaving; nothing is published before `publish`.
+    """All sources of a recording, as a context. Nothing is published before `publish`.
 
-    Source n has port `port + 2n` and its replays the next one; port 0 takes free ones. Raises OSError for an address
+    Source n has port `port + 2n`, and its replays the next one; port 0 binds free ones. Raises OSError for an address
     that cannot be bound.
     """
 
@@ -186,7 +186,7 @@ class Publication(AbstractAsyncContextManager["Publication"]):
 
 
 def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> str:
-    """Bind, and return the endpoint with the port that was bound."""
+    """Bind a socket, and return its endpoint with the bound port."""
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
     socket.bind(endpoint)
     bound = socket.getsockopt(zmq.LAST_ENDPOINT)

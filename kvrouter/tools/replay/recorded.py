@@ -1,4 +1,4 @@
-"""A recording as streams to publish: what each source sent and when, which rank of which worker it is."""
+"""A recording as streams to publish: each source's worker and rank, its messages, and their times."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvevents.recording import Channel, Record, TornRecordingError, read_recordi
 
 
 class UnusableRecordingError(ValueError):
-    """A file that holds no streams to publish."""
+    """A file without streams to publish."""
 
 
 @dataclass(slots=True)
 class Life:
-    """One publisher from its start to its end: its batches by sequence number, as far as they are known."""
+    """One publisher from its start to its end: its known batches by sequence number."""
 
     batches: dict[int, bytes] = field(default_factory=dict)
     first_live: int | None = None
@@ -27,13 +27,13 @@ class Life:
 
     @property
     def first_to_come(self) -> int:
-        """The sequence number of its first live batch: the ones below were published before the recording began."""
+        """The sequence number of the first live batch. Lower ones were published before the recording began."""
         return max(self.batches, default=-1) + 1 if self.first_live is None else self.first_live
 
 
 @dataclass(frozen=True, slots=True)
 class LiveMessage:
-    """A recorded PUB message. `seq` is None for one that is no frame of a stream."""
+    """A recorded PUB message. `seq` is `None` for one that is not a frame of a stream."""
 
     received_at: float
     source: int
@@ -42,13 +42,13 @@ class LiveMessage:
     frames: list[bytes]
 
     def batch(self) -> EventBatch | None:
-        """Its events; None when they cannot be read."""
+        """Return the message's events; `None` if they are unreadable."""
         return None if self.seq is None else _decoded(self.frames[-1])
 
 
 @dataclass(slots=True)
 class Source:
-    """One recorded stream. `worker` counts the recording's workers from 0; `block_size` in tokens."""
+    """One recorded stream. `worker` counts the recording's workers from 0; `block_size` is in tokens."""
 
     number: int
     worker: int
@@ -61,14 +61,14 @@ class Source:
     lives: list[Life]
 
     def batches_before(self) -> list[EventBatch]:
-        """What was published before the recording began, as far as a replay showed it."""
+        """Return the batches before the recording, as far as a replay has them."""
         first = self.lives[0]
         return _decoded_all(first.batches[seq] for seq in sorted(first.batches) if seq < first.first_to_come)
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The sources by number, and their live messages in the order they were received."""
+    """The sources by number, and their live messages in the order of their arrival."""
 
     name: str
     sources: dict[int, Source]
@@ -76,7 +76,7 @@ class Recording:
 
     @property
     def started_at(self) -> float:
-        """When the first live message was received (unix seconds); infinity when none was."""
+        """The arrival of the first live message (unix seconds); infinity without one."""
         return self.messages[0].received_at if self.messages else math.inf
 
     @property
@@ -86,7 +86,7 @@ class Recording:
 
 
 def load_recording(path: Path) -> Recording:
-    """Read a recording; one that was cut off counts as far as it goes. Raises UnusableRecordingError, or OSError."""
+    """Load a recording, also one that was cut off. Raises UnusableRecordingError and OSError."""
     try:
         records = list(read_recording(path, torn_end=True))
     except TornRecordingError as error:
@@ -100,13 +100,13 @@ def load_recording(path: Path) -> Recording:
         else:
             _add_replayed(record, of_source[-1])
     if not any(life.batches for of_source in lives.values() for life in of_source) and not messages:
-        raise UnusableRecordingError(f"{path}: no batch in it")
+        raise UnusableRecordingError(f"{path}: the file has no batches")
     sources: dict[int, Source] = {}
     worker, last_rank = -1, 0
     for number in sorted(lives):
         batches = _decoded_all(payload for life in lives[number] for payload in life.batches.values())
         rank = next((batch.dp_rank for batch in batches if batch.dp_rank is not None), 0)
-        if worker < 0 or rank <= last_rank:  # ranks of a worker come one after another
+        if worker < 0 or rank <= last_rank:  # ranks of a worker follow each other
             worker += 1
         last_rank = rank
         sources[number] = _source(number, worker, rank, records, batches, lives[number])

@@ -1,4 +1,4 @@
-"""The two ways to replay: publish a recording to subscribers, or check an indexer with it."""
+"""The two ways to replay a recording: publish it to subscribers, or check an indexer with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.http.client import refuse_redirects
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where to bind: source n at `port + 2n`, its replays at the next one; port 0 takes free ones."""
+    """The address to bind: source n at `port + 2n`, its replays at the next port. Port 0 binds free ones."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -30,7 +30,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class IndexerAddress:
-    """An indexer's URL, and the token that it wants to see for registrations, if it wants one."""
+    """The URL of an indexer, and its token for registrations, if it needs one."""
 
     url: str
     token: str = ""
@@ -39,8 +39,9 @@ class IndexerAddress:
 async def publish_recording(
     path: Path, place: Place, speed: float | None, indexer: IndexerAddress | None, model: str | None
 ) -> None:
-    """Publish a recording, then answer replays until SIGINT or SIGTERM. Raises as `load_recording`, OSError for the
-    address, IndexerError.
+    """Publish a recording, then answer replays until SIGINT or SIGTERM.
+
+    Raises as `load_recording` does, OSError for the address, and IndexerError.
     """
     recording = load_recording(path)
     console = Console(highlight=False, soft_wrap=True)
@@ -77,9 +78,9 @@ async def check_recordings(
     model: str | None,
     verbose: bool,
 ) -> list[Score]:
-    """Check an indexer with each recording in turn and print the scores; `requests` are those of the only recording.
+    """Check an indexer with each recording in turn, and print the scores.
 
-    Raises as `publish_recording`, and UnusableRequestsError.
+    `requests` are those of a single recording. Raises as `publish_recording` does, and UnusableRequestsError.
     """
     console = Console(highlight=False, soft_wrap=True)
     scores: list[Score] = []

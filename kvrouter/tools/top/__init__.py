@@ -1,4 +1,4 @@
-"""`kvrouter top`: the fleet on one screen of a terminal, updating."""
+"""`kvrouter top`: the fleet on one screen of a terminal, updated continuously."""
 
 from kvrouter.tools.top.screen import run_top
 

@@ -1,4 +1,4 @@
-"""What a router tells of its fleet at `/live`, put together."""
+"""The state of a fleet, assembled from the updates of a router's `/live`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import msgspec
 
 from router.http.client import connection_problem, refuse_redirects
 
-SILENCE = 10.0  # seconds without an update, which otherwise comes every second
+SILENCE = 10.0  # seconds without an update; usually one arrives every second
 _MAX_LINE = 64 * 2**20  # the first update has all ranks
 
 
 class FeedError(Exception):
-    """The feed cannot be read; the message says why."""
+    """A feed that cannot be read. The message has the reason."""
 
 
 @dataclass(slots=True)
 class Fleet:
-    """The fleet as it was last reported: ranks by their key, totals, the last point of the series, requests."""
+    """The fleet after its last update: ranks by their key, totals, the last point of the series, and requests."""
 
     ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     totals: dict[str, Any] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Fleet:
     findings: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, update: dict[str, Any]) -> None:
-        """Take in an update."""
+        """Apply an update."""
         for key in update["gone"]:
             self.ranks.pop(key, None)
         self.ranks |= update["ranks"]
@@ -46,7 +46,7 @@ class Fleet:
 
 
 async def follow(url: str, token: str) -> AsyncIterator[Fleet]:
-    """The fleet after each update, until the router ends. Raises FeedError."""
+    """Yield the fleet after each update, until the router ends. Raises FeedError."""
     fleet = Fleet()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=SILENCE)
@@ -56,7 +56,7 @@ async def follow(url: str, token: str) -> AsyncIterator[Fleet]:
             session.get(f"{url.rstrip('/')}/live", headers=headers) as response,
         ):
             if response.status in (401, 403):
-                raise FeedError(f"{url} wants the admin token: give it with --token")
+                raise FeedError(f"{url} needs the admin token: set --token")
             if response.status != 200 or response.content_type != "text/event-stream":
                 raise FeedError(f"{url} answers {response.status}: is this a router's URL?")
             async for line in response.content:

@@ -23,16 +23,16 @@ Row = dict[str, Any]
 
 _WORST = ("down", "left_out", "trial", "new", "warming", "draining", "drained", "asleep", "ready")
 _STYLES = dict.fromkeys(("ready", "live"), "green") | dict.fromkeys(("down", "left_out", "lost", "stale"), "bold red")
-# Lines beside those of the ranks: totals, the head of the table, requests and keys.
+# Lines other than those of ranks: totals, the head of the table, requests and keys.
 _OTHER_LINES = 16
 _REQUESTS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column and the key that sorts by it; those that matter less are left out where there is no room.
+    """A column and the key that sorts by it. The column with the lowest `matters` is omitted first.
 
-    `largest`: the largest values come first.
+    With `largest`, the largest values are first.
     """
 
     key: str
@@ -86,14 +86,14 @@ KEYS = {column.key: column for column in COLUMNS}
 
 @dataclass(slots=True)
 class View:
-    """What is looked at: the column that sorts, in its own order or the other way, and how many rows are skipped."""
+    """The view of the table: the sorting column, its order, and the number of skipped rows."""
 
     key: str = "s"
     reverse: bool = False
     skip: int = 0
 
     def press(self, key: str) -> None:
-        """A key was pressed: a column's letter sorts by it, again turns the order round; j and J scroll."""
+        """Handle a key: a column's letter sorts by it, and again reverses the order; j and J scroll."""
         if key in ("j", "\x1b[B"):
             self.skip += 1
         elif key in ("J", "\x1b[A"):
@@ -104,7 +104,7 @@ class View:
 
 
 def screen(fleet: Fleet, view: View, lines: int) -> RenderableType:
-    """The whole screen, for a terminal with this many lines."""
+    """Return the screen for a terminal with this number of lines."""
     ranks = ordered(list(fleet.ranks.values()), view)
     room = max(lines - _OTHER_LINES, 3)
     view.skip = min(view.skip, max(len(ranks) - room, 0))
@@ -118,7 +118,7 @@ def screen(fleet: Fleet, view: View, lines: int) -> RenderableType:
 
 
 def ordered(ranks: list[Row], view: View) -> list[Row]:
-    """The ranks as the view sorts them; equal ones by worker and rank."""
+    """Return the ranks in the view's order; equal ones by worker and rank."""
     column = KEYS[view.key]
     ranks = sorted(ranks, key=lambda row: (row["worker"], row["dp_rank"], row["model"]))
     return sorted(ranks, key=column.value, reverse=column.largest is not view.reverse)
@@ -153,7 +153,7 @@ def _ranks(rows: list[Row], view: View) -> RenderableType:
         FittingColumn(
             column.title + (" ▾" if column.key == view.key else ""),
             [column.shown(row) for row in rows],
-            # What sorts the rows is to be seen.
+            # The sorting column stays visible.
             column.matters if column.key != view.key else 9,
             left=column.key in "wse",
         )
@@ -211,10 +211,10 @@ _ANY_WIDTH = 240
 
 
 async def run_top(url: str, token: str, once: bool) -> None:
-    """Show the fleet until `q` is pressed; `once` prints it and ends. Raises FeedError."""
+    """Show the fleet until `q` is pressed. With `once`, print it and return. Raises FeedError."""
     console = Console()
     if once and not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=_ANY_WIDTH)  # of a file nobody knows how wide it may be
+        console = Console(width=_ANY_WIDTH)  # a file has no width of its own
     if once:
         async for fleet in follow(url, token):
             console.print(screen(fleet, View(), _ALL_LINES))
@@ -254,7 +254,7 @@ async def run_top(url: str, token: str, once: bool) -> None:
 
 @contextmanager
 def keys(press: Callable[[str], None]) -> Iterator[None]:
-    """Tell of every key that is pressed on standard input, if that is a terminal."""
+    """Call `press` for every key on standard input, if that is a terminal."""
     if not sys.stdin.isatty():
         yield
         return

@@ -19,12 +19,12 @@ from router.http.client import connection_problem, refuse_redirects
 from simulator.fleet.measures import percentile
 from simulator.fleet.trace import Trace, TraceLine
 
-# Ids that every vocabulary has, and that are special in none.
+# IDs that exist in every vocabulary, and are special tokens in none.
 _TOKENS = range(1000, 3000)
 # One token each, with the space before, in the vocabularies of most models.
 _TEXT = (
     "the of and to in is that for it as was with be by on not he his but at are this have from or had an they "
-    "which one you were all her she there would their we him been has when who will no more if out so up said "
+    "which one you were all her she there would their we him been has when while will no more if out so up said "
     "what its about than into them can only other time new some could these two may first then do any like my now "
     "over such our man me even most made after also did many off before must well back through years much where "
 )
@@ -32,7 +32,7 @@ _WORDS = tuple(_TEXT.split())
 
 
 class Prompts:
-    """The prompts of a replay. Those of another `seed` have nothing in common with them."""
+    """The prompts of a replay. Prompts of different seeds share nothing."""
 
     def __init__(self, seed: str, block_tokens: int) -> None:
         self._seed = seed
@@ -40,18 +40,18 @@ class Prompts:
         self._block = lru_cache(maxsize=2**25 // block_tokens)(self._made)
 
     def token_ids(self, line: TraceLine, number: int) -> list[int]:
-        """The prompt of a line as token ids, as many as the trace says. `number`: its place in the trace."""
+        """Return the prompt of a trace line as token IDs, with the trace's length. `number` is the line's position."""
         return [_TOKENS[draw % len(_TOKENS)] for draw in self._draws(line, number)]
 
     def text(self, line: TraceLine, number: int) -> str:
-        """The same as text: of about as many tokens."""
+        """Return the prompt of a trace line as text, with about the trace's number of tokens."""
         return "".join(f" {_WORDS[draw % len(_WORDS)]}" for draw in self._draws(line, number))
 
     def _draws(self, line: TraceLine, number: int) -> array[int]:
         draws = array("H")
         for block in line.hash_ids:
             draws += self._block(str(block))
-        while len(draws) < line.input_length:  # a trace need not name the last block
+        while len(draws) < line.input_length:  # a trace may omit the last block
             draws += self._made(f"end of {number}, {len(draws)}")
         return draws[: max(line.input_length, 1)]
 
@@ -59,7 +59,7 @@ class Prompts:
         return array("H", Random(f"{self._seed} {name}").randbytes(2 * self._block_tokens))
 
 
-AT_ONCE = 2048  # requests; more wait here, and the report says so
+AT_ONCE = 2048  # requests; further ones wait, and the report mentions it
 ANSWER_SECONDS = 600.0
 _ASK_SECONDS = 10.0
 _LATE_SECONDS = 0.1
@@ -67,12 +67,12 @@ _MAX_LINE = 1 << 24
 
 
 class ReplayError(Exception):
-    """A router takes no requests; the message says why."""
+    """A router that accepts no requests. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveTarget:
-    """A router to replay against. `model`: None takes the only one it serves."""
+    """A router as the target of a replay. `model`: `None` selects its only one."""
 
     label: str
     url: str
@@ -84,7 +84,7 @@ class LiveTarget:
 
 
 async def replay_live(trace: Trace, target: LiveTarget, on_answer: Callable[[], None]) -> Run:
-    """Send a trace. `on_answer` is called for each request that is over. Raises ReplayError when none is taken."""
+    """Send a trace. `on_answer` is called at the end of each request. Raises ReplayError if none is accepted."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS, sock_connect=10)
     async with aiohttp.ClientSession(
@@ -106,9 +106,9 @@ async def _only_model(session: aiohttp.ClientSession, url: str) -> str:
             response.raise_for_status()
             models = [each["id"] for each in (await response.json())["data"]]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-        raise ReplayError(f"{url} does not tell its models: {connection_problem(error)}") from error
+        raise ReplayError(f"{url} does not list its models: {connection_problem(error)}") from error
     if len(models) != 1:
-        raise ReplayError(f"{url} serves {', '.join(models) or 'no model'}: name one with --model")
+        raise ReplayError(f"{url} serves {', '.join(models) or 'no model'}: set --model")
     return str(models[0])
 
 
@@ -122,7 +122,7 @@ class _Sender:
         self._options: dict[str, Any] = {"ignore_eos": True}
 
     async def find_out_what_is_taken(self) -> None:
-        """Prompts of token ids, and answers as long as asked for: where the server knows neither, text and less."""
+        """Find out whether the server accepts token IDs and `ignore_eos`. If not, send text and shorter answers."""
         refused = ""
         for as_tokens, options in ((True, {"ignore_eos": True}), (True, {}), (False, {})):
             self._as_tokens, self._options = as_tokens, options
@@ -131,10 +131,10 @@ class _Sender:
             if not answer.error:
                 return
             refused = answer.error
-        raise ReplayError(f"{self._target.url} takes no completions: {refused}")
+        raise ReplayError(f"{self._target.url} accepts no completions: {refused}")
 
     async def send(self, lines: Sequence[TraceLine], on_answer: Callable[[], None]) -> Run:
-        """All of them, at their times."""
+        """Send all requests at their times."""
         answers: list[Answer] = []
         lates: list[float] = []
         begun, first = time.monotonic(), lines[0].timestamp
@@ -163,7 +163,9 @@ class _Sender:
         if most > AT_ONCE:
             run.notes.append(f"{most} requests were in flight at once; those beyond {AT_ONCE} waited to be sent.")
         if not self._as_tokens:
-            run.notes.append("The server takes no token ids: prompts were sent as text, of about the trace's lengths.")
+            run.notes.append(
+                "The server accepts no token IDs: prompts were sent as text, of about the trace's lengths."
+            )
         return run
 
     async def _ask(self, line: TraceLine, number: int, answer: Answer, due: float) -> None:
@@ -215,7 +217,7 @@ class _Event(msgspec.Struct):
 
 
 def _note(event: _Event, answer: Answer, due: float) -> None:
-    """Learn from an event of an answer."""
+    """Record an event of an answer."""
     if event.error is not None:
         answer.error = _message(b'{"error": %b}' % bytes(event.error))
     if answer.ttft is None and event.choices:

@@ -1,7 +1,7 @@
-"""Figures as SVG, to stand in a page: their colours are the page's, so that they are light or dark as it is.
+"""Figures as SVG for a page. Their colours are the page's, so that they follow its light or dark mode.
 
-Series have the classes s0, s1, …; heat has the class `heat` and an opacity. Every figure has a title that is read out,
-and what is under the pointer is said in words.
+Series have the classes s0, s1, …. Heat has the class `heat` and an opacity. Every figure has a title for screen
+readers, and its parts have titles as tooltips.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _ids = count(1)
 
 
 def seconds(value: float) -> str:
-    """A time as people write it."""
+    """Format a time."""
     if value >= 1:
         return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
     return f"{1000 * value:.0f} ms" if value >= 0.01 or not value else f"{1000 * value:.1f} ms"
 
 
 def duration(value: float) -> str:
-    """A longer time: minutes and hours where it has some."""
+    """Format a longer time, in minutes and hours if it is long enough."""
     if value >= 7200:
         return f"{value / 3600:.1f} h"
     return f"{value / 60:.0f} min" if value >= 120 else f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
 def amount(value: float) -> str:
-    """A count as people write it: 12, 3.4 k, 1.2 M."""
+    """Format a count: 12, 3.4 k, 1.2 M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
@@ -41,12 +41,12 @@ def amount(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share in percent."""
+    """Format a share in percent."""
     return f"{100 * value:.1f} %"
 
 
 def hit_rates(rates: Mapping[str, float], best: float | None) -> str:
-    """A bar for each run, and a line at what is possible."""
+    """Draw a bar for each run, and a line at the best possible rate."""
     width, height, left, line = 520, 34 + 30 * len(rates), 130, 30
     scale = (width - left - 60) / 1.0
     parts = [_text(0, 20 + line * row, label, "label") for row, label in enumerate(rates)]
@@ -67,7 +67,7 @@ def hit_rates(rates: Mapping[str, float], best: float | None) -> str:
 
 
 def percentiles(times: Mapping[str, Sequence[float]]) -> str:
-    """For each run the times that 50, 90 and 99 of 100 stay below, on a logarithmic axis."""
+    """Draw the 50th, 90th and 99th percentile of each run on a logarithmic axis."""
     width, height, left, line = 520, 34 + 30 * len(times), 130, 30
     marks = {label: [percentile(each, p) for p in (0.5, 0.9, 0.99)] for label, each in times.items() if each}
     low, high = _decades([value for values in marks.values() for value in values])
@@ -92,7 +92,7 @@ def percentiles(times: Mapping[str, Sequence[float]]) -> str:
 
 
 def distribution(times: Mapping[str, Sequence[float]]) -> str:
-    """The share of requests that had their first token within a time, for each run. Times in ascending order."""
+    """Draw the share of requests with their first token within a time, for each run. Times are ascending."""
     width, height, left, bottom = 1060, 340, 44, 300
     shown = [percentile(each, p) for each in times.values() if each for p in (0.01, 0.999)]
     low, high = _decades(shown)
@@ -116,7 +116,7 @@ def distribution(times: Mapping[str, Sequence[float]]) -> str:
 
 
 def heat(label: str, load: Mapping[str, Sequence[float]], most: float, end: float) -> str:
-    """A row for each worker, a column for each time: the stronger, the more is in flight, by the square root."""
+    """Draw a row for each worker and a column for each time. The opacity is the square root of the load's share."""
     rows = list(load.items())
     width, left = 520, 4
     cell = max(4.0, min(18.0, 220 / max(len(rows), 1)))
@@ -149,7 +149,7 @@ def heat(label: str, load: Mapping[str, Sequence[float]], most: float, end: floa
 
 
 def columns(title: str, counts: Sequence[float], ticks: Sequence[tuple[float, str]], show: Show) -> str:
-    """A histogram. `ticks`: (place between 0 and 1, text)."""
+    """Draw a histogram. `ticks` are pairs of a position between 0 and 1 and a text."""
     width, height, left, bottom = 520, 190, 44, 160
     most = max(counts, default=0) or 1
     step = (width - left - 8) / max(len(counts), 1)
@@ -172,7 +172,7 @@ def columns(title: str, counts: Sequence[float], ticks: Sequence[tuple[float, st
 
 
 def cache_sizes(by_cache: Sequence[tuple[int, float]], marks: Mapping[str, int]) -> str:
-    """What one cache of a size finds. `marks`: sizes to point out, by what they are."""
+    """Draw the hit rate of one cache by its size. `marks` are labelled sizes."""
     width, height, left, bottom, right = 520, 190, 44, 160, 512
     sizes = [float(size) for size, _ in by_cache]
     low, high = min([*sizes, *marks.values()]), max([*sizes, *marks.values()])
@@ -220,7 +220,7 @@ def _tick(value: float) -> str:
 
 
 def _decades(values: Sequence[float]) -> tuple[float, float]:
-    """Round bounds of a logarithmic axis: 1, 2 or 5 times a power of ten."""
+    """Return round bounds of a logarithmic axis: 1, 2 or 5 times a power of ten."""
     positive = [value for value in values if value > 0] or [0.001, 1.0]
     low, high = min(positive), max(positive)
     steps = [m * 10.0**e for e in range(floor(log10(low)), ceil(log10(high)) + 1) for m in (1, 2, 5)]
@@ -243,7 +243,7 @@ def _log_axis(low: float, high: float, x: Callable[[float], float], top: float, 
 
 
 def log_ticks(low: float, high: float, most: int) -> list[float]:
-    """Round values between two, at most `most`: 1, 2 and 5 times powers of ten, or powers alone."""
+    """Return at most `most` round values: 1, 2 and 5 times powers of ten, or powers alone."""
     exponents = range(floor(log10(low)), ceil(log10(high)) + 1)
     for multiples in ((1, 2, 5), (1, 3), (1,)):
         ticks = [multiple * 10.0**exponent for exponent in exponents for multiple in multiples]

@@ -1,7 +1,7 @@
-"""`kvrouter record --requests`: the requests that pass a router, as a trace in Mooncake's format.
+"""`kvrouter record --requests`: the requests of a router, as a trace in Mooncake's format.
 
-The router tells hashes, which are numbered here in the order they come, so that a trace holds nothing made of a prompt.
-Lines come when requests end, and are put in the order of their arrival at the end.
+The router reports hashes. They are numbered in the order of their arrival, so that a trace contains nothing derived
+from a prompt. A line is written when its request ends; at the end, the lines are sorted by arrival.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import msgspec
 from router.http.client import connection_problem, refuse_redirects
 from simulator.fleet.trace import BLOCK_TOKENS, TraceHead, TraceLine
 
-SILENCE = 15.0  # seconds after which the router is taken to be gone; it says something every second
-LAST_SECONDS = 0.3  # of reading, after the end was asked for
+SILENCE = 15.0  # seconds of silence after which the router is lost; it reports every second
+LAST_SECONDS = 0.3  # seconds of reading after the stop signal
 _MAX_LINE = 1 << 24
 
 
 class RecordingError(Exception):
-    """The router does not tell of its requests; the message says why."""
+    """A router that does not report its requests. The message has the reason."""
 
 
 @dataclass(slots=True)
 class RecordedRequests:
-    """How much was recorded. `broken_off`: why the recording ended before it was meant to."""
+    """The counts of a recording. `broken_off` is why the recording ended early."""
 
     requests: int = 0
     tokens: int = 0
@@ -39,27 +39,30 @@ class RecordedRequests:
     broken_off: str = ""
 
     def summary(self, output: Path) -> list[str]:
-        """What to tell of it."""
+        """Return the counts as lines of text."""
         lines = [f"recorded {self.requests} requests of {self.tokens} prompt tokens to {output}"]
         if self.dropped:
-            lines.append(f"{self.dropped} requests are missing: they came faster than they were read")
+            lines.append(f"{self.dropped} requests are missing: they arrived faster than they were read")
         if self.unknown:
-            lines.append(f"{self.unknown} requests are left out: the router does not know their tokens")
+            lines.append(f"{self.unknown} requests are omitted: the router does not know their tokens")
         if self.broken_off:
-            lines.append(f"the recording broke off: {self.broken_off}")
+            lines.append(f"the recording ended early: {self.broken_off}")
         return lines
 
 
 async def record_requests(
     url: str, token: str, output: Path, block_tokens: int, stopped: asyncio.Event, on_begun: Callable[[], None]
 ) -> RecordedRequests:
-    """Record until `stopped`. `on_begun` is called once the router tells. Raises RecordingError before, and OSError."""
+    """Record until `stopped`.
+
+    `on_begun` is called once the router reports. Raises RecordingError before, and OSError.
+    """
     recorded = RecordedRequests()
     reading = asyncio.create_task(_read(url, token, output, block_tokens, recorded, on_begun))
     stopping = asyncio.create_task(stopped.wait())
     try:
         await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():  # what ended until now is still on its way
+        if not reading.done():  # requests that just ended are still in transit
             await asyncio.wait((reading,), timeout=LAST_SECONDS)
     finally:
         for task in (reading, stopping):
@@ -75,7 +78,7 @@ async def record_requests(
 async def _read(
     url: str, token: str, output: Path, block_tokens: int, recorded: RecordedRequests, on_begun: Callable[[], None]
 ) -> None:
-    """Write what a router tells as it comes, so that little is lost should this end suddenly."""
+    """Write the router's reports on arrival, so that an abrupt end loses little."""
     encode = msgspec.json.Encoder().encode
     numbers: dict[int, int] = {}
     begun = False
@@ -99,7 +102,7 @@ async def _read(
                     recorded.tokens += traced.input_length
         recorded.broken_off = "the router ended"
     except StopAsyncIteration:
-        raise RecordingError(f"{url} says nothing: is this a router's URL?") from None
+        raise RecordingError(f"{url} sends nothing: is this a router's URL?") from None
     except RecordingError as error:
         if not begun:
             raise
@@ -107,7 +110,7 @@ async def _read(
 
 
 def _sort(output: Path) -> None:
-    """Put the lines of a file in the order of their times."""
+    """Sort the lines of a file by their times."""
     lines = output.read_bytes().splitlines(keepends=True)
     head = [line for line in lines[:1] if line.startswith(b'{"block_tokens"')]
     beside = output.with_name(f"{output.name}.sorted")
@@ -130,7 +133,7 @@ async def _lines(url: str, token: str, block_tokens: int) -> AsyncGenerator[dict
             ) as response,
         ):
             if response.status in (401, 403):
-                raise RecordingError(f"{url} wants the admin token: give it with --token")
+                raise RecordingError(f"{url} needs the admin token: set --token")
             if response.status != 200 or response.content_type != "application/x-ndjson":
                 raise RecordingError(f"{url} answers {response.status}: {await _said(response)}")
             async for line in response.content:

@@ -1,4 +1,4 @@
-"""The report of a replay: one page of HTML that needs nothing else."""
+"""The report of a replay: one HTML page without external files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN_WORKERS = 48
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a report tells of. `cache_tokens`: of the whole fleet, where it is known. `runs`: at least one."""
+    """The content of a report. `cache_tokens`: tokens of the whole fleet's cache, if known. `runs`: at least one."""
 
     trace: str
     live: bool
@@ -35,7 +35,7 @@ class Report:
 
 
 def render(report: Report) -> str:
-    """The page."""
+    """Render the page."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -63,14 +63,14 @@ def render(report: Report) -> str:
 
 
 def headline(runs: Sequence[Run], best_hit_rate: float) -> list[str]:
-    """What there is to say, in a sentence or three."""
+    """Return a summary of one to three sentences."""
     answered = [run for run in runs if run.ttfts]
     if not answered:
         return ["No request was answered."]
     quickest = min(answered, key=lambda run: run.figures.ttft_p90)
     slowest = max(answered, key=lambda run: run.figures.ttft_p90)
     first = runs[0]
-    said = f"With {quickest.label} nine in ten first tokens come within {plots.seconds(quickest.figures.ttft_p90)}"
+    said = f"With {quickest.label} nine in ten first tokens arrive within {plots.seconds(quickest.figures.ttft_p90)}"
     sentences = []
     if slowest.figures.ttft_p90 > 1.05 * quickest.figures.ttft_p90:
         times = slowest.figures.ttft_p90 / quickest.figures.ttft_p90
@@ -86,7 +86,7 @@ def headline(runs: Sequence[Run], best_hit_rate: float) -> list[str]:
     if (rate := quickest.figures.hit_rate) is not None:
         sentences.append(
             f"{quickest.label} finds {plots.share(rate)} of the prompt tokens in a cache; "
-            f"{plots.share(best_hit_rate)} is the most that any could find."
+            f"{plots.share(best_hit_rate)} is the best possible rate."
         )
     if failed := sum(run.figures.failed for run in runs):
         sentences.append(f"{failed} requests failed: see below.")
@@ -94,7 +94,7 @@ def headline(runs: Sequence[Run], best_hit_rate: float) -> list[str]:
 
 
 def _table(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The figures of each run, and which are the best of theirs."""
+    """Return the figures of each run, and mark the best ones."""
     figures = [run.figures for run in runs]
     answered = [each for each, run in zip(figures, runs, strict=True) if run.ttfts]
     quickest = min((each.ttft_p90 for each in answered), default=0.0)
@@ -141,7 +141,7 @@ def _pictures(report: Report) -> dict[str, str]:
 
 
 def _lengths(title: str, lengths: Sequence[int]) -> str:
-    """A histogram on a logarithmic axis."""
+    """Draw a histogram on a logarithmic axis."""
     low, high = log2(max(min(lengths), 1)), log2(max(max(lengths), 2) + 1)
     high = max(high, low + 1)
     edges = [2 ** (low + (high - low) * number / _COLUMNS) for number in range(_COLUMNS + 1)]
@@ -152,7 +152,7 @@ def _lengths(title: str, lengths: Sequence[int]) -> str:
 
 
 def _loads(runs: Sequence[Run]) -> list[tuple[Run, str, list[tuple[str, int, float, float]]]]:
-    """For each run the load of its workers: a picture, and (worker, requests, mean in flight, most) as rows."""
+    """Return for each run the load of its workers: a picture, and rows (worker, requests, mean in flight, most)."""
     end = max(run.end for run in runs)
     loads = [run.load(96, end) for run in runs]
     most = max((value for load in loads for row in load.values() for value in row), default=0.0)

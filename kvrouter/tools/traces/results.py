@@ -1,4 +1,4 @@
-"""What came of a replay: an answer for each request, and the figures of a run."""
+"""The results of a replay: an answer for each request, and the figures of a run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from simulator.fleet.measures import percentile
 
 @dataclass(slots=True)
 class Answer:
-    """What became of a request. Times in seconds; `arrival` since the replay began, the others since the arrival.
+    """The result of a request. Times are seconds: `arrival` since the start of the replay, others since the arrival.
 
-    None: there was no first token, or it is not known how much was cached. `held`: how much of `seconds` the router had
-    the request, if that is known. `error` is empty when all went well.
+    - `ttft`: `None` without a first token.
+    - `cached_tokens`: `None` if not reported.
+    - `held`: the part of `seconds` in the router's queue, if known.
+    - `error`: empty on success.
     """
 
     arrival: float
@@ -32,9 +34,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A run in figures: times in seconds; `hit_rate` None when no answer reported cached tokens.
+    """The figures of a run; times in seconds.
 
-    `busiest`: the requests in flight on the busiest worker, on average, as a multiple of the mean of all workers.
+    - `hit_rate`: `None` if no answer reported cached tokens.
+    - `busiest`: mean requests in flight on the busiest worker, as a multiple of the mean of all workers.
     """
 
     requests: int
@@ -52,7 +55,7 @@ class Figures:
 
 @dataclass
 class Run:
-    """A trace replayed once. `workers`: all there are, also those that got nothing."""
+    """One replay of a trace. `workers` are all workers, also idle ones."""
 
     label: str
     answers: Sequence[Answer]
@@ -61,17 +64,17 @@ class Run:
 
     @cached_property
     def ttfts(self) -> list[float]:
-        """The times to the first token, the shortest first."""
+        """The times to the first token, in ascending order."""
         return sorted(answer.ttft for answer in self.answers if answer.ttft is not None)
 
     @cached_property
     def end(self) -> float:
-        """When the last answer ended."""
+        """The end of the last answer."""
         return max((answer.arrival + answer.seconds for answer in self.answers), default=0.0)
 
     @cached_property
     def figures(self) -> Figures:
-        """The run in figures."""
+        """The figures of the run."""
         reported = [answer for answer in self.answers if answer.cached_tokens is not None]
         prompt = sum(answer.prompt_tokens for answer in reported)
         cached = sum(answer.cached_tokens or 0 for answer in reported)
@@ -98,7 +101,7 @@ class Run:
         )
 
     def busy_seconds(self) -> dict[str, float]:
-        """The seconds that each worker's requests took, added up."""
+        """Return the total seconds of each worker's requests."""
         busy = dict.fromkeys(self.workers, 0.0)
         for answer in self.answers:
             if answer.worker:
@@ -106,7 +109,7 @@ class Run:
         return busy
 
     def load(self, bins: int, end: float) -> dict[str, list[float]]:
-        """The requests in flight on each worker, on average in each of `count` equal times until `end`."""
+        """Return the mean requests in flight on each worker, in each of `bins` equal periods until `end`."""
         width = max(end, 1e-9) / bins
         load = {worker: [0.0] * bins for worker in self.busy_seconds()}
         for answer in self.answers:
@@ -120,11 +123,11 @@ class Run:
         return load
 
     def errors(self) -> list[tuple[str, int]]:
-        """What went wrong and how often, the most frequent first."""
+        """Return the most frequent errors and their counts."""
         return Counter(answer.error for answer in self.answers if answer.error).most_common(5)
 
     def as_json(self) -> dict[str, Any]:
-        """The figures, and every request."""
+        """Return the figures and every request."""
         return {
             "label": self.label,
             "figures": asdict(self.figures),

@@ -33,7 +33,7 @@ DEFAULT_POLICIES = [side.name for side in (OURS, *PEERS)]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """A number of engines, each with a cache of this many tokens."""
+    """A number of engines, each with a cache of `kv_tokens` tokens."""
 
     profile: Profile
     workers: int
@@ -41,9 +41,9 @@ class SimulatedFleet:
 
 
 def side_named(name: str) -> Side:
-    """A policy by its name in the settings, with what the router does beside it. Raises ValueError."""
+    """Return the side of a policy, with the router's further features. Raises ValueError for an unknown name."""
     if name not in list(PolicyName):
-        raise ValueError(f"no policy is called {name!r}; there are {', '.join(PolicyName)}")
+        raise ValueError(f"unknown policy {name!r}; known: {', '.join(PolicyName)}")
     return OURS if name == OURS.name else Side(name, PolicyName(name))
 
 
@@ -84,10 +84,10 @@ def simulate(
 
 
 def open_trace(path: Path, limit: int | None) -> Trace:
-    """A trace that begins at 0 and has at least one request. Raises TraceError, and OSError."""
+    """Read a trace, and shift it to begin at 0. Raises TraceError, also without requests, and OSError."""
     trace = read_trace(path, limit)
     if not trace.lines:
-        raise TraceError(f"{path} holds no requests")
+        raise TraceError(f"{path} has no requests")
     begins = trace.lines[0].timestamp
     for line in trace.lines:
         line.timestamp -= begins
@@ -95,7 +95,7 @@ def open_trace(path: Path, limit: int | None) -> Trace:
 
 
 def replay_simulated(path: Path, trace: Trace, sides: Sequence[Side], fleet: SimulatedFleet, speed: float) -> Report:
-    """A trace under several policies in a simulated fleet."""
+    """Replay a trace under several policies in a simulated fleet."""
     requests = requests_of(trace.lines, speed, trace.block_tokens)
     with _progress(len(requests)) as begin:
         runs = [simulate(requests, trace.block_tokens, side, fleet, 1, begin(side.name)) for side in sides]
@@ -108,7 +108,7 @@ def replay_simulated(path: Path, trace: Trace, sides: Sequence[Side], fleet: Sim
 
 
 def replay_to(path: Path, trace: Trace, targets: Sequence[LiveTarget], speed: float) -> Report:
-    """A trace sent to one router after the other. Raises ReplayError."""
+    """Replay a trace to one router after another. Raises ReplayError."""
     requests = requests_of(trace.lines, speed, trace.block_tokens)
     runs: list[Run] = []
     with _progress(len(requests)) as begin:
@@ -125,9 +125,10 @@ def replay_to(path: Path, trace: Trace, targets: Sequence[LiveTarget], speed: fl
 def live_targets(
     urls: Sequence[str], model: str | None, api_key: str, speed: float, max_tokens: int, seed: str | None
 ) -> list[LiveTarget]:
-    """The routers named as URL or LABEL=URL. Raises ValueError.
+    """Parse routers given as URL or LABEL=URL. Raises ValueError.
 
-    Each gets prompts of its own, since routers may share workers; and every replay new ones, since caches last.
+    Each target has its own prompts, because routers may share workers. Each replay has new ones, because caches
+    persist.
     """
     seed = seed or token_hex(8)
     targets: dict[str, LiveTarget] = {}
@@ -136,15 +137,15 @@ def live_targets(
         if not separator or "://" in label:
             label, url = text.partition("://")[2].rstrip("/"), text
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"--url {text}: expected URL or LABEL=URL, such as new=http://127.0.0.1:8080")
+            raise ValueError(f"--url {text}: expected URL or LABEL=URL, for example new=http://127.0.0.1:8080")
         if label in targets:
-            raise ValueError(f"--url: two are called {label!r}; give them different labels, as LABEL=URL")
+            raise ValueError(f"--url: duplicate label {label!r}: set different labels as LABEL=URL")
         targets[label] = LiveTarget(label, url.rstrip("/"), model, api_key, speed, max_tokens, f"{seed}/{label}")
     return list(targets.values())
 
 
 def write_report(report: Report, html: Path, as_json: Path | None) -> None:
-    """Write the page and, if wanted, the results as JSON; print the figures. Raises OSError."""
+    """Write the page and, if requested, the results as JSON. Print the figures. Raises OSError."""
     html.write_text(render(report), encoding="utf-8")
     if as_json is not None:
         results = {
@@ -193,7 +194,7 @@ def _table(runs: Sequence[Run], workload: Workload) -> Table:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], Callable[[], None]]]:
-    """Shows a bar for each run that is begun; what that returns is called for each request."""
+    """Show a progress bar for each begun run. The returned function is called for each request."""
     columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
 

@@ -1,4 +1,4 @@
-"""The shape of a trace: what comes when, how long it is, and how much of it any cache could know."""
+"""The workload of a trace: arrivals, lengths, and the best possible hit rates."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from itertools import pairwise
 from simulator.fleet.measures import percentile
 from simulator.fleet.trace import TracedRequest, TraceLine
 
-_SIZES = 8  # of caches that are tried, each twice the one before
+_SIZES = 8  # number of cache sizes, each twice the previous one
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A trace in figures. Lengths in tokens, times in seconds.
+    """A trace in figures. Lengths are tokens, times are seconds.
 
-    `best_hit_rate`: what one cache finds that forgets nothing. `by_cache`: what caches of each size find that
-    forget what was used least recently; empty where no prompt fills a block. `working_set`: the tokens of all different
-    blocks. `recorded_hit_rate`: what was cached when the trace was recorded, if it tells.
+    - `working_set`: the tokens of all distinct blocks.
+    - `best_hit_rate`: the hit rate of one unlimited cache.
+    - `by_cache`: hit rates of LRU caches by size; empty if no prompt fills a block.
+    - `recorded_hit_rate`: the reported hit rate at recording time; `None` if not reported.
     """
 
     requests: int
@@ -40,7 +41,7 @@ class Workload:
 
 
 def shape(lines: Sequence[TraceLine], requests: Sequence[TracedRequest], block_tokens: int) -> Workload:
-    """The workload of these requests, which are those of the lines; at least one."""
+    """Return the workload of at least one request; `requests` are those of `lines`."""
     prompts = [request.input_tokens for request in requests]
     outputs = [request.output_tokens for request in requests]
     blocks = len({block for request in requests for block in request.finished})
@@ -71,7 +72,7 @@ def shape(lines: Sequence[TraceLine], requests: Sequence[TracedRequest], block_t
 
 
 def _hit_rate(requests: Sequence[TracedRequest], block_tokens: int, capacity: int) -> float:
-    """The share of prompt tokens that one cache of this many blocks finds, were every request answered at once."""
+    """Return the share of prompt tokens that one LRU cache of `capacity` blocks finds."""
     cache: OrderedDict[int, None] = OrderedDict()
     found = total = 0
     for request in requests:
@@ -82,7 +83,7 @@ def _hit_rate(requests: Sequence[TracedRequest], block_tokens: int, capacity: in
             matched += 1
         found += matched * block_tokens
         total += request.input_tokens
-        for block in reversed(request.finished):  # the last of a prompt is forgotten first
+        for block in reversed(request.finished):  # the end of a prompt is evicted first
             cache[block] = None
             cache.move_to_end(block)
         while len(cache) > capacity:
@@ -91,7 +92,7 @@ def _hit_rate(requests: Sequence[TracedRequest], block_tokens: int, capacity: in
 
 
 def histogram(values: Sequence[float], edges: Sequence[float]) -> list[int]:
-    """How many values are in each range between two edges; the last includes its end."""
+    """Count the values in each range between two edges. The last range includes its end."""
     ordered = sorted(values)
     counts, place = [], 0
     for _, above in pairwise(edges):

@@ -164,7 +164,7 @@ def test_ranks_of_another_topology_are_turned_away_while_the_old_ones_live(serve
     client.register(registration(heartbeat_s=60.0), time.monotonic() + 5, NEVER)
     status, answer = ask(server.address, "PUT", "/route", engine_rank(0))
     assert status == 409
-    assert "DP 2, CP 1, TP 2, PP 1, live ranks say DP 1" in answer["error"]["message"]
+    assert "DP 2, CP 1, TP 2, PP 1, live ranks have DP 1" in answer["error"]["message"]
 
 
 def test_a_token_guards_everything_but_health() -> None:

@@ -309,7 +309,7 @@ def test_a_room_that_is_never_used(any_site: Site) -> None:
         any_site.prefill.call("send", 0, any_site.address, room, [1, 2], timeout_s=0.3)
         state, reason, reusable = any_site.prefill.call("wait", 0, room)
         assert (state, reusable) == ("Failed", True)
-        assert "0 of unknown decode ranks asked for it" in reason
+        assert "0 of unknown decode ranks requested it" in reason
     assert any_site.decode.call("wait", 0, asked_for_nothing)[::2] == ("Failed", True)
 
 
@@ -335,7 +335,7 @@ def test_a_decode_that_gives_up_before_it_asked_tells_the_prefill(any_site: Site
             any_site.prefill.call("open_sender", 0, any_site.address, room)
         state, reason, _ = any_site.prefill.call("wait", 0, room, 5.0)
         assert state == "Failed"
-        assert "decode gave up: aborted by the decode engine" in reason
+        assert "decode aborted: aborted by the decode engine" in reason
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -479,11 +479,11 @@ def test_wrong_calls_are_refused_and_change_nothing(site: Site) -> None:
     assert "page 64 does not exist: there are 64" in sender("send", [63, 64])
     assert "page -1" in sender("send", [-1, 0])
     assert "must be 0:1" in sender("send", [1], slice(0, 2))
-    assert "3 pages are sent with this chunk, init() said 2" in sender("send", [1, 2, 3])
-    assert "1 pages are sent with this chunk, init() said 2" in sender("send", [1], None, True)
+    assert "3 pages are sent with this chunk, but init() announced 2" in sender("send", [1, 2, 3])
+    assert "1 pages are sent with this chunk, but init() announced 2" in sender("send", [1], None, True)
     assert "flat array of page indices" in sender("send", np.zeros((2, 2), np.int64))
     assert "page 64 does not exist" in receiver([64])
-    assert "holds a page twice" in receiver([3, 3])
+    assert "has a page twice" in receiver([3, 3])
     assert "must be whole pages of 4 tokens" in receiver([3], None, 3)
     assert receiver([3, 4], 1) == ""
     assert "init() was called before" in receiver([3, 4], 1)
@@ -581,7 +581,7 @@ def test_a_peer_that_asks_for_what_is_not_there_is_turned_away(site: Site) -> No
             assert isinstance(answer, Failure)
             return answer.reason
 
-        assert "it must say hello first" in room(b"", None)
+        assert "send a hello first" in room(b"", None)
         hello = Hello(**names, engine="tcp", engine_address=b"", layout=layout)
         inconsistent = msgspec.structs.replace(layout, kv=[Buffer(0, item * 64, item)])
         refused = ask(msgspec.structs.replace(hello, layout=inconsistent))

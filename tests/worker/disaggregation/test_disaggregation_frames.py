@@ -113,7 +113,7 @@ def test_both_sides_need_the_same_secret_or_none() -> None:
 
 
 def test_frames_are_bounded_on_both_ends() -> None:
-    with pytest.raises(ValueError, match="over the bound"):
+    with pytest.raises(ValueError, match="exceeds the limit"):
         FrameCodec().encode(msgspec.structs.replace(REQUEST, pages=bytes(MAX_FRAME)))
     with pytest.raises(FrameError) as caught:
         FrameCodec().decode(random.randbytes(MAX_FRAME + 1))

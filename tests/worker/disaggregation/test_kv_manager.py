@@ -58,7 +58,7 @@ def _engines_end() -> Iterator[None]:
     [
         ({}, None, "bootstrap_addr ''"),
         ({"bootstrap_addr": "host"}, None, "must be host:port"),
-        ({"bootstrap_addr": "host:1", "host": "0.0.0.0"}, None, "name one address of this machine"),
+        ({"bootstrap_addr": "host:1", "host": "0.0.0.0"}, None, "give one address of this machine"),
         ({"bootstrap_addr": "host:1"}, Rank(tp=1), r"rank.tp 1 does not exist: topology.tp is 1"),
     ],
 )

@@ -70,7 +70,7 @@ def test_no_write_begins_for_a_room_that_has_failed() -> None:
     room.fail("aborted")
     assert writer.submit(log.task(2, destination))
     assert log.ended.acquire(timeout=60)
-    assert log.ends == [(1, "the transfer failed: planned 1"), (2, "it had failed before")]
+    assert log.ends == [(1, "the transfer failed: planned 1"), (2, "the room had failed before")]
     writer.stop()
     writer.join()
     assert not writer.alive

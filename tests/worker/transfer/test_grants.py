@@ -96,7 +96,7 @@ def test_a_key_is_free_again_when_it_is_quiescent() -> None:
     grants = Grants(known)
     wanted = _ranges((pointer, 10))
     grants.add(_KEY, wanted)
-    with pytest.raises(ValueError, match="room 7, generation 1, has a grant"):
+    with pytest.raises(ValueError, match="room 7, generation 1, already has a grant"):
         grants.add(_KEY, wanted)
     grant = grants.find(_KEY, *wanted)
     grant.enter()

@@ -38,7 +38,7 @@ def test_runs_hold_every_page_in_order_and_no_two_runs_could_be_one(pairs: list[
         ([1, 2], [1], "src_pages has 2 pages and dst_pages 1"),
         ([[1]], [[1]], "src_pages must be a flat array"),
         ([0.5], [1], "src_pages must be a flat array"),
-        ([1], [-1], "dst_pages holds page -1"),
+        ([1], [-1], "dst_pages has page -1"),
     ],
 )
 def test_pages_that_can_not_be_grouped(sources: list[int], destinations: list[int], message: str) -> None:

@@ -1,16 +1,16 @@
-"""Transfer engines: they move KV pages from a prefill worker's memory into a decode worker's.
+"""Transfer engines, which move KV pages from a prefill worker's memory into that of a decode worker.
 
-engine    the interface every engine implements, and the rule they keep
-runs      pages into runs and byte ranges
+engine    the interface of every engine
+runs      conversion of pages to runs and byte ranges
 engines   an engine by its name
 memory    registered memory: bytes by address
-grants    what peers may write, and what lands there right now
+grants    ranges that peers may write, and writes that are landing
 
 tcp       plain sockets, the default
 shm       processes of one host; copying
-mooncake, nixl: libraries that write by themselves; one_sided is what they share
+mooncake, nixl: libraries that write by themselves; one_sided is their common base
 
-endpoint, writing, listener, handshake, channel: sessions over sockets, from the whole down to the frame
+endpoint, writing, listener, handshake, channel: sessions over sockets, from the session down to the frame
 """
 
 from worker.disaggregation.transfer.engine import (

@@ -1,8 +1,9 @@
-"""Frames over a socket: a versioned little-endian header, a body, a signature where a secret is set, then raw payload.
+"""Frames over a socket: a versioned little-endian header, a body, an optional signature, then raw payload.
 
     magic "KVTX" | version u16 | kind u16 | length of the body u32 | body | signature, 16 bytes (signed sessions)
 
-A signature covers header, body and the number of frames before it. Payload is not signed: what it may overwrite is.
+A signature covers header, body and the number of previous frames. The payload is not signed, but the ranges that it may
+overwrite are.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from math import ceil, inf
 from worker.disaggregation.transfer.engine import DeadlineError, PeerLostError
 
 VERSION = 1
-MOST_BODY = 1 << 20  # bytes; what a stranger can make us hold
+MOST_BODY = 1 << 20  # bytes of memory that an unauthenticated peer can use
 _MAGIC = b"KVTX"
 _HEADER = struct.Struct("<4sHHI")
 _SEQUENCE = struct.Struct("<Q")
 _SIGNATURE = 16
 _IOV_MAX = 1024
-_READ = 1 << 20  # bytes one system call may read, about: buffers that it does not reach are wasted work
-_WORTH = 1 << 19  # bytes whose reading is worth to wake up for
-SILENCE_SECONDS = 60.0  # of a peer from which a frame's payload, or the reading of an answer, is due
+_READ = 1 << 20  # bytes of one system call, about; more buffers than it fills are wasted work
+_WORTH = 1 << 19  # bytes that are enough to wake up and read
+SILENCE_SECONDS = 60.0  # seconds of silence during a payload or an answer, after which a peer is lost
 _LONGEST = 3600.0  # seconds one system call may wait
 _TIMEVAL = struct.Struct("@ll")
 
 
 class Kind(IntEnum):
-    """What a frame says."""
+    """The kind of a frame."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -51,10 +52,10 @@ class Kind(IntEnum):
 
 
 class Channel:
-    """One connection. One thread sends and one receives; any thread may `cut`."""
+    """One connection. One thread sends and one thread receives; any thread may call `cut`."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(True)  # sending blocks for as long as SO_SNDTIMEO says; reading never does
+        connection.setblocking(True)  # sending blocks for SO_SNDTIMEO at most; reading never blocks
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _keep_alive(connection)
@@ -64,15 +65,15 @@ class Channel:
         self._wanted = 1
         self._send_key = self._receive_key = b""
         self._sent = self._received = 0
-        self.landed = False  # something that the peer wrote was granted to it
-        self.idle_since = time.monotonic()  # when the last frame of the peer was answered
+        self.landed = False  # whether the peer wrote granted bytes
+        self.idle_since = time.monotonic()  # when the peer's last frame was answered
 
     def sign(self, send_key: bytes, receive_key: bytes) -> None:
-        """From here on frames carry signatures."""
+        """Sign and check all following frames."""
         self._send_key, self._receive_key = send_key, receive_key
 
     def send(self, kind: Kind, body: bytes = b"", deadline: float = inf, payload: Sequence[memoryview] = ()) -> None:
-        """A frame, and what follows it. Raises PeerLostError, DeadlineError."""
+        """Send a frame and its payload. Raises PeerLostError and DeadlineError."""
         frame = _HEADER.pack(_MAGIC, VERSION, kind, len(body)) + body
         if self._send_key:
             frame += _signature(self._send_key, self._sent, frame)
@@ -80,13 +81,13 @@ class Channel:
         self._send_all([memoryview(frame), *payload], deadline)
 
     def receive(self, deadline: float = inf) -> tuple[Kind, bytes]:
-        """The next frame. Raises PeerLostError, also for one that is malformed, and DeadlineError."""
+        """Return the next frame. Raises PeerLostError, also for a malformed frame, and DeadlineError."""
         header = self._receive_exactly(_HEADER.size, deadline)
         magic, version, kind, length = _HEADER.unpack(header)
         if magic != _MAGIC:
             raise PeerLostError("the peer does not speak the transfer protocol")
         if version != VERSION:
-            raise PeerLostError(f"the peer speaks version {version} of the transfer protocol, we speak {VERSION}")
+            raise PeerLostError(f"the peer has version {version} of the transfer protocol, this rank has {VERSION}")
         if kind not in Kind.__members__.values():
             raise PeerLostError(f"the peer sent a frame of unknown kind {kind}")
         if length > MOST_BODY:
@@ -102,7 +103,7 @@ class Channel:
         return Kind(kind), body
 
     def read_now(self, buffers: Buffers) -> None:
-        """Fill buffers with what has arrived, if anything; never waits. Raises PeerLostError."""
+        """Fill buffers with received bytes, without blocking. Raises PeerLostError."""
         try:
             count = self.socket.recvmsg_into(buffers.next(_READ), 0, socket.MSG_DONTWAIT)[0]
         except BlockingIOError:
@@ -114,9 +115,9 @@ class Channel:
         buffers.advance(count)
 
     def wait_readable(self, deadline: float = inf, most: int = 1) -> None:
-        """Until something arrived, or the connection ended. Raises DeadlineError.
+        """Wait until bytes arrive or the connection ends. Raises DeadlineError.
 
-        When `most` bytes are still to come, until as many of them arrived as are worth a reading.
+        If `most` bytes are still expected, wait until enough of them arrived for an efficient read.
         """
         wanted = _WORTH if most >= _WORTH else 1
         if wanted != self._wanted:
@@ -126,7 +127,7 @@ class Channel:
             pass
 
     def discard(self, count: int) -> None:
-        """Read and forget bytes. Raises PeerLostError, DeadlineError when the peer falls silent."""
+        """Read and drop `count` bytes. Raises PeerLostError, and DeadlineError if the peer is silent."""
         scratch = memoryview(bytearray(min(count, 1 << 18)))
         while count:
             buffers = Buffers([scratch[: min(count, len(scratch))]])
@@ -137,18 +138,18 @@ class Channel:
             count -= before - buffers.left
 
     def answer(self, kind: Kind, body: bytes = b"") -> None:
-        """Answer a write of the peer; what it wrote landed, if it was not refused. Raises as `send` does."""
+        """Answer a write of the peer, as landed unless `kind` is REFUSED. Raises as `send` does."""
         self.landed = self.landed or kind is not Kind.REFUSED
         self.idle_since = time.monotonic()
         self.send(kind, body, self.idle_since + SILENCE_SECONDS)
 
     def cut(self) -> None:
-        """End the connection for whoever uses it."""
-        with suppress(OSError):  # it has ended already
+        """End the connection for all its users."""
+        with suppress(OSError):  # the connection has already ended
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Free the socket; nobody may use it any more."""
+        """Close the socket. The connection must not be used afterwards."""
         self.cut()
         self.socket.close()
 
@@ -176,21 +177,21 @@ class Channel:
 
 
 class Buffers:
-    """Buffers that are filled or sent in order, in as many steps as it takes."""
+    """Buffers that are filled or sent in order, in several steps."""
 
     def __init__(self, views: list[memoryview]) -> None:
         self._views = views
         self._index = 0
         self.left = sum(map(len, views))
-        """Bytes not done yet."""
+        """Remaining bytes."""
         self._average = max(1, self.left // max(1, len(views)))
 
     def next(self, size: int) -> list[memoryview]:
-        """The next few, which have about that many bytes."""
+        """Return the next buffers, with about `size` bytes."""
         return self._views[self._index : self._index + max(1, min(_IOV_MAX, size // self._average))]
 
     def advance(self, count: int) -> None:
-        """Bytes are done."""
+        """Mark `count` bytes as done."""
         self.left -= count
         views, index = self._views, self._index
         while count and count >= len(views[index]):
@@ -206,7 +207,7 @@ def _signature(key: bytes, number: int, frame: bytes) -> bytes:
 
 
 def _left(deadline: float) -> float:
-    """Seconds, more than 0. Raises DeadlineError."""
+    """Return the seconds until a deadline, above 0. Raises DeadlineError."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise DeadlineError("the peer did not answer within the deadline")
@@ -218,7 +219,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Notice within half a minute that the peer's host is gone."""
+    """Set options that detect within half a minute that the peer's host is down."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, option):

@@ -1,4 +1,4 @@
-"""What all engines share: registered memory, grants, a door for senders and the sessions to receivers."""
+"""The common base of all engines: registered memory, grants, a listener for senders, and sessions to receivers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from worker.disaggregation.transfer.runs import Ranges, Writes
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where an engine listens. Without a port `host` is the name of a local socket."""
+    """The address of an engine. Without a port, `host` is the name of a local socket."""
 
     engine: str
     host: str
@@ -38,14 +38,14 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Writer(Protocol):
-    """How an engine writes, with the connection to itself."""
+    """The write operation of an engine, with its connection."""
 
     def write(self, key: GrantKey, writes: Writes, deadline: float) -> None:
-        """See Session.write. After a RefusedError the connection is still in step."""
+        """Write as Session.write does. After a RefusedError, the connection can still be used."""
         ...
 
     def end(self) -> None:
-        """Let a write that waits fail; end the connection as soon as nothing needs it. From any thread."""
+        """Abort a waiting write, and end the connection once it is unused. May be called from any thread."""
         ...
 
     def close(self) -> None:
@@ -54,14 +54,14 @@ class Writer(Protocol):
 
 
 class Endpoint:
-    """Base of the engines, which add how bytes move."""
+    """A base of engines, which add how bytes move."""
 
     name = ""
 
     def __init__(self, listening: socket.socket, secret: bytes | None) -> None:
         if secret is not None and not secret:
             listening.close()
-            raise ValueError("the secret is empty: leave it out or give one")
+            raise ValueError("the secret is empty: omit it or set one")
         self._secret = secret
         self.memory = Memory()
         self.grants = Grants(self.memory)
@@ -71,28 +71,28 @@ class Endpoint:
         self._listener = Listener(listening, self.name, secret, self._serve)
 
     def allocate(self, length: int) -> NDArray[np.uint8]:
-        """See TransferEngine."""
+        """Allocate as TransferEngine.allocate does."""
         return new_array(length)
 
     def register(self, regions: Sequence[Region]) -> None:
-        """See TransferEngine."""
+        """Register as TransferEngine.register does."""
         for region in regions:
             if region.pointer <= 0 or region.length <= 0:
                 raise ValueError(f"{region}: a region has an address and a length above 0")
         self.memory.add((region.pointer, array_at(region.pointer, region.length)) for region in regions)
 
     def address(self) -> bytes:
-        """See TransferEngine."""
+        """Return the address, as TransferEngine.address does."""
         return msgspec.json.encode(self._address())
 
     def connect(self, peer: bytes, deadline: float) -> Session:
-        """See TransferEngine."""
+        """Connect as TransferEngine.connect does."""
         try:
             address = msgspec.json.decode(peer, type=Address)
         except msgspec.DecodeError as error:
-            raise PeerLostError(f"this is no address of a transfer engine: {error}") from None
+            raise PeerLostError(f"invalid address of a transfer engine: {error}") from None
         if address.engine != self.name:
-            raise RefusedError(f"the peer transfers by {address.engine}, we by {self.name}: configure the same")
+            raise RefusedError(f"the peer uses {address.engine}, this rank {self.name}: configure one engine on both")
         channel = Channel(dial(address, deadline))
         try:
             greet(channel, self.name, self._secret, deadline)
@@ -109,15 +109,15 @@ class Endpoint:
         return session
 
     def grant(self, key: GrantKey, ranges: Ranges) -> None:
-        """See TransferEngine."""
+        """Grant as TransferEngine.grant does."""
         self.grants.add(key, ranges)
 
     def revoke(self, key: GrantKey, deadline: float) -> Quiescence:
-        """See TransferEngine."""
+        """Revoke as TransferEngine.revoke does."""
         return self.grants.revoke(key, deadline)
 
     def close(self) -> None:
-        """See TransferEngine."""
+        """Close as TransferEngine.close does."""
         with self._lock:
             self._closed = True
             sessions = list(self._sessions)
@@ -137,7 +137,7 @@ class Endpoint:
 
 
 class ChannelSession:
-    """A session over one connection: writes take turns, and the first that breaks it ends it."""
+    """A session over one connection. Writes run one after another; the first that breaks the connection ends it."""
 
     def __init__(self, writer: Writer, forget: Callable[[ChannelSession], None]) -> None:
         self._writer, self._forget = writer, forget
@@ -145,10 +145,10 @@ class ChannelSession:
         self._ended = False
 
     def write(self, key: GrantKey, writes: Writes, deadline: float) -> None:
-        """See Session."""
+        """Write as Session.write does."""
         check_key(key)
         if not self._turn.acquire(timeout=max(0, deadline - time.monotonic())):
-            raise DeadlineError("other writes to the peer took until the deadline")
+            raise DeadlineError("other writes to the peer lasted until the deadline")
         try:
             if self._ended:
                 raise PeerLostError("the session has ended")
@@ -162,7 +162,7 @@ class ChannelSession:
             self._turn.release()
 
     def close(self) -> None:
-        """See Session."""
+        """Close as Session.close does."""
         self._ended = True
         self._writer.end()
         with self._turn:
@@ -171,9 +171,9 @@ class ChannelSession:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening TCP socket, IPv4 or IPv6. Raises ValueError for an address that peers can't connect to."""
+    """Return a listening TCP socket, IPv4 or IPv6. Raises ValueError for an address that peers cannot connect to."""
     if host in {"", "0.0.0.0", "::", "*"}:
-        raise ValueError(f"host: {host!r} is no address that peers can connect to; give this machine's own")
+        raise ValueError(f"host: {host!r} is not an address that peers can connect to; set one of this machine")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=128)
@@ -182,7 +182,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def dial(address: Address, deadline: float) -> socket.socket:
-    """A connection to that address. Raises PeerLostError, DeadlineError."""
+    """Return a connection to an address. Raises PeerLostError and DeadlineError."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise DeadlineError("no time was left to connect to the peer")

@@ -1,4 +1,4 @@
-"""An engine by its name. What is not asked for is not imported."""
+"""Engines by their names. Only the requested engine is imported."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from worker.disaggregation.transfer.engine import TransferEngine
 
 
 def open_engine(name: str, host: str = "127.0.0.1", secret: bytes | None = None) -> TransferEngine:
-    """An engine that peers reach at `host`; sessions are only with those that know `secret`, if one is given.
+    """Open an engine that peers reach at `host`. If `secret` is given, sessions need it on both sides.
 
-    Raises ValueError for an unknown name and a host or secret that can't be used; ImportError, with the extra to
-    install, for an engine whose library is missing.
+    Raises ValueError for an unknown name and an invalid host or secret. Raises ImportError, which names the extra to
+    install, if the engine's library is missing.
     """
     if name not in _ENGINES:
-        raise ValueError(f"transfer engine {name!r} is unknown; there are {', '.join(ENGINES)}")
+        raise ValueError(f"transfer engine {name!r} is unknown; known: {', '.join(ENGINES)}")
     return _ENGINES[name](host, secret)
 
 
@@ -49,4 +49,4 @@ _ENGINES: dict[str, Callable[[str, bytes | None], TransferEngine]] = {
     "nixl": _nixl,
 }
 ENGINES = tuple(_ENGINES)
-"""Names `open_engine` knows."""
+"""Names that `open_engine` accepts."""

@@ -1,4 +1,4 @@
-"""What a receiver lets peers write, and whether anything is landing there right now."""
+"""The grants of a receiver: ranges that peers may write, and writes that are landing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.disaggregation.transfer.runs import Addresses, Ranges
 
 
 class Grant:
-    """Ranges one key may write. Whoever lands bytes does so inside of `with grant`; after `revoke` nobody gets in."""
+    """Ranges that one key may write. Bytes land inside of `with grant`; after `revoke`, entering it fails."""
 
     def __init__(self, key: GrantKey, ranges: Ranges) -> None:
         self.key = key
@@ -22,21 +22,21 @@ class Grant:
         self._revoked = False
 
     def check(self, pointers: Addresses, lengths: Addresses) -> None:
-        """Raises RefusedError for a range that isn't granted."""
+        """Check ranges. Raises RefusedError for one that is not granted."""
         try:
             self._spans.find(pointers, lengths)
         except ValueError as error:
-            raise RefusedError(f"{_named(self.key)} may not write there: {error} of what was granted") from None
+            raise RefusedError(f"{_named(self.key)} may not write there: {error} of the granted ranges") from None
 
     def enter(self) -> None:
-        """Something is about to land. Raises RefusedError when the grant was revoked."""
+        """Begin a write. Raises RefusedError if the grant was revoked."""
         with self._changed:
             if self._revoked:
                 raise RefusedError(f"the grant of {_named(self.key)} was revoked")
             self._landing += 1
 
     def leave(self) -> None:
-        """It landed, or never will."""
+        """End a write that landed or was aborted."""
         with self._changed:
             self._landing -= 1
             if self._revoked:
@@ -50,15 +50,15 @@ class Grant:
         self.leave()
 
     def revoke(self, deadline: float) -> Quiescence:
-        """Let nobody in any more, and wait for those inside."""
+        """Refuse new writes, and wait for current ones."""
         with self._changed:
             self._revoked = True
-            left = self._changed.wait_for(lambda: not self._landing, max(0, deadline - time.monotonic()))
-        return Quiescence.QUIESCENT if left else Quiescence.UNKNOWN
+            landed = self._changed.wait_for(lambda: not self._landing, max(0, deadline - time.monotonic()))
+        return Quiescence.QUIESCENT if landed else Quiescence.UNKNOWN
 
 
 class Grants:
-    """All grants of a receiver: those in force, and those revoked under which something may still land."""
+    """All grants of a receiver: valid ones, and revoked ones whose writes may still land."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -66,17 +66,17 @@ class Grants:
         self._granted: dict[GrantKey, Grant] = {}
 
     def add(self, key: GrantKey, ranges: Ranges) -> None:
-        """Raises ValueError for ranges that aren't registered and a key that is not free."""
+        """Add a grant. Raises ValueError for ranges that are not registered and for a key in use."""
         check_key(key)
         self._memory.check(ranges)
         grant = Grant(key, ranges)
         with self._lock:
             if key in self._granted:
-                raise ValueError(f"{_named(key)} has a grant: revoke it, or use the next generation")
+                raise ValueError(f"{_named(key)} already has a grant: revoke it, or use the next generation")
             self._granted[key] = grant
 
     def find(self, key: GrantKey, pointers: Addresses, lengths: Addresses) -> Grant:
-        """The grant that covers these ranges. Raises RefusedError."""
+        """Return the grant that covers these ranges. Raises RefusedError."""
         with self._lock:
             grant = self._granted.get(key)
         if grant is None:
@@ -84,12 +84,12 @@ class Grants:
         grant.check(pointers, lengths)
         try:
             self._memory.check(Ranges(pointers, lengths))
-        except ValueError as error:  # granted neighbours, but of two regions
+        except ValueError as error:  # granted neighbours, but in two regions
             raise RefusedError(f"{_named(key)} may not write there: {error} of one region") from None
         return grant
 
     def revoke(self, key: GrantKey, deadline: float) -> Quiescence:
-        """See TransferEngine.revoke."""
+        """Revoke as TransferEngine.revoke does."""
         with self._lock:
             grant = self._granted.get(key)
         if grant is None:
@@ -103,7 +103,7 @@ class Grants:
 
 
 def check_key(key: GrantKey) -> None:
-    """Raises ValueError."""
+    """Check the numbers of a key. Raises ValueError."""
     if not (0 <= key.room < 1 << 63 and 0 <= key.generation < 1 << 63):
         raise ValueError(f"{key}: room and generation must be from 0 to 2^63 - 1")
 

@@ -1,11 +1,11 @@
-"""How a session begins: which engine both speak, and proof from both that they know the secret, if there is one.
+"""The handshake of a session: agreement on the engine, and proof of the secret by both sides, if one is set.
 
     sender    HELLO      nonce, name of the engine
     receiver  CHALLENGE  nonce, 1 if there is a secret
     sender    PROOF      HMAC-SHA256(secret, "sender", both nonces), or nothing
     receiver  WELCOME    HMAC-SHA256(secret, "receiver", both nonces), or nothing; or REFUSED, with the reason
 
-With a secret all later frames are signed, with keys made of it and the nonces.
+With a secret, all later frames are signed with keys derived from the secret and both nonces.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _NONCE = 32
 
 
 def greet(channel: Channel, engine: str, secret: bytes | None, deadline: float) -> None:
-    """The sender's part. Raises RefusedError, PeerLostError, DeadlineError."""
+    """Perform the sender's handshake. Raises RefusedError, PeerLostError and DeadlineError."""
     nonce = secrets.token_bytes(_NONCE)
     channel.send(Kind.HELLO, nonce + engine.encode(), deadline)
     challenge = expect(channel, Kind.CHALLENGE, deadline)
     if len(challenge) != _NONCE + 1:
         raise PeerLostError("the peer's challenge is malformed")
     if challenge[_NONCE] and secret is None:
-        raise RefusedError("the peer asks for a secret and we have none")
+        raise RefusedError("the peer needs a secret, and this rank has none")
     if not challenge[_NONCE] and secret is not None:
-        raise RefusedError("we have a secret and the peer has none")
+        raise RefusedError("this rank has a secret, and the peer has none")
     nonces = nonce + challenge[:_NONCE]
     channel.send(Kind.PROOF, _proof(secret, b"sender", nonces), deadline)
     welcome = expect(channel, Kind.WELCOME, deadline)
@@ -40,13 +40,13 @@ def greet(channel: Channel, engine: str, secret: bytes | None, deadline: float) 
 
 
 def welcome(channel: Channel, engine: str, secret: bytes | None, deadline: float) -> None:
-    """The receiver's part. Raises RefusedError, PeerLostError, DeadlineError."""
+    """Perform the receiver's handshake. Raises RefusedError, PeerLostError and DeadlineError."""
     hello = expect(channel, Kind.HELLO, deadline)
     if len(hello) < _NONCE:
         raise PeerLostError("the peer's hello is malformed")
     theirs = hello[_NONCE:].decode(errors="replace")
     if theirs != engine:
-        _refuse(channel, f"the sender transfers by {theirs}, the receiver by {engine}: configure the same", deadline)
+        _refuse(channel, f"the sender uses {theirs}, the receiver {engine}: configure one engine on both", deadline)
     nonce = secrets.token_bytes(_NONCE)
     nonces = hello[:_NONCE] + nonce
     channel.send(Kind.CHALLENGE, nonce + bytes([secret is not None]), deadline)
@@ -58,7 +58,10 @@ def welcome(channel: Channel, engine: str, secret: bytes | None, deadline: float
 
 
 def expect(channel: Channel, kind: Kind, deadline: float = inf) -> bytes:
-    """The body of the next frame, which must be of this kind. Raises RefusedError, PeerLostError, DeadlineError."""
+    """Return the body of the next frame, which must be of `kind`.
+
+    Raises RefusedError, PeerLostError and DeadlineError.
+    """
     received, body = channel.receive(deadline)
     if received is Kind.REFUSED:
         raise RefusedError(body.decode(errors="replace"))

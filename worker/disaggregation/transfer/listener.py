@@ -1,4 +1,4 @@
-"""The receiver's door: accepts connections, has each greeted and served by a thread of its own, and ends them all."""
+"""The listener of a receiver: it accepts connections, runs a thread for each, and ends them all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Listener:
-    """Serves sessions on a listening socket, which it owns, until `close`."""
+    """A listener that serves sessions on its socket until `close`."""
 
     def __init__(
         self, listening: socket.socket, engine: str, secret: bytes | None, serve: Callable[[Channel], None]
@@ -28,19 +28,19 @@ class Listener:
         self._engine, self._secret, self._serve = engine, secret, serve
         self._lock = threading.Lock()
         self._sessions: dict[threading.Thread, Channel] = {}
-        self._ending: set[threading.Thread] = set()  # cut, to make room
+        self._ending: set[threading.Thread] = set()  # cut, to limit the number of sessions
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept, name=f"transfer-{engine}-accept", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Refuse new sessions, cut those there are, and wait for their threads. May be repeated."""
+        """Refuse new sessions, cut existing ones, and wait for their threads. Repeated calls have no effect."""
         with self._lock:
             if self._closing.is_set():
                 return
             self._closing.set()
             sessions, ending = dict(self._sessions), list(self._ending)
-        with suppress(OSError):  # unusable already: accept fails either way
+        with suppress(OSError):  # an unusable socket: accept fails either way
             self.socket.shutdown(socket.SHUT_RDWR)
         for channel in sessions.values():
             channel.cut()
@@ -56,11 +56,11 @@ class Listener:
             except OSError as error:
                 if not self._closing.is_set():
                     _logger.warning("a transfer session could not be accepted: %s", error)
-                    self._closing.wait(0.1)  # out of file descriptors, most likely
+                    self._closing.wait(0.1)  # probably no file descriptor is free
                 continue
             try:
                 self._admit(connection)
-            except (OSError, RuntimeError) as error:  # it is gone already; no thread can be started
+            except (OSError, RuntimeError) as error:  # the connection has ended, or no thread can be started
                 connection.close()
                 _logger.warning("a transfer session could not begin: %s", error)
 
@@ -72,20 +72,22 @@ class Listener:
             closing = self._closing.is_set()
             if not closing:
                 self._make_room()
-                thread.start()  # it forgets itself, under this lock
+                thread.start()  # the thread removes itself under this lock
                 self._sessions[thread] = channel
         if closing:
             channel.close()
 
     def _make_room(self) -> None:
-        """End a session where there are as many as there may be: the one that is idle longest, of those that have
-        written nothing if there are such. The lock is held."""
+        """End one session if MOST_SESSIONS are open: one without granted writes first, then the longest idle.
+
+        The caller holds the lock.
+        """
         if len(self._sessions) < MOST_SESSIONS:
             return
         least = min(
             self._sessions, key=lambda thread: (self._sessions[thread].landed, self._sessions[thread].idle_since)
         )
-        _logger.warning("a transfer session gives way to a new one: there are %d", MOST_SESSIONS)
+        _logger.warning("a transfer session was ended for a new one: %d are open", MOST_SESSIONS)
         self._sessions.pop(least).cut()
         self._ending.add(least)
 

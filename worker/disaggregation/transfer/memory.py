@@ -16,10 +16,13 @@ Bytes = NDArray[np.uint8]
 
 
 class Spans:
-    """Disjoint byte ranges in ascending order; neighbours that touch are one, unless told otherwise."""
+    """Disjoint byte ranges in ascending order. With `merge`, adjacent ranges are joined."""
 
     def __init__(self, ranges: Ranges, *, merge: bool = True) -> None:
-        """Raises ValueError for ranges beyond the address space, and for ranges that overlap if they aren't merged."""
+        """Sort the ranges.
+
+        Raises ValueError for one beyond the address space, and without `merge` for overlapping ones.
+        """
         order = np.argsort(ranges.pointers, kind="stable")
         starts, lengths = ranges.pointers[order], ranges.lengths[order]
         if (lengths > ~starts).any():
@@ -33,9 +36,9 @@ class Spans:
         self.starts, self.ends = starts, ends
 
     def find(self, pointers: Addresses, lengths: Addresses) -> NDArray[np.int64]:
-        """For each range the span that holds it whole. Raises ValueError when one is not within a single span."""
+        """Return for each range the span that contains it. Raises ValueError if a range is not within one span."""
         if not len(self.starts) and len(pointers):
-            raise ValueError("there is no range at all")
+            raise ValueError("no range is registered")
         found = np.searchsorted(self.starts, pointers, side="right") - 1
         ends = self.ends[found]
         within = (found >= 0) & (pointers <= ends) & (lengths <= ends - pointers)
@@ -46,21 +49,21 @@ class Spans:
 
 
 class Memory:
-    """Arrays of bytes, each found by the address its owner knows it by: ours, or that of a peer that shares it."""
+    """Arrays of bytes by their owner's address: of this process, or of a peer that shares its memory."""
 
     def __init__(self) -> None:
         self._arrays: dict[int, Bytes] = {}
         self._place()
 
     def add(self, arrays: Iterable[tuple[int, Bytes]]) -> None:
-        """Arrays and their addresses. Raises ValueError, and adds nothing, when one is empty or overlaps another."""
+        """Add arrays with their addresses. Raises ValueError, and adds none, if one is empty or overlaps another."""
         before = self._arrays
         after = dict(before)
         for pointer, array in arrays:
             if not array.size:
                 raise ValueError(f"the region at {pointer:#x} is empty")
             if pointer in after:
-                raise ValueError(f"the region at {pointer:#x} is registered already")
+                raise ValueError(f"the region at {pointer:#x} is already registered")
             after[pointer] = array
         self._arrays = after
         try:
@@ -71,16 +74,19 @@ class Memory:
             raise ValueError(f"memory can't be registered: {error}") from None
 
     def check(self, ranges: Ranges) -> None:
-        """Raises ValueError for a range that isn't registered."""
+        """Check ranges. Raises ValueError for one that is not registered."""
         self._spans.find(*ranges)
 
     def addresses(self, pointers: Addresses, lengths: Addresses) -> Addresses:
-        """Where these ranges are in this process. Raises ValueError for one not registered."""
+        """Return the addresses of ranges in this process. Raises ValueError for one that is not registered."""
         found = self._spans.find(pointers, lengths)
         return self._bases[found] + (pointers - self._spans.starts[found])
 
     def views(self, pointers: Addresses, lengths: Addresses, *, merge: bool = True) -> list[memoryview]:
-        """Buffers of these ranges in order, merged where they touch. Raises ValueError for one not registered."""
+        """Return buffers of the ranges in order, merged if adjacent.
+
+        Raises ValueError for one that is not registered.
+        """
         spans, views = self._spans, self._views
         found = spans.find(pointers, lengths)
         begins = pointers - spans.starts[found]
@@ -104,23 +110,23 @@ class Memory:
 
 
 def array_at(pointer: int, length: int) -> Bytes:
-    """The bytes at an address of this process, which must stay mapped while the array is used."""
+    """Return the bytes at an address of this process, which must stay mapped while the array is used."""
     array: Bytes = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(pointer))
     return array
 
 
 def new_array(length: int) -> Bytes:
-    """Zeroed bytes that begin at a page."""
+    """Return zeroed bytes that begin at a page."""
     return np.frombuffer(mmap.mmap(-1, length), np.uint8)
 
 
-_SMALL = 1 << 14  # bytes; above, a step of Python for each run costs less than to copy it twice
-_LARGE = 1 << 16  # bytes; up to here a copy is quicker than giving up the interpreter lock and getting it back
-_AT_ONCE = 1 << 19  # bytes of small runs, which pass through the processor's cache
+_SMALL = 1 << 14  # bytes; above, one Python step for each run is cheaper than copying it twice
+_LARGE = 1 << 16  # bytes; up to here a copy is faster than releasing and reacquiring the interpreter lock
+_AT_ONCE = 1 << 19  # bytes of small runs that are copied at once, so that they stay in the processor's cache
 
 
 def copy_runs(writes: Writes, sources: Memory, destinations: Memory) -> None:
-    """Copy all runs. Raises ValueError, before anything is copied, when one lies outside of its memory."""
+    """Copy all runs. Raises ValueError, before the first copy, if one is outside of its memory."""
     reading = sources.addresses(writes.sources, writes.lengths)
     writing = destinations.addresses(writes.destinations, writes.lengths)
     small = writes.lengths <= _SMALL
@@ -148,7 +154,7 @@ def _copy_alike(sources: Addresses, destinations: Addresses, length: int) -> Non
 
 
 def _windows(addresses: Addresses, length: int) -> Bytes:
-    """A row of `length` bytes for every address from the lowest to the highest, mapped or not."""
+    """Return a row of `length` bytes for every address from the lowest to the highest, mapped or not."""
     lowest, highest = int(addresses.min()), int(addresses.max())
     interface = {
         "data": (lowest, False),

@@ -1,7 +1,7 @@
-"""Transfer by Mooncake's engine, for sites with RDMA: the extra `mooncake`, and Debian's libibverbs1.
+"""Transfers by Mooncake's engine, for sites with RDMA: the extra `mooncake`, and Debian's libibverbs1.
 
-Mooncake writes wherever a peer tells it, and asks for no secret on its own port: grants bind honest senders only. Let
-nobody else reach that port.
+Mooncake writes to any address that a peer names, and its own port needs no secret. Therefore grants only bind honest
+senders. Restrict access to that port.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from worker.disaggregation.transfer.runs import Writes
 
 
 class MooncakeEngine(OneSidedEndpoint):
-    """See TransferEngine. `protocol` is Mooncake's: tcp, or rdma with the names of its devices."""
+    """A TransferEngine by Mooncake. `protocol` is Mooncake's: tcp, or rdma with the names of its `devices`."""
 
     name = "mooncake"
 
     def __init__(
         self, host: str = "127.0.0.1", secret: bytes | None = None, protocol: str = "tcp", devices: str = ""
     ) -> None:
-        """Raises ValueError for a host or protocol that can't be used, ImportError without Mooncake."""
+        """Start Mooncake. Raises ValueError for an invalid host or protocol, and ImportError without Mooncake."""
         super().__init__(host, secret, _Mooncake(host, protocol, devices))
 
 

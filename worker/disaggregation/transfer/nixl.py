@@ -1,10 +1,10 @@
-"""Transfer by NIXL, for sites with RDMA: the extra `nixl`.
+"""Transfers by NIXL, for sites with RDMA: the extra `nixl`.
 
-NIXL lets whoever holds an engine's description write to its registered memory: grants bind honest senders only. The
-description goes over our session alone, to those that know the secret.
+With an engine's description, NIXL allows writes to all its registered memory. Therefore grants only bind honest
+senders. The description is sent over our session alone, to peers that know the secret.
 
-As a process exits, long after everything is closed, NIXL 1.5.1 may crash it in a library it brings along (libnl, for
-InfiniBand; UCX_MODULES=^ib leaves that out).
+At the exit of a process, long after everything is closed, NIXL 1.5.1 may crash in its bundled libnl (for InfiniBand).
+`UCX_MODULES=^ib` excludes that library.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from worker.disaggregation.transfer.engine import PeerLostError, Region
 from worker.disaggregation.transfer.one_sided import OneSidedEndpoint
 from worker.disaggregation.transfer.runs import Addresses, Writes
 
-_LONGEST_NAP = 0.001  # seconds between two looks at a transfer
+_LONGEST_NAP = 0.001  # seconds between two checks of a transfer
 
 
 class NixlEngine(OneSidedEndpoint):
-    """See TransferEngine. `backend` is NIXL's: UCX, LIBFABRIC…"""
+    """A TransferEngine by NIXL. `backend` is NIXL's, for example UCX or LIBFABRIC."""
 
     name = "nixl"
 
     def __init__(self, host: str = "127.0.0.1", secret: bytes | None = None, backend: str = "UCX") -> None:
-        """Raises ValueError for a host or backend that can't be used, ImportError without NIXL."""
+        """Start NIXL. Raises ValueError for an invalid host or backend, and ImportError without NIXL."""
         super().__init__(host, secret, _Nixl(backend))
 
 
@@ -76,7 +76,7 @@ class _Nixl:
             self._sessions[peer] -= 1
             if not self._sessions[peer] and self._agent is not None:
                 del self._sessions[peer]
-                with suppress(Exception):  # it may know already that the peer is gone
+                with suppress(Exception):  # NIXL may already have removed the peer
                     self._agent.remove_remote_agent(peer)
 
     def write(self, peer: str, writes: Writes) -> None:
@@ -102,7 +102,7 @@ class _Nixl:
 
     def close(self) -> None:
         with self._lock:
-            agent, self._agent = self._agent, None  # its thread ends with it; a write under way keeps it
+            agent, self._agent = self._agent, None  # NIXL's thread ends with its agent; a current write keeps the agent
         if agent is not None:
             for registered in self._registered:
                 agent.deregister_memory(registered)

@@ -1,16 +1,15 @@
-"""Base of engines whose library writes into the peer's memory by itself: the receiver can't stop it, so it is told.
+"""The base of engines whose library writes into the peer's memory by itself, so that the receiver cannot stop it.
 
-Beside the library's own connections runs one of ours:
-
-    receiver  MEMORY   what the sender's library must know of the receiver's, once
-    sender    BEGIN    the runs it wants to write (as in writing.py)
+One connection of ours runs beside those of the library:
+    receiver  MEMORY   the receiver's description for the sender's library, once
+    sender    BEGIN    the runs to write (as in writing.py)
     receiver  GRANTED, or REFUSED with the reason
-    sender    DONE     the library says that all bytes landed
+    sender    DONE     all bytes landed, as the library reports
 
-From GRANTED to DONE something may land. A grant revoked meanwhile is quiescent when DONE arrives, and never otherwise:
-neither the end of the connection nor the sender's death proves that nothing of it is on its way, or in a buffer of our
-own library. Such pages are lost until the receiver restarts. A write that misses its deadline goes on in the
-background, so that its DONE still comes.
+From GRANTED to DONE, bytes may land. A grant that is revoked meanwhile becomes quiescent only with DONE. The end of the
+connection or of the sender proves nothing: bytes may be in transit or in a buffer of our own library. Those pages are
+lost until the receiver restarts. A write that misses its deadline continues in the background, so that its DONE is
+still sent.
 """
 
 from __future__ import annotations
@@ -36,51 +35,51 @@ from worker.disaggregation.transfer.memory import Memory
 from worker.disaggregation.transfer.runs import Ranges, Writes, split_writes
 from worker.disaggregation.transfer.writing import MOST_BYTES, decode_runs, encode_runs, next_write
 
-_MOST_RUNS = 1024  # of one request: Mooncake fails, and for a while its peer too, when given 4096
+_MOST_RUNS = 1024  # runs of one request; 4096 make Mooncake fail, and its peer for a while
 
 
 class Library(Protocol):
-    """What an engine needs of a transfer library. `write` may be called from several threads."""
+    """The operations that an engine needs of a transfer library. `write` may be called from several threads."""
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Let these be source and destination. Raises ValueError."""
+        """Register memory as source and destination. Raises ValueError."""
         ...
 
     def describe(self) -> bytes:
-        """What `open` of a peer's library needs."""
+        """Return the description that a peer passes to `open`."""
         ...
 
     def open(self, description: bytes) -> str:
-        """A peer, to be named in `write`. Raises PeerLostError."""
+        """Return a peer's name for `write`. Raises PeerLostError."""
         ...
 
     def forget(self, peer: str) -> None:
-        """The end of what `open` began. Never raises."""
+        """Remove a peer that `open` returned. Never raises."""
         ...
 
     def write(self, peer: str, writes: Writes) -> None:
-        """Returns when all bytes have landed. Raises PeerLostError when that is not known."""
+        """Write bytes, and return when all have landed. Raises PeerLostError if that is not known."""
         ...
 
     def close(self) -> None:
-        """End it."""
+        """Release the library's resources."""
         ...
 
 
 class OneSidedEndpoint(Endpoint):
-    """See Endpoint; adds grants that are asked for before the library writes."""
+    """An Endpoint whose writes ask for a grant before the library runs."""
 
     def __init__(self, host: str, secret: bytes | None, library: Library) -> None:
         self._library = library
         super().__init__(listen(host), secret)
 
     def register(self, regions: Sequence[Region]) -> None:
-        """See TransferEngine."""
+        """Register as TransferEngine.register does."""
         super().register(regions)
         self._library.register(regions)
 
     def close(self) -> None:
-        """See TransferEngine."""
+        """Close as TransferEngine.close does."""
         super().close()
         self._library.close()
 
@@ -98,14 +97,14 @@ class OneSidedEndpoint(Endpoint):
                 channel.answer(Kind.REFUSED, str(error).encode())
                 continue
             channel.answer(Kind.GRANTED)
-            channel.idle_since = inf  # it must not give way now: what was granted would never be known to have landed
-            expect(channel, Kind.DONE)  # if it never comes the grant is never left
+            channel.idle_since = inf  # an open grant must not lose its session: its DONE would be lost
+            expect(channel, Kind.DONE)  # without DONE, the grant is never left
             grant.leave()
             channel.idle_since = time.monotonic()
 
 
 class _OneSidedWriter:
-    """Each write runs in a thread of its own, which the caller leaves behind when the deadline passes."""
+    """A writer with a thread for each write, which continues after the deadline of its caller."""
 
     def __init__(self, channel: Channel, memory: Memory, library: Library, description: bytes) -> None:
         self._channel, self._memory, self._library = channel, memory, library
@@ -116,7 +115,7 @@ class _OneSidedWriter:
 
     def write(self, key: GrantKey, writes: Writes, deadline: float) -> None:
         self._memory.check(Ranges(writes.sources, writes.lengths))
-        self._running, self._failure = True, PeerLostError("the write broke off")
+        self._running, self._failure = True, PeerLostError("the write was interrupted")
         threading.Thread(target=self._run, args=(key, writes), name="transfer-one-sided", daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: self._ended or not self._running, max(0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Pages into runs, runs into byte ranges: the arithmetic of a transfer, all in numpy."""
+"""Conversion of pages to runs and of runs to byte ranges, in numpy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Addresses = NDArray[np.uint64]
 
 
 class Ranges(NamedTuple):
-    """Byte ranges; two arrays of one length."""
+    """Byte ranges: two arrays of one length."""
 
     pointers: Addresses
     lengths: Addresses
 
 
 class Writes(NamedTuple):
-    """Copies of `lengths` bytes from our addresses to the peer's; three arrays of one length."""
+    """Copies of `lengths` bytes from our addresses to the peer's: three arrays of one length."""
 
     sources: Addresses
     destinations: Addresses
@@ -27,12 +27,12 @@ class Writes(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """The total number of bytes."""
         return int(self.lengths.sum())
 
 
 class PageRuns(NamedTuple):
-    """Pages contiguous on both sides: first page here, first page there, how many; three int64 arrays of one length."""
+    """Pages that are contiguous on both sides: first source page, first destination page, and count of each run."""
 
     sources: NDArray[np.int64]
     destinations: NDArray[np.int64]
@@ -40,7 +40,7 @@ class PageRuns(NamedTuple):
 
 
 def group_runs(src_pages: ArrayLike, dst_pages: ArrayLike) -> PageRuns:
-    """Merge neighbours that follow each other in both arrays. Raises ValueError for empty or unequal arrays."""
+    """Merge pages that follow each other in both arrays. Raises ValueError for empty or unequal arrays."""
     sources, destinations = page_array(src_pages, "src_pages"), page_array(dst_pages, "dst_pages")
     if len(sources) != len(destinations):
         raise ValueError(
@@ -56,9 +56,9 @@ def group_runs(src_pages: ArrayLike, dst_pages: ArrayLike) -> PageRuns:
 def page_writes(
     runs: PageRuns, sources: Sequence[int], destinations: Sequence[int], item_lengths: Sequence[int]
 ) -> Writes:
-    """The runs in every buffer (layer); page `p` of one is `item_length` bytes at its address `+ p * item_length`.
+    """Return the copies of the runs in every buffer (layer). Page `p` has `item_length` bytes at `p * item_length`.
 
-    Raises ValueError when the numbers of buffers differ.
+    Raises ValueError if the numbers of buffers differ.
     """
     if not len(sources) == len(destinations) == len(item_lengths):
         raise ValueError(
@@ -74,9 +74,9 @@ def page_writes(
 
 
 def page_ranges(pages: ArrayLike, pointers: Sequence[int], item_lengths: Sequence[int]) -> Ranges:
-    """The bytes of pages, in any order, in every buffer: what a receiver grants. Empty for no pages.
+    """Return the bytes of pages, in any order, in every buffer. No pages give no ranges.
 
-    Raises ValueError when the numbers of buffers differ.
+    Raises ValueError if the numbers of buffers differ.
     """
     wanted = np.sort(page_array(pages, "pages"))
     if not len(wanted):
@@ -87,28 +87,34 @@ def page_ranges(pages: ArrayLike, pointers: Sequence[int], item_lengths: Sequenc
 
 
 def join_ranges(*parts: Ranges) -> Ranges:
-    """All the ranges of the parts."""
+    """Return all ranges of the parts."""
     return Ranges(np.concatenate([part.pointers for part in parts]), np.concatenate([part.lengths for part in parts]))
 
 
 def join_writes(*parts: Writes) -> Writes:
-    """All the writes of the parts, in their order."""
+    """Return all writes of the parts, in their order."""
     return Writes(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def page_array(pages: ArrayLike, name: str) -> NDArray[np.int64]:
-    """Page indices as a flat int64 array. Raises ValueError, with `name`, for anything else or a negative page."""
+    """Return page indices as a flat int64 array.
+
+    Raises ValueError, with `name`, for other values or a negative page.
+    """
     array = np.asarray(pages)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be a flat array of page indices, not {array.dtype} of shape {array.shape}")
     array = array.astype(np.int64, copy=False)
     if array.size and array.min() < 0:
-        raise ValueError(f"{name} holds page {array.min()}: page indices start at 0")
+        raise ValueError(f"{name} has page {array.min()}: page indices start at 0")
     return array
 
 
 def split_writes(writes: Writes, most_runs: int, most_bytes: int) -> Iterator[Writes]:
-    """The same copies in portions of at most so many runs and bytes; longer runs are cut, empty ones left out."""
+    """Split copies into portions of at most `most_runs` runs and `most_bytes` bytes.
+
+    Longer runs are cut, empty ones dropped.
+    """
     kept = writes.lengths > 0
     sources, destinations, lengths = (array[kept] for array in writes)
     pieces = (lengths + np.uint64(most_bytes - 1)) // np.uint64(most_bytes)

@@ -1,9 +1,9 @@
-"""Transfer between processes of one host: the receiver copies, out of memory the sender shares with it.
+"""Transfers between processes of one host: the receiver copies from memory that the sender shares.
 
-What is written from must come from `allocate`: a sealed memory file, which a sender hands over as it connects and the
-receiver maps to read only. A sender that wrote into the receiver's pages itself could be stopped in the middle and go
-on when they are reused; so it asks, and the receiver copies, inside of the grant: a revoked grant is quiescent at once,
-whatever the sender does. What a sender puts into its memory meanwhile reaches granted pages at most.
+The source of writes must be allocated by `allocate`. It is a sealed memory file, which a sender passes when it
+connects, and which the receiver maps read-only. The receiver copies, not the sender, because a suspended sender could
+continue after the pages are reused. The receiver copies inside of the grant, so a revoked grant is quiescent at once.
+Later changes in the sender's memory can only reach granted pages.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from worker.disaggregation.transfer.memory import Bytes, Memory, copy_runs
 from worker.disaggregation.transfer.runs import Writes, split_writes
 from worker.disaggregation.transfer.writing import FrameWriter, decode_runs, encode_runs, next_write
 
-_MOST_SHARED = 1 << 14  # arrays of a sender
-_STEP_RUNS, _STEP_BYTES = 1024, 1 << 22  # copied between two looks at the grant
+_MOST_SHARED = 1 << 14  # arrays of one sender
+_STEP_RUNS, _STEP_BYTES = 1024, 1 << 22  # runs and bytes that are copied between two checks of the grant
 _MEMORY_SECONDS = 5.0
-_REGION = struct.Struct("<QQQ")  # its address there, where in the file, how long
+_REGION = struct.Struct("<QQQ")  # address in the sender, offset in the file, length
 _CREDENTIALS = struct.Struct("3i")
 
 
 class ShmEngine(Endpoint):
-    """See TransferEngine. Linux only; both processes in one network namespace, of one user."""
+    """A TransferEngine over shared memory. Linux only; both processes need one network namespace and one user."""
 
     name = "shm"
 
     def __init__(self, secret: bytes | None = None) -> None:
-        """Raises ValueError for an empty secret."""
-        self._allocated: dict[int, tuple[int, Bytes]] = {}  # by address: where in the file, and the bytes
-        self._shared: set[int] = set()  # those with something registered
+        """Listen on a local socket. Raises ValueError for an empty secret."""
+        self._allocated: dict[int, tuple[int, Bytes]] = {}  # by address: the offset in the file, and the bytes
+        self._shared: set[int] = set()  # arrays with a registered region
         self._sources = Memory()
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._host = f"kvrouter-transfer-{secrets.token_hex(16)}"
-        listening.bind("\0" + self._host)  # not in the file system: nothing is left behind
+        listening.bind("\0" + self._host)  # not in the file system, so that no file remains
         listening.listen(128)
         self._file = os.memfd_create("kvrouter-transfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
@@ -56,7 +56,7 @@ class ShmEngine(Endpoint):
         super().__init__(listening, secret)
 
     def allocate(self, length: int) -> Bytes:
-        """See TransferEngine. The engine keeps the memory too, until it is closed."""
+        """Allocate as TransferEngine.allocate does. The engine keeps the memory until it is closed."""
         if length <= 0:
             raise ValueError(f"{length} bytes can't be allocated")
         with self._allocating:
@@ -67,7 +67,10 @@ class ShmEngine(Endpoint):
         return array
 
     def register(self, regions: Sequence[Region]) -> None:
-        """See TransferEngine. Regions that were not allocated here can be destinations only."""
+        """Register as TransferEngine.register does.
+
+        Regions that this engine did not allocate can only be destinations.
+        """
         super().register(regions)
         for pointer, length in ((region.pointer, region.length) for region in regions):
             for first, (_, array) in self._allocated.items():
@@ -76,7 +79,7 @@ class ShmEngine(Endpoint):
                     self._shared.add(first)
 
     def close(self) -> None:
-        """See TransferEngine."""
+        """Close as TransferEngine.close does."""
         super().close()
         self._sources = Memory()
         self._allocated.clear()
@@ -91,10 +94,12 @@ class ShmEngine(Endpoint):
         shared = [(pointer, *self._allocated[pointer]) for pointer in self._shared]
         regions = [_REGION.pack(pointer, start, array.size) for pointer, start, array in shared]
         if len(regions) > _MOST_SHARED:
-            raise ValueError(f"{len(regions)} arrays are to be shared; allocate larger ones, at most {_MOST_SHARED}")
+            raise ValueError(
+                f"{len(regions)} arrays are too many to share; allocate larger ones, at most {_MOST_SHARED}"
+            )
         channel.send(Kind.MEMORY, b"".join(regions), deadline)
         socket.send_fds(channel.socket, [b"\0"], [self._file])
-        expect(channel, Kind.MEMORY, deadline)  # empty: it is mapped
+        expect(channel, Kind.MEMORY, deadline)  # an empty frame confirms the mapping
 
         def send(key: GrantKey, frame: Writes, deadline: float) -> None:
             channel.send(Kind.WRITE, encode_runs(key, *frame), deadline)
@@ -133,11 +138,11 @@ def _check_user(channel: Channel) -> None:
     credentials = channel.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     if user != os.geteuid():
-        raise PeerLostError(f"the sender runs as user {user}, we as user {os.geteuid()}")
+        raise PeerLostError(f"the sender runs as user {user}, the receiver as user {os.geteuid()}")
 
 
 def _receive_memory(channel: Channel) -> Memory:
-    """The sender's memory, mapped to read only. Raises PeerLostError."""
+    """Return the sender's memory, mapped read-only. Raises PeerLostError."""
     deadline = time.monotonic() + _MEMORY_SECONDS
     body = expect(channel, Kind.MEMORY, deadline)
     if len(body) % _REGION.size or len(body) > _MOST_SHARED * _REGION.size:
@@ -161,7 +166,7 @@ def _receive_memory(channel: Channel) -> Memory:
 
 
 def _map(file: int, length: int) -> Bytes:
-    """Bytes that stay readable, whatever the sender does: its file can't shrink. Raises OSError, ValueError."""
+    """Map a file whose size cannot shrink, so that its bytes stay readable. Raises OSError and ValueError."""
     if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise ValueError("the file is not sealed against shrinking")
     if not 0 < length <= os.fstat(file).st_size:

@@ -1,8 +1,8 @@
-"""Transfer over plain sockets: the default, wherever two hosts reach each other.
+"""Transfers over plain sockets: the default, between any two hosts that reach each other.
 
-The bytes follow the frame that says where they go; the receiver reads them straight into granted memory, or reads and
-forgets them when it refuses. Only the receiver's own threads touch its pages, and only inside of the grant: a revoked
-grant is quiescent at once, whatever the sender does.
+The payload follows the frame that names its destination. The receiver reads it directly into granted memory, or drops
+it if it refuses. Only the receiver's own threads write to its pages, and only inside of the grant. So a revoked grant
+is quiescent at once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from worker.disaggregation.transfer.writing import FrameWriter, decode_runs, enc
 
 
 class TcpEngine(Endpoint):
-    """See TransferEngine. Listens on a free port of `host`, which is also where peers find it."""
+    """A TransferEngine over TCP. It listens on a free port of `host`, to which peers connect."""
 
     name = "tcp"
 
     def __init__(self, host: str = "127.0.0.1", secret: bytes | None = None) -> None:
-        """Raises ValueError for a host that can't be listened on and an empty secret."""
+        """Listen on `host`. Raises ValueError for an invalid host and an empty secret."""
         super().__init__(listen(host), secret)
 
     def _writer(self, channel: Channel, deadline: float) -> FrameWriter:  # noqa: ARG002

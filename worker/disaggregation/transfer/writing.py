@@ -1,7 +1,7 @@
-"""A write as frames: portions that are checked and answered one by one, some of them under way at once.
+"""Writes as frames: portions that are checked and answered one by one, several of them in flight.
 
-WRITE's body is room u64, generation u64, number of runs u32, then the runs' columns one after the other, all u64.
-Each frame is answered in its turn: LANDED, or REFUSED with the reason.
+WRITE's body is room u64, generation u64, number of runs u32, then the columns of the runs, all u64. Each frame is
+answered in order: LANDED, or REFUSED with the reason.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from worker.disaggregation.transfer.memory import Memory
 from worker.disaggregation.transfer.runs import Addresses, Ranges, Writes, split_writes
 
 FIRST_WRITE_SECONDS = 30.0
-"""How long a session may wait that has written nothing it was granted: senders connect when they have something."""
+"""Idle seconds of a session without a granted write, after which it ends."""
 IDLE_SECONDS = 600.0
-"""How long one may wait that has. Senders take a new one before."""
+"""Idle seconds of a session with a granted write, after which it ends. Senders reconnect earlier."""
 MOST_RUNS = 8192
 """Runs in a frame."""
 MOST_BYTES = 1 << 25
-"""Bytes a frame asks to write: what is done for nothing when it is refused."""
+"""Bytes in a frame, which are sent without effect if it is refused."""
 _AHEAD = 4  # frames sent before the first must be answered
 _HEAD = struct.Struct("<QQI")
 
 
 class FrameWriter:
-    """The sender's part; `send` sends one frame of a write: its kind, and what the receiver needs besides."""
+    """The sender's writer. `send` sends one frame of a write: its kind, and the engine's further data."""
 
     def __init__(self, channel: Channel, memory: Memory, send: Callable[[GrantKey, Writes, float], None]) -> None:
         self._channel, self._memory, self._send = channel, memory, send
 
     def write(self, key: GrantKey, writes: Writes, deadline: float) -> None:
-        """See Session.write. After a refusal every frame sent has been answered."""
+        """Write as Session.write does. After a refusal, every sent frame has been answered."""
         self._memory.check(Ranges(writes.sources, writes.lengths))
         unanswered = 0
         refusal: RefusedError | None = None
@@ -53,11 +53,11 @@ class FrameWriter:
             raise refusal
 
     def end(self) -> None:
-        """See Writer."""
+        """End as Writer.end does."""
         self._channel.cut()
 
     def close(self) -> None:
-        """See Writer."""
+        """Close as Writer.close does."""
         self._channel.close()
 
     def _answer(self, deadline: float) -> RefusedError | None:
@@ -69,22 +69,22 @@ class FrameWriter:
 
 
 def next_write(channel: Channel, kind: Kind) -> bytes:
-    """The body of the peer's next frame, which a session need not wait for without end.
+    """Return the body of the peer's next frame, within the session's idle time.
 
-    Raises PeerLostError, DeadlineError, RefusedError.
+    Raises PeerLostError, DeadlineError and RefusedError.
     """
     patience = IDLE_SECONDS if channel.landed else FIRST_WRITE_SECONDS
     return expect(channel, kind, channel.idle_since + patience)
 
 
 def encode_runs(key: GrantKey, *columns: Addresses) -> bytes:
-    """A body."""
+    """Encode a key and its columns as a frame's body."""
     head = _HEAD.pack(key.room, key.generation, len(columns[0]))
     return b"".join([head, *(column.astype("<u8", copy=False).tobytes() for column in columns)])
 
 
 def decode_runs(body: bytes, columns: int) -> tuple[GrantKey, list[Addresses]]:
-    """Key and columns, of which the last are lengths. Raises PeerLostError."""
+    """Decode a frame's body to key and columns, the last of which are lengths. Raises PeerLostError."""
     if len(body) < _HEAD.size:
         raise PeerLostError(f"the sender's frame has a body of {len(body)} bytes")
     room, generation, count = _HEAD.unpack_from(body)
