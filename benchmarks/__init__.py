@@ -1,1 +1,1 @@
-"""One command a question, each against the peer a user would pick."""
+"""Benchmarks: one command for each question, compared with the peer that a user would choose."""

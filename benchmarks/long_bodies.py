@@ -1,8 +1,8 @@
-"""How late a router answers others while it is sent one long body: python -m benchmarks.long_bodies.
+"""The delay of other requests while a router receives one long body: python -m benchmarks.long_bodies.
 
-A router with default settings, by both ways in, in front of a worker that takes any body and says nothing of use. One
-client asks `/ready` again and again over one connection; what it waits for is the event loop. Each body is near the
-bounds of the settings in one way; the row without one is what the machine itself takes.
+A router with default settings runs in front of a worker that accepts any body. One client polls `/ready` over one
+connection, and so measures the event loop. Each body is near one limit of the settings. The row without a body is the
+delay of the machine itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from simulator.worker.settings import BUNDLED_MODEL
 
 _MODEL = "m"
 _SIZE = 60 * 2**20
-_PAUSE = 0.002  # seconds between two questions
+_PAUSE = 0.002  # seconds between two polls
 _TIMES = 3
 
 Sent = tuple[str, str, bytes]
@@ -79,7 +79,7 @@ BODIES: dict[str, Callable[[], Sent]] = {
 
 
 class _Sink(asyncio.Protocol):
-    """A worker that forgets what it is sent."""
+    """A worker that drops what it receives."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
@@ -112,7 +112,7 @@ def _sink(pipe: Connection) -> None:
 
 
 class _Asking:
-    """Asks whether the router is ready while it is entered; `latest`: the longest that it waited, in seconds."""
+    """A client that polls `/ready` within the context. `latest` is its longest delay in seconds."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
@@ -140,7 +140,7 @@ class _Asking:
 
 
 def _send(address: tuple[str, int], sent: Sent) -> str:
-    """Send a body; the status of the answer."""
+    """Send a body, and return the status of the answer."""
     path, kind, body = sent
     head = f"POST {path} HTTP/1.1\r\nHost: r\r\nConnection: close\r\nContent-Type: {kind}\r\n"
     with socket.create_connection(address, timeout=120) as connection:
@@ -157,8 +157,8 @@ def _late(address: tuple[str, int], sent: Sent | None) -> tuple[float, str]:
     return asking.latest, status
 
 
-def main(times: Annotated[int, typer.Option(min=1, help="How often each body is sent.")] = _TIMES) -> None:
-    """Send each body, and tell how long others waited at most: the median of several times."""
+def main(times: Annotated[int, typer.Option(min=1, help="Number of times that each body is sent.")] = _TIMES) -> None:
+    """Send each body, and print the longest delay of others: the median of several times."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     sink = context.Process(target=_sink, args=(theirs,), daemon=True)

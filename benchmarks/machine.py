@@ -13,40 +13,40 @@ CORES = sorted(os.sched_getaffinity(0))
 LOAD_CORE = CORES[0]
 INDEXER_CORE = CORES[-1]
 _TICKS = os.sysconf("SC_CLK_TCK")
-# What a page says where `awake` was heeded.
+# The note of a page whose run kept the cores awake.
 AWAKE = """
-Meanwhile no core sleeps (`/dev/cpu_dma_latency`): waking one costs whoever sends to it, on a virtual machine as much as
-a request may cost, and how often there is one to wake depends on what else there is to do."""
+During the run no core sleeps (`/dev/cpu_dma_latency`). Waking a core delays the sender, on a virtual machine by as much
+as a request needs, and the number of wake-ups depends on other work."""
 
 
 def pin(*cores: int) -> None:
-    """Keep this process, and the threads and processes it will start, on these cores."""
+    """Bind this process, its threads and its future child processes to these cores."""
     os.sched_setaffinity(0, cores)
 
 
 @contextmanager
 def awake() -> Iterator[bool]:
-    """Let no core sleep, where that is allowed. Whether it is."""
+    """Keep all cores awake, if permitted. Yield whether it is."""
     try:
         asked = os.open("/dev/cpu_dma_latency", os.O_WRONLY)
     except OSError:
         yield False
         return
     try:
-        os.write(asked, bytes(4))  # at most so many microseconds to wake, for as long as it is open
+        os.write(asked, bytes(4))  # maximal wake-up latency in microseconds, while the file is open
         yield True
     finally:
         os.close(asked)
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of all threads of a process."""
+    """Return user and system time of all threads of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def thread_seconds(pid: int) -> dict[str, float]:
-    """Processor seconds of a process by its threads' names, as the scheduler counts them."""
+    """Return processor seconds of a process by its threads' names, as counted by the scheduler."""
     seconds: dict[str, float] = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         name = (task / "comm").read_text().strip()
@@ -55,13 +55,13 @@ def thread_seconds(pid: int) -> dict[str, float]:
 
 
 def resident_bytes(pid: int) -> int:
-    """A process's resident memory."""
+    """Return a process's resident memory."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def description() -> str:
-    """Processor, cores and Python, in a phrase."""
+    """Return a phrase with processor, cores and Python."""
     models = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -74,12 +74,12 @@ _COMPILED = Path(".compiled/bin/python").absolute()
 
 
 def is_compiled() -> bool:
-    """Whether `make compiled` has been there."""
+    """Return whether `make compiled` has built the router."""
     return _COMPILED.exists() and (_COMPILED.parent.parent / "installed").exists()
 
 
 def python(*, interpreted: bool = False) -> list[str]:
-    """The command that runs ours: compiled, where it is; `interpreted`: as Python runs it all the same."""
+    """Return the command for our code: compiled if built, unless `interpreted`."""
     if interpreted or not is_compiled():
         return [sys.executable]
-    return [str(_COMPILED), "-P"]  # with -P the compiled one is imported, not what lies in this directory
+    return [str(_COMPILED), "-P"]  # -P: import the compiled package, not this directory

@@ -1,22 +1,22 @@
-"""Ports of loopback that are free, and that no outgoing connection is given meanwhile. For tests as well."""
+"""Free ports of loopback that no outgoing connection receives, for benchmarks and tests."""
 
 from __future__ import annotations
 
 import socket
 from secrets import randbelow
 
-# Below those that systems give to outgoing connections.
+# Below the ports that systems give to outgoing connections.
 _FIRST, _COUNT = 20_000, 12_000
 _given: set[int] = set()
 
 
 def free_port() -> int:
-    """One that this process has not got before."""
+    """Return a port that this process has not received before."""
     return free_ports(1)[0]
 
 
 def free_ports(count: int) -> range:
-    """So many that follow each other."""
+    """Return `count` consecutive ports."""
     while True:
         first = _FIRST + randbelow(_COUNT - count)
         ports = range(first, first + count)

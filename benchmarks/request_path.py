@@ -1,11 +1,10 @@
-"""The way of one chat through the code: python -m benchmarks.request_path [--trace].
+"""The path of one chat through the code: python -m benchmarks.request_path [--trace].
 
-An interpreted router with default settings runs in this process, on uvloop, in front of a simulated worker that is a
-process of its own; the client is a thread. Once all is warm, chats that are not streamed are sent one after the other.
-Counted are the functions of ours that the event loop's thread calls meanwhile, from the arrival of the request to the
-end of its answer: how many calls, in how many files, and how often the next call is in another file than the last.
-Some requests are looked at more closely than others, and now and then a timer of another part rings: the figures are
-those of the request with the fewest calls. `--trace` lists the calls of the first row in their order.
+An interpreted router with default settings runs in this process, on uvloop, in front of a simulated worker in another
+process. The client is a thread. After a warm-up, chats without streaming are sent one after another. The output counts
+our functions that the event loop's thread calls, from the arrival of the request to the end of its answer: calls,
+files, and changes of file between calls. Some requests have additional work, and timers may fire. Therefore the figures
+are those of the request with the fewest calls. `--trace` lists the calls of the first row in their order.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Step = tuple[str, str]
 
 
 def changes_of_file(steps: list[Step]) -> int:
-    """How often a call is in another file than the one before."""
+    """Count the calls whose file differs from the previous one's."""
     return sum(before[0] != after[0] for before, after in pairwise(steps))
 
 
@@ -53,7 +52,7 @@ def _describe(steps: list[Step]) -> str:
 
 
 class _Calls:
-    """The calls of our functions while it is on."""
+    """A recorder of calls of our functions while it is on."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
@@ -96,7 +95,7 @@ def _ask(connection: http.client.HTTPConnection, question: str) -> None:
 
 
 async def _shortest_path(connection: http.client.HTTPConnection, numbers: count[int] | None) -> list[Step]:
-    """The path of a chat. With `numbers` each has a last message of its own."""
+    """Return the path of a chat. With `numbers`, each chat has a new last message."""
     calls, paths = _Calls(), []
     for number in range(_WARM_UP + _REQUESTS):
         question = f"What is a radix tree? {next(numbers) if numbers else ''}"
@@ -117,8 +116,8 @@ async def _measure(worker: str) -> tuple[list[Step], list[Step]]:
     return new, again
 
 
-def main(trace: Annotated[bool, typer.Option("--trace", help="List the calls.")] = False) -> None:
-    """Count the calls that one chat takes."""
+def main(trace: Annotated[bool, typer.Option("--trace", help="List the calls in order.")] = False) -> None:
+    """Count the calls of one chat."""
     structlog.configure(processors=[structlog.stdlib.filter_by_level], logger_factory=structlog.stdlib.LoggerFactory())
     with KvrouterProcess(["simulate", "--port", "0"]) as worker:
         new, again = uvloop.run(_measure(worker.wait_until_listening()))

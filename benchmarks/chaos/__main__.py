@@ -15,11 +15,11 @@ _MOST_PROBLEMS = 5
 
 
 def main(
-    workers: Annotated[int, typer.Option(min=len(ALL) + 1, help="Simulated workers.")] = Plan().workers,
-    streams: Annotated[int, typer.Option(min=1, help="Streams at once.")] = Plan().streams,
-    seconds: Annotated[float, typer.Option(min=5, help="Length of a phase.")] = Plan().seconds,
+    workers: Annotated[int, typer.Option(min=len(ALL) + 1, help="Number of simulated workers.")] = Plan().workers,
+    streams: Annotated[int, typer.Option(min=1, help="Number of concurrent streams.")] = Plan().streams,
+    seconds: Annotated[float, typer.Option(min=5, help="Seconds of a phase.")] = Plan().seconds,
 ) -> None:
-    """Disturb one worker after the other while clients stream."""
+    """Attack one worker after another while clients stream."""
     result = asyncio.run(run_chaos(Plan(workers, streams, seconds), ALL))
     typer.echo(table(result))
     for phase in result.phases:

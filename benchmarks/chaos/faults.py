@@ -1,4 +1,4 @@
-"""What is done to a worker, and how it is undone."""
+"""Faults of workers, and their repair."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FLOOD_REQUESTS = 24
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`strike` returns at once or when its own end comes; `mend` brings the worker back.
+    """A fault. `strike` returns at once, or at the fault's own end. `mend` restores the worker.
 
-    `holds_streams`: those that are open on the worker end only when it is mended; mending twice does no harm then.
+    With `holds_streams`, open streams of the worker end only after `mend`, which may then be called twice.
     """
 
     name: str

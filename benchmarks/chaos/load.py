@@ -1,4 +1,4 @@
-"""Many streams at once through a router, and what became of each."""
+"""Concurrent streams through a router, and their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _numbers = count()
 
 @dataclass(slots=True)
 class Stream:
-    """One streamed completion. `worker` answered it, after `attempts`; `first_byte` in seconds, None if none came."""
+    """One streamed completion.
+
+    `worker` answered it after `attempts` attempts. `first_byte` is seconds, `None` without one.
+    """
 
     began: float
     worker: str = ""
@@ -29,14 +32,14 @@ class Stream:
 
 
 async def keep_streaming(url: str, streams: int, seconds: float, tokens: int) -> list[Stream]:
-    """Keep a number of streams open for a while, each of `tokens` tokens; returns when the last has ended."""
+    """Keep `streams` streams of `tokens` tokens open for `seconds` seconds. Return when the last has ended."""
     seen: list[Stream] = []
     deadline = time.monotonic() + seconds
     timeout = aiohttp.ClientTimeout(total=ATTEMPT_TIMEOUT)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
 
         async def client(number: int) -> None:
-            await asyncio.sleep(number / streams)  # not all in the same step of the engines
+            await asyncio.sleep(number / streams)  # not all in one step of the engines
             while time.monotonic() < deadline:
                 stream = Stream(time.monotonic())
                 seen.append(stream)
@@ -72,7 +75,7 @@ async def _stream(session: aiohttp.ClientSession, url: str, tokens: int, stream:
 
 
 async def flood(url: str, requests: int, seconds: float) -> None:
-    """Keep a worker busy with others' requests: long prompts, sent past the router."""
+    """Keep a worker busy with long prompts of other clients, sent without the router."""
     deadline = time.monotonic() + seconds
     timeout = aiohttp.ClientTimeout(total=ATTEMPT_TIMEOUT)
 

@@ -17,7 +17,7 @@ _USED = ("ready", "warming")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much load, for how long, and how fast the workers are."""
+    """The size of the load, its duration, and the speed of the workers."""
 
     workers: int = 8
     streams: int = 200
@@ -28,7 +28,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The streams of one phase. `noticed`: seconds from the fault until the worker was left out; None if it was not."""
+    """The streams of one phase.
+
+    `noticed`: seconds from the fault until the worker was ejected; `None` if it was not.
+    """
 
     name: str
     streams: list[Stream]
@@ -37,21 +40,21 @@ class Phase:
 
     @property
     def lost(self) -> list[Stream]:
-        """Requests that got no answer at all."""
+        """The requests without any answer."""
         return [stream for stream in self.streams if stream.first_byte is None]
 
     @property
     def broken(self) -> list[Stream]:
-        """Answers that began and did not end as they should."""
+        """The answers that began and did not end correctly."""
         return [stream for stream in self.streams if stream.first_byte is not None and not stream.complete]
 
     @property
     def moved(self) -> int:
-        """Requests that another worker answered than the first that was tried."""
+        """The requests that were answered by another worker than the first attempted one."""
         return sum(stream.attempts > 1 for stream in self.streams)
 
     def to_others(self) -> list[float]:
-        """The seconds to the first byte of the requests that the struck worker had no part in."""
+        """Return the seconds to the first byte of requests that the struck worker had no part in."""
         return sorted(
             stream.first_byte
             for stream in self.streams
@@ -59,23 +62,23 @@ class Phase:
         )
 
     def p99(self) -> float:
-        """The 99th percentile of them."""
+        """Return the 99th percentile of `to_others`."""
         seconds = self.to_others()
         return seconds[min(int(len(seconds) * 0.99), len(seconds) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All phases, and what was still reserved at the end."""
+    """All phases, and the reservations at the end."""
 
     phases: list[Phase]
     left_over: int
 
 
 async def run_chaos(plan: Plan, faults: Sequence[Fault]) -> Result:
-    """Start everything, play the phases, end everything."""
+    """Start all processes, play the phases, and end all processes."""
     async with ChaosFleet(plan.workers, plan.step_ms) as fleet:
-        await keep_streaming(fleet.url, plan.streams, 1.0, plan.tokens)  # connections, code, caches
+        await keep_streaming(fleet.url, plan.streams, 1.0, plan.tokens)  # warms connections, code and caches
         phases = [Phase("undisturbed", await keep_streaming(fleet.url, plan.streams, plan.seconds, plan.tokens))]
         for fault, victim in zip(faults, fleet.workers, strict=False):
             phases.append(await _disturbed(fleet, plan, fault, victim))
@@ -103,7 +106,7 @@ async def _disturbed(fleet: ChaosFleet, plan: Plan, fault: Fault, victim: Simula
 
 
 async def _left_over(fleet: ChaosFleet) -> int:
-    """What is reserved when all streams have ended and the router has had the time to notice."""
+    """Return the reservations after all streams have ended and the router has noticed it."""
     left = await fleet.left_over()
     deadline = time.monotonic() + 5
     while left and time.monotonic() < deadline:
@@ -116,7 +119,7 @@ _COLUMNS = ("phase", "requests", "lost", "broken off", "moved", "noticed after s
 
 
 def table(result: Result) -> str:
-    """One row a phase. `lost` had no answer; p99 and its ratio are those of requests to the other workers."""
+    """Format one row for each phase. `lost` had no answer; p99 and its ratio are of requests to other workers."""
     usual = result.phases[0].p99()
     rows = [
         (

@@ -1,4 +1,4 @@
-"""A fleet of real processes: simulated workers that can be killed, stopped and started again, and the router."""
+"""A fleet of real processes: a router, and simulated workers that can be killed, stopped and restarted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrouter.processes import KvrouterProcess
 
 
 class SimulatedWorker:
-    """A simulated worker at one address, whatever becomes of its process."""
+    """A simulated worker at one address, over several processes."""
 
     def __init__(self, step_ms: float) -> None:
         self._port = free_port()
@@ -29,19 +29,19 @@ class SimulatedWorker:
         self.url = f"http://127.0.0.1:{self._port}"
 
     def wait_until_listening(self) -> None:
-        """Wait until it answers."""
+        """Wait until the worker answers."""
         self._process.wait_until_listening()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send its process a signal."""
+        """Send a signal to the worker's process."""
         self._process.send_signal(number)
 
     def stop(self) -> None:
-        """End its process and wait for that."""
+        """End the process and wait for its end."""
         self._process.__exit__(None, None, None)
 
     async def start_again(self) -> None:
-        """A new process at the same address, in place of one that ended."""
+        """Start a new process at the same address, after the previous one ended."""
         if self._refusing:
             await self._refusing.cleanup()
             self._refusing = None
@@ -49,7 +49,7 @@ class SimulatedWorker:
         await asyncio.to_thread(self.wait_until_listening)
 
     async def refuse_everything(self) -> None:
-        """Answer every request with 503, in place of a process that ended."""
+        """Answer every request with 503, in place of an ended process."""
 
         async def refuse(_: web.Request) -> web.Response:
             return web.Response(status=503)
@@ -62,7 +62,7 @@ class SimulatedWorker:
 
 
 class ChaosFleet:
-    """Workers and a router in front of them, all processes of their own."""
+    """Workers and a router in front of them, each in its own process."""
 
     def __init__(self, workers: int, step_ms: float) -> None:
         self.workers = [SimulatedWorker(step_ms) for _ in range(workers)]
@@ -90,22 +90,22 @@ class ChaosFleet:
         await self._stack.__aexit__(kind, error, trace)
 
     async def report(self) -> dict[str, dict[str, Any]]:
-        """What the router says of its workers, by URL."""
+        """Return the router's report of its workers, by URL."""
         async with self._session.get(f"{self.url}/workers") as response:
             return {worker["worker"]: worker for worker in (await response.json())["workers"]}
 
     async def state(self, worker: SimulatedWorker) -> str:
-        """The state of one."""
+        """Return the state of one worker."""
         return str((await self.report())[worker.url]["state"])
 
     async def until_used(self, worker: SimulatedWorker, seconds: float = 60) -> None:
-        """Wait until a worker gets requests again."""
+        """Wait until a worker receives requests again."""
         async with asyncio.timeout(seconds):
             while await self.state(worker) not in ("ready", "warming", "trial"):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
     async def left_over(self) -> int:
-        """Whatever is still reserved on any worker."""
+        """Return the number of reservations on all workers."""
         report = await self.report()
         loads = [rank["load"] for worker in report.values() for rank in worker["ranks"]]
         reserved: int = sum(sum(load.values()) for load in loads)

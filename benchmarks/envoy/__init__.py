@@ -1,10 +1,10 @@
-"""Envoy with our picker against our router as a proxy: the same workers, the same requests, one core each.
+"""Envoy with our picker against our router as a proxy: the same workers and requests, with one core each.
 
-sides         how each is started
-measures      what is measured of them
-__main__      the run and its tables
-servers       gRPC servers that answer the same, in the picker's place
-grpc_servers  those
-crowd         many requests in flight on a few connections, well-behaved and not
-crowd_load    who asks
+- sides: the start of each side, and its worker
+- measures: the measurements of a side
+- __main__: the run and its tables
+- servers: gRPC servers with equal answers, in place of the picker
+- grpc_servers: those servers
+- crowd: many requests in flight on a few connections, well-behaved and not
+- crowd_load: the load of crowd
 """

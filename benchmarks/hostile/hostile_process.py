@@ -1,6 +1,7 @@
-"""The hostile clients, workers and streams, in a process of their own: what they compute holds up no customer.
+"""The hostile clients, workers and streams in their own process, whose computation delays no customer.
 
-That process is also asked to give way. Else its share of the cores, not the router, would be what customers wait for.
+The process also has a lower priority. Otherwise customers would wait for its share of the cores instead of the
+router.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ from benchmarks.hostile.intruders import Intruders
 from benchmarks.hostile.workers import hostile_workers
 
 _INTRUDERS = 40
-_EVENTS = 100.0  # messages of the hostile stream a second
+_EVENTS = 100.0  # messages of the hostile stream per second
 _GIVES_WAY = 10  # added to its nice value
 _STOP_SECONDS = 10.0
 
 
 class HostileProcess:
-    """`workers`: the hostile ones, as the settings name them."""
+    """The hostile process. `workers` are the settings of its workers."""
 
     def __init__(self, pipe: Connection, workers: list[dict[str, object]]) -> None:
         self.workers = workers
         self._pipe = pipe
 
     async def attack(self, url: str, until: float) -> tuple[Counter[int], int]:
-        """Attack a router until that time of the monotonic clock: the statuses of the answers, 0 for none, and how
-        many event messages were sent."""
+        """Attack a router until `until` on the monotonic clock.
+
+        Return the statuses of the answers, 0 for none, and the number of event messages.
+        """
         self._pipe.send((url, until))
         statuses, events = await asyncio.to_thread(self._pipe.recv)
         return statuses, events
@@ -40,7 +43,7 @@ class HostileProcess:
 
 @asynccontextmanager
 async def hostile_process(seed: int) -> AsyncIterator[HostileProcess]:
-    """Start it; it ends with the context."""
+    """Start the process, which ends with the context."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_main, args=(theirs, seed), daemon=True)
@@ -67,6 +70,6 @@ async def _run(pipe: Connection, random: Random) -> None:
             intruders = Intruders(url, random)
             await asyncio.gather(intruders.run(_INTRUDERS, until), stream.run(_EVENTS, until))
             pipe.send((intruders.statuses, stream.sent))
-            await asyncio.to_thread(pipe.recv)  # the workers stay until the other side has seen enough
+            await asyncio.to_thread(pipe.recv)  # the workers run until the other side has finished
         except EOFError:
             pass

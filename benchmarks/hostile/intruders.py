@@ -1,4 +1,4 @@
-"""Clients that mean harm, or are broken: each way is tried again and again, by a connection of its own."""
+"""Hostile and broken clients: each attack is repeated, on its own connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from yarl import URL
 
 _PATIENCE = 15.0
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-_PAUSE = 0.05  # seconds between two connections of one intruder, on average
+_PAUSE = 0.05  # mean seconds between two connections of one intruder
 _BODY = json.dumps({"model": "simulated", "prompt": "x " * 50, "max_tokens": 4}).encode()
 
 _TARGETS = [
@@ -65,7 +65,7 @@ _CHANGES = [
 
 
 class Intruders:
-    """`statuses` counts what they were answered; 0: nothing."""
+    """Clients of all attacks. `statuses` counts their answers, with 0 for no answer."""
 
     def __init__(self, url: str, random: Random) -> None:
         self.statuses: Counter[int] = Counter()
@@ -86,7 +86,7 @@ class Intruders:
         ]
 
     async def run(self, count: int, until: float) -> None:
-        """So many of them until that time of the monotonic clock."""
+        """Run `count` intruders until `until` on the monotonic clock."""
         await asyncio.gather(*(self._one(until) for _ in range(count)))
 
     async def _one(self, until: float) -> None:
@@ -150,7 +150,7 @@ class Intruders:
         return await self._send(self._post("/v1/completions", _BODY), half_close=True, read=self._random.random() < 0.5)
 
     async def _asks_nonsense(self) -> bytes:
-        """What the hostile workers answer."""
+        """Request an answer of the hostile workers."""
         body = json.dumps({"model": "evil", "prompt": "x", "stream": self._random.random() < 0.5}).encode()
         path = self._random.choice(["/v1/completions", "/v1/embeddings", "/v1/responses"])
         return await self._send(self._post(path, body))

@@ -26,24 +26,24 @@ from benchmarks.proxy.sides import ROUTER_CORE
 
 PROMPTS = 200
 _WORDS = ["river", "stone", "cloud", "market", "winter", "letter", "garden", "engine", "paper", "window"]
-_THINKING = 0.2  # seconds between two requests of one client, on average
+_THINKING = 0.2  # mean seconds between two requests of one client
 
 
 @dataclass
 class Service:
-    """What the clients got: seconds to the first part of an answer, and what went wrong."""
+    """The results of clients: seconds to the first part of an answer, and errors."""
 
     seconds: list[float] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
 
     def quantile(self, share: float) -> float:
-        """The seconds within which this share of the requests were answered."""
+        """Return the seconds within which this share of the requests was answered."""
         ordered = sorted(self.seconds)
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
 
 
 async def customers(url: str, count: int, until: float, random: Random) -> Service:
-    """So many clients until that time of the monotonic clock."""
+    """Run `count` clients until `until` on the monotonic clock."""
     service = Service()
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client:
         await asyncio.gather(*(_one(client, service, until, Random(random.random())) for _ in range(count)))
@@ -63,7 +63,7 @@ async def _one(client: openai.AsyncOpenAI, service: Service, until: float, rando
 
 
 async def _first_part(client: openai.AsyncOpenAI, random: Random) -> float:
-    """Ask, read the whole answer, and tell when its first part came."""
+    """Send a request, read the whole answer, and return the time of its first part."""
     words = Random(random.randrange(PROMPTS)).choices(_WORDS, k=200)
     stream = await client.chat.completions.create(
         model="simulated",
@@ -79,16 +79,16 @@ async def _first_part(client: openai.AsyncOpenAI, random: Random) -> float:
 
 WORKERS = 3
 CUSTOMERS = 8
-_CALM_SHARE = 0.2  # of the time, without the hostile ones
+_CALM_SHARE = 0.2  # share of the time without hostile clients
 _BODY_TIMEOUT = 5.0
 _QUIET_SECONDS = 20.0
-_MOST_GROWTH = 0.10  # of resident memory from the middle of the hostile time to its end
+_MOST_GROWTH = 0.10  # growth of resident memory from the middle of the hostile time to its end
 _MOST_SLOWER = 1.5
 
 
 @dataclass(slots=True)
 class Result:
-    """What a run showed. `statuses`: what the intruders were answered. `left`: what the router held in the end."""
+    """The results of a run. `statuses`: answers to intruders. `left`: the router's objects at the end."""
 
     minutes: float
     calm: Service
@@ -101,18 +101,18 @@ class Result:
 
     @property
     def slower(self) -> float:
-        """How many times longer the customers' 99th percentile is among the hostile ones."""
+        """The customers' 99th percentile among hostile clients, as a multiple of that without."""
         return self.among.quantile(0.99) / self.calm.quantile(0.99)
 
     @property
     def growth(self) -> float:
-        """How much resident memory grew in the second half."""
+        """The growth of resident memory in the second half."""
         sizes = [sample["bytes"] for sample in self.samples]
         quarter = len(sizes) // 4
         return median(sizes[-quarter:]) / median(sizes[2 * quarter : 3 * quarter]) - 1 if quarter else 0.0
 
     def problems(self) -> list[str]:
-        """What should not be."""
+        """Return the problems of the run."""
         found = [f"customers lost {count} requests: {name}" for name, count in self.among.lost.items()]
         if self.statuses[500]:
             found.append(f"{self.statuses[500]} answers with 500")
@@ -131,7 +131,7 @@ class Result:
 
 
 class _Router:
-    """Asks the router's process what it holds."""
+    """A reader of the objects in the router's process."""
 
     def __init__(self, pid: int, reports: Path) -> None:
         self._pid = pid
@@ -139,7 +139,7 @@ class _Router:
         self._asked = 0
 
     async def holds(self) -> dict[str, int]:
-        """Objects of each kind, tasks, sockets, open files, bytes."""
+        """Return the number of objects of each kind, tasks, sockets and open files, and bytes."""
         os.kill(self._pid, signal.SIGUSR1)
         self._asked += 1
         async with asyncio.timeout(60):
@@ -150,7 +150,7 @@ class _Router:
 
 
 async def run(minutes: float) -> Result:
-    """Everything, in about so many minutes."""
+    """Run everything in about `minutes` minutes."""
     pin(*(core for core in CORES if core != ROUTER_CORE or len(CORES) == 1))
     random = Random(7)
     good = [SimulatedWorker(step_ms=2.0) for _ in range(WORKERS)]

@@ -1,4 +1,4 @@
-"""Workers that break off, lie and answer nonsense, and a stream of events that says nonsense."""
+"""Workers that interrupt answers, lie and send nonsense, and an event stream of nonsense."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ _DESCRIPTIONS: list[object] = [
 
 
 class HostileWorker:
-    """Serves a model by name. `lies`: about itself too; without, it only breaks off whatever it is asked."""
+    """A worker that serves a model by name.
+
+    With `lies` it also lies about itself; otherwise it only interrupts answers.
+    """
 
     def __init__(self, model: str, lies: bool, random: Random) -> None:
         self._model = model
@@ -46,12 +49,12 @@ class HostileWorker:
         self._random = random
 
     async def start(self) -> str:
-        """Listen; its URL."""
+        """Listen, and return the URL."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._server.close()
 
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
@@ -82,7 +85,7 @@ def _json(value: object) -> bytes:
 
 
 class HostileStream:
-    """Publishes events that make no sense; `sent` counts its messages."""
+    """A publisher of nonsense events. `sent` counts its messages."""
 
     def __init__(self, random: Random) -> None:
         self.sent = 0
@@ -91,11 +94,11 @@ class HostileStream:
         self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
 
     def close(self) -> None:
-        """Publish no more."""
+        """Stop publishing."""
         self._socket.close(linger=0)
 
     async def run(self, rate: float, until: float) -> None:
-        """So many messages a second until that time of the monotonic clock."""
+        """Send `rate` messages a second until `until` on the monotonic clock."""
         number = 0
         while time.monotonic() < until:
             await asyncio.sleep(1 / rate)
@@ -130,8 +133,9 @@ class HostileStream:
 
 @asynccontextmanager
 async def hostile_workers(random: Random) -> AsyncIterator[tuple[list[dict[str, object]], HostileStream]]:
-    """Two workers, as the settings name them: one that only breaks off the customers' requests, and one that lies and
-    has the stream."""
+    """Run two workers and yield their settings: one only interrupts customers' requests, one lies and has the
+    stream.
+    """
     stream = HostileStream(random)
     breaking, lying = HostileWorker("simulated", False, random), HostileWorker(EVIL, True, random)
     streams = [{"dp_rank": 0, "endpoint": stream.endpoint}]

@@ -21,36 +21,36 @@ from kvevents import WireForm
 _PEER_PYTHON = Path(".bench/dynamo/bin/python")
 
 _HOW = """\
-`make bench-index` runs our indexer and the standalone indexer of NVIDIA Dynamo (`ai-dynamo-runtime` {peer}) side by
-side; `make bench-index ARGS=--quick` in a minute, `ARGS='--part ingest'` a part of it.
+`make bench-index` compares our indexer with the standalone indexer of NVIDIA Dynamo (`ai-dynamo-runtime` {peer}).
+`make bench-index ARGS=--quick` runs in a minute, `ARGS='--part ingest'` runs one part.
 
-`kvrouter` is {build}, with its native core, `in Python` the same with the core's twin, interpreted. All follow the same
-ZeroMQ streams, encoded as `{form}` before the first is sent, of blocks of {block_size} tokens. 1-block events come 16 a
-batch, larger ones one a batch. `cached` prompts are held by one of 8 workers, in an index of {blocks:,} blocks.
+`kvrouter` is {build}, with its native core; `in Python` is our indexer with the reference core, interpreted. All follow
+the same ZeroMQ streams of blocks of {block_size} tokens, encoded as `{form}` before the first is sent. Batches have 16
+1-block events, or one larger event. `cached` prompts are held by one of 8 workers, in an index of {blocks:,} blocks.
 
-The publisher and the client have one core, the indexer under test {cores}. Our one reader thread uses no more than one
-core to ingest, Dynamo's four indexer threads could use more (`ARGS=--all-cores`). The sides take turns, in an order
-that changes; the figures are medians of {rounds}.{awake}
+Publisher and client share one core, the indexer under test has {cores}. Our one reader thread ingests on one core at
+most; Dynamo's four indexer threads could use more (`ARGS=--all-cores`). The sides take turns in changing order; the
+figures are medians of {rounds}.{awake}
 
-Before a figure counts, the answers about prompts of all workers are compared with what was sent: whole, cut short,
+Before a figure counts, the answers about prompts of all workers are compared with the events: whole, cut short,
 continued differently, begun differently. Publishers have no high-water mark, and an ingest ends when the last block of
-every stream is found, so nothing is dropped unnoticed.
+every stream is found, so that no drop is unnoticed.
 {load}
 Machine: {machine}; load average {load_before:.1f} before, {load_after:.1f} after.{noise}
-The run took {minutes:.0f} min."""
+The run lasted {minutes:.0f} min."""
 _NOISE = """\
  That is more than
-its cores: other work took its share, so rates and latencies are worse than on an idle machine, and not equally for both
-sides."""
+its cores. Other processes used a share, so that rates and latencies are worse than on an idle machine, and not equally
+for both sides."""
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="An eighth of the blocks, one round.")] = False,
-    part: Annotated[list[Part] | None, typer.Option(help="Only this part; repeatable.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Use an eighth of the blocks and one round.")] = False,
+    part: Annotated[list[Part] | None, typer.Option(help="Run only this part; repeatable.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each measurement.")] = None,
-    form: Annotated[WireForm, typer.Option(help="The form of the events.")] = WireForm.VLLM_MAPS,
-    all_cores: Annotated[bool, typer.Option("--all-cores", help="Indexers may use every core.")] = False,
-    markdown: Annotated[Path | None, typer.Option(help="File whose section Index to write.")] = None,
+    form: Annotated[WireForm, typer.Option(help="Wire form of the events.")] = WireForm.VLLM_MAPS,
+    all_cores: Annotated[bool, typer.Option("--all-cores", help="Let indexers use every core.")] = False,
+    markdown: Annotated[Path | None, typer.Option(help="Write section Index of this file.")] = None,
     peer_python: Annotated[Path, typer.Option(help="Python with ai-dynamo-runtime.")] = _PEER_PYTHON,
 ) -> None:
     """Compare the indexers."""

@@ -1,4 +1,4 @@
-"""The command `python -m benchmarks.index.fleet`: one index of a large fleet, in a process of its own."""
+"""The command `python -m benchmarks.index.fleet`: one index of a large fleet, in its own process."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from kvevents import BlockRemoved, BlockStored, EngineHash, EventBatch, encode_b
 _MODEL = "model"
 _NAMESPACE = Namespace(_MODEL, "default", None, None, BLOCK_SIZE)
 _EVENT = 64  # blocks
-_SHARED, _PROMPT = 64, 512  # blocks that all prompts begin with, and of a prompt in all
-_RATE = 200_000  # blocks a second, stored or removed
+_SHARED, _PROMPT = 64, 512  # blocks of the common start of all prompts, and of a whole prompt
+_RATE = 200_000  # stored or removed blocks a second
 _MATCHES = 2000
 _HOW = """\
-`make bench-fleet` fills one index, in process, with what {ranks:,} ranks hold of {blocks:,} blocks each, {whole:,} in
-all, of {size} tokens: prompts of {prompt} blocks, of which the first {shared} are the same everywhere. Events of
-{event} blocks. Then new prompts are stored and as many blocks removed, in ranks at random, and the router's question,
-what each rank holds of a prompt of {tokens:,} tokens, is asked beside it. One thread applies, another asks; the
-snapshot is loaded by another process.
+`make bench-fleet` fills one index, in process, with the blocks of {ranks:,} ranks: {blocks:,} blocks each, {whole:,} in
+all, of {size} tokens. Prompts have {prompt} blocks, of which the first {shared} are equal everywhere. Events have
+{event} blocks. Then new prompts are stored and as many blocks removed, in random ranks. Meanwhile the index answers the
+router's query: the part of a prompt of {tokens:,} tokens that each rank holds. One thread applies events, another
+queries. Another process loads the snapshot.
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
 
 
 class _Fleet:
-    """What is held, and the payloads that say so."""
+    """The contents of the fleet's caches, and their event payloads."""
 
     def __init__(self, ranks: int, blocks: int) -> None:
         workers = [f"http://10.0.{number // 256}.{number % 256}" for number in range(ranks // 8 + 1)]
@@ -56,16 +56,16 @@ class _Fleet:
         self._shared = random_tokens("shared", _SHARED * BLOCK_SIZE)
 
     def tokens(self, rank: int, number: int) -> list[int]:
-        """A rank's prompt."""
+        """Return the tokens of a rank's prompt."""
         return self._shared + random_tokens(f"{rank} {number}", (_PROMPT - _SHARED) * BLOCK_SIZE)
 
     def first(self, rank: int) -> bytes:
-        """The payload that stores what all prompts begin with."""
+        """Return the payload that stores the common start of all prompts."""
         hashes = _hashes(rank, -1, _SHARED)
         return _payload(BlockStored(hashes, None, self._shared, BLOCK_SIZE, medium="GPU"))
 
     def stored(self, rank: int, number: int) -> Iterator[bytes]:
-        """Those that store the rest of a prompt."""
+        """Yield the payloads that store the rest of a prompt."""
         tokens, hashes = self.tokens(rank, number), _hashes(rank, number, _PROMPT - _SHARED)
         parent = _hashes(rank, -1, _SHARED)[-1]
         for start in range(0, len(hashes), _EVENT):
@@ -76,7 +76,7 @@ class _Fleet:
             parent = mine[-1]
 
     def removed(self, rank: int, number: int) -> Iterator[bytes]:
-        """Those that remove it, its end first."""
+        """Yield the payloads that remove a prompt, its end first."""
         hashes = _hashes(rank, number, _PROMPT - _SHARED)
         for end in range(len(hashes), 0, -_EVENT):
             yield _payload(BlockRemoved(hashes[max(end - _EVENT, 0) : end], "GPU"))
@@ -91,11 +91,11 @@ def _payload(event: BlockStored | BlockRemoved) -> bytes:
 
 
 def main(
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the fleet.")] = 1024,
-    blocks: Annotated[int, typer.Option(min=600, help="Blocks that each holds.")] = 40_000,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1024,
+    blocks: Annotated[int, typer.Option(min=600, help="Blocks of each rank.")] = 40_000,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of events beside matches.")] = 5.0,
-    load: Annotated[Path | None, typer.Option(hidden=True, help="Only load this snapshot.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="File whose section Fleet to write.")] = None,
+    load: Annotated[Path | None, typer.Option(hidden=True, help="Load this snapshot only.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write section Fleet of this file.")] = None,
 ) -> None:
     """Measure the index of a large fleet."""
     if load is not None:
@@ -136,7 +136,7 @@ def main(
 
 
 def _fill(fleet: _Fleet, index: Index) -> float:
-    """Seconds of processor time that it took, without making the payloads."""
+    """Fill the index, and return the processor seconds without the creation of payloads."""
     spent = 0
     for rank, target in enumerate(fleet.targets):
         if not rank % 64:
@@ -154,10 +154,10 @@ def _fill(fleet: _Fleet, index: Index) -> float:
 
 
 def _churn(fleet: _Fleet, index: Index, seconds: float, rows: list[tuple[str, str]]) -> None:
-    """Half of the payloads as fast as it goes, the other half at a rate, with matches beside."""
+    """Apply half of the payloads at full speed, and the other half at a rate with concurrent matches."""
     random, new = Random(2), count(fleet.prompts)
     events: list[tuple[Target, bytes]] = []
-    each = (_PROMPT - _SHARED) * 2  # blocks of a prompt that is stored and one that is removed
+    each = (_PROMPT - _SHARED) * 2  # blocks of a stored and a removed prompt
     old = {rank: count(0) for rank in range(len(fleet.targets))}
     for _ in range(int(seconds * _RATE / each)):
         rank = random.randrange(len(fleet.targets))
@@ -191,7 +191,7 @@ def _apply_at_rate(index: Index, events: list[tuple[Target, bytes]]) -> None:
 
 
 def _matches(fleet: _Fleet, index: Index, random: Random, number: int) -> list[float]:
-    """Seconds of matches of prompts that some rank holds, or held."""
+    """Return the seconds of matches of prompts that a rank holds, or held."""
     rows = TargetRows(len(fleet.targets), {target: row for row, target in enumerate(fleet.targets)})
     root = namespace_hash(_NAMESPACE, "")
     times = []

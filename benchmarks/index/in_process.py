@@ -1,4 +1,4 @@
-"""Our index called directly: what a block and a match cost, beside the C calls they cannot do without."""
+"""Our index called directly: the cost of a block and of a match, beside the C calls that they need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMESPACE = Namespace(_MODEL, "default", None, None, BLOCK_SIZE)
 
 @dataclass(slots=True)
 class Cost:
-    """Seconds: of the call to the index; and, alone, of decoding what came, packing its tokens, and the hash chain."""
+    """The seconds of a call to the index; and of decoding, packing of tokens and hashing alone."""
 
     index: float = 0.0
     decode: float = 0.0
@@ -34,7 +34,7 @@ class Cost:
 
 
 def apply_cost(workload: Workload) -> Cost:
-    """Applying one worker's stream to an empty index; a block."""
+    """Return the cost of a block when one worker's stream is applied to an empty index."""
     (worker,) = workload.worker_ids
     index, target = make_index(), Target(str(worker), 0, _MODEL)
     index.add(target)
@@ -59,7 +59,7 @@ def apply_cost(workload: Workload) -> Cost:
 
 
 def match_cost(workload: Workload, tokens: int, repeats: int) -> Cost:
-    """`Index.match` of a prompt that one of the workers holds whole; a match. Decoding is that of a query's JSON."""
+    """Return the cost of `Index.match` of a prompt that a worker holds. Decoding is that of a query's JSON."""
     index = make_index()
     for worker in workload.worker_ids:
         target = Target(str(worker), 0, _MODEL)

@@ -1,4 +1,4 @@
-"""What is measured of a running indexer. No figure is returned before the answers were found to be right."""
+"""The measurements of a running indexer. Its answers are verified before a figure is returned."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from benchmarks.index.sides import RunningIndexer
 from benchmarks.index.workload import BLOCK_SIZE, Workload, random_tokens
 from benchmarks.machine import cpu_seconds
 
-_POLL_SECONDS = 0.02  # between looks whether all is applied: rare enough to cost nothing
+_POLL_SECONDS = 0.02  # seconds between checks whether all is applied, long enough to cost nothing
 _INGEST_DEADLINE = 300.0
-_SETTLE_SECONDS = 1.0  # after an ingest, until memory counts
+_SETTLE_SECONDS = 1.0  # seconds after an ingest until memory is read
 
 
 class WrongAnswerError(Exception):
-    """An indexer's answer is not what the events say."""
+    """An indexer's answer that contradicts the events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ingest:
-    """One ingest of a workload. `publisher_load` is the share of its core that the publisher used meanwhile,
-    `zmq_us_per_block` what of the CPU time ZeroMQ's own threads took, of an indexer that has such,
-    `reader_us_per_block` what its reader took, if it tells, and `unlocked_us_per_block` what of that without Python's
-    lock."""
+    """One ingest of a workload.
+
+    - `publisher_load`: the publisher's share of its core.
+    - `zmq_us_per_block`: CPU time of ZeroMQ's threads, if the indexer has some.
+    - `reader_us_per_block`: CPU time of the reader, if reported.
+    - `unlocked_us_per_block`: its part without Python's lock.
+    """
 
     blocks_per_second: float
     cpu_us_per_block: float
@@ -44,7 +47,7 @@ class Ingest:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds, and how many a second on one connection."""
+    """The seconds of queries, and their number a second on one connection."""
 
     p50: float
     p99: float
@@ -52,16 +55,16 @@ class Latency:
 
 
 def latency(times: list[float]) -> Latency:
-    """What these seconds come to."""
+    """Return the latency of these seconds."""
     return Latency(median(times), quantiles(times, n=100)[98] if len(times) > 1 else times[0], 1 / mean(times))
 
 
 def ingest(indexer: RunningIndexer, publisher: Publisher, rate: float = inf) -> Ingest:
-    """Stream a workload into an indexer that does not have it: at full rate, or at so many blocks a second."""
+    """Stream a workload into an indexer without it, at full rate or at `rate` blocks a second."""
     workload = publisher.workload
     indexer.register(publisher.open())
     markers = _markers(indexer, workload)
-    time.sleep(0.5)  # the streams' connections are made
+    time.sleep(0.5)  # time to connect the streams
     resident, publisher_cpu = indexer.resident_bytes(), cpu_seconds(publisher.pid)
     cpu, zmq = indexer.cpu_seconds(), _zmq_seconds(indexer)
     reader, unlocked = indexer.side.reader_seconds()
@@ -71,7 +74,7 @@ def ingest(indexer: RunningIndexer, publisher: Publisher, rate: float = inf) -> 
     cpu, zmq = indexer.cpu_seconds() - cpu, _zmq_seconds(indexer) - zmq
     publisher_cpu = cpu_seconds(publisher.pid) - publisher_cpu
     time.sleep(_SETTLE_SECONDS)
-    reader_now, unlocked_now = indexer.side.reader_seconds()  # told when a reading ends
+    reader_now, unlocked_now = indexer.side.reader_seconds()  # reported at the end of a reading
     resident = indexer.resident_bytes() - resident
     verify(indexer, workload)
     blocks = workload.blocks
@@ -92,7 +95,7 @@ def _zmq_seconds(indexer: RunningIndexer) -> float:
 
 
 def verify(indexer: RunningIndexer, workload: Workload, prompts: int = 256) -> None:
-    """Check an indexer's answers about prompts spread over all workers: whole, cut short, and continued differently.
+    """Check an indexer's answers about prompts of all workers: whole, cut short, and continued differently.
 
     Raises WrongAnswerError.
     """
@@ -111,7 +114,7 @@ def verify(indexer: RunningIndexer, workload: Workload, prompts: int = 256) -> N
 
 
 def query_latency(indexer: RunningIndexer, workload: Workload, tokens: int, cached: bool, seconds: float) -> Latency:
-    """Ask for prompts of a length, over and over: prefixes of what workers hold, or nobody's."""
+    """Query prompts of a length repeatedly: prefixes that workers hold, or unknown ones."""
     requests = []
     for worker, number in _spread(workload, 16):
         prompt = workload.prompt(worker, number)[:tokens] if cached else random_tokens(f"miss {number}", tokens)
@@ -123,8 +126,10 @@ def query_latency(indexer: RunningIndexer, workload: Workload, tokens: int, cach
 
 @contextmanager
 def watching(indexer: RunningIndexer, probe: Workload) -> Iterator[Iterator[float]]:
-    """Publish one event after another into a warm index, as often as is asked for the next one: the seconds from there
-    to the first answer that knows it."""
+    """Publish one event into a warm index for each request of the iterator.
+
+    Yield the seconds to the first answer that includes the event.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     streams = Streams(probe, context)
     try:
@@ -152,7 +157,7 @@ def _watched(indexer: RunningIndexer, probe: Workload, streams: Streams) -> Iter
 def latency_during_ingest(
     indexer: RunningIndexer, workload: Workload, tokens: int, publisher: Publisher, rate: float = inf
 ) -> Latency:
-    """Ask for cached prompts of a length while another workload streams in, at most `rate` blocks a second."""
+    """Query cached prompts of a length while another workload is ingested, at most `rate` blocks a second."""
     indexer.register(publisher.open())
     prompts = [workload.prompt(worker, number)[:tokens] for worker, number in _spread(workload, 16)]
     asked = cycle([indexer.query_request(prompt) for prompt in prompts])
@@ -186,7 +191,7 @@ def _check(indexer: RunningIndexer, request: bytes, expected: dict[int, int]) ->
 
 
 def _spread(workload: Workload, prompts: int) -> Iterator[tuple[int, int]]:
-    """Worker and number of prompts, evenly spread over a workload."""
+    """Yield worker and number of prompts, evenly spread over a workload."""
     total = workload.workers * workload.prompts
     for place in range(0, total, max(1, total // prompts)):
         worker, number = divmod(place, workload.prompts)
@@ -198,7 +203,7 @@ def _markers(indexer: RunningIndexer, workload: Workload) -> list[bytes]:
 
 
 def _unseen(indexer: RunningIndexer, markers: list[bytes]) -> list[bytes]:
-    """The markers from the first on that is not found yet."""
+    """Return the markers from the first one on that is not found yet."""
     for place, marker in enumerate(markers):
         if not indexer.ask(marker):
             return markers[place:]

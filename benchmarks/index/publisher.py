@@ -1,6 +1,6 @@
-"""Event streams as engines publish them: one PUB socket a worker, all payloads encoded before the first is sent.
+"""Event streams as of engines: one PUB socket for each worker, with all payloads encoded before the first is sent.
 
-The sockets are XPUB, which tells when a subscriber has joined, without a high-water mark: nothing is dropped.
+The sockets are XPUB, which report subscribers, without a high-water mark, so that nothing is dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Batch: TypeAlias = tuple[int, int, bytes]  # worker, sequence number, payload
 
 
 class Streams:
-    """The streams of a workload's workers, for one subscriber each; `endpoints` by worker."""
+    """The streams of a workload's workers, for one subscriber each. `endpoints` are by worker."""
 
     def __init__(self, workload: Workload, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.endpoints: dict[int, str] = {}
@@ -39,7 +39,7 @@ class Streams:
             self.endpoints[worker] = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def await_subscribers(self) -> None:
-        """Return once somebody subscribed to every stream. Raises TimeoutError."""
+        """Wait until every stream has a subscriber. Raises TimeoutError."""
         for worker, socket in self._sockets.items():
             if not socket.poll(_JOIN_TIMEOUT_MS):
                 raise TimeoutError(f"no subscriber on the stream of worker {worker}")
@@ -54,9 +54,9 @@ class Streams:
 
 
 class Publisher:
-    """A process that publishes a workload as often as it is asked to, to one indexer at a time.
+    """A process that publishes a workload repeatedly, to one indexer at a time.
 
-    The streams of one time are closed by the next `open`.
+    Each `open` closes the previous streams.
     """
 
     def __init__(self, workload: Workload, pipe: Connection[Any, Any], pid: int) -> None:
@@ -65,14 +65,14 @@ class Publisher:
         self._pipe = pipe
 
     def open(self) -> dict[int, str]:
-        """Bind a stream for every worker, each from sequence number 0; their endpoints by worker."""
+        """Bind a stream for every worker, from sequence number 0 on. Return their endpoints by worker."""
         endpoints: dict[int, str] = self._ask("open")
         return endpoints
 
     def start(self, rate: float = inf) -> float:
-        """Begin to send everything, once all streams have a subscriber: at most `rate` blocks a second.
+        """Send everything once all streams have a subscriber, at most `rate` blocks a second.
 
-        Returns the `time.monotonic()` of the first batch, which all processes of a machine share.
+        Return the `time.monotonic()` of the first batch, which is the same clock in all processes.
         """
         started: float = self._ask(("send", rate))
         return started
@@ -90,7 +90,7 @@ class Publisher:
 
 @contextmanager
 def publisher_of(workload: Workload) -> Iterator[Publisher]:
-    """Run a publisher; it is ready when everything is encoded."""
+    """Run a publisher, and yield it when everything is encoded."""
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_publish, args=(workload, theirs), daemon=True)
@@ -144,7 +144,7 @@ def _send(streams: Streams, batches: list[_Batch], rate: float) -> None:
 
 
 def _encoded(workload: Workload) -> list[_Batch]:
-    """Every batch; the workers take turns."""
+    """Return every batch; the workers take turns."""
     streams = [
         [(worker, seq, payload) for seq, payload in enumerate(workload.batches(worker))]
         for worker in workload.worker_ids

@@ -1,4 +1,4 @@
-"""The figures of a run: medians over its rounds, in tables that are Markdown and readable as they are."""
+"""The figures of a run: medians over its rounds, in readable Markdown tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OURS, PEER = "kvrouter", "Dynamo"
 
 
 class Table:
-    """A value for each row and column and round. With both sides among the columns there is a ratio."""
+    """A value for each row, column and round. With both sides among the columns, the table has a ratio."""
 
     def __init__(self, title: str, note: str = "") -> None:
         self.title = title
@@ -17,11 +17,11 @@ class Table:
         self._values: dict[str, dict[str, list[float]]] = {}
 
     def add(self, row: str, column: str, value: float) -> None:
-        """Note the value of one round."""
+        """Add the value of one round."""
         self._values.setdefault(row, {}).setdefault(column, []).append(value)
 
     def render(self) -> str:
-        """The table in Markdown; empty when nothing was added."""
+        """Return the table in Markdown; empty without values."""
         if not self._values:
             return ""
         columns = list(dict.fromkeys(column for row in self._values.values() for column in row))
@@ -43,7 +43,7 @@ class Table:
 
 
 def write_section(path: Path, title: str, text: str) -> None:
-    """Put a section of a Markdown file in the place of the one with the same title, or at its end."""
+    """Replace the section of a Markdown file with this title, or append it."""
     heading = f"## {title}\n"
     before, found, rest = (path.read_text() if path.exists() else "# Benchmarks\n").partition(heading)
     _, next_heading, after = rest.partition("\n## ")
@@ -53,5 +53,5 @@ def write_section(path: Path, title: str, text: str) -> None:
 
 
 def _number(value: float) -> str:
-    """Three digits that matter."""
+    """Format a number with three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

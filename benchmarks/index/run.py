@@ -1,4 +1,4 @@
-"""The run: every part, both sides in turn, round after round."""
+"""The run: every part, with both sides in turn, round after round."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from kvevents import WireForm
 
 T = TypeVar("T")
 
-_PROBES_A_TURN = 25  # before another side's
-_STEADY_RATE = 200_000  # blocks a second: below what either side can do
+_PROBES_A_TURN = 25  # probes before the next side's turn
+_STEADY_RATE = 200_000  # blocks a second, below the limit of either side
 _LENGTHS = {"1k": 1024, "8k": 8192, "131k": 131_072}
 _RATES = {"at full rate": inf, f"at {_STEADY_RATE:,} blocks/s": _STEADY_RATE}
 
 
 class Part(StrEnum):
-    """What can be run by itself."""
+    """A part that can be run alone."""
 
     INGEST = "ingest"
     MEMORY = "memory"
@@ -50,10 +50,11 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much of everything, and how.
+    """The size of a run.
 
-    `seconds` are spent on each kind of query, `probes` are events watched one by one. The indexers run on
-    `indexer_cores`.
+    - `seconds`: the duration of each kind of query.
+    - `probes`: events that are measured one by one.
+    - `indexer_cores`: the cores of the indexers.
     """
 
     blocks: int
@@ -69,7 +70,7 @@ QUICK = Scale(blocks=1 << 17, rounds=1, seconds=0.3, probes=50)
 
 
 class Run:
-    """One run of the chosen parts; `tables` fill as it goes."""
+    """One run of the chosen parts. Its `tables` are filled during the run."""
 
     def __init__(self, sides: Sequence[Side], scale: Scale) -> None:
         self._sides = sides
@@ -85,8 +86,8 @@ class Run:
         )
         self._visibility = Table(
             "Event to queryable, ms",
-            f"All indexers run beside each other and are watched in turns of {_PROBES_A_TURN} events: it takes as long "
-            "as some switches of\nthreads, which a machine does faster at one moment than at another.",
+            f"All indexers run at once and are measured in turns of {_PROBES_A_TURN} events. The time is that of a few "
+            "switches of\nthreads, whose speed varies.",
         )
         self._queries = Table("`/query` on one connection")
         self._concurrent = Table(
@@ -98,7 +99,7 @@ class Run:
             "hashes; a match is given\npacked tokens.",
         )
         self._where = Table(
-            "Ingest, where the CPU of a block goes, µs",
+            "Ingest, CPU of a block by part, µs",
             "8 workers. *Without the lock*: receiving, decoding, hashing and applying, by a clock around the native "
             "core's calls that\nrelease it. *With it*: all else of the reader's thread.",
         )
@@ -119,7 +120,7 @@ class Run:
         ]
 
     def do(self, parts: Sequence[Part]) -> None:
-        """Run these parts. Raises WrongAnswerError when a side answers wrongly."""
+        """Run these parts. Raises WrongAnswerError if a side answers wrongly."""
         pin(LOAD_CORE)
         if Part.INGEST in parts or Part.MEMORY in parts:
             for workers in (1, 8, 64):
@@ -144,7 +145,7 @@ class Run:
                 self._share(event_blocks)
 
     def _turns(self) -> Iterator[Side]:
-        """Each side once a round."""
+        """Yield each side once in each round."""
         for number in range(self._scale.rounds):
             yield from _in_turn(self._sides, number)
 
@@ -167,7 +168,7 @@ class Run:
                     self._memory.add(row, side.name, done.resident_bytes_per_block)
 
     def _share(self, event_blocks: int) -> None:
-        """How much of an ingest other Python threads have to wait for."""
+        """Measure the part of an ingest during which other Python threads have to wait."""
         scale, row = self._scale, f"{event_blocks}-block events"
         workload = ingest_workload(scale.blocks, 8, event_blocks, scale.form)
         with publisher_of(workload) as publisher, NamedTemporaryFile() as file:
@@ -183,7 +184,7 @@ class Run:
                 self._where.add(row, "with it, %", locked / whole * 100)
 
     def _see(self, warm: Publisher) -> None:
-        """Events watched one by one, of all sides in turn."""
+        """Measure single events, of all sides in turn."""
         scale = self._scale
         for number in range(scale.rounds):
             with ExitStack() as running_ones:
@@ -203,14 +204,14 @@ class Run:
                 self._visibility.add("p99", name, latency.p99 * 1e3)
 
     def _ask(self, warm: Publisher) -> None:
-        """Queries of a warm index."""
+        """Measure queries of a warm index."""
         for side in self._turns():
             with running(side, self._scale.indexer_cores) as indexer:
                 measure.ingest(indexer, warm)
                 self._query(indexer, warm.workload)
 
     def _ask_while_ingesting(self, warm: Publisher, event_blocks: int) -> None:
-        """Queries of a warm index that has more to do."""
+        """Measure queries of a warm index during an ingest."""
         scale = self._scale
         with publisher_of(ingest_workload(scale.blocks, 8, event_blocks, scale.form, first_worker=100)) as publisher:
             for name, rate in _RATES.items():
@@ -232,7 +233,7 @@ class Run:
                 self._queries.add(f"{row}, queries/s", indexer.side.name, found.rate)
 
     def _call(self) -> None:
-        """Our index without streams and HTTP."""
+        """Measure our index without streams and HTTP."""
         form = self._scale.form
         costs = {}
         held = query_workload(1 << 17, 8, form)
@@ -252,7 +253,7 @@ class Run:
 
 
 def _in_turn(sides: Sequence[T], turn: int) -> Sequence[T]:
-    """Who was first in one turn is last in the next."""
+    """Return the sides in the order of a turn: the first of one turn is the last of the next."""
     return sides[:: -1 if turn % 2 else 1]
 
 

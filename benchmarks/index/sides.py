@@ -28,18 +28,18 @@ class HttpError(Exception):
 
 
 def post_request(path: str, body: Any) -> bytes:
-    """A whole POST request with a JSON body, ready to be sent again and again."""
+    """Return a whole POST request with a JSON body, to be sent repeatedly."""
     content = msgspec.json.encode(body)
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-# Servers close connections that nobody uses for longer.
+# Servers close connections that are idle for longer.
 _IDLE_SECONDS = 2.0
 
 
 class Client:
-    """Sends whole requests, reads whole answers."""
+    """A client that sends whole requests and reads whole answers."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -51,7 +51,7 @@ class Client:
         self._used = time.monotonic()
 
     def exchange(self, request: bytes) -> bytes:
-        """Send a request; the body of its answer. Raises HttpError."""
+        """Send a request, and return the body of its answer. Raises HttpError."""
         now = time.monotonic()
         if now - self._used > _IDLE_SECONDS:
             self._socket.close()
@@ -84,13 +84,13 @@ MODEL = "model"
 
 
 class _Instance(msgspec.Struct):
-    """What is read of a worker in an answer of ours."""
+    """The fields of a worker in our answer."""
 
     longest_matched: int
 
 
 class _Scores(msgspec.Struct):
-    """What is read of Dynamo's: matched tokens by worker and rank."""
+    """The fields of Dynamo's answer: matched tokens by worker and rank."""
 
     scores: dict[str, dict[str, int]]
 
@@ -100,34 +100,34 @@ _scores = msgspec.json.Decoder(_Scores).decode
 
 
 class Side(ABC):
-    """An indexer: its command line, and its API as far as both have it."""
+    """An indexer: its command line, and the API that both have."""
 
     name: str
     environment: Mapping[str, str] = MappingProxyType({})
 
     def reader_seconds(self) -> tuple[float, float]:
-        """Processor seconds of what reads the streams, and those of them without Python's lock, where it tells."""
+        """Return the processor seconds of the streams' reader, and those without Python's lock, if reported."""
         return 0.0, 0.0
 
     @abstractmethod
     def command(self, port: int) -> list[str]:
-        """How to start it."""
+        """Return the command that starts the indexer."""
 
     @abstractmethod
     def registration(self, worker: int, endpoint: str) -> dict[str, Any]:
-        """The body of `POST /register` for a worker's stream."""
+        """Return the body of `POST /register` for a worker's stream."""
 
     @abstractmethod
     def query(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """The body of `POST /query`."""
+        """Return the body of `POST /query`."""
 
     @abstractmethod
     def matched(self, answer: bytes) -> dict[int, int]:
-        """The matched tokens in an answer, by worker; those that hold nothing are left out."""
+        """Return the matched tokens of an answer by worker, without workers that hold nothing."""
 
 
 class Kvrouter(Side):
-    """Ours, with one of its cores: the native one as it is built for use, its twin as Python runs it."""
+    """Our indexer with one of its cores: the native one as built for use, or the reference, interpreted."""
 
     def __init__(self, core: str) -> None:
         self.name = "kvrouter" if core == "native" else "in Python"
@@ -155,7 +155,7 @@ class Kvrouter(Side):
 
 
 class Timed(Kvrouter):
-    """Ours with the native core; it tells in a file what its reader's time is."""
+    """Our indexer with the native core, which reports the time of its reader in a file."""
 
     def __init__(self, file: Path) -> None:
         super().__init__("native")
@@ -169,7 +169,7 @@ class Timed(Kvrouter):
 
 
 class Dynamo(Side):
-    """NVIDIA Dynamo's standalone indexer, from an environment of its own."""
+    """The standalone indexer of NVIDIA Dynamo, from its own environment."""
 
     name = "Dynamo"
 
@@ -197,13 +197,13 @@ class Dynamo(Side):
         return {int(worker): tokens for worker, ranks in scores.items() if (tokens := ranks["0"])}
 
     def version(self) -> str:
-        """The installed release."""
+        """Return the installed release."""
         code = "from importlib.metadata import version; print(version('ai-dynamo-runtime'))"
         return subprocess.check_output([self._python, "-c", code], text=True).strip()
 
 
 class RunningIndexer:
-    """One side's process and a connection to it."""
+    """The process of one side, and a connection to it."""
 
     def __init__(self, side: Side, process: subprocess.Popen[bytes], client: Client) -> None:
         self.side = side
@@ -211,23 +211,23 @@ class RunningIndexer:
         self._pid = process.pid
 
     def register(self, endpoints: dict[int, str]) -> None:
-        """Follow these workers' streams."""
+        """Register these workers' streams."""
         for worker, endpoint in endpoints.items():
             self.client.exchange(post_request("/register", self.side.registration(worker, endpoint)))
 
     def query_request(self, tokens: Sequence[int]) -> bytes:
-        """A query, ready to be sent."""
+        """Return a query, ready to be sent."""
         return post_request("/query", self.side.query(tokens))
 
     def ask(self, request: bytes) -> dict[int, int]:
-        """Matched tokens by worker."""
+        """Send a query, and return matched tokens by worker."""
         return self.side.matched(self.client.exchange(request))
 
     def cpu_seconds(self) -> float:
         return cpu_seconds(self._pid)
 
     def thread_seconds(self) -> dict[str, float]:
-        """Processor seconds by the names of its threads."""
+        """Return processor seconds by the names of threads."""
         return thread_seconds(self._pid)
 
     def resident_bytes(self) -> int:
@@ -236,7 +236,7 @@ class RunningIndexer:
 
 @contextmanager
 def running(side: Side, cores: Sequence[int]) -> Iterator[RunningIndexer]:
-    """Start an indexer on these cores; it answers when this returns, and is gone after."""
+    """Start an indexer on these cores, yield it once it answers, and end it."""
     port = free_port()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(

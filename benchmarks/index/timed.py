@@ -1,7 +1,7 @@
-"""Our indexer, which tells what its reader's time is: `python -m benchmarks.index.timed FILE …` is `kvrouter …`.
+"""Our indexer with a report of its reader's time: `python -m benchmarks.index.timed FILE …` is `kvrouter …`.
 
-In that file are two doubles: processor seconds of the reader, and of those the ones without Python's lock. These are of
-the very calls that release it, less what such a call takes that has nothing to do.
+The file has two doubles: processor seconds of the reader, and its part without Python's lock. The latter is measured
+around the calls that release the lock, minus the cost of a call without work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SECONDS = Struct("2d")
 
 
 class _TimedReader:
-    """The native core of an inbox; the clock runs while it reads and applies."""
+    """The native core of an inbox. The clock runs while it reads and applies."""
 
     def __init__(self, core: Any, shown: mmap) -> None:
         self._core = core
@@ -42,7 +42,7 @@ class _TimedReader:
         return told
 
     def _released(self, begun: float) -> None:
-        now = thread_time()  # the reader's
+        now = thread_time()  # the reader's thread
         self._seconds += max(now - begun - self._nothing, 0.0)
         _SECONDS.pack_into(self._shown, 0, now, self._seconds)
 
@@ -53,13 +53,13 @@ class _TimedReader:
 
 
 def seconds(file: Path) -> tuple[float, float]:
-    """What such an indexer has told so far."""
+    """Return the reported seconds of an indexer."""
     reader, unlocked = _SECONDS.unpack(file.read_bytes())
     return reader, unlocked
 
 
 def _main() -> None:
-    from indexer.native import inbox  # where the native core is not built, there is none
+    from indexer.native import inbox  # missing where the native core is not built
     from kvrouter.__main__ import main
 
     shared = Path(sys.argv.pop(1))

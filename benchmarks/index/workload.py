@@ -1,9 +1,9 @@
-"""What the workers of a benchmark hold: prompts made of random tokens, and the event batches that announce them.
+"""The contents of the workers of a benchmark: prompts of random tokens, and the event batches that announce them.
 
-Everything follows from a few numbers, so that the process which publishes the events and the one which asks about them
-need not talk: `prompt(worker, number)` is the same for both.
+A few numbers determine everything, so that publisher and client need no communication: `prompt(worker, number)` is
+equal in both.
 
-Each worker's stream ends with a marker: a prompt of one block. Once it is found, all that was sent before is applied.
+Each worker's stream ends with a marker: a prompt of one block. Once it is found, all earlier events are applied.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from random import Random
 from kvevents import BlockStored, EngineHash, EventBatch, WireForm, encode_batch
 
 BLOCK_SIZE = 16  # tokens
-# Prompts that grow together in small events, as those of requests that decode in one engine step.
+# Prompts that grow together in small events, as of requests that decode in one engine step.
 PROMPTS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`workers` hold `prompts` prompts each, of `prompt_blocks` blocks.
+    """A workload of `workers` workers with `prompts` prompts each, of `prompt_blocks` blocks.
 
-    Events store `event_blocks` blocks. Those of a single block come 16 a batch, one for each of 16 prompts that grow
-    side by side; larger ones come one a batch, prompt after prompt. `first_worker` keeps workloads apart that share an
-    index.
+    Events store `event_blocks` blocks. Events of a single block have batches of 16, one for each of 16 prompts that
+    grow together. Larger events have their own batch, prompt after prompt. `first_worker` separates workloads that
+    share an index.
     """
 
     workers: int
@@ -46,12 +46,12 @@ class Workload:
         return range(self.first_worker, self.first_worker + self.workers)
 
     def prompt(self, worker: int, number: int) -> list[int]:
-        """The tokens of a worker's prompt; number -1 is the marker."""
+        """Return the tokens of a worker's prompt; number -1 is the marker."""
         blocks = 1 if number < 0 else self.prompt_blocks
         return random_tokens(f"prompt {worker} {number}", blocks * BLOCK_SIZE)
 
     def batches(self, worker: int) -> Iterator[bytes]:
-        """The payloads of a worker's stream, in order."""
+        """Yield the payloads of a worker's stream, in order."""
         at_once = PROMPTS_AT_ONCE if self.event_blocks == 1 else 1
         for first in range(0, self.prompts, at_once):
             chains = [self._events(worker, first + index) for index in range(at_once)]
@@ -78,22 +78,22 @@ class Workload:
 
 
 def random_tokens(seed: str, count: int) -> list[int]:
-    """Token ids below 65536."""
+    """Return token IDs below 65536."""
     return array("H", Random(seed).randbytes(2 * count)).tolist()
 
 
 def ingest_workload(blocks: int, workers: int, event_blocks: int, form: WireForm, first_worker: int = 0) -> Workload:
-    """About `blocks` blocks in prompts of at most 512 blocks (8192 tokens)."""
+    """Return a workload of about `blocks` blocks in prompts of at most 512 blocks (8192 tokens)."""
     each = blocks // workers
     prompt_blocks = min(512, each // PROMPTS_AT_ONCE)
     return Workload(workers, each // prompt_blocks, prompt_blocks, event_blocks, form, first_worker)
 
 
 def query_workload(blocks: int, workers: int, form: WireForm) -> Workload:
-    """About `blocks` blocks in prompts of 8192 blocks (131072 tokens)."""
+    """Return a workload of about `blocks` blocks in prompts of 8192 blocks (131072 tokens)."""
     return Workload(workers, max(1, blocks // workers // 8192), 8192, 64, form)
 
 
 def probe_workload(events: int, form: WireForm, worker: int) -> Workload:
-    """One worker that stores one block after another, each a prompt of its own in a batch of its own."""
+    """Return a workload of one worker that stores single blocks, each in its own prompt and batch."""
     return Workload(1, events, 1, 64, form, worker)

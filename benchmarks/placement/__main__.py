@@ -1,4 +1,4 @@
-"""The command: `python -m benchmarks.placement`. Measures the interpreted router, and the compiled one if there is."""
+"""The command `python -m benchmarks.placement`. It measures the interpreted router, and the compiled one if built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _table(build: str, fleets: list[Measured]) -> str:
-    columns = "by columns", "by candidates", "the index alone", "the choice for a promise kept nowhere"
+    columns = "by columns", "by candidates", "the index alone", "the choice for an SLO met nowhere"
     rows = [[f"a placement, µs, {build}", "hold its start", *columns]]
     for fleet in fleets:
         figures = fleet.columns, fleet.candidates, fleet.index_alone, fleet.kept_nowhere

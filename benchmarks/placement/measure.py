@@ -52,8 +52,11 @@ _FEWEST, _MOST, _SECONDS = 25, 2000, 1.0
 
 
 class Measured(NamedTuple):
-    """One fleet, in microseconds: a placement by columns and by candidates, what of it is the index's answer, and the
-    choice for a request whose promise no target keeps."""
+    """The measurements of one fleet, in microseconds.
+
+    They are a placement by columns and by candidates, the index's answer alone, and the choice for an SLO that no
+    target meets.
+    """
 
     targets: int
     holders: int
@@ -78,12 +81,12 @@ def measure(targets: int, holders: int) -> Measured:
 
 
 def _called(policy: Policy) -> Policy:
-    """The same policy as one that looks at a record of every candidate."""
+    """Return the policy as one that reads a record of every candidate."""
     return lambda candidates, request: policy(candidates, request)
 
 
 def _placements(routing: Routing) -> Iterator[float]:
-    """Microseconds of placements: choice, reservation and what is recorded of a request in flight."""
+    """Yield the microseconds of placements: choice, reservation and record of a request in flight."""
     for prompt in _prompts():
         begun = thread_time_ns()
         assignment = routing.placement.place(prompt)
@@ -93,7 +96,7 @@ def _placements(routing: Routing) -> Iterator[float]:
 
 
 def _choices_kept_nowhere(routing: Routing) -> Iterator[float]:
-    """Microseconds of choices that look at what every target would take."""
+    """Yield the microseconds of choices that predict the times of every target."""
     slo = SLO(None, tpot=1e-9, arrived=0.0)
     for prompt in _prompts():
         begun = thread_time_ns()
@@ -102,7 +105,7 @@ def _choices_kept_nowhere(routing: Routing) -> Iterator[float]:
 
 
 def _matches(indexer: Indexer) -> Iterator[float]:
-    """Microseconds of the index's answers to the same prompts."""
+    """Yield the microseconds of the index's answers to the same prompts."""
     targets = [registration.target for registration in indexer.registered()]
     rows = TargetRows(len(targets), {target: row for row, target in enumerate(targets)})
     for prompt in _prompts():
@@ -112,7 +115,7 @@ def _matches(indexer: Indexer) -> Iterator[float]:
 
 
 def _prompts() -> Iterator[RoutedPrompt]:
-    """Prompts that begin alike, and go on each in its own way."""
+    """Yield prompts with a common start and different ends."""
     random = Random(1)
     while True:
         packed = PackedPrompt.of([*range(SHARED_TOKENS), *random.choices(range(100_000), k=_OWN_TOKENS)])
@@ -129,12 +132,12 @@ def _median(microseconds: Iterator[float]) -> float:
 
 
 def compiled() -> bool:
-    """Whether the router that runs here is compiled."""
+    """Return whether this router is compiled."""
     return not str(selector_module.__file__).endswith(".py")
 
 
 def main(write: Callable[[bytes], object]) -> None:
-    """Measure all fleets: none, eight and all targets hold the start of the prompts."""
+    """Measure all fleets, in which no, eight and all targets hold the start of the prompts."""
     fleets = [(targets, holders) for targets in TARGETS for holders in sorted({0, min(8, targets), targets})]
     write(msgspec.json.encode([measure(*fleet) for fleet in fleets]))
 

@@ -1,1 +1,1 @@
-"""What `serve --processes N` rests on: who reads the events, and how connections spread (`make bench-processes`)."""
+"""The basis of `serve --processes N`: the reader of events, and the spread of connections (`make bench-processes`)."""

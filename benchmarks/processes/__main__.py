@@ -24,7 +24,7 @@ _PROCESSES = 4
 
 
 def main() -> None:
-    """Compare an index in each process with one that is asked, and two ways to share a port."""
+    """Compare an index in each process with a queried one, and two ways to share a port."""
     rows = [["reading events, best of 5", "a block", "an event"]]
     for size in (1, 16):
         costs = [apply_cost(Workload(1, 64, 256, size)) for _ in range(5)]

@@ -1,4 +1,4 @@
-"""One index for several processes, asked over a Unix socket: the least that it can cost, without any HTTP."""
+"""One index for several processes, queried over a Unix socket: the least possible cost, without HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvevents import decode_batch
 MODEL = "model"
 NAMESPACE = Namespace(MODEL, "default", None, None, BLOCK_SIZE)
 HELD = Workload(workers=16, prompts=16, prompt_blocks=2048, event_blocks=16)
-# What is stored while prompts are matched, in a second.
+# stored blocks while prompts are matched
 EVENTS_A_SECOND = 500
 
 _spawn = get_context("spawn")
@@ -33,7 +33,7 @@ _spawn = get_context("spawn")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Seconds of a match: the median and p99, and of CPU in this process and in that of the index."""
+    """The seconds of a match: median and p99, and CPU of this process and of the index's."""
 
     p50: float
     p99: float
@@ -42,7 +42,7 @@ class Asked:
 
 
 def filled_index() -> Index:
-    """An index of half a million blocks."""
+    """Return an index of half a million blocks."""
     index = make_index()
     for worker in HELD.worker_ids:
         target = Target(str(worker), 0, MODEL)
@@ -53,7 +53,7 @@ def filled_index() -> Index:
 
 
 def keep_storing(index: Index) -> None:
-    """Apply events at an even rate, for ever."""
+    """Apply events at an even rate, forever."""
     target = Target("busy", 0, MODEL)
     index.add(target)
     while True:
@@ -74,7 +74,7 @@ def asked_here(index: Index, tokens: int, repeats: int) -> Asked:
 
 
 def asked_there(path: Path, tokens: int, repeats: int) -> Asked:
-    """Match in the process of the index: the packed tokens go there, who holds how much comes back."""
+    """Match in the process of the index: packed tokens are sent, and matches are returned."""
     prompt = HELD.prompt(HELD.first_worker, 0)[:tokens]
     with socket.socket(socket.AF_UNIX) as asking:
         asking.connect(str(path))
@@ -96,7 +96,7 @@ def asked_there(path: Path, tokens: int, repeats: int) -> Asked:
 
 @contextmanager
 def index_process(busy: bool) -> Iterator[Path]:
-    """The process of the index; its socket."""
+    """Run the process of the index, and yield its socket."""
     with tempfile.TemporaryDirectory() as folder:
         path, ready = Path(folder) / "index", _spawn.Event()
         process = _spawn.Process(target=_serve, args=(path, ready, busy), daemon=True)

@@ -1,4 +1,4 @@
-"""How connections spread over processes: those that share a port, against those that accept from one socket."""
+"""The spread of connections over processes: with a shared port each, or with one socket that all accept from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _spawn = get_context("spawn")
 
 
 def spread(shared: bool, processes: int, connections: int, apart: float) -> list[int]:
-    """How many of some connections each process gets, the most first. `apart`: seconds between them; 0: all at once."""
+    """Count the connections of each process, the most first. `apart`: seconds between connections; 0: all at once."""
     ready = _spawn.Semaphore(0)
     with bind("127.0.0.1", 0, shared=True) if shared else listen("127.0.0.1", 0) as place:
         port: int = place.getsockname()[1]

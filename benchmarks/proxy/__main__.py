@@ -23,44 +23,45 @@ from benchmarks.proxy.sides import CACHE_AWARE, ROUND_ROBIN, Kvrouter, Side, pee
 from benchmarks.proxy.workers import WORKERS, nginx
 
 _HOW = """\
-`make bench-proxy` runs our router and the Rust ones ({versions}) in front of {workers} light workers ({worker});
-`make bench-proxy ARGS=--quick` in a few minutes, `ARGS='--mode "round robin"'` a part of it.
+`make bench-proxy` compares our router and the Rust ones ({versions}) in front of {workers} light workers ({worker}).
+`make bench-proxy ARGS=--quick` runs in a few minutes, `ARGS='--mode "round robin"'` runs one mode.
 
 The router under test has one core, workers and load ({tool}) another. All routers run at once, for streams those of a
-mode, and take turns, load by load, in an order that changes; the figures are medians of {rounds}. Latencies are what
-the router adds to those without one. Chats of 64 KB are conversations, four turns of each. The 64 chats of a size come
-again and again, but for the rows with a new last message: that begins with a number of its own, so that none of it was
-seen. It is all of a chat of 1 KB, and 4 KB of one of 64 KB. A stream is {chunks} events, {pause:.0f} ms apart;
-{streams} begin at once, {bursts} times a round, each time after as many that are not counted. One request at a time
-goes over one connection; of the conversation of 30k tokens only the last message changes, so that all before it was
-seen, by ours and by the peers.
+mode, and take turns, load by load, in changing order. The figures are medians of {rounds}. Latencies are the time that
+the router adds. Chats of 64 KB are conversations, four turns of each. The 64 chats of a size are repeated, except in
+the rows with a new last message. A new last message begins with a unique number; it is the whole chat of 1 KB, and 4 KB
+of a chat of 64 KB. A stream has {chunks} events, {pause:.0f} ms apart; {streams} streams begin at once, {bursts} times
+a round, each after as many uncounted ones. Sequential requests use one connection. In the conversation of 30k tokens
+only the last message changes, so that all routers have seen the rest.
 
-*raw relay* is no router: a relay of bytes on uvloop (`benchmarks/proxy/relay.py`), which knows where a request and an
-answer end and nothing else. It is the limit of what a router in Python could reach on this machine, in this run.
+*raw relay* is not a router: it relays bytes on uvloop (`benchmarks/proxy/relay.py`) and only finds the end of requests
+and answers. It is the limit of a router in Python on this machine, in this run.
 
 {ours}
 
 Processor times are those of all threads, as the scheduler counts them in nanoseconds.
 
-Round robin looks at no prompt, in any of them. Cache aware is `cache_aware` of the peers, which know what they routed;
-ours has the model's tokenizer, an index of {blocks:,} blocks of {block} tokens that events filled before, the default
-policy and the audit.
+Round robin reads no prompt, in any router. Cache aware is `cache_aware` of the peers, which know the prompts that they
+routed. Ours has the model's tokenizer, an index of {blocks:,} blocks of {block} tokens that was filled by events, the
+default policy and the audit.
 
-Machine: {machine}; load average {before:.1f} before, {after:.1f} after. The run took {minutes:.0f} min."""
+Machine: {machine}; load average {before:.1f} before, {after:.1f} after. The run lasted {minutes:.0f} min."""
 
 
 _COMPILED = """\
-*kvrouter* is what `make compiled` makes, as in the image; *interpreted* is the same code as Python runs it."""
+*kvrouter* is the build of `make compiled`, as in the image; *interpreted* is the same code without compilation."""
 _INTERPRETED = "*kvrouter* is interpreted: there is no C compiler here for `make compiled`."
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="One round of a second each, a tenth of the blocks.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use one round of a second each and a tenth of the blocks.")
+    ] = False,
     mode: Annotated[list[str] | None, typer.Option(help=f"{ROUND_ROBIN!r} or {CACHE_AWARE!r}; repeatable.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each measurement.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1, help="Seconds of each load.")] = None,
-    no_peers: Annotated[bool, typer.Option("--no-peers", help="Only ours.")] = False,
-    markdown: Annotated[Path | None, typer.Option(help="File whose section Proxy to write.")] = None,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Measure our router only.")] = False,
+    markdown: Annotated[Path | None, typer.Option(help="Write section Proxy of this file.")] = None,
 ) -> None:
     """Compare the routers as proxies."""
     scale = QUICK if quick else FULL

@@ -1,4 +1,6 @@
-"""The command `python -m benchmarks.proxy.beside_events`: what a large fleet's events cost the requests beside them."""
+"""The command `python -m benchmarks.proxy.beside_events`: the cost of a large fleet's events for concurrent
+requests.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,17 @@ from benchmarks.proxy.workers import WORKERS, whole_workers
 from simulator.worker.settings import BUNDLED_MODEL
 
 _STREAMS = 64
-_RATE = 200_000.0  # blocks a second, half of them stored and half removed
+_RATE = 200_000.0  # stored and removed blocks a second, half of each
 _FILL_SECONDS = 12.0
 _CONNECTIONS = 64
 _ROWS = [(name, new) for name in SIZES for new in (False, True)]
 _HOW = """\
 `make bench-events` runs `kvrouter serve` ({build}), cache aware as above, in front of {workers} light workers of
-{ranks} ranks each. Their {streams} streams bring nothing, or {rate:,.0f} blocks a second in events of {event} blocks,
-evenly, one stream after another: prompts that are stored, and others that are removed. {connections} connections
-({tool}). The router has one core, its reader of streams included; workers, load and publisher have the other. With and
-without events take turns; figures are medians of {rounds}. Reading {rate:,.0f} blocks a second without requests takes
-{alone:.0f}% of the router's core.{awake}
+{ranks} ranks each. Their {streams} streams are idle, or have {rate:,.0f} blocks a second in events of {event} blocks,
+evenly, one stream after another. Half of the blocks are stored, half are removed. The load has {connections}
+connections ({tool}). The router with its reader of streams has one core; workers, load and publisher have the other.
+Runs with and without events take turns; figures are medians of {rounds}. Reading {rate:,.0f} blocks a second without
+requests uses {alone:.0f}% of the router's core.{awake}
 
 Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
 
@@ -46,9 +48,9 @@ Machine: {machine}; load average {before:.1f} before, {after:.1f} after."""
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each measurement.")] = 3,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of each load.")] = 4.0,
-    markdown: Annotated[Path | None, typer.Option(help="File whose section Requests beside events to write.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write section Requests beside events of this file.")] = None,
 ) -> None:
-    """Compare requests with and without events beside them."""
+    """Compare requests with and without concurrent events."""
     before = os.getloadavg()[0]
     found: dict[tuple[str, bool, bool], list[Load]] = defaultdict(list)
     with (
@@ -63,11 +65,11 @@ def main(
         command = [*python(), "-m", "kvrouter", "serve", "--config", str(config)]
         with started(command, ROUTER_CORE, folder / "log", lambda: answers(f"{url}/v1/models")) as pid:
             events.set_rate(_RATE)
-            time.sleep(_FILL_SECONDS)  # all that will come has come once
+            time.sleep(_FILL_SECONDS)  # until every event was sent once
             spent, begun = cpu_of(pid), time.monotonic()
             time.sleep(seconds)
             alone = (cpu_of(pid) - spent) / (time.monotonic() - begun)
-            loaded(url, SIZES["1 KB"], 16, 2.0, folder)  # connections, caches
+            loaded(url, SIZES["1 KB"], 16, 2.0, folder)  # warms connections and caches
             for number in range(rounds):
                 for size, new in _ROWS:
                     for beside in (False, True) if number % 2 else (True, False):

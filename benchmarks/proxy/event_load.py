@@ -1,7 +1,9 @@
-"""Engines at full speed: streams that store prompts and remove older ones for ever, by a process of its own.
+"""Engines at full speed, in their own process: streams that store prompts and remove older ones forever.
 
-python -m benchmarks.proxy.event_load STREAMS prints the streams' endpoints, as JSON, then takes a rate a line: blocks a
-second of all streams together, stored or removed.
+    python -m benchmarks.proxy.event_load STREAMS
+
+It prints the streams' endpoints as JSON, and then reads lines with a rate: stored or removed blocks a second of all
+streams.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from kvevents.frames import live_frames
 
 EVENT_BLOCKS: Final = 64
 _PROMPT_BLOCKS: Final = 512
-# Prompts of a stream before the first comes again, and those of them that it holds.
+# distinct prompts of a stream, and the number that it holds
 _PROMPTS, _HELD = 32, 16
 
 
 class EventLoad:
-    """A running process that publishes. `endpoints`: of its streams."""
+    """A running publisher process. `endpoints` are those of its streams."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -39,7 +41,7 @@ class EventLoad:
         self.endpoints: list[str] = msgspec.json.decode(process.stdout.readline())
 
     def set_rate(self, rate: float) -> None:
-        """So many blocks a second from now on."""
+        """Set the rate in blocks a second."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"%f\n" % rate)
         self._process.stdin.flush()
@@ -47,7 +49,7 @@ class EventLoad:
 
 @contextmanager
 def event_load(streams: int) -> Iterator[EventLoad]:
-    """Run one; it says nothing before it has a rate."""
+    """Run a process, which publishes nothing before it has a rate."""
     command = [sys.executable, "-m", "benchmarks.proxy.event_load", str(streams)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -58,7 +60,7 @@ def event_load(streams: int) -> Iterator[EventLoad]:
 
 
 def _payloads(stream: int) -> list[bytes]:
-    """One cycle of a stream."""
+    """Return one cycle of a stream."""
     made: list[BlockStored | BlockRemoved] = []
     for number in range(_PROMPTS):
         tokens, hashes = random_tokens(f"{stream} {number}", _PROMPT_BLOCKS * BLOCK_SIZE), _hashes(stream, number)
@@ -84,7 +86,7 @@ def _publish(streams: int) -> None:
         socket.bind("tcp://127.0.0.1:*")
         sockets.append(socket)
         endpoints.append(socket.getsockopt_string(zmq.LAST_ENDPOINT))
-    # The streams take turns, event by event, evenly: ranks are not in step.
+    # The streams take turns evenly, event by event, as ranks are not in step.
     turns = cycle([*chain.from_iterable(map(enumerate, zip(*map(_payloads, range(streams)), strict=True)))])
     seqs = [0] * streams
     print(msgspec.json.encode(endpoints).decode(), flush=True)

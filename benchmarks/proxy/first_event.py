@@ -1,5 +1,9 @@
-"""One stream after the other over one connection: python -m benchmarks.proxy.first_event URL WHAT COUNT tells the times
-to their first events."""
+"""One stream after another over one connection.
+
+    python -m benchmarks.proxy.first_event URL WHAT COUNT
+
+It prints the times to their first events.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,11 @@ from benchmarks.proxy.raw_worker import STREAM_ENDS
 
 SHORT, LONG = "1 KB", "30k tokens, all but the last message seen"
 _DEADLINE = 120.0
-_WARM = 5  # what is seen of these is not counted
+_WARM = 5  # uncounted requests
 
 
 def first_event(url: str, what: str, count: int) -> float:
-    """The median of the seconds to the first event. Raises LoadError."""
+    """Return the median of the seconds to the first event. Raises LoadError."""
     command = [sys.executable, "-m", "benchmarks.proxy.first_event", url, what, str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * _DEADLINE, check=False)
     if done.returncode:
@@ -32,13 +36,13 @@ def first_event(url: str, what: str, count: int) -> float:
 
 
 class _Client(asyncio.Protocol):
-    """Asks when it is triggered."""
+    """A client that sends one request at a time."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: asyncio.Transport = transport  # type: ignore[assignment]
 
     async def ask(self, request: bytes) -> float:
-        """The seconds to the first event; returns at the stream's end."""
+        """Send a request, and return the seconds to its first event after the end of the stream."""
         self._received, self._first = b"", 0.0
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         sent = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Whole answers, as many as a router gives: by wrk where there is one, else by a client of our own."""
+"""Whole answers at full speed: by wrk if installed, else by our own client."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _STAMP = STAMP.encode()
 
 
 class LoadError(Exception):
-    """Not every request was answered with 200."""
+    """A request that was not answered with 200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What came of a load: requests, and seconds."""
+    """The results of a load: requests and seconds."""
 
     requests: float
     seconds: float
@@ -64,17 +64,17 @@ class Load:
 
     @property
     def rate(self) -> float:
-        """Requests a second."""
+        """The requests a second."""
         return self.requests / self.seconds
 
 
 def tool() -> str:
-    """What makes the load."""
+    """Return the name of the load's tool."""
     return "wrk" if shutil.which("wrk") else "a client of our own"
 
 
 def loaded(url: str, size: int, connections: int, seconds: float, folder: Path, new: bool = False) -> Load:
-    """Ask for whole answers with chats of a size. `new`: the last message of each was never seen. Raises LoadError."""
+    """Request whole answers to chats of a size. With `new`, each has a new last message. Raises LoadError."""
     made = _by_wrk if shutil.which("wrk") else _by_ourselves
     result = made(url, size, connections, seconds, folder, new)
     if result.pop("errors") or not result["requests"]:
@@ -106,7 +106,7 @@ def _result(command: Sequence[str]) -> dict[str, float]:
 
 
 class _Client(asyncio.Protocol):
-    """One connection: a request after the other, until `until`."""
+    """One connection with one request after another, until `until`."""
 
     def __init__(self, requests: list[bytes], turn: int, until: float, times: list[float]) -> None:
         self._requests = requests

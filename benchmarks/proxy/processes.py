@@ -1,4 +1,4 @@
-"""Processes of a benchmark: started on a core, waited for, measured with their children, ended."""
+"""Processes of a benchmark: start on a core, readiness, measurement with children, end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _START_SECONDS = 60.0
 
 
 class StartError(Exception):
-    """A process did not come up; its last words."""
+    """A process that did not start, with the end of its output."""
 
 
 def answers(url: str) -> bool:
-    """Whether something answers there with 200."""
+    """Return whether a URL answers with 200."""
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
             return bool(response.status == 200)
@@ -31,7 +31,7 @@ def answers(url: str) -> bool:
 
 @contextmanager
 def started(command: list[str], core: int, log: Path, ready: Callable[[], bool]) -> Iterator[int]:
-    """Run a command on a core until the context ends; its process id, once it is ready. Raises StartError."""
+    """Run a command on a core until the context ends. Yield its process ID once it is ready. Raises StartError."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -57,7 +57,7 @@ def started(command: list[str], core: int, log: Path, ready: Callable[[], bool])
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it started."""
+    """Return a process and all its descendants."""
     found = [pid]
     for parent in found:
         for task in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -66,8 +66,7 @@ def family(pid: int) -> list[int]:
 
 
 def cpu_of(pid: int) -> float:
-    """Processor seconds of a process and all that it started, of the threads that live: as the scheduler counts them,
-    in nanoseconds."""
+    """Return the processor seconds of a process and its descendants, of live threads, as counted by the scheduler."""
     return sum(_thread_seconds(each) for each in family(pid))
 
 
@@ -77,5 +76,5 @@ def _thread_seconds(pid: int) -> float:
 
 
 def memory_of(pid: int) -> int:
-    """Their resident bytes."""
+    """Return the resident bytes of a process and its descendants."""
     return sum(resident_bytes(each) for each in family(pid))

@@ -1,4 +1,4 @@
-"""What is asked: chats of a size, the same for every router."""
+"""The requests: chats of a size, equal for every router."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from random import Random
 
 MODEL = "m"
 PATH = "/v1/chat/completions"
-# Distinct chats of a size; every fourth begins another conversation.
+# distinct chats of a size; every fourth begins another conversation
 CHATS = 64
-# Begins the last message of a chat that is to be a new one each time: who sends it puts a number in its place.
+# The start of a last message that is new each time: the sender replaces it by a number.
 STAMP = "@" * 20
 _TURNS = 4
-_MESSAGES = 31  # of a long conversation: the last is the user's
+_MESSAGES = 31  # messages of a long conversation; the last is the user's
 _WORDS = ("the", "of", "and", "to", "in", "that", "for", "was", "with", "not", "but", "are", "this", "have", "from")
 
 
 def bodies(size: int, stream: bool = False, stamped: bool = False) -> list[bytes]:
-    """Chats of about this many bytes: conversations, four turns of each, with all but the last message in common."""
+    """Return chats of about `size` bytes: conversations of four turns, which share all but the last message."""
     chats = _chats(size)
     for chat in chats if stamped else ():
         chat[-1]["content"] = STAMP + chat[-1]["content"][len(STAMP) :]
@@ -25,12 +25,14 @@ def bodies(size: int, stream: bool = False, stamped: bool = False) -> list[bytes
 
 
 def one_token_streams(size: int) -> list[bytes]:
-    """The same chats, but a stream of one token each."""
+    """Return chats of about `size` bytes that stream one token each."""
     return [_body(chat, True, 1) for chat in _chats(size)]
 
 
 def turns(tokens: int, count: int) -> list[bytes]:
-    """Turns of a conversation of about `tokens` tokens, with all but the last message in common. Streams of a token."""
+    """Return turns of a conversation of about `tokens` tokens, which share all but the last message and stream one
+    token.
+    """
     random = Random(f"conversation {tokens}")
     share = tokens // _MESSAGES
     said = [" ".join(random.choices(_WORDS, k=share)) for _ in range(_MESSAGES - 1)]

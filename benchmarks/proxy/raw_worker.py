@@ -1,7 +1,7 @@
-"""A worker that does as little as a worker can: python -m benchmarks.proxy.raw_worker CORE PORT…
+"""A worker with minimal work: python -m benchmarks.proxy.raw_worker CORE PORT…
 
-It tells its model, and answers every POST: whole with a few words, or streamed in `CHUNKS` events, `PAUSE` apart, or in
-one where one token is asked for.
+It reports its model, and answers every POST: whole with a few words, or streamed in `CHUNKS` events, `PAUSE` apart. A
+request of one token is answered with one event.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EVENT = (
     b'{"content":" word"},"finish_reason":null}]}\n\n'
 )
 _DONE = b"data: [DONE]\n\n"
-# The end of a stream on the wire: in chunks, or with a length when all of it came at once.
+# The end of a stream: in chunks, or with a length if all of it was sent at once.
 STREAM_ENDS = (b"0\r\n\r\n", _DONE)
 _ONE_TOKEN = re.compile(rb'"max_tokens": ?1[,}]')
 
@@ -63,7 +63,7 @@ class _Worker(asyncio.Protocol):
     def _answer(self, head: bytes, body: bytes) -> None:
         if head.startswith(b"post") and (
             b'"stream": true' in body or b'"stream":true' in body
-        ):  # some routers encode it again
+        ):  # some routers encode the body again
             self._transport.write(_STREAM + _chunk(EVENT))
             self._loop.call_later(PAUSE, self._next, 0 if _ONE_TOKEN.search(body) else CHUNKS - 1)
         elif head.startswith(b"post"):

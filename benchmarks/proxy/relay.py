@@ -1,7 +1,7 @@
 """A relay of bytes: python -m benchmarks.proxy.relay PORT WORKER_PORT…
 
-It knows where a request and an answer end, sends requests to the workers in turn, and nothing else: no router in Python
-can do less. What it cannot do: time out, retry, hold back, count, or read HTTP that the benchmark does not send.
+It finds the end of requests and answers, and sends requests to the workers in turn. No router in Python can do less. It
+has no timeouts, retries, flow control or metrics, and reads only the HTTP of the benchmark.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
 
 
 class _Worker:
-    """Where a worker is, and the connections to it that are idle."""
+    """The address of a worker, and its idle connections."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -30,12 +30,12 @@ class _Worker:
 
 
 class _Upstream(asyncio.Protocol):
-    """A connection to a worker: its bytes are the client's, up to the end of an answer."""
+    """A connection to a worker, whose bytes are forwarded to the client up to the end of an answer."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
         self._client: asyncio.Transport | None = None
-        self._left: int | None = None  # bytes of the answer; None before its head, below 0 for chunks
+        self._left: int | None = None  # remaining bytes of the answer; None before its head, negative for chunks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: asyncio.Transport = transport  # type: ignore[assignment]
@@ -52,7 +52,7 @@ class _Upstream(asyncio.Protocol):
             end = data.find(_END_OF_HEAD) + 4
             length = _length(data, end)
             left = -1 if length is None else length + end
-            if length is None and _QUICKACK is not None:  # as ours
+            if length is None and _QUICKACK is not None:  # as in our router
                 self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, _QUICKACK, 0)
         if left < 0:
             ended = data.endswith(b"0\r\n\r\n")
@@ -73,7 +73,7 @@ class _Upstream(asyncio.Protocol):
 
 
 class _Client(asyncio.Protocol):
-    """A client's connection: whole requests go to the next worker."""
+    """A client's connection. Whole requests are sent to the next worker."""
 
     def __init__(self, workers: Iterator[_Worker]) -> None:
         self._workers = workers
@@ -103,7 +103,7 @@ class _Client(asyncio.Protocol):
 
 
 def _length(data: bytes, end: int) -> int | None:
-    """The length that a head tells, which ends there; None when it tells of none."""
+    """Return the length in a head that ends at `end`; `None` if it has none."""
     head = data[:end].lower()
     place = head.find(_LENGTH)
     return int(head[place + len(_LENGTH) : head.find(b"\r", place)]) if place >= 0 else None

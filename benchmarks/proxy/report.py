@@ -1,5 +1,4 @@
-"""The figures of a run: medians over its rounds, a column for each router, and ours as ratios: to the best peer's, and
-to those of a relay of bytes."""
+"""The figures of a run: medians over its rounds, a column for each router, and ratios of ours to peer and relay."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ OURS, INTERPRETED, NONE, LIMIT = "kvrouter", "interpreted", "no router", "raw re
 
 
 class Table:
-    """A value for each row, router and round. `more_is_better` says which peer is the best."""
+    """A value for each row, router and round. `more_is_better` determines the best peer."""
 
     def __init__(self, title: str, more_is_better: bool) -> None:
         self.title = title
@@ -17,11 +16,11 @@ class Table:
         self._values: dict[str, dict[str, list[float]]] = {}
 
     def add(self, row: str, router: str, value: float) -> None:
-        """Note the value of one round."""
+        """Add the value of one round."""
         self._values.setdefault(row, {}).setdefault(router, []).append(value)
 
     def render(self) -> str:
-        """The table in Markdown; empty when nothing was added."""
+        """Return the table in Markdown; empty without values."""
         if not self._values:
             return ""
         routers = list(dict.fromkeys(router for row in self._values.values() for router in row))
@@ -43,9 +42,9 @@ class Table:
 
 
 def _ratio(ours: float, other: float) -> str:
-    return f"{ours / other:.2f}" if min(ours, other) > 0 else ""  # noise may add less than nothing
+    return f"{ours / other:.2f}" if min(ours, other) > 0 else ""  # noise can make an added time negative
 
 
 def _number(value: float) -> str:
-    """Three digits that matter."""
+    """Format a number with three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

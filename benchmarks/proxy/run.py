@@ -1,4 +1,4 @@
-"""The run: every measurement of every router, the routers in turn, round after round."""
+"""The run: every measurement of every router, with the routers in turn, round after round."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ CONNECTIONS = (1, 16, 64)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured: seconds of each load, streams at once and how often, requests one after the other, and
-    blocks in our index."""
+    """The size of a run.
+
+    It has the seconds of each load, the number and repetitions of concurrent streams, the number of sequential
+    requests, and the blocks of our index.
+    """
 
     rounds: int = 3
     seconds: float = 3.0
@@ -39,7 +42,7 @@ QUICK = Scale(rounds=1, seconds=1.0, streams=100, bursts=2, requests=30, blocks=
 
 
 class Run:
-    """Measures; the tables fill."""
+    """A run whose tables are filled during the measurement."""
 
     def __init__(self, sides: Sequence[Side], scale: Scale, folder: Path) -> None:
         self._sides = sides
@@ -55,7 +58,7 @@ class Run:
         return list(self._tables.values())
 
     def do(self) -> None:
-        """Every round."""
+        """Run every round."""
         nothing, relay = Nothing(), Relay()
         for number in range(self._scale.rounds):
             turn = number % len(self._sides)
@@ -68,7 +71,7 @@ class Run:
 
     @contextmanager
     def _failing(self, side: Side) -> Iterator[None]:
-        """A side that fails loses its figures, not those of the others."""
+        """Drop the figures of a side that fails, and keep those of others."""
         try:
             yield
         except (StartError, LoadError) as error:
@@ -77,7 +80,7 @@ class Run:
 
     @contextmanager
     def _running(self, sides: Sequence[Side], workers: Sequence[str]) -> Iterator[dict[Side, RunningRouter]]:
-        """All of them at once, but for those that do not start: they take turns, as a machine's speed changes."""
+        """Run all sides at once, except those that do not start. They take turns, because a machine's speed changes."""
         with ExitStack() as stack:
             running: dict[Side, RunningRouter] = {}
             for side in sides:
@@ -144,7 +147,7 @@ class Run:
                     self._first_events(side, router, mode)
 
     def _burst(self, side: Side, running: RunningRouter, mode: str) -> None:
-        streamed(running.url, self._scale.streams)  # connections, caches
+        streamed(running.url, self._scale.streams)  # warms connections and caches
         before = cpu_of(running.pid) if running.pid else 0.0
         result = streamed(running.url, self._scale.streams)
         row = f"{self._scale.streams} streams at once"
@@ -167,7 +170,7 @@ class Run:
                 self._add(side, figure, row, (took - self._base[row][0]) * 1e3, mode)
 
     def _add(self, side: Side, figure: str, row: str, value: float, mode: str = "", more: bool = False) -> None:
-        """`mode`: whose table it is for, where that is not the side's; those that have none are in all tables."""
+        """Add a value to the table of `mode`, by default the side's. Sides without a mode are in all tables."""
         mode = mode or side.mode
         for each in [mode] if mode else self._modes:
             table = self._tables.setdefault((each, figure), Table(f"{each}: {figure}", more))

@@ -1,4 +1,4 @@
-"""The routers under test, and how each is started in front of workers."""
+"""The routers under test, and their start in front of workers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ROUND_ROBIN, CACHE_AWARE = "round robin", "cache aware"
 
 @dataclass(frozen=True, slots=True)
 class RunningRouter:
-    """A router's address and process; of no router, a worker's, which is not measured."""
+    """The address and process of a router; without a router, that of a worker, which is not measured."""
 
     url: str
     pid: int | None
 
 
 class Side(ABC):
-    """A router. `mode` is how it routes."""
+    """A router. `mode` is its way of routing."""
 
     def __init__(self, name: str, mode: str) -> None:
         self.name = name
@@ -43,7 +43,7 @@ class Side(ABC):
 
     @contextmanager
     def running(self, workers: Sequence[str], folder: Path) -> Iterator[RunningRouter]:
-        """Run it in front of workers, on a core of its own."""
+        """Run the router in front of workers, on its own core."""
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         log = folder / f"{self.name}-{self.mode}.log".replace(" ", "-")
@@ -53,14 +53,14 @@ class Side(ABC):
 
     @abstractmethod
     def command(self, workers: Sequence[str], port: int, folder: Path) -> list[str]:
-        """How to start it."""
+        """Return the command that starts the router."""
 
-    def warm(self, url: str) -> None:  # noqa: B027 - most need nothing
-        """Let it know what it must know before it is measured. Raises StartError."""
+    def warm(self, url: str) -> None:  # noqa: B027 - most routers need no warm-up
+        """Prepare the router for the measurement. Raises StartError."""
 
 
 class Nothing(Side):
-    """No router: what the workers and the load allow."""
+    """No router: the limit of workers and load."""
 
     def __init__(self) -> None:
         super().__init__(NONE, "")
@@ -74,7 +74,7 @@ class Nothing(Side):
 
 
 class Relay(Side):
-    """A relay of bytes, in Python as ours: what no router in Python can fall below."""
+    """A relay of bytes in Python: the limit of any router in Python."""
 
     def __init__(self) -> None:
         super().__init__(LIMIT, "")
@@ -85,10 +85,10 @@ class Relay(Side):
 
 
 class Kvrouter(Side):
-    """Ours. Cache aware is all of it: tokenizer, an index filled by events, the default policy, the audit."""
+    """Our router. Cache aware has its tokenizer, an index filled by events, the default policy, and the audit."""
 
     def __init__(self, mode: str, publisher: Publisher | None = None, *, interpreted: bool = False) -> None:
-        """`interpreted`: as Python runs it, although `make compiled` has been there."""
+        """Choose the build. `interpreted` ignores the build of `make compiled`."""
         super().__init__(INTERPRETED if interpreted else OURS, mode)
         self._publisher = publisher
         self._python = python(interpreted=interpreted)
@@ -128,7 +128,7 @@ def _blocks_held(url: str) -> float:
 
 
 class Peer(Side):
-    """A Rust router, from an environment of its own."""
+    """A Rust router, from its own environment."""
 
     def __init__(self, package: str, mode: str, command: list[str]) -> None:
         super().__init__(package, mode)
@@ -142,7 +142,7 @@ class Peer(Side):
         return [str(self._bin.absolute() / self._command[0]), *self._command[1:], *options, "--worker-urls", *workers]
 
     def version(self) -> str:
-        """The installed release."""
+        """Return the installed release."""
         code = f"from importlib.metadata import version; print(version({self.name!r}))"
         return subprocess.check_output([self._bin / "python", "-c", code], text=True).strip()
 
@@ -151,5 +151,5 @@ PEERS = {"smg": ["smg", "launch"], "sglang-router": ["sglang-router", "launch"],
 
 
 def peers(mode: str) -> list[Peer]:
-    """The Rust routers in this mode."""
+    """Return the Rust routers in this mode."""
     return [Peer(package, mode, command) for package, command in PEERS.items()]

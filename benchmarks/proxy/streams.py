@@ -1,4 +1,4 @@
-"""Many streams at once: python -m benchmarks.proxy.streams URL STREAMS tells the times to their first events."""
+"""Many concurrent streams: python -m benchmarks.proxy.streams URL STREAMS prints the times to their first events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DEADLINE = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """Seconds to the first event, and of the whole."""
+    """The seconds to the first event, and of the whole stream."""
 
     p50: float
     p99: float
@@ -31,7 +31,7 @@ class Streamed:
 
 
 def streamed(url: str, streams: int) -> Streamed:
-    """Ask for `count` streams at once. Raises LoadError when one is not complete."""
+    """Request `streams` concurrent streams. Raises LoadError if one is incomplete."""
     command = [sys.executable, "-m", "benchmarks.proxy.streams", url, str(streams)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * _DEADLINE, check=False)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Light workers: nginx where there is one, else our own; streams always come from our own."""
+"""Fast workers: nginx if installed, else our own; streams are always from our own."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ http {{
 
 
 def nginx() -> str | None:
-    """Where nginx is; None where there is none."""
+    """Return the path of nginx; `None` if it is not installed."""
     return shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin:/opt/homebrew/bin")
 
 
 @contextmanager
 def whole_workers(folder: Path) -> Iterator[list[str]]:
-    """Workers whose answers come at once; their URLs."""
+    """Run workers whose answers are sent at once, and yield their URLs."""
     binary = nginx()
     if binary is None:
         with stream_workers(folder) as urls:
@@ -60,7 +60,7 @@ def whole_workers(folder: Path) -> Iterator[list[str]]:
 
 @contextmanager
 def stream_workers(folder: Path) -> Iterator[list[str]]:
-    """Workers that stream, and answer whole what is not asked for as a stream; their URLs."""
+    """Run workers that stream, and answer other requests whole. Yield their URLs."""
     ports = [free_port() for _ in range(WORKERS)]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     command = [sys.executable, "-m", "benchmarks.proxy.raw_worker", str(LOAD_CORE), *map(str, ports)]

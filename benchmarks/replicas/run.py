@@ -1,4 +1,4 @@
-"""One side after the other: one router, several that share their load over Redis, and several that do not."""
+"""The sides in turn: one router, several that share their load over Redis, and several that do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KNOWN_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much load, on how many workers, through how many routers."""
+    """The load, the number of workers, and the number of routers."""
 
     workers: int = 16
     routers: int = 4
@@ -35,7 +35,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Side:
-    """What one way of running did. `seen`: what /health said of sharing while Redis was gone, and after."""
+    """The results of one side. `seen`: the sharing reports of /health during and after an outage of Redis."""
 
     name: str
     answers: list[Answered] = field(default_factory=list)
@@ -47,11 +47,11 @@ class Side:
 
 
 async def run_sides(wanted: Plan, rounds: int = 1) -> list[Side]:
-    """Every side plays the same requests on empty caches, `rounds` times in turn."""
+    """Run every side with equal requests on empty caches, `rounds` times in turn."""
     requests = plan(wanted.seconds, wanted.rate)
     alone, single = Side(f"{wanted.routers} routers, each alone"), Side("one router")
     sharing = Side(f"{wanted.routers} routers, sharing")
-    broken = Side(f"{wanted.routers} routers, sharing; Redis killed and started again")
+    broken = Side(f"{wanted.routers} routers, sharing; Redis killed and restarted")
     with ExitStack() as stack:
         redis = stack.enter_context(RedisServer())
         workers = [
@@ -78,12 +78,12 @@ async def run_sides(wanted: Plan, rounds: int = 1) -> list[Side]:
 async def _with_faults(
     side: Side, requests: Sequence[Planned], routers: list[str], redis: RedisServer, seconds: float
 ) -> list[Answered]:
-    """Kill Redis after a third of the time and start it again after two."""
+    """Kill Redis after a third of the time, and restart it after two thirds."""
     sending = asyncio.create_task(send(requests, routers))
     await asyncio.sleep(seconds / 3)
     redis.kill()
     await asyncio.sleep(seconds / 3 - 1)
-    side.seen["told while it was gone"] = all([not await _shared(url) for url in routers])
+    side.seen["reported during the outage"] = all([not await _shared(url) for url in routers])
     await asyncio.sleep(1)
     redis.start()
     answers = await sending
@@ -96,7 +96,7 @@ async def _with_faults(
 
 @asynccontextmanager
 async def _routers(workers: Sequence[str], count: int, redis: str) -> AsyncIterator[list[str]]:
-    """A number of routers, which know each other if there is a Redis."""
+    """Run a number of routers, which share their load if there is a Redis."""
     config: dict[str, Any] = {"workers": [{"url": url} for url in workers], "replicas": {"redis": redis}}
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -119,13 +119,13 @@ async def _reset(workers: Sequence[str]) -> None:
 
 
 async def _shared(router: str) -> bool:
-    """Whether a router finds nothing wrong with sharing."""
+    """Return whether a router reports no problem of sharing."""
     async with aiohttp.ClientSession() as session, session.get(f"{router}/health") as response:
         return all(each["finding"] != "load_not_shared" for each in (await response.json())["findings"])
 
 
 async def _known(router: str) -> int:
-    """How many other routers one has heard of."""
+    """Return the number of other routers that a router knows."""
     async with aiohttp.ClientSession() as session, session.get(f"{router}/metrics") as response:
         lines = (await response.text()).splitlines()
     [value] = [line.split()[1] for line in lines if line.startswith("kvrouter_sharing_routers ")]

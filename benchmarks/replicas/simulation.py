@@ -1,8 +1,7 @@
 """Several routers before one simulated fleet: `python -m benchmarks.replicas.simulation`.
 
-The fleet is that of `simulator.fleet`; each request comes to a router at random. Every router sees its own
-requests at once, those of the others when it hears of them, and once a second the engines' own counts of requests. All
-see the same events.
+The fleet is that of `simulator.fleet`. Each request arrives at a random router. Every router sees its own requests at
+once, those of others with a delay, and once a second the engines' own counts. All receive the same events.
 """
 
 from __future__ import annotations
@@ -36,8 +35,11 @@ _MEAN_OUTPUT = 256.0
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How routers share. `delay`: seconds until others know, None: never. `near`: any candidate that costs at most so
-    much more than the best, as a share, may be chosen."""
+    """A way of sharing.
+
+    - `delay`: seconds until others know a request; `None`: never.
+    - `near`: candidates up to this share above the lowest cost may be chosen.
+    """
 
     name: str
     routers: int
@@ -65,7 +67,7 @@ CELLS = [
 
 
 class _Router:
-    """What one of the routers knows."""
+    """The knowledge of one router."""
 
     def __init__(self, fleet: SeveralRouters, number: int, workers: int) -> None:
         self.name = str(number)
@@ -102,7 +104,7 @@ class SeveralRouters(Fleet):
         self._sharing = sharing
         self._routers = [_Router(self, number, cell.workers) for number in range(sharing.routers)]
         for router in self._routers:
-            router.view._held = self._view._held  # all see the same events
+            router.view._held = self._view._held  # all routers receive the same events
         self._promised: dict[int, list[_View]] = {}
         self._next_scrape = 0.0
         self._at = self._routers[0]
@@ -111,7 +113,7 @@ class SeveralRouters(Fleet):
         return self._now
 
     def changed(self, router: _Router, worker: int) -> None:
-        """A router's load changed: it will tell."""
+        """Schedule a report after a router's load changed."""
         router.changed.add(worker)
         if self._sharing.delay is not None and not router.telling:
             router.telling = True
@@ -214,8 +216,8 @@ class SeveralRouters(Fleet):
 
 
 def main(
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each side in each cell.")] = 3,
-    quick: Annotated[bool, typer.Option("--quick", help="The small fleet only.")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs of each side in each cell.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Run the small fleet only.")] = False,
 ) -> None:
     """Compare ways of sharing on simulated fleets."""
     for cell in CELLS[: 2 if quick else None]:
@@ -239,7 +241,7 @@ def main(
 
 
 def play(cell: Cell, requests: Sequence[TracedRequest], side: Sharing, seed: int) -> Measures:
-    """One way of sharing in one cell."""
+    """Run one way of sharing in one cell."""
     random = Random(seed)
     return measured(SeveralRouters(cell, side, OURS.policy_for(random), random).run(requests))
 

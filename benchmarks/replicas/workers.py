@@ -1,6 +1,6 @@
-"""Simulated workers, several in this process: `python -m benchmarks.replicas.workers 8` prints their URLs in a line.
+"""Several simulated workers in this process: `python -m benchmarks.replicas.workers 8` prints their URLs in a line.
 
-They are slow and do little: a step takes long, so that the machine's own speed plays no part.
+Their steps are slow, so that the machine's own speed has no effect.
 """
 
 from __future__ import annotations

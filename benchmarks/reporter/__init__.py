@@ -1,1 +1,1 @@
-"""What a report costs the engine's thread, beside what packing the same tokens and names alone costs."""
+"""The cost of a report on the engine's thread, beside that of packing the same tokens and hashes alone."""

@@ -1,7 +1,7 @@
 """The command `python -m benchmarks.reporter`, which `make bench-reporter` runs.
 
-A reporter with a real publisher without subscribers takes 65 new blocks of 16 tokens, removes 64 old ones, and steps.
-The limit beside it is what encoding the same names and tokens costs, without any bookkeeping.
+A reporter with a real publisher without subscribers stores 65 new blocks of 16 tokens, removes 64 old ones, and steps.
+The limit beside it is the cost of encoding the same hashes and tokens, without bookkeeping.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import typer
 from worker import Reporter
 
 BLOCKS, BLOCK_SIZE = 64, 16
-HELD_STEPS = 500  # the blocks of this many steps are held, the oldest of them are removed
+HELD_STEPS = 500  # number of steps whose blocks are held; the oldest are removed
 
 
 def main(
     steps: Annotated[int, typer.Option(min=100, help="Steps of 64 new blocks that are measured.")] = 3000,
 ) -> None:
-    """Time each call on the thread of its caller: medians and the 99th percentile, in microseconds."""
+    """Time each call on its caller's thread: medians and the 99th percentile, in microseconds."""
     source = random.Random(0)
     reporter = Reporter.create('{"publisher": "zmq", "endpoint": "tcp://*:0"}')
     encode = msgspec.msgpack.Encoder().encode

@@ -1,1 +1,1 @@
-"""Promises kept in real time: clients of three classes, a real router, simulated workers."""
+"""SLOs met in real time: clients of three classes, a real router, simulated workers."""

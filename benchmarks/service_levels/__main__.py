@@ -1,5 +1,8 @@
-"""The command `python -m benchmarks.service_levels`: how many promises a real router keeps, with and without knowing
-of them, at shares of what the fleet can do.
+"""The command `python -m benchmarks.service_levels`:
+
+SLOs that a real router meets, at shares of the fleet's capacity.
+
+The router runs with and without knowing the SLOs.
 """
 
 from __future__ import annotations
@@ -17,17 +20,17 @@ import yaml
 from benchmarks.service_levels.load import CLASSES, Answer, Telling, arrivals, capacity, refusing
 from kvrouter.processes import KvrouterProcess
 
-# Slow enough that two cores can play the engines, the router and the clients.
+# Slow enough for two cores to run the engines, the router and the clients.
 _WORKER = ["simulate", "--port", "0", "--step-ms", "40", "--prefill-ms", "0.3"]
 _CLIENTS_A_WORKER = 24
 
 
 def main(
-    workers: Annotated[int, typer.Option(min=2, help="Simulated workers.")] = 4,
-    seconds: Annotated[float, typer.Option(min=5, help="Length of a run.")] = 60.0,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs at each load.")] = 1,
+    workers: Annotated[int, typer.Option(min=2, help="Number of simulated workers.")] = 4,
+    seconds: Annotated[float, typer.Option(min=5, help="Seconds of a run.")] = 60.0,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs at each load.")] = 1,
 ) -> None:
-    """Share of promises kept by class, at 0.8 and 1.1 of capacity."""
+    """Measure the share of met SLOs by class, at 0.8 and 1.1 of capacity."""
     with ExitStack() as stack:
         fleet = [stack.enter_context(KvrouterProcess(_WORKER)) for _ in range(workers)]
         urls = [worker.wait_until_listening() for worker in fleet]
@@ -37,7 +40,7 @@ def main(
         url = router.wait_until_listening()
         most = asyncio.run(capacity(url, _CLIENTS_A_WORKER * workers, seconds / 2))
         typer.echo(f"{workers} workers answer {most:.1f} requests a second.\n")
-        typer.echo("| share kept | all | " + " | ".join(each.name for each in CLASSES) + " | refused |")
+        typer.echo("| share met | all | " + " | ".join(each.name for each in CLASSES) + " | refused |")
         typer.echo("|---|---:|" + "---:|" * len(CLASSES) + "---:|")
         for load in (0.8, 1.1):
             for telling in Telling:
@@ -52,7 +55,7 @@ def main(
 
 
 def _levels() -> dict[str, dict[str, float | str]]:
-    """The service levels of the settings: each class, and again for those who would rather be refused than late."""
+    """Return the service levels of the settings: each class, and each class with refusal of late requests."""
     levels: dict[str, dict[str, float | str]] = {}
     for each in CLASSES:
         slo: dict[str, float | str] = {"ttft": each.ttft, "tpot": each.tpot}
@@ -65,7 +68,7 @@ def _share(flags: list[bool]) -> str:
 
 
 def _metrics(url: str) -> str:
-    """What the router itself says of its promises."""
+    """Return the router's own metrics of its SLOs."""
     with urlopen(f"{url}/metrics", timeout=10) as response:
         lines = response.read().decode().splitlines()
     return "\n".join(

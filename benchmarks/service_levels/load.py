@@ -1,4 +1,4 @@
-"""Clients of three classes, and what they were promised. Prompts are token ids; agents share the start of theirs."""
+"""Clients of three classes, and their SLOs. Prompts are token IDs; agents share the start of their prompts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ _VOCABULARY = 1000
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """Requests of one kind: `share` of all, tokens, and what they are promised, in seconds. `hurried`: somebody waits
-    for the answer."""
+    """Requests of one kind.
+
+    - `share`: the share of all requests.
+    - `shared`, `output`: tokens.
+    - `ttft`, `tpot`: the SLO in seconds.
+    - `hurried`: whether a user waits for the answer.
+    """
 
     name: str
     share: float
     prompt: int
-    shared: int  # of the prompt, with all others of the class
+    shared: int  # tokens of the prompt that all requests of the class share
     output: int
     ttft: float
     tpot: float
@@ -39,27 +44,30 @@ CLASSES = (
 
 
 class Telling(StrEnum):
-    """What a run's clients tell the router of what they need."""
+    """The needs that a run's clients report to the router."""
 
     NOTHING = "not told"
     NEEDS = "told"
-    NEEDS_OR_REFUSAL = "told, the late refused"
+    NEEDS_OR_REFUSAL = "reported, late ones refused"
 
     def level(self, asked: Class) -> str | None:
-        """The service level that a request names. Refused are only those whose client has no use for a late answer."""
+        """Return the service level that a request names.
+
+        Only clients that cannot use a late answer accept a refusal.
+        """
         if self is Telling.NOTHING:
             return None
         return refusing(asked.name) if self is Telling.NEEDS_OR_REFUSAL and asked.hurried else asked.name
 
 
 def refusing(name: str) -> str:
-    """The service level that promises what another does, and refuses what would be late."""
+    """Return the service level with the same SLO that refuses late requests."""
     return f"{name}-or-refused"
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a client got: seconds; None: nothing."""
+    """The result of a client in seconds; `None`: no answer."""
 
     asked: Class
     ttft: float | None = None
@@ -68,12 +76,12 @@ class Answer:
 
     @property
     def in_time(self) -> bool:
-        """Whether it came as promised."""
+        """Return whether the SLO was met."""
         return self.ttft is not None and self.ttft <= self.asked.ttft and self.tpot <= self.asked.tpot
 
 
 async def arrivals(url: str, rate: float, seconds: float, telling: Telling, seed: int) -> list[Answer]:
-    """Requests that come at random, so many a second, whatever became of those before. Returns when all have ended."""
+    """Send requests at random times, `rate` a second, independent of earlier ones. Return when all have ended."""
     random, answers, tasks = Random(seed), list[Answer](), list[asyncio.Task[None]]()
     end = time.monotonic() + seconds
     async with _session() as session:
@@ -87,7 +95,7 @@ async def arrivals(url: str, rate: float, seconds: float, telling: Telling, seed
 
 
 async def capacity(url: str, clients: int, seconds: float) -> float:
-    """Answers a second that the fleet gives to so many clients which always want one. Raises RuntimeError for none."""
+    """Measure the answers a second of a fleet with `clients` busy clients. Raises RuntimeError without answers."""
     random, ended = Random(0), 0
     end = time.monotonic() + seconds
     async with _session() as session:

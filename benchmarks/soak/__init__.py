@@ -1,6 +1,6 @@
-"""The router for many minutes at half of what it can do, with clients that leave, bodies that stall, workers that die.
+"""The router for many minutes at half of its capacity, with aborting clients, stalled bodies and failing workers.
 
-router    `kvrouter serve`, which also tells what it holds
-clients   the requests, and what clients do to them
-run       load, faults and samples
+- router: `kvrouter serve` with a report of its objects
+- clients: the requests and the behaviour of clients
+- run: load, faults and samples
 """

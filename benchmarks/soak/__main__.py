@@ -1,4 +1,4 @@
-"""The command `python -m benchmarks.soak`, which `make soak` runs. It fails when something is left or grows."""
+"""The command `python -m benchmarks.soak`, which `make soak` runs. It fails if objects remain or memory grows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import typer
 from benchmarks.soak.run import Result, soaking
 
 
-def main(minutes: Annotated[float, typer.Option(min=0.2, help="How long.")] = 10.0) -> None:
-    """Soak the router, and tell what it holds at the end."""
+def main(minutes: Annotated[float, typer.Option(min=0.2, help="Minutes of the run.")] = 10.0) -> None:
+    """Run the router under load, and report its objects at the end."""
     result = asyncio.run(_run(minutes))
     print(_told(result))
     problems = result.problems()

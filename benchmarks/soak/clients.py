@@ -1,4 +1,4 @@
-"""Requests, and what clients do to them: most read their answers, some leave, stall, or read slowly."""
+"""Requests of clients: most read their answers, some abort, stall, or read slowly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATIENCE = 30.0
 
 
 class Clients:
-    """Every call of `one` is one client; `outcomes` counts what became of them."""
+    """A source of clients, one for each call of `one`. `outcomes` counts their results."""
 
     def __init__(self, url: str, random: Random) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -34,7 +34,7 @@ class Clients:
         ]
 
     async def one(self) -> None:
-        """One client, from its connection to its end."""
+        """Run one client, from its connection to its end."""
         (chosen,) = self._random.choices(self._ways, weights=[way[0] for way in self._ways])
         _, name, way = chosen
         try:
@@ -97,7 +97,7 @@ class Clients:
         while not answer.endswith(b"0\r\n\r\n"):
             more = await reader.read(65536)
             if not more:
-                raise ConnectionError("the answer was broken off")
+                raise ConnectionError("the answer was interrupted")
             answer = answer[-64:] if len(answer) > 100_000 else answer
             answer += more
         return answer

@@ -1,6 +1,7 @@
-"""`kvrouter serve` in this process, telling what it holds: python -m benchmarks.soak.router CONFIG FILE.
+"""`kvrouter serve` in this process with a report of its objects: python -m benchmarks.soak.router CONFIG FILE.
 
-At SIGUSR1 the file gets one more line of JSON: how many objects of each kind there are, tasks, connections, bytes.
+At SIGUSR1 the file receives one more line of JSON: the number of objects of each kind, tasks, connections, and
+bytes.
 """
 
 from __future__ import annotations

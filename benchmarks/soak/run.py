@@ -1,4 +1,4 @@
-"""The run: how much the router can do, then half of it for minutes while workers die, and a look at what is left."""
+"""The run: the router's capacity, then half of it for minutes while workers fail, and a check of what remains."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BODY_TIMEOUT = 3.0
 _FAULT_SECONDS = 15.0
 _MAX_RATE = 400.0
 _QUIET_SECONDS = 20.0
-# Of resident memory, from the middle of a run to its end: caches of what is asked again and again are full by then.
+# growth of resident memory from the middle of a run to its end, when caches are full
 _GROWTH = 0.05
 
 
 @dataclass(slots=True)
 class Result:
-    """What a run showed. `left` is what the router held when all clients were gone."""
+    """The results of a run. `left` has the router's objects after all clients."""
 
     seconds: float = 0.0
     capacity: float = 0.0
@@ -50,7 +50,7 @@ class Result:
     reserved: int = 0
 
     def problems(self) -> list[str]:
-        """What should not be."""
+        """Return the problems of the run."""
         found = [f"{name}: {count}" for name, count in self.outcomes.items() if "NO END" in name]
         for name in ("clients", "exchanges", "placements", "reservations", "upstream legs", "upstream connections"):
             if self.left[name]:
@@ -67,7 +67,7 @@ class Result:
 
     @property
     def growth(self) -> float:
-        """How much resident memory grew in the second half."""
+        """The growth of resident memory in the second half."""
         sizes = [sample["bytes"] for sample in self.samples]
         quarter = len(sizes) // 4
         if not quarter:
@@ -76,7 +76,7 @@ class Result:
 
 
 class Soak:
-    """A router in front of simulated workers, and what is done to both."""
+    """A router in front of simulated workers, with load and faults."""
 
     def __init__(self, url: str, pid: int, reports: Path, workers: list[SimulatedWorker]) -> None:
         self.url = url
@@ -87,7 +87,7 @@ class Soak:
         self._lines = 0
 
     async def run(self, minutes: float) -> Result:
-        """Everything."""
+        """Run capacity, load, faults and samples."""
         result = Result(seconds=minutes * 60)
         result.capacity = await self._capacity(min(10.0, result.seconds / 4))
         result.rate = min(result.capacity / 2, _MAX_RATE)
@@ -108,7 +108,7 @@ class Soak:
         return result
 
     async def _capacity(self, seconds: float) -> float:
-        """Whole requests a second, when `clients` clients ask one after the other."""
+        """Return whole requests a second, when `clients` clients send one after another."""
         clients = Clients(self.url, Random(1))
         end = time.monotonic() + seconds
 
@@ -120,7 +120,7 @@ class Soak:
         return clients.outcomes.total() / seconds
 
     async def _load(self, clients: Clients, rate: float, end: float) -> None:
-        """New clients at a steady rate, however long the others take."""
+        """Start new clients at a steady rate, independent of earlier ones."""
         tasks: set[asyncio.Task[None]] = set()
         due = time.monotonic()
         while due < end:
@@ -132,7 +132,7 @@ class Soak:
         await asyncio.gather(*tasks)
 
     async def _faults(self, result: Result, end: float) -> None:
-        """One worker after the other dies and comes back, or hangs for a while."""
+        """Kill and restart one worker after another, or suspend it for a while."""
         while time.monotonic() + _FAULT_SECONDS < end:
             await asyncio.sleep(_FAULT_SECONDS / 2)
             worker = self._workers[result.faults % len(self._workers)]
@@ -148,7 +148,7 @@ class Soak:
                 worker.signal(signal.SIGCONT)
 
     async def _holds(self) -> dict[str, int]:
-        """What the router holds now."""
+        """Return the router's objects now."""
         os.kill(self._pid, signal.SIGUSR1)
         self._lines += 1
         async with asyncio.timeout(60):
@@ -166,7 +166,7 @@ class Soak:
 
 @asynccontextmanager
 async def soaking() -> AsyncIterator[Soak]:
-    """A router of its own process in front of simulated workers."""
+    """Run a router in its own process in front of simulated workers."""
     workers = [SimulatedWorker(step_ms=2.0) for _ in range(WORKERS)]
     try:
         for worker in workers:

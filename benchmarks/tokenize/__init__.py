@@ -1,1 +1,1 @@
-"""What a conversation's next turn costs before it can be routed: decoding, rendering, tokenizing, hashing."""
+"""The cost of a conversation's next turn before it can be routed: decoding, rendering, tokenizing, hashing."""

@@ -17,13 +17,13 @@ from benchmarks.tokenize.measure import Comparison, Costs, compare
 from benchmarks.tokenize.models import bundled, large
 
 _HOW = (
-    "`make bench-tokenize` lets conversations grow turn by turn to 30,000 tokens, and measures what a turn costs "
+    "`make bench-tokenize` extends conversations turn by turn to 30,000 tokens, and measures the cost of a turn "
     "before it can be routed: decoding the body, rendering it with the chat template, tokenizing, and hashing all of "
-    "it in blocks of 16 tokens. *Whole* is with the model's own tokenizer on the whole text, *new* with our way of "
-    "tokenizing and nothing kept, *known* after the conversation's earlier turns, with its parts; *uncut* is what "
-    "tokenizing takes where only fastokens remembers those turns. The last row is the same body once more; "
-    "what comes a third time the router does not read again. Milliseconds of CPU time (nothing here waits or runs in "
-    "parallel), medians of {conversations} conversations; the ways take turns."
+    "it in blocks of 16 tokens. *Whole* is the model's own tokenizer on the whole text. *New* is our tokenization "
+    "without earlier turns, *known* is that after the conversation's earlier turns, with its parts. *Uncut* is "
+    "tokenization in which only fastokens remembers those turns. The last row is the same body once more. Figures are "
+    "milliseconds of CPU time (nothing here waits or runs in parallel), medians of {conversations} conversations. The "
+    "variants take turns."
 )
 _PROOF = (
     "The token ids of every turn were compared with those of the tokenizer on the whole text, and all were equal: "
@@ -31,7 +31,7 @@ _PROOF = (
 )
 _MACHINE = "Machine: {machine}; load average {load_before:.1f} before, {load_after:.1f} after."
 _NOISE = (
-    " That is more than its cores: other work took its share, of caches too, so figures are higher than on an idle "
+    " That is more than its cores. Other processes used a share, also of caches: figures are higher than on an idle "
     "machine."
 )
 _PARTS = ("decode", "render", "tokenize", "uncut", "hash")
@@ -39,7 +39,7 @@ _PARTS = ("decode", "render", "tokenize", "uncut", "hash")
 
 def main(
     conversations: Annotated[int, typer.Option(min=1, help="Conversations of each tokenizer.")] = 15,
-    markdown: Annotated[Path | None, typer.Option(help="File whose section Tokenizing to write.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write section Tokenizing of this file.")] = None,
 ) -> None:
     """Measure a conversation's turns."""
     load_before, begun = os.getloadavg()[0], time.monotonic()

@@ -22,13 +22,13 @@ from router.tokens.local_tokenizer import CACHE_BYTES, LocalTokenizer
 from router.tokens.model_files import ModelFiles
 from router.tokens.text_encoder import TextEncoder
 
-# Characters of what a user and an assistant say, at least and at most.
+# minimal and maximal characters of a message
 _USER = (40, 1200)
 _ASSISTANT = (200, 2800)
 
 
 def bodies(seed: int, characters: int) -> list[bytes]:
-    """The bodies of a conversation's requests, each one turn longer than the last, up to so many characters."""
+    """Return the bodies of a conversation's requests, each one turn longer, up to `characters` characters."""
     random = Random(seed)
     messages: list[dict[str, Any]] = [{"role": "system", "content": _passage(random, (1500, 2500))}]
     found: list[bytes] = []
@@ -42,7 +42,7 @@ def bodies(seed: int, characters: int) -> list[bytes]:
 
 
 def _passage(random: Random, lengths: tuple[int, int]) -> str:
-    """A part of Python's language reference, with a number of its own so that no other passage is the same."""
+    """Return a passage of Python's language reference, with a unique number."""
     length = random.randint(*lengths)
     start = random.randrange(len(_reference()) - length)
     return f"{random.randrange(10**9)}: {_reference()[start : start + length]}"
@@ -53,7 +53,7 @@ def _reference() -> str:
     return "\n".join(text for _, text in sorted(topics.items()))
 
 
-# Prompts are measured at the first turn that has so many tokens.
+# Prompts are measured at the first turn with this number of tokens.
 SIZES = (1_000, 3_000, 10_000, 20_000, 30_000)
 _CHARACTERS = 5 * SIZES[-1]
 
@@ -61,29 +61,29 @@ T = TypeVar("T")
 
 
 class UnequalError(Exception):
-    """A prompt got other token ids piece by piece than as a whole."""
+    """A prompt whose token IDs differ between whole and incremental tokenization."""
 
 
 @dataclass
 class Costs:
-    """The seconds of one kind of turn, one entry a conversation; of CPU time, since nothing here waits."""
+    """The seconds of one kind of turn, one entry for each conversation. They are CPU time, because nothing waits."""
 
     tokens: list[int] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, name: str, seconds: float) -> None:
-        """Note one measurement."""
+        """Add one measurement."""
         self.seconds.setdefault(name, []).append(seconds)
 
     def milliseconds(self, name: str) -> float:
-        """The median, in milliseconds."""
+        """Return the median, in milliseconds."""
         return 1000 * median(self.seconds[name])
 
 
 @dataclass
 class Comparison:
-    """What was measured with one tokenizer, by the size of prompts, and how much was compared to be equal."""
+    """The measurements of one tokenizer by the size of prompts, and the number of equal comparisons."""
 
     costs: dict[int, Costs] = field(default_factory=dict)
     again: Costs = field(default_factory=Costs)
@@ -94,9 +94,7 @@ class Comparison:
 def compare(files: ModelFiles, conversations: int) -> Comparison:
     """Measure conversations with a model's tokenizer.
 
-    Every turn's token ids are held against those of the tokenizer used on the whole text.
-
-    Raises UnequalError.
+    Every turn's token IDs are compared with those of the whole text. Raises UnequalError.
     """
     found, reference = Comparison(), Tokenizer.from_str(files.tokenizer)
     for seed in range(conversations):
@@ -109,7 +107,7 @@ def compare(files: ModelFiles, conversations: int) -> Comparison:
             timed = sizes and len(expected) >= sizes[0]
             costs = found.costs.setdefault(sizes.pop(0), Costs()) if timed else Costs()
             _timed(costs, "uncut", partial(uncut.encode, [text]))
-            # In turns, so that neither always finds the machine as the other left it.
+            # The sides take turns, because each leaves the machine in another state.
             for side in (0, 1) if seed % 2 else (1, 0):
                 if side and timed:
                     _time_anew(costs, reference, anew, body)
@@ -130,7 +128,7 @@ def compare(files: ModelFiles, conversations: int) -> Comparison:
 
 
 def _time_known(costs: Costs, tokenizer: LocalTokenizer, body: bytes) -> PackedPrompt:
-    """The steps of a request, with what earlier turns left."""
+    """Time the steps of a request after earlier turns."""
     begun = time.process_time()
     prompt = _timed(costs, "decode", lambda: _prompt(body))
     text = _timed(costs, "render", lambda: tokenizer.render(prompt))
@@ -141,7 +139,7 @@ def _time_known(costs: Costs, tokenizer: LocalTokenizer, body: bytes) -> PackedP
 
 
 def _time_anew(costs: Costs, reference: Tokenizer, anew: LocalTokenizer, body: bytes) -> None:
-    """The same steps with nothing kept: by the model's own tokenizer, and as the router does a new conversation."""
+    """Time the steps without earlier turns: by the model's own tokenizer, and as the router does a new conversation."""
     _timed(costs, "whole", lambda: _hash(_whole(reference, anew.render(_prompt(body)))))
     _timed(costs, "new", lambda: _hash(anew.encode([anew.render(_prompt(body))], add_special_tokens=False)[0]))
 
@@ -170,4 +168,4 @@ def _timed(costs: Costs, name: str, act: Callable[[], T]) -> T:
 
 def _check(found: PackedPrompt, expected: PackedPrompt) -> None:
     if found != expected:
-        raise UnequalError(f"a prompt of {len(expected)} tokens has {len(found)} piece by piece, or others")
+        raise UnequalError(f"a prompt of {len(expected)} tokens has {len(found)} incrementally, or other IDs")

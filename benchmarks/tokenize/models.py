@@ -1,4 +1,4 @@
-"""The tokenizers that are measured: the bundled one, and one of the size that models have."""
+"""The measured tokenizers: the bundled one, and one of the size that models have."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from simulator.worker.model.train import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 BUNDLED = Path("simulator/worker/model")
 _VOCABULARY = 32_768
-# Enough of the standard library's source for such a vocabulary.
+# Enough of the standard library's source for the vocabulary.
 _FILES = 700
-# Splits words as the tokenizers of current models do.
+# A split of words as of current models' tokenizers.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -24,12 +24,12 @@ _WORDS = (
 
 
 def bundled() -> ModelFiles:
-    """The simulated worker's."""
+    """Return the simulated worker's tokenizer."""
     return ModelFiles.read(BUNDLED)
 
 
 def large() -> ModelFiles:
-    """A byte-level BPE of 32,768 tokens, trained on the source of Python's standard library."""
+    """Train a byte-level BPE of 32,768 tokens on the source of Python's standard library."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

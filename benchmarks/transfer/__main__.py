@@ -15,21 +15,21 @@ from benchmarks.transfer.run import FULL, QUICK, Run
 
 _HOW = """\
 `make bench-transfer` runs the transfer engines between two processes of one machine, beside a memcpy within one process
-and a raw socket on loopback (`sendall` and `recv_into` of each block); `make bench-transfer ARGS=--quick` in less time.
+and a raw socket on loopback (`sendall` and `recv_into` of each block). `make bench-transfer ARGS=--quick` is shorter.
 
-Random blocks of an arena of 256 MiB go to random places of another, 128 MiB of them at a time (of 4 KiB blocks: 8192),
-each batch in one write, timed until the receiver has acknowledged it. Before anything is timed a batch of each size is
-compared with what was sent. The sides take turns, in an order that changes, and all but one are stopped; figures are
+Random blocks of an arena of 256 MiB are sent to random positions of another, 128 MiB of them at a time (of 4 KiB
+blocks: 8192). Each batch is one write, timed until the receiver has acknowledged it. Before the timing, a batch of each
+size is compared with the sent bytes. The sides take turns in changing order, and all others are stopped. Figures are
 medians of {rounds} rounds, ratios are medians of each round's ratio.
 {missing}
 Machine: {machine}; load average {load_before:.1f} before, {load_after:.1f} after.{noise}
-The run took {minutes:.0f} min."""
-_NOISE = " Other work took its share: the\nratios say more than the figures."
+The run lasted {minutes:.0f} min."""
+_NOISE = " Other processes used a share:\nthe ratios are more reliable than the figures."
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="Two short rounds.")] = False,
-    markdown: Annotated[Path | None, typer.Option(help="File whose section Transfer to write.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Run two short rounds.")] = False,
+    markdown: Annotated[Path | None, typer.Option(help="Write section Transfer of this file.")] = None,
 ) -> None:
     """Compare the transfer engines."""
     scale = QUICK if quick else FULL

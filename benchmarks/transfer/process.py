@@ -1,7 +1,7 @@
-"""A side's processes. `python -m benchmarks.transfer.process NAME` sends; it starts the one that receives.
+"""The processes of a side. `python -m benchmarks.transfer.process NAME` sends, and starts the receiving process.
 
-Both answer lines of JSON with lines of JSON. Together they are one process group, which `run` stops while another side
-has its turn: some libraries poll without end.
+Both answer lines of JSON with lines of JSON. Together they are one process group, which `run` stops during another
+side's turn, because some libraries poll permanently.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _QUIET = {"NIXL_LOG_LEVEL": "ERROR", "MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel"
 
 
 class ReceivingProcess:
-    """The receiver of this sender."""
+    """The receiving process of this sender."""
 
     def __init__(self, name: str) -> None:
         self._process = _start(name, "receive")
         self.where = _ask(self._process)
 
     def empty(self) -> None:
-        """Its arena becomes zeros."""
+        """Fill the arena with zeros."""
         _ask(self._process, {"do": "empty"})
 
     def checksum(self, size: int) -> str:
-        """Of a batch's blocks where they should be."""
+        """Return the checksum of a batch's blocks at their destinations."""
         return str(_ask(self._process, {"do": "checksum", "size": size}))
 
 
 class SidesProcess:
-    """A side as `run` sees it. Raises ImportError when its library can't be imported."""
+    """The processes of a side, as `run` uses them. Raises ImportError if its library cannot be imported."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -59,19 +59,19 @@ class SidesProcess:
         self.rest()
 
     def verify(self, size: int) -> None:
-        """Raises RuntimeError when a batch does not land as it was sent."""
+        """Check that a batch lands as it was sent. Raises RuntimeError."""
         self._in_turn({"do": "verify", "size": size})
 
     def times(self, size: int, blocks: int | None, repeats: int) -> list[float]:
-        """Seconds of each batch, or of some blocks of it."""
+        """Return the seconds of each batch, or of its first blocks."""
         return list(self._in_turn({"do": "time", "size": size, "blocks": blocks, "repeats": repeats}))
 
     def rest(self) -> None:
-        """Stop until the next turn."""
+        """Stop both processes until the next turn."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def end(self) -> None:
-        """Both processes are gone."""
+        """End both processes."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 
@@ -93,7 +93,7 @@ def _start(name: str, role: str) -> subprocess.Popen[str]:
 
 
 def _ask(process: subprocess.Popen[str], request: dict[str, Any] | None = None) -> Any:
-    """Without a request, what it says by itself when it is ready."""
+    """Send a request, and return its answer. Without a request, return the process's report of readiness."""
     assert process.stdin is not None
     assert process.stdout is not None
     if request is not None:
@@ -169,7 +169,7 @@ def main() -> None:
     os.dup2(2, 1)  # libraries print
     (_send if role == "send" else _receive)(name, answers)
     answers.flush()
-    os._exit(0)  # NIXL may crash a process that exits
+    os._exit(0)  # NIXL may crash an exiting process
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The run: all sides in turn, in an order that changes; a side rests while it is another's turn."""
+"""The run: all sides in turn, in changing order. A side is stopped during another side's turn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAGES = 8192
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Rounds, and in each of them batches of a size and single blocks."""
+    """The number of rounds, and in each the number of batches of a size and of single blocks."""
 
     rounds: int
     batches: int
@@ -34,7 +34,7 @@ QUICK = Scale(rounds=2, batches=2, singles=50)
 
 
 class Run:
-    """One run; `tables` fill as it goes, `missing` says which sides could not take part."""
+    """One run. `tables` are filled during the run; `missing` names sides that could not take part."""
 
     def __init__(self, scale: Scale) -> None:
         self._scale = scale
@@ -48,7 +48,7 @@ class Run:
         return [self._rates, self._latency, self._grouping]
 
     def do(self) -> None:
-        """Everything. Raises RuntimeError when bytes don't land as they were sent."""
+        """Run everything. Raises RuntimeError if bytes do not land as they were sent."""
         sides: list[SidesProcess] = []
         try:
             for name in SIDES:
@@ -84,7 +84,7 @@ class Run:
 
 
 def _rate(side: SidesProcess, size: int, batches: int) -> float:
-    """GB/s, after a batch that is not counted: its turn has just begun."""
+    """Return GB/s, after an uncounted batch at the start of the turn."""
     times = side.times(size, None, batches + 1)[1:]
     return batch(size).total / median(times) / 1e9
 

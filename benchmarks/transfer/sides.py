@@ -17,12 +17,12 @@ from worker.disaggregation.transfer import GrantKey, Ranges, Region, Writes, ope
 
 ARENA = 1 << 28  # bytes on each side, more than a processor's cache
 SIZES = {"4 KiB": 1 << 12, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24}
-_BATCH = 1 << 27  # bytes of a batch, if its blocks are not too many
+_BATCH = 1 << 27  # bytes of a batch, up to _BLOCKS blocks
 _BLOCKS = 8192
 
 
 class Blocks(NamedTuple):
-    """`size` bytes each, from and to these offsets in the arenas."""
+    """Blocks of `size` bytes each, from and to these offsets in the arenas."""
 
     size: int
     sources: NDArray[np.uint64]
@@ -30,13 +30,13 @@ class Blocks(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """The total number of bytes."""
         return self.size * len(self.sources)
 
 
 @cache
 def batch(size: int, blocks: int | None = None) -> Blocks:
-    """The batch of a block size, or its first `blocks` blocks."""
+    """Return the batch of a block size, or its first `blocks` blocks."""
     if blocks is not None:
         whole = batch(size)
         return Blocks(size, whole.sources[:blocks], whole.destinations[:blocks])
@@ -55,22 +55,22 @@ Arena = NDArray[np.uint8]
 
 
 class Receiver(Protocol):
-    """Owns the arena blocks are sent to."""
+    """An owner of the arena that receives blocks."""
 
     arena: Arena
 
     def where(self) -> dict[str, Any]:
-        """What the sender needs, as JSON."""
+        """Return the address for the sender, as JSON."""
         ...
 
 
 class Sender(Protocol):
-    """Sends from an arena of random bytes."""
+    """A sender from an arena of random bytes."""
 
     arena: Arena
 
     def send(self, blocks: Blocks) -> None:
-        """Returns when all have landed."""
+        """Send blocks, and return when all have landed."""
         ...
 
 
@@ -88,7 +88,7 @@ class Memcpy:
 
 
 class RawReceiver:
-    """A blocking socket on loopback, read block by block; a byte back after each batch."""
+    """A blocking socket on loopback, read block by block, with a byte as acknowledgement of each batch."""
 
     def __init__(self) -> None:
         self.arena: Arena = np.zeros(ARENA, np.uint8)
@@ -143,7 +143,7 @@ class EngineReceiver:
 
 
 class EngineSender:
-    """An engine's session; each batch is one write."""
+    """A session of an engine; each batch is one write."""
 
     def __init__(self, name: str, where: dict[str, Any]) -> None:
         self._engine = open_engine(name)
@@ -160,7 +160,7 @@ class EngineSender:
 
 
 def checksum(arena: Arena, offsets: NDArray[np.uint64], size: int) -> str:
-    """Of the blocks at these offsets, in this order."""
+    """Return the checksum of the blocks at these offsets, in this order."""
     digest = hashlib.blake2b()
     for start in offsets.tolist():
         digest.update(arena.data[start : start + size])

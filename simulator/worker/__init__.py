@@ -1,4 +1,4 @@
-"""A worker without a GPU: a real prefix cache, scheduler, event stream and OpenAI API, with made-up words."""
+"""A worker without a GPU: a real prefix cache, scheduler, event stream and OpenAI API, but random words."""
 
 from simulator.worker.settings import SimulatedWorkerSettings
 

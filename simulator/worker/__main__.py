@@ -1,4 +1,4 @@
-"""Run one simulated worker, its settings given as a JSON object: python -m simulator.worker '{"port": 8000}'."""
+"""Run one simulated worker with settings from a JSON object: python -m simulator.worker '{"port": 8000}'."""
 
 import sys
 from dataclasses import fields

@@ -1,6 +1,6 @@
-"""What the simulated model says: words of its vocabulary, chosen by the prompt alone.
+"""Answers of the simulated model: words of its vocabulary, chosen by the prompt alone.
 
-A prompt that ends with the beginning of an answer goes on with the rest of it, as that of a real model would.
+If a prompt ends with the beginning of an answer, the answer continues there, as a real model's would.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from hashlib import blake2b
 from simulator.worker.engine import Answer
 from simulator.worker.tokens import ChatTokenizer
 
-MIN_LENGTH, MAX_LENGTH = 16, 256  # tokens, of an answer that nothing cuts short
-MAX_BEGUN = 2048  # tokens of an answer that may stand at the end of a prompt, and be continued
+MIN_LENGTH, MAX_LENGTH = 16, 256  # tokens of an answer that ends by itself
+MAX_BEGUN = 2048  # tokens of a begun answer at the end of a prompt that can be continued
 
 
 class AnswerWriter:
-    """Answers prompts with ordinary tokens, the same prompt always with the same ones.
+    """A writer of answers in ordinary tokens. The same prompt always has the same answer.
 
-    The tokens are whole words that the tokenizer maps back to the same tokens, so that an answer which comes back
-    in a conversation's next turn is found in the cache.
+    The tokens are whole words that the tokenizer encodes to the same tokens. Therefore an answer that is part of the
+    next prompt is found in the cache.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -49,7 +49,7 @@ class AnswerWriter:
         adapter: str | None = None,
         choice: int = 0,
     ) -> Answer:
-        """At most `max_tokens` tokens; the end token is the last where the answer ends by itself."""
+        """Return an answer of at most `max_tokens` tokens. If it ends by itself, its last token is the end token."""
         said = f"{choice} {adapter}".encode()
         begun = self._begun(prompt, said)
         source = _source(prompt[: len(prompt) - begun], said)
@@ -65,7 +65,7 @@ class AnswerWriter:
         return [source.choice(self._openings), *source.choices(self._words, k=max(count - 1, 0))][:count]
 
     def _begun(self, prompt: list[int], said: bytes) -> int:
-        """How many tokens at the end of a prompt are the answer to what comes before them."""
+        """Return the number of tokens at the end of a prompt that continue an answer to the tokens before them."""
         for begun in range(1, min(MAX_BEGUN, len(prompt) - 1) + 1):
             token = prompt[-begun]
             if token in self._opening_set:
@@ -77,12 +77,12 @@ class AnswerWriter:
         return 0
 
     def text(self, token: int) -> str:
-        """What a token of an answer adds to its text; nothing for the end token."""
+        """Return the text of an answer's token, empty for the end token."""
         return self._text.get(token, "")
 
 
 def _source(prompt: list[int], said: bytes) -> random.Random:
-    """Where the answer to a prompt comes from."""
+    """Return the random source of a prompt's answer."""
     seed = blake2b(array("I", prompt).tobytes(), digest_size=8)
     seed.update(said)
     return random.Random(seed.digest())

@@ -1,13 +1,13 @@
-"""A paged prefix cache: what an engine keeps of the prompts it has seen, block by block.
+"""A paged prefix cache: the blocks that an engine keeps of the prompts it has computed.
 
-Blocks are of `block_size` tokens. A full block is named by a hash over its parent's hash and its tokens, the first one
-also over the adapter and the cache salt. It can be found by that name until its memory is needed for something else:
+Blocks have `block_size` tokens. A full block has a hash of its parent's hash and its tokens. The first block's hash
+also covers the adapter and the cache salt. The block can be found by its hash until its memory is needed:
 
-    in use     referenced by running sequences; never taken away
-    free       nobody's; the front of the free list is taken first
-      cached   free, but still findable: freed last block first, so that a sequence loses its tail before its head
+    in use     referenced by running sequences, never evicted
+    free       unreferenced; evicted from the front of the free list
+      cached   free, but still found; freed last block first, so that a sequence loses its end first
 
-As in vLLM, two sequences that compute the same block at the same time hold two copies of it under one hash.
+As in vLLM, two sequences that compute the same block at the same time hold two copies with one hash.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ MEDIUM = "GPU"
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """One request's tokens and the blocks that hold them. `tokens` only ever grows."""
+    """The tokens of one request and the blocks that hold them. `tokens` only grows."""
 
     tokens: list[int]
     adapter: str | None = None
     cache_salt: str | None = None
     blocks: list[int] = field(default_factory=list)  # indices of the blocks in use, in order
-    hashes: list[int] = field(default_factory=list)  # of the full blocks, as far as they have been needed
-    num_stored: int = 0  # how many of `blocks` can be found by their hash
+    hashes: list[int] = field(default_factory=list)  # hashes of the full blocks that were needed so far
+    num_stored: int = 0  # number of `blocks` that can be found by their hash
 
     def extra_keys(self, block: int) -> list[Any] | None:
-        """What besides its tokens and its parent tells a block apart."""
+        """Return the keys of a block's identity other than its tokens and its parent."""
         keys = [self.adapter] if self.adapter else []
         if self.cache_salt and block == 0:
             keys.append(self.cache_salt)
@@ -51,7 +51,7 @@ class _Block:
 
 
 class PagedPrefixCache:
-    """`num_blocks` blocks of `block_size` tokens, shared by the sequences of one DP rank."""
+    """A cache of `num_blocks` blocks of `block_size` tokens, shared by the sequences of one DP rank."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -59,7 +59,8 @@ class PagedPrefixCache:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_hash: dict[int, list[int]] = {}
         self._events: list[Event] = []
-        self._root = secrets.token_bytes(8)  # as engines do, so that hashes mean nothing outside this cache
+        # random, as in engines, so that hashes have no meaning outside of this cache
+        self._root = secrets.token_bytes(8)
 
     @property
     def num_blocks(self) -> int:
@@ -71,13 +72,15 @@ class PagedPrefixCache:
         return 1 - len(self._free) / len(self._blocks)
 
     def hit(self, sequence: CachedSequence) -> int:
-        """How many leading tokens are cached: full blocks only, and at least one token is left to compute."""
+        """Return the number of cached leading tokens, in full blocks. At least one token remains to be computed."""
         return self._matched_blocks(sequence) * self.block_size
 
     def allocate(self, sequence: CachedSequence, num_tokens: int) -> bool:
-        """Give a sequence the blocks for its first `num_tokens` tokens, or change nothing and return False.
+        """Allocate the blocks for a sequence's first `num_tokens` tokens.
 
-        A sequence without blocks begins with those of its cached prefix.
+        If they do not fit, change nothing and return False.
+
+        A sequence without blocks begins with the blocks of its cached prefix.
         """
         shared = self._matched_blocks(sequence) if not sequence.blocks else 0
         found = [self._by_hash[block_hash][0] for block_hash in sequence.hashes[:shared]]
@@ -93,7 +96,7 @@ class PagedPrefixCache:
         return True
 
     def store(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Make the full blocks among a sequence's first `num_tokens` tokens findable."""
+        """Make the full blocks of a sequence's first `num_tokens` tokens findable."""
         first, end = sequence.num_stored, num_tokens // self.block_size
         if end <= first:
             return
@@ -116,7 +119,7 @@ class PagedPrefixCache:
         )
 
     def free(self, sequence: CachedSequence) -> None:
-        """Take a sequence's blocks back. What is cached of them stays findable until the memory is needed."""
+        """Free a sequence's blocks. Cached ones stay findable until their memory is needed."""
         for index in reversed(sequence.blocks):
             block = self._blocks[index]
             block.references -= 1
@@ -128,7 +131,7 @@ class PagedPrefixCache:
         sequence.num_stored = 0
 
     def reset(self) -> bool:
-        """Forget everything cached; False, and nothing changes, while any block is in use."""
+        """Drop everything cached. Return False, without a change, while any block is in use."""
         if len(self._free) < len(self._blocks):
             return False
         for block in self._blocks:
@@ -138,12 +141,12 @@ class PagedPrefixCache:
         return True
 
     def take_events(self) -> list[Event]:
-        """What changed since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def check_integrity(self, running: Sequence[CachedSequence]) -> None:
-        """Raise AssertionError unless the cache is consistent, given every sequence that holds blocks."""
+        """Check consistency, given every sequence that holds blocks. Raises AssertionError."""
         references = [0] * len(self._blocks)
         for sequence in running:
             for position, index in enumerate(sequence.blocks):

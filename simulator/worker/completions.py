@@ -1,4 +1,4 @@
-"""From the body of a request for an answer to the engines and back, whatever API it is of."""
+"""Requests for answers of every API, from their body to the engines and back."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from simulator.worker.responses_api import ResponseReply, ResponsesRequest, Stor
 from simulator.worker.settings import SimulatedWorkerSettings
 from simulator.worker.tokens import ChatTokenizer, TemplateError
 
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may go on to the end of the context
-BUSY = "The engine is busy and takes no more requests. Try again later or on another instance."
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may use the whole context
+BUSY = "The engine is busy and accepts no more requests. Retry later or on another instance."
 
 
 class Completions:
-    """Answers generation requests with the engines of all DP ranks."""
+    """A service that answers generation requests with the engines of all DP ranks."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Completions:
         return await self._reply(http, body, [prompt], body.max_tokens, "max_tokens", reply)
 
     async def generate(self, http: Request, body: GenerateRequest) -> Response:
-        """Answer SGLang's request. Raises ApiError."""
+        """Answer a request of SGLang's `/generate`. Raises ApiError."""
         self._check_model(body.model)
         prompt = body.input_ids or await asyncio.to_thread(self._tokenizer.encode, body.text or "")
         if not prompt or max(prompt) >= self._tokenizer.vocabulary_size:
@@ -117,7 +117,7 @@ class Completions:
         return await self._reply(http, request, [prompt], sampling.max_new_tokens, "max_new_tokens", reply)
 
     def chat_tokens(self, conversation: Conversation, add_special_tokens: bool = False) -> list[int]:
-        """The prompt that the chat template makes of a conversation, in tokens. Raises ApiError."""
+        """Return the tokens of a conversation, rendered by the chat template. Raises ApiError."""
         if not conversation.messages:
             raise ApiError(HTTPStatus.BAD_REQUEST, "messages must not be empty.", "messages")
         try:
@@ -168,9 +168,9 @@ class Completions:
         outputs.on_end.append(partial(self._forget, rids))
         if not body.stream:
             return await self._whole(http, reply, outputs)
-        # A transfer that fails is an error with its status, not one in a stream that has begun.
+        # A failed transfer is an error with its status, not an error within a started stream.
         if any(parts) and not await self._begins(http, outputs):
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
         return _GenerationStream(self._chunks(reply, outputs), outputs)
 
     def _start(self, part: Part | None, rank: int, job: Job) -> Running:
@@ -179,7 +179,7 @@ class Completions:
         return self._engines[rank].submit(job.prompt, job.answer, job.deliver, job.adapter, job.cache_salt)
 
     def abort(self, rid: str) -> None:
-        """Give up the request of that id, if it has not finished."""
+        """Abort the request with this ID, unless it has finished."""
         outputs = self._by_rid.get(rid)
         if outputs is not None:
             outputs.cancel()
@@ -212,13 +212,13 @@ class Completions:
     async def _whole(self, http: Request, reply: Reply, outputs: _Outputs) -> Response:
         try:
             if not await _unless_client_leaves(http, self._collect(reply, outputs)):
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # the client has disconnected
         finally:
             outputs.end()
         return JSONResponse(reply.body())
 
     async def _begins(self, http: Request, outputs: _Outputs) -> bool:
-        """Wait for the first output; False when the client left. Raises ApiError when there is nothing in it."""
+        """Wait for the first output. Return False if the client disconnected. Raises ApiError for a failed output."""
         try:
             if await _unless_client_leaves(http, outputs.begun.wait()):
                 assert outputs.first is not None
@@ -241,13 +241,13 @@ class Completions:
                 if not choice.output_ids and (beginning := reply.begin(index)):
                     yield beginning
                 yield reply.piece(index, self._take(choice, output), output.finish_reason)
-        except ApiError as error:  # the response has begun: all that is left is to say so in it
+        except ApiError as error:  # the response has begun, so only an event can report the error
             yield reply.broken(error.status, error.message)
         else:
             yield reply.end()
 
     def _take(self, choice: Choice, output: Output) -> str:
-        """Add an output to its choice; the text it adds."""
+        """Add an output to its choice, and return the text it adds."""
         token = _check(output)
         text = self._writer.text(token)
         choice.text += text
@@ -277,12 +277,12 @@ class Completions:
             raise ApiError(HTTPStatus.BAD_REQUEST, "stream_options need stream=true.", "stream_options")
 
     def _answer_budget(self, prompt: list[int], max_tokens: int | None) -> int:
-        """How long the answer may be: what was asked for, as far as the context goes."""
+        """Return the maximal length of the answer: the requested one within the context."""
         room = self._settings.max_model_len - len(prompt)
         if room < 1:
             message = (
                 f"This model's maximum context length is {self._settings.max_model_len} tokens. The prompt has "
-                f"{len(prompt)}, which leaves none for the answer: shorten it."
+                f"{len(prompt)}, which leaves no room for the answer: shorten it."
             )
             raise ApiError(HTTPStatus.BAD_REQUEST, message, "input_tokens")
         return room if max_tokens is None else min(room, max_tokens)
@@ -304,7 +304,7 @@ class Completions:
 
 
 class _Outputs:
-    """The outputs of one HTTP request's generations, in the order they come."""
+    """The outputs of one HTTP request's generations, in order of arrival."""
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self.generations: list[Running] = []
@@ -314,10 +314,10 @@ class _Outputs:
         self._metrics = metrics
         self._arrived = time.monotonic()
         self._begun: set[int] = set()
-        self._queue: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()  # bounded by the answers' lengths
+        self._queue: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()  # limited by the lengths of the answers
 
     def put(self, index: int, rank: int, output: Output) -> None:
-        """Take the next output of the generation at `index`, from a rank's engine."""
+        """Add the next output of the generation at `index`, from a rank's engine."""
         if index not in self._begun and output.token is not None:
             self._begun.add(index)
             self._metrics.observe_first_token(rank, time.monotonic() - self._arrived)
@@ -326,7 +326,7 @@ class _Outputs:
         self.begun.set()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Output]]:
-        """Pairs of a generation's index and its next output, until all have finished."""
+        """Yield pairs of a generation's index and its next output, until all have finished."""
         unfinished = len(self.generations)
         while unfinished:
             index, output = await self._queue.get()
@@ -334,19 +334,19 @@ class _Outputs:
             yield index, output
 
     def cancel(self) -> None:
-        """Abort what has not finished."""
+        """Abort unfinished generations."""
         for generation in self.generations:
             generation.cancel()
 
     def end(self) -> None:
-        """Abort what has not finished: nobody waits any more."""
+        """Abort unfinished generations, and run the `on_end` callbacks."""
         self.cancel()
-        for told in self.on_end:
-            told()
+        for callback in self.on_end:
+            callback()
 
 
 class _GenerationStream(StreamingResponse):
-    """Server-sent events; however the response ends, its generations end with it."""
+    """A stream of server-sent events. When the response ends, its generations are aborted."""
 
     def __init__(self, chunks: AsyncIterator[str], outputs: _Outputs) -> None:
         super().__init__(chunks, media_type="text/event-stream")
@@ -360,7 +360,7 @@ class _GenerationStream(StreamingResponse):
 
 
 def _check(output: Output) -> int:
-    """The token of an output. Raises ApiError when it has none."""
+    """Return the token of an output. Raises ApiError if it has none."""
     if output.failure is not None:
         raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, output.failure)
     if output.token is None:
@@ -370,7 +370,7 @@ def _check(output: Output) -> int:
 
 
 async def _unless_client_leaves(http: Request, work: Coroutine[Any, Any, object]) -> bool:
-    """Do something; False, and it is cancelled, when the client leaves meanwhile."""
+    """Run a coroutine. If the client disconnects first, cancel it and return False."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_client_left(http))
     try:

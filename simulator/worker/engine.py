@@ -1,13 +1,13 @@
 """The engine of one DP rank: continuous batching over a paged prefix cache, with time in place of a GPU.
 
-    submit ──▶ waiting ──▶ running ──▶ finished      each step: running sequences first, then waiting ones, until the
-                  ▲           │                      token budget or the places run out; when blocks run out, the
-                  └─ preempted ┘                     latest running sequence goes back to waiting
+    submit ──▶ waiting ──▶ running ──▶ finished      each step: running sequences first, then waiting ones, within the
+                  ▲           │                      token budget and the maximal number of sequences; without free
+                  └─ preempted ┘                     blocks, the latest running sequence returns to waiting
 
-    submit with a handover ──▶ … ──▶ finished ──▶ held ──▶ released        its KV goes to another worker
-    hold ──▶ adopt ──▶ running                                              its KV came from another worker
+    submit with a handover ──▶ … ──▶ finished ──▶ held ──▶ released        its KV is sent to another worker
+    hold ──▶ adopt ──▶ running                                              its KV was received from another worker
 
-Everything runs on one event loop, and gives way to others only while a step takes its time.
+Everything runs on one event loop, and yields to other tasks only during a step.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SleepMode: TypeAlias = Literal["abort", "wait", "keep"]
 
 
 class QueueFullError(RuntimeError):
-    """The engine has as many requests as it takes."""
+    """A full queue of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The tokens a request will get, at least one, and why they end there."""
+    """The tokens of an answer, at least one, and the reason of its end."""
 
     tokens: list[int]
     finish_reason: FinishReason
@@ -40,10 +40,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One generated token; the last one has a finish reason. `cached_tokens`: of the prompt, found in the cache.
+    """One generated token; the last one has a finish reason.
 
-    A request that is aborted gets one more output, without a token; `failure` says why if something went wrong.
-    `kv_transfer_params`: where its KV is kept for another worker, in vLLM's words.
+    - `cached_tokens`: prompt tokens that were found in the cache.
+    - `failure`: the reason of a failure. An aborted request has one more output, without a token.
+    - `kv_transfer_params`: the address of its KV for another worker, in vLLM's form.
     """
 
     token: int | None
@@ -54,27 +55,27 @@ class Output:
 
 
 class Handover(Protocol):
-    """What takes a request's KV to another worker. Once the engine is done its blocks are held until `release`."""
+    """The transfer of a request's KV to another worker. After the engine, its blocks are held until `release`."""
 
     def computed(self, generation: Generation) -> None:
-        """A step has computed more of the prompt: `num_computed` says how far."""
+        """Handle a step that computed more of the prompt, up to `num_computed`."""
 
     def finished(self, generation: Generation) -> None:
-        """The engine is done with the request, whose `finish_reason` says how."""
+        """Handle the engine's end of the request, with its `finish_reason`."""
 
 
 ComputeKv: TypeAlias = Callable[[CachedSequence, int, int], None]
-"""Makes the KV of a sequence's tokens from one position up to another, in its blocks."""
+"""A function that computes the KV of a sequence's tokens between two positions, in its blocks."""
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """What the engine has done so far, in tokens, requests and steps."""
+    """Totals of an engine's tokens, requests and steps."""
 
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_tokens: int = 0
-    prefilled_tokens: int = 0  # really computed, again after a preemption
+    prefilled_tokens: int = 0  # computed tokens, also those after a preemption
     generation_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
@@ -95,9 +96,9 @@ class Generation:
         self.sequence = sequence
         self.prompt_length = len(sequence.tokens)
         self.handover = handover
-        self.num_computed = 0  # leading tokens of the sequence whose KV is there
+        self.num_computed = 0  # leading tokens of the sequence with computed KV
         self.num_generated = 0
-        self.cached_tokens: int | None = None  # of the prompt; None until it is scheduled for the first time
+        self.cached_tokens: int | None = None  # cached tokens of the prompt; None until first scheduled
         self.finish_reason: FinishReason | None = None
         self._engine = engine
         self._answer = answer
@@ -105,7 +106,7 @@ class Generation:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all that is missing is the KV of the token generated last."""
+        """True if only the KV of the last generated token is missing."""
         return self.num_generated > 0 and self.num_computed == len(self.sequence.tokens) - 1
 
     def cancel(self) -> None:
@@ -115,7 +116,7 @@ class Generation:
             self._deliver(Output(None, self.cached_tokens or 0, "abort"))
 
     def next_token(self) -> FinishReason | None:
-        """Generate and deliver a token; if it is the last, the reason."""
+        """Generate and deliver a token. If it is the last one, return the reason."""
         token = self._answer.tokens[self.num_generated]
         self.num_generated += 1
         self.sequence.tokens.append(token)
@@ -125,9 +126,9 @@ class Generation:
 
 
 class SimulatedEngine:
-    """Schedules the requests of one DP rank and reports what its cache holds to `reporter`.
+    """A scheduler of one DP rank's requests, which reports its cache to `reporter`.
 
-    `run` is the engine's loop; whoever starts it ends it by cancelling it. The reporter is not shut down with it.
+    `run` is the engine's loop, and is ended by cancellation. The reporter is not shut down with it.
     """
 
     def __init__(
@@ -135,8 +136,8 @@ class SimulatedEngine:
     ) -> None:
         self.cache = PagedPrefixCache(settings.num_blocks, settings.block_size)
         self.stats = EngineStats()
-        self.arriving = 0  # requests whose KV other workers compute: they wait too
-        self.freed = asyncio.Event()  # set when blocks are freed; a new one then takes its place
+        self.arriving = 0  # requests whose KV other workers compute; they wait too
+        self.freed = asyncio.Event()  # set when blocks are freed, and then replaced
         self._compute_kv = compute_kv
         self._held: list[CachedSequence] = []
         self._settings = settings
@@ -144,8 +145,8 @@ class SimulatedEngine:
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._work = asyncio.Event()
-        self._idle = asyncio.Event()  # set when nothing is computed
-        self.sleep_level: int | None = None  # while it sleeps
+        self._idle = asyncio.Event()  # set while no request is computed
+        self.sleep_level: int | None = None  # while the engine sleeps
 
     @property
     def num_running(self) -> int:
@@ -156,7 +157,7 @@ class SimulatedEngine:
         return len(self._waiting) + self.arriving
 
     def check_room(self) -> None:
-        """Raise QueueFullError when no more requests are taken."""
+        """Check the number of requests. Raises QueueFullError if it is maximal."""
         settings = self._settings
         if self.num_running + self.num_waiting >= settings.max_num_seqs + settings.max_waiting:
             raise QueueFullError(f"{self.num_running} requests are running and {self.num_waiting} waiting")
@@ -170,9 +171,9 @@ class SimulatedEngine:
         cache_salt: str | None = None,
         handover: Handover | None = None,
     ) -> Generation:
-        """Take a request in. `deliver` is called with each output, on the event loop.
+        """Add a request. `deliver` is called with each output, on the event loop.
 
-        Raises QueueFullError when too many are waiting, ValueError when the request could never fit.
+        Raises QueueFullError if the queue is full, and ValueError if the request can never fit.
         """
         settings = self._settings
         if not prompt or len(prompt) + len(answer.tokens) > settings.max_model_len:
@@ -187,9 +188,10 @@ class SimulatedEngine:
         return generation
 
     def hold(self, sequence: CachedSequence) -> bool:
-        """Give a sequence the blocks for all its tokens, to be filled by another worker; False while there is no room.
+        """Allocate the blocks for all tokens of a sequence that another worker will fill.
 
-        They are its own until `adopt` or `release`; those of its cached prefix come first.
+        Return False if they do not fit. The sequence keeps its blocks until `adopt` or `release`. Those of its cached
+        prefix are the first ones.
         """
         if len(self._running) + len(self._held) >= self._settings.max_num_seqs:
             return False
@@ -202,7 +204,7 @@ class SimulatedEngine:
     def adopt(
         self, sequence: CachedSequence, answer: Answer, deliver: Callable[[Output], None], cached_tokens: int
     ) -> Generation:
-        """Go on from a held sequence whose KV is all there; the first token of the answer is delivered at once."""
+        """Continue a held sequence whose KV is complete, and deliver the first token at once."""
         self._held.remove(sequence)
         generation = Generation(self, sequence, answer, deliver)
         generation.num_computed = generation.prompt_length
@@ -216,12 +218,12 @@ class SimulatedEngine:
         return generation
 
     def release(self, sequence: CachedSequence) -> None:
-        """Take a held sequence's blocks back: nothing reads them or writes to them any more."""
+        """Free a held sequence's blocks, which are no longer read or written."""
         self._held.remove(sequence)
         self._free(sequence)
 
     def finish(self, generation: Generation, reason: FinishReason) -> None:
-        """Let a request go; what it computed stays cached."""
+        """Remove a request. Its computed blocks stay cached."""
         (self._running if generation in self._running else self._waiting).remove(generation)
         generation.finish_reason = reason
         self.stats.finished[reason] += 1
@@ -232,13 +234,13 @@ class SimulatedEngine:
             generation.handover.finished(generation)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what is cached and publish that at once; False while requests are running."""
+        """Drop the cache and publish that at once. Return False while requests are running."""
         done = self.cache.reset()
         self._publish()
         return done
 
     async def sleep(self, level: int, mode: SleepMode) -> None:
-        """Compute nothing until `wake`, from level 1 on without what is cached. `mode`: what becomes of requests."""
+        """Stop computing until `wake`, from level 1 on with an empty cache. `mode` applies to current requests."""
         if mode == "abort":
             for generation in [*self._running, *self._waiting]:
                 generation.cancel()
@@ -250,17 +252,17 @@ class SimulatedEngine:
             self.reset_prefix_cache()
 
     def wake(self) -> None:
-        """Go on."""
+        """Resume computing."""
         self.sleep_level = None
         self._work.set()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the cache and the running requests agree."""
+        """Check that the cache and the running requests agree. Raises AssertionError."""
         self.cache.check_integrity([*(generation.sequence for generation in self._running), *self._held])
         assert not any(generation.sequence.blocks for generation in self._waiting)
 
     async def run(self) -> None:
-        """Work until cancelled; requests that are left then are aborted."""
+        """Run until cancelled. Remaining requests are then aborted."""
         try:
             while True:
                 while self.sleep_level is not None or not (self._running or self._waiting):
@@ -290,7 +292,7 @@ class SimulatedEngine:
             generation.num_computed += count
             if generation.handover is not None:
                 generation.handover.computed(generation)
-            if generation.num_computed == len(generation.sequence.tokens):  # otherwise more of the prompt is to come
+            if generation.num_computed == len(generation.sequence.tokens):  # otherwise the prompt is not complete
                 self._generate(generation)
 
     def _generate(self, generation: Generation) -> None:
@@ -302,7 +304,7 @@ class SimulatedEngine:
             self.finish(generation, reason)
 
     def _schedule(self) -> list[tuple[Generation, int]]:
-        """Choose what the next step computes: requests and how many tokens of each."""
+        """Choose the requests of the next step, and the number of tokens of each."""
         budget = self._settings.max_num_batched_tokens
         scheduled: list[tuple[Generation, int]] = []
         preempted = False
@@ -312,7 +314,7 @@ class SimulatedEngine:
             count = min(budget, len(generation.sequence.tokens) - generation.num_computed)
             if not self._compute(generation, count):
                 preempted = True
-                self._preempt_latest()  # perhaps this very one; then the loop ends
+                self._preempt_latest()  # possibly this generation; then the loop ends
                 continue
             scheduled.append((generation, count))
             budget -= count
@@ -334,12 +336,12 @@ class SimulatedEngine:
         return scheduled
 
     def _compute(self, generation: Generation, count: int) -> bool:
-        """Find room for the next `count` tokens of a request; False if there is none.
+        """Allocate blocks for the next `count` tokens of a request. Return False if they do not fit.
 
-        The blocks they fill can be shared from now on, also by requests scheduled into the same step.
+        The filled blocks can be shared from now on, also by requests of the same step.
         """
         end = generation.num_computed + count
-        # What a handover reads stays where it is: all blocks at once, so that it is never preempted.
+        # The blocks of a handover are allocated at once, so that it is never preempted.
         needed = end if generation.handover is None else max(end, generation.prompt_length)
         if not self.cache.allocate(generation.sequence, needed):
             return False

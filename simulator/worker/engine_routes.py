@@ -21,7 +21,10 @@ _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class KeyMiddleware:
-    """Refuses with 401 what comes without the key."""
+    """A middleware that refuses requests without the API key with status 401.
+
+    As in the engines, vLLM needs the key for paths under /v1, SGLang for all except /health and /metrics.
+    """
 
     def __init__(self, app: Callable[[_Scope, _Receive, _Send], Awaitable[None]], api_key: str, sglang: bool) -> None:
         self._app = app
@@ -80,7 +83,7 @@ async def abort_request(body: AbortRequest, request: Request) -> Response:
 
 
 def _kv_events(worker: SimulatedWorker) -> dict[str, Any] | None:
-    """The stream of rank 0; those of the others are on the ports that follow."""
+    """Return the event stream of rank 0. Other ranks use the following ports."""
     settings, publisher = worker.settings, worker.reporters[0].publisher
     if settings.kv_events is None or not isinstance(publisher, ZmqEventPublisher):
         return None

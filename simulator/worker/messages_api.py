@@ -1,4 +1,4 @@
-"""`/v1/messages`, Anthropic's: its body as a conversation, and its answers, whole or as the events of a stream."""
+"""Anthropic's `/v1/messages`: its body as a conversation, and its answers, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Message(BaseModel):
 
 
 class CountTokensRequest(BaseModel):
-    """The body of POST /v1/messages/count_tokens: text, and what tools were called with and gave back."""
+    """The body of POST /v1/messages/count_tokens: text, tool calls and tool results."""
 
     model: str
     messages: list[_Message]
@@ -29,7 +29,7 @@ class CountTokensRequest(BaseModel):
     tools: list[dict[str, Any]] | None = None
 
     def conversation(self) -> Conversation:
-        """What the chat template is given. Raises ApiError."""
+        """Return the conversation for the chat template. Raises ApiError."""
         messages: list[Message] = []
         if self.system:
             blocks = [{"type": "text", "text": self.system}] if isinstance(self.system, str) else self.system
@@ -75,7 +75,7 @@ def _converted(message: _Message, place: str) -> list[Message]:
                 given = content if isinstance(content, str) else "\n".join(str(part.get("text")) for part in content)
                 results.append(Message(role="tool", content=given))
             case _:
-                text = f"{place}: a block of type {block.get('type')!r}, which this worker does not know."
+                text = f"{place}: a block of type {block.get('type')!r}, which this worker does not support."
                 raise ApiError(HTTPStatus.BAD_REQUEST, text, place)
     if texts or calls:
         results.append(Message(role=message.role, content="\n".join(texts), tool_calls=calls or None))
@@ -83,14 +83,14 @@ def _converted(message: _Message, place: str) -> list[Message]:
 
 
 def error_body(status: HTTPStatus, message: str) -> dict[str, Any]:
-    """Anthropic's error body."""
+    """Return Anthropic's error body."""
     kind = "not_found_error" if status == HTTPStatus.NOT_FOUND else "invalid_request_error"
     return {"type": "error", "error": {"type": kind if status < 500 else "overloaded_error", "message": message}}
 
 
 @dataclass(slots=True)
 class MessageReply(Reply):
-    """One answer, as a message with one block of text."""
+    """An answer as a message with one block of text."""
 
     def body(self) -> dict[str, Any]:
         choice = self.choices[0]

@@ -1,4 +1,4 @@
-"""A worker's /metrics under vLLM's names, one series for each DP rank."""
+"""The /metrics of a worker under vLLM's names, one series for each DP rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.
 
 
 class WorkerMetrics:
-    """Reads the engines whenever it is scraped; only times have to be told to it."""
+    """Metrics that read the engines at each scrape. Only times are recorded."""
 
     def __init__(self, settings: SimulatedWorkerSettings, engines: Sequence[SimulatedEngine]) -> None:
         self.registry = CollectorRegistry()
@@ -42,11 +42,15 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield self._gauge("num_requests_running", "Requests being computed.", [e.num_running for e in self._engines])
-        yield self._gauge("num_requests_waiting", "Requests that wait.", [e.num_waiting for e in self._engines])
+        yield self._gauge("num_requests_waiting", "Requests that are waiting.", [e.num_waiting for e in self._engines])
         yield self._gauge(
             "kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", [e.cache.usage for e in self._engines]
         )
-        asleep = GaugeMetricFamily("vllm:engine_sleep_state", "Whether it is awake.", labels=(*LABELS, "sleep_state"))
+        asleep = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "Sleep state of the engine: 1 for the current state.",
+            labels=(*LABELS, "sleep_state"),
+        )
         for rank, engine in enumerate(self._engines):
             for level, state in ((None, "awake"), (1, "weights_offloaded"), (2, "discard_all")):
                 asleep.add_metric((self._settings.model, str(rank), state), float(engine.sleep_level == level))
@@ -66,7 +70,7 @@ class _EngineCollector(Collector):
         yield finished
         config = GaugeMetricFamily(
             "vllm:cache_config_info",
-            "How the cache is laid out.",
+            "Configuration of the cache.",
             labels=("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching"),
         )
         for rank in range(len(self._engines)):

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/v1/rerank` and `/v1/score`: vectors made of the tokens a text has, and how near they are."""
+"""`/v1/embeddings`, `/v1/rerank` and `/v1/score`: vectors computed from a text's tokens, and their similarity."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EmbeddingRequest(BaseModel):
     encoding_format: Literal["float", "base64"] = "float"
 
     def inputs(self) -> list[Any]:
-        """The texts or lists of tokens, one by one."""
+        """Return the texts or lists of tokens, one by one."""
         many = isinstance(self.input, list) and self.input and not isinstance(self.input[0], int)
         return list(self.input) if many else [self.input]
 
@@ -50,14 +50,14 @@ class ScoreRequest(BaseModel):
 
 
 class Pooling:
-    """Answers with what a text's tokens tell; the model has no part in it."""
+    """A service that answers from a text's tokens, without the model."""
 
     def __init__(self, tokenizer: ChatTokenizer, model: str) -> None:
         self._tokenizer = tokenizer
         self._model = model
 
     def embeddings(self, body: EmbeddingRequest) -> dict[str, Any]:
-        """A vector for each input. Raises ApiError."""
+        """Return a vector for each input. Raises ApiError."""
         tokens = [self._tokens(each) for each in body.inputs()]
         if not all(tokens):
             raise ApiError(HTTPStatus.BAD_REQUEST, "input must not be empty.", "input")
@@ -68,7 +68,7 @@ class Pooling:
         return self._answer("embd", tokens) | {"object": "list", "data": data}
 
     def rerank(self, body: RerankRequest) -> dict[str, Any]:
-        """The documents, the nearest to the query first."""
+        """Return the documents, the most similar to the query first."""
         query, *documents = tokens = [self._tokens(text) for text in (body.query, *body.documents)]
         results = [
             {"index": index, "document": {"text": text}, "relevance_score": _nearness(query, each)}
@@ -78,7 +78,7 @@ class Pooling:
         return self._answer("rerank", tokens) | {"results": results[: body.top_n or None]}
 
     def score(self, body: ScoreRequest) -> dict[str, Any]:
-        """How near each text is to the first one."""
+        """Return the similarity of each text to the first one."""
         others = [body.text_2] if isinstance(body.text_2, str) else body.text_2
         first, *rest = tokens = [self._tokens(text) for text in (body.text_1, *others)]
         data = [{"object": "score", "index": index, "score": _nearness(first, each)} for index, each in enumerate(rest)]
@@ -99,7 +99,7 @@ class Pooling:
 
 
 def _vector(tokens: list[int]) -> list[float]:
-    """The sum of a random direction for each token, at length 1."""
+    """Return the sum of a random direction for each token, with length 1."""
     total = [0.0] * DIMENSIONS
     for token in tokens:
         for place, byte in enumerate(blake2b(token.to_bytes(4, "little"), digest_size=DIMENSIONS).digest()):

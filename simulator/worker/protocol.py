@@ -1,4 +1,4 @@
-"""The requests a worker takes, as OpenAI's API and vLLM's extensions of it define them, and how it says no."""
+"""The requests of a worker, by OpenAI's API with vLLM's extensions, and its errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_CHOICES = 128
 
 
 class ApiError(Exception):
-    """A request that is refused: the HTTP status, the message, and the field it is about."""
+    """A refused request: the HTTP status, the message, and the field at fault."""
 
     def __init__(self, status: HTTPStatus, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -24,7 +24,7 @@ class ApiError(Exception):
 
 
 def error_body(status: HTTPStatus, message: str, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's error body, with vLLM's names for the type."""
+    """Return OpenAI's error body, with vLLM's names for the type."""
     kind = status.phrase.title().replace(" ", "") + ("" if status.phrase.endswith("Error") else "Error")
     return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
 
@@ -40,7 +40,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """A chat message; fields that only the chat template reads, such as `tool_calls`, are kept as they are."""
+    """A chat message. Fields that only the chat template reads, for example `tool_calls`, are kept unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -50,7 +50,7 @@ class Message(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What every request for an answer may say."""
+    """The fields of every request for an answer."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -62,7 +62,7 @@ class GenerationRequest(BaseModel):
     cache_salt: str | None = None
     return_token_ids: bool = False
 
-    # What prefill and decode workers are told: SGLang's fields, a list where there are several prompts; and vLLM's.
+    # Fields for prefill and decode workers: SGLang's, lists for several prompts; and vLLM's.
     rid: str | list[str] | None = None
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: Port | list[Port] | None = None
@@ -78,7 +78,7 @@ class CompletionRequest(GenerationRequest):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]] | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one by one, as text or as tokens."""
+        """Return the prompts one by one, as text or as tokens."""
         if not self.prompt:
             return []
         if isinstance(self.prompt, str):
@@ -89,7 +89,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class Conversation(BaseModel):
-    """What the chat template makes a prompt of."""
+    """The input of the chat template."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -122,7 +122,7 @@ class TokenizeChatRequest(Conversation):
 
 
 class AdapterRequest(BaseModel):
-    """The body of POST /v1/load_lora_adapter, and without a path of /v1/unload_lora_adapter."""
+    """The body of POST /v1/load_lora_adapter and, without a path, of /v1/unload_lora_adapter."""
 
     lora_name: str
     lora_path: str = ""

@@ -18,7 +18,7 @@ FINGERPRINT = "kvrouter-simulated"
 
 @dataclass(slots=True)
 class Choice:
-    """One answer as far as it has been generated."""
+    """One answer, as far as it has been generated."""
 
     text: str = ""
     output_ids: list[int] = field(default_factory=list)
@@ -47,34 +47,34 @@ class Reply(ABC):
 
     @property
     def cached_tokens(self) -> int:
-        """A prompt counts once, as cached what its first choice found."""
+        """The number of cached prompt tokens. Each prompt counts once, with its first choice."""
         per_prompt = len(self.choices) // len(self.prompt_lengths)
         return sum(choice.cached_tokens for choice in self.choices[::per_prompt])
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
 
     def begin(self, index: int) -> str:  # noqa: ARG002
-        """The events of a stream before the first token of a choice."""
+        """Return the events of a stream before the first token of a choice."""
         return ""
 
     @abstractmethod
     def piece(self, index: int, text: str, finish_reason: str | None) -> str:
-        """The event for what one more token added to a choice."""
+        """Return the event of one more token of a choice."""
 
     def broken(self, status: HTTPStatus, message: str) -> str:
-        """The event for an answer that cannot be finished."""
+        """Return the event of an answer that cannot be finished."""
         return json_event(error_body(status, message)) + "data: [DONE]\n\n"
 
     def end(self) -> str:
-        """The last events."""
+        """Return the last events."""
         return "data: [DONE]\n\n"
 
 
 @dataclass(slots=True)
 class CompletionReply(Reply):
-    """A chat completion or a text completion. `prompts`: in tokens, where the request wants ids."""
+    """A chat completion or a text completion. `prompts`: tokens, if the request needs IDs."""
 
     kind: Literal["chat", "text"]
     include_usage: bool = False
@@ -155,7 +155,7 @@ class CompletionReply(Reply):
 
 
 def json_event(data: dict[str, Any], name: str | None = None) -> str:
-    """A server-sent event."""
+    """Format a server-sent event."""
     named = f"event: {name}\n" if name else ""
     return f"{named}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
@@ -178,7 +178,7 @@ class GenerateRequest(GenerationRequest):
 
 @dataclass(slots=True)
 class GenerateReply(Reply):
-    """One answer; in a stream each event has all of it so far."""
+    """An answer to `/generate`. In a stream, each event has the whole answer so far."""
 
     def body(self) -> dict[str, Any]:
         choice = self.choices[0]

@@ -1,4 +1,4 @@
-"""`/v1/responses`: its body as a conversation, and its answers, whole or as the events of a stream."""
+"""OpenAI's `/v1/responses`: its body as a conversation, and its answers, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STORED_RESPONSES = 1000
 
 
 class ResponsesRequest(GenerationRequest):
-    """The body of POST /v1/responses: messages, and what tools were called with and gave back."""
+    """The body of POST /v1/responses: messages, tool calls and tool results."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -25,13 +25,13 @@ class ResponsesRequest(GenerationRequest):
     store: bool = True
 
     def conversation(self, earlier: list[Message]) -> Conversation:
-        """What the chat template is given, after the messages of earlier responses. Raises ApiError."""
+        """Return the conversation for the chat template, with the messages of earlier responses. Raises ApiError."""
         system = [Message(role="system", content=self.instructions)] if self.instructions else []
         tools = [{"type": "function", "function": tool} for tool in self.tools or () if tool.get("type") == "function"]
         return Conversation(messages=[*system, *earlier, *self.new_messages()], tools=tools or None)
 
     def new_messages(self) -> list[Message]:
-        """The messages of the input alone. Raises ApiError."""
+        """Return the messages of the input alone. Raises ApiError."""
         if isinstance(self.input, str):
             return [Message(role="user", content=self.input)]
         return [_message(item, index) for index, item in enumerate(self.input)]
@@ -48,7 +48,7 @@ def _message(item: dict[str, Any], index: int) -> Message:
             return Message(role=role, content=content)
         case {"role": str(role), "content": [*parts]} if all(_is_text(part) for part in parts):
             return Message(role=role, content="\n".join(part["text"] for part in parts))
-    raise ApiError(HTTPStatus.BAD_REQUEST, f"input[{index}] is an item that this worker does not know.", "input")
+    raise ApiError(HTTPStatus.BAD_REQUEST, f"input[{index}] is an item that this worker does not support.", "input")
 
 
 def _is_text(part: Any) -> bool:
@@ -62,18 +62,18 @@ class StoredResponses:
         self._stored: OrderedDict[str, tuple[dict[str, Any], list[Message]]] = OrderedDict()
 
     def keep(self, body: dict[str, Any], messages: list[Message]) -> None:
-        """Keep a response with the messages before it."""
+        """Store a response with the messages before it."""
         said = Message(role="assistant", content=body["output"][0]["content"][0]["text"])
         self._stored[body["id"]] = (body, [*messages, said])
         if len(self._stored) > STORED_RESPONSES:
             self._stored.popitem(last=False)
 
     def body(self, response: str) -> dict[str, Any]:
-        """A response. Raises ApiError when it is not kept."""
+        """Return a stored response. Raises ApiError if it does not exist."""
         return self._of(response)[0]
 
     def messages(self, response: str | None) -> list[Message]:
-        """The conversation up to a response; none for None. Raises ApiError when it is not kept."""
+        """Return the conversation up to a response; empty for `None`. Raises ApiError if it does not exist."""
         return [] if response is None else self._of(response)[1]
 
     def _of(self, response: str) -> tuple[dict[str, Any], list[Message]]:
@@ -86,7 +86,7 @@ class StoredResponses:
 
 @dataclass(slots=True)
 class ResponseReply(Reply):
-    """One answer, as a response with one message in its output."""
+    """An answer as a response with one message in its output."""
 
     request: ResponsesRequest
     stored: StoredResponses

@@ -1,4 +1,4 @@
-"""Run a simulated worker: in this process until a signal comes, or beside other code on the same event loop."""
+"""The server of a simulated worker: in this process until a signal, or beside other code on one event loop."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from simulator.worker.server import create_app
 from simulator.worker.settings import SimulatedWorkerSettings
 from simulator.worker.worker import SimulatedWorker
 
-GRACE_S = 1  # for open responses, when the worker is told to end
+GRACE_S = 1  # seconds for open responses at the end
 
 
 def run(settings: SimulatedWorkerSettings) -> None:
-    """Serve until SIGINT or SIGTERM; prints the worker's URL when it is ready.
+    """Serve until SIGINT or SIGTERM, and print the worker's URL when it is ready.
 
-    Raises OSError when the port or an event endpoint is in use.
+    Raises OSError if the port or an event endpoint is in use.
     """
     asyncio.run(_serve_until_signalled(settings))
 
 
 @asynccontextmanager
 async def running(settings: SimulatedWorkerSettings) -> AsyncIterator[str]:
-    """Serve on this event loop within the block, whose value is the worker's URL. Raises OSError as `run` does."""
+    """Serve on this event loop within the block, and yield the worker's URL. Raises OSError as `run` does."""
     worker = SimulatedWorker(settings)
     async with worker.running():
         with _listen(settings) as listener:
@@ -36,7 +36,7 @@ async def running(settings: SimulatedWorkerSettings) -> AsyncIterator[str]:
             server = _Server(worker)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
-                yield _url(settings, listener)  # what comes before the server accepts waits in the listener's backlog
+                yield _url(settings, listener)  # earlier connections wait in the listener's backlog
             finally:
                 server.should_exit = True
                 await serving
@@ -61,7 +61,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()  # signals belong to whoever runs the event loop
+        return nullcontext()  # the owner of the event loop handles signals
 
 
 def _listen(settings: SimulatedWorkerSettings) -> socket.socket:

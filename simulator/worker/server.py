@@ -1,4 +1,4 @@
-"""The simulated worker's HTTP application: the endpoints of a vLLM server that routers and their users call."""
+"""The HTTP application of a simulated worker: the endpoints of a vLLM server that routers and users call."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ MAX_REPORTED_ERRORS = 10
 
 
 def create_app(worker: SimulatedWorker) -> FastAPI:
-    """The application that answers for a running worker."""
+    """Create the application of a running worker."""
     app = FastAPI(title="Simulated worker")
     app.state.worker = worker
-    routes = app.router.routes  # shared by all workers: included, they would be made anew for each
+    routes = app.router.routes  # Shared by all workers, because FastAPI's include would copy them for each.
     routes += _routes.routes
     routes += (engine_routes.routes if worker.settings.disaggregation == "sglang" else _vllm_routes).routes
     if worker.settings.disaggregation == "nixl" and worker.settings.role == "prefill":
@@ -74,9 +74,9 @@ def _error(request: Request, status: HTTPStatus, message: str, param: str | None
 
 
 def _field(location: tuple[int | str, ...]) -> str:
-    """The path to a field: without the body it is in, and without pydantic's names for the branches of a union."""
+    """Return the path of a field, without the body and without pydantic's names of union branches."""
     path = [part for part in location[1:] if isinstance(part, int) or not _is_union_branch(part)]
-    if not path or isinstance(path[0], int):  # the position at which the body stops being JSON
+    if not path or isinstance(path[0], int):  # a position at which the body is not JSON
         return "body"
     return ".".join(map(str, path))
 
@@ -164,7 +164,7 @@ async def tokenize(body: TokenizeChatRequest | TokenizeTextRequest, request: Req
 async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
     tokenizer = _worker(request).tokenizer
     if any(token >= tokenizer.vocabulary_size for token in body.tokens):
-        raise ApiError(HTTPStatus.BAD_REQUEST, "tokens: one is not in the vocabulary.", "tokens")
+        raise ApiError(HTTPStatus.BAD_REQUEST, "tokens: a token is not in the vocabulary.", "tokens")
     return {"prompt": tokenizer.decode(body.tokens)}
 
 
@@ -201,7 +201,7 @@ async def models(request: Request) -> dict[str, Any]:
 
 @_vllm_routes.post("/v1/load_lora_adapter")
 async def load_lora_adapter(body: AdapterRequest, request: Request) -> Response:
-    """Serve an adapter. Nothing is read from its path, but there must be one."""
+    """Serve an adapter. Its path is not read, but required."""
     worker = _worker(request)
     if not body.lora_name or not body.lora_path:
         raise ApiError(HTTPStatus.BAD_REQUEST, "Both 'lora_name' and 'lora_path' must be provided.")
@@ -222,7 +222,7 @@ async def unload_lora_adapter(body: AdapterRequest, request: Request) -> Respons
 
 @_vllm_routes.post("/sleep")
 async def sleep(request: Request, level: int = 1, mode: SleepMode = "abort") -> dict[str, Any]:
-    """Compute nothing any more: as vLLM with `--enable-sleep-mode`, which has this in development mode alone."""
+    """Stop computing, as vLLM with `--enable-sleep-mode` does in development mode."""
     for engine in _worker(request).engines:
         await engine.sleep(level, mode)
     return {"status": "sleeping", "level": level}
@@ -260,6 +260,6 @@ async def kv_event_sources(request: Request) -> dict[str, Any]:
 
 @_routes.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> dict[str, bool]:
-    """Empty the cache of every rank; `success` is false if one has running requests and keeps its own."""
+    """Empty the cache of every rank. `success` is false if a rank has running requests and keeps its cache."""
     done = [engine.reset_prefix_cache() for engine in _worker(request).engines]
     return {"success": all(done)}

@@ -1,4 +1,4 @@
-"""Every parameter of a simulated worker."""
+"""The settings of a simulated worker."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ def _loopback_events() -> PublisherConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedWorkerSettings:
-    """What a simulated worker serves, how large its cache is and how fast it is.
+    """The model, the size of the cache and the speed of a simulated worker.
 
-    A step takes `base_step_s`, and `prefill_s_per_token` for each prompt token computed in it (cached ones are not),
-    and `decode_s_per_sequence` for each sequence that gets its next token. Raises ValueError for what cannot work.
+    A step lasts `base_step_s`, plus `prefill_s_per_token` for each computed prompt token, plus `decode_s_per_sequence`
+    for each generated token. Raises ValueError for an invalid setting.
     """
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free port
     model: str = "simulated"
-    tokenizer: str = str(BUNDLED_MODEL)  # a model's folder
+    tokenizer: str = str(BUNDLED_MODEL)  # the folder of a model
     adapters: tuple[str, ...] = ()
-    api_key: str = field(default="", repr=False)  # that requests want; "": none
+    api_key: str = field(default="", repr=False)  # key that requests need; "": no key
 
     block_size: int = 16  # tokens
     num_blocks: int = 4096  # per DP rank
     dp_size: int = 1
     prefix_caching: bool = True
-    max_model_len: int = 32768  # tokens, prompt and answer together
+    max_model_len: int = 32768  # tokens of prompt and answer together
 
-    max_num_seqs: int = 64  # running at once, per DP rank
+    max_num_seqs: int = 64  # running requests per DP rank
     max_num_batched_tokens: int = 2048  # per step
-    max_waiting: int = 1024  # per DP rank; one more is refused with 503
+    max_waiting: int = 1024  # per DP rank; further requests are refused with 503
 
     base_step_s: float = 0.005
     prefill_s_per_token: float = 0.00015
     decode_s_per_sequence: float = 0.0002
 
-    # Prefill and decode on different workers. SGLang's way also changes what the worker says it is.
+    # Disaggregation. SGLang's style also changes the engine that the worker reports.
     disaggregation: Literal["sglang", "nixl"] | None = None
     role: Literal["prefill", "decode"] | None = None
-    bootstrap_port: int = 0  # of a prefill worker's bootstrap service; 0: any free port
-    transfer_timeout_s: float = 30.0  # until a prompt's KV must have come
+    bootstrap_port: int = 0  # port of a prefill worker's bootstrap service; 0: any free port
+    transfer_timeout_s: float = 30.0  # seconds until a prompt's KV must have arrived
 
-    # Endpoints of rank 0; the worker always binds them. None: no events.
+    # Endpoints of rank 0, which the worker always binds. None: no events.
     kv_events: PublisherConfig | None = field(default_factory=_loopback_events)
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class SimulatedWorkerSettings:
             for endpoint in (self.kv_events.endpoint, self.kv_events.replay_endpoint or ""):
                 if endpoint.endswith(":0"):
                     raise ValueError(
-                        f"kv_events: {endpoint} must name a port: as SGLang, the worker tells only rank 0's"
+                        f"kv_events: {endpoint} must name a port: as SGLang does, the worker reports only rank 0's"
                     )
         if self.num_blocks * self.block_size < self.max_model_len:
             raise ValueError(
@@ -88,6 +88,8 @@ class SimulatedWorkerSettings:
                 f"request of max_model_len = {self.max_model_len}: raise num_blocks or lower max_model_len"
             )
         if self.model in self.adapters or len(set(self.adapters)) < len(self.adapters):
-            raise ValueError(f"adapters must have names of their own, unlike the model {self.model!r}: {self.adapters}")
+            raise ValueError(
+                f"adapters need distinct names, also different from the model {self.model!r}: {self.adapters}"
+            )
         if self.kv_events is not None and self.kv_events.publisher not in ("zmq", "null"):
             raise ValueError(f"kv_events.publisher must be zmq or null, not {self.kv_events.publisher!r}")

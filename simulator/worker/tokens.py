@@ -1,4 +1,4 @@
-"""Text to tokens and back, and chat messages to text, through the model's own tokenizer and chat template."""
+"""Tokenization of text, and rendering of chat messages, by the model's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from simulator.worker.settings import BUNDLED_MODEL
 
 # The special tokens that chat templates know by name.
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-# Marks where the last message ends, when that is to be continued.
+# A mark of the last message's end, if the message is continued.
 _END_MARK = "END_OF_THE_FINAL_MESSAGE"
 
 
 class TemplateError(ValueError):
-    """The chat template refuses these messages."""
+    """Messages that the chat template refuses."""
 
 
 class ChatTokenizer:
-    """The tokenizer in a model's folder; prompts are made as vLLM makes them."""
+    """The tokenizer of a model's folder. Prompts are rendered as in vLLM."""
 
     def __init__(self, path: str = str(BUNDLED_MODEL)) -> None:
-        """Raises ValueError for a folder without a tokenizer that can be read."""
-        from tokenizers import Tokenizer  # only a worker that runs needs it
+        """Load the tokenizer. Raises ValueError for a folder without a readable one."""
+        from tokenizers import Tokenizer  # imported late, because only a running worker needs it
 
         try:
             self._backend: Any = Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
             config = json.loads((Path(path) / "tokenizer_config.json").read_text(encoding="utf-8"))
-        except Exception as error:  # tokenizers raises nothing more particular
-            raise ValueError(f"tokenizer: {path} holds none that can be read: {error}") from error
+        except Exception as error:  # tokenizers raises no specific exception
+            raise ValueError(f"tokenizer: {path} has no readable tokenizer: {error}") from error
         self._backend.no_padding()
         self._backend.no_truncation()
         self._special = {name: config[name] for name in _NAMED_TOKENS if isinstance(config.get(name), str)}
@@ -48,7 +48,7 @@ class ChatTokenizer:
         return eos
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        # The backend itself, unlike its wrapper, may be used by several threads at a time.
+        # The backend, unlike its wrapper, is thread-safe.
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -67,7 +67,7 @@ class ChatTokenizer:
         continue_final_message: bool = False,
         **template_arguments: Any,
     ) -> str:
-        """The prompt for a conversation. Raises TemplateError when the template refuses it."""
+        """Render the prompt of a conversation. Raises TemplateError if the template refuses it."""
         try:
             prepared = [self._prepared(message) for message in messages]
             if continue_final_message:
@@ -82,7 +82,7 @@ class ChatTokenizer:
             )
             if continue_final_message:
                 text = text[: text.rindex(_END_MARK)]
-        except Exception as error:  # templates are programs: they raise anything
+        except Exception as error:  # templates are programs and raise any exception
             raise TemplateError(f"messages: the chat template refuses them: {error}") from error
         return text
 
@@ -104,19 +104,19 @@ class ChatTokenizer:
         return str(self._template.render(messages=messages, **given))
 
     def _probe_parts(self) -> bool:
-        """Whether the template understands content given as parts: one part then renders as its text would."""
+        """Return whether the template supports content as parts: one part then renders as its text does."""
         as_text, as_part = (
             [{"role": "user", "content": content}] for content in ("probe", [{"type": "text", "text": "probe"}])
         )
         try:
             rendered = [self._rendered(probe) for probe in (as_text, as_part)]
-        except Exception:  # as above
+        except Exception:  # templates raise any exception
             return False
         return bool(rendered[0] == rendered[1])
 
 
 def _environment() -> Any:
-    """Jinja as transformers sets it up for chat templates."""
+    """Return the Jinja environment that transformers uses for chat templates."""
     from jinja2 import TemplateError as JinjaError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -131,7 +131,9 @@ def _environment() -> Any:
 
 
 def _normalized_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool with the fields vLLM shows a template, in its order: absent ones are null, unknown ones gone."""
+    """Return a tool with the fields that vLLM gives a template, in its order: absent ones are null, unknown ones
+    dropped.
+    """
     function = tool.get("function") or {}
     shown = {name: function.get(name) for name in ("name", "description", "parameters")}
     if function.get("strict") is not None:
@@ -140,7 +142,7 @@ def _normalized_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, which templates expect, and not JSON text, which the API carries."""
+    """Return a tool call with parsed arguments, because templates expect an object instead of JSON text."""
     function = dict(call.get("function") or {})
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):

@@ -1,4 +1,4 @@
-"""A simulated worker without its HTTP side: an engine and an event stream for each DP rank, and what they share."""
+"""A simulated worker without HTTP: an engine and an event stream for each DP rank, and their shared services."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from worker.reporter import Reporter
 from worker.zmq_publisher import ZmqEventPublisher
 
 if TYPE_CHECKING:
-    from simulator.worker.disaggregation.roles import OpenRole  # numpy and a web client, for those who need them
+    from simulator.worker.disaggregation.roles import OpenRole  # needs numpy and an HTTP client
 
 
 class SimulatedWorker:
-    """Opens the event streams; `running` is what starts the engines and, in the end, closes everything.
+    """The engines of a worker.
 
-    Raises OSError when an endpoint is in use or the tokenizer cannot be found, ValueError for a host that peers of a
-    prefill or decode worker cannot reach.
+    The constructor opens the event streams; `running` starts the engines and closes everything.
+
+    Raises OSError if an endpoint is in use or the tokenizer cannot be found. Raises ValueError for a host that peers of
+    a prefill or decode worker cannot reach.
     """
 
     def __init__(self, settings: SimulatedWorkerSettings) -> None:
@@ -57,12 +59,12 @@ class SimulatedWorker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether every engine is running."""
+        """True if every engine is running."""
         return bool(self._loops) and not any(loop.done() for loop in self._loops)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the engines within the block; once only."""
+        """Run the engines within the block; only once."""
         try:
             self._loops = [asyncio.create_task(engine.run()) for engine in self.engines]
             yield

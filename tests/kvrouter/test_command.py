@@ -27,7 +27,7 @@ from kvrouter.cli import app
 DEADLINE = 60.0
 PLAIN = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}  # no line breaks or colours of the terminal's
 SERVICES = {"serve": "Run the router", "indexer": "Run the index alone", "simulate": "Run a simulated worker"}
-COMMANDS = SERVICES | {"match": "Ask who holds how much", "demo": "Compare kv-aware routing with round robin"}
+COMMANDS = SERVICES | {"match": "Show how much of a prompt", "demo": "Compare kv-aware routing with round robin"}
 
 
 def invoke(*arguments: str) -> Result:

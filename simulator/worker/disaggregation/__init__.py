@@ -1,14 +1,12 @@
-"""The simulated worker as a prefill or a decode worker: what it takes of a router, and real bytes on their way.
+"""Disaggregation of simulated workers: the engines' requests, with a real transfer of bytes.
 
-part       what the rest of the worker knows of it
-memory     KV pages whose bytes depend on the tokens
-rank       one DP rank's memory, KVManager and counters
-sending    a prompt's pages on their way out
-receiving  on their way in; every byte is checked
-sglang     SGLang's way: both workers are told a room
-nixl       vLLM's with NIXL: the prefill leases its blocks, the decode worker pulls them through its route
-roles      opens what a worker's settings ask for
-metrics    what is counted
+- part: the interface to the rest of the worker
+- memory: KV pages whose bytes depend on the tokens
+- rank: the memory, KVManager and metrics of one DP rank
+- transfers: a prompt's pages sent and received; every byte is checked
+- sglang: SGLang's style: both workers receive a room
+- nixl: the style of vLLM with NIXL: the prefill leases its blocks, and the decode worker pulls them
+- roles: the role in a worker's settings
 
-Only `part` may be imported without numpy and what `worker.disaggregation` needs.
+Only `part` can be imported without numpy and the needs of `worker.disaggregation`.
 """

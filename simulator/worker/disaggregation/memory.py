@@ -1,8 +1,8 @@
-"""KV pages with real bytes in them, made from the tokens as a model makes them: each from the tokens before it.
+"""KV pages with real bytes, computed from the tokens as in a model: each token's from the previous one's.
 
-The KV of a token is 64 bytes: a hash of the token, keyed by the KV of the token before it; the first one's key stands
-for the model and adapter. Each layer's K and V has its slice of them. So whoever knows the tokens can tell whether all
-bytes of a prompt are right, and whoever goes on from wrong bytes makes more of them.
+The KV of a token has 64 bytes: a hash of the token, keyed by the KV of the previous token. The first key represents
+model and adapter. Each layer's K and V has a slice of these bytes. Therefore the tokens determine all bytes of a
+prompt, and an error spreads to all later tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from worker.disaggregation.transfer import TransferEngine
 
 LAYERS = 2
 BUFFERS = 2 * LAYERS  # all K, then all V
-TOKEN_BYTES = 64 // BUFFERS  # in each buffer
+TOKEN_BYTES = 64 // BUFFERS  # bytes in each buffer
 
 
 class FirstToken(NamedTuple):
-    """What goes over besides the pages: the first token of the answer, and what is known of its prompt (in tokens)."""
+    """The data that is sent besides the pages: the first token of the answer, and counts of its prompt's tokens."""
 
     room: int
     token: int
@@ -48,11 +48,11 @@ class KvMemory:
 
     @property
     def page_bytes(self) -> int:
-        """Of one page, in all buffers."""
+        """The bytes of one page in all buffers."""
         return BUFFERS * self._block_size * TOKEN_BYTES
 
     def args(self) -> KVArgs:
-        """Where all this is."""
+        """Return the addresses of all buffers."""
         return KVArgs(
             kv_data_ptrs=[buffer.ctypes.data for buffer in self._tokens],
             kv_data_lens=[buffer.nbytes for buffer in self._tokens],
@@ -65,7 +65,7 @@ class KvMemory:
         )
 
     def compute(self, sequence: CachedSequence, start: int, end: int) -> None:
-        """Make the KV of the tokens from `start` to `end`, from the KV of the token before them."""
+        """Compute the KV of the tokens from `start` to `end`, from the KV of the previous token."""
         if start == end:
             return
         if start:
@@ -79,7 +79,7 @@ class KvMemory:
             buffer[slots] = kv[:, number]
 
     def wrong_pages(self, sequence: CachedSequence, num_tokens: int) -> int:
-        """How many pages have other bytes than the first `num_tokens` tokens make."""
+        """Return the number of pages whose bytes differ from those of the first `num_tokens` tokens."""
         kv = _kv_of(sequence.tokens[:num_tokens], self._root(sequence.adapter))
         slots = self._slots(sequence, 0, num_tokens)
         wrong = np.zeros(num_tokens, dtype=bool)
@@ -88,18 +88,18 @@ class KvMemory:
         return len(np.unique(np.flatnonzero(wrong) // self._block_size))
 
     def write_first_token(self, item: int, first: FirstToken) -> None:
-        """Fill an aux item."""
+        """Write an aux item."""
         self._aux[item] = first
 
     def read_first_token(self, item: int) -> FirstToken:
-        """What is in an aux item."""
+        """Read an aux item."""
         return FirstToken(*self._aux[item].tolist())
 
     def _root(self, adapter: str | None) -> bytes:
         return blake2b(f"{self._model}\0{adapter or ''}".encode()).digest()
 
     def _slots(self, sequence: CachedSequence, start: int, end: int) -> NDArray[np.int64]:
-        """Where in the buffers the tokens from `start` to `end` are."""
+        """Return the positions in the buffers of the tokens from `start` to `end`."""
         positions = np.arange(start, end)
         blocks = np.array(sequence.blocks, dtype=np.int64)
         slots: NDArray[np.int64] = (
@@ -109,7 +109,7 @@ class KvMemory:
 
 
 def _kv_of(tokens: Sequence[int], before: bytes) -> NDArray[np.uint8]:
-    """The KV of tokens that follow one whose KV is `before`: [token, buffer, byte]."""
+    """Return the KV of tokens after one with the KV `before`, as [token, buffer, byte]."""
     kv = []
     for token in tokens:
         before = blake2b(token.to_bytes(4, "little"), key=before).digest()

@@ -31,7 +31,7 @@ PULL_PATH = "/kv_pull"
 
 
 class RemotePrefill(BaseModel):
-    """Where a prompt's blocks are: what a prefill answers, and a decode worker is told."""
+    """The address of a prompt's blocks, in a prefill's answer and in a decode worker's request."""
 
     do_remote_prefill: bool = True
     do_remote_decode: bool = False
@@ -44,7 +44,7 @@ class RemotePrefill(BaseModel):
 
 
 class PullRequest(BaseModel):
-    """The body of a pull: which blocks to write, in which room."""
+    """The body of a pull: the blocks to write, and the room."""
 
     engine_id: str
     request_id: str
@@ -53,7 +53,7 @@ class PullRequest(BaseModel):
 
 
 class PullAnswer(BaseModel):
-    """Where the room is."""
+    """The address of the room."""
 
     bootstrap_addr: str
     dp_rank: int
@@ -61,7 +61,7 @@ class PullAnswer(BaseModel):
 
 @dataclass(eq=False)
 class _Lease:
-    """A prompt's blocks, kept for whoever pulls them."""
+    """The blocks of a prompt, kept until they are pulled."""
 
     request_id: str
     rank: TransferRank
@@ -75,7 +75,7 @@ class _Lease:
 
 
 class NixlPrefill:
-    """See Role. `address`: where pulls arrive."""
+    """A Role that leases the blocks of computed prompts. `address` receives the pulls."""
 
     def __init__(self, ranks: Sequence[TransferRank]) -> None:
         self.address = ("", 0)
@@ -85,23 +85,23 @@ class NixlPrefill:
 
     @property
     def leases(self) -> int:
-        """How many there are."""
+        """The number of leases."""
         return len(self._leases)
 
     def parts(self, body: GenerationRequest, prompts: int) -> Sequence[_Prefill | None]:
-        """See Role."""
+        """Return parts as Role.parts does."""
         params = body.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             raise _wrong_role("do_remote_prefill", "decode")
-        # As vLLM does: the blocks of all are kept, and the answer tells of the first's alone.
+        # As in vLLM, the blocks of all prompts are kept, and the answer only names those of the first.
         return [_Prefill(self) if params.get("do_remote_decode") else None for _ in range(prompts)]
 
     def start(self, rank: int, job: Job) -> Running:
-        """Compute a prompt whose blocks are leased."""
+        """Compute a prompt, and lease its blocks."""
         return _Prefilling(self, self._ranks[rank], job)
 
     def lease(self, rank: TransferRank, generation: Generation, first: Output) -> dict[str, Any]:
-        """Keep the blocks of a request that has finished; what its answer tells of them."""
+        """Keep the blocks of a finished request as a lease, and return the parameters for its answer."""
         assert first.token is not None
         lease = _Lease(
             secrets.token_hex(8),
@@ -124,13 +124,15 @@ class NixlPrefill:
         ).model_dump()
 
     def pull(self, request: PullRequest) -> PullAnswer:
-        """Write a lease's blocks to who waits in the room. Raises ApiError."""
+        """Write a lease's blocks to the receiver in a room. Raises ApiError."""
         lease = self._leases.get(request.request_id)
         if lease is None or request.engine_id != self._engine_ids[lease.rank.number]:
-            message = f"request_id {request.request_id!r}: no such blocks here. They are kept for {LEASE_S:g} s."
+            message = (
+                f"request_id {request.request_id!r}: these blocks do not exist here. Blocks are kept for {LEASE_S:g} s."
+            )
             raise ApiError(HTTPStatus.NOT_FOUND, message, "request_id")
         if request.block_ids != lease.block_ids:
-            raise ApiError(HTTPStatus.BAD_REQUEST, "block_ids: not those that were leased.", "block_ids")
+            raise ApiError(HTTPStatus.BAD_REQUEST, "block_ids: they differ from the leased ones.", "block_ids")
         try:
             sending = Sending(lease.rank, request.room, lease.prompt_tokens)
         except ValueError as error:
@@ -160,13 +162,13 @@ class NixlPrefill:
 
 
 class NixlDecode:
-    """See Role."""
+    """A Role that pulls the blocks of prompts."""
 
     def __init__(self, ranks: Sequence[TransferRank]) -> None:
         self._ranks = ranks
 
     def parts(self, body: GenerationRequest, prompts: int) -> Sequence[Part | None]:
-        """See Role."""
+        """Return parts as Role.parts does."""
         params = body.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             raise _wrong_role("do_remote_decode", "prefill")
@@ -184,7 +186,7 @@ class NixlDecode:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """See Part."""
+    """A Part that is computed and leased."""
 
     role: NixlPrefill
     rank: int | None = None
@@ -195,7 +197,7 @@ class _Prefill:
 
 @dataclass(slots=True)
 class _Decode:
-    """See Part. `job`: the first one, whose prompt's KV is brought in; further answers to it are computed here."""
+    """A Part whose KV is pulled for the first `job`. Further answers to its prompt are computed here."""
 
     ranks: Sequence[TransferRank]
     source: RemotePrefill
@@ -214,7 +216,7 @@ class _Decode:
 
 @dataclass(frozen=True, slots=True)
 class _FromFirst:
-    """See Part. vLLM takes `kv_transfer_params` to be about each prompt of a list: all are answered from one's KV."""
+    """A Part that is answered from the first prompt's KV, because vLLM applies `kv_transfer_params` to all prompts."""
 
     ranks: Sequence[TransferRank]
     first: _Decode
@@ -227,7 +229,7 @@ class _FromFirst:
 
 
 class _Prefilling:
-    """A prompt that is computed and then leased: the engine's handover of it, and a Running."""
+    """A prompt that is computed and then leased: the engine's Handover, and a Running."""
 
     def __init__(self, role: NixlPrefill, rank: TransferRank, job: Job) -> None:
         self._role = role
@@ -241,7 +243,7 @@ class _Prefilling:
         self._generation.cancel()
 
     def computed(self, generation: Generation) -> None:
-        """Nothing is sent before somebody asks for it."""
+        """Ignore the progress: blocks are sent only when they are pulled."""
 
     def finished(self, generation: Generation) -> None:
         if self._first is None:
@@ -258,7 +260,7 @@ class _Prefilling:
 
 
 async def _pull(rank: TransferRank, source: RemotePrefill) -> KVReceiver:
-    """Have a prefill write its blocks; who receives them. Raises ArrivalError, ValueError."""
+    """Request a prefill's blocks, and return their receiver. Raises ArrivalError and ValueError."""
     room = secrets.randbelow(MAX_ROOM)
     asked = PullRequest(
         engine_id=source.remote_engine_id,
@@ -272,17 +274,17 @@ async def _pull(rank: TransferRank, source: RemotePrefill) -> KVReceiver:
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PULL_TIMEOUT_S)) as session,
             session.post(url, json=asked.model_dump(), allow_redirects=False) as response,
         ):
-            told = await response.read()
+            content = await response.read()
             if response.status != HTTPStatus.OK:
-                raise ArrivalError(f"{url} answers {response.status}: {told[:500].decode(errors='replace')}")
-            answer = PullAnswer.model_validate_json(told)
+                raise ArrivalError(f"{url} answers {response.status}: {content[:500].decode(errors='replace')}")
+            answer = PullAnswer.model_validate_json(content)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ArrivalError(f"{url}: {error or type(error).__name__}") from error
     return KVReceiver(rank.manager, answer.bootstrap_addr, room, prefill_dp_rank=answer.dp_rank)
 
 
 def _wrong_role(asked: str, role: str) -> ApiError:
-    message = f"kv_transfer_params.{asked} is for a {role} worker; this is none."
+    message = f"kv_transfer_params.{asked} needs a {role} worker; this worker has another role."
     return ApiError(HTTPStatus.BAD_REQUEST, message, f"kv_transfer_params.{asked}")
 
 

@@ -1,4 +1,4 @@
-"""A prompt of which another worker computes a part: what the worker's API side knows of it."""
+"""A prompt that is partly computed by another worker, as the worker's API side sees it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulator.worker.protocol import GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the engine is asked for, once per answer."""
+    """The engine's order for one answer."""
 
     prompt: list[int]
     answer: Answer
@@ -22,27 +22,27 @@ class Job:
 
 
 class Running(Protocol):
-    """A request that was started."""
+    """A started request."""
 
     def cancel(self) -> None:
-        """Abort it, unless it has finished."""
+        """Abort the request, unless it has finished."""
 
 
 class Part(Protocol):
-    """What a request's fields say of one prompt. `rank`: the DP rank that they name."""
+    """One prompt as a request's fields describe it. `rank` is its DP rank, if given."""
 
     @property
     def rank(self) -> int | None: ...
 
     def start(self, rank: int, job: Job) -> Running:
-        """Begin. Raises QueueFullError, ApiError."""
+        """Start the prompt. Raises QueueFullError and ApiError."""
 
 
 class Role(Protocol):
-    """One worker's way of disaggregation."""
+    """A worker's role in disaggregation."""
 
     def parts(self, body: GenerationRequest, prompts: int) -> Sequence[Part | None]:
-        """What the request says of each of so many prompts; None for one that it leaves to this worker alone.
+        """Return the part of each of a request's `prompts` prompts; `None` for one that this worker computes alone.
 
         Raises ApiError.
         """

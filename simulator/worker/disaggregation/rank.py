@@ -25,7 +25,7 @@ OVER = (KVPoll.Success, KVPoll.Failed)
 
 @dataclass
 class TransferCounts:
-    """Since the start. Bytes and pages count where they arrive."""
+    """Counts since the start. Bytes and pages are counted by the receiver."""
 
     sent: int = 0
     received: int = 0
@@ -36,7 +36,7 @@ class TransferCounts:
 
 
 class TransferRank:
-    """Opened on the event loop that the rank's engine runs on. `engine` is set once there is one.
+    """A DP rank that transfers KV. It is created on the event loop of the rank's engine, which sets `engine` later.
 
     Raises OSError and ValueError as the transfer engine and the manager do.
     """
@@ -59,7 +59,7 @@ class TransferRank:
                 len(self._free_items),
                 settings.model,
             )
-            # Each decode rank is a decode instance of its own: it meets the prefill's rank that has the request.
+            # Each decode rank is a decode instance, which connects to the prefill rank with the request.
             of_prefill = mode is DisaggregationMode.PREFILL
             self.manager = KVManager(
                 self.memory.args(),
@@ -80,14 +80,14 @@ class TransferRank:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take_item(self) -> int | None:
-        """An aux item of one's own; None when all are in use."""
+        """Return a free aux item; `None` if all are in use."""
         return self._free_items.pop() if self._free_items else None
 
     def free_item(self, item: int) -> None:
         self._free_items.append(item)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a transfer's coroutine until it ends, or this rank closes."""
+        """Run a transfer's coroutine until it ends, or until this rank closes."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -98,20 +98,20 @@ class TransferRank:
             logger.error("a transfer's task failed", exc_info=error)
 
     async def close(self) -> None:
-        """Give all transfers up."""
+        """Cancel all transfers."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self.close_sockets)
 
     def close_sockets(self) -> None:
-        """End the threads; for a rank without tasks."""
+        """End the threads of a rank without tasks."""
         self.manager.close()
         self._transfer_engine.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Look at the state of a transfer again and again, as an engine does in each step."""
+    """Poll the state of a transfer, as an engine does in each step."""
     while not condition():  # noqa: ASYNC110 - other threads change it
         await asyncio.sleep(POLL_S)
 
@@ -120,24 +120,28 @@ LABELS = ("model_name", "engine")
 
 _COUNTERS: tuple[tuple[str, str, Callable[[TransferRank], float]], ...] = (
     ("kv_transfers_sent", "Prompts whose KV landed on another worker.", lambda rank: rank.counts.sent),
-    ("kv_transfers_received", "Prompts whose KV came from another worker.", lambda rank: rank.counts.received),
-    ("kv_transfers_failed", "Transfers that came to nothing, given up or failed.", lambda rank: rank.counts.failed),
-    ("kv_bytes_received", "Bytes of KV pages that came.", lambda rank: rank.counts.bytes_received),
-    ("kv_pages_checked", "Pages held against the tokens.", lambda rank: rank.counts.pages_checked),
-    ("kv_pages_wrong", "Pages that had other bytes.", lambda rank: rank.counts.pages_wrong),
+    ("kv_transfers_received", "Prompts whose KV was received from another worker.", lambda rank: rank.counts.received),
+    ("kv_transfers_failed", "Transfers that were aborted or failed.", lambda rank: rank.counts.failed),
+    ("kv_bytes_received", "Bytes of received KV pages.", lambda rank: rank.counts.bytes_received),
+    (
+        "kv_pages_checked",
+        "Received pages that were compared with their tokens.",
+        lambda rank: rank.counts.pages_checked,
+    ),
+    ("kv_pages_wrong", "Received pages with wrong bytes.", lambda rank: rank.counts.pages_wrong),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[TransferRank], float]], ...] = (
-    ("kv_rooms", "Transfers under way.", lambda rank: rank.manager.stats().rooms),
+    ("kv_rooms", "Current transfers.", lambda rank: rank.manager.stats().rooms),
     (
         "kv_pages_quarantined",
-        "Pages that a write may still reach.",
+        "Pages that a write can still reach.",
         lambda rank: rank.manager.stats().quarantined_pages,
     ),
 )
 
 
 class TransferMetrics(Collector):
-    """Reads the ranks whenever it is scraped."""
+    """A collector that reads the ranks at each scrape."""
 
     def __init__(self, model: str, ranks: Sequence[TransferRank]) -> None:
         self._model = model

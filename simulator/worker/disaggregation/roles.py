@@ -1,4 +1,4 @@
-"""A worker's role as its settings ask for it, from its start to its end."""
+"""The role in a worker's settings, from its start to its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROLES: dict[tuple[str, str], Callable[[Sequence[TransferRank]], Role]] = {
 
 
 class OpenRole:
-    """The ranks of a prefill or decode worker, and a prefill's bootstrap service. Raises OSError, ValueError."""
+    """The ranks of a prefill or decode worker, and a prefill's bootstrap service. Raises OSError and ValueError."""
 
     def __init__(self, settings: SimulatedWorkerSettings) -> None:
         self._ranks: list[TransferRank] = []
@@ -45,26 +45,26 @@ class OpenRole:
 
     @property
     def bootstrap_port(self) -> int | None:
-        """Where a prefill's bootstrap service listens."""
+        """The port of a prefill's bootstrap service."""
         return int(self._bootstrap.address.rpartition(":")[2]) if self._bootstrap else None
 
     def compute_kv(self, rank: int) -> ComputeKv:
-        """What makes the KV of a rank's tokens."""
+        """Return the function that computes the KV of a rank's tokens."""
         return self._ranks[rank].memory.compute
 
     def attach(self, engines: Sequence[SimulatedEngine], registry: CollectorRegistry) -> None:
-        """Tell the ranks their engines; register what they count."""
+        """Connect the ranks to their engines, and register their metrics."""
         for rank, engine in zip(self._ranks, engines, strict=True):
             rank.engine = engine
         registry.register(TransferMetrics(self._settings.model, self._ranks))
 
     def listens_on(self, port: int) -> None:
-        """The worker's own HTTP port is known."""
+        """Set the worker's own HTTP port."""
         if isinstance(self.role, NixlPrefill):
             self.role.address = (self._settings.host, port)
 
     async def close(self) -> None:
-        """Give all transfers up and end all threads."""
+        """Cancel all transfers and end all threads."""
         await asyncio.gather(*(rank.close() for rank in self._ranks))
         if self._bootstrap is not None:
             await asyncio.to_thread(self._bootstrap.close)

@@ -1,6 +1,6 @@
-"""SGLang's way: both workers get the request with a room, and the decode worker with the prefill's bootstrap service.
+"""Disaggregation as in SGLang: both workers receive the request with a room, the decode worker also the address.
 
-The prefill worker answers with one token when the KV has landed. The decode worker answers when it has come.
+The prefill worker answers with one token when the KV has landed. The decode worker answers from the received KV.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _T = TypeVar("_T")
 
 
 class SglangPrefill:
-    """See Role."""
+    """A Role that sends the KV of prompts to their rooms."""
 
     def __init__(self, ranks: Sequence[TransferRank]) -> None:
         self._ranks = ranks
 
     def parts(self, body: GenerationRequest, prompts: int) -> list[_Prefill]:
-        """See Role. The room names the DP rank."""
+        """Return parts as Role.parts does. The room determines the DP rank."""
         parts = []
         for room in _rooms(body, prompts):
             rank = room % len(self._ranks)
@@ -43,13 +43,13 @@ class SglangPrefill:
 
 
 class SglangDecode:
-    """See Role."""
+    """A Role that receives the KV of prompts."""
 
     def __init__(self, ranks: Sequence[TransferRank]) -> None:
         self._ranks = ranks
 
     def parts(self, body: GenerationRequest, prompts: int) -> list[_Decode]:
-        """See Role. A decode worker computes no prompts by itself."""
+        """Return parts as Role.parts does. A decode worker computes no prompt alone."""
         rooms = _rooms(body, prompts)
         hosts = _each(body.bootstrap_host, prompts, "bootstrap_host")
         ports = _each(body.bootstrap_port or DEFAULT_PORT, prompts, "bootstrap_port")
@@ -65,7 +65,7 @@ class SglangDecode:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """See Part."""
+    """A Part that is computed and sent to a room."""
 
     ranks: Sequence[TransferRank]
     room: int
@@ -77,7 +77,7 @@ class _Prefill:
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """See Part."""
+    """A Part whose KV is received in a room."""
 
     ranks: Sequence[TransferRank]
     room: int
@@ -96,14 +96,14 @@ class _Decode:
 
 
 class _Prefilling:
-    """A prompt that is computed and sent, chunk by chunk: the engine's handover of it, and a Running."""
+    """A prompt that is computed and sent chunk by chunk: the engine's Handover, and a Running."""
 
     def __init__(self, rank: TransferRank, room: int, job: Job) -> None:
         self._deliver = job.deliver
         self._first: Output | None = None
-        self._computed = asyncio.Event()  # the engine is done with it
+        self._computed = asyncio.Event()  # set when the engine has finished the prompt
         engine = rank.engine
-        engine.check_room()  # before there is a room to tell of it
+        engine.check_room()  # checked before the room exists
         try:
             self._sending = Sending(rank, room, len(job.prompt))
         except ValueError as error:
@@ -115,7 +115,7 @@ class _Prefilling:
         rank.run(self._run(rank))
 
     def cancel(self) -> None:
-        self._sending.abort("the request was given up")
+        self._sending.abort("the request was aborted")
         self._generation.cancel()
 
     def computed(self, generation: Generation) -> None:
@@ -124,7 +124,7 @@ class _Prefilling:
 
     def finished(self, generation: Generation) -> None:
         if generation.finish_reason == "abort":
-            self._sending.abort("the prefill's engine gave up")
+            self._sending.abort("the prefill's engine aborted the request")
         self._computed.set()
 
     def _take(self, output: Output) -> None:
@@ -155,12 +155,12 @@ def _rooms(body: GenerationRequest, prompts: int) -> list[int]:
 
 
 def _each(value: _T | list[_T] | None, prompts: int, field: str) -> list[_T]:
-    """A field's value for each prompt: a list of them, or one for all, which rooms can't be. Raises ApiError."""
+    """Return a field's value for each prompt, from a list or from one value for all. Raises ApiError."""
     if value is None:
-        message = f"{field}: missing. A prefill or decode worker is told where it meets the other."
+        message = f"{field}: missing. A prefill or decode worker needs the address of the other worker."
         raise ApiError(HTTPStatus.BAD_REQUEST, message, field)
     if not isinstance(value, list):
         return [value] * prompts
     if len(value) != prompts:
-        raise ApiError(HTTPStatus.BAD_REQUEST, f"{field}: {len(value)} of them for {prompts} prompts.", field)
+        raise ApiError(HTTPStatus.BAD_REQUEST, f"{field}: {len(value)} values for {prompts} prompts.", field)
     return value

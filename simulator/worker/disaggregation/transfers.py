@@ -13,13 +13,13 @@ from simulator.worker.disaggregation.rank import OVER, TransferRank, until
 from simulator.worker.engine import Answer, Generation, Output
 from worker.disaggregation import KVPoll, KVReceiver, KVSender, KVTransferError
 
-NO_ITEM = "As many transfers as this rank takes are under way. Try again later."
+NO_ITEM = "This rank accepts no more transfers at the moment. Retry later."
 
 
 class Sending:
-    """One room. Its pages may be freed when `until_over` has returned.
+    """A transfer of one room. Its pages may be freed when `until_over` has returned.
 
-    Raises ValueError for a room that is in use, RuntimeError when there are too many.
+    Raises ValueError for a room in use, and RuntimeError if all aux items are in use.
     """
 
     def __init__(self, rank: TransferRank, room: int, prompt_tokens: int) -> None:
@@ -39,21 +39,21 @@ class Sending:
         self._sender.init(self._pages(prompt_tokens), item)
 
     def send(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Send the pages that the first `num_tokens` tokens fill; less than the whole prompt."""
+        """Send the pages that the first `num_tokens` tokens fill, which are not the whole prompt."""
         self._send(sequence, num_tokens // self._rank.settings.block_size, is_last=False)
 
     def send_last(self, sequence: CachedSequence, token: int, cached_tokens: int) -> None:
-        """Send what is left, with the first token of the answer."""
+        """Send the remaining pages, with the first token of the answer."""
         first = FirstToken(self._room, token, self._prompt_tokens, cached_tokens)
         self._rank.memory.write_first_token(self._item, first)
         self._send(sequence, self._pages(self._prompt_tokens), is_last=True)
 
     def abort(self, reason: str) -> None:
-        """Give it up, unless it is over; the decode worker is told."""
+        """Abort the transfer unless it has ended, and notify the decode worker."""
         self._sender.abort(reason)
 
     async def until_over(self, ended: Callable[[str | None], None]) -> None:
-        """Wait until nothing reads the pages any more. `ended` is told first how it went: None, or what failed."""
+        """Wait until the pages are no longer read. Before, call `ended` with `None` or the reason of a failure."""
         await until(lambda: self._sender.poll() in OVER)
         failure = None
         try:
@@ -79,13 +79,13 @@ logger = logging.getLogger(__name__)
 
 
 class ArrivalError(Exception):
-    """The KV did not come, or is not what the tokens make."""
+    """KV that did not arrive, or that differs from its tokens."""
 
 
 class Arrival:
-    """A request that begins when its prompt's KV has come. To who asked for it, it is like any other generation.
+    """A request that begins when its prompt's KV has arrived. It is otherwise used like a Generation.
 
-    `meet` says where the pages come from, once there is room for them; it raises ArrivalError and ValueError.
+    `meet` returns the receiver of the pages, once they have memory. It raises ArrivalError and ValueError.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class Arrival:
         self._deliver = deliver
         self._meet = meet
         self._generation: Generation | None = None
-        self._given_up = asyncio.Event()
+        self._aborted = asyncio.Event()
         rank.engine.arriving += 1
         rank.run(self._run())
 
     def cancel(self) -> None:
-        """Give the request up, unless it has finished."""
+        """Abort the request, unless it has finished."""
         if self._generation is not None:
             self._generation.cancel()
-        elif not self._given_up.is_set():
-            self._given_up.set()
+        elif not self._aborted.is_set():
+            self._aborted.set()
             self._deliver(Output(None, 0, "abort"))
 
     async def _run(self) -> None:
@@ -128,36 +128,36 @@ class Arrival:
         except (ArrivalError, ValueError, RuntimeError) as error:
             self._rank.counts.failed += 1
             logger.warning("no KV for a prompt of %d tokens: %s", len(self._sequence.tokens), error)
-            if not self._given_up.is_set():
-                self._given_up.set()
+            if not self._aborted.is_set():
+                self._aborted.set()
                 self._deliver(Output(None, 0, "abort", str(error)))
         finally:
             engine.arriving -= 1
 
     async def _until_held(self) -> bool:
-        """Wait for room for the whole prompt; False when given up. Raises ArrivalError."""
+        """Wait for memory for the whole prompt. Return False if the request was aborted. Raises ArrivalError."""
         engine = self._rank.engine
         try:
             async with asyncio.timeout(self._rank.settings.transfer_timeout_s):
-                while not self._given_up.is_set():
+                while not self._aborted.is_set():
                     if engine.hold(self._sequence):
                         return True
-                    await _first_of(engine.freed, self._given_up)
+                    await _first_of(engine.freed, self._aborted)
         except TimeoutError:
-            raise ArrivalError("No room for the prompt's KV became free in time.") from None
+            raise ArrivalError("No memory for the prompt's KV became free in time.") from None
         return False
 
     async def _receive(self) -> bool:
-        """Bring the KV in and go on from it; False when given up. Raises ArrivalError, ValueError, RuntimeError.
+        """Receive the KV and continue from it. Return False if the request was aborted.
 
-        Whatever happens, nothing can write to the pages any more when this returns.
+        After the return, nothing can write to the pages. Raises ArrivalError, ValueError and RuntimeError.
         """
         rank, sequence = self._rank, self._sequence
         item = rank.take_item()
         if item is None:
             raise RuntimeError(NO_ITEM)
         try:
-            first_page = sequence.num_stored  # those before are cached here
+            first_page = sequence.num_stored  # earlier pages are cached here
             room = await self._fill(first_page, item)
             if room is None:
                 return False
@@ -169,16 +169,16 @@ class Arrival:
             rank.free_item(item)
 
     async def _fill(self, first_page: int, item: int) -> int | None:
-        """Have the sequence's pages from the first one on, and an aux item, filled; the room, or None when given up."""
+        """Receive the pages from `first_page` on and an aux item. Return the room, or `None` if aborted."""
         pages = self._sequence.blocks[first_page:]
         receiver = await self._meet()
         try:
             receiver.init(pages, item, first_page * self._rank.settings.block_size)
-            await until(lambda: receiver.poll() in OVER or self._given_up.is_set())
+            await until(lambda: receiver.poll() in OVER or self._aborted.is_set())
         finally:
-            receiver.abort("the request was given up")  # unless it is over
+            receiver.abort("the request was aborted")  # has no effect after the end
             await until(receiver.pages_reusable)
-        if self._given_up.is_set():
+        if self._aborted.is_set():
             return None
         try:
             receiver.failure_exception()
@@ -191,7 +191,7 @@ class Arrival:
         prompt_tokens = len(sequence.tokens)
         first = rank.memory.read_first_token(item)
         if (first.room, first.prompt_tokens) != (room, prompt_tokens):
-            raise ArrivalError(f"The KV of room {room} came with the first token of another prompt: {first}.")
+            raise ArrivalError(f"The KV of room {room} has the first token of another prompt: {first}.")
         wrong = rank.memory.wrong_pages(sequence, prompt_tokens)
         rank.counts.pages_checked += len(sequence.blocks)
         rank.counts.pages_wrong += wrong

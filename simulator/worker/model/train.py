@@ -40,7 +40,7 @@ CHAT_TEMPLATE = """\
 
 
 def corpus() -> Iterator[str]:
-    """The language reference that pydoc shows, and the docstrings of the standard library."""
+    """Return the language reference that pydoc shows, and the docstrings of the standard library."""
     for _, text in sorted(topics.items()):
         yield text
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
