@@ -60,7 +60,7 @@ async def test_a_sound_fleet() -> None:
     assert "ok  ready; 1 of 1 workers answer" in printed
     assert "prompts for simulated become tokens: local" in printed
     assert re.search(r"rank 0: events live from tcp://\S+", printed)
-    assert printed.splitlines()[-1] == "nothing is wrong"
+    assert printed.splitlines()[-1] == "no findings"
 
 
 async def test_what_the_router_finds_is_told_with_what_to_do() -> None:
@@ -87,7 +87,7 @@ async def test_the_token_is_asked_for_and_given() -> None:
     async with running(QUICK) as worker, router(worker, server={"token": "admin"}, tenants=tenants) as routed:
         status, _, complaint = await doctor("--url", routed.url)
         assert status == 2
-        assert "wants the admin token for /workers: give it with --token" in complaint
+        assert "needs the admin token for /workers: set --token" in complaint
         status, printed, _ = await doctor("--url", routed.url, "--token", "admin")
         assert worker in printed
         assert status in (0, 1)
@@ -99,13 +99,13 @@ async def test_what_is_no_router() -> None:
     async with running(QUICK) as worker:
         status, _, complaint = await doctor("--url", worker)
     assert status == 2
-    assert "is this a router's URL?" in complaint or "is no router" in complaint
+    assert "is this a router's URL?" in complaint or "is not a router" in complaint
 
 
 async def test_a_router_is_asked_alone() -> None:
     status, _, complaint = await doctor("--url", "http://127.0.0.1:1", "--worker", "http://127.0.0.1:2")
     assert status == 2
-    assert "leave out --config and --worker" in complaint
+    assert "omit --config and --worker" in complaint
 
 
 def test_there_is_a_fix_for_every_finding_of_a_router() -> None:
@@ -171,4 +171,4 @@ async def test_outside_of_a_cluster_it_says_where_to_ask(tmp_path: Path) -> None
     status, _, complaint = await doctor("--config", str(file))
     assert status == 2
     assert "this is no pod of a cluster" in complaint
-    assert "ask the router with --url" in complaint
+    assert "or use --url" in complaint

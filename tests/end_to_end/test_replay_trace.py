@@ -119,7 +119,7 @@ async def test_what_is_refused_is_told(workers: list[str]) -> None:
             await replay_live(trace(), target(routed.url, model="nobody"), lambda: None)
     assert run.figures.failed == 1
     assert run.errors()[0][0].startswith("status 400")
-    with pytest.raises(ReplayError, match="does not tell its models"):
+    with pytest.raises(ReplayError, match="does not list its models"):
         await replay_live(trace(), target("http://127.0.0.1:9"), lambda: None)
 
 

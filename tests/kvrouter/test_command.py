@@ -102,20 +102,20 @@ def router(worker: str) -> Iterator[str]:
 # Help and mistakes
 
 
-def test_the_command_lists_its_subcommands() -> None:
+def test_command_lists_subcommands() -> None:
     shown = invoke("--help")
     assert shown.exit_code == 0
     assert all(name in shown.output for name in COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_subcommand_explains_itself(name: str) -> None:
+def test_every_subcommand_has_help(name: str) -> None:
     shown = invoke(name, "--help")
     assert shown.exit_code == 0
     assert COMMANDS[name] in shown.output
 
 
-def test_a_router_needs_workers() -> None:
+def test_serve_requires_workers() -> None:
     refused = invoke("serve")
     assert refused.exit_code == 1
     assert refused.stderr.startswith("kvrouter: no workers: list them")
@@ -133,21 +133,21 @@ def test_a_router_needs_workers() -> None:
         (["simulate", "--kv-events", "{"], "KV events configuration: "),
     ],
 )
-def test_bad_settings_are_named(arguments: list[str], message: str) -> None:
+def test_invalid_settings_are_named(arguments: list[str], message: str) -> None:
     refused = invoke(*arguments)
     assert refused.exit_code == 1
     assert f"kvrouter: {message}" in refused.stderr
 
 
 @pytest.mark.parametrize("name", ["serve", "indexer"])
-def test_a_log_level_that_is_none_is_refused(name: str) -> None:
+def test_unknown_log_level_is_rejected(name: str) -> None:
     refused = invoke(name, "--log-level", "loud")
     assert refused.exit_code == 2
     assert "'loud'" in refused.stderr
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_port_in_use_is_named(name: str) -> None:
+def test_port_in_use_is_reported(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         workers = ["--worker=http://127.0.0.1:1"] if name == "serve" else []
@@ -160,12 +160,12 @@ def test_a_port_in_use_is_named(name: str) -> None:
 # Services
 
 
-def test_an_interrupt_ends_a_service_as_well() -> None:
+def test_interrupt_ends_service() -> None:
     with service("indexer", "--port=0", ended_by=signal.SIGINT) as (url, _):
         assert json.load(urlopen(f"{url}/health"))["status"] == "ok"
 
 
-def test_requests_in_flight_finish_when_the_router_is_told_to_end(worker: str) -> None:
+def test_requests_in_flight_finish_after_termination_signal(worker: str) -> None:
     body = {"model": "simulated", "prompt": "Tell me more.", "max_tokens": 50, "ignore_eos": True, "stream": True}
     with (
         service("serve", "--port=0", f"--worker={worker}") as (url, process),
@@ -178,7 +178,7 @@ def test_requests_in_flight_finish_when_the_router_is_told_to_end(worker: str) -
         assert events[-2] == b"data: [DONE]\n"
 
 
-def test_settings_come_from_the_file_the_environment_and_the_options(worker: str, tmp_path: Path) -> None:
+def test_settings_are_read_from_file_environment_and_options(worker: str, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps({"workers": [{"url": worker, "model": "renamed"}], "server": {"port": 1}}))
     with service("serve", f"--config={config}", "--port=0") as (url, _):
@@ -188,7 +188,7 @@ def test_settings_come_from_the_file_the_environment_and_the_options(worker: str
 # Match
 
 
-def test_match_prints_who_holds_a_prompt(router: str, worker: str) -> None:
+def test_match_prints_holders_of_prompt(router: str, worker: str) -> None:
     question = "What holds the cache? " * 40
     messages = [{"role": "user", "content": question}]
     with post(f"{router}/v1/chat/completions", {"model": "simulated", "messages": messages, "max_tokens": 1}):
@@ -210,12 +210,12 @@ def test_match_prints_who_holds_a_prompt(router: str, worker: str) -> None:
         assert re.findall(r"\d+", row.replace(worker, "")) == ["0", str(held), str(held), "0", "0", "0"]
 
 
-def test_match_of_a_text_that_is_no_chat(router: str) -> None:
+def test_match_accepts_plain_text(router: str) -> None:
     shown = invoke("match", "--no-chat", "--model=simulated", f"--url={router}", "hi")
     assert "1 tokens of simulated" in shown.stdout
 
 
-def test_match_tells_what_the_router_refuses(router: str) -> None:
+def test_match_reports_refusal_of_router(router: str) -> None:
     refused = invoke("match", "--model=nobody", f"--url={router}", "hi")
     assert refused.exit_code == 1
     assert "404: The model 'nobody' does not exist. Send one of: simulated." in refused.stderr
@@ -243,13 +243,13 @@ def stranger() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:8080", "nonsense", ""])
-def test_match_tells_that_there_is_no_router(url: str) -> None:
+def test_match_reports_unreachable_router(url: str) -> None:
     refused = invoke("match", "--model=simulated", f"--url={url}", "hi")
     assert refused.exit_code == 1
     assert refused.stderr.startswith(f"kvrouter: {url} ")
 
 
-def test_match_tells_that_a_server_is_no_router(stranger: str) -> None:
+def test_match_reports_server_that_is_not_a_router(stranger: str) -> None:
     refused = invoke("match", "--model=simulated", f"--url={stranger}", "hi")
     assert refused.exit_code == 1
     assert refused.stderr.startswith(f"kvrouter: {stranger} ")
@@ -258,7 +258,7 @@ def test_match_tells_that_a_server_is_no_router(stranger: str) -> None:
 # Demo
 
 
-def test_the_demo_compares_and_ends_by_itself_whatever_files_are_around(
+def test_demo_ends_by_itself_and_ignores_files_in_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "worker.py").write_text("raise ImportError('not this one')")
@@ -271,7 +271,7 @@ def test_the_demo_compares_and_ends_by_itself_whatever_files_are_around(
     assert [sum(int(count) for count in column) for column in zip(*counts, strict=True)] == [18, 18]
 
 
-def test_the_demo_tells_why_a_worker_does_not_start(tmp_path: Path) -> None:
+def test_demo_reports_why_worker_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "uvicorn.py").write_text("raise ImportError('no server here')")
     status, output = run("demo", "--workers=1", "--conversations=1", PYTHONPATH=str(tmp_path))
     assert status == 1

@@ -25,14 +25,14 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "config.yaml"
 
 
-def test_a_good_file_is_said_to_be(file: Path) -> None:
+def test_config_check_accepts_valid_file(file: Path) -> None:
     file.write_text("workers: [{url: 'http://w:1'}]\nkubernetes: {selector: app=vllm}\npolicy: {name: random}")
     checked = config("check", str(file))
     assert checked.exit_code == 0
-    assert checked.stdout == f"{file}: no mistakes; 1 worker and those of the cluster, policy random\n"
+    assert checked.stdout == f"{file}: no mistakes; 1 worker and the workers of the cluster, policy random\n"
 
 
-def test_check_warns_of_settings_without_effect(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_check_warns_of_settings_without_effect(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text("server: {fast_lane: false}\nworkers: [{url: 'http://w:1'}]")
     monkeypatch.setenv("KVROUTER_PICKER__FAST_LANE", "false")
     checked = config("check", str(file))
@@ -46,7 +46,7 @@ def test_check_warns_of_settings_without_effect(file: Path, monkeypatch: pytest.
     assert "fast_lane" not in config("show", str(file)).stdout
 
 
-def test_all_mistakes_are_told_at_once(file: Path) -> None:
+def test_config_check_reports_all_mistakes(file: Path) -> None:
     file.write_text("server: {prot: 1}\npolcy: {name: random}\nproxy: {attempts: 0}")
     checked = config("check", str(file))
     assert checked.exit_code == 1
@@ -55,20 +55,20 @@ def test_all_mistakes_are_told_at_once(file: Path) -> None:
     assert len(checked.stderr.splitlines()) == 3
 
 
-def test_the_environment_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_check_includes_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVROUTER_SEVER__PORT", "1")
     checked = config("check")
     assert checked.exit_code == 1
     assert "KVROUTER_SEVER__PORT: unknown setting; did you mean KVROUTER_SERVER__…?" in checked.stderr
 
 
-def test_variables_that_kubernetes_sets_for_a_service_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubernetes_service_variables_are_not_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVROUTER_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KVROUTER_PORT_8080_TCP", "tcp://10.0.0.1:8080")
     assert config("check").exit_code == 0
 
 
-def test_what_is_used_is_shown_without_secrets(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_show_masks_secrets(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(
         "server: {port: 9000}\nreplicas: {redis: 'redis://u:hidden-1@r:6379/0?password=hidden-2'}\n"
         f"index: {{secret: hidden-3}}\nworkers: [{{url: 'http://u:hidden-4@w:1'}}]\n"
@@ -86,14 +86,14 @@ def test_what_is_used_is_shown_without_secrets(file: Path, monkeypatch: pytest.M
     assert told["rates"]["token"] == 4e-5  # no secret, whatever its name
 
 
-def test_what_is_shown_can_be_used_again(file: Path, tmp_path: Path) -> None:
+def test_config_show_prints_valid_settings(file: Path, tmp_path: Path) -> None:
     file.write_text("workers: [{url: 'http://w:1', weight: 2}]\nmodels: {m: {tokenizer: /m}}")
     again = tmp_path / "again.yaml"
     again.write_text(config("show", str(file)).stdout)
     assert load_settings(again) == load_settings(file)
 
 
-def test_the_default_file_has_every_default(tmp_path: Path) -> None:
+def test_default_config_has_every_default(tmp_path: Path) -> None:
     begun = tmp_path / "begun.yaml"
     begun.write_text(config("default").stdout)
     assert begun.read_text() == (ROOT / "config.yaml").read_text()
@@ -101,7 +101,7 @@ def test_the_default_file_has_every_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.install
-def test_a_wheel_has_it(tmp_path: Path) -> None:
+def test_wheel_contains_default_config(tmp_path: Path) -> None:
     import subprocess
     import sys
 

@@ -72,7 +72,7 @@ def test_every_recording_has_its_score() -> None:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_the_indexer_says_what_the_engine_said(indexer: str, name: str) -> None:
+def test_indexer_matches_equal_engine_answers(indexer: str, name: str) -> None:
     score = check(indexer, name)
     assert (score.right, score.requests) == RIGHT[name]
     assert score.ghosts == 0
@@ -80,7 +80,7 @@ def test_the_indexer_says_what_the_engine_said(indexer: str, name: str) -> None:
         assert json.load(answer) == {"workers": []}
 
 
-def test_the_exit_status_says_whether_enough_was_right(indexer: str) -> None:
+def test_exit_status_depends_on_expected_answers(indexer: str) -> None:
     path = recording("d_reset_prefix_cache")
     all_expected = replay(path, "--check", "--indexer", indexer, "--verbose")
     assert all_expected.exit_code == 1
@@ -90,13 +90,13 @@ def test_the_exit_status_says_whether_enough_was_right(indexer: str) -> None:
     assert replay(path, "--check", "--indexer", indexer, "--expect", "6").exit_code == 1
 
 
-def test_without_an_indexer_the_own_one_is_checked() -> None:
+def test_check_without_indexer_starts_own_one() -> None:
     checked = replay(recording("e_dp2"), recording("s3_sglang_salt_page32"), "--check")
     assert checked.exit_code == 0, checked.output
     assert re.search(r"e_dp2 +53/53 +0 .*\n.*s3_sglang_salt_page32 +150/150 +0 ", checked.stdout)
 
 
-def test_an_indexer_with_a_token_wants_to_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_sends_token_to_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVROUTER_SERVER__TOKEN", "s3cret")
     with KvrouterProcess(["indexer", "--port", "0"]) as process:
         url = process.wait_until_listening()
@@ -106,11 +106,11 @@ def test_an_indexer_with_a_token_wants_to_see_it(monkeypatch: pytest.MonkeyPatch
     assert f"{url}/register answers 401" in refused.output
 
 
-def test_a_check_may_go_at_the_recorded_pace(indexer: str) -> None:
+def test_check_can_use_recorded_pace(indexer: str) -> None:
     assert check(indexer, "s3_sglang_salt_page32", speed=0.5).seconds >= 1.2
 
 
-def test_the_model_and_the_requests_may_be_named(indexer: str, tmp_path: Path) -> None:
+def test_check_accepts_model_and_requests(indexer: str, tmp_path: Path) -> None:
     lines = [line for line in requests_of("g_lora_salt_block64") if line.get("model") == "tiny"]
     few = tmp_path / "few.jsonl"
     few.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -118,7 +118,7 @@ def test_the_model_and_the_requests_may_be_named(indexer: str, tmp_path: Path) -
     assert (score.right, score.requests) == (len(lines), len(lines))
 
 
-def test_ranks_that_are_not_in_the_recording_are_named(indexer: str, tmp_path: Path) -> None:
+def test_check_names_ranks_missing_in_recording(indexer: str, tmp_path: Path) -> None:
     (line, *_) = (line for line in requests_of("e_dp2") if line["kind"] == "chat")
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps(line | {"headers": {"x-data-parallel-rank": "7"}}))
@@ -137,7 +137,7 @@ def test_ranks_that_are_not_in_the_recording_are_named(indexer: str, tmp_path: P
         (b"\xff\xfe\n", "line 1: "),
     ],
 )
-def test_requests_that_cannot_be_read_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_check_names_unreadable_requests(tmp_path: Path, content: bytes, message: str) -> None:
     requests = tmp_path / "bad.jsonl"
     requests.write_bytes(content)
     checked = replay(recording("e_dp2"), "--check", "--requests", requests, "--indexer", "http://127.0.0.1:1")
@@ -145,7 +145,7 @@ def test_requests_that_cannot_be_read_are_named(tmp_path: Path, content: bytes, 
     assert re.search(f"kvrouter: {requests}: {message}", checked.output)
 
 
-def test_requests_are_looked_for_beside_the_recording(tmp_path: Path) -> None:
+def test_check_finds_requests_beside_recording(tmp_path: Path) -> None:
     alone = tmp_path / "alone.kvrec"
     shutil.copy(recording("e_dp2"), alone)
     checked = replay(alone, "--check", "--indexer", "http://127.0.0.1:1")
@@ -153,7 +153,7 @@ def test_requests_are_looked_for_beside_the_recording(tmp_path: Path) -> None:
     assert "alone.requests.jsonl(.gz) beside it" in checked.output
 
 
-def test_an_indexer_that_is_not_there_is_named() -> None:
+def test_check_reports_unreachable_indexer() -> None:
     url = f"http://127.0.0.1:{unused_port()}"
     checked = replay(recording("e_dp2"), "--check", "--indexer", url)
     assert checked.exit_code == 1
@@ -163,19 +163,19 @@ def test_an_indexer_that_is_not_there_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--expect", "3"], "are for --check"),
+        (["--expect", "3"], "need --check"),
         (["--fast", "--speed", "2"], "either --speed or --fast"),
         (["--check", "--bind-host", "0.0.0.0"], "--bind-host"),
         (["--bind-host", "192.0.2.1"], "cannot bind"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(arguments: list[str], message: str) -> None:
+def test_contradicting_options_are_rejected(arguments: list[str], message: str) -> None:
     refused = replay(recording("e_dp2"), *arguments)
     assert refused.exit_code == 1
     assert message in refused.output
 
 
-def test_a_server_that_has_only_the_rfcs_paths_is_asked_until_its_answer_stands(indexer: str) -> None:
+def test_check_polls_indexer_without_progress_until_answer_settles(indexer: str) -> None:
     async def scored() -> Score:
         async with aiohttp.ClientSession() as session:
 
@@ -193,7 +193,7 @@ def test_a_server_that_has_only_the_rfcs_paths_is_asked_until_its_answer_stands(
     assert (score.right, score.requests) == RIGHT["d_reset_prefix_cache"]
 
 
-def test_matches_of_what_was_never_stored_are_ghosts() -> None:
+def test_matches_beyond_stored_blocks_are_ghosts() -> None:
     """An indexer that says of every prompt that all of it is cached: right now and then, but not by any event."""
 
     async def checked(name: str) -> tuple[Score, int]:

@@ -36,13 +36,13 @@ def event(start: int, token_ids: list[int]) -> BlockStored:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("cached", [0, BLOCK, 2 * BLOCK])
-async def test_it_is_stored_from_the_last_cached_block_on(prompt: NewPrompt, cached: int) -> None:
+async def test_prompt_is_found_from_last_cached_block_on(prompt: NewPrompt, cached: int) -> None:
     """One of the prompts before may have gone on like this one, by chance."""
     its = event(cached, PROMPT[cached : 6 * BLOCK])
     assert stored(prompt, [event(0, [7] * 8), its]) is its
 
 
 @pytest.mark.anyio
-async def test_what_others_have_too_does_not_tell_that_it_was_stored(prompt: NewPrompt) -> None:
+async def test_shared_tokens_do_not_identify_stored_prompt(prompt: NewPrompt) -> None:
     assert stored(prompt, [event(0, PROMPT[: 2 * BLOCK])]) is None
     assert stored(prompt, [event(BLOCK, [*PROMPT[BLOCK : 3 * BLOCK], 7, 7, 7, 7])]) is None

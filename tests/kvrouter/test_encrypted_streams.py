@@ -146,21 +146,21 @@ def assert_everything_is_read(published: ZmqEventPublisher, reading: Indexer) ->
     assert state(reading) is StreamState.LIVE
 
 
-def test_an_encrypted_stream_is_read_live_and_replayed(publisher: Publish, reader: Read, keys: Path) -> None:
+def test_encrypted_stream_is_read_live_and_replayed(publisher: Publish, reader: Read, keys: Path) -> None:
     published = publisher(curve_secret_key_file=str(keys / "worker.key_secret"))
     for number in range(5):
         published.publish(block(number))
     assert_everything_is_read(published, reader(published, load_public_key(keys / "worker.key", "key")))
 
 
-def test_a_stream_without_keys_is_as_open_as_ever(publisher: Publish, reader: Read) -> None:
+def test_stream_without_keys_is_open(publisher: Publish, reader: Read) -> None:
     published = publisher()
     for number in range(5):
         published.publish(block(number))
     assert_everything_is_read(published, reader(published, None))
 
 
-def test_those_on_the_list_may_read_and_others_not(
+def test_only_listed_clients_can_read(
     publisher: Publish, reader: Read, keys: Path, tmp_path: Path, refusals: list[HandshakeFailed], caplog: Any
 ) -> None:
     caplog.set_level(logging.CRITICAL, "zmq.auth")
@@ -187,7 +187,7 @@ def test_those_on_the_list_may_read_and_others_not(
     [("worker.key_secret", None), (None, "worker.key"), ("worker.key_secret", "stranger.key")],
     ids=["no key", "no encryption", "wrong key"],
 )
-def test_who_has_not_the_right_key_gets_nothing_and_says_so_once(
+def test_reader_with_wrong_key_receives_nothing_and_warns_once(
     publishers: str | None,
     readers: str | None,
     publisher: Publish,
@@ -210,7 +210,7 @@ def test_who_has_not_the_right_key_gets_nothing_and_says_so_once(
     assert (state(reading), matched(reading)) == (StreamState.CONNECTING, 0)
 
 
-def test_a_publisher_that_learns_to_encrypt_is_read_from_then_on(
+def test_publisher_that_starts_encrypting_is_read_again(
     publisher: Publish, reader: Read, keys: Path, refusals: list[HandshakeFailed]
 ) -> None:
     plain = publisher()
@@ -220,7 +220,7 @@ def test_a_publisher_that_learns_to_encrypt_is_read_from_then_on(
     assert_read_once_it_encrypts(plain, reading, keys)
 
 
-def test_a_replay_endpoint_that_refused_once_is_asked_where_its_stream_was_only_hung_up_on(
+def test_replay_endpoint_is_retried_after_refusal(
     reader: Read, keys: Path, refusals: list[HandshakeFailed]
 ) -> None:
     """Who is told that the other side does not encrypt does not connect again by itself."""
@@ -246,7 +246,7 @@ def test_a_replay_endpoint_that_refused_once_is_asked_where_its_stream_was_only_
     assert_read_once_it_encrypts(plain, reading, keys)
 
 
-def test_an_indexer_that_starts_anew_still_has_the_keys_of_its_streams(
+def test_restarted_indexer_keeps_keys_of_streams(
     publisher: Publish, reader: Read, keys: Path
 ) -> None:
     published = publisher(curve_secret_key_file=str(keys / "worker.key_secret"))
@@ -277,14 +277,14 @@ def test_an_indexer_that_starts_anew_still_has_the_keys_of_its_streams(
         ),
     ],
 )
-def test_a_publisher_names_the_keys_it_cannot_use(keys: Path, fields: dict[str, str], message: str) -> None:
+def test_publisher_names_unusable_keys(keys: Path, fields: dict[str, str], message: str) -> None:
     given = {name: value.format(keys=keys) for name, value in fields.items()}
     config = PublisherConfig(publisher="zmq", endpoint=LOOPBACK, **given)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         EventPublisherFactory.create(json.dumps({"publisher": "zmq", "endpoint": config.endpoint, **given}))
 
 
-def test_a_simulated_worker_encrypts_its_streams(keys: Path) -> None:
+def test_simulated_worker_encrypts_streams(keys: Path) -> None:
     events = {
         "publisher": "zmq",
         "endpoint": LOOPBACK,
@@ -311,7 +311,7 @@ def test_a_simulated_worker_encrypts_its_streams(keys: Path) -> None:
             reading.stop()
 
 
-def test_keygen_writes_a_pair_and_never_over_another(tmp_path: Path) -> None:
+def test_keygen_writes_pair_and_never_overwrites(tmp_path: Path) -> None:
     made = CliRunner().invoke(app, ["keygen", str(tmp_path / "new"), "--name", "gpu-1"])
     assert made.exit_code == 0, made.output
     public, secret = tmp_path / "new" / "gpu-1.key", tmp_path / "new" / "gpu-1.key_secret"

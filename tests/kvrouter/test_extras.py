@@ -62,17 +62,17 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["picker"], "router,envoy"),
     ],
 )
-def test_a_bare_installation_names_the_extra(bare: Path, arguments: list[str], extra: str) -> None:
+def test_bare_installation_names_missing_extra(bare: Path, arguments: list[str], extra: str) -> None:
     line = _said(bare, "-m", "kvrouter", *arguments)
     assert line == f"kvrouter: the package 'typer' is missing: pip install 'kvrouter[{extra}]'"
 
 
-def test_a_simulated_worker_names_the_extra_too(bare: Path) -> None:
+def test_simulated_worker_names_missing_extra(bare: Path) -> None:
     line = _said(bare, "-m", "simulator.worker")
     assert line == "simulated worker: the package 'uvicorn' is missing: pip install 'kvrouter[router]'"
 
 
-def test_what_no_extra_brings_is_no_matter_of_extras() -> None:
+def test_unknown_module_has_no_extra() -> None:
     assert missing_extra("kvrouter.nothing", []) is None
     assert missing_extra(None, []) is None
 
@@ -86,7 +86,7 @@ def _imported(package: str) -> Iterator[str]:
                 yield node.module.partition(".")[0]
 
 
-def test_every_package_that_is_imported_has_its_extra() -> None:
+def test_every_imported_package_has_an_extra() -> None:
     known = {name for names in MODULES.values() for name in names}
     imported = {name for package in OURS for name in _imported(package)}
     others = imported - set(sys.stdlib_module_names) - set(OURS) - ENGINES - COMPILING - {"build", "build_hook"}
@@ -99,7 +99,7 @@ def _normal(distribution: str) -> str:
     return distribution.lower().replace("_", "-")
 
 
-def test_the_extras_bring_what_is_said_of_them() -> None:
+def test_extras_install_their_modules() -> None:
     wanted = requires("kvrouter") or []
     distributions = packages_distributions()
     for extra in MODULES.keys() - {"mooncake", "nixl"}:  # not among the tests' needs
@@ -127,7 +127,7 @@ _BROUGHT_BY_OTHERS = {"starlette", "pydantic", "pydantic_core", "yarl", "markups
         ("[router]", ["picker", "--worker=http://127.0.0.1:1"], "envoy"),
     ],
 )
-def test_an_installation_by_pip_names_the_extra(tmp_path: Path, extras: str, arguments: list[str], wanted: str) -> None:
+def test_pip_installation_names_missing_extra(tmp_path: Path, extras: str, arguments: list[str], wanted: str) -> None:
     venv.create(tmp_path, with_pip=True)
     install = [str(_python(tmp_path)), "-m", "pip", "install", "--quiet", f"{ROOT}{extras}"]
     subprocess.run(install, check=True, timeout=600)
@@ -136,7 +136,7 @@ def test_an_installation_by_pip_names_the_extra(tmp_path: Path, extras: str, arg
 
 
 @pytest.mark.install
-def test_the_demo_s_extra_is_all_that_the_demo_needs(tmp_path: Path) -> None:
+def test_demo_extra_is_sufficient_for_demo(tmp_path: Path) -> None:
     venv.create(tmp_path, with_pip=True)
     install = [str(_python(tmp_path)), "-m", "pip", "install", "--quiet", f"{ROOT}[demo]"]
     subprocess.run(install, check=True, timeout=600)

@@ -25,7 +25,7 @@ def shown(renderable: RenderableType, width: int) -> str:
 
 
 @given(width=st.integers(4, 80), widths=st.lists(st.integers(1, 30), min_size=1, max_size=6))
-def test_what_is_shown_is_whole(width: int, widths: list[int]) -> None:
+def test_shown_cells_are_complete(width: int, widths: list[int]) -> None:
     columns = [FittingColumn(f"c{place}", ["x" * each], place) for place, each in enumerate(widths)]
     text = shown(FittingTable(columns, box=None), width)
     assert "…" not in text
@@ -34,14 +34,14 @@ def test_what_is_shown_is_whole(width: int, widths: list[int]) -> None:
     assert text.replace("\n", "").replace(" ", "").count("x") >= widths[-1]
 
 
-def test_what_matters_less_goes_first() -> None:
+def test_least_important_column_is_omitted_first() -> None:
     columns = [FittingColumn(name, ["x" * 10], matters) for name, matters in (("a", 2), ("b", 3), ("c", 1))]
     assert [name for name in "abc" if name in shown(FittingTable(columns, box=None), 30)] == ["a", "b"]
     assert [name for name in "abc" if name in shown(FittingTable(columns, box=None), 12)] == ["b"]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
-def test_top_never_shortens_a_worker(width: int) -> None:
+def test_top_never_shortens_worker_names(width: int) -> None:
     rows = [
         {"worker": worker, "dp_rank": 0, "model": "m", "state": "left_out", "requests": 3, "pending": 0}
         | {"kv_usage": None, "stream": "connecting"}
@@ -60,7 +60,7 @@ def test_top_never_shortens_a_worker(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
-def test_explain_never_shortens_a_worker(width: int) -> None:
+def test_explain_never_shortens_worker_names(width: int) -> None:
     terms = {"pending": 0.0, "prefill": 4096.0, "interference": 12.25, "context": 3.5}
     prediction = {"ttft": {"expected": 0.25, "low": 0.125, "high": 0.5}}
     candidates: list[dict[str, Any]] = [

@@ -62,7 +62,7 @@ COMPLETION = {"model": "simulated", "prompt": "a b c", "max_tokens": 2}
 # Passwords
 
 
-def test_passwords_in_urls_are_told_to_nobody(worker: str, settings: Path) -> None:
+def test_passwords_in_urls_are_never_shown(worker: str, settings: Path) -> None:
     """Neither in logs, whatever happens to the workers, nor in what the router says of itself."""
     host = worker.removeprefix("http://")
     urls = [
@@ -99,7 +99,7 @@ def test_passwords_in_urls_are_told_to_nobody(worker: str, settings: Path) -> No
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_operators_have_a_port_of_their_own(worker: str, settings: Path, processes: int) -> None:
+def test_admin_port_is_separate(worker: str, settings: Path, processes: int) -> None:
     admin = free_port()
     server = {"admin_port": admin, "processes": processes}
     settings.write_text(json.dumps({"workers": [{"url": worker}], "server": server}))
@@ -121,7 +121,7 @@ def test_operators_have_a_port_of_their_own(worker: str, settings: Path, process
         assert ask(clients, "/metrics", **{"x-forwarded-port": str(admin), "forwarded": f"host=r:{admin}"})[0] == 404
 
 
-def test_the_index_alone_has_one_port(settings: Path) -> None:
+def test_indexer_has_one_port(settings: Path) -> None:
     settings.write_text(json.dumps({"server": {"admin_port": free_port()}}))
     with service("indexer", f"--config={settings}", "--port=0", "--log-level=error") as (url, _):
         assert ask(url, "/metrics")[0] == 200
@@ -144,7 +144,7 @@ HALF_SENT = [
 
 
 @pytest.mark.parametrize("command", ["serve", "indexer"])
-def test_requests_that_are_half_sent_hold_up_no_end(worker: str, settings: Path, command: str) -> None:
+def test_incomplete_requests_do_not_delay_shutdown(worker: str, settings: Path, command: str) -> None:
     settings.write_text(json.dumps({"workers": [{"url": worker}]}))
     with ExitStack() as stack:
         with service(command, f"--config={settings}", "--port=0", "--log-level=error") as (url, process):
@@ -160,7 +160,7 @@ def test_requests_that_are_half_sent_hold_up_no_end(worker: str, settings: Path,
 # The index alone
 
 
-def test_the_index_alone_bounds_what_it_reads(settings: Path) -> None:
+def test_indexer_limits_request_size(settings: Path) -> None:
     settings.write_text(json.dumps({"server": {"max_body_bytes": 100_000, "body_timeout": 0.5}}))
     with service("indexer", f"--config={settings}", "--port=0", "--log-level=error") as (url, _):
         for path in ("/match", "/query", "/query_by_hash", "/register", "/unregister"):
@@ -193,7 +193,7 @@ def test_the_index_alone_bounds_what_it_reads(settings: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "indexer"])
-def test_the_api_page_loads_nothing_from_elsewhere(worker: str, settings: Path, command: str) -> None:
+def test_api_page_loads_no_external_files(worker: str, settings: Path, command: str) -> None:
     settings.write_text(json.dumps({"workers": [{"url": worker}]}))
     with service(command, f"--config={settings}", "--port=0", "--log-level=error") as (url, _):
         for path in ("/docs", "/redoc"):
@@ -204,7 +204,7 @@ def test_the_api_page_loads_nothing_from_elsewhere(worker: str, settings: Path, 
         assert ask(url, "/docs", host="evil.example")[0] == 421
 
 
-def test_with_tenants_the_api_page_is_the_operators(worker: str, settings: Path) -> None:
+def test_api_page_needs_admin_token_with_tenants(worker: str, settings: Path) -> None:
     tenants = {"named": {"a": {"keys": ["0" * 64]}}}
     settings.write_text(json.dumps({"workers": [{"url": worker}], "server": {"token": "t"}, "tenants": tenants}))
     with service("serve", f"--config={settings}", "--port=0", "--log-level=error") as (url, _):

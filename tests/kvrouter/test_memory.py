@@ -31,5 +31,5 @@ def pages_mapped(prepare: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
-def test_freed_memory_is_kept_for_the_next_bodies() -> None:
+def test_freed_memory_is_kept_for_next_bodies() -> None:
     assert pages_mapped("keep_freed_memory()") < pages_mapped("") / 10

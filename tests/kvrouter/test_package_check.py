@@ -43,7 +43,7 @@ def module(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("make", [package, module])
 @pytest.mark.parametrize("name", ["router", "indexer", "worker", "simulator", "kvevents", "http_api"])
-def test_it_is_named_in_one_line_with_both_paths(tmp_path: Path, make: Callable[[Path, str], Path], name: str) -> None:
+def test_foreign_package_is_named_with_both_paths(tmp_path: Path, make: Callable[[Path, str], Path], name: str) -> None:
     foreign = make(tmp_path, name)
     status, output = run([*AS_MODULE, *SERVE], tmp_path)
     assert status == 1
@@ -52,7 +52,7 @@ def test_it_is_named_in_one_line_with_both_paths(tmp_path: Path, make: Callable[
     assert f"finds {foreign} before {OURS / name}" in line
 
 
-def test_the_installed_command_sees_it_as_well(tmp_path: Path) -> None:
+def test_installed_command_detects_foreign_package(tmp_path: Path) -> None:
     foreign = package(tmp_path, "router")
     status, output = run([*AS_COMMAND, *SERVE], tmp_path)
     assert status == 1
@@ -61,7 +61,7 @@ def test_the_installed_command_sees_it_as_well(tmp_path: Path) -> None:
     assert str(OURS / "router") in line
 
 
-def test_it_is_seen_in_the_working_directory_where_python_looks_there(tmp_path: Path) -> None:
+def test_foreign_package_in_working_directory_is_detected(tmp_path: Path) -> None:
     foreign = package(tmp_path, "worker")
     done = subprocess.run(
         [sys.executable, "-m", "kvrouter", "simulate", "--help"],
@@ -75,7 +75,7 @@ def test_it_is_seen_in_the_working_directory_where_python_looks_there(tmp_path: 
     assert str(foreign) in done.stderr
 
 
-def test_a_folder_that_is_no_package_is_in_nobodys_place(tmp_path: Path) -> None:
+def test_folder_without_package_is_ignored(tmp_path: Path) -> None:
     for name in ("router", "indexer", "worker", "kvevents"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("")
@@ -83,7 +83,7 @@ def test_a_folder_that_is_no_package_is_in_nobodys_place(tmp_path: Path) -> None
     assert (status, output.startswith("kvrouter: options: workers.0.url: ")) == (1, True)
 
 
-def test_our_own_by_way_of_a_link_are_ours(tmp_path: Path) -> None:
+def test_linked_own_packages_are_accepted(tmp_path: Path) -> None:
     for name in ("router", "indexer", "worker", "kvevents"):
         (tmp_path / name).symlink_to(OURS / name)
     status, output = run([*AS_MODULE, "serve", "--worker=nonsense"], tmp_path)

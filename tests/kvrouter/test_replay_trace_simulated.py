@@ -113,7 +113,7 @@ def test_policies_are_compared_and_reported(trace: Path, tmp_path: Path) -> None
     ],
     ids=["one token", "one request", "no blocks", "all alike"],
 )
-def test_small_and_odd_traces(lines: list[TraceLine], tmp_path: Path) -> None:
+def test_small_and_unusual_traces_are_replayed(lines: list[TraceLine], tmp_path: Path) -> None:
     path, page = tmp_path / "trace.jsonl", tmp_path / "report.html"
     path.write_text("".join(json.dumps(line_of(line)) + "\n" for line in lines))
     code, output = invoke(path, "-o", page)
@@ -124,14 +124,14 @@ def test_small_and_odd_traces(lines: list[TraceLine], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "holds no requests"),
+        ("", "has no requests"),
         ('{"timestamp": 0}\n', "line 1"),
         ('{"timestamp": 0, "input_length": 9000, "output_length": 1, "hash_ids": [1]}\n', "1 hash_ids are too few"),
         ('{"block_tokens": 0}\n', "block_tokens"),
         ("no json\n", "line 1"),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused(content: str, said: str, tmp_path: Path) -> None:
+def test_file_without_trace_is_rejected(content: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(content)
     code, output = invoke(path)
@@ -145,26 +145,26 @@ def test_a_file_that_is_no_trace_is_refused(content: str, said: str, tmp_path: P
         (("--policy", "best"), "unknown policy 'best'; known: kv_aware"),
         (("--engine", "1t"), "known engines are 70b, 8b"),
         (("--simulate", "--url", "http://a"), "either"),
-        (("--policy", "random", "--url", "http://a"), "--policy is for the simulation"),
+        (("--policy", "random", "--url", "http://a"), "--policy needs --simulate"),
         (("--url", "a"), "LABEL=URL"),
         (("--output", "no/such/folder.html"), "no/such/folder.html"),
         (("--url", "a=http://b", "--url", "a=http://c"), "different labels"),
     ],
 )
-def test_options_that_make_no_sense(trace: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_contradicting_options_are_rejected(trace: Path, arguments: tuple[str, ...], said: str) -> None:
     code, output = invoke(trace, *arguments)
     assert code == 1
     assert said in output
 
 
-def test_a_url_may_have_a_label() -> None:
+def test_url_can_have_label() -> None:
     plain, labelled = live_targets(["http://a:1/", "new=https://b/x?y=z"], None, "", 1.0, 9, "seed")
     assert (plain.label, plain.url) == ("a:1", "http://a:1")
     assert (labelled.label, labelled.url) == ("new", "https://b/x?y=z")
     assert plain.seed != labelled.seed
 
 
-def test_a_recording_that_began_late_begins_at_once(tmp_path: Path) -> None:
+def test_late_recording_begins_at_zero(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(
         '{"block_tokens": 64}\n'
@@ -176,7 +176,7 @@ def test_a_recording_that_began_late_begins_at_once(tmp_path: Path) -> None:
     assert requests_of(opened.lines, 1.0, opened.block_tokens)[0].blocks == (1, 2)
 
 
-def test_the_best_hit_rate_is_that_of_a_cache_that_forgets_nothing() -> None:
+def test_best_hit_rate_is_of_unlimited_cache() -> None:
     lines = [TraceLine(1000 * n, 1024, 1, [n % 2 * 10, n % 2 * 10 + 1]) for n in range(4)]
     workload = shape(lines, requests_of(lines), 512)
     # The last token of a prompt is always computed, and with it its block.
@@ -185,14 +185,14 @@ def test_the_best_hit_rate_is_that_of_a_cache_that_forgets_nothing() -> None:
     assert workload.working_set == 4 * 512
 
 
-def test_load_counts_what_a_worker_had_when_it_had_it() -> None:
+def test_load_is_requests_in_flight_by_time() -> None:
     run = Run("r", [Answer(0, 10, 1, 4, held=2, worker="a"), Answer(1, 10, 1, 1, worker="b")], ["a", "b", "c"])
     assert run.load(4, 4.0) == {"a": [0, 0, 1, 1], "b": [0, 1, 0, 0], "c": [0, 0, 0, 0]}
     assert run.busy_seconds() == {"a": 2, "b": 1, "c": 0}
     assert run.figures.busiest == 2
 
 
-def test_prompts_share_what_their_blocks_share() -> None:
+def test_prompts_share_tokens_of_shared_blocks() -> None:
     prompts = Prompts("seed", 16)
     first, second = (
         prompts.token_ids(TraceLine(0, length, 1, ids), number)
@@ -212,7 +212,7 @@ def test_every_value_is_in_one_bin(values: list[float], bins: int) -> None:
     assert sum(histogram(values, edges)) == len(values)
 
 
-def test_amounts_as_people_write_them() -> None:
+def test_amounts_are_formatted_with_units() -> None:
     assert [seconds(each) for each in (0, 0.0042, 0.25, 1.234, 12.34, 123)] == [
         *("0 ms", "4.2 ms", "250 ms", "1.23 s", "12.3 s", "123 s")
     ]

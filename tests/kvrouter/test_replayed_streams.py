@@ -90,7 +90,7 @@ async def published(path: Path) -> AsyncIterator[tuple[Recording, Publication, l
 
 
 @pytest.mark.parametrize("name", ["e_dp2", "s3_sglang_salt_page32"])
-def test_subscribers_get_every_message_as_it_was(name: str) -> None:
+def test_subscribers_receive_every_message_unchanged(name: str) -> None:
     async def run() -> None:
         async with published(recording(name)) as (loaded, publication, clients):
             for message in loaded.messages:
@@ -102,7 +102,7 @@ def test_subscribers_get_every_message_as_it_was(name: str) -> None:
     asyncio.run(run())
 
 
-def test_a_replay_gives_what_was_published_so_far() -> None:
+def test_replay_returns_batches_published_so_far() -> None:
     async def run() -> None:
         async with published(recording("c_pressure_evictions")) as (loaded, publication, (client,)):
             assert await client.replay(0) == []
@@ -116,7 +116,7 @@ def test_a_replay_gives_what_was_published_so_far() -> None:
     asyncio.run(run())
 
 
-def test_a_replay_is_framed_as_the_recorded_engine_did_it() -> None:
+def test_replay_has_frames_of_recorded_engine() -> None:
     async def run() -> None:
         name = "c_pressure_evictions.vllm-0.16.0"
         async with published(recording(name)) as (loaded, publication, (client,)):
@@ -127,7 +127,7 @@ def test_a_replay_is_framed_as_the_recorded_engine_did_it() -> None:
     asyncio.run(run())
 
 
-def test_a_client_that_asks_wrongly_or_leaves_disturbs_no_other() -> None:
+def test_malformed_or_disconnected_client_does_not_affect_others() -> None:
     async def run() -> None:
         async with published(recording("c_pressure_evictions")) as (loaded, publication, (client,)):
             await publication.publish(loaded.messages[0])
@@ -142,7 +142,7 @@ def test_a_client_that_asks_wrongly_or_leaves_disturbs_no_other() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_restarts_comes_back_at_the_same_place_without_its_past() -> None:
+def test_restarted_engine_keeps_endpoints_and_loses_batches() -> None:
     async def run() -> None:
         path = recording("i_restart_seq_reset_and_replay_truncation")
         async with published(path) as (loaded, publication, (client,)):
@@ -156,7 +156,7 @@ def test_an_engine_that_restarts_comes_back_at_the_same_place_without_its_past()
     asyncio.run(run())
 
 
-def test_what_a_worker_had_before_the_recording_is_there_from_the_start(tmp_path: Path) -> None:
+def test_batches_before_recording_can_be_replayed_from_start(tmp_path: Path) -> None:
     path = written(tmp_path / "late.kvrec", batch(3, 1.0), *map(replayed, range(4)), batch(4, 2.0), replayed(9, 3.0))
 
     async def run() -> None:
@@ -168,7 +168,7 @@ def test_what_a_worker_had_before_the_recording_is_there_from_the_start(tmp_path
     asyncio.run(run())
 
 
-def test_what_only_a_replay_told_of_can_be_replayed(tmp_path: Path) -> None:
+def test_batches_known_from_replay_can_be_replayed(tmp_path: Path) -> None:
     async def run() -> None:
         async with published(written(tmp_path / "idle.kvrec", *map(replayed, range(3)))) as (loaded, _, (client,)):
             assert loaded.messages == []
@@ -177,7 +177,7 @@ def test_what_only_a_replay_told_of_can_be_replayed(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_the_recorded_times_come_round_as_fast_as_is_asked() -> None:
+def test_pace_follows_recorded_times_and_speed() -> None:
     path = recording("s3_sglang_salt_page32")
 
     async def arrivals(speed: float | None) -> list[float]:
@@ -199,7 +199,7 @@ def test_the_recorded_times_come_round_as_fast_as_is_asked() -> None:
     assert asyncio.run(arrivals(None))[-1] < offsets[-1]
 
 
-def test_ranks_and_workers_are_told_apart() -> None:
+def test_ranks_and_workers_are_distinguished() -> None:
     two_workers = load_recording(recording("a_shared_system_prompt_2workers")).sources
     two_ranks = load_recording(recording("e_dp2")).sources
     assert [(s.worker, s.dp_rank, s.block_size, s.engine) for s in two_workers.values()] == [
@@ -212,13 +212,13 @@ def test_ranks_and_workers_are_told_apart() -> None:
     assert load_recording(recording("g_lora_salt_block64")).adapters == {"lora-a", "lora-b"}
 
 
-def test_a_recording_that_was_cut_off_counts_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_truncated_recording_is_used(tmp_path: Path) -> None:
     whole = written(tmp_path / "whole.kvrec", batch(0), batch(1)).read_bytes()
     (tmp_path / "cut.kvrec").write_bytes(whole[:-1])
     assert [message.seq for message in load_recording(tmp_path / "cut.kvrec").messages] == [0]
 
 
-def test_messages_that_are_none_are_published_all_the_same(tmp_path: Path) -> None:
+def test_malformed_messages_are_published_unchanged(tmp_path: Path) -> None:
     odd = [Record(0.0, Channel.LIVE, 0, frames) for frames in ([b"t", b"1", b""], live_frames(b"t", 7, b"\xff"))]
     path = written(tmp_path / "odd.kvrec", *odd, Record(0.0, Channel.REPLAY, 0, [b"", b"what"]))
 
@@ -233,14 +233,14 @@ def test_messages_that_are_none_are_published_all_the_same(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("content", [b"", b"this is no recording"])
-def test_what_holds_no_stream_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_file_without_stream_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "none.kvrec"
     path.write_bytes(content)
     with pytest.raises(UnusableRecordingError, match=str(path)):
         load_recording(path)
 
 
-def test_the_command_publishes_until_it_is_told_to_end() -> None:
+def test_command_publishes_until_signal() -> None:
     command = [sys.executable, "-m", "kvrouter", "replay", "--fast", str(recording("e_dp2"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None

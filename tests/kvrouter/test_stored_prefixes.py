@@ -25,7 +25,7 @@ def block(names: list[Any], tokens: list[int], parent: Any = None, **fields: Any
     return BlockStored(names, parent, tokens, 2, **fields)
 
 
-def test_a_prefix_is_as_long_as_all_its_blocks_were_stored(stored: StoredPrefixes) -> None:
+def test_prefix_ends_at_first_unstored_block(stored: StoredPrefixes) -> None:
     assert stored.longest(TOKENS, None, None, 2) == 0
     apply(stored, block([1, 2], [1, 2, 3, 4]), block([3], [5, 6], 2), block([9], [9, 9], 1))
     assert stored.longest([*TOKENS, 7], None, None, 2) == 6
@@ -34,12 +34,12 @@ def test_a_prefix_is_as_long_as_all_its_blocks_were_stored(stored: StoredPrefixe
     assert stored.longest([1], None, None, 2) == 0
 
 
-def test_removed_blocks_were_stored_all_the_same(stored: StoredPrefixes) -> None:
+def test_removed_blocks_count_as_stored(stored: StoredPrefixes) -> None:
     apply(stored, block([1, 2], [1, 2, 3, 4]), BlockRemoved([1, 2]))
     assert stored.longest(TOKENS, None, None, 2) == 4
 
 
-def test_nothing_is_left_of_an_earlier_life(stored: StoredPrefixes) -> None:
+def test_restart_forgets_stored_prefixes(stored: StoredPrefixes) -> None:
     apply(stored, block([1, 2], [1, 2, 3, 4]))
     stored.restart()
     assert stored.longest(TOKENS, None, None, 2) == 0
@@ -47,14 +47,14 @@ def test_nothing_is_left_of_an_earlier_life(stored: StoredPrefixes) -> None:
     assert stored.longest(TOKENS, None, None, 2) == 0
 
 
-def test_a_cleared_cache_held_nothing(stored: StoredPrefixes) -> None:
+def test_clear_forgets_stored_prefixes(stored: StoredPrefixes) -> None:
     apply(stored, block([1], [1, 2]), AllBlocksCleared("CPU"))
     assert stored.longest(TOKENS, None, None, 2) == 2
     apply(stored, AllBlocksCleared())
     assert stored.longest(TOKENS, None, None, 2) == 0
 
 
-def test_adapters_and_salts_have_prefixes_of_their_own(stored: StoredPrefixes) -> None:
+def test_adapters_and_salts_have_separate_prefixes(stored: StoredPrefixes) -> None:
     apply(stored, block([1], [1, 2], lora_name="a"), block([2], [3, 4], 1, lora_name="a", extra_keys=[["a"]]))
     apply(stored, block([3], [1, 2], cache_salt="s"), block([4], [1, 2], extra_keys=[["t"]]))
     found = {who: stored.longest(TOKENS, *who, 2) for who in [("a", None), (None, "s"), (None, "t"), (None, None)]}
@@ -72,6 +72,6 @@ def test_adapters_and_salts_have_prefixes_of_their_own(stored: StoredPrefixes) -
     ],
     ids=["window", "no parent", "too few tokens", "no tokens", "too many keys"],
 )
-def test_blocks_that_tell_no_prefix_are_left_out(stored: StoredPrefixes, event: BlockStored) -> None:
+def test_blocks_without_known_prefix_are_dropped(stored: StoredPrefixes, event: BlockStored) -> None:
     apply(stored, event)
     assert stored.longest(TOKENS, None, None, 2) == 0

@@ -124,16 +124,16 @@ def test_live_batches_and_replays_are_recorded_by_source(publishers: list[ZmqEve
     assert sorted(late.batches) == [*range(newest(publishers[1]) + 1)]
 
 
-def test_it_ends_after_so_many_seconds_and_says_what_did_not_come(tmp_path: Path) -> None:
+def test_recording_ends_after_seconds_and_reports_missing_batches(tmp_path: Path) -> None:
     endpoint = f"tcp://127.0.0.1:{unused_port()}"
     path = tmp_path / "none.kvrec"
     recorded = record("--output", path, "--stream", endpoint, "--seconds", "0.1")
     assert recorded.exit_code == 0
     assert f"recorded 0 live and 0 replayed batches of 1 streams to {path} (0 bytes)" in recorded.output
-    assert f"source 0: nothing came from {endpoint}" in recorded.output
+    assert f"source 0: no messages from {endpoint}" in recorded.output
 
 
-def test_a_recorder_that_is_killed_leaves_what_it_had(publishers: list[ZmqEventPublisher], tmp_path: Path) -> None:
+def test_killed_recorder_leaves_usable_recording(publishers: list[ZmqEventPublisher], tmp_path: Path) -> None:
     path = tmp_path / "killed.kvrec"
     first = publishers[0]
     with recorder("--output", path, "--stream", f"{first.endpoint},{first.replay_endpoint},kv") as process:
@@ -150,7 +150,7 @@ def test_a_recorder_that_is_killed_leaves_what_it_had(publishers: list[ZmqEventP
     assert load_recording(path).messages
 
 
-def test_a_recording_of_a_worker_passes_the_check_against_the_workers_own_word(tmp_path: Path) -> None:
+def test_recording_of_worker_passes_check(tmp_path: Path) -> None:
     """The whole way round: a worker with two ranks, recorded from the middle of its life, then replayed."""
     path = tmp_path / "worker.kvrec"
     simulated = ["simulate", "--dp-size", "2", "--blocks", "64", "--max-model-len", "512", "--prefill-ms", "0.001"]
@@ -182,7 +182,7 @@ def test_a_recording_of_a_worker_passes_the_check_against_the_workers_own_word(t
     assert re.search(r"worker +30/30 +0 ", checked.output)
 
 
-def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_recording_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "there.kvrec"
     path.write_text("precious")
     refused = record("--output", path, "--stream", "tcp://127.0.0.1:1", "--seconds", "0")
@@ -203,7 +203,7 @@ def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
         (["--worker", f"http://127.0.0.1:{unused_port()}"], "127.0.0.1"),
     ],
 )
-def test_streams_that_are_none_are_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_invalid_streams_are_rejected(tmp_path: Path, arguments: list[str], message: str) -> None:
     refused = record("--output", tmp_path / "no.kvrec", *arguments)
     assert refused.exit_code == 1
     assert message in refused.output
@@ -218,7 +218,7 @@ def test_streams_that_are_none_are_refused(tmp_path: Path, arguments: list[str],
         ("tcp://a:1,,kv", EventSource(3, "tcp://a:1", None, "kv")),
     ],
 )
-def test_a_stream_is_an_endpoint_and_what_may_follow_it(text: str, source: EventSource) -> None:
+def test_stream_option_is_endpoint_replay_and_topic(text: str, source: EventSource) -> None:
     assert parse_stream(text, 3) == source
 
 

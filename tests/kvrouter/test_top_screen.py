@@ -17,7 +17,7 @@ def rank(number: int, **told: Any) -> dict[str, Any]:
     return row | {"pending": 0, "kv_usage": None} | told
 
 
-def test_the_worst_come_first_until_told_otherwise() -> None:
+def test_worst_state_is_first_by_default() -> None:
     ranks = [rank(1), rank(2, state="down"), rank(3, state="warming")]
     view = View()
     assert [row["state"] for row in ordered(ranks, view)] == ["down", "warming", "ready"]
@@ -28,13 +28,13 @@ def test_the_worst_come_first_until_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: str(column.title))
-def test_every_column_sorts_what_is_known_and_what_is_not(column: Any) -> None:
+def test_every_column_sorts_known_and_unknown_values(column: Any) -> None:
     known = {"stream": "live", "held": {"gpu": 10}, "lag_ms": 3, "gaps": 0, "replays": 1, "lost": 0, "kv_usage": 0.5}
     ranks = [rank(1), rank(2, **known, prompt=10, predicted=5, hit=5, wrong=0.0)]
     assert len(ordered(ranks, View(column.key))) == 2
 
 
-def test_the_screen_fits_and_scrolls() -> None:
+def test_screen_fits_and_scrolls() -> None:
     fleet = Fleet()
     ranks = {str(number): rank(number) for number in range(100)}
     fleet.take({"ranks": ranks, "gone": [], "totals": {"up": 100, "workers": 100}, "series": [], "requests": []})

@@ -56,20 +56,20 @@ def asked(method: str, url: str, path: str) -> tuple[int, dict[str, str], bytes]
         connection.close()
 
 
-def test_the_version_has_the_name_of_the_index_core() -> None:
+def test_version_names_index_core() -> None:
     shown = CliRunner().invoke(app, ["--version"])
     assert shown.exit_code == 0
     assert shown.stdout.startswith(f"{ABOUT} (index core: {core_name()}; Python 3.")
 
 
 @pytest.mark.parametrize("arguments", [["-h"], ["serve", "-h"], ["config", "check", "-h"]])
-def test_h_is_help(arguments: list[str]) -> None:
+def test_h_is_alias_of_help(arguments: list[str]) -> None:
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0
     assert "Usage:" in shown.stdout
 
 
-def test_a_start_is_told_at_once_and_then_what_was_found(worker: str) -> None:
+def test_start_is_logged_before_discovery(worker: str) -> None:
     with printed("serve", "--port=0", f"--worker={worker}", "--log-level=error") as lines:
         assert next(lines).startswith(f"{ABOUT} starts, with the {core_name()} index; it asks 1 worker for models")
         listens = re.fullmatch(r"kvrouter listens on (http://\S+)\n", next(lines))
@@ -79,7 +79,7 @@ def test_a_start_is_told_at_once_and_then_what_was_found(worker: str) -> None:
         assert next(lines) == f"  page    {listens[1]}/ui\n"
 
 
-def test_several_processes_tell_it_once(worker: str) -> None:
+def test_several_processes_log_start_once(worker: str) -> None:
     options = ("--port=0", "--processes=2", "--policy=random", "--log-level=error")
     with printed("serve", f"--worker={worker}", *options) as lines:
         said = [next(lines) for _ in range(5)]
@@ -89,7 +89,7 @@ def test_several_processes_tell_it_once(worker: str) -> None:
     assert said[4].startswith("  page    http://")
 
 
-def test_a_worker_that_refuses_connections_is_said_to() -> None:
+def test_unreachable_worker_is_logged() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with KvrouterProcess(["serve", "--port=0", f"--worker=http://127.0.0.1:{port}", "--log-level=error"]) as process:
@@ -99,7 +99,7 @@ def test_a_worker_that_refuses_connections_is_said_to() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["serve", "--worker=http://127.0.0.1:9"], ["indexer"]])
-def test_the_root_leads_to_a_page_and_health_says_who_answers(arguments: list[str]) -> None:
+def test_root_redirects_to_page_and_health_names_version(arguments: list[str]) -> None:
     with KvrouterProcess([*arguments, "--port=0", "--log-level=error"]) as process:
         url = process.wait_until_listening()
         status, headers, _ = asked("GET", url, "/")
@@ -118,7 +118,7 @@ def test_the_root_leads_to_a_page_and_health_says_who_answers(arguments: list[st
     assert "process_start_time_seconds " in metrics
 
 
-def test_policies_are_completed() -> None:
+def test_shell_completes_policies() -> None:
     environment = {"_KVROUTER_COMPLETE": "complete_bash", "COMP_WORDS": "kvrouter serve --policy s", "COMP_CWORD": "3"}
     shown = CliRunner().invoke(app, prog_name="kvrouter", env=environment)
     assert shown.stdout.split() == ["session_affinity"]

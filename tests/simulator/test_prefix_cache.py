@@ -190,7 +190,7 @@ TestCacheMachine.settings = settings(
 )
 
 
-def test_a_prompt_is_never_wholly_cached():
+def test_prompt_always_leaves_one_token_to_compute():
     cache = PagedPrefixCache(8, BLOCK)
     first = CachedSequence(list(range(8)))
     assert computed(cache, first)
@@ -199,7 +199,7 @@ def test_a_prompt_is_never_wholly_cached():
     assert cache.hit(CachedSequence([0])) == 0
 
 
-def test_a_stored_event_names_parent_tokens_and_medium():
+def test_stored_event_has_parent_tokens_and_medium():
     cache = PagedPrefixCache(8, BLOCK)
     sequence = CachedSequence(list(range(10)))
     cache.allocate(sequence, 5)
@@ -215,7 +215,7 @@ def test_a_stored_event_names_parent_tokens_and_medium():
     assert cache.take_events() == []
 
 
-def test_extra_keys_are_the_adapter_everywhere_and_the_salt_in_the_first_block():
+def test_extra_keys_have_adapter_in_all_blocks_and_salt_in_first():
     cache = PagedPrefixCache(8, BLOCK)
     computed(cache, CachedSequence(list(range(8)), adapter="poet", cache_salt="pepper"))
     [event] = cache.take_events()
@@ -224,7 +224,7 @@ def test_extra_keys_are_the_adapter_everywhere_and_the_salt_in_the_first_block()
     assert event.extra_keys == [["poet", "pepper"], ["poet"]]
 
 
-def test_adapters_and_salts_share_nothing():
+def test_adapters_and_salts_share_no_blocks():
     cache = PagedPrefixCache(32, BLOCK)
     tokens = list(range(9))
     namespaces = [(None, None), ("x", None), (None, "x"), ("x", "x"), ("xx", None), (None, "xx")]
@@ -237,7 +237,7 @@ def test_adapters_and_salts_share_nothing():
         assert cache.hit(CachedSequence(list(tokens), adapter, salt)) == 8
 
 
-def test_a_finished_sequence_loses_its_tail_first():
+def test_finished_sequence_is_evicted_from_its_end():
     cache = PagedPrefixCache(4, BLOCK)
     old = CachedSequence(list(range(16)))
     computed(cache, old)
@@ -248,7 +248,7 @@ def test_a_finished_sequence_loses_its_tail_first():
         assert cache.hit(probe) == left
 
 
-def test_blocks_in_use_are_never_taken_and_a_refused_request_changes_nothing():
+def test_used_blocks_are_never_evicted_and_failed_allocation_changes_nothing():
     cache = PagedPrefixCache(4, BLOCK)
     running = CachedSequence(list(range(12)))
     computed(cache, running)
@@ -260,7 +260,7 @@ def test_blocks_in_use_are_never_taken_and_a_refused_request_changes_nothing():
     cache.check_integrity([running])
 
 
-def test_two_sequences_computing_the_same_block_hold_two_copies():
+def test_concurrent_sequences_hold_copies_of_equal_block():
     cache = PagedPrefixCache(4, BLOCK)
     twins = [CachedSequence(list(range(4))) for _ in range(2)]
     for twin in twins:
@@ -279,7 +279,7 @@ def test_two_sequences_computing_the_same_block_hold_two_copies():
         assert sum(follower.content().values()) == left
 
 
-def test_caches_do_not_share_hashes():
+def test_caches_have_different_hashes():
     hashes = []
     for _ in range(2):
         cache = PagedPrefixCache(4, BLOCK)

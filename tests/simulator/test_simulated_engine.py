@@ -81,7 +81,7 @@ async def started(settings: SimulatedWorkerSettings = FAST, publisher: EventPubl
     engine.check_integrity()
 
 
-def test_a_request_gets_its_answer_token_by_token():
+def test_request_receives_answer_token_by_token():
     async def scenario() -> None:
         async with started() as engine:
             client = Client(engine, [1, 2, 3], [7, 8, 9])
@@ -94,7 +94,7 @@ def test_a_request_gets_its_answer_token_by_token():
     run(scenario())
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_of_the_token_budget():
+def test_long_prompt_is_prefilled_in_chunks():
     async def scenario() -> None:
         async with started(replace(FAST, max_num_batched_tokens=32)) as engine:
             client = Client(engine, list(range(100)), [7])
@@ -105,7 +105,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_of_the_token_budget():
     run(scenario())
 
 
-def test_only_what_is_not_cached_is_prefilled():
+def test_only_uncached_tokens_are_prefilled():
     async def scenario() -> None:
         async with started() as engine:
             await Client(engine, list(range(100)), [7]).done.wait()
@@ -118,7 +118,7 @@ def test_only_what_is_not_cached_is_prefilled():
     run(scenario())
 
 
-def test_generated_tokens_are_cached_except_the_last():
+def test_generated_tokens_are_cached_except_last():
     async def scenario() -> None:
         async with started() as engine:
             await Client(engine, list(range(6)), [50, 51, 52]).done.wait()  # KV for 8 tokens: two blocks
@@ -152,7 +152,7 @@ def test_requests_beyond_max_num_seqs_wait_in_order():
     run(scenario())
 
 
-def test_a_full_queue_refuses():
+def test_full_queue_rejects_request():
     async def scenario() -> None:
         async with started(replace(FAST, max_num_seqs=1, max_waiting=2, base_step_s=0.01)) as engine:
             clients = [Client(engine, [1], [1] * 3) for _ in range(3)]
@@ -164,7 +164,7 @@ def test_a_full_queue_refuses():
     run(scenario())
 
 
-def test_a_cancelled_request_makes_room_and_stays_cached():
+def test_cancelled_request_frees_slot_and_stays_cached():
     async def scenario() -> None:
         async with started(replace(FAST, max_num_seqs=1, base_step_s=0.001)) as engine:
             endless = Client(engine, list(range(8)), [1] * 1000)
@@ -180,7 +180,7 @@ def test_a_cancelled_request_makes_room_and_stays_cached():
     run(scenario())
 
 
-def test_a_waiting_request_can_be_cancelled():
+def test_waiting_request_can_be_cancelled():
     async def scenario() -> None:
         async with started(replace(FAST, max_num_seqs=1, base_step_s=0.001)) as engine:
             running = Client(engine, [1], [1] * 5)
@@ -193,7 +193,7 @@ def test_a_waiting_request_can_be_cancelled():
     run(scenario())
 
 
-def test_when_blocks_run_out_the_latest_request_is_preempted_and_finishes_later():
+def test_latest_request_is_preempted_without_free_blocks_and_finishes_later():
     async def scenario() -> None:
         settings = replace(FAST, num_blocks=10, max_model_len=40)
         async with started(settings) as engine:
@@ -206,7 +206,7 @@ def test_when_blocks_run_out_the_latest_request_is_preempted_and_finishes_later(
     run(scenario())
 
 
-def test_ending_the_engine_aborts_what_is_left():
+def test_cancelled_engine_aborts_remaining_requests():
     async def scenario() -> None:
         async with started(replace(FAST, max_num_seqs=1, base_step_s=0.001)) as engine:
             clients = [Client(engine, [1], [1] * 1000), Client(engine, [2], [1])]
@@ -216,7 +216,7 @@ def test_ending_the_engine_aborts_what_is_left():
     run(scenario())
 
 
-def test_a_request_that_could_never_fit_is_refused():
+def test_request_that_never_fits_is_rejected():
     async def scenario() -> None:
         async with started() as engine:
             with pytest.raises(ValueError, match="max_model_len"):
@@ -227,7 +227,7 @@ def test_a_request_that_could_never_fit_is_refused():
     run(scenario())
 
 
-def test_a_reset_is_published_at_once_and_fails_while_requests_run():
+def test_reset_is_published_at_once_and_fails_during_requests():
     async def scenario() -> None:
         recorder = Recorder()
         async with started(replace(FAST, base_step_s=0.001), recorder) as engine:
@@ -244,7 +244,7 @@ def test_a_reset_is_published_at_once_and_fails_while_requests_run():
     run(scenario())
 
 
-def test_a_step_publishes_one_batch_before_its_tokens_are_delivered():
+def test_step_publishes_batch_before_delivering_tokens():
     async def scenario() -> None:
         recorder = Recorder()
         async with started(FAST, recorder) as engine:
@@ -258,7 +258,7 @@ def test_a_step_publishes_one_batch_before_its_tokens_are_delivered():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_under_pressure_the_events_follow_the_cache_and_every_answer_is_whole(seed):
+def test_events_follow_cache_under_pressure_and_answers_are_complete(seed):
     async def scenario() -> None:
         source = random.Random(seed)
         recorder = Recorder()
@@ -296,7 +296,7 @@ def test_under_pressure_the_events_follow_the_cache_and_every_answer_is_whole(se
     run(scenario())
 
 
-def test_a_cached_prompt_costs_less_time():
+def test_cached_prompt_needs_less_time():
     async def scenario() -> None:
         clock = asyncio.get_running_loop().time
         settings = replace(FAST, num_blocks=600, max_model_len=2400, prefill_s_per_token=0.0005, base_step_s=0.001)
@@ -326,7 +326,7 @@ class Kept:
         self.generation = generation
 
 
-def test_a_handover_hears_of_each_step_and_its_blocks_stay_until_they_are_released():
+def test_handover_receives_steps_and_keeps_blocks_until_release():
     async def scenario() -> None:
         async with started(replace(FAST, max_num_batched_tokens=32)) as engine:
             kept = Kept()
@@ -344,7 +344,7 @@ def test_a_handover_hears_of_each_step_and_its_blocks_stay_until_they_are_releas
     run(scenario())
 
 
-def test_what_a_handover_reads_is_never_preempted():
+def test_handover_is_never_preempted():
     async def scenario() -> None:
         small = replace(FAST, num_blocks=16, max_model_len=64, max_num_batched_tokens=4, prefix_caching=False)
         async with started(small) as engine:
@@ -361,7 +361,7 @@ def test_what_a_handover_reads_is_never_preempted():
     run(scenario())
 
 
-def test_a_sequence_whose_kv_has_come_goes_on_at_once():
+def test_sequence_with_received_kv_continues_at_once():
     async def scenario() -> None:
         recorder = Recorder()
         async with started(publisher=recorder) as engine:
@@ -390,7 +390,7 @@ def test_a_sequence_whose_kv_has_come_goes_on_at_once():
     run(scenario())
 
 
-def test_a_sequence_is_held_only_where_there_is_room_for_all_of_it():
+def test_sequence_is_held_only_if_all_blocks_fit():
     async def scenario() -> None:
         async with started(replace(FAST, num_blocks=16, max_model_len=64, max_num_seqs=2)) as engine:
             first, second, third = (CachedSequence([start] * 40) for start in (1, 2, 3))

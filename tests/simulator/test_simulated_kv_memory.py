@@ -37,7 +37,7 @@ def sequence(tokens: list[int], adapter: str | None = None, seed: int = 0) -> Ca
     cuts=st.lists(st.integers(0, BLOCK * BLOCKS), max_size=4),
     seed=st.integers(0, 100),
 )
-def test_the_bytes_are_the_same_however_they_are_computed(tokens: list[int], cuts: list[int], seed: int) -> None:
+def test_kv_bytes_do_not_depend_on_chunks(tokens: list[int], cuts: list[int], seed: int) -> None:
     computed = sequence(tokens, seed=seed)
     ends = sorted({min(cut, len(tokens)) for cut in cuts} | {0, len(tokens)})
     for start, end in itertools.pairwise(ends):
@@ -45,7 +45,7 @@ def test_the_bytes_are_the_same_however_they_are_computed(tokens: list[int], cut
     assert SHARED.wrong_pages(computed, len(tokens)) == 0
 
 
-def test_tokens_adapter_and_model_make_other_bytes() -> None:
+def test_kv_bytes_depend_on_tokens_adapter_and_model() -> None:
     made, tokens = memory(), list(range(10))
     computed = sequence(tokens)
     made.compute(computed, 0, 10)
@@ -60,7 +60,7 @@ def test_tokens_adapter_and_model_make_other_bytes() -> None:
     assert page(others, 0, computed.blocks[0]) != page(made, 0, computed.blocks[0])
 
 
-def test_any_wrong_byte_is_seen_and_spreads() -> None:
+def test_wrong_byte_is_detected_and_spreads() -> None:
     made, computed = memory(), sequence(list(range(12)))
     made.compute(computed, 0, 8)
     for buffer in range(BUFFERS):
@@ -75,7 +75,7 @@ def test_any_wrong_byte_is_seen_and_spreads() -> None:
     assert made.wrong_pages(computed, 12) == 2
 
 
-def test_a_first_token_is_read_as_it_was_written() -> None:
+def test_first_token_is_read_as_written() -> None:
     made, first = memory(), FirstToken(2**63 - 1, 2**32 - 1, 5, 4)
     made.write_first_token(1, first)
     assert made.read_first_token(1) == first

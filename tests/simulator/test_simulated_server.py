@@ -119,7 +119,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 # The API
 
 
-def test_a_chat_is_answered(client):
+def test_chat_is_answered(client):
     answer = client.chat.completions.create(model="simulated", messages=[user("hello")], max_tokens=5)
     [choice] = answer.choices
     assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
@@ -128,7 +128,7 @@ def test_a_chat_is_answered(client):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 5
 
 
-def test_a_stream_says_the_same_as_a_whole_answer(client):
+def test_stream_equals_whole_answer(client):
     request = {"model": "simulated", "messages": [user("stream this")]}
     whole = client.chat.completions.create(**request)
     chunks = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
@@ -142,7 +142,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(client):
     assert {chunk.id for chunk in chunks} == {first.id}
 
 
-def test_a_stream_has_no_usage_unless_asked_and_ends_with_done(server):
+def test_stream_has_usage_only_on_request_and_ends_with_done(server):
     status, text = server.call("/v1/chat/completions", {"messages": [user("x")], "max_tokens": 2, "stream": True})
     assert status == 200
     *chunks, done, rest = text.split("\n\n")
@@ -165,7 +165,7 @@ def test_every_form_of_prompt_is_completed(client, prompt, n):
     assert streamed == [choice.text for choice in answer.choices]
 
 
-def test_answers_are_cut_at_the_context_and_at_max_completion_tokens(client):
+def test_answers_are_limited_by_context_and_max_completion_tokens(client):
     answer = client.completions.create(
         model="simulated", prompt=fresh(4090), max_tokens=100, extra_body={"ignore_eos": True}
     )
@@ -174,7 +174,7 @@ def test_answers_are_cut_at_the_context_and_at_max_completion_tokens(client):
     assert answer.usage.completion_tokens == 3
 
 
-def test_text_parts_and_tools_become_part_of_the_prompt(client, server):
+def test_text_parts_and_tools_are_in_prompt(client, server):
     tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
     messages = [{"role": "user", "content": [{"type": "text", "text": "what"}, {"type": "text", "text": " time?"}]}]
     answer = client.chat.completions.create(model="simulated", messages=messages, tools=tools, max_tokens=1)
@@ -210,7 +210,7 @@ def test_text_parts_and_tools_become_part_of_the_prompt(client, server):
         ("chat/completions", {"messages": [user("x " * 5000)]}, 400, "input_tokens"),
     ],
 )
-def test_a_bad_request_is_refused_with_the_field_it_is_about(server, path, body, status, param):
+def test_invalid_request_is_rejected_with_field(server, path, body, status, param):
     got, answer = server.call(f"/v1/{path}", body)
     assert got == status
     assert answer["error"]["code"] == status
@@ -227,7 +227,7 @@ def test_tokenize_and_detokenize_are_inverse(server):
     assert server.call("/tokenize", {"text": "x"})[0] == 400
 
 
-def test_a_conversation_is_tokenized_as_it_is_answered(server, client):
+def test_conversation_is_tokenized_as_answered(server, client):
     messages = [user("hello"), {"role": "assistant", "content": "hi"}, user("bye")]
     _, tokenized = server.call("/tokenize", {"messages": messages})
     _, text = server.call("/detokenize", {"tokens": tokenized["tokens"]})
@@ -238,7 +238,7 @@ def test_a_conversation_is_tokenized_as_it_is_answered(server, client):
     assert tokenized["tokens"][: without["count"]] == without["tokens"]
 
 
-def test_models_health_and_version(server, client):
+def test_models_health_and_version_are_served(server, client):
     base, adapter = client.models.list().data
     assert (base.id, base.max_model_len, base.parent) == ("simulated", 4096, None)
     assert base.root.endswith("model")
@@ -255,7 +255,7 @@ def cached(answer: Any) -> int:
     return answer.usage.prompt_tokens_details.cached_tokens
 
 
-def test_cached_tokens_are_the_longest_prefix_of_full_blocks_seen_before(client):
+def test_cached_tokens_are_longest_prefix_of_full_blocks(client):
     """The model: every earlier prompt and answer, token by token, and no block size but 16."""
     seen: list[list[int]] = []
     base = fresh(200)
@@ -277,7 +277,7 @@ def common_prefix(one: list[int], other: list[int]) -> int:
     )
 
 
-def test_the_next_turn_of_a_conversation_finds_the_last_one_and_its_answer(client):
+def test_next_turn_finds_previous_turn_and_answer_cached(client):
     messages = [user(f"Tell me about number {next(fresh_number)}, " + "please " * 30)]
     first = client.chat.completions.create(
         model="simulated", messages=messages, max_tokens=64, extra_body={"ignore_eos": True}
@@ -287,7 +287,7 @@ def test_the_next_turn_of_a_conversation_finds_the_last_one_and_its_answer(clien
     assert cached(second) == (first.usage.prompt_tokens + 64 - 1) // 16 * 16
 
 
-def test_adapters_and_salts_have_caches_of_their_own(client):
+def test_adapters_and_salts_have_separate_caches(client):
     prompt = fresh(100)
 
     def ask(**fields: Any) -> int:
@@ -302,7 +302,7 @@ def test_adapters_and_salts_have_caches_of_their_own(client):
     assert ask(extra_body={"cache_salt": "chili"}) == 0
 
 
-def test_each_rank_has_a_cache_of_its_own_and_the_header_chooses(client, server):
+def test_ranks_have_separate_caches_and_header_selects_rank(client, server):
     prompt = fresh(100)
 
     def ask(rank: str) -> int:
@@ -409,7 +409,7 @@ def streams(server) -> Iterator[Streams]:
     streams.close()
 
 
-def test_each_rank_publishes_what_it_stored_on_its_own_stream(client, streams):
+def test_each_rank_publishes_on_its_own_stream(client, streams):
     prompt = fresh(100)
     for rank in ("0", "1"):
         client.completions.create(
@@ -435,7 +435,7 @@ def stored_by(streams: Streams, rank: int, prompt: list[int]) -> list[BlockStore
     return [event for event in events if isinstance(event, BlockStored) and event.token_ids[:16] == prompt[:16]]
 
 
-def test_a_subscriber_hears_of_a_prompt_by_the_time_it_is_answered(client, streams):
+def test_subscriber_receives_events_before_answer(client, streams):
     headers = {"X-data-parallel-rank": "0"}
     while not streams.live[0].poll(50):  # until the subscription has reached the publisher
         client.completions.create(model="simulated", prompt=fresh(40), max_tokens=1, extra_headers=headers)
@@ -445,7 +445,7 @@ def test_a_subscriber_hears_of_a_prompt_by_the_time_it_is_answered(client, strea
         pass
 
 
-def test_a_reset_clears_the_cache_and_says_so(client, server, streams):
+def test_reset_clears_cache_and_reports_it(client, server, streams):
     prompt = fresh(50)
     headers = {"X-data-parallel-rank": "0"}
     client.completions.create(model="simulated", prompt=prompt, max_tokens=1, extra_headers=headers)
@@ -462,7 +462,7 @@ def test_a_reset_clears_the_cache_and_says_so(client, server, streams):
     assert cached(again) == 0
 
 
-def test_under_pressure_the_events_follow_evictions():
+def test_events_follow_evictions_under_pressure():
     with (
         process(num_blocks=32, max_model_len=256, block_size=8) as (server, _),
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S) as client,
@@ -482,7 +482,7 @@ def test_under_pressure_the_events_follow_evictions():
 # Load
 
 
-def test_queueing_refusing_and_leaving():
+def test_requests_queue_are_refused_and_are_aborted():
     async def scenario() -> None:
         settings = SimulatedWorkerSettings(max_num_seqs=2, max_waiting=2, base_step_s=0.005)
         async with (
@@ -532,7 +532,7 @@ def test_queueing_refusing_and_leaving():
     asyncio.run(scenario())
 
 
-def test_a_cached_prompt_has_its_first_token_sooner():
+def test_cached_prompt_has_earlier_first_token():
     async def scenario() -> None:
         settings = SimulatedWorkerSettings(prefill_s_per_token=0.0005)
         async with (
@@ -557,7 +557,7 @@ def test_a_cached_prompt_has_its_first_token_sooner():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_process_cleanly_even_with_open_requests(number):
+def test_signal_ends_process_cleanly_with_open_requests(number):
     with process(base_step_s=0.02) as (server, child):
         body = json.dumps({"prompt": "x", "max_tokens": 10_000, "ignore_eos": True, "stream": True}).encode()
         request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
@@ -567,7 +567,7 @@ def test_a_signal_ends_the_process_cleanly_even_with_open_requests(number):
             assert child.wait(DEADLINE_S) == 0
 
 
-def test_a_worker_without_events_has_no_sources():
+def test_worker_without_events_has_no_sources():
     async def scenario() -> None:
         async with running(SimulatedWorkerSettings(kv_events=None)) as url:
             server = Server(url)
@@ -577,7 +577,7 @@ def test_a_worker_without_events_has_no_sources():
     asyncio.run(scenario())
 
 
-def test_a_port_in_use_is_an_error_that_leaves_nothing_behind():
+def test_port_in_use_is_error_without_leftovers():
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
@@ -607,7 +607,7 @@ def test_a_port_in_use_is_an_error_that_leaves_nothing_behind():
         ({"kv_events": PublisherConfig(publisher="kafka")}, "kv_events.publisher"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_by_name(settings, message):
+def test_invalid_worker_settings_are_rejected_by_name(settings, message):
     with pytest.raises(ValueError, match=message):
         SimulatedWorkerSettings(**settings)
 
@@ -615,7 +615,7 @@ def test_settings_that_cannot_work_are_refused_by_name(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"), [({"dp_size": "two"}, "dp_size"), ({"blocksize": 16}, "unknown: blocksize")]
 )
-def test_the_command_refuses_settings_it_cannot_read(settings, message):
+def test_command_rejects_unreadable_settings(settings, message):
     command = [sys.executable, "-m", "simulator.worker", json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_DEADLINE_S, check=False)
     assert done.returncode == 1

@@ -22,7 +22,7 @@ def writer(tokenizer) -> AnswerWriter:
     return AnswerWriter(tokenizer)
 
 
-def test_the_bundled_model_is_small_and_its_special_tokens_are_special():
+def test_bundled_model_is_small_and_has_special_tokens():
     assert sum(path.stat().st_size for path in BUNDLED_MODEL.glob("*.json")) < 400_000
     added = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())["added_tokens"]
     assert {token["content"]: token["special"] for token in added} == {
@@ -35,11 +35,11 @@ def test_the_bundled_model_is_small_and_its_special_tokens_are_special():
 @pytest.mark.parametrize(
     "text", ["plain words", "  spaces\n\n\ttabs", "naïve — 你好 🙂", "x" * 500, "<|im_start|>user"]
 )
-def test_text_survives_encoding(tokenizer, text):
+def test_decoding_inverts_encoding(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_conversation_renders_as_chatml(tokenizer):
+def test_conversation_renders_as_chatml(tokenizer):
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Hi"},
@@ -57,13 +57,13 @@ def test_a_conversation_renders_as_chatml(tokenizer):
     assert tokenizer.render(messages, continue_final_message=True).endswith("<|im_start|>user\nBye")
 
 
-def test_text_parts_render_one_after_the_other_and_in_tool_messages_on_lines(tokenizer):
+def test_text_parts_render_in_order_and_on_lines_in_tool_messages(tokenizer):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert "user\nonetwo<|im_end|>" in tokenizer.render([{"role": "user", "content": parts}])
     assert "tool\none\ntwo<|im_end|>" in tokenizer.render([{"role": "tool", "content": parts, "tool_call_id": "1"}])
 
 
-def test_tools_and_tool_calls_are_shown_to_the_template_as_vllm_shows_them(tokenizer):
+def test_tools_and_tool_calls_reach_template_as_in_vllm(tokenizer):
     tools = [{"type": "function", "function": {"name": "clock", "unknown": 1}}]
     call = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
     broken = {"id": "2", "type": "function", "function": {"name": "clock", "arguments": "{"}}
@@ -79,7 +79,7 @@ def test_tools_and_tool_calls_are_shown_to_the_template_as_vllm_shows_them(token
     assert "assistant\nNoon<|im_end|>" in text
 
 
-def test_a_template_that_takes_text_only_gets_parts_joined_by_line_breaks(tmp_path):
+def test_text_only_template_receives_parts_joined_by_line_breaks(tmp_path):
     config = json.loads((BUNDLED_MODEL / "tokenizer_config.json").read_text())
     config["chat_template"] = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -88,7 +88,7 @@ def test_a_template_that_takes_text_only_gets_parts_joined_by_line_breaks(tmp_pa
     assert ChatTokenizer(str(tmp_path)).render([{"role": "user", "content": parts}]) == "user: one\ntwo"
 
 
-def test_a_template_that_refuses_says_so(tmp_path):
+def test_refusal_of_template_is_reported(tmp_path):
     config = json.loads((BUNDLED_MODEL / "tokenizer_config.json").read_text())
     config["chat_template"] = "{{ raise_exception('system messages are not supported') }}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -97,7 +97,7 @@ def test_a_template_that_refuses_says_so(tmp_path):
         ChatTokenizer(str(tmp_path)).render([{"role": "user", "content": "x"}])
 
 
-def test_the_same_prompt_gets_the_same_answer_and_another_one_another(writer):
+def test_equal_prompts_have_equal_answers(writer):
     prompt = list(range(100, 150))
     answer = writer.answer(prompt, max_tokens=1000)
     assert writer.answer(prompt, max_tokens=1000) == answer
@@ -109,7 +109,7 @@ def test_the_same_prompt_gets_the_same_answer_and_another_one_another(writer):
     assert all(other != answer for other in others)
 
 
-def test_an_answer_ends_by_itself_unless_it_may_not(writer, tokenizer):
+def test_answer_ends_by_itself_unless_eos_is_ignored(writer, tokenizer):
     prompt = [300, 301]
     own = writer.answer(prompt, max_tokens=1000)
     assert own.finish_reason == "stop"
@@ -123,7 +123,7 @@ def test_an_answer_ends_by_itself_unless_it_may_not(writer, tokenizer):
     assert len(writer.answer(prompt, max_tokens=1000, min_tokens=400).tokens) == 401
 
 
-def test_an_answer_has_no_special_tokens_and_survives_the_next_turn(writer, tokenizer):
+def test_answer_has_no_special_tokens_and_is_encoded_back(writer, tokenizer):
     for seed in range(20):
         question = [{"role": "user", "content": f"question {seed}"}]
         prompt = tokenizer.encode(tokenizer.render(question))
@@ -134,14 +134,14 @@ def test_an_answer_has_no_special_tokens_and_survives_the_next_turn(writer, toke
         assert tokenizer.encode(tokenizer.render(following))[: len(prompt) + 40] == prompt + tokens
 
 
-def test_the_script_that_made_the_tokenizer_is_beside_it():
+def test_training_script_is_beside_tokenizer():
     template = json.loads((BUNDLED_MODEL / "tokenizer_config.json").read_text())["chat_template"]
     namespace: dict[str, object] = {"__name__": "train"}
     exec(Path(BUNDLED_MODEL / "train.py").read_text(), namespace)
     assert namespace["CHAT_TEMPLATE"] == template
 
 
-def test_an_answer_that_was_begun_goes_on_as_it_would_have(writer, tokenizer):
+def test_begun_answer_is_continued(writer, tokenizer):
     prompt = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
     for adapter in (None, "poet"):
         whole = writer.answer(prompt, max_tokens=1000, adapter=adapter)

@@ -67,7 +67,7 @@ class Reader:
 
 
 @given(changes)
-def test_only_what_became_true_is_told_and_all_of_it_can_be_told_again(
+def test_changes_and_snapshots_reproduce_held_blocks(
     changes: list[tuple[bool, Place, list[int], int, int]],
 ) -> None:
     held, reader = HeldBlocks(), Reader()
@@ -95,7 +95,7 @@ def test_only_what_became_true_is_told_and_all_of_it_can_be_told_again(
         seen.update(event.block_hashes)  # type: ignore[arg-type]
 
 
-def test_a_snapshot_is_of_the_time_it_was_taken() -> None:
+def test_snapshot_content_is_fixed_at_call() -> None:
     held = HeldBlocks()
     held.store(stored([0, 1, 2], 0, (0, "GPU")))
     snapshot = held.snapshot()
@@ -105,7 +105,7 @@ def test_a_snapshot_is_of_the_time_it_was_taken() -> None:
     assert event.block_hashes == [1, 12, 123]
 
 
-def test_a_long_snapshot_comes_in_batches() -> None:
+def test_long_snapshot_is_split_in_batches() -> None:
     held = HeldBlocks()
     for number in range(1, 1000):
         held.store(BlockStored([number], number - 1 or None, [number], 1))
@@ -114,7 +114,7 @@ def test_a_long_snapshot_comes_in_batches() -> None:
     assert sum(map(len, batches)) == 999
 
 
-def test_blocks_that_move_to_another_medium_without_tokens_are_told_again_with_them() -> None:
+def test_snapshot_adds_tokens_of_blocks_moved_to_other_medium() -> None:
     """An engine that offloads says no more than the names."""
     held = HeldBlocks()
     held.store(BlockStored([1, 2], None, [1, 1, 2, 2], 2, medium="GPU", lora_name="sql"))
@@ -124,7 +124,7 @@ def test_blocks_that_move_to_another_medium_without_tokens_are_told_again_with_t
     assert list(held.snapshot()) == [[BlockStored([2], 1, [2, 2], 2, medium="CPU", lora_name="sql")]]
 
 
-def test_what_no_medium_knows_is_told_as_it_was() -> None:
+def test_blocks_unknown_to_all_media_are_reported_unchanged() -> None:
     held = HeldBlocks()
     event = BlockStored([1, 2], None, [], 0, medium="CPU")
     assert held.store(event) == [event]
@@ -134,7 +134,7 @@ def test_what_no_medium_knows_is_told_as_it_was() -> None:
     assert first.block_hashes + second.block_hashes == [1, 2]
 
 
-def test_a_sliding_window_group_keeps_its_sparse_blocks() -> None:
+def test_sliding_window_group_keeps_sparse_blocks() -> None:
     """Its tokens are those of the whole span, not of its blocks."""
     held = HeldBlocks()
     event = BlockStored(
@@ -148,14 +148,14 @@ def test_a_sliding_window_group_keeps_its_sparse_blocks() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[1, -1], [1, 2**32], [1, "2"], [1, None]])
-def test_tokens_that_are_none_are_named_and_nothing_is_held(tokens: list[int]) -> None:
+def test_invalid_tokens_are_named_and_nothing_is_held(tokens: list[int]) -> None:
     held = HeldBlocks()
     with pytest.raises(ValueError, match="token_ids"):
         held.store(BlockStored([1], None, tokens, 2))
     assert len(held) == 0
 
 
-def test_removed_blocks_give_their_tokens_back() -> None:
+def test_removed_blocks_free_their_tokens() -> None:
     held = HeldBlocks()
     names: list[int | bytes] = list(range(1, 1001))
     tracemalloc.start()

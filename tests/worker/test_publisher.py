@@ -104,7 +104,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
-def test_live_batches_arrive_in_order_with_consecutive_numbers_and_the_rank(sockets, make):
+def test_live_batches_arrive_in_order_with_numbers_and_rank(sockets, make):
     publisher = make(attn_dp_rank=3, topic="kv")
     sub = subscribe(sockets, publisher)
     for number in range(50):
@@ -116,14 +116,14 @@ def test_live_batches_arrive_in_order_with_consecutive_numbers_and_the_rank(sock
     assert {batch.dp_rank for _, batch in received} == {3}
 
 
-def test_the_topic_is_the_first_frame(sockets, make):
+def test_topic_is_first_frame(sockets, make):
     publisher = make(topic="kv-events")
     sub = subscribe(sockets, publisher)
     publisher.publish(stored(1))
     assert sub.recv_multipart()[0] == b"kv-events"
 
 
-def test_a_batch_keeps_the_rank_it_has_and_may_be_changed_after_publishing(sockets, make):
+def test_batch_keeps_its_rank_and_can_be_changed_after_publish(sockets, make):
     publisher = make(attn_dp_rank=1)
     sub = subscribe(sockets, publisher)
     batch = EventBatch(1.0, [AllBlocksCleared()], dp_rank=7)
@@ -135,7 +135,7 @@ def test_a_batch_keeps_the_rank_it_has_and_may_be_changed_after_publishing(socke
 
 
 @pytest.mark.parametrize("form", list(WireForm))
-def test_every_wire_form_can_be_read_back(sockets, make, form):
+def test_every_wire_form_is_decoded(sockets, make, form):
     publisher = make(wire_form=form)
     publisher.publish(stored(5))
     [(_, payload)] = replay_until(sockets, publisher, 1)
@@ -151,7 +151,7 @@ def replay_until(sockets: Sockets, publisher: ZmqEventPublisher, count: int) -> 
     return batches
 
 
-def test_a_batch_is_on_the_wire_within_milliseconds(sockets, make):
+def test_batch_is_sent_within_milliseconds(sockets, make):
     publisher = make()
     sub = subscribe(sockets, publisher)
     waits = []
@@ -164,7 +164,7 @@ def test_a_batch_is_on_the_wire_within_milliseconds(sockets, make):
     assert sorted(waits)[10] < 0.05
 
 
-def test_replay_gives_everything_from_the_number_asked_for(sockets, make):
+def test_replay_returns_batches_from_requested_number(sockets, make):
     publisher = make()
     for number in range(100):
         publisher.publish(stored(number))
@@ -174,7 +174,7 @@ def test_replay_gives_everything_from_the_number_asked_for(sockets, make):
     assert replay(sockets, publisher, 2**64 - 1) == []
 
 
-def test_replay_keeps_the_last_buffer_steps_batches(sockets, make):
+def test_replay_keeps_last_buffer_steps_batches(sockets, make):
     publisher = make(buffer_steps=10)
     sub = subscribe(sockets, publisher)
     for number in range(25):
@@ -183,13 +183,13 @@ def test_replay_keeps_the_last_buffer_steps_batches(sockets, make):
     assert [seq for seq, _ in replay(sockets, publisher, 0)] == list(range(last - 9, last + 1))
 
 
-def test_without_a_replay_buffer_a_replay_is_just_its_end(sockets, make):
+def test_replay_without_buffer_has_only_end(sockets, make):
     publisher = make(buffer_steps=0)
     publisher.publish(stored(1))
     assert replay(sockets, publisher, 0) == []
 
 
-def test_the_frames_of_a_replay(sockets, make):
+def test_replay_has_documented_frames(sockets, make):
     publisher = make(topic="kv")
     publisher.publish(stored(1))
     replay_until(sockets, publisher, 1)
@@ -200,7 +200,7 @@ def test_the_frames_of_a_replay(sockets, make):
     assert dealer.recv_multipart() == [b"", b"kv", b"\xff" * 8, b""]
 
 
-def test_malformed_replay_requests_are_counted_and_the_next_one_is_answered(sockets, make):
+def test_malformed_replay_request_is_counted_and_next_is_answered(sockets, make):
     publisher = make()
     publisher.publish(stored(1))
     dealer = sockets.open(zmq.DEALER)
@@ -212,7 +212,7 @@ def test_malformed_replay_requests_are_counted_and_the_next_one_is_answered(sock
     assert len(replay_until(sockets, publisher, 1)) == 1
 
 
-def test_a_slow_client_gets_all_of_a_long_replay_while_live_batches_go_on(sockets, make):
+def test_slow_client_receives_long_replay_beside_live_batches(sockets, make):
     publisher = make(buffer_steps=20_000)
     sub = subscribe(sockets, publisher)
     first = publisher_end(sockets, publisher)
@@ -246,7 +246,7 @@ def publisher_end(sockets: Sockets, publisher: ZmqEventPublisher) -> int:
     return batches[-1][0] + 1 if batches else 0
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_replay_is_given_up(sockets, make):
+def test_replay_of_disconnected_client_is_abandoned(sockets, make):
     publisher = make(buffer_steps=20_000)
     payload = EventBatch(0.0, [BlockStored([1], None, list(range(500)), 500)])
     for _ in range(8000):
@@ -263,7 +263,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_replay_is_given_up(sockets, m
     assert publisher_end(sockets, publisher) == 8000
 
 
-def test_two_requests_of_one_client_are_answered_one_after_the_other(sockets, make):
+def test_requests_of_one_client_are_answered_in_order(sockets, make):
     publisher = make()
     for number in range(300):
         publisher.publish(stored(number))
@@ -276,7 +276,7 @@ def test_two_requests_of_one_client_are_answered_one_after_the_other(sockets, ma
     assert [frame and frame.seq for frame in frames] == [*range(300), None, *range(200, 300), None]
 
 
-def test_a_full_queue_drops_the_oldest_and_leaves_a_gap(sockets, make):
+def test_full_queue_drops_oldest_batch_and_leaves_gap(sockets, make):
     publisher = make(max_queue_size=4)
     total = 20_000
     for number in range(total):
@@ -289,7 +289,7 @@ def test_a_full_queue_drops_the_oldest_and_leaves_a_gap(sockets, make):
     assert len(everything) <= total - publisher.dropped
 
 
-def test_shutdown_sends_what_is_queued_and_may_be_repeated(sockets, make):
+def test_shutdown_sends_queued_batches_and_is_repeatable(sockets, make):
     publisher = make()
     sub = subscribe(sockets, publisher)
     for number in range(2000):
@@ -302,7 +302,7 @@ def test_shutdown_sends_what_is_queued_and_may_be_repeated(sockets, make):
         publisher.publish(stored(1))
 
 
-def test_shutdown_frees_the_ports_and_the_thread(make):
+def test_shutdown_frees_ports_and_thread(make):
     before = threading.active_count()
     publisher = make()
     endpoint = publisher.endpoint
@@ -321,7 +321,7 @@ def is_free(endpoint: str) -> bool:
     return True
 
 
-def test_many_threads_publish_one_consecutive_sequence(sockets, make):
+def test_threads_publish_one_consecutive_sequence(sockets, make):
     publisher = make()
     threads = [
         threading.Thread(target=lambda: [publisher.publish(stored(number)) for number in range(200)]) for _ in range(5)
@@ -333,14 +333,14 @@ def test_many_threads_publish_one_consecutive_sequence(sockets, make):
     assert [seq for seq, _ in replay_until(sockets, publisher, 1000)] == list(range(1000))
 
 
-def test_free_ports_are_resolved(make):
+def test_port_zero_is_resolved(make):
     publisher = make(endpoint="tcp://*:0", replay_endpoint="tcp://*:0", bind=None)
     for endpoint in (publisher.endpoint, publisher.replay_endpoint):
         assert endpoint.startswith("tcp://*:")
         assert int(endpoint.rpartition(":")[2]) > 0
 
 
-def test_ranks_take_consecutive_ports(make):
+def test_ranks_use_consecutive_ports(make):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = min(probe.getsockname()[1], 65000)
@@ -349,7 +349,7 @@ def test_ranks_take_consecutive_ports(make):
     assert publisher.replay_endpoint is None
 
 
-def test_an_endpoint_without_a_wildcard_is_connected_to(sockets, make):
+def test_endpoint_without_wildcard_is_connected(sockets, make):
     sub = sockets.open(zmq.SUB)
     sub.subscribe(b"")
     port = sub.bind_to_random_port("tcp://127.0.0.1")
@@ -361,7 +361,7 @@ def test_an_endpoint_without_a_wildcard_is_connected_to(sockets, make):
     assert decode_batch(parse_live(sub.recv_multipart()).payload).events[0].block_hashes == [1]
 
 
-def test_a_subscriber_in_the_same_process_can_use_inproc(make):
+def test_subscriber_in_same_process_can_use_inproc(make):
     publisher = make(attn_dp_rank=1, endpoint="inproc://kv-events-test", replay_endpoint=None, bind=None)
     assert publisher.endpoint == "inproc://kv-events-test_dp1"
     inside = Sockets(zmq.Context.instance())
@@ -371,26 +371,26 @@ def test_a_subscriber_in_the_same_process_can_use_inproc(make):
     inside.close()
 
 
-def test_an_endpoint_in_use_is_named(make):
+def test_endpoint_in_use_is_named(make):
     taken = make()
     with pytest.raises(OSError, match=taken.endpoint):
         make(endpoint=taken.endpoint)
 
 
-def test_port_zero_cannot_be_connected_to(make):
+def test_port_zero_cannot_be_connected(make):
     with pytest.raises(ValueError, match=r"tcp://127\.0\.0\.1:0"):
         make(bind=False)
 
 
 @pytest.mark.parametrize("config", [None, "", "{}", '{"publisher": "null"}'])
-def test_no_configuration_publishes_nothing(config):
+def test_missing_configuration_publishes_nothing(config):
     publisher = EventPublisherFactory.create(config)
     assert isinstance(publisher, NullEventPublisher)
     publisher.publish(stored(1))
     publisher.shutdown()
 
 
-def test_the_configuration_of_sglang_is_accepted_as_it_is():
+def test_sglang_configuration_is_accepted():
     text = (
         '{"publisher": "zmq", "endpoint": "tcp://*:0", "replay_endpoint": null, "buffer_steps": 10000,'
         ' "hwm": 100000, "max_queue_size": 100000, "topic": ""}'
@@ -402,7 +402,7 @@ def test_the_configuration_of_sglang_is_accepted_as_it_is():
 
 
 @pytest.mark.parametrize("rank", ["attn_tp_rank", "attn_cp_rank", "pp_rank"])
-def test_only_the_first_of_the_ranks_that_hold_the_same_blocks_publishes(rank):
+def test_only_first_rank_with_equal_blocks_publishes(rank):
     publisher = EventPublisherFactory.create('{"publisher": "zmq", "endpoint": "tcp://*:0"}', **{rank: 1})
     assert isinstance(publisher, NullEventPublisher)
 
@@ -422,12 +422,12 @@ def test_only_the_first_of_the_ranks_that_hold_the_same_blocks_publishes(rank):
         ('{"publisher": "zmq", "endpoint": "tcp://*:0", "replay_endpoint": "tcp://host"}', "endpoint 'tcp://host'"),
     ],
 )
-def test_a_configuration_that_cannot_be_used_is_refused_by_name(config, message):
+def test_invalid_configuration_is_rejected_by_field(config, message):
     with pytest.raises(ValueError, match=message):
         EventPublisherFactory.create(config)
 
 
-def test_a_publisher_of_ones_own_can_be_registered():
+def test_custom_publisher_can_be_registered():
     made: list[dict[str, Any]] = []
 
     class Recording(NullEventPublisher):
@@ -446,7 +446,7 @@ def test_a_publisher_of_ones_own_can_be_registered():
         EventPublisherFactory.register_publisher("null", Recording)
 
 
-def test_importing_the_publisher_needs_pyzmq_and_msgspec_only():
+def test_publisher_imports_pyzmq_and_msgspec_only():
     script = """
 import sys
 import worker

@@ -123,7 +123,7 @@ def snapshot_of(sock: zmq.Socket[bytes]) -> tuple[int | None, list[Any]]:
 @pytest.mark.parametrize(
     "ranks", [ParallelRanks(tp=1), ParallelRanks(cp=2), ParallelRanks(pp=1), ParallelRanks(dp=1, tp=3)]
 )
-def test_ranks_that_hold_the_same_blocks_as_another_stay_silent_and_say_so(
+def test_ranks_with_equal_blocks_are_silent_and_log_it(
     ranks: ParallelRanks, caplog: pytest.LogCaptureFixture
 ) -> None:
     threads = threading.active_count()
@@ -140,7 +140,7 @@ def test_ranks_that_hold_the_same_blocks_as_another_stay_silent_and_say_so(
     reporter.shutdown()
 
 
-def test_exactly_one_of_a_dp_ranks_processes_reports() -> None:
+def test_one_process_of_dp_rank_reports() -> None:
     everybody = [
         ParallelRanks(dp=dp, tp=tp, cp=cp, pp=pp) for dp in (0, 1) for tp in (0, 1) for cp in (0, 1) for pp in (0, 1)
     ]
@@ -152,14 +152,14 @@ def test_exactly_one_of_a_dp_ranks_processes_reports() -> None:
 
 
 @pytest.mark.parametrize("config", [None, "", "{}", '{"publisher": "null"}', PublisherConfig()])
-def test_without_a_publisher_nothing_is_reported(config: str | PublisherConfig | None) -> None:
+def test_null_publisher_reports_nothing(config: str | PublisherConfig | None) -> None:
     reporter = Reporter.create(config)
     assert reporter.silent_because == "KV events are switched off"
     reporter.stored([1], None, ["not looked at"], 1)  # type: ignore[list-item]
     reporter.shutdown()
 
 
-def test_the_configuration_names_the_dialect() -> None:
+def test_configuration_selects_dialect() -> None:
     reporter = Reporter.create('{"publisher": "zmq", "endpoint": "tcp://*:0", "wire_form": "sglang-arrays"}')
     assert reporter.publisher.wire_form is WireForm.SGLANG_ARRAYS
     reporter.shutdown()
@@ -168,7 +168,7 @@ def test_the_configuration_names_the_dialect() -> None:
 
 
 @pytest.mark.usefixtures("steps_only")
-def test_a_step_is_a_batch(recorded: tuple[Reporter, list[EventBatch]]) -> None:
+def test_step_is_one_batch(recorded: tuple[Reporter, list[EventBatch]]) -> None:
     reporter, batches = recorded
     reporter.step()
     assert batches == []
@@ -186,7 +186,7 @@ def test_a_step_is_a_batch(recorded: tuple[Reporter, list[EventBatch]]) -> None:
 
 
 @pytest.mark.usefixtures("steps_only")
-def test_only_the_last_reference_removes(recorded: tuple[Reporter, list[EventBatch]]) -> None:
+def test_last_reference_removes_block(recorded: tuple[Reporter, list[EventBatch]]) -> None:
     reporter, batches = recorded
     store(reporter, 1, 1)
     reporter.removed([1])
@@ -202,7 +202,7 @@ def test_only_the_last_reference_removes(recorded: tuple[Reporter, list[EventBat
 
 
 @pytest.mark.usefixtures("steps_only")
-def test_tokens_come_in_any_sequence(recorded: tuple[Reporter, list[EventBatch]]) -> None:
+def test_tokens_are_accepted_in_any_sequence_type(recorded: tuple[Reporter, list[EventBatch]]) -> None:
     reporter, batches = recorded
     reporter.stored([1], None, array("q", [5, 6]), 2)
     reporter.report([BlockStored([2], 1, [7, 8], 2)])
@@ -210,7 +210,7 @@ def test_tokens_come_in_any_sequence(recorded: tuple[Reporter, list[EventBatch]]
     assert [event.token_ids for event in batches[0].events] == [[5, 6], [7, 8]]  # type: ignore[union-attr]
 
 
-def test_an_engine_without_steps_is_sent_for_all_the_same(recorded: tuple[Reporter, list[EventBatch]]) -> None:
+def test_engine_without_steps_is_flushed_by_timer(recorded: tuple[Reporter, list[EventBatch]]) -> None:
     reporter, batches = recorded
     store(reporter, 1)
     wait_until(lambda: len(batches) == 1)
@@ -230,7 +230,7 @@ def test_an_engine_without_steps_is_sent_for_all_the_same(recorded: tuple[Report
         (([1], None, [1], 1), {"extra_keys": [[object()]]}, "extra_keys"),
     ],
 )
-def test_what_cannot_be_told_is_named_and_not_held(
+def test_invalid_reports_are_named_and_not_held(
     recorded: tuple[Reporter, list[EventBatch]], arguments: Any, options: Any, message: str
 ) -> None:
     reporter, batches = recorded
@@ -240,12 +240,12 @@ def test_what_cannot_be_told_is_named_and_not_held(
     assert batches == []
 
 
-def test_sglangs_readers_take_numbers_only(make: Callable[..., Reporter]) -> None:
+def test_sglang_dialect_accepts_integer_hashes_only(make: Callable[..., Reporter]) -> None:
     with pytest.raises(ValueError, match="int in the sglang dialect"):
         make(wire_form=WireForm.SGLANG_MAPS).stored([b"\x01" * 32], None, [1], 1)
 
 
-def test_a_full_queue_drops_the_oldest_and_a_snapshot_makes_it_good(
+def test_snapshot_repairs_dropped_batches(
     make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]
 ) -> None:
     reporter = make(max_queue_size=2)
@@ -262,7 +262,7 @@ def test_a_full_queue_drops_the_oldest_and_a_snapshot_makes_it_good(
     assert {event.block_hashes[0] for event in events[1:]} == set(range(2000))
 
 
-def test_a_snapshot_takes_into_account_what_was_not_yet_sent(
+def test_snapshot_includes_unsent_changes(
     make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]
 ) -> None:
     reporter = make()
@@ -273,7 +273,7 @@ def test_a_snapshot_takes_into_account_what_was_not_yet_sent(
     assert [event.block_hashes for event in events[1:]] == [[2]]
 
 
-def test_a_snapshot_goes_to_who_asked_only(
+def test_snapshot_is_sent_to_requesting_client_only(
     make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]
 ) -> None:
     """Other subscribers read on as if nothing had been."""
@@ -295,7 +295,7 @@ def test_a_snapshot_goes_to_who_asked_only(
     assert [event.block_hashes for event in told if isinstance(event, BlockStored)] == [[1], [2]]
 
 
-def test_a_publisher_that_knows_nothing_of_the_cache_has_no_snapshot(
+def test_publisher_without_cache_has_no_snapshot(
     make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]
 ) -> None:
     reporter = make()
@@ -306,7 +306,7 @@ def test_a_publisher_that_knows_nothing_of_the_cache_has_no_snapshot(
     assert snapshot_of(dealer(reporter)) == (None, [])
 
 
-def test_a_snapshot_that_fails_ends_nothing_else(
+def test_failed_snapshot_does_not_stop_publisher(
     make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]
 ) -> None:
     reporter = make()
@@ -326,7 +326,7 @@ def test_a_snapshot_that_fails_ends_nothing_else(
     assert replayed(sock, 0) == [0]
 
 
-def test_live_batches_go_on_while_somebody_is_slow_to_take_a_snapshot(
+def test_live_batches_continue_during_slow_snapshot(
     make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]
 ) -> None:
     reporter = make()
@@ -348,7 +348,7 @@ def test_live_batches_go_on_while_somebody_is_slow_to_take_a_snapshot(
     assert told == 20_000, "of the time when it was asked for, and whole"
 
 
-def test_a_replay_that_the_stream_overtakes_has_no_end(
+def test_overtaken_replay_has_no_end(
     make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]
 ) -> None:
     """Who is told the end believes that it has everything."""
@@ -370,7 +370,7 @@ def test_a_replay_that_the_stream_overtakes_has_no_end(
         assert parse_replay(slow.recv_multipart()) is not None, "the end was told"
 
 
-def test_shutdown_sends_the_rest_and_leaves_no_thread(
+def test_shutdown_sends_rest_and_leaves_no_thread(
     make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]
 ) -> None:
     threads = set(threading.enumerate())
@@ -391,7 +391,7 @@ def test_shutdown_sends_the_rest_and_leaves_no_thread(
         store(reporter, 8)
 
 
-def test_a_process_that_forgets_to_shut_down_ends_all_the_same() -> None:
+def test_process_ends_without_shutdown() -> None:
     script = f"""
 from worker import Reporter
 reporter = Reporter.create('{ANY_PORT}')
@@ -412,7 +412,7 @@ def in_fork(reporter: Reporter, results: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer Pythons: of a fork beside threads
-def test_a_fork_can_report_nothing_and_harms_nothing(
+def test_forked_process_cannot_report_and_does_no_harm(
     make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]
 ) -> None:
     reporter = make()
@@ -430,12 +430,12 @@ def test_a_fork_can_report_nothing_and_harms_nothing(
     assert [event.block_hashes for event in events[1:]] == [[1]]
 
 
-def test_a_reporter_cannot_be_handed_to_a_spawned_process(make: Callable[..., Reporter]) -> None:
+def test_reporter_cannot_be_pickled(make: Callable[..., Reporter]) -> None:
     with pytest.raises(TypeError, match="pass the configuration"):
         pickle.dumps(make())
 
 
-def test_many_threads_report_at_once(make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]) -> None:
+def test_threads_can_report_concurrently(make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]) -> None:
     reporter = make()
 
     def work(first: int) -> None:
@@ -453,7 +453,7 @@ def test_many_threads_report_at_once(make: Callable[..., Reporter], dealer: Call
     assert len(events) == 801
 
 
-def test_the_worker_needs_no_more_than_the_base_dependencies() -> None:
+def test_worker_imports_base_dependencies_only() -> None:
     """Whatever else is installed cannot be imported here, and is not missed."""
     script = f"""
 import sys
@@ -473,7 +473,7 @@ print("reported")
     assert done.stdout.strip() == "reported", done.stderr
 
 
-def test_the_example_of_the_documentation_runs() -> None:
+def test_documented_example_runs() -> None:
     text = (Path(__file__).parents[2] / "docs" / "engine-authors.md").read_text()
     example = text.split("```python\n")[1].split("```")[0]
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=False)

@@ -65,7 +65,7 @@ def a_life(form: WireForm) -> bytes:
 
 
 @pytest.mark.parametrize(("engine", "release"), RELEASES)
-def test_a_release_reads_what_its_own_dialect_says(engine: str, release: str) -> None:
+def test_release_reads_its_own_dialect(engine: str, release: str) -> None:
     form, batch_type = RELEASES[engine, release]
     batch = msgspec.msgpack.decode(a_life(form), type=batch_type)
     kinds = [type(event).__name__ for event in batch.events]
@@ -87,7 +87,7 @@ def test_a_release_reads_what_its_own_dialect_says(engine: str, release: str) ->
         assert (salted.cache_salt, follows.cache_salt) == ("tenant", None)
 
 
-def test_readers_of_the_standard_read_it() -> None:
+def test_standard_reader_reads_dialect() -> None:
     _, payload = reported(
         WireForm.STANDARD,
         ("stored", ([7, 8], None, [1, 2, 3, 4], 2), {"cache_salt": "tenant", "lora_name": "sql", "medium": "CPU"}),
@@ -111,7 +111,7 @@ EVERYTHING = {
 
 
 @pytest.mark.parametrize("form", [WireForm.VLLM_MAPS, WireForm.VLLM_ARRAYS, WireForm.SGLANG_MAPS])
-def test_adapters_images_and_groups_are_told(form: WireForm) -> None:
+def test_adapters_images_and_groups_are_reported(form: WireForm) -> None:
     _, payload = reported(form, ("stored", ([1, 2], None, [1, 2], 1), EVERYTHING))
     (_, stored) = decode_batch(payload).events
     assert isinstance(stored, BlockStored)
@@ -129,7 +129,7 @@ def test_adapters_images_and_groups_are_told(form: WireForm) -> None:
         (WireForm.STANDARD, {"kv_cache_spec_kind": "mamba"}),
     ],
 )
-def test_a_block_that_a_dialect_cannot_tell_from_others_is_not_spoken_of(form: WireForm, what: dict[str, Any]) -> None:
+def test_inexpressible_block_is_not_reported(form: WireForm, what: dict[str, Any]) -> None:
     """Nor are those that follow it, until it is gone."""
     group = {"group_idx": what.get("group_idx")}
     reporter, payload = reported(
@@ -148,7 +148,7 @@ def test_a_block_that_a_dialect_cannot_tell_from_others_is_not_spoken_of(form: W
 
 
 @pytest.mark.parametrize("form", WireForm)
-def test_a_clear_of_one_medium_is_told_as_removals(form: WireForm) -> None:
+def test_clear_of_medium_is_reported_as_removals(form: WireForm) -> None:
     """Most decoders know a clear of everything only."""
     _, payload = reported(
         form,

@@ -61,7 +61,7 @@ def registration(rank: Rank = Rank(), topology: Topology = Topology(), **changes
     return Registration(topology, rank, **{**fields, **changes})
 
 
-def test_the_first_generation_of_the_field(server: KVBootstrapServer) -> None:
+def test_first_generation_registers_and_queries(server: KVBootstrapServer) -> None:
     """Ranks count over all DP ranks when they register, inside of one when they are asked for."""
     for number in range(3):
         assert ask(server.address, "PUT", "/route", engine_rank(number)) == (200, "OK")
@@ -80,7 +80,7 @@ def test_the_first_generation_of_the_field(server: KVBootstrapServer) -> None:
     assert "rank DP 0, CP 0, TP 2, PP 0 does not exist: the prefill has DP 2" in answer["error"]["message"]
 
 
-def test_the_later_generation_of_the_field(server: KVBootstrapServer) -> None:
+def test_later_generation_registers_and_queries(server: KVBootstrapServer) -> None:
     body = {
         "attn_tp_size": 1,
         "attn_tp_rank": 0,
@@ -130,14 +130,14 @@ def test_the_later_generation_of_the_field(server: KVBootstrapServer) -> None:
         ({"heartbeat_s": 0}, "heartbeat_s"),
     ],
 )
-def test_bad_registrations_name_the_field(server: KVBootstrapServer, body: dict[str, Any], field: str) -> None:
+def test_invalid_registration_names_field(server: KVBootstrapServer, body: dict[str, Any], field: str) -> None:
     status, answer = ask(server.address, "PUT", "/route", engine_rank(0, **body))
     assert status == 400
     assert answer["error"]["param"] == field
     assert field.removesuffix("_rank") in answer["error"]["message"]
 
 
-def test_other_bad_requests(server: KVBootstrapServer) -> None:
+def test_invalid_requests_are_rejected(server: KVBootstrapServer) -> None:
     for body in (b"{", b"[]", b"{}", b"\xff"):
         assert ask(server.address, "PUT", "/route", body)[0] == 400
     assert ask(server.address, "PUT", "/route", bytes(100_000))[0] == 413
@@ -152,14 +152,14 @@ objects = st.dictionaries(st.sampled_from(list(engine_rank(0))) | st.text(max_si
 
 
 @given(st.binary(max_size=300) | objects.map(lambda fields: json.dumps(fields).encode()))
-def test_no_registration_raises_anything_but_a_clear_error(data: bytes) -> None:
+def test_any_registration_raises_only_registry_error(data: bytes) -> None:
     with pytest.raises(RegistryError) as caught:
         read_registration(data)
     assert caught.value.status == 400
     assert str(caught.value)
 
 
-def test_ranks_of_another_topology_are_turned_away_while_the_old_ones_live(server: KVBootstrapServer) -> None:
+def test_ranks_of_other_topology_are_rejected_while_old_ranks_live(server: KVBootstrapServer) -> None:
     client = BootstrapClient(server.address)
     client.register(registration(heartbeat_s=60.0), time.monotonic() + 5, NEVER)
     status, answer = ask(server.address, "PUT", "/route", engine_rank(0))
@@ -167,7 +167,7 @@ def test_ranks_of_another_topology_are_turned_away_while_the_old_ones_live(serve
     assert "DP 2, CP 1, TP 2, PP 1, live ranks have DP 1" in answer["error"]["message"]
 
 
-def test_a_token_guards_everything_but_health() -> None:
+def test_token_is_required_except_for_health() -> None:
     server = KVBootstrapServer(port=0, token="right")
     for token in ("", "wrong"):
         assert ask(server.address, "PUT", "/route", engine_rank(0), token)[0] == 401
@@ -188,7 +188,7 @@ def test_a_token_guards_everything_but_health() -> None:
     [("10.0.0.9", 401), ("fd00::9", 401), ("::ffff:10.0.0.9", 401), ("127.0.0.1", 200), ("::1", 200)],
 )
 @pytest.mark.anyio
-async def test_without_a_token_ranks_register_from_this_machine_alone(client: str, status: int) -> None:
+async def test_registration_without_token_is_local_only(client: str, status: int) -> None:
     app = bootstrap_app()
 
     async def asked(method: str, query: str = "", body: bytes = b"") -> tuple[int, bytes]:
@@ -212,7 +212,7 @@ async def test_without_a_token_ranks_register_from_this_machine_alone(client: st
     assert (await asked("GET", SIZES.partition("?")[2]))[0] in (200, 503)
 
 
-def test_a_rank_expires_after_two_missed_heartbeats_and_leaves_when_it_ends(server: KVBootstrapServer) -> None:
+def test_rank_expires_after_two_missed_heartbeats_and_deregisters_at_end(server: KVBootstrapServer) -> None:
     client = BootstrapClient(server.address)
     registrar = Registrar(client, registration(heartbeat_s=0.5), 0.1)
     assert registrar.registered.wait(60)
@@ -230,7 +230,7 @@ def test_a_rank_expires_after_two_missed_heartbeats_and_leaves_when_it_ends(serv
     assert time.monotonic() - began > 0.1
 
 
-def test_a_registrar_registers_again_with_a_service_that_restarted() -> None:
+def test_registrar_registers_again_after_service_restart() -> None:
     first = KVBootstrapServer(port=0)
     client = BootstrapClient(first.address)
     registrar = Registrar(client, registration(), 0.1)
@@ -244,7 +244,7 @@ def test_a_registrar_registers_again_with_a_service_that_restarted() -> None:
     second.close()
 
 
-def test_the_client_keeps_its_deadline_and_stops_when_told() -> None:
+def test_client_keeps_deadline_and_stops_on_request() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and says nothing
         client = BootstrapClient(f"127.0.0.1:{mute.getsockname()[1]}")
         start = time.monotonic()
@@ -260,7 +260,7 @@ def test_the_client_keeps_its_deadline_and_stops_when_told() -> None:
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
-def test_ipv6_all_the_way() -> None:
+def test_bootstrap_works_over_ipv6() -> None:
     server = KVBootstrapServer("::1", 0)
     assert server.address.startswith("[::1]:")
     client = BootstrapClient(server.address)
@@ -269,7 +269,7 @@ def test_ipv6_all_the_way() -> None:
     server.close()
 
 
-def test_addresses() -> None:
+def test_addresses_are_split_and_joined() -> None:
     assert split_host_port("[fd00::7]:8998", "x") == ("fd00::7", 8998)
     assert split_host_port("prefill-1:8998", "x") == ("prefill-1", 8998)
     assert join_host_port("fd00::7", 1) == "[fd00::7]:1"

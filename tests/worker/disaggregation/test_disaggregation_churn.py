@@ -30,7 +30,7 @@ def pair() -> Iterator[list[RankProcess]]:
         pytest.param("shm", 150, marks=pytest.mark.transfer),
     ],
 )
-def test_pages_hold_what_their_last_owner_wrote(pair: list[RankProcess], engine: str, rounds: int) -> None:
+def test_pages_have_bytes_of_last_owner_under_churn(pair: list[RankProcess], engine: str, rounds: int) -> None:
     site = Site(pair, engine, MODEL)
     site.transfer(10**6, [1], [1])  # a decode rank that has not met the prefill can't tell it that it gave up
     rng = random.Random(rounds)

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 
-def test_the_example_runs() -> None:
+def test_documented_example_runs() -> None:
     text = (Path(__file__).parents[3] / "docs" / "disaggregation.md").read_text()
     example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     before = set(threading.enumerate())

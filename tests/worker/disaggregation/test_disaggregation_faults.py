@@ -115,7 +115,7 @@ def untouched(site: Site) -> bool:
 
 
 @pytest.mark.parametrize("engine", LARGE_ENGINES)
-def test_prefill_killed_in_the_middle_of_a_write(pair: list[RankProcess], engine: str) -> None:
+def test_prefill_killed_during_write_fails_room(pair: list[RankProcess], engine: str) -> None:
     site = Site(pair, engine, LARGE)
     room = stall_at_prefill(site)
     site.prefill.kill()
@@ -131,7 +131,7 @@ def test_prefill_killed_in_the_middle_of_a_write(pair: list[RankProcess], engine
 
 
 @pytest.mark.parametrize("engine", LARGE_ENGINES)
-def test_decode_killed_in_the_middle_of_a_write(pair: list[RankProcess], engine: str) -> None:
+def test_decode_killed_during_write_fails_room(pair: list[RankProcess], engine: str) -> None:
     site = Site(pair, engine, LARGE)
     room = stall(site)
     site.decode.kill()
@@ -146,7 +146,7 @@ def test_decode_killed_in_the_middle_of_a_write(pair: list[RankProcess], engine:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_prefill_that_stood_still_writes_nothing_into_reused_pages(pair: list[RankProcess], engine: str) -> None:
+def test_suspended_prefill_does_not_write_reused_pages(pair: list[RankProcess], engine: str) -> None:
     site = Site(pair, engine, LARGE)
     room = stall_at_prefill(site, decode_timeout=3.0)
     state, reason, reusable = site.decode.call("wait", 0, room)
@@ -163,7 +163,7 @@ def test_a_prefill_that_stood_still_writes_nothing_into_reused_pages(pair: list[
 
 
 @pytest.mark.parametrize("engine", LARGE_ENGINES)
-def test_a_decode_that_stood_still_ends_failed(pair: list[RankProcess], engine: str) -> None:
+def test_suspended_decode_fails_room(pair: list[RankProcess], engine: str) -> None:
     site = Site(pair, engine, LARGE)
     room = stall(site, prefill_timeout=3.0)
     state, reason, reusable = site.prefill.call("wait", 0, room)
@@ -175,7 +175,7 @@ def test_a_decode_that_stood_still_ends_failed(pair: list[RankProcess], engine: 
     site.close()
 
 
-def test_a_peer_that_is_silent_for_two_heartbeats_is_lost(pair: list[RankProcess]) -> None:
+def test_peer_is_lost_after_two_silent_heartbeats(pair: list[RankProcess]) -> None:
     site = Site(pair, "tcp", heartbeat_s=0.2)
     room = next(ROOMS)
     site.decode.call("receive", 0, site.address, room, [1, 2])
@@ -189,7 +189,7 @@ def test_a_peer_that_is_silent_for_two_heartbeats_is_lost(pair: list[RankProcess
     site.close()
 
 
-def test_one_slow_decode_holds_back_no_other(pair: list[RankProcess]) -> None:
+def test_slow_decode_does_not_delay_others(pair: list[RankProcess]) -> None:
     """The slow one stops in the middle of a write and leaves its prefill's writer waiting."""
     with processes(1) as (other,):
         site = Site(pair, "tcp", LARGE)
@@ -210,7 +210,7 @@ def test_one_slow_decode_holds_back_no_other(pair: list[RankProcess]) -> None:
 # Restarts
 
 
-def test_a_bootstrap_service_that_restarts_learns_the_ranks_again(pair: list[RankProcess]) -> None:
+def test_restarted_bootstrap_service_relearns_ranks(pair: list[RankProcess]) -> None:
     site = Site(pair, "tcp", heartbeat_s=0.2)
     room = next(ROOMS)
     site.decode.call("receive", 0, site.address, room, [1, 2])
@@ -231,7 +231,7 @@ def test_a_bootstrap_service_that_restarts_learns_the_ranks_again(pair: list[Ran
 
 
 @pytest.mark.parametrize("same_port", [True, False])
-def test_a_prefill_that_restarts_is_found_again(pair: list[RankProcess], same_port: bool) -> None:
+def test_restarted_prefill_is_found_again(pair: list[RankProcess], same_port: bool) -> None:
     site = Site(pair, "tcp", heartbeat_s=0.3)
     site.transfer(next(ROOMS), [1, 2, 3], [4, 5, 6])
     settings = dict(site.settings)
@@ -250,7 +250,7 @@ def test_a_prefill_that_restarts_is_found_again(pair: list[RankProcess], same_po
     site.close()
 
 
-def test_a_decode_that_restarts_on_the_same_port_is_served(pair: list[RankProcess]) -> None:
+def test_restarted_decode_on_same_port_is_served(pair: list[RankProcess]) -> None:
     site = Site(pair, "tcp")
     site.transfer(next(ROOMS), [1, 2, 3], [4, 5, 6])
     room = next(ROOMS)
@@ -267,7 +267,7 @@ def test_a_decode_that_restarts_on_the_same_port_is_served(pair: list[RankProces
     site.close()
 
 
-def test_a_prefill_that_took_the_port_of_another_says_so(pair: list[RankProcess]) -> None:
+def test_prefill_on_port_of_predecessor_refuses_its_frames(pair: list[RankProcess]) -> None:
     """Decode never met the first one: nothing tells it that the address is another's now, but the answer."""
     site = Site(pair, "tcp", heartbeat_s=1.0)
     stale = {"bootstrap_addr": site.address, "port": int(site.prefill.call("endpoint", 0).rpartition(":")[2])}
@@ -290,7 +290,7 @@ def test_a_prefill_that_took_the_port_of_another_says_so(pair: list[RankProcess]
 # Rooms that nobody fills, asks for, or wants any more
 
 
-def test_a_room_that_is_never_sent(any_site: Site) -> None:
+def test_room_that_is_never_sent_times_out(any_site: Site) -> None:
     without_sender, without_chunks = next(ROOMS), next(ROOMS)
     any_site.decode.call("receive", 0, any_site.address, without_sender, [1, 2], timeout_s=0.3)
     any_site.decode.call("receive", 0, any_site.address, without_chunks, [3, 4], timeout_s=0.3)
@@ -302,7 +302,7 @@ def test_a_room_that_is_never_sent(any_site: Site) -> None:
     assert any_site.prefill.call("wait", 0, without_chunks)[::2] == ("Failed", True)
 
 
-def test_a_room_that_is_never_used(any_site: Site) -> None:
+def test_room_that_is_never_requested_times_out(any_site: Site) -> None:
     asked_for_nothing, unknown = next(ROOMS), next(ROOMS)
     any_site.decode.call("receive", 0, any_site.address, asked_for_nothing, None, timeout_s=0.6)
     for room in (asked_for_nothing, unknown):
@@ -313,7 +313,7 @@ def test_a_room_that_is_never_used(any_site: Site) -> None:
     assert any_site.decode.call("wait", 0, asked_for_nothing)[::2] == ("Failed", True)
 
 
-def test_a_decode_that_timed_out_gets_no_late_write(any_site: Site) -> None:
+def test_timed_out_decode_receives_no_late_write(any_site: Site) -> None:
     room = next(ROOMS)
     any_site.decode.call("receive", 0, any_site.address, room, [1, 2], timeout_s=0.3)
     assert any_site.decode.call("wait", 0, room)[::2] == ("Failed", True)
@@ -322,7 +322,7 @@ def test_a_decode_that_timed_out_gets_no_late_write(any_site: Site) -> None:
     assert any_site.decode.call("stale_bytes", 0, 0xA5, list(range(64))) == 0
 
 
-def test_a_decode_that_gives_up_before_it_asked_tells_the_prefill(any_site: Site) -> None:
+def test_decode_abort_before_request_notifies_prefill(any_site: Site) -> None:
     """It had no pages for the room, say. The sender may be there already, or come later."""
     for sender_first in (True, False):
         room = next(ROOMS)
@@ -339,7 +339,7 @@ def test_a_decode_that_gives_up_before_it_asked_tells_the_prefill(any_site: Site
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_an_abort_ends_both_sides(any_site: Site, side: str) -> None:
+def test_abort_ends_both_sides(any_site: Site, side: str) -> None:
     room = next(ROOMS)
     any_site.decode.call("receive", 0, any_site.address, room, [1, 2])
     any_site.prefill.call("open_sender", 0, any_site.address, room)
@@ -351,7 +351,7 @@ def test_an_abort_ends_both_sides(any_site: Site, side: str) -> None:
         assert f"aborted by the {side} engine" in reason
 
 
-def test_decode_aborts_in_the_middle_of_a_write(pair: list[RankProcess]) -> None:
+def test_decode_abort_during_write_ends_both_sides(pair: list[RankProcess]) -> None:
     site = Site(pair, "tcp", LARGE)
     room = stall_at_prefill(site)
     site.decode.call("abort", 0, room)
@@ -364,7 +364,7 @@ def test_decode_aborts_in_the_middle_of_a_write(pair: list[RankProcess]) -> None
     site.close()
 
 
-def test_prefill_aborts_in_the_middle_of_a_write(pair: list[RankProcess]) -> None:
+def test_prefill_abort_during_write_ends_both_sides(pair: list[RankProcess]) -> None:
     """Its pages are read until decode ends the write."""
     site = Site(pair, "tcp", LARGE)
     room = stall(site)
@@ -379,7 +379,7 @@ def test_prefill_aborts_in_the_middle_of_a_write(pair: list[RankProcess]) -> Non
     site.close()
 
 
-def test_a_failed_chunk_stops_the_later_ones(any_site: Site) -> None:
+def test_failed_chunk_stops_later_chunks(any_site: Site) -> None:
     """The room would be complete without the chunk that was refused."""
     room = next(ROOMS)
     any_site.decode.call("receive", 0, any_site.address, room, [1, 2, 3])
@@ -396,7 +396,7 @@ def test_a_failed_chunk_stops_the_later_ones(any_site: Site) -> None:
     assert any_site.decode.call("stale_bytes", 0, 0xA5, list(range(64))) == 0
 
 
-def test_a_room_in_use_is_not_used_twice(site: Site) -> None:
+def test_room_in_use_is_rejected(site: Site) -> None:
     room = next(ROOMS)
     site.decode.call("receive", 0, site.address, room, [1, 2])
     with pytest.raises(RuntimeError, match=f"bootstrap_room {room} is in use on this rank"):
@@ -432,7 +432,7 @@ def test_a_room_in_use_is_not_used_twice(site: Site) -> None:
         (Model(head_bytes=32), "bytes of one head in a page differ: prefill has 64, decode 128"),
     ],
 )
-def test_ranks_that_do_not_fit_say_why(site: Site, model: Model, reason: str) -> None:
+def test_incompatible_ranks_report_reason(site: Site, model: Model, reason: str) -> None:
     site.decode.call("open", 1, "decode", "tcp", model, None, None, site.settings)
     room = next(ROOMS)
     site.decode.call("receive", 1, site.address, room, [1, 2])
@@ -442,14 +442,14 @@ def test_ranks_that_do_not_fit_say_why(site: Site, model: Model, reason: str) ->
     assert site.decode.call("left", 1) == []
 
 
-def test_engines_that_differ_say_so(site: Site) -> None:
+def test_different_engines_are_reported(site: Site) -> None:
     site.decode.call("open", 1, "decode", "shm", site.model, None, None, site.settings)
     room = next(ROOMS)
     site.decode.call("receive", 1, site.address, room, [1, 2])
     assert "transfer engine differs: prefill has tcp, decode shm" in site.decode.call("wait", 1, room)[1]
 
 
-def test_sides_that_disagree_about_a_prompt(site: Site) -> None:
+def test_different_page_counts_fail_room(site: Site) -> None:
     pages, aux = next(ROOMS), next(ROOMS)
     site.decode.call("receive", 0, site.address, pages, [1, 2, 3])
     site.prefill.call("send", 0, site.address, pages, [1, 2])
@@ -460,7 +460,7 @@ def test_sides_that_disagree_about_a_prompt(site: Site) -> None:
         assert "init() of the sender had no aux_index" in process.call("wait", 0, aux)[1]
 
 
-def test_wrong_calls_are_refused_and_change_nothing(site: Site) -> None:
+def test_invalid_calls_are_rejected_without_effect(site: Site) -> None:
     room = next(ROOMS)
     site.prefill.call("open_sender", 0, site.address, room)
     site.decode.call("receive", 0, site.address, room, None)
@@ -504,7 +504,7 @@ def test_wrong_calls_are_refused_and_change_nothing(site: Site) -> None:
 # Frames that nobody should believe
 
 
-def test_frames_that_are_malformed_oversized_or_unsigned_are_counted_and_dropped(pair: list[RankProcess]) -> None:
+def test_invalid_frames_are_counted_and_dropped(pair: list[RankProcess]) -> None:
     site = Site(pair, "tcp", secret="shared")
     room = next(ROOMS)
     site.decode.call("receive", 0, site.address, room, [1, 2])
@@ -539,7 +539,7 @@ def test_frames_that_are_malformed_oversized_or_unsigned_are_counted_and_dropped
     site.close()
 
 
-def test_a_peer_that_asks_for_what_is_not_there_is_turned_away(site: Site) -> None:
+def test_invalid_room_request_is_rejected(site: Site) -> None:
     """A decode rank made of raw frames: pages and items out of bounds, indices that are no i64, no hello before."""
     item = site.model.page_size * site.model.heads * site.model.head_bytes
     kv = [Buffer(0, item * 64, item)] * 2 * site.model.layers
@@ -594,7 +594,7 @@ def test_a_peer_that_asks_for_what_is_not_there_is_turned_away(site: Site) -> No
         assert "aux_index 8 does not exist" in room(b"", 8)
 
 
-def test_ranks_with_other_secrets_do_not_meet(pair: list[RankProcess]) -> None:
+def test_ranks_with_different_secrets_do_not_connect(pair: list[RankProcess]) -> None:
     site = Site(pair, "tcp", secret="ours")
     site.decode.call("open", 1, "decode", "tcp", site.model, None, None, {"secret": "theirs"})
     room = next(ROOMS)
@@ -604,7 +604,7 @@ def test_ranks_with_other_secrets_do_not_meet(pair: list[RankProcess]) -> None:
     site.close()
 
 
-def test_a_wrong_token_fails_the_room_at_once(pair: list[RankProcess]) -> None:
+def test_wrong_token_fails_room_at_once(pair: list[RankProcess]) -> None:
     site = Site(pair, "tcp")
     guarded = KVBootstrapServer(port=0, token="right")
     room = next(ROOMS)
@@ -616,7 +616,7 @@ def test_a_wrong_token_fails_the_room_at_once(pair: list[RankProcess]) -> None:
     site.close()
 
 
-def test_a_bootstrap_service_that_does_not_answer_costs_others_nothing(site: Site) -> None:
+def test_silent_bootstrap_service_does_not_delay_others(site: Site) -> None:
     lonely = next(ROOMS)
     site.decode.call("receive", 0, "127.0.0.1:1", lonely, [1, 2], timeout_s=0.5)
     site.transfer(next(ROOMS), [1, 2, 3], [4, 5, 6])

@@ -51,12 +51,12 @@ MESSAGES: list[AnyMessage] = [HELLO, REQUEST, Done(sender="a", to="b", room=1, g
 
 @pytest.mark.parametrize("secret", ["", "shared"])
 @pytest.mark.parametrize("message", MESSAGES)
-def test_a_message_is_read_as_it_was_written(message: AnyMessage, secret: str) -> None:
+def test_message_is_decoded_as_encoded(message: AnyMessage, secret: str) -> None:
     frame = FrameCodec(secret).encode(message)
     assert FrameCodec(secret).decode(frame) == message
 
 
-def test_the_bytes_of_a_frame() -> None:
+def test_frame_has_documented_bytes() -> None:
     """Little-endian, whatever the machine; page indices are i64."""
     message = Failure(sender="a", to="b", room=1, generation=2, reason="x")
     payload = msgspec.msgpack.encode(
@@ -83,7 +83,7 @@ def test_the_bytes_of_a_frame() -> None:
         {"pages": "text"},
     ],
 )
-def test_fields_out_of_bounds_are_malformed(change: dict[str, object]) -> None:
+def test_out_of_range_fields_are_malformed(change: dict[str, object]) -> None:
     frame = FrameCodec().encode(msgspec.structs.replace(REQUEST, **change))
     with pytest.raises(FrameError) as caught:
         FrameCodec().decode(frame)
@@ -91,28 +91,28 @@ def test_fields_out_of_bounds_are_malformed(change: dict[str, object]) -> None:
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_no_bytes_raise_anything_else(data: bytes, with_header: bool) -> None:
+def test_any_bytes_raise_only_frame_error(data: bytes, with_header: bool) -> None:
     frame = b"KVDF\x01\x00\x00\x00" + len(data).to_bytes(4, "little") + data if with_header else data
     with pytest.raises(FrameError):
         FrameCodec().decode(frame)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 255))
-def test_one_changed_byte_breaks_the_signature(position: int, change: int) -> None:
+def test_changed_byte_breaks_signature(position: int, change: int) -> None:
     frame = bytearray(FrameCodec("shared").encode(HELLO))
     frame[position % len(frame)] ^= change
     with pytest.raises(FrameError):
         FrameCodec("shared").decode(bytes(frame))
 
 
-def test_both_sides_need_the_same_secret_or_none() -> None:
+def test_both_sides_need_equal_secrets() -> None:
     for writer, reader in (("", "ours"), ("ours", ""), ("theirs", "ours")):
         with pytest.raises(FrameError) as caught:
             FrameCodec(reader).decode(FrameCodec(writer).encode(HELLO))
         assert caught.value.kind == "unsigned"
 
 
-def test_frames_are_bounded_on_both_ends() -> None:
+def test_frame_size_is_limited_on_both_sides() -> None:
     with pytest.raises(ValueError, match="exceeds the limit"):
         FrameCodec().encode(msgspec.structs.replace(REQUEST, pages=bytes(MAX_FRAME)))
     with pytest.raises(FrameError) as caught:

@@ -38,7 +38,7 @@ def site(standing_site: Site) -> Iterator[Site]:
     assert standing_site.left() == []
 
 
-def test_contiguous_random_and_single_pages_in_one_or_many_chunks(site: Site) -> None:
+def test_pages_are_transferred_in_one_or_many_chunks(site: Site) -> None:
     rng = np.random.default_rng(1)
     source, target = rng.permutation(64)[:40].tolist(), rng.permutation(64)[:40].tolist()
     site.transfer(next(ROOMS), list(range(8, 48)), list(range(3, 43)), [40])
@@ -48,7 +48,7 @@ def test_contiguous_random_and_single_pages_in_one_or_many_chunks(site: Site) ->
     site.transfer(next(ROOMS), source[:10], target[:10], [10, 0])  # an empty last chunk
 
 
-def test_rooms_at_the_same_time(site: Site) -> None:
+def test_concurrent_rooms_are_transferred(site: Site) -> None:
     rooms = [next(ROOMS) for _ in range(8)]
     pages = {room: np.arange(8 * number, 8 * number + 8).tolist() for number, room in enumerate(rooms)}
     for number, room in enumerate(rooms):
@@ -61,7 +61,7 @@ def test_rooms_at_the_same_time(site: Site) -> None:
         assert site.decode.call("matches", 0, room, pages[room][::-1])
 
 
-def test_a_prefix_that_decode_has_is_not_sent(site: Site) -> None:
+def test_cached_prefix_is_not_sent(site: Site) -> None:
     room = next(ROOMS)
     site.decode.call("receive", 0, site.address, room, [7, 9, 11], aux=1, prefix=3 * site.model.page_size)
     site.prefill.call("send", 0, site.address, room, [20, 21, 22, 23, 24, 25], [2, 4])
@@ -69,7 +69,7 @@ def test_a_prefix_that_decode_has_is_not_sent(site: Site) -> None:
     assert site.decode.call("check", 0, room, [7, 9, 11], aux=1, skipped=3) == []
 
 
-def test_a_full_prefix_hit_brings_only_the_aux_items(site: Site) -> None:
+def test_full_prefix_hit_transfers_only_aux_items(site: Site) -> None:
     room = next(ROOMS)
     site.decode.call("receive", 0, site.address, room, [], aux=1, prefix=4 * site.model.page_size)
     site.prefill.call("send", 0, site.address, room, [20, 21, 22, 23], [2, 2])
@@ -77,7 +77,7 @@ def test_a_full_prefix_hit_brings_only_the_aux_items(site: Site) -> None:
     assert site.decode.call("check", 0, room, [], aux=1) == []
 
 
-def test_the_aux_items_go_with_the_last_chunk(site: Site) -> None:
+def test_aux_items_are_sent_with_last_chunk(site: Site) -> None:
     room = next(ROOMS)
     site.decode.call("receive", 0, site.address, room, [1, 2], aux=6)
     site.prefill.call("wipe", 0)
@@ -91,7 +91,7 @@ def test_the_aux_items_go_with_the_last_chunk(site: Site) -> None:
     assert not [wrong for wrong in site.decode.call("check", 0, room, [1, 2], aux=6) if "aux" in wrong]
 
 
-def test_without_aux_buffers_and_without_pages(site: Site) -> None:
+def test_transfer_without_aux_buffers_or_pages_succeeds(site: Site) -> None:
     room = next(ROOMS)
     site.decode.call("receive", 0, site.address, room, [], aux=None)
     site.prefill.call("send", 0, site.address, room, [], [0], aux=None)
@@ -111,14 +111,14 @@ TOPOLOGIES = {
 
 @pytest.mark.parametrize("engine", ["tcp", pytest.param("shm", marks=pytest.mark.transfer)])
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_other_parallelism_on_each_side(pair: list[RankProcess], engine: str, name: str) -> None:
+def test_different_parallelism_is_mapped(pair: list[RankProcess], engine: str, name: str) -> None:
     site = Site(pair, engine, None, *TOPOLOGIES[name])
     site.transfer(next(ROOMS), [5, 6, 7, 20, 33, 40, 41], [9, 10, 11, 12, 1, 0, 63], [4, 3])
     site.close()
 
 
 @pytest.mark.parametrize(("layout", "heads"), [("HND", 4), ("MLA", 1), ("NHD", 2), ("HND", 1)])
-def test_layouts_and_heads_that_ranks_share(pair: list[RankProcess], layout: str, heads: int) -> None:
+def test_shared_heads_and_layouts_are_transferred(pair: list[RankProcess], layout: str, heads: int) -> None:
     """With MLA, or fewer heads than ranks, several prefill ranks hold the same bytes and one of them sends."""
     model = Model(layout=layout, heads=heads)
     for prefill, decode in ((4, 2), (2, 4)):
@@ -128,7 +128,7 @@ def test_layouts_and_heads_that_ranks_share(pair: list[RankProcess], layout: str
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_dp_rank_follows_from_the_room_or_is_told(pair: list[RankProcess], engine: str) -> None:
+def test_dp_rank_is_room_modulo_size_or_given(pair: list[RankProcess], engine: str) -> None:
     """The first room makes connections to group 0; the next one must not end there because of that."""
     site = Site(pair, engine, None, Topology(dp=2, tp=2))
     site.transfer(1_000_000, [1, 2, 3], [4, 5, 6], [3])
@@ -137,14 +137,14 @@ def test_the_dp_rank_follows_from_the_room_or_is_told(pair: list[RankProcess], e
     site.close()
 
 
-def test_ranks_meet_over_ipv6(pair: list[RankProcess]) -> None:
+def test_ranks_connect_over_ipv6(pair: list[RankProcess]) -> None:
     site = Site(pair, "tcp", host="::1")
     assert site.prefill.call("endpoint", 0).startswith("tcp://[::1]:")
     site.transfer(next(ROOMS), [1, 2], [3, 4])
     site.close()
 
 
-def test_a_rank_closed_leaves_no_descriptor(pair: list[RankProcess]) -> None:
+def test_closed_rank_leaves_no_descriptor(pair: list[RankProcess]) -> None:
     counts = []
     for _ in range(3):
         site = Site(pair, "tcp")
@@ -156,7 +156,7 @@ def test_a_rank_closed_leaves_no_descriptor(pair: list[RankProcess]) -> None:
 
 @pytest.mark.transfer
 @pytest.mark.parametrize(("engine", "library"), [("mooncake", "mooncake.engine"), ("nixl", "nixl")])
-def test_the_libraries_of_sites_with_rdma(pair: list[RankProcess], engine: str, library: str) -> None:
+def test_rdma_libraries_transfer_pages(pair: list[RankProcess], engine: str, library: str) -> None:
     pytest.importorskip(library, exc_type=ImportError)  # it may lack a library of the system
     site = Site(pair, engine, None, Topology(tp=2), Topology())
     rng = np.random.default_rng(1)

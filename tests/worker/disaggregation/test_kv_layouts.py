@@ -32,7 +32,7 @@ def arena(layout: str, tp: int, rank: int, base: int) -> Layout:
 
 
 @given(st.sampled_from(["NHD", "HND"]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.data())
-def test_writes_bring_the_shared_heads_and_touch_nothing_else(
+def test_writes_copy_shared_heads_only(
     layout: str, ours: int, theirs: int, data: st.DataObject
 ) -> None:
     source = arena(layout, ours, data.draw(st.integers(0, ours - 1)), 0)
@@ -63,7 +63,7 @@ def test_writes_bring_the_shared_heads_and_touch_nothing_else(
     assert (view(there, target) == wanted).all()
 
 
-def test_equal_heads_go_in_whole_runs() -> None:
+def test_equal_heads_are_copied_in_whole_runs() -> None:
     writes = kv_writes(arena("NHD", 1, 0, 0), arena("NHD", 1, 0, 1000), np.array([0, 1, 3]), np.array([2, 3, 5]))
     assert writes.lengths.tolist() == [48, 24] * 2
 
@@ -77,13 +77,13 @@ def test_equal_heads_go_in_whole_runs() -> None:
         ([0, 1], [0], "2 pages and dst_pages 1"),
     ],
 )
-def test_pages_that_do_not_fit_are_errors(sources: list[int], targets: list[int], reason: str) -> None:
+def test_invalid_pages_raise_errors(sources: list[int], targets: list[int], reason: str) -> None:
     layout = arena("NHD", 1, 0, 0)
     with pytest.raises(ValueError, match=reason):
         kv_writes(layout, layout, np.array(sources, np.int64), np.array(targets, np.int64))
 
 
-def test_layouts_that_contradict_themselves() -> None:
+def test_contradicting_layouts_raise_errors() -> None:
     good = {"kv_data_ptrs": [0, 64], "kv_data_lens": [64, 64], "kv_item_lens": [8, 8]}
     rest = {"page_size": 2, "kv_cache_dtype": "int8", "total_kv_head_num": 2}
     for change, reason in (
@@ -98,7 +98,7 @@ def test_layouts_that_contradict_themselves() -> None:
             layout_of(KVArgs(**{**good, **rest, **change}), Topology(), Rank())  # type: ignore[arg-type]
 
 
-def test_aux_buffers_must_be_the_same() -> None:
+def test_aux_buffers_must_be_equal() -> None:
     plain = arena("NHD", 1, 0, 0)
     with_aux = layout_of(
         KVArgs(

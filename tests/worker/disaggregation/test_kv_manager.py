@@ -62,12 +62,12 @@ def _engines_end() -> Iterator[None]:
         ({"bootstrap_addr": "host:1"}, Rank(tp=1), r"rank.tp 1 does not exist: topology.tp is 1"),
     ],
 )
-def test_settings_that_do_not_fit(settings: dict[str, Any], rank: Rank | None, reason: str) -> None:
+def test_invalid_manager_settings_are_rejected(settings: dict[str, Any], rank: Rank | None, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         manager(DisaggregationMode.PREFILL, rank, **settings)
 
 
-def test_senders_and_receivers_need_their_side() -> None:
+def test_senders_and_receivers_need_matching_mode() -> None:
     prefill = manager(DisaggregationMode.PREFILL, bootstrap_addr="127.0.0.1:1")
     decode = manager(DisaggregationMode.DECODE)
     with pytest.raises(ValueError, match="KVReceiver needs the manager of a decode rank"):
@@ -78,7 +78,7 @@ def test_senders_and_receivers_need_their_side() -> None:
     decode.close()
 
 
-def test_closing_fails_what_is_open_and_takes_no_more() -> None:
+def test_close_fails_open_rooms_and_rejects_new_ones() -> None:
     """Also while a bootstrap service is asked that is not there."""
     server = KVBootstrapServer(port=0)
     prefill = manager(DisaggregationMode.PREFILL, bootstrap_addr=server.address)
@@ -105,7 +105,7 @@ def test_closing_fails_what_is_open_and_takes_no_more() -> None:
         KVSender(prefill, server.address, 3)
 
 
-def test_an_address_in_use_is_an_error_and_leaves_nothing() -> None:
+def test_address_in_use_is_error_without_leftovers() -> None:
     first = manager(DisaggregationMode.DECODE)
     with pytest.raises(OSError, match="cannot bind"):
         manager(DisaggregationMode.DECODE, port=int(first.endpoint.rpartition(":")[2]))

@@ -58,7 +58,7 @@ class Log:
         return WriteTask(GrantKey(1, 2), time.monotonic() + 5, destination.begin, plan, finished)
 
 
-def test_no_write_begins_for_a_room_that_has_failed() -> None:
+def test_no_write_begins_for_failed_room() -> None:
     """Its pages may be in other hands by then."""
     engine: TransferEngine = open_engine("tcp")
     writer = PeerWriter(engine, "tcp://127.0.0.1:1", layout(), b"")
@@ -77,7 +77,7 @@ def test_no_write_begins_for_a_room_that_has_failed() -> None:
     engine.close()
 
 
-def test_what_waits_is_ended_when_the_peer_is_given_up() -> None:
+def test_queued_writes_fail_when_peer_is_dropped() -> None:
     engine: TransferEngine = open_engine("tcp")
     other: TransferEngine = open_engine("tcp")
     writer = PeerWriter(engine, "tcp://127.0.0.1:1", layout(), other.address())

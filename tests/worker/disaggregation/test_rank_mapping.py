@@ -34,7 +34,7 @@ def ranks_of(topology: Topology) -> list[Rank]:
 
 
 @given(sides(), st.integers(0, 40))
-def test_each_decode_rank_gets_everything_once(case: tuple[Topology, Topology, int, int], pages: int) -> None:
+def test_each_decode_rank_receives_everything_once(case: tuple[Topology, Topology, int, int], pages: int) -> None:
     decode, prefill, heads, dp = case
     for rank in ranks_of(decode):
         got: Counter[tuple[int, int, int]] = Counter()
@@ -50,7 +50,7 @@ def test_each_decode_rank_gets_everything_once(case: tuple[Topology, Topology, i
 
 
 @given(sides())
-def test_numbers_to_wait_for(case: tuple[Topology, Topology, int, int]) -> None:
+def test_required_numbers_of_ranks_are_counted(case: tuple[Topology, Topology, int, int]) -> None:
     """Each prefill rank of the DP group hears from as many decode ranks of a DP rank and stage as they were told."""
     decode, prefill, heads, dp = case
     told: Counter[Rank] = Counter()
@@ -71,7 +71,7 @@ def names(mapping: RankMapping) -> list[tuple[int, bool]]:
     return [(source.rank.tp, source.dummy) for source in mapping.sources]
 
 
-def test_the_fields_cases() -> None:
+def test_mapping_equals_engine_examples() -> None:
     assert names(map_ranks(Topology(tp=4), Rank(tp=3), Topology(tp=4), 0, 8)) == [(3, False)]
     wider = map_ranks(Topology(tp=4), Rank(tp=3), Topology(tp=2), 0, 8)
     assert (names(wider), wider.required_dst_info_num, wider.required_responses) == ([(1, False)], 2, 1)
@@ -85,7 +85,7 @@ def test_the_fields_cases() -> None:
     assert [source.rank for source in many.sources if source.sends_aux] == [Rank(cp=0, pp=2)]
 
 
-def test_the_dp_group_follows_from_the_room() -> None:
+def test_dp_group_is_room_modulo_size() -> None:
     assert [target_dp_group(room, 3) for room in (0, 1, 2, 3, 2**63 - 1)] == [0, 1, 2, 0, 1]
 
 
@@ -99,6 +99,6 @@ def test_the_dp_group_follows_from_the_room() -> None:
         (Topology(tp=4), Topology(), 0, 6, "6 KV heads can't be split over TP 4"),
     ],
 )
-def test_sizes_that_do_not_fit(decode: Topology, prefill: Topology, dp: int, heads: int, reason: str) -> None:
+def test_incompatible_sizes_raise_errors(decode: Topology, prefill: Topology, dp: int, heads: int, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         map_ranks(decode, Rank(), prefill, dp, heads)

@@ -16,7 +16,7 @@ steps = st.lists(st.one_of(st.sampled_from(KVPoll), st.text(min_size=1, max_size
 
 
 @given(steps)
-def test_any_order_of_news_moves_a_room_forward_until_it_is_over(news: list[KVPoll | str]) -> None:
+def test_room_only_advances_until_terminal(news: list[KVPoll | str]) -> None:
     """A text is a failure with that reason."""
     room = Room(1, 2, 3.0)
     assert room.state is KVPoll.Bootstrapping
@@ -35,7 +35,7 @@ def test_any_order_of_news_moves_a_room_forward_until_it_is_over(news: list[KVPo
             assert room.state is before
 
 
-def test_a_group_is_where_its_slowest_rank_is_and_fails_with_any() -> None:
+def test_group_state_is_slowest_rank_and_fails_with_any() -> None:
     assert group_state([KVPoll.Success, KVPoll.Transferring]) is KVPoll.Transferring
     assert group_state([KVPoll.Success, KVPoll.Failed, KVPoll.Bootstrapping]) is KVPoll.Failed
     assert group_state([KVPoll.Success] * 3) is KVPoll.Success
@@ -43,7 +43,7 @@ def test_a_group_is_where_its_slowest_rank_is_and_fails_with_any() -> None:
         group_state([])
 
 
-def test_waiting_ends_with_the_room_or_the_time() -> None:
+def test_wait_ends_with_room_or_timeout() -> None:
     room = Room(1, 2, 3.0)
     assert room.wait(0.01) is KVPoll.Bootstrapping
     threading.Timer(0.05, lambda: room.fail("gone")).start()

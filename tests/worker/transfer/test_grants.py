@@ -27,7 +27,7 @@ _some = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), min_size=1, 
 
 
 @given(_some, _some)
-def test_a_write_is_allowed_when_all_of_its_bytes_are_granted(
+def test_write_is_allowed_if_all_bytes_are_granted(
     granted: list[tuple[int, int]], written: list[tuple[int, int]]
 ) -> None:
     grant = Grant(_KEY, _ranges(*granted))
@@ -41,18 +41,18 @@ def test_a_write_is_allowed_when_all_of_its_bytes_are_granted(
 
 
 @pytest.mark.parametrize("write", [(0, 1), (99, 2), (100, 11), (109, _LARGEST), (_LARGEST, 1), (_LARGEST, _LARGEST)])
-def test_a_write_beyond_the_address_space_is_refused(write: tuple[int, int]) -> None:
+def test_write_beyond_address_space_is_refused(write: tuple[int, int]) -> None:
     with pytest.raises(RefusedError):
         Grant(_KEY, _ranges((100, 10))).check(*_ranges(write))
 
 
-def test_nothing_granted_allows_nothing() -> None:
+def test_write_without_grant_is_refused() -> None:
     with pytest.raises(RefusedError):
         Grant(_KEY, _ranges()).check(*_ranges((0, 1)))
 
 
 @given(st.lists(st.sampled_from(["enter", "leave", "revoke"]), max_size=30))
-def test_a_revoked_grant_is_quiescent_exactly_when_nobody_is_inside(steps: list[str]) -> None:
+def test_revoked_grant_is_quiescent_without_landing_writes(steps: list[str]) -> None:
     grant = Grant(_KEY, _ranges((0, 1)))
     inside, revoked = 0, False
     for step in steps:
@@ -70,7 +70,7 @@ def test_a_revoked_grant_is_quiescent_exactly_when_nobody_is_inside(steps: list[
             assert (grant.revoke(time.monotonic()) is Quiescence.QUIESCENT) == (inside == 0)
 
 
-def test_revoke_waits_for_those_inside() -> None:
+def test_revoke_waits_for_landing_writes() -> None:
     grant = Grant(_KEY, _ranges((0, 1)))
     grant.enter()
     answers: list[Quiescence] = []
@@ -88,7 +88,7 @@ def test_revoke_waits_for_those_inside() -> None:
     assert answers == [Quiescence.QUIESCENT]
 
 
-def test_a_key_is_free_again_when_it_is_quiescent() -> None:
+def test_key_is_reusable_after_quiescence() -> None:
     memory = new_array(4096)
     pointer = memory.ctypes.data
     known = Memory()
@@ -119,7 +119,7 @@ def test_a_key_is_free_again_when_it_is_quiescent() -> None:
         (GrantKey(0, 1 << 63), _ranges(), "room and generation"),
     ],
 )
-def test_what_can_not_be_granted(key: GrantKey, ranges: Ranges, message: str) -> None:
+def test_invalid_grants_are_rejected(key: GrantKey, ranges: Ranges, message: str) -> None:
     known = Memory()
     memory = new_array(4096)
     known.add([(memory.ctypes.data, memory)])
@@ -127,7 +127,7 @@ def test_what_can_not_be_granted(key: GrantKey, ranges: Ranges, message: str) ->
         Grants(known).add(key, ranges)
 
 
-def test_neighbouring_regions_are_granted_together_but_not_written_across() -> None:
+def test_adjacent_regions_share_grant_but_not_writes() -> None:
     memory = new_array(8192)
     pointer = memory.ctypes.data
     known = Memory()
@@ -139,7 +139,7 @@ def test_neighbouring_regions_are_granted_together_but_not_written_across() -> N
         grants.find(_KEY, *_ranges((pointer + 4000, 97)))
 
 
-def test_regions_may_not_overlap() -> None:
+def test_overlapping_regions_are_rejected() -> None:
     memory = new_array(8192)
     pointer = memory.ctypes.data
     known = Memory()
@@ -154,7 +154,7 @@ def test_regions_may_not_overlap() -> None:
         known.check(_ranges((pointer + 4096, 1)))
 
 
-def test_views_are_the_bytes_and_touching_ones_are_merged() -> None:
+def test_views_have_bytes_and_adjacent_views_are_merged() -> None:
     memory = new_array(4096)
     pointer = memory.ctypes.data
     known = Memory()
@@ -166,6 +166,6 @@ def test_views_are_the_bytes_and_touching_ones_are_merged() -> None:
     assert len(known.views(*_ranges((pointer, 5), (pointer + 5, 5)), merge=False)) == 2
 
 
-def test_spans_beyond_the_address_space() -> None:
+def test_spans_beyond_address_space_are_rejected() -> None:
     with pytest.raises(ValueError, match="beyond the address space"):
         Spans(_ranges((_LARGEST, 2)))

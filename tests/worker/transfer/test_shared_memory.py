@@ -63,7 +63,7 @@ def _reason(channel: Channel) -> str:
     return str(caught.value)
 
 
-def test_memory_that_could_shrink_is_not_mapped(receiver: ShmEngine) -> None:
+def test_shrinkable_memory_is_not_mapped(receiver: ShmEngine) -> None:
     file = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(file, SIZE)
     with closing(_session(receiver)) as channel:
@@ -73,7 +73,7 @@ def test_memory_that_could_shrink_is_not_mapped(receiver: ShmEngine) -> None:
         assert "not sealed against shrinking" in _reason(channel)
 
 
-def test_memory_that_is_no_file_or_missing_ends_the_session(receiver: ShmEngine) -> None:
+def test_missing_memory_file_ends_session(receiver: ShmEngine) -> None:
     for files, reason in (([0], "can't be mapped"), ([], "does not share its memory")):
         with closing(_session(receiver)) as channel:
             channel.send(Kind.MEMORY, struct.pack("<QQQ", 4096, 0, SIZE))
@@ -88,7 +88,7 @@ def _sealed(length: int) -> int:
     return file
 
 
-def test_a_length_beyond_the_file_ends_the_session(receiver: ShmEngine) -> None:
+def test_length_beyond_file_ends_session(receiver: ShmEngine) -> None:
     with closing(_session(receiver)) as channel:
         channel.send(Kind.MEMORY, struct.pack("<QQQ", 4096, 0, SIZE + 1))
         file = _sealed(SIZE)
@@ -97,7 +97,7 @@ def test_a_length_beyond_the_file_ends_the_session(receiver: ShmEngine) -> None:
         assert f"has no {SIZE + 1} bytes" in _reason(channel)
 
 
-def test_a_source_outside_of_the_shared_memory_is_refused(receiver: ShmEngine, arena: Bytes) -> None:
+def test_source_outside_shared_memory_is_refused(receiver: ShmEngine, arena: Bytes) -> None:
     destination = _u8(arena.ctypes.data)
     with closing(_session(receiver)) as channel:
         channel.send(Kind.MEMORY, struct.pack("<QQQ", 4096, 0, SIZE))
@@ -113,7 +113,7 @@ def test_a_source_outside_of_the_shared_memory_is_refused(receiver: ShmEngine, a
         expect(channel, Kind.LANDED, time.monotonic() + 5)
 
 
-def test_an_array_for_each_of_many_layers(receiver: ShmEngine, arena: Bytes) -> None:
+def test_one_array_for_each_layer_is_shared(receiver: ShmEngine, arena: Bytes) -> None:
     sender = ShmEngine()
     layers = [sender.allocate(100 + layer) for layer in range(300)]
     for layer, array in enumerate(layers):
@@ -128,7 +128,7 @@ def test_an_array_for_each_of_many_layers(receiver: ShmEngine, arena: Bytes) -> 
     arena[:] = 0
 
 
-def test_a_source_must_have_been_allocated(receiver: ShmEngine) -> None:
+def test_source_must_be_allocated(receiver: ShmEngine) -> None:
     sender = open_engine("shm")
     ordinary = np.ones(SIZE, np.uint8)
     sender.register([Region.of(ordinary)])
@@ -147,7 +147,7 @@ def test_a_source_must_have_been_allocated(receiver: ShmEngine) -> None:
         unique_by=lambda copy: copy[1],
     )
 )
-def test_runs_of_any_lengths_are_copied(copies: list[tuple[int, int, int]]) -> None:
+def test_runs_of_all_lengths_are_copied(copies: list[tuple[int, int, int]]) -> None:
     """From memory that its owner knows by other addresses, in two regions, into two of ours."""
     place, half = 1 << 17, 10 << 17
     source = np.frombuffer(np.random.default_rng(1).bytes(2 * half), np.uint8)

@@ -157,7 +157,7 @@ _random = np.random.default_rng(1)
         pytest.param([3, 4, 5, 9, 8], [7, 8, 9, 10, 11], id="some runs"),
     ],
 )
-def test_pages_land_where_they_belong(
+def test_pages_land_at_their_destinations(
     receiver: Receiver, shared_sender: tuple[PeerProcess, int], sources: Any, destinations: Any
 ) -> None:
     peer, session = shared_sender
@@ -168,7 +168,7 @@ def test_pages_land_where_they_belong(
     assert receiver.revoke(key) is Quiescence.QUIESCENT
 
 
-def test_layers_and_chunks_of_odd_sizes_add_up_to_the_same_checksum(
+def test_layers_and_chunks_of_odd_sizes_have_equal_checksums(
     receiver: Receiver, shared_sender: tuple[PeerProcess, int]
 ) -> None:
     """3 layers of different page sizes, in 4 chunks, one of them empty, and an auxiliary buffer of 37 bytes."""
@@ -197,7 +197,7 @@ def test_layers_and_chunks_of_odd_sizes_add_up_to_the_same_checksum(
     assert receiver.revoke(key) is Quiescence.QUIESCENT
 
 
-def test_what_was_not_granted_is_refused_and_the_session_goes_on(
+def test_ungranted_write_is_refused_and_session_continues(
     receiver: Receiver, shared_sender: tuple[PeerProcess, int]
 ) -> None:
     peer, session = shared_sender
@@ -223,7 +223,7 @@ def test_what_was_not_granted_is_refused_and_the_session_goes_on(
     assert receiver.revoke(key) is Quiescence.QUIESCENT
 
 
-def test_a_late_write_is_refused(receiver: Receiver, shared_sender: tuple[PeerProcess, int]) -> None:
+def test_write_after_revocation_is_refused(receiver: Receiver, shared_sender: tuple[PeerProcess, int]) -> None:
     peer, session = shared_sender
     key = receiver.grant([1, 2])
     rows = _rows(receiver, [5, 6], [1, 2])
@@ -234,7 +234,7 @@ def test_a_late_write_is_refused(receiver: Receiver, shared_sender: tuple[PeerPr
     assert (receiver.arena == SENTINEL).all()
 
 
-def test_rooms_at_the_same_time(receiver: Receiver, shared_sender: tuple[PeerProcess, int]) -> None:
+def test_concurrent_rooms_are_transferred(receiver: Receiver, shared_sender: tuple[PeerProcess, int]) -> None:
     """Two sessions of one process, and a room of our own to it."""
     peer, session = shared_sender
     second = peer("connect", receiver.engine.address().decode())
@@ -261,7 +261,7 @@ def _streaming(receiver: Receiver, start_peer: Callable[..., PeerProcess], name:
     return peer, key
 
 
-def test_a_sender_that_sleeps_in_a_write_cannot_touch_reused_pages(
+def test_suspended_sender_cannot_write_reused_pages(
     engine: str, receiver: Receiver, start_peer: Callable[..., PeerProcess]
 ) -> None:
     peer, key = _streaming(receiver, start_peer, engine)
@@ -278,7 +278,7 @@ def test_a_sender_that_sleeps_in_a_write_cannot_touch_reused_pages(
     assert (receiver.arena[100 * PAGE : 900 * PAGE] == REUSED).all()
 
 
-def test_a_sender_killed_in_a_write(engine: str, receiver: Receiver, start_peer: Callable[..., PeerProcess]) -> None:
+def test_sender_killed_during_write_leaves_grant_consistent(engine: str, receiver: Receiver, start_peer: Callable[..., PeerProcess]) -> None:
     peer, key = _streaming(receiver, start_peer, engine)
     peer.kill()
     quiescence = receiver.revoke(key, 1.0)
@@ -322,7 +322,7 @@ def _writing(
     return thread
 
 
-def test_a_receiver_killed_in_a_write(engine: str, receiver: Receiver, start_peer: Callable[..., PeerProcess]) -> None:
+def test_receiver_killed_during_write_fails_session(engine: str, receiver: Receiver, start_peer: Callable[..., PeerProcess]) -> None:
     peer = start_peer(engine, SIZE)
     failures: list[TransferError] = []
     thread = _writing(receiver, peer, _grant_all(peer), failures, 5.0)
@@ -333,7 +333,7 @@ def test_a_receiver_killed_in_a_write(engine: str, receiver: Receiver, start_pee
     assert isinstance(failure, PeerLostError if engine not in ONE_SIDED else TransferError)
 
 
-def test_a_receiver_that_sleeps_costs_no_more_than_the_deadline(
+def test_suspended_receiver_costs_at_most_deadline(
     engine: str, receiver: Receiver, target: PeerProcess
 ) -> None:
     key = _grant_all(target)
@@ -350,7 +350,7 @@ def test_a_receiver_that_sleeps_costs_no_more_than_the_deadline(
         assert target("revoke", *key) == "quiescent"
 
 
-def test_sessions_end_with_nothing_left(engine: str, target: PeerProcess) -> None:
+def test_closed_sessions_leave_nothing(engine: str, target: PeerProcess) -> None:
     key = _grant_all(target)
     peers_threads = target("threads")
 
@@ -378,7 +378,7 @@ def test_sessions_end_with_nothing_left(engine: str, target: PeerProcess) -> Non
         assert len(os.listdir("/proc/self/fd")) <= files
 
 
-def test_a_session_can_be_closed_while_it_writes(receiver: Receiver, target: PeerProcess) -> None:
+def test_session_can_be_closed_during_write(receiver: Receiver, target: PeerProcess) -> None:
     key = _grant_all(target)
     session = receiver.engine.connect(target.where["address"].encode(), time.monotonic() + 5)
     writes = _everything(receiver, target)
@@ -400,7 +400,7 @@ def test_a_session_can_be_closed_while_it_writes(receiver: Receiver, target: Pee
     assert isinstance(failures[0], PeerLostError)
 
 
-def test_a_source_must_be_registered(receiver: Receiver, target: PeerProcess) -> None:
+def test_source_must_be_registered(receiver: Receiver, target: PeerProcess) -> None:
     key = _grant_all(target)
     session = receiver.engine.connect(target.where["address"].encode(), time.monotonic() + 5)
 
@@ -415,7 +415,7 @@ def test_a_source_must_be_registered(receiver: Receiver, target: PeerProcess) ->
     session.close()
 
 
-def test_addresses_that_lead_nowhere(engine: str, receiver: Receiver) -> None:
+def test_invalid_addresses_are_rejected(engine: str, receiver: Receiver) -> None:
     with pytest.raises(PeerLostError, match="invalid address of a transfer engine"):
         receiver.engine.connect(b"127.0.0.1:80", time.monotonic() + 5)
     with pytest.raises(RefusedError, match="the peer uses carrier pigeon"):
@@ -430,7 +430,7 @@ def test_addresses_that_lead_nowhere(engine: str, receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("a", "b"), ("a", None), (None, "b")])
-def test_sessions_are_with_those_who_know_the_secret(engine: str, ours: str | None, theirs: str | None) -> None:
+def test_session_needs_equal_secrets(engine: str, ours: str | None, theirs: str | None) -> None:
     receiver = open_engine(engine, secret=ours.encode() if ours else None)
     sender = open_engine(engine, secret=theirs.encode() if theirs else None)
     try:
@@ -441,7 +441,7 @@ def test_sessions_are_with_those_who_know_the_secret(engine: str, ours: str | No
         receiver.close()
 
 
-def test_signed_sessions_write(engine: str, start_peer: Callable[..., PeerProcess]) -> None:
+def test_signed_session_writes(engine: str, start_peer: Callable[..., PeerProcess]) -> None:
     sender = start_peer(engine, SIZE, seed=5, secret="shared")
     receiver = open_engine(engine, secret=b"shared")
     arena = receiver.allocate(PAGE)
@@ -455,7 +455,7 @@ def test_signed_sessions_write(engine: str, start_peer: Callable[..., PeerProces
     receiver.close()
 
 
-def test_an_engine_has_a_name() -> None:
+def test_engines_are_opened_by_name() -> None:
     with pytest.raises(ValueError, match="'smoke' is unknown; known: tcp, shm, mooncake, nixl"):
         open_engine("smoke")
     with pytest.raises(ValueError, match="the secret is empty"):

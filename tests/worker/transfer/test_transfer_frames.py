@@ -117,7 +117,7 @@ def _is_cut(connection: socket.socket) -> bool:
         pytest.param(struct.pack(">4sHHI", b"KVTX", 1, Kind.HELLO, 40) + bytes(40), id="big endian"),
     ],
 )
-def test_a_malformed_frame_ends_the_session(receiver: Party, sent: bytes) -> None:
+def test_malformed_frame_ends_session(receiver: Party, sent: bytes) -> None:
     with _dial(receiver) as connection:
         connection.sendall(sent)
         assert _is_cut(connection)
@@ -125,7 +125,7 @@ def test_a_malformed_frame_ends_the_session(receiver: Party, sent: bytes) -> Non
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sent=st.binary(max_size=200))
-def test_random_bytes_end_the_session(receiver: Party, sent: bytes) -> None:
+def test_random_bytes_end_session(receiver: Party, sent: bytes) -> None:
     with _dial(receiver) as connection, suppress(OSError):  # it may be cut at any byte
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
@@ -150,14 +150,14 @@ def _body(count: int, *numbers: int) -> bytes:
         pytest.param(_body(2, 1, 1, MOST_BYTES, 1), id="too many bytes"),
     ],
 )
-def test_a_malformed_write_ends_the_session(receiver: Party, body: bytes) -> None:
+def test_malformed_write_ends_session(receiver: Party, body: bytes) -> None:
     with closing(_session(receiver)) as channel:
         channel.send(Kind.WRITE, body, time.monotonic() + 5)
         with pytest.raises(PeerLostError):
             channel.receive(time.monotonic() + 5)
 
 
-def test_a_frame_of_another_kind_ends_the_session(receiver: Party) -> None:
+def test_unexpected_frame_kind_ends_session(receiver: Party) -> None:
     with closing(_session(receiver)) as channel:
         channel.send(Kind.LANDED, b"", time.monotonic() + 5)
         with pytest.raises(PeerLostError):
@@ -165,7 +165,7 @@ def test_a_frame_of_another_kind_ends_the_session(receiver: Party) -> None:
 
 
 @pytest.mark.parametrize("key", [b"a wrong key", b""], ids=["wrongly signed", "not signed"])
-def test_a_frame_needs_its_signature(receiver: Party, key: bytes) -> None:
+def test_frame_needs_signature(receiver: Party, key: bytes) -> None:
     with closing(_session(receiver)) as channel:
         channel.sign(key, key)
         payload = [memoryview(bytes([9] * 64))]
@@ -173,7 +173,7 @@ def test_a_frame_needs_its_signature(receiver: Party, key: bytes) -> None:
         assert _is_cut(_blocking(channel))
 
 
-def test_a_frame_can_not_be_sent_again(receiver: Party) -> None:
+def test_repeated_frame_is_rejected(receiver: Party) -> None:
     """What was signed once is not good for a second time."""
     with closing(_session(receiver)) as channel:
         recorder, recorded = socket.socketpair()
@@ -196,7 +196,7 @@ def _blocking(channel: Channel) -> socket.socket:
     return channel.socket
 
 
-def test_bytes_that_come_after_the_revocation_do_not_land(parties: tuple[Party, Party]) -> None:
+def test_bytes_after_revocation_do_not_land(parties: tuple[Party, Party]) -> None:
     """Half of a frame's bytes come, the grant is revoked and the page reused, the other half comes."""
     receiver, _ = parties
     receiver.arena[:] = 0
@@ -221,7 +221,7 @@ def test_bytes_that_come_after_the_revocation_do_not_land(parties: tuple[Party, 
     assert receiver.arena[:2].tolist() == [6, 5]
 
 
-def test_a_slow_peer_holds_back_only_itself(parties: tuple[Party, Party]) -> None:
+def test_slow_peer_delays_only_itself(parties: tuple[Party, Party]) -> None:
     receiver, sender = parties
     with closing(_session(receiver)) as slow, closing(_dial(receiver)):  # one in a frame, one in the handshake
         slow.send(Kind.WRITE, encode_runs(KEY, _u8(receiver.pointer + 4096), _u8(4096)), time.monotonic() + 5)
@@ -230,7 +230,7 @@ def test_a_slow_peer_holds_back_only_itself(parties: tuple[Party, Party]) -> Non
         assert receiver.arena[:64].all()
 
 
-def test_ipv6() -> None:
+def test_transfer_works_over_ipv6() -> None:
     try:
         receiver = Party(host="::1")
     except ValueError as error:
@@ -244,7 +244,7 @@ def test_ipv6() -> None:
     receiver.engine.close()
 
 
-def test_a_revocation_between_two_frames_of_a_write(parties: tuple[Party, Party]) -> None:
+def test_revocation_between_frames_refuses_rest_of_write(parties: tuple[Party, Party]) -> None:
     """A write of several frames is refused as a whole, and the session is still in step."""
     receiver, _ = parties
     big = np.ones(3 * MOST_BYTES, np.uint8)
@@ -259,7 +259,7 @@ def test_a_revocation_between_two_frames_of_a_write(parties: tuple[Party, Party]
     sender.engine.close()
 
 
-def test_idle_sessions_of_strangers_do_not_stop_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_sessions_are_replaced_by_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there may be, without a secret: a proper sender is served, and one that has written is kept."""
     monkeypatch.setattr(listener, "MOST_SESSIONS", 32)
     receiver, sender = Party(secret=None), Party(secret=None)
@@ -282,7 +282,7 @@ def test_idle_sessions_of_strangers_do_not_stop_the_service(monkeypatch: pytest.
         receiver.engine.close()
 
 
-def test_a_session_that_writes_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_without_write_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "FIRST_WRITE_SECONDS", 0.2)
     monkeypatch.setattr(channels, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr(tcp, "SILENCE_SECONDS", 0.2)

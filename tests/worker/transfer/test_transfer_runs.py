@@ -22,7 +22,7 @@ def _pairs(runs: PageRuns) -> list[tuple[int, int]]:
 
 
 @given(_pages)
-def test_runs_hold_every_page_in_order_and_no_two_runs_could_be_one(pairs: list[tuple[int, int]]) -> None:
+def test_runs_have_all_pages_in_order_and_are_maximal(pairs: list[tuple[int, int]]) -> None:
     sources, destinations = zip(*pairs, strict=True)
     runs = group_runs(sources, destinations)
     assert _pairs(runs) == pairs
@@ -41,12 +41,12 @@ def test_runs_hold_every_page_in_order_and_no_two_runs_could_be_one(pairs: list[
         ([1], [-1], "dst_pages has page -1"),
     ],
 )
-def test_pages_that_can_not_be_grouped(sources: list[int], destinations: list[int], message: str) -> None:
+def test_invalid_pages_cannot_be_grouped(sources: list[int], destinations: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         group_runs(sources, destinations)
 
 
-def test_page_writes_places_runs_in_every_buffer() -> None:
+def test_page_writes_cover_every_buffer() -> None:
     writes = page_writes(group_runs([4, 5, 9], [1, 2, 0]), [1000, 2000], [5000, 6000], [10, 20])
     assert writes.sources.tolist() == [1040, 1090, 2080, 2180]
     assert writes.destinations.tolist() == [5010, 5000, 6020, 6000]
@@ -56,7 +56,7 @@ def test_page_writes_places_runs_in_every_buffer() -> None:
         page_writes(group_runs([1], [1]), [1, 2], [1], [1, 1])
 
 
-def test_page_ranges_takes_pages_in_any_order() -> None:
+def test_page_ranges_accept_any_order() -> None:
     ranges = page_ranges([7, 2, 3], [1000], [10])
     assert list(zip(*(column.tolist() for column in ranges), strict=True)) == [(1020, 20), (1070, 10)]
     assert [len(column) for column in page_ranges([], [1000], [10])] == [0, 0]
@@ -67,7 +67,7 @@ def test_page_ranges_takes_pages_in_any_order() -> None:
     st.integers(1, 5),
     st.integers(1, 40),
 )
-def test_portions_are_small_and_make_up_the_whole(
+def test_portions_are_limited_and_cover_everything(
     copies: list[tuple[int, int, int]], most_runs: int, most_bytes: int
 ) -> None:
     columns = np.array(copies, np.uint64).reshape(-1, 3).T
