@@ -258,9 +258,7 @@ def test_match_reports_server_that_is_not_a_router(stranger: str) -> None:
 # Demo
 
 
-def test_demo_ends_by_itself_and_ignores_files_in_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_ends_by_itself_and_ignores_files_in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "worker.py").write_text("raise ImportError('not this one')")
     monkeypatch.chdir(tmp_path)
     command = [str(Path(sys.executable).parent / "kvrouter"), "demo", "--workers=2", "--conversations=6"]

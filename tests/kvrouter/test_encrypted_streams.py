@@ -220,9 +220,7 @@ def test_publisher_that_starts_encrypting_is_read_again(
     assert_read_once_it_encrypts(plain, reading, keys)
 
 
-def test_replay_endpoint_is_retried_after_refusal(
-    reader: Read, keys: Path, refusals: list[HandshakeFailed]
-) -> None:
+def test_replay_endpoint_is_retried_after_refusal(reader: Read, keys: Path, refusals: list[HandshakeFailed]) -> None:
     """Who is told that the other side does not encrypt does not connect again by itself."""
     with (
         socket.create_server(("127.0.0.1", 0)) as live,
@@ -246,9 +244,7 @@ def test_replay_endpoint_is_retried_after_refusal(
     assert_read_once_it_encrypts(plain, reading, keys)
 
 
-def test_restarted_indexer_keeps_keys_of_streams(
-    publisher: Publish, reader: Read, keys: Path
-) -> None:
+def test_restarted_indexer_keeps_keys_of_streams(publisher: Publish, reader: Read, keys: Path) -> None:
     published = publisher(curve_secret_key_file=str(keys / "worker.key_secret"))
     for number in range(5):
         published.publish(block(number))

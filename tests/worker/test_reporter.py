@@ -123,9 +123,7 @@ def snapshot_of(sock: zmq.Socket[bytes]) -> tuple[int | None, list[Any]]:
 @pytest.mark.parametrize(
     "ranks", [ParallelRanks(tp=1), ParallelRanks(cp=2), ParallelRanks(pp=1), ParallelRanks(dp=1, tp=3)]
 )
-def test_ranks_with_equal_blocks_are_silent_and_log_it(
-    ranks: ParallelRanks, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_with_equal_blocks_are_silent_and_log_it(ranks: ParallelRanks, caplog: pytest.LogCaptureFixture) -> None:
     threads = threading.active_count()
     with caplog.at_level(logging.INFO, "worker.reporter"):
         reporter = Reporter.create(ANY_PORT, ranks)
@@ -348,9 +346,7 @@ def test_live_batches_continue_during_slow_snapshot(
     assert told == 20_000, "of the time when it was asked for, and whole"
 
 
-def test_overtaken_replay_has_no_end(
-    make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]
-) -> None:
+def test_overtaken_replay_has_no_end(make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]) -> None:
     """Who is told the end believes that it has everything."""
     reporter = make(buffer_steps=500)
     publisher = reporter.publisher
@@ -435,7 +431,9 @@ def test_reporter_cannot_be_pickled(make: Callable[..., Reporter]) -> None:
         pickle.dumps(make())
 
 
-def test_threads_can_report_concurrently(make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]) -> None:
+def test_threads_can_report_concurrently(
+    make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]
+) -> None:
     reporter = make()
 
     def work(first: int) -> None:

@@ -32,9 +32,7 @@ def arena(layout: str, tp: int, rank: int, base: int) -> Layout:
 
 
 @given(st.sampled_from(["NHD", "HND"]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.data())
-def test_writes_copy_shared_heads_only(
-    layout: str, ours: int, theirs: int, data: st.DataObject
-) -> None:
+def test_writes_copy_shared_heads_only(layout: str, ours: int, theirs: int, data: st.DataObject) -> None:
     source = arena(layout, ours, data.draw(st.integers(0, ours - 1)), 0)
     target = arena(layout, theirs, data.draw(st.integers(0, theirs - 1)), 0)
     count = data.draw(st.integers(1, PAGES))

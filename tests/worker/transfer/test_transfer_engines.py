@@ -278,7 +278,9 @@ def test_suspended_sender_cannot_write_reused_pages(
     assert (receiver.arena[100 * PAGE : 900 * PAGE] == REUSED).all()
 
 
-def test_sender_killed_during_write_leaves_grant_consistent(engine: str, receiver: Receiver, start_peer: Callable[..., PeerProcess]) -> None:
+def test_sender_killed_during_write_leaves_grant_consistent(
+    engine: str, receiver: Receiver, start_peer: Callable[..., PeerProcess]
+) -> None:
     peer, key = _streaming(receiver, start_peer, engine)
     peer.kill()
     quiescence = receiver.revoke(key, 1.0)
@@ -322,7 +324,9 @@ def _writing(
     return thread
 
 
-def test_receiver_killed_during_write_fails_session(engine: str, receiver: Receiver, start_peer: Callable[..., PeerProcess]) -> None:
+def test_receiver_killed_during_write_fails_session(
+    engine: str, receiver: Receiver, start_peer: Callable[..., PeerProcess]
+) -> None:
     peer = start_peer(engine, SIZE)
     failures: list[TransferError] = []
     thread = _writing(receiver, peer, _grant_all(peer), failures, 5.0)
@@ -333,9 +337,7 @@ def test_receiver_killed_during_write_fails_session(engine: str, receiver: Recei
     assert isinstance(failure, PeerLostError if engine not in ONE_SIDED else TransferError)
 
 
-def test_suspended_receiver_costs_at_most_deadline(
-    engine: str, receiver: Receiver, target: PeerProcess
-) -> None:
+def test_suspended_receiver_costs_at_most_deadline(engine: str, receiver: Receiver, target: PeerProcess) -> None:
     key = _grant_all(target)
     failures: list[TransferError] = []
     thread = _writing(receiver, target, key, failures, 0.3)
