@@ -39,9 +39,9 @@ from router.fleet.allowed_networks import AllowedNetworks, GuardedResolver
 from router.fleet.discovery import ServedModel
 from router.fleet.event_streams import RegisteredStreams
 from router.fleet.fleet import Fleet, Worker
-from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
+from router.fleet.kubernetes import ClusterAccess
 from router.fleet.prober import Prober
-from router.fleet.source_watch import follow_workers
+from router.fleet.source_watch import follow_kubernetes, follow_settings_file
 from router.fleet.watch import FleetWatch
 from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.long_bodies import LongBodies
@@ -284,7 +284,7 @@ def _follow_workers(
         cluster = ClusterAccess.in_cluster(settings.kubernetes.namespace)
         tasks.append(asyncio.create_task(follow_kubernetes(settings.kubernetes, cluster, session, fleet)))
     if file is not None:
-        tasks.append(asyncio.create_task(follow_workers(file, settings, fleet)))
+        tasks.append(asyncio.create_task(follow_settings_file(file, settings, fleet)))
     stack.push_async_callback(end_tasks, tasks)
 
 

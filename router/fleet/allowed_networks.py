@@ -1,7 +1,7 @@
 """The networks to which the router connects for addresses that its operator did not configure.
 
-This concerns workers that are added over HTTP, and event streams. A host name is resolved and checked at every connect,
-and the connection is made to the checked address, because a name may resolve to another address the next time.
+This concerns workers that are added over HTTP, and event streams. A host name is resolved and checked at every connect.
+The connection is made to the checked address, because a name may resolve to another address the next time.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""A circuit breaker: whether a worker gets requests, by how the last ones ended.
+"""A circuit breaker: whether a worker receives requests, from the outcomes of its last ones.
 
                 failures in a row, or `open`
        CLOSED ─────────────────────────────▶ OPEN ◀──┐
-          ▲                                   │      │ it fails: the backoff doubles
-          │ it succeeds                   ▼ backoff over
-          └─────────────────────────────── HALF_OPEN ┘  one request at a time is let through
+          ▲                                   │      │ a failure: the backoff doubles
+          │ a success                     ▼ backoff over
+          └─────────────────────────────── HALF_OPEN ┘  one request at a time is allowed
 
-Requests that began before the circuit opened say nothing about the worker afterwards, so their ends are ignored then.
+The ends of requests that began before the circuit opened are ignored, because they do not show the worker's present
+state.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from enum import StrEnum
 
 
 class CircuitState(StrEnum):
-    """Whether requests are let through: all, none, or one at a time."""
+    """The requests that are allowed: all, none, or one at a time."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -27,7 +28,7 @@ class CircuitState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CircuitLimits:
-    """How many failures in a row open a circuit, and for how many seconds: at first, and at most."""
+    """The failures in a row that open a circuit, and the first and the longest backoff in seconds."""
 
     failures: int = 3
     backoff: float = 1.0
@@ -35,7 +36,11 @@ class CircuitLimits:
 
 
 class Circuit:
-    """The breaker of one worker. `begin` numbers the requests; each ends with its number."""
+    """The circuit of one worker or rank. `begin` numbers the requests; each end is reported with its number.
+
+    - `closed`: all requests are allowed.
+    - `reason`: why it opened; None while it is closed.
+    """
 
     def __init__(
         self,
@@ -43,8 +48,8 @@ class Circuit:
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[], None] | None = None,
     ) -> None:
-        """`on_change` is called when the circuit opens or closes."""
-        self.closed = True  # all requests are let through
+        """Create a closed circuit. `on_change` is called when it opens or closes."""
+        self.closed = True
         self.reason: str | None = None
         self._limits = limits
         self._on_change = on_change
@@ -58,24 +63,25 @@ class Circuit:
 
     @property
     def state(self) -> CircuitState:
+        """The state now: an open circuit is half-open after its backoff."""
         if self.closed:
             return CircuitState.CLOSED
         return CircuitState.HALF_OPEN if self._clock() >= self._opened_until else CircuitState.OPEN
 
     @property
     def allows(self) -> bool:
-        """Whether a request may begin. One that begins nevertheless counts as any other."""
+        """True if a request may begin. A request that begins nevertheless counts like any other."""
         return self.closed or (self._half_open_request is None and self._clock() >= self._opened_until)
 
     def begin(self) -> int:
-        """A request begins; its number."""
+        """Record the begin of a request and return its number."""
         self._begun += 1
         if not self.closed and self.allows:
             self._half_open_request = self._begun
         return self._begun
 
     def succeeded(self, number: int) -> None:
-        """A request was answered well."""
+        """Record that a request succeeded. The circuit closes."""
         if self.closed or number >= self._first_since_opening:
             closes = not self.closed
             self.closed = True
@@ -85,7 +91,7 @@ class Circuit:
                 self._on_change()
 
     def failed(self, number: int, reason: str) -> None:
-        """A request failed through the worker's fault."""
+        """Record that a request failed because of the worker."""
         if not self.closed and number < self._first_since_opening:
             return
         self._failures += 1
@@ -93,12 +99,12 @@ class Circuit:
             self.open(reason)
 
     def ended(self, number: int) -> None:
-        """A request ended in a way that says nothing about the worker."""
+        """Record that a request ended without showing whether the worker works."""
         if number == self._half_open_request:
             self._half_open_request = None
 
     def open(self, reason: str) -> None:
-        """Let no request through for a while, twice as long as the last time unless one succeeded since."""
+        """Allow no requests for a backoff. It is twice the last one, unless a request succeeded since."""
         backoff = min(self._limits.backoff * 2 ** min(self._openings, 30), self._limits.longest_backoff)
         self.closed = False
         self._opened_until = self._clock() + backoff

@@ -1,8 +1,10 @@
-"""Ask a worker what it is: its models, its event streams, its block size.
+"""Discovery: the models, event streams and block size that a worker reports.
 
-vLLM answers `/v1/models`, `/kv_event_sources` and `/metrics`; SGLang `/v1/models` and `/server_info`. Any other
-OpenAI-compatible server answers `/v1/models` at least, and is routed to by load. What it says is read field by field,
-within bounds: what makes no sense is left out and costs that worker alone.
+- vLLM answers `/v1/models`, `/kv_event_sources` and `/metrics`.
+- SGLang answers `/v1/models` and `/server_info`.
+- Other servers with the OpenAI API answer `/v1/models`. They receive requests by load only.
+
+Each field of an answer is checked by itself. An invalid field is ignored and reported, and affects this worker only.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from router.settings import LONGEST_NAME, FleetSettings, Role, StreamSettings, W
 
 
 class Engine(StrEnum):
-    """What a worker runs, as far as routing must know."""
+    """The inference engine of a worker."""
 
     VLLM = "vLLM"
     SGLANG = "SGLang"
@@ -33,27 +35,35 @@ class Engine(StrEnum):
 
 
 _SGLANG_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
-_LONGEST_MODEL = 2**31  # tokens of context
-_MOST_BLOCKS = 2**40  # of a rank's memory
+# Maximum context of a model in tokens, and KV cache of a rank in blocks, that are believed.
+_LONGEST_MODEL = 2**31
+_MOST_BLOCKS = 2**40
 _CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _CACHE_FIELDS = (
     re.compile(rb'(?:^|,)block_size="([0-9]{1,30})"'),
     re.compile(rb'(?:^|,)num_gpu_blocks="([0-9]{1,30})"'),
 )
-_NOT_SAID = msgspec.Raw()
+_MISSING = msgspec.Raw()
 
 
 class DiscoveryError(Exception):
-    """A worker could not be asked, or gave an answer that cannot be used."""
+    """A worker did not answer, or its answer cannot be used."""
 
 
 class RefusedKeyError(DiscoveryError):
-    """A worker wants an API key, or another one."""
+    """A worker requires an API key, or refuses the one that was sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A name that requests may use: the model behind it, and the adapter if the name is one's."""
+    """A name that requests may use.
+
+    - `name`: the name.
+    - `model`: the base model behind it.
+    - `adapter`: the adapter; None for a base model.
+    - `root`: the origin of its weights.
+    - `max_model_len`: its context length in tokens.
+    """
 
     name: str
     model: str
@@ -64,9 +74,17 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """What a worker said of itself. `models` by the name requests use, `block_size` in tokens, `capacity` in blocks.
+    """The answer of a worker to a probe.
 
-    `refused`: what it said that could not be used, in words.
+    - `engine`: its inference engine.
+    - `models`: the served models and adapters, by the names that requests use.
+    - `streams`: its event streams.
+    - `block_size`: the tokens of one block; None if not reported.
+    - `capacity`: the blocks of each rank's KV cache; None if not reported.
+    - `ranks`: its DP ranks.
+    - `role`: the part of a request that it computes.
+    - `bootstrap_port`: the port of a prefill worker's bootstrap service.
+    - `refused`: the fields that could not be used, in words.
     """
 
     engine: Engine
@@ -80,7 +98,7 @@ class WorkerDescription:
     refused: tuple[str, ...] = ()
 
     def base_models(self) -> list[ServedModel]:
-        """The models, without adapters and other names."""
+        """Return the models, without adapters and additional names."""
         return [served for served in self.models.values() if served.name == served.model]
 
 
@@ -102,7 +120,7 @@ class _SglangRole(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """A model or an adapter as a worker lists it."""
+    """A model or an adapter in the answer to `/v1/models`."""
 
     id: str
     root: str | None
@@ -116,26 +134,31 @@ async def describe_worker(
     limits: FleetSettings | None = None,
     key: WorkerKey | None = None,
 ) -> WorkerDescription:
-    """Ask a worker; what its settings say wins. `key`: what it wants to be shown, if not what its settings say.
+    """Ask a worker for its description. Its settings override what it reports.
 
-    Raises DiscoveryError, RefusedKeyError where it refuses that.
+    - `session`: the HTTP client.
+    - `worker`: the settings of the worker.
+    - `limits`: the section `fleet`; None: its defaults.
+    - `key`: the API key; None: the key of the settings.
+
+    Raises DiscoveryError; RefusedKeyError if the worker refuses the key.
     """
     url = str(worker.url).rstrip("/")
     key = key or WorkerKey(worker.name or url, worker)
     name = key.name
-    asked = _Asked(session, url, limits or FleetSettings(), key)
+    client = _WorkerClient(session, url, limits or FleetSettings(), key)
     try:
-        models = _models(asked.cards(await asked.get("/v1/models")), worker.model)
-        description = await _streams(asked, models)
+        models = _models(client.cards(await client.get("/v1/models")), worker.model)
+        description = await _streams(client, models)
     except aiohttp.ClientResponseError as error:
-        if asked.key.refuses(error.status):
-            raise RefusedKeyError(asked.key.refusal(error.request_info.url.path, error.status)) from error
+        if client.key.refuses(error.status):
+            raise RefusedKeyError(client.key.refusal(error.request_info.url.path, error.status)) from error
         path = error.request_info.url.path
-        raise DiscoveryError(f"{name}: {path} is answered with {error.status} {error.message}") from error
+        raise DiscoveryError(f"{name}: {path} returns {error.status} {error.message}") from error
     except (aiohttp.ClientError, TimeoutError) as error:
         raise DiscoveryError(f"{name}: {connection_problem(error)}") from error
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise DiscoveryError(f"{name}: an answer that cannot be read: {error}") from error
+        raise DiscoveryError(f"{name}: invalid answer: {error}") from error
     if worker.streams is not None:
         try:
             streams = tuple(map(_event_source, worker.streams))
@@ -144,11 +167,11 @@ async def describe_worker(
         description = replace(description, streams=streams, ranks=_ranks([source.dp_rank for source in streams]))
     if worker.block_size is not None:
         description = replace(description, block_size=worker.block_size)
-    return replace(description, refused=tuple(asked.fields.refused))
+    return replace(description, refused=tuple(client.fields.refused))
 
 
-class _Asked:
-    """A worker that is asked, and what it said that could not be used."""
+class _WorkerClient:
+    """The HTTP client of one worker, with the fields of its answers that could not be used."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, limits: FleetSettings, key: WorkerKey) -> None:
         self.host = host_of(url)
@@ -159,14 +182,17 @@ class _Asked:
         self._url = url
 
     async def get(self, path: str) -> bytes:
-        """What it answers to a path. Raises ClientError for a refusal, ValueError for an answer that is too long."""
+        """Return the body at a path. Raises ClientError for an error status, ValueError for a body that is too long."""
         async with self._session.get(self._url + path, headers=self.key.headers, allow_redirects=False) as response:
             self.key.answered(path, response.status)
             response.raise_for_status()
             return await read_answer(response, self.limits.max_answer_bytes)
 
     async def get_if_there(self, path: str) -> bytes | None:
-        """None when the server has no such path. A server in trouble may have it: that is an error."""
+        """Return the body at a path; None if the server does not have the path.
+
+        Raises ClientError for a status of 500 or more, because a failing server may have the path.
+        """
         try:
             return await self.get(path)
         except aiohttp.ClientResponseError as error:
@@ -175,14 +201,16 @@ class _Asked:
             return None
 
     def cards(self, body: bytes) -> list[_Card]:
-        """What it lists. Raises ValueError when that is more than the settings allow, and when
-        nothing of it can be used."""
+        """Parse the answer to `/v1/models`.
+
+        Raises ValueError if it lists more names than `fleet.max_models`, or no usable name.
+        """
         listed = msgspec.json.decode(body, type=_ModelList).data
         if len(listed) > self.limits.max_models:
             raise ValueError(f"/v1/models lists {len(listed)} names; fleet.max_models is {self.limits.max_models}")
         cards = [card for raw in listed if (card := self._card(raw)) is not None]
         if listed and not cards:
-            raise ValueError("; ".join(self.fields.refused) or "/v1/models: no name of a model in it")
+            raise ValueError("; ".join(self.fields.refused) or "/v1/models lists no model name")
         return cards
 
     def _card(self, raw: msgspec.Raw) -> _Card | None:
@@ -193,7 +221,7 @@ class _Asked:
             return None
         parent = fields.text("/v1/models: parent", given.parent, LONGEST_NAME)
         if parent is None and bytes(given.parent) not in (b"", b"null"):
-            return None  # it is an adapter of an unknown model
+            return None  # The card is an adapter of an unknown model.
         return _Card(
             name,
             fields.text("/v1/models: root", given.root),
@@ -202,17 +230,17 @@ class _Asked:
         )
 
 
-async def _streams(asked: _Asked, models: dict[str, ServedModel]) -> WorkerDescription:
-    """Find out which engine answers, and where its streams are."""
-    fields, limits = asked.fields, asked.limits
-    if (sources := await asked.get_if_there("/kv_event_sources")) is not None:
-        streams = _within(vllm_sources(sources, asked.host, fields, limits.max_ranks), models, asked)
-        block_size, capacity = _vllm_cache(await asked.get_if_there("/metrics") or b"", fields)
+async def _streams(client: _WorkerClient, models: dict[str, ServedModel]) -> WorkerDescription:
+    """Detect the engine, and return the description with its streams."""
+    fields, limits = client.fields, client.limits
+    if (sources := await client.get_if_there("/kv_event_sources")) is not None:
+        streams = _within(vllm_sources(sources, client.host, fields, limits.max_ranks), models, client)
+        block_size, capacity = _vllm_cache(await client.get_if_there("/metrics") or b"", fields)
         ranks = _ranks(streams.ranks)
         return WorkerDescription(Engine.VLLM, models, tuple(streams.sources), block_size, capacity, ranks)
-    if (info := await asked.get_if_there("/server_info")) is not None:
-        found = sglang_sources(info, asked.host, fields, limits.max_ranks)
-        streams = _within(found, models, asked)
+    if (info := await client.get_if_there("/server_info")) is not None:
+        found = sglang_sources(info, client.host, fields, limits.max_ranks)
+        streams = _within(found, models, client)
         given = msgspec.json.decode(info, type=_SglangRole)
         mode = fields.text("disaggregation_mode", given.disaggregation_mode)
         return WorkerDescription(
@@ -229,12 +257,12 @@ async def _streams(asked: _Asked, models: dict[str, ServedModel]) -> WorkerDescr
     return WorkerDescription(Engine.OTHER, models)
 
 
-def _within(streams: ReportedStreams, models: dict[str, ServedModel], asked: _Asked) -> ReportedStreams:
-    """The streams, if they are not too many: each is followed for each model."""
+def _within(streams: ReportedStreams, models: dict[str, ServedModel], client: _WorkerClient) -> ReportedStreams:
+    """Return the streams, or no streams if they exceed `fleet.max_ranks`. Each is followed for each model."""
     count = len(streams.ranks) * len({model.model for model in models.values()})
-    if count <= asked.limits.max_ranks:
+    if count <= client.limits.max_ranks:
         return streams
-    asked.fields.refuse("ranks", f"{count} for all models; fleet.max_ranks is {asked.limits.max_ranks}")
+    client.fields.refuse("ranks", f"{count} for all models; fleet.max_ranks is {client.limits.max_ranks}")
     return ReportedStreams()
 
 
@@ -249,7 +277,10 @@ def _ranks(ranks: list[int]) -> tuple[int, ...]:
 
 
 def _models(cards: list[_Card], only: str | None) -> dict[str, ServedModel]:
-    """The names in `/v1/models`. Names with the same root are one model; an adapter has a parent."""
+    """Return the served names. Names with the same root are one model, and adapters have a parent.
+
+    `only`: the one name under which the worker is used; None: all its names.
+    """
     first_of_root: dict[str, str] = {}
     for card in cards:
         if card.parent is None:
@@ -272,11 +303,11 @@ def _models(cards: list[_Card], only: str | None) -> dict[str, ServedModel]:
 
 
 def _vllm_cache(metrics: bytes, fields: ReportedFields) -> tuple[int | None, int | None]:
-    """The block size and the number of blocks of a rank, from vLLM's metrics."""
+    """Return the block size and the number of blocks of a rank from vLLM's metrics."""
     config = _CACHE_CONFIG.search(metrics)
     if config is None:
         return None, None
-    size, blocks = (msgspec.Raw(found[1]) if (found := each.search(config[1])) else _NOT_SAID for each in _CACHE_FIELDS)
+    size, blocks = (msgspec.Raw(found[1]) if (found := each.search(config[1])) else _MISSING for each in _CACHE_FIELDS)
     return (
         fields.integer("block_size", size, 1, MOST_BLOCK_SIZE),
         fields.integer("num_gpu_blocks", blocks, 0, _MOST_BLOCKS) or None,

@@ -1,6 +1,6 @@
-"""What the engines say of their own load in /metrics, so that requests of others are seen too.
+"""The load that engines report in /metrics, which includes requests of other clients.
 
-One small record for each DP rank. Names are vLLM's and SGLang's; of any other engine nothing is known.
+The names of vLLM's and SGLang's metrics are known. Other engines report nothing that is used.
 """
 
 from __future__ import annotations
@@ -20,24 +20,29 @@ _PROGRESS = {
     "sglang:prompt_tokens_total",
     "sglang:generation_tokens_total",
 }
-# The parser of prometheus_client takes tens of milliseconds for all the histograms of a real engine.
+# The parser of prometheus_client needs tens of milliseconds for all the histograms of an engine.
 _SAMPLE = re.compile(
     rf"^({'|'.join(sorted(_RUNNING | _WAITING | _USAGE | _PROGRESS))})(?:\{{(.*)\}})? +(\S+)", re.MULTILINE
 )
-# vLLM's: 1 for the state that it is in. Put to sleep at level 0, it is in none, and keeps its cache.
+# In vLLM, the present state has the value 1. An engine that sleeps at level 0 is in no state, and keeps its cache.
 _SLEEP = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]*\} +1(?:\.0)?$', re.MULTILINE)
-_TELLS_SLEEP = "vllm:engine_sleep_state{"
+_SLEEP_METRIC = "vllm:engine_sleep_state{"
 _CACHES_NOTHING = re.compile(r'^vllm:cache_config_info\{[^}\n]*enable_prefix_caching="False"', re.MULTILINE)
-_DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts", re.MULTILINE)  # vLLM's, since its start
+_DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts", re.MULTILINE)
 _RANK = re.compile(r'(?:^|,) *(?:engine|dp_rank)="([0-9]{1,5})"')
-# Of any figure: what is above it is no count of anything.
+# Higher values are ignored: they are not counts.
 _HIGHEST = 1e15
 _MOST_RANKS = 1024
 
 
 @dataclass(slots=True)
 class EngineLoad:
-    """A DP rank's own figures: requests, the share of its KV memory in use, and the tokens it has handled so far."""
+    """The load that a DP rank reports.
+
+    - `running`, `waiting`: its requests.
+    - `kv_usage`: the share of its KV cache in use; None if not reported.
+    - `tokens`: the tokens that it has computed since its start.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -46,7 +51,7 @@ class EngineLoad:
 
 
 def read_engine_loads(text: str) -> dict[int, EngineLoad]:
-    """The figures in an engine's /metrics by DP rank; none for an engine that has other names for them."""
+    """Return the load in an engine's /metrics by DP rank; empty for an unknown engine."""
     loads: dict[int, EngineLoad] = {}
     for name, labels, value in _samples(text):
         found = _RANK.search(labels)
@@ -66,7 +71,7 @@ def read_engine_loads(text: str) -> dict[int, EngineLoad]:
 
 
 class Sleep(Enum):
-    """Whether an engine sleeps."""
+    """The sleep state of an engine, and whether it keeps its cache."""
 
     AWAKE = auto()
     WITH_CACHE = auto()
@@ -74,8 +79,8 @@ class Sleep(Enum):
 
 
 def read_sleep(text: str) -> Sleep | None:
-    """Whether an engine's /metrics say that it sleeps; None where they do not tell."""
-    if _TELLS_SLEEP not in text:
+    """Return whether an engine sleeps by its /metrics; None if they do not report it."""
+    if _SLEEP_METRIC not in text:
         return None
     states = set(_SLEEP.findall(text))
     if "awake" in states:
@@ -99,8 +104,12 @@ def _samples(text: str) -> Iterator[tuple[str, str, float]]:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What a scrape added to what the router knows of a rank: the requests of others, how many of them may be waiting,
-    and KV usage."""
+    """The load of a rank beyond the requests that the router knows.
+
+    - `unseen`: requests of other clients.
+    - `waiting`: the number of them that may be waiting.
+    - `kv_usage`: the share of the KV cache in use; None if not reported.
+    """
 
     unseen: int = 0
     waiting: int = 0
@@ -111,10 +120,12 @@ NOTHING_KNOWN = EngineView()
 
 
 class EngineMetrics:
-    """The last scrape of one worker. After `stale` seconds nothing is known any more.
+    """The last scrape of one worker, which expires after `stale` seconds.
 
-    `sleep`: whether the engine sleeps; None where it does not tell. `caches_prefixes`: unless it said that it does not.
-    `drafts`: whether it decodes speculatively.
+    - `sleep`: whether the engine sleeps; None if it does not report it.
+    - `caches_prefixes`: False if the engine reports that prefix caching is off.
+    - `drafts`: whether the engine decodes speculatively.
+    - `progress_at`: the time at which its token counters last increased.
     """
 
     def __init__(self, stale: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -131,21 +142,21 @@ class EngineMetrics:
         self._rank_progress_at: dict[int, float] = {}
 
     def asked(self) -> None:
-        """A scrape begins."""
+        """Record the begin of a scrape."""
         if self._asked_at is None:
             self._asked_at = self._clock()
 
     def answered(self) -> None:
-        """The worker answered, whatever it said."""
+        """Record that the worker answered a scrape, with any status."""
         self._asked_at = None
 
     @property
     def unanswered(self) -> float:
-        """For how many seconds the worker has owed an answer."""
+        """Seconds since the begin of an unanswered scrape; 0 without one."""
         return 0.0 if self._asked_at is None else self._clock() - self._asked_at
 
     def read(self, text: str, in_flight: Mapping[int, int]) -> None:
-        """Take in the answer; `in_flight`: the requests of ours that each rank had meanwhile."""
+        """Parse the answer. `in_flight`: the known requests that each rank had during the scrape."""
         self.sleep = read_sleep(text)
         self.caches_prefixes = _CACHES_NOTHING.search(text) is None
         self.drafts = _DRAFTS.search(text) is not None
@@ -164,11 +175,11 @@ class EngineMetrics:
         self._read_at = self._clock()
 
     def rank_progress_at(self, dp_rank: int) -> float:
-        """When the counters of a rank last went on; 0 where they never did."""
+        """Return the time at which the counters of a rank last increased; 0 if they never did."""
         return self._rank_progress_at.get(dp_rank, 0.0)
 
     def of(self, dp_rank: int) -> EngineView:
-        """What is known of a rank now."""
+        """Return the load of a rank; `NOTHING_KNOWN` if the last scrape has expired."""
         if self._clock() - self._read_at > self._stale:
             return NOTHING_KNOWN
         return self._views.get(dp_rank, NOTHING_KNOWN)

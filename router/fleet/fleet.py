@@ -261,7 +261,7 @@ class Fleet:
         health = Health(self._limits, on_change=self.health_changed)
         metrics = EngineMetrics(_STALE_SCRAPES * self._settings.metrics_interval)
         worker = Worker(sourced.settings, sourced.source, health, metrics, self._settings.slow_start)
-        worker.call(sourced.name)
+        worker.set_name(sourced.name)
         return worker
 
     def _apply(self, worker: Worker, sourced: SourcedWorker) -> None:

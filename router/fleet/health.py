@@ -1,38 +1,39 @@
-"""What requests show of their worker's health: how they end, how long the first byte takes, and silence."""
+"""The health of a worker as its requests show it: outcomes, times to the first byte, and silence."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
 from router.fleet.circuit import Circuit, CircuitLimits
 
-RECENT = 64  # results of a worker that are remembered
+# Number of results of a worker that are kept, and seconds after which they expire.
+RECENT = 64
 RECENT_SECONDS = 60.0
-_ENOUGH = 2048  # first bytes of many workers, to know what is usual
+# Number of first bytes of several workers that suffice to estimate the usual time.
+_ENOUGH = 2048
 
 
 class Outcome(Enum):
-    """How a request ended, as far as it is its worker's doing. NEITHER: its client left, or asked for nonsense."""
+    """The outcome of a request for its worker. NEITHER: the client disconnected, or its request was invalid."""
 
     SUCCEEDED = auto()
     FAILED = auto()
     NEITHER = auto()
 
 
-# Members of an enumeration are looked up in it each time.
+# Constants, because access to a member of an enumeration is a lookup.
 _FAILED: Final = Outcome.FAILED
 _NEITHER: Final = Outcome.NEITHER
 
 
 class FirstByte:
-    """How long a first byte took, when `work` tokens were to be computed before it.
+    """The time to a first byte, with the `work` tokens that were computed before it.
 
-    Only a streamed answer's first byte comes before its last, so that the two kinds do not compare.
+    Streamed answers are compared only with streamed ones: the others send their first byte after the last token.
     """
 
     __slots__ = ("at", "seconds", "streamed", "work")
@@ -45,7 +46,7 @@ class FirstByte:
 
 
 class Result:
-    """Whether a request failed."""
+    """The outcome of a request that its worker is responsible for."""
 
     __slots__ = ("at", "failed")
 
@@ -55,9 +56,11 @@ class Result:
 
 
 class Health:
-    """One worker's circuit, its requests in flight, and how the last ones went.
+    """The circuit of a worker, its requests in flight, and the outcomes of its last ones.
 
-    `ranks`: the same of each of its DP ranks, where it has several.
+    - `worker`: the health of the whole worker, if this is the health of one rank.
+    - `ranks`: the health of each DP rank, if the worker has several.
+    - `attempts`: the requests in flight, the oldest first.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class Health:
         worker: Health | None = None,
         on_change: Callable[[], None] | None = None,
     ) -> None:
-        """`worker`: the health of all of it, where this is that of a rank. `on_change` is called when its circuit, or
-        that of a rank, opens or closes."""
+        """Create the health of a worker, or of a rank of `worker`.
+
+        `on_change` is called when the circuit of the worker or of a rank opens or closes.
+        """
         self.worker = worker
         self.ranks: dict[int, Health] = {}
         self._limits = limits or CircuitLimits()
@@ -76,8 +81,8 @@ class Health:
         self.circuit = Circuit(self._limits, clock, on_change)
         self.clock = clock
         self._last_byte = clock()
-        self._heard = False  # since the last byte was asked for
-        self.attempts: dict[Attempt, None] = {}  # the oldest first
+        self._heard = False  # a byte was received since `last_byte` was read
+        self.attempts: dict[Attempt, None] = {}
         self.last_results: deque[Result] = deque(maxlen=RECENT)
         self.last_first_bytes: deque[FirstByte] = deque(maxlen=RECENT)
 
@@ -90,7 +95,14 @@ class Health:
         one_of_many: bool = False,
         now: float | None = None,
     ) -> Attempt:
-        """A request is sent; `work` tokens are to be computed before its first byte. `one_of_many`: the rank is."""
+        """Record that a request is sent.
+
+        - `work`: the tokens to compute before its first byte.
+        - `dp_rank`: the rank that receives it.
+        - `streamed`: whether its answer is a stream.
+        - `one_of_many`: whether the worker has several ranks.
+        - `now`: the time by the clock, if the caller has read it.
+        """
         if now is None:
             now = self.clock()
         health, number = self, self.circuit.begin()
@@ -108,7 +120,10 @@ class Health:
 
     @property
     def last_byte(self) -> float:
-        """When the last byte of any answer came: now, if that was since the last time this was asked."""
+        """The time of the last byte of any answer: now, if one was received since this property was read last.
+
+        The clock is not read for every byte, because that would cost time.
+        """
         if self._heard:
             self._heard = False
             self._last_byte = self.clock()
@@ -116,45 +131,45 @@ class Health:
 
     def _begun(self, attempt: Attempt, now: float) -> None:
         if not self.attempts:
-            self._last_byte, self._heard = now, False  # there was nothing to wait for
+            self._last_byte, self._heard = now, False  # Silence without requests does not count.
         self.attempts[attempt] = None
 
     def usable_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of a worker's ranks that requests may go to; all of them when none is left."""
+        """Return the ranks whose circuits allow requests; all ranks if every circuit is open."""
         if not self.ranks:
             return ranks
         return tuple(r for r in ranks if r not in self.ranks or self.ranks[r].circuit.allows) or ranks
 
     def usable(self, dp_rank: int) -> bool:
-        """Whether requests may go to a rank, without a look at the others."""
+        """Return whether the circuit of a rank allows requests."""
         return not self.ranks or dp_rank not in self.ranks or self.ranks[dp_rank].circuit.allows
 
     def in_flight(self) -> Counter[int]:
-        """How many requests each rank has."""
+        """Return the number of requests in flight on each rank."""
         return Counter(attempt.dp_rank for attempt in self.attempts)
 
     @property
     def oldest_movable(self) -> Attempt | None:
-        """The oldest request that waits for its first byte and may still go elsewhere."""
+        """The oldest request without a first byte that can be moved to another worker."""
         return next((attempt for attempt in self.attempts if attempt.give_up is not None), None)
 
     @property
     def oldest_waiting(self) -> Attempt | None:
-        """The oldest request that waits for its first byte."""
+        """The oldest request without a first byte."""
         return next((attempt for attempt in self.attempts if attempt.waits), None)
 
     def first_bytes(self) -> list[FirstByte]:
-        """How long the last first bytes took."""
+        """Return the recent times to first bytes."""
         since = self.clock() - RECENT_SECONDS
         return [seen for seen in self.last_first_bytes if seen.at > since]
 
     def results(self) -> list[Result]:
-        """How the last requests ended."""
+        """Return the recent outcomes."""
         since = self.clock() - RECENT_SECONDS
         return [result for result in self.last_results if result.at > since]
 
     def forget(self) -> None:
-        """The worker was restarted, or is given another chance: what it did before counts no more."""
+        """Forget recent outcomes, because the worker was restarted or is ejected."""
         self.last_results.clear()
         self.last_first_bytes.clear()
         self.ranks.clear()
@@ -162,7 +177,7 @@ class Health:
             self._on_change()
 
     def give_up_waiting(self) -> int:
-        """Have the requests sent elsewhere that may be; how many there are."""
+        """Move requests without a first byte to other workers. Return their number."""
         moved = 0
         for attempt in self.attempts:
             if attempt.give_up is not None:
@@ -172,12 +187,13 @@ class Health:
         return moved
 
     def heard(self) -> None:
-        """Bytes of an answer came. That does not read the clock."""
+        """Record that bytes of an answer were received. The clock is not read."""
         self._heard = True
         if self.worker is not None:
             self.worker._heard = True
 
     def ended(self, attempt: Attempt, number: int, outcome: Outcome, reason: str, now: float) -> None:
+        """Record the end of a request, which has this number at the circuit."""
         del self.attempts[attempt]
         if outcome is _NEITHER:
             self.circuit.ended(number)
@@ -193,15 +209,21 @@ class Health:
 class Attempt:
     """One request on one worker, from the choice to the end.
 
-    `give_up` sends the request elsewhere. It is set while it waits for its first byte and can still be moved.
-    `now`: the time by the health's clock, where it was just read.
+    - `waits`: whether its first byte is awaited from this worker.
+    - `give_up`: moves the request to another worker; None if it cannot be moved.
+
+    Parameters `now` are the time by the health's clock, if the caller has read it.
     """
 
     def __init__(
         self, health: Health, number: int, of_worker: int, work: int, dp_rank: int, streamed: bool, now: float
     ) -> None:
-        """`health`: of the rank that it is on, where its worker has several, else of the worker; `number`: its number
-        there, and `of_worker` that at its worker."""
+        """Create the attempt of a request.
+
+        - `health`: the health of its rank, if its worker has several, else of its worker.
+        - `number`: its number at the circuit of `health`.
+        - `of_worker`: its number at the circuit of its worker.
+        """
         self.begun = now
         self.work = work
         self.dp_rank = dp_rank
@@ -214,15 +236,15 @@ class Attempt:
         self._of_worker = of_worker
 
     def waits_for_another(self) -> None:
-        """Its first byte cannot come before another worker is done: until then its own is not judged by it."""
+        """Record that another worker must finish first. Until then this worker is not judged by the first byte."""
         self.waits = False
 
     def waits_from_now(self) -> None:
-        """The other worker is done."""
+        """Record that the other worker has finished: the first byte is awaited from now on."""
         self.begun, self.waits = self.health.clock(), True
 
     def heard(self, now: float | None = None) -> None:
-        """Bytes of the answer came."""
+        """Record that bytes of the answer were received."""
         health = self.health
         health.heard()
         if self.waits:
@@ -235,7 +257,7 @@ class Attempt:
                 health.worker.last_first_bytes.append(seen)
 
     def end(self, outcome: Outcome, reason: str = "", now: float | None = None) -> None:
-        """The request ended. Only the first call counts."""
+        """Record the end of the request. Later calls have no effect."""
         if self.ended:
             return
         self.ended = True
@@ -249,58 +271,15 @@ class Attempt:
 
 
 def latest(of_each: Sequence[list[FirstByte]]) -> list[FirstByte]:
-    """The latest first bytes of some workers: of thousands not all, but enough to know what is usual."""
+    """Return the latest first bytes of several workers: enough of them to estimate the usual time."""
     most = max(_ENOUGH // max(len(of_each), 1), 1)
     return [seen for some in of_each for seen in some[-most:]]
 
 
 def expected_seconds(seen: Iterable[FirstByte], work: int, streamed: bool) -> float | None:
-    """How long a first byte after `work` tokens takes at most, as a rule; None when nothing like it has been seen.
+    """Return the expected time to a first byte after `work` tokens; None without comparable first bytes.
 
-    Work that is larger than what was seen takes proportionally longer; smaller work may take as long. A tenth of what
-    was seen may have been slow for reasons of its own.
+    It is the 90th percentile of the seen times. They are scaled up for more work, and not scaled down for less.
     """
     scaled = sorted(first.seconds * max(1.0, work / first.work) for first in seen if first.streamed == streamed)
     return scaled[int(len(scaled) * 0.9)] if scaled else None
-
-
-@dataclass(frozen=True, slots=True)
-class StallLimits:
-    """`silence`: seconds without a sign of life. `factor`: how many times longer than usual a first byte may take."""
-
-    silence: float = 1.0
-    factor: float = 3.0
-
-
-def stalled(
-    health: Health, limits: StallLimits, seen: Iterable[FirstByte], silent: float, unanswered: float
-) -> str | None:
-    """Why a worker counts as hung; None when it does not.
-
-    `seen`: what first bytes take on it and on others like it. `silent`: seconds since the last sign of its work:
-    bytes of an answer, an event, or counters that went on. `unanswered`: seconds that its metrics have been asked for.
-    """
-    if not health.attempts or silent < limits.silence:
-        return None
-    if unanswered >= limits.silence:
-        return f"no sign of life for {min(silent, unanswered):.1f} s"
-    return _late_first_byte(health, health.oldest_movable, limits, seen)
-
-
-def rank_stalled(health: Health, limits: StallLimits, seen: Iterable[FirstByte], silent: float) -> str | None:
-    """Why one rank of a worker counts as hung, while the worker itself answers; None when it does not."""
-    if silent < limits.silence:
-        return None
-    return _late_first_byte(health, health.oldest_waiting, limits, seen)
-
-
-def _late_first_byte(
-    health: Health, oldest: Attempt | None, limits: StallLimits, seen: Iterable[FirstByte]
-) -> str | None:
-    if oldest is None:
-        return None
-    age = health.clock() - oldest.begun
-    expected = expected_seconds(seen, oldest.work, oldest.streamed)
-    if expected is not None and age >= max(limits.silence, limits.factor * expected):
-        return f"no first byte for {age:.1f} s, where {expected:.2f} s are usual"
-    return None

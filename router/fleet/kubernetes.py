@@ -1,11 +1,8 @@
-"""Workers from Kubernetes: the pods of a label selector, or the endpoints of a service, listed once and then watched.
+"""The part of the Kubernetes API that the router uses: a list of objects that a watch keeps current.
 
-A watch goes on from a resource version, which bookmarks keep fresh. When the API server has forgotten that version
-(410 Gone) everything is listed again, as it is now and then in any case. While it cannot be reached the workers stay as
-they were: whether they answer is for the fleet to find out, and so is whether a pod is ready.
-
-Workers are called as their pods are. A pod labelled `kvrouter.io/role` prefill or decode has that role. Endpoints of a
-service have no labels.
+A watch continues from a resource version, which bookmarks keep recent. If the API server has dropped that version
+(status 410), all objects are listed again. They are also listed at intervals. While the API server is not reachable,
+the objects stay unchanged.
 """
 
 from __future__ import annotations
@@ -16,20 +13,15 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from random import uniform
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 import msgspec
 import structlog
 
-from kvevents.endpoints import bracketed
-from router.fleet.allowed_networks import is_never_allowed
-from router.fleet.fleet import Fleet
 from router.http.client import connection_problem
-from router.settings import WORKER_NAME, KubernetesSettings, Role, WorkerSettings
 
 log = structlog.get_logger()
 
@@ -37,34 +29,24 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _REQUEST_TIMEOUT = 30.0
 _FIRST_BACKOFF = 0.5
 _LONGEST_BACKOFF = 30.0
-_SHORT_WATCH = 1.0  # a watch that ends sooner is as good as one that failed
+_SHORT_WATCH = 1.0  # A watch that ends sooner counts as failed.
 _LONGEST_LINE = 16 * 2**20
 _GONE = 410
-_ROLE_LABEL = "kvrouter.io/role"
 
 Objects = dict[str, dict[str, Any]]
 
 
 class KubernetesError(Exception):
-    """The cluster is not reachable, not there, or answered with something that cannot be parsed."""
-
-
-class Address(NamedTuple):
-    """Where a worker listens; without a port, where the settings say. `name`: its pod's, where that is known."""
-
-    host: str
-    port: int | None = None
-    role: Role | None = None
-    name: str | None = None
+    """The API server is not configured, not reachable, or sent an answer that cannot be parsed."""
 
 
 class _GoneError(Exception):
-    """The API server no longer knows the resource version: list again."""
+    """The API server has dropped the resource version, so that all objects must be listed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterAccess:
-    """The API server and who asks. The token is read for every request, because it is replaced now and then."""
+    """The API server and the credentials. The token is read for every request, because Kubernetes replaces it."""
 
     url: str
     namespace: str
@@ -73,10 +55,10 @@ class ClusterAccess:
 
     @classmethod
     def in_cluster(cls, namespace: str) -> ClusterAccess:
-        """That of the pod this runs in. Raises KubernetesError outside of a cluster."""
+        """Return the access of the pod's service account. Raises KubernetesError outside of a cluster."""
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
-            raise KubernetesError("kubernetes: this is no pod of a cluster: KUBERNETES_SERVICE_HOST is not set")
+            raise KubernetesError("kubernetes: not in a pod of a cluster: KUBERNETES_SERVICE_HOST is not set")
         try:
             own = namespace or (_ACCOUNT / "namespace").read_text().strip()
         except OSError as error:
@@ -85,17 +67,20 @@ class ClusterAccess:
         return cls(url, own, _ACCOUNT / "token", _ACCOUNT / "ca.crt")
 
     def headers(self) -> dict[str, str]:
-        """Who asks."""
+        """Return the headers of requests, with the token."""
         token = {"Authorization": f"Bearer {self.token_file.read_text().strip()}"} if self.token_file else {}
         return {"Accept": "application/json"} | token
 
     def tls(self) -> ssl.SSLContext | bool:
-        """Whom to trust."""
+        """Return the TLS context that trusts the cluster's authority."""
         return ssl.create_default_context(cafile=self.ca_file) if self.ca_file else True
 
 
 class ResourceWatch:
-    """Keeps a copy of the objects of one kind, and tells `on_change` of all of them whenever one changes."""
+    """A current copy of the objects at one path.
+
+    `on_change` is called with all objects whenever one of them changes.
+    """
 
     def __init__(
         self,
@@ -114,7 +99,7 @@ class ResourceWatch:
         self._on_change = on_change
         self._tls = access.tls()
         self._objects: Objects = {}
-        self._version: str | None = None  # None: everything has to be listed
+        self._version: str | None = None  # None: all objects must be listed
         self._listed_at = 0.0
 
     async def run(self) -> None:
@@ -128,17 +113,17 @@ class ResourceWatch:
                 await self._watch(self._version or "")
                 failures = failures + 1 if time.monotonic() - began < _SHORT_WATCH else 0
             except _GoneError:
-                log.info("kubernetes forgot where the watch was, listing again", url=self._url)
+                log.info("kubernetes dropped the watched version, listing again", url=self._url)
                 self._version = None
                 failures += 1
             except (KubernetesError, aiohttp.ClientError, TimeoutError, OSError) as error:
                 failures += 1
-                log.warning("kubernetes cannot be asked", url=self._url, reason=connection_problem(error))
-            if failures > 1:  # after a first one at once
+                log.warning("kubernetes request failed", url=self._url, reason=connection_problem(error))
+            if failures > 1:  # The first failure is retried at once.
                 await asyncio.sleep(_backoff(failures))
 
     async def list(self) -> None:
-        """List everything once. Raises KubernetesError, aiohttp.ClientError, OSError."""
+        """List all objects once. Raises KubernetesError, aiohttp.ClientError, OSError."""
         async with self._get(aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT)) as response:
             await _check_status(response)
             answer = _decoded(await response.read())
@@ -146,7 +131,7 @@ class ResourceWatch:
             objects = {_name(found): found for found in answer.get("items") or []}
             version = str(answer["metadata"]["resourceVersion"])
         except (KeyError, TypeError) as error:
-            raise KubernetesError(f"a list without {error}") from error
+            raise KubernetesError(f"invalid list: no {error}") from error
         self._objects, self._version, self._listed_at = objects, version, time.monotonic()
         await self._on_change(self._objects.values())
 
@@ -170,14 +155,14 @@ class ResourceWatch:
         try:
             version, name = str(found["metadata"]["resourceVersion"]), _name(found)
         except (KeyError, TypeError) as error:
-            raise KubernetesError(f"an event without {error}") from error
+            raise KubernetesError(f"invalid event: no {error}") from error
         self._version = version
         if kind == "DELETED":
             self._objects.pop(name, None)
         elif kind in ("ADDED", "MODIFIED"):
             self._objects[name] = found
         else:
-            return  # a bookmark
+            return  # A bookmark only moves the version.
         await self._on_change(self._objects.values())
 
     def _get(self, timeout: aiohttp.ClientTimeout, **more: str) -> Any:
@@ -187,121 +172,12 @@ class ResourceWatch:
         )
 
 
-async def follow_kubernetes(
-    settings: KubernetesSettings, access: ClusterAccess, session: aiohttp.ClientSession, fleet: Fleet
-) -> None:
-    """Give the fleet the workers that the cluster has, until cancelled."""
-
-    async def give(objects: Iterable[dict[str, Any]]) -> None:
-        workers = _workers(settings, objects)
-        if workers != fleet.assigned("kubernetes"):
-            fleet.assign("kubernetes", workers)
-
-    await _watch_of(settings, access, session, give).run()
-
-
-async def workers_of_cluster(
-    settings: KubernetesSettings, access: ClusterAccess, session: aiohttp.ClientSession
-) -> list[WorkerSettings]:
-    """The workers that the cluster has now. Raises KubernetesError."""
-    found: list[WorkerSettings] = []
-
-    async def take(objects: Iterable[dict[str, Any]]) -> None:
-        found.extend(_workers(settings, objects))
-
-    watch = _watch_of(settings, access, session, take)
-    try:
-        await watch.list()
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise KubernetesError(f"kubernetes: {access.url} {connection_problem(error)}") from error
-    return found
-
-
-def _watch_of(
-    settings: KubernetesSettings,
-    access: ClusterAccess,
-    session: aiohttp.ClientSession,
-    on_change: Callable[[Iterable[dict[str, Any]]], Awaitable[None]],
-) -> ResourceWatch:
-    """A watch of what the settings look for."""
-    if settings.service:
-        path = f"/apis/discovery.k8s.io/v1/namespaces/{access.namespace}/endpointslices"
-        selector = f"kubernetes.io/service-name={settings.service}"
-    else:
-        path, selector = f"/api/v1/namespaces/{access.namespace}/pods", settings.selector
-    return ResourceWatch(session, access, path, selector, settings.resync, on_change)
-
-
-def _workers(settings: KubernetesSettings, objects: Iterable[dict[str, Any]]) -> list[WorkerSettings]:
-    addresses = service_addresses(objects, settings.port) if settings.service else pod_addresses(objects)
-    found = {(address.host, address.port or settings.port): address for address in addresses}
-    return [
-        WorkerSettings.model_validate(
-            {
-                "url": f"http://{bracketed(host)}:{port}",
-                "name": address.name,
-                "role": None if address.role is Role.BOTH else address.role,
-            }
-        )
-        for (host, port), address in sorted(found.items())
-    ]
-
-
-def _usable(host: Any, port: Any = 1) -> bool:
-    """Whether that is an address that a worker can have. One that makes no sense costs that worker alone."""
-    try:
-        usable = not is_never_allowed(ip_address(host)) and 0 < int(port) < 65536
-    except (ValueError, TypeError):
-        usable = False
-    if not usable:
-        log.warning("kubernetes tells of a worker at no address of one", host=host, port=port)
-    return usable
-
-
-def pod_addresses(pods: Iterable[dict[str, Any]]) -> list[Address]:
-    """Where the pods are that run, ready or not, and are not about to end."""
-    found: list[Address] = []
-    for pod in pods:
-        status, metadata = pod.get("status") or {}, pod.get("metadata") or {}
-        ending = metadata.get("deletionTimestamp") or status.get("phase") in ("Succeeded", "Failed")
-        if status.get("podIP") and not ending and _usable(status["podIP"]):
-            role = _role((metadata.get("labels") or {}).get(_ROLE_LABEL))
-            found.append(Address(status["podIP"], role=role, name=_worker_name(metadata.get("name"))))
-    return found
-
-
-def _role(label: str | None) -> Role | None:
-    return Role(label) if label in list(Role) else None
-
-
-def service_addresses(slices: Iterable[dict[str, Any]], port: int) -> list[Address]:
-    """Where the endpoints of a service are that are not about to end: at this port, or else at their first."""
-    found: list[Address] = []
-    for each in slices:
-        if each.get("addressType") not in ("IPv4", "IPv6"):
-            continue
-        ports = [known["port"] for known in each.get("ports") or [] if known.get("port")]
-        chosen = port if port in ports or not ports else ports[0]
-        for endpoint in each.get("endpoints") or []:
-            if not (endpoint.get("conditions") or {}).get("terminating"):
-                addresses = endpoint.get("addresses") or []
-                pod = endpoint.get("targetRef") or {}
-                name = _worker_name(pod.get("name")) if pod.get("kind") == "Pod" else None
-                found += [Address(address, chosen, name=name) for address in addresses if _usable(address, chosen)]
-    return found
-
-
-def _worker_name(given: Any) -> str | None:
-    """A pod's name, if a worker can have it: as those of all pods can."""
-    return given if isinstance(given, str) and WORKER_NAME.fullmatch(given) else None
-
-
 def _backoff(failures: int) -> float:
     return min(_FIRST_BACKOFF * 2.0 ** min(failures - 2, 16), _LONGEST_BACKOFF) * uniform(0.5, 1.0)
 
 
 def _name(found: dict[str, Any]) -> str:
-    # A bookmark has no name.
+    # Bookmarks have no name.
     return str(found["metadata"].get("name", ""))
 
 
@@ -309,7 +185,7 @@ def _decoded(text: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise KubernetesError(f"no JSON: {error}") from error
+        raise KubernetesError(f"invalid JSON: {error}") from error
 
 
 async def _check_status(response: aiohttp.ClientResponse) -> None:
@@ -320,7 +196,7 @@ async def _check_status(response: aiohttp.ClientResponse) -> None:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The lines of a stream. What follows the last is cut off and worth nothing."""
+    """Yield the complete lines of a stream. A last line without an end is dropped."""
     rest = b""
     async for chunk in content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")

@@ -1,7 +1,7 @@
-"""Workers that are far worse than the others that serve the same, by how their last requests went.
+"""Outliers: workers whose recent requests fail far more often, or start far later, than those of similar workers.
 
-There may be thousands, and they are looked at every second: what is asked of each is found once, and one is compared
-with the others only where it stands out.
+The search runs every second over thousands of workers. Therefore each worker is summarized once, and only conspicuous
+workers are compared with the others.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from router.fleet.health import FirstByte, Health, expected_seconds, latest
 
 @dataclass(frozen=True, slots=True)
 class OutlierLimits:
-    """`factor`: how many times slower than the others; `errors`: which share of failures beyond theirs; `samples`: how
-    many results it takes to say so; `seconds`: differences below this are none."""
+    """When a worker counts as an outlier.
+
+    - `factor`: its first bytes take more than this many times the usual time.
+    - `errors`: its share of failures exceeds that of the others by more than this.
+    - `samples`: minimum number of results on both sides.
+    - `seconds`: its first bytes take this much longer at least.
+    """
 
     factor: float = 5.0
     errors: float = 0.3
@@ -25,10 +30,11 @@ class OutlierLimits:
 
 
 class Recent:
-    """How a worker's last requests went.
+    """The recent requests of a worker.
 
-    `errors`: the share that failed, where there were enough. `first_bytes`: those of streams; `seconds`: the
-    median of what they took, 0 where there were none.
+    - `errors`: the share that failed; None if they are too few.
+    - `first_bytes`: the first bytes of streams.
+    - `seconds`: the median time to them; 0 without any.
     """
 
     def __init__(self, health: Health, limits: OutlierLimits) -> None:
@@ -40,17 +46,17 @@ class Recent:
 
 
 class Alike:
-    """Workers that serve the same."""
+    """Workers that serve the same models."""
 
     def __init__(self, workers: Sequence[Recent], limits: OutlierLimits) -> None:
         self._workers = workers
         self._limits = limits
-        # At least half of them take so long: who is far slower than is usual is far slower than this.
+        # A lower bound of the usual time: at least half of the workers take this long.
         known = [worker.seconds for worker in workers if worker.first_bytes]
         self._typical = median_low(known) if known else 0.0
 
     def outlier(self, worker: Recent) -> str | None:
-        """In what one of them is far worse than the others; None when it is not."""
+        """Return why a worker is an outlier, in words; None if it is not."""
         return self._fails(worker) or self._is_late(worker)
 
     def _fails(self, worker: Recent) -> str | None:
@@ -59,7 +65,7 @@ class Alike:
         errors = [other.errors for other in self._workers if other is not worker and other.errors is not None]
         if not errors or worker.errors <= median(errors) + self._limits.errors:
             return None
-        return f"{worker.errors:.0%} of its requests fail, {median(errors):.0%} of the others'"
+        return f"{worker.errors:.0%} of its requests fail, {median(errors):.0%} elsewhere"
 
     def _is_late(self, worker: Recent) -> str | None:
         limits, seconds = self._limits, worker.seconds
@@ -75,8 +81,10 @@ class Alike:
 
 
 def _usual(theirs: list[FirstByte], work: list[FirstByte]) -> float:
-    """The median of what such work takes where `theirs` were seen: what the median of the work takes, since more work
-    never takes less."""
+    """Return the median time that the first bytes `work` would take on the workers of `theirs`.
+
+    It is the time of the median work, because the expected time never falls with the work.
+    """
     tokens = sorted(seen.work for seen in work)
     middle = tokens[(len(tokens) - 1) // 2], tokens[len(tokens) // 2]
     return sum(expected_seconds(theirs, each, True) or 0.0 for each in middle) / 2

@@ -1,35 +1,185 @@
-"""Workers from the settings file, read again whenever the file changes. A bad file changes nothing."""
+"""The sources whose workers change while the router runs: the settings file, and Kubernetes.
+
+In Kubernetes, workers are the pods of a label selector or the endpoints of a service. Their names are those of their
+pods. The label `kvrouter.io/role` of a pod sets the role of its worker. Endpoints of a service have no labels.
+Pods that are not ready are workers too: the prober detects when they answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from ipaddress import ip_address
+from typing import Any, NamedTuple
 
+import aiohttp
 import structlog
 
+from kvevents.endpoints import bracketed
+from router.fleet.allowed_networks import is_never_allowed
 from router.fleet.fleet import Fleet
-from router.settings import ConfigError, Settings, SettingsFile
+from router.fleet.kubernetes import ClusterAccess, KubernetesError, ResourceWatch
+from router.http.client import connection_problem
+from router.settings import (
+    WORKER_NAME,
+    ConfigError,
+    KubernetesSettings,
+    Role,
+    Settings,
+    SettingsFile,
+    WorkerSettings,
+)
 
 log = structlog.get_logger()
 
-_LOOK_SECONDS = 1.0
+_FILE_CHECK_INTERVAL = 1.0
+_ROLE_LABEL = "kvrouter.io/role"
 
 
-async def follow_workers(file: SettingsFile, settings: Settings, fleet: Fleet) -> None:
-    """Give the fleet the workers of the file each time it changes, until cancelled. `settings` are those in use."""
-    seen: object = "nothing yet"  # it may have changed since the settings were read
+class Address(NamedTuple):
+    """The address of a worker.
+
+    - `host`: its IP address.
+    - `port`: its port; None: the port of the settings.
+    - `role`: the role of its pod's label, if any.
+    - `name`: the name of its pod, if known.
+    """
+
+    host: str
+    port: int | None = None
+    role: Role | None = None
+    name: str | None = None
+
+
+async def follow_settings_file(file: SettingsFile, settings: Settings, fleet: Fleet) -> None:
+    """Assign the workers of the settings file to the fleet whenever the file changes, until cancelled.
+
+    - `file`: the settings file. A file with mistakes is logged and ignored.
+    - `settings`: the settings in use. A change of other settings is logged, because it requires a restart.
+    """
+    seen: object = "not read"  # The file may have changed since the settings were loaded.
     while True:
         if (stamp := file.stamp()) != seen:
             seen = stamp
             try:
-                await _follow(await asyncio.to_thread(file.load), settings, fleet)
+                await _apply(await asyncio.to_thread(file.load), settings, fleet)
             except ConfigError as error:
-                log.error("settings file refused, the workers stay as they were", reason=str(error))
-        await asyncio.sleep(_LOOK_SECONDS)
+                log.error("settings file refused, keeping the workers", reason=str(error))
+        await asyncio.sleep(_FILE_CHECK_INTERVAL)
 
 
-async def _follow(changed: Settings, settings: Settings, fleet: Fleet) -> None:
+async def _apply(changed: Settings, settings: Settings, fleet: Fleet) -> None:
     if changed.workers != fleet.assigned("config"):
         fleet.assign("config", changed.workers)
     others = [name for name in Settings.model_fields if getattr(changed, name) != getattr(settings, name)]
     if set(others) - {"workers"}:
-        log.warning("settings changed that need a restart", sections=sorted(set(others) - {"workers"}))
+        log.warning("changed settings require a restart", sections=sorted(set(others) - {"workers"}))
+
+
+async def follow_kubernetes(
+    settings: KubernetesSettings, access: ClusterAccess, session: aiohttp.ClientSession, fleet: Fleet
+) -> None:
+    """Assign the workers of the cluster to the fleet, until cancelled."""
+
+    async def assign(objects: Iterable[dict[str, Any]]) -> None:
+        workers = _workers(settings, objects)
+        if workers != fleet.assigned("kubernetes"):
+            fleet.assign("kubernetes", workers)
+
+    await _watch_of(settings, access, session, assign).run()
+
+
+async def workers_of_cluster(
+    settings: KubernetesSettings, access: ClusterAccess, session: aiohttp.ClientSession
+) -> list[WorkerSettings]:
+    """Return the present workers of the cluster. Raises KubernetesError."""
+    found: list[WorkerSettings] = []
+
+    async def collect(objects: Iterable[dict[str, Any]]) -> None:
+        found.extend(_workers(settings, objects))
+
+    watch = _watch_of(settings, access, session, collect)
+    try:
+        await watch.list()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise KubernetesError(f"kubernetes: {access.url} {connection_problem(error)}") from error
+    return found
+
+
+def _watch_of(
+    settings: KubernetesSettings,
+    access: ClusterAccess,
+    session: aiohttp.ClientSession,
+    on_change: Callable[[Iterable[dict[str, Any]]], Awaitable[None]],
+) -> ResourceWatch:
+    """Return a watch of the pods or endpoints that the settings select."""
+    if settings.service:
+        path = f"/apis/discovery.k8s.io/v1/namespaces/{access.namespace}/endpointslices"
+        selector = f"kubernetes.io/service-name={settings.service}"
+    else:
+        path, selector = f"/api/v1/namespaces/{access.namespace}/pods", settings.selector
+    return ResourceWatch(session, access, path, selector, settings.resync, on_change)
+
+
+def _workers(settings: KubernetesSettings, objects: Iterable[dict[str, Any]]) -> list[WorkerSettings]:
+    addresses = service_addresses(objects, settings.port) if settings.service else pod_addresses(objects)
+    found = {(address.host, address.port or settings.port): address for address in addresses}
+    return [
+        WorkerSettings.model_validate(
+            {
+                "url": f"http://{bracketed(host)}:{port}",
+                "name": address.name,
+                "role": None if address.role is Role.BOTH else address.role,
+            }
+        )
+        for (host, port), address in sorted(found.items())
+    ]
+
+
+def _usable(host: Any, port: Any = 1) -> bool:
+    """Return whether a worker can have this address. An invalid address is logged and ignored."""
+    try:
+        usable = not is_never_allowed(ip_address(host)) and 0 < int(port) < 65536
+    except (ValueError, TypeError):
+        usable = False
+    if not usable:
+        log.warning("kubernetes worker with an invalid address ignored", host=host, port=port)
+    return usable
+
+
+def pod_addresses(pods: Iterable[dict[str, Any]]) -> list[Address]:
+    """Return the addresses of running pods, ready or not, that are not being deleted."""
+    found: list[Address] = []
+    for pod in pods:
+        status, metadata = pod.get("status") or {}, pod.get("metadata") or {}
+        ending = metadata.get("deletionTimestamp") or status.get("phase") in ("Succeeded", "Failed")
+        if status.get("podIP") and not ending and _usable(status["podIP"]):
+            role = _role((metadata.get("labels") or {}).get(_ROLE_LABEL))
+            found.append(Address(status["podIP"], role=role, name=_worker_name(metadata.get("name"))))
+    return found
+
+
+def _role(label: str | None) -> Role | None:
+    return Role(label) if label in list(Role) else None
+
+
+def service_addresses(slices: Iterable[dict[str, Any]], port: int) -> list[Address]:
+    """Return the addresses of a service's endpoints that are not terminating, at `port` or else at their first port."""
+    found: list[Address] = []
+    for each in slices:
+        if each.get("addressType") not in ("IPv4", "IPv6"):
+            continue
+        ports = [known["port"] for known in each.get("ports") or [] if known.get("port")]
+        chosen = port if port in ports or not ports else ports[0]
+        for endpoint in each.get("endpoints") or []:
+            if not (endpoint.get("conditions") or {}).get("terminating"):
+                addresses = endpoint.get("addresses") or []
+                pod = endpoint.get("targetRef") or {}
+                name = _worker_name(pod.get("name")) if pod.get("kind") == "Pod" else None
+                found += [Address(address, chosen, name=name) for address in addresses if _usable(address, chosen)]
+    return found
+
+
+def _worker_name(given: Any) -> str | None:
+    """Return the name of a pod, if it is valid as the name of a worker."""
+    return given if isinstance(given, str) and WORKER_NAME.fullmatch(given) else None

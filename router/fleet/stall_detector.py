@@ -1,30 +1,46 @@
-"""Ejecting workers: those that hang, and those that are far worse than the others, but never all of them."""
+"""Ejection of workers: those that hang, and a bounded share of those that are outliers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import structlog
 
 from indexer import Indexer, Target
 from router.fleet.circuit import CircuitState
-from router.fleet.health import FirstByte, Health, StallLimits, latest, rank_stalled, stalled
+from router.fleet.health import Attempt, FirstByte, Health, expected_seconds, latest
 from router.fleet.outliers import Alike, OutlierLimits, Recent
 from router.fleet.worker import Worker, WorkerState
 from router.settings import FleetSettings
 
 log = structlog.get_logger()
 
+# Seconds between two checks, and the number of checks between two searches for outliers.
 _INTERVAL = 0.25
-_OUTLIER_TURNS = 4  # outliers are looked for in one of these
+_OUTLIER_TURNS = 4
+# Minimum number of workers with the same models for a search for outliers.
 _FEWEST_TO_COMPARE = 3
+# States that are logged as information. Others are logged as warnings.
 _WELL = (WorkerState.READY, WorkerState.WARMING, WorkerState.DRAINING, WorkerState.DRAINED, WorkerState.ASLEEP)
 
 
+@dataclass(frozen=True, slots=True)
+class StallLimits:
+    """When a worker counts as hung.
+
+    - `silence`: seconds without a sign of life.
+    - `factor`: a first byte may take this many times the expected time.
+    """
+
+    silence: float = 1.0
+    factor: float = 3.0
+
+
 class StallDetector:
-    """Looks at all workers several times a second, and logs every change of a worker's state once."""
+    """Checks all workers several times a second, ejects some, and logs every change of a worker's state."""
 
     def __init__(self, settings: FleetSettings, indexer: Indexer) -> None:
         self._stall = StallLimits(settings.stall_seconds, settings.stall_factor)
@@ -34,7 +50,7 @@ class StallDetector:
         self._logged: dict[Worker, WorkerState] = {}
 
     async def run(self, workers: Callable[[], Sequence[Worker]]) -> None:
-        """Go on until cancelled."""
+        """Check the workers at intervals, until cancelled."""
         turn = 0
         while True:
             now = workers()
@@ -47,14 +63,14 @@ class StallDetector:
             await asyncio.sleep(_INTERVAL)
 
     def eject_stalled(self, workers: Sequence[Worker]) -> None:
-        """Open the circuits of workers that hang, and send elsewhere what waits there."""
-        usual: dict[frozenset[str], list[FirstByte]] = {}  # by what workers serve
+        """Open the circuits of hung workers, and move their waiting requests."""
+        usual: dict[frozenset[str], list[FirstByte]] = {}  # by served models
         for worker in workers:
             if not worker.up or not worker.health.attempts:
                 continue
             silent = self._silence(worker.health, worker.metrics.progress_at, worker.targets)
             if silent < self._stall.silence or not _others(worker, workers):
-                continue  # most workers; what is usual costs more to find
+                continue  # This is the cheap check, which most workers pass.
             models = frozenset(worker.models())
             seen = usual.get(models)
             if seen is None:
@@ -67,10 +83,10 @@ class StallDetector:
             if circuit.state is not CircuitState.OPEN:
                 circuit.open(reason)
             if moved := worker.health.give_up_waiting():
-                log.warning("requests sent elsewhere", worker=worker.name, requests=moved, reason=reason)
+                log.warning("requests moved to other workers", worker=worker.name, requests=moved, reason=reason)
 
     def eject_stalled_ranks(self, workers: Sequence[Worker]) -> None:
-        """Open the circuits of single ranks that hang while others of their worker work."""
+        """Open the circuits of single ranks that hang while other ranks of their worker respond."""
         for worker in workers:
             for dp_rank, health in worker.health.ranks.items():
                 others = [other for rank, other in worker.health.ranks.items() if rank != dp_rank]
@@ -79,7 +95,7 @@ class StallDetector:
                 targets = (target for target in worker.targets if target.dp_rank == dp_rank)
                 silent = self._silence(health, worker.metrics.rank_progress_at(dp_rank), targets)
                 if silent < self._stall.silence:
-                    continue  # as above
+                    continue
                 seen = [first for other in (health, *others) for first in other.first_bytes()]
                 reason = rank_stalled(health, self._stall, seen, silent)
                 if reason is not None:
@@ -88,7 +104,7 @@ class StallDetector:
                     log.warning("rank ejected", worker=worker.name, dp_rank=dp_rank, moved=moved, reason=reason)
 
     def eject_outliers(self, workers: Sequence[Worker]) -> None:
-        """Open the circuits of workers that are far worse than the others, for a bounded share of the workers."""
+        """Open the circuits of outliers, for at most the share `fleet.max_ejected` of the workers."""
         up = [worker for worker in workers if worker.up and not worker.draining]
         well = [worker for worker in up if worker.health.circuit.state is CircuitState.CLOSED]
         left = max(int(self._max_ejected * len(up)), 1) - (len(up) - len(well))
@@ -117,7 +133,7 @@ class StallDetector:
         self._logged = {worker: worker.state for worker in workers}
 
     def _silence(self, health: Health, progress_at: float, targets: Iterable[Target]) -> float:
-        """Seconds since the last sign of work of a worker or a rank, which is these targets."""
+        """Return the seconds since the last sign of work of a worker or rank with these targets."""
         silent = health.clock() - max(health.last_byte, progress_at)
         if silent < self._stall.silence:
             return silent
@@ -127,8 +143,43 @@ class StallDetector:
 
 
 def _others(worker: Worker, workers: Sequence[Worker]) -> bool:
-    """Whether any other worker can take a worker's requests."""
+    """Return whether another worker can receive the requests of a worker."""
     return any(
         other is not worker and other.up and other.trusted and not other.draining and other.models() & worker.models()
         for other in workers
     )
+
+
+def stalled(
+    health: Health, limits: StallLimits, seen: Iterable[FirstByte], silent: float, unanswered: float
+) -> str | None:
+    """Return why a worker counts as hung; None if it does not.
+
+    - `seen`: first bytes of workers with the same models.
+    - `silent`: seconds since the last sign of work: bytes of an answer, an event, or a higher counter in its metrics.
+    - `unanswered`: seconds since an unanswered scrape began.
+    """
+    if not health.attempts or silent < limits.silence:
+        return None
+    if unanswered >= limits.silence:
+        return f"no sign of life for {min(silent, unanswered):.1f} s"
+    return _late_first_byte(health, health.oldest_movable, limits, seen)
+
+
+def rank_stalled(health: Health, limits: StallLimits, seen: Iterable[FirstByte], silent: float) -> str | None:
+    """Return why a rank counts as hung while its worker responds; None if it does not."""
+    if silent < limits.silence:
+        return None
+    return _late_first_byte(health, health.oldest_waiting, limits, seen)
+
+
+def _late_first_byte(
+    health: Health, oldest: Attempt | None, limits: StallLimits, seen: Iterable[FirstByte]
+) -> str | None:
+    if oldest is None:
+        return None
+    age = health.clock() - oldest.begun
+    expected = expected_seconds(seen, oldest.work, oldest.streamed)
+    if expected is not None and age >= max(limits.silence, limits.factor * expected):
+        return f"no first byte for {age:.1f} s, expected within {expected:.2f} s"
+    return None

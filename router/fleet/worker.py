@@ -1,4 +1,4 @@
-"""One worker as the router sees it: what it is, whether it answers, how its requests go, and what is asked of it."""
+"""One worker: its description, state, health and metrics, and whether it receives requests."""
 
 from __future__ import annotations
 
@@ -17,60 +17,71 @@ from router.fleet.health import Health
 from router.fleet.worker_keys import WorkerKey
 from router.settings import Role, WorkerSettings
 
-# The share of its requests that a worker gets at first.
+# The share of its requests that a worker receives at the beginning of its warm-up.
 FIRST_SHARE = 0.1
+# The default port of SGLang's bootstrap service, and of vLLM's Mooncake connector.
+DEFAULT_BOOTSTRAP_PORT = 8998
 _PREFILL = Role.PREFILL
-DEFAULT_BOOTSTRAP_PORT = 8998  # SGLang's, and that of vLLM's Mooncake connector
-
-
-# For so long it is told that a model became another one.
+# Seconds for which a replaced model is reported.
 _CHANGE_SECONDS = 3600.0
 
 
 class ModelChange(NamedTuple):
-    """What a name stood for before it stood for another model, and when that was seen, by the health's clock."""
+    """The model that a name meant before it was replaced, and the time of the change by the health's clock."""
 
     before: ServedModel
     at: float
 
 
 def _weights(served: ServedModel) -> str:
-    """What tells one model from another behind the same name, in words."""
+    """Describe in words what distinguishes models with the same name."""
     context = f", {served.max_model_len} tokens of context" if served.max_model_len is not None else ""
     return f"{served.root or served.name}{context}"
 
 
 class WorkerState(StrEnum):
-    """Where a worker stands. Only those that are ready, warming or half open are chosen as long as there are any.
+    """The state of a worker. Others than ready, warming and half-open workers are chosen only if none of these exists.
 
-    The values are what users see in `/workers`, metrics and logs.
+    The values are shown to users in `/workers`, metrics and logs.
     """
 
-    NEW = "new"  # not asked yet what it is
+    NEW = "new"  # not probed yet
     READY = "ready"
-    WARMING = "warming"  # new or restarted: its share grows
-    HALF_OPEN = "trial"  # it failed, and gets one request at a time
-    EJECTED = "left_out"  # it fails or hangs, or is far worse than the others
-    DOWN = "down"  # it does not answer
+    WARMING = "warming"  # new or restarted: its share of requests grows
+    HALF_OPEN = "trial"  # receives one request at a time after an ejection
+    EJECTED = "left_out"  # fails, hangs, or is an outlier
+    DOWN = "down"  # does not answer probes
     ASLEEP = "asleep"  # its engine computes nothing until it is woken
-    DRAINING = "draining"  # no new requests; those it has may finish
-    DRAINED = "drained"  # they have
+    DRAINING = "draining"  # receives no new requests, and has requests in flight
+    DRAINED = "drained"  # receives no new requests, and has no requests in flight
 
 
 def url_of(settings: WorkerSettings) -> str:
-    """What a worker is known by inside."""
+    """Return the base URL by which the router identifies a worker."""
     return str(settings.url).rstrip("/")
 
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One server. `problem` says why it cannot be used; None while it answers.
+    """One worker, which is one server URL.
 
-    `url`: the base URL, by which it is known inside. `name`: what it is called where people look. `key`: what it wants
-    to be shown. `source` names where it comes from. `warming_since`: when it came up, for `slow_start` seconds.
-    `replaced_adapters`: the names of adapters that have other weights than at first. `changed_models`: those that are
-    others than they were, by name. `asleep`: its engine was put to sleep; `sleep_in_change`: it is being told so, and
-    what its metrics say of it may be old. `look_now` is set when it should be asked again soon.
+    - `url`: the base URL, which identifies the worker in the router.
+    - `name`: the name in logs, metrics and answers.
+    - `key`: its API key.
+    - `source`: the source that named it.
+    - `slow_start`: seconds of warm-up.
+    - `description`: its answer to the last successful probe.
+    - `problem`: why it is down; None while it is up.
+    - `failed_probes`: failed probes in a row.
+    - `targets`: its targets that are registered with the index.
+    - `draining`: it receives no new requests.
+    - `asleep`: its engine sleeps.
+    - `sleep_in_change`: a command to sleep is running, so that its metrics may be outdated.
+    - `warming_since`: the beginning of its warm-up; None: it is warm.
+    - `changed_models`: models that were replaced under the same name.
+    - `replaced_adapters`: names of adapters whose weights were replaced.
+    - `look_now`: set to have it probed soon.
+    - `routing_line`: the header lines that name it in its answers.
     """
 
     settings: WorkerSettings
@@ -100,22 +111,22 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.url = url_of(self.settings)
-        self.call(self.settings.name or self.url)
+        self.set_name(self.settings.name or self.url)
         self.key = WorkerKey(self.name, self.settings)
 
-    def call(self, name: str) -> None:
-        """It is called so from now on."""
+    def set_name(self, name: str) -> None:
+        """Set the name that logs, metrics and answers show."""
         self.name = name
-        # What its answers say of it: every one does.
         self.routing_line = b"x-kvrouter-worker: %b\r\nx-kvrouter-overlap-tokens: " % name.encode()
 
     @property
     def up(self) -> bool:
+        """True if it answers probes."""
         return self.problem is None
 
     @property
     def trusted(self) -> bool:
-        """Whether requests go to it while there are others: a worker that failed must answer before it is tried."""
+        """True if it is chosen while other workers exist. A half-open worker must answer scrapes first."""
         circuit = self.health.circuit
         if circuit.closed:
             return True
@@ -123,13 +134,14 @@ class Worker:
 
     @property
     def share(self) -> float:
-        """The share of its requests that it gets: less than 1 while it is warming."""
+        """The share of its requests that it receives: less than 1 during its warm-up."""
         if self.warming_since is None or not self.slow_start:
             return 1.0
         return min(max((self.health.clock() - self.warming_since) / self.slow_start, FIRST_SHARE), 1.0)
 
     @property
     def state(self) -> WorkerState:
+        """The state of the worker."""
         if self.draining:
             return WorkerState.DRAINING if self.health.attempts else WorkerState.DRAINED
         if not self.up:
@@ -145,34 +157,35 @@ class Worker:
 
     @property
     def reason(self) -> str | None:
-        """Why it is in its state, if that is not to be wished."""
+        """The reason why it is down or ejected; None while it is neither."""
         return self.problem or self.health.circuit.reason
 
     def served(self, name: str) -> ServedModel | None:
-        """What this worker serves under a name."""
+        """Return the model or adapter that it serves under a name."""
         return self.description.models.get(name) if self.description else None
 
     def models(self) -> set[str]:
-        """The base models it serves."""
+        """Return the base models that it serves."""
         return {served.model for served in self.description.models.values()} if self.description else set()
 
     @property
     def capacity_tokens(self) -> int | None:
-        """How many tokens each of its ranks can hold, if it says so."""
+        """The number of tokens that the KV cache of each rank holds; None if the worker does not report it."""
         known = self.description
         return known.capacity * known.block_size if known and known.capacity and known.block_size else None
 
     def target(self, dp_rank: int, model: str) -> Target:
-        """One of its ranks, for a model."""
+        """Return the target of one of its ranks and a model."""
         target = self._targets_made.get((dp_rank, model))
         if target is None:
             target = self._targets_made[dp_rank, model] = Target(self.url, dp_rank, model)
         return target
 
     def takes(self, name: str | None, prefill: bool = False) -> bool:
-        """Whether it may get new requests for a model or adapter of this name; None: for any.
+        """Return whether it may receive new requests, whatever its circuit.
 
-        `prefill`: prompts to compute for others, which a worker either gets alone or not at all.
+        - `name`: of a model or an adapter; None: any.
+        - `prefill`: ask for requests whose decode runs on another worker. Prefill workers receive only these.
         """
         if self.problem is not None or self.draining or self.asleep or (self.role is _PREFILL) is not prefill:
             return False
@@ -180,11 +193,11 @@ class Worker:
 
     @property
     def can_answer_alone(self) -> bool:
-        """Whether a prefill worker can answer requests that no decode worker goes on with. SGLang's cannot."""
+        """True if a prefill worker can also decode. Prefill workers of SGLang cannot."""
         return self.description is not None and self.description.engine is Engine.VLLM
 
     def describe(self, description: WorkerDescription) -> None:
-        """It answered what it is. What it computes of a request is as the settings say, else as it says itself."""
+        """Apply a description from a probe, and record replaced models and adapters."""
         self.description = description
         for name, served in description.models.items():
             before = self._served_before.get(name)
@@ -197,7 +210,7 @@ class Worker:
         self.settle(self.settings)
 
     def recent_changes(self) -> dict[str, tuple[str, str]]:
-        """Of models that became others within the last hour: what they were, and what they are."""
+        """Return the models that were replaced within the last hour: the old and the new one, in words."""
         now = self.health.clock()
         return {
             name: (_weights(change.before), _weights(self._served_before[name]))
@@ -206,37 +219,42 @@ class Worker:
         }
 
     def restarted(self) -> None:
-        """It was away, and holds nothing of what it held."""
+        """Forget sleep and adapters of the time before a restart."""
         self.asleep = False
         self._adapter_roots.clear()
         self.replaced_adapters.clear()
 
     def settle(self, settings: WorkerSettings) -> None:
-        """Its settings are these."""
+        """Apply settings. Their role overrides the described role."""
         self.settings = settings
         self.role = settings.role or (self.description.role if self.description else Role.BOTH)
 
     @property
     def bootstrap_port(self) -> int:
-        """Where a prefill worker's bootstrap service listens."""
+        """The port of a prefill worker's bootstrap service."""
         described = self.description.bootstrap_port if self.description else None
         return self.settings.bootstrap_port or described or DEFAULT_BOOTSTRAP_PORT
 
     def ranks(self) -> tuple[int, ...]:
-        """Its DP ranks."""
+        """Return its DP ranks."""
         return self.description.ranks if self.description else (0,)
 
     def rank_in_requests(self, dp_rank: int) -> int:
-        """What requests call one of its ranks: vLLM counts those of its own server, which is not the first one where
-        several servers share the ranks (`--data-parallel-hybrid-lb`)."""
+        """Return the number of a rank in requests.
+
+        vLLM counts the ranks of its own server from 0, also where several servers share the ranks
+        (`--data-parallel-hybrid-lb`).
+        """
         if self.description is None or self.description.engine is Engine.SGLANG:
             return dp_rank
         return dp_rank - min(self.description.ranks)
 
 
 def takes_its_turn(worker: Worker, random: Random) -> bool:
-    """Whether one request may go to a worker while there are others: it is trusted, and has warmed up or its turn has
-    come."""
+    """Return whether a worker may receive one request while other workers exist.
+
+    Its circuit must allow it, and its warm-up must have a turn for it.
+    """
     if not (worker.health.circuit.closed or worker.trusted):
         return False
     return worker.warming_since is None or worker.share >= 1 or random.random() < worker.share
@@ -245,8 +263,11 @@ def takes_its_turn(worker: Worker, random: Random) -> bool:
 def choosable(
     workers: Collection[Worker], random: Random, any_has_capacity: Callable[[Worker], bool] | None = None
 ) -> Collection[Worker]:
-    """Those of some workers that a request may go to now. Untrusted ones are used when there are no others; none
-    when those that are trusted have no capacity."""
+    """Return the workers that a request may be sent to now.
+
+    Workers with open circuits are returned only if no others exist.
+    If the trusted workers have no capacity, no worker is returned.
+    """
     trusted = [worker for worker in workers if worker.health.circuit.closed or worker.trusted] or workers
     free = [worker for worker in trusted if any_has_capacity(worker)] if any_has_capacity else trusted
     chosen = [w for w in free if w.warming_since is None or w.share >= 1 or random.random() < w.share]

@@ -35,7 +35,7 @@ class CommandResult:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the status is 2xx."""
+        """True if the status is 2xx."""
         return 200 <= self.status < 300
 
 

@@ -1,7 +1,7 @@
-"""What workers want to be shown: API keys, from the settings, a file, the environment or a URL's user info.
+"""API keys of workers, from the settings, a file, an environment variable or the user info of a URL.
 
-A key is sent with all that the router asks of a worker itself, and with requests of clients as `proxy.worker_keys`
-says. It is never shown: neither in logs and errors nor over HTTP.
+The router sends a worker's key with its own requests, and with requests of clients as `proxy.worker_keys` defines. Keys
+are never shown in logs, errors or answers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ _REFUSED = (401, 403)
 
 
 class WorkerKey:
-    """One worker's key.
+    """The API key of one worker.
 
-    `authorization`: the value of the header; None without a key. `headers`: the same for what the router asks itself.
-    `refused`: with what status it refused to answer the router itself, by the path that was asked.
+    - `name`: the worker's name, for logs.
+    - `authorization`: the value of the header `Authorization`; None without a key.
+    - `headers`: the headers of the router's own requests.
+    - `refused`: the status of the router's own requests that the worker refused, by path.
     """
 
     def __init__(self, name: str, given: WorkerSettings, fleet: FleetSettings | None = None) -> None:
-        """`name`: the worker's. `fleet`: where the key of all is, for a worker that has none of its own."""
+        """Create the key of the worker `name`. A worker without a key of its own uses the key of `fleet`, if given."""
         self.name = name
         self.authorization: bytes | None = None
         self.headers: Mapping[str, str] = {}
@@ -36,18 +38,21 @@ class WorkerKey:
         self.settle(name, given, fleet)
 
     def settle(self, name: str, given: WorkerSettings, fleet: FleetSettings | None) -> bool:
-        """Its settings are these. Whether the key is another one."""
+        """Apply settings. Return whether the key changed."""
         self.name = name
         self._source = given if given.has_key else fleet
         return self.read()
 
     def read(self) -> bool:
-        """Read the key again: files change. Whether it is another one; one that cannot be read stays as it was."""
+        """Read the key again, because its file may have changed. Return whether it did.
+
+        A key that cannot be read stays unchanged.
+        """
         try:
             key = key_of(self._source) if self._source is not None else ""
         except ValueError as error:
             if not self._complained:
-                log.error("API key of a worker not read", worker=self.name, reason=str(error))
+                log.error("worker API key not readable, keeping the last one", worker=self.name, reason=str(error))
             self._complained = True
             return False
         self._complained = False
@@ -60,7 +65,7 @@ class WorkerKey:
         return True
 
     def answered(self, path: str, status: int) -> None:
-        """The worker answered a question of the router's own with this status: a refusal is logged once."""
+        """Record the status of a request of the router itself. The first refusal is logged."""
         if not self.refuses(status):
             if self.refused:
                 self.refused.pop(path, None)
@@ -68,28 +73,28 @@ class WorkerKey:
         first = not self.refused
         self.refused[path] = status
         if first:
-            log.warning("a worker refuses the router", worker=self.name, reason=self.problem)
+            log.warning("worker refuses the router's API key", worker=self.name, reason=self.problem)
 
     @property
     def problem(self) -> str | None:
-        """Why the worker refuses the router; None while it does not."""
+        """The reason why the worker refuses the router; None while it does not."""
         if not self.refused:
             return None
         return self.refusal(", ".join(sorted(self.refused)), next(iter(self.refused.values())))
 
     def refuses(self, status: int) -> bool:
-        """Whether such an answer is about the key."""
+        """Return whether a status refuses the key."""
         return status in _REFUSED
 
     def refusal(self, path: str, status: int) -> str:
-        """Why a worker refuses, and the setting to change."""
+        """Return why a worker refuses, and the setting to change."""
         if self.authorization is None:
-            return f"{path} is answered with {status}: it wants an API key. Set workers[].api_key, or fleet.api_key"
-        return f"{path} is answered with {status}: it does not take the key of workers[].api_key or fleet.api_key"
+            return f"{path} returns {status}: the worker requires an API key. Set workers[].api_key or fleet.api_key"
+        return f"{path} returns {status}: the worker refuses the key of workers[].api_key or fleet.api_key"
 
 
 def key_of(source: KeySettings) -> str:
-    """The key that settings name; empty without one. Raises ValueError, which begins with the field."""
+    """Return the key that settings name; empty without one. Raises ValueError, which begins with the field."""
     if source.api_key_file is not None:
         return key_in_file(source.api_key_file)
     if source.api_key_env is not None:

@@ -20,7 +20,8 @@ from chart import Object, named, of_kind, pod_templates, profile, render
 from indexer import Indexer
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.fleet import Fleet, Worker
-from router.fleet.kubernetes import ClusterAccess, follow_kubernetes
+from router.fleet.kubernetes import ClusterAccess
+from router.fleet.source_watch import follow_kubernetes
 from router.fleet.watch import FleetWatch
 from router.settings import FleetSettings, Role, load_settings
 

@@ -170,5 +170,5 @@ async def test_outside_of_a_cluster_it_says_where_to_ask(tmp_path: Path) -> None
     file.write_text("kubernetes: {selector: app=vllm}")
     status, _, complaint = await doctor("--config", str(file))
     assert status == 2
-    assert "this is no pod of a cluster" in complaint
+    assert "not in a pod of a cluster" in complaint
     assert "or use --url" in complaint

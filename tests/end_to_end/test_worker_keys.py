@@ -297,7 +297,7 @@ async def test_a_worker_that_refuses_is_a_finding_and_a_line_that_names_the_sett
                 found = (await routed.call("/health")).json()["findings"]
         keys = [each for each in found if each["finding"] == "worker_key"]
         assert [(each["worker"], "fleet.api_key" in each["detail"]) for each in keys] == [(worker.url, True)]
-        lines = [line for line in logs if line["event"] == "a worker refuses the router"]
+        lines = [line for line in logs if line["event"] == "worker refuses the router's API key"]
         assert len(lines) == 1
         assert "workers[].api_key" in lines[0]["reason"]
         assert OTHER_KEY not in repr(logs) + json.dumps(found)

@@ -15,7 +15,8 @@ from kvevents.curve import load_key_pair
 from kvrouter.tools.doctor.examination import Examination
 from kvrouter.tools.doctor.running_fleet import examine_running
 from router.app.embedded_index import running_indexer
-from router.fleet.kubernetes import ClusterAccess, workers_of_cluster
+from router.fleet.kubernetes import ClusterAccess
+from router.fleet.source_watch import workers_of_cluster
 from router.http.client import refuse_redirects
 from router.settings import Settings, WorkerSettings
 from router.tokens.tokenizer_source import TokenizerSource

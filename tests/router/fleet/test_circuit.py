@@ -18,7 +18,7 @@ def opened(clock: Clock) -> Circuit:
     return circuit
 
 
-def test_failures_in_a_row_open_it() -> None:
+def test_failures_in_a_row_open_the_circuit() -> None:
     circuit = Circuit(LIMITS, Clock())
     for _ in range(2):
         circuit.failed(circuit.begin(), "status 500")
@@ -27,7 +27,7 @@ def test_failures_in_a_row_open_it() -> None:
     assert (circuit.state, circuit.allows, circuit.reason) == (CircuitState.OPEN, False, "status 502")
 
 
-def test_a_success_between_them_does_not() -> None:
+def test_success_between_failures_keeps_the_circuit_closed() -> None:
     circuit = Circuit(LIMITS, Clock())
     for _ in range(5):
         circuit.failed(circuit.begin(), "x")
@@ -36,7 +36,7 @@ def test_a_success_between_them_does_not() -> None:
     assert circuit.state is CircuitState.CLOSED
 
 
-def test_after_the_backoff_one_request_at_a_time_is_let_through() -> None:
+def test_half_open_circuit_allows_one_request_at_a_time() -> None:
     clock = Clock()
     circuit = opened(clock)
     clock.now += 0.9
@@ -45,13 +45,13 @@ def test_after_the_backoff_one_request_at_a_time_is_let_through() -> None:
     assert (circuit.state, circuit.allows) == (CircuitState.HALF_OPEN, True)
     trial = circuit.begin()
     assert not circuit.allows
-    circuit.ended(trial)  # its client left
+    circuit.ended(trial)  # its client disconnected
     assert circuit.allows
     circuit.succeeded(circuit.begin())
     assert (circuit.state, circuit.reason) == (CircuitState.CLOSED, None)
 
 
-def test_each_failed_trial_doubles_the_backoff_up_to_the_longest() -> None:
+def test_each_failure_when_half_open_doubles_the_backoff_up_to_the_longest() -> None:
     clock = Clock()
     circuit = opened(clock)
     for backoff in (1, 2, 4, 8, 8):
@@ -66,7 +66,7 @@ def test_each_failed_trial_doubles_the_backoff_up_to_the_longest() -> None:
     assert circuit.allows
 
 
-def test_requests_from_before_it_opened_change_nothing() -> None:
+def test_ends_of_requests_from_before_the_opening_are_ignored() -> None:
     clock = Clock()
     circuit = Circuit(LIMITS, clock)
     old = [circuit.begin() for _ in range(3)]
@@ -79,15 +79,15 @@ def test_requests_from_before_it_opened_change_nothing() -> None:
     assert circuit.state is CircuitState.HALF_OPEN
 
 
-def test_a_request_sent_although_it_is_open_counts() -> None:
-    """When every worker is left out, all are used."""
+def test_success_of_a_request_during_the_backoff_closes_the_circuit() -> None:
+    """Requests are sent to ejected workers if every worker is ejected."""
     circuit = opened(Clock())
     circuit.succeeded(circuit.begin())
     assert circuit.state is CircuitState.CLOSED
 
 
 class CircuitMachine(RuleBasedStateMachine):
-    """Requests begin only when they may, and end in any order and way."""
+    """Requests that begin when the circuit allows it, and end in any order with any outcome."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class CircuitMachine(RuleBasedStateMachine):
         else:
             getattr(self.circuit, how)(number)
         if self.circuit.state is not CircuitState.HALF_OPEN:
-            self.trials.clear()  # the one there was is decided, or belongs to an opening that is over
+            self.trials.clear()  # The half-open request has ended, or belongs to an earlier opening.
 
     @rule()
     def open(self) -> None:
@@ -138,7 +138,7 @@ class CircuitMachine(RuleBasedStateMachine):
 
     @invariant()
     def never_stuck(self) -> None:
-        """With time and its requests ended it lets something through."""
+        """Assert that a circuit allows requests after its backoff, when its requests have ended."""
         if not self.running and self.circuit.state is not CircuitState.OPEN:
             assert self.circuit.allows
 
@@ -147,7 +147,7 @@ TestCircuitMachine = CircuitMachine.TestCase
 
 
 @given(st.integers(0, 200))
-def test_the_backoff_is_bounded_however_often_it_opens(openings: int) -> None:
+def test_backoff_is_bounded_for_any_number_of_openings(openings: int) -> None:
     clock = Clock()
     circuit = Circuit(LIMITS, clock)
     for _ in range(openings):

@@ -1,4 +1,4 @@
-"""What the router learns of a worker by asking it."""
+"""The description of a worker from its answers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SGLANG = {
 
 @asynccontextmanager
 async def server(answers: dict[str, Any]) -> AsyncIterator[str]:
-    """A server that answers paths with JSON, text, a status or bytes; all others with 404."""
+    """Run a server that answers the given paths with JSON, text, a status or bytes, and other paths with 404."""
 
     async def answer(request: web.Request) -> web.Response:
         given = answers.get(request.path, 404)
@@ -67,7 +67,7 @@ async def describe(answers: dict[str, Any], **settings: Any) -> WorkerDescriptio
         return await describe_worker(session, WorkerSettings(url=url, **settings))
 
 
-async def test_a_vllm_worker() -> None:
+async def test_vllm_worker_is_described() -> None:
     assert await describe(VLLM) == WorkerDescription(
         engine=Engine.VLLM,
         models={"m": ServedModel("m", "m", None, "/models/m")},
@@ -80,18 +80,18 @@ async def test_a_vllm_worker() -> None:
     )
 
 
-async def test_a_vllm_worker_without_events() -> None:
+async def test_vllm_worker_without_events_has_no_streams() -> None:
     description = await describe(VLLM | {"/kv_event_sources": {}})
     assert (description.engine, description.streams, description.ranks) == (Engine.VLLM, (), (0,))
     assert description.block_size == 32
 
 
 @pytest.mark.parametrize("metrics", ["", 'vllm:cache_config_info{block_size="None"} 1.0\n', "up 1\n"])
-async def test_a_block_size_that_is_not_told_is_left_to_the_events(metrics: str) -> None:
+async def test_block_size_is_none_when_not_reported(metrics: str) -> None:
     assert (await describe(VLLM | {"/metrics": metrics})).block_size is None
 
 
-async def test_an_sglang_worker() -> None:
+async def test_sglang_worker_is_described() -> None:
     assert await describe(SGLANG) == WorkerDescription(
         engine=Engine.SGLANG,
         models={"m": ServedModel("m", "m", None, "/models/m")},
@@ -104,24 +104,24 @@ async def test_an_sglang_worker() -> None:
     )
 
 
-async def test_an_sglang_worker_without_events() -> None:
+async def test_sglang_worker_without_events_has_no_streams() -> None:
     description = await describe(SGLANG | {"/server_info": {"page_size": 64, "kv_events": None}})
     assert (description.engine, description.streams, description.block_size) == (Engine.SGLANG, (), 64)
 
 
-async def test_any_other_server_is_known_by_its_models_alone() -> None:
+async def test_other_server_is_described_by_its_models() -> None:
     description = await describe({"/v1/models": {"object": "list", "data": [{"id": "m"}, {"id": "n"}]}})
     assert description == WorkerDescription(Engine.OTHER, {"m": ServedModel("m", "m"), "n": ServedModel("n", "n")})
 
 
 @pytest.mark.parametrize("wildcard", ["*", "0.0.0.0", "[::]"])
-async def test_a_wildcard_address_is_reached_at_the_workers_host(wildcard: str) -> None:
+async def test_wildcard_address_of_a_stream_becomes_the_workers_host(wildcard: str) -> None:
     sources = {"0": {"endpoint": f"tcp://{wildcard}:5557", "replay_endpoint": f"tcp://{wildcard}:5558"}}
     description = await describe(VLLM | {"/kv_event_sources": sources})
     assert description.streams == (EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558", ""),)
 
 
-async def test_adapters_have_a_parent() -> None:
+async def test_model_with_parent_is_an_adapter() -> None:
     cards = [
         {"id": "poet", "root": "/adapters/poet", "parent": "m"},
         {"id": "m", "root": "/models/m", "parent": None},
@@ -134,7 +134,7 @@ async def test_adapters_have_a_parent() -> None:
     assert description.base_models() == [ServedModel("m", "m", None, "/models/m")]
 
 
-async def test_names_with_one_root_are_one_model() -> None:
+async def test_names_with_the_same_root_are_one_model() -> None:
     cards = [
         {"id": "m", "root": "/models/m"},
         {"id": "alias", "root": "/models/m"},
@@ -151,7 +151,7 @@ async def test_names_with_one_root_are_one_model() -> None:
     assert [served.name for served in description.base_models()] == ["m", "other"]
 
 
-async def test_what_the_settings_say_of_a_worker_wins() -> None:
+async def test_settings_override_what_a_worker_reports() -> None:
     description = await describe(
         VLLM,
         model="mine",
@@ -167,14 +167,14 @@ async def test_what_the_settings_say_of_a_worker_wins() -> None:
     )
 
 
-async def test_an_encrypted_streams_key_comes_from_its_file(tmp_path: Path) -> None:
+async def test_stream_key_is_loaded_from_its_file(tmp_path: Path) -> None:
     path, _ = create_key_pair(tmp_path, "worker")
     streams = [{"endpoint": "tcp://10.0.0.1:1", "curve_server_key_file": str(path)}]
     description = await describe(VLLM, streams=streams)
     assert description.streams == (EventSource(0, "tcp://10.0.0.1:1", None, "", load_public_key(path, "key")),)
 
 
-async def test_a_key_file_that_is_gone_is_a_problem_of_its_worker(tmp_path: Path) -> None:
+async def test_missing_stream_key_file_is_an_error_of_its_worker(tmp_path: Path) -> None:
     path, _ = create_key_pair(tmp_path, "worker")
     streams = [{"endpoint": "tcp://10.0.0.1:1", "curve_server_key_file": str(path)}]
     settings = WorkerSettings.model_validate({"url": "http://10.0.0.1:1", "streams": streams})
@@ -184,7 +184,7 @@ async def test_a_key_file_that_is_gone_is_a_problem_of_its_worker(tmp_path: Path
             await describe_worker(session, settings.model_copy(update={"url": url}))
 
 
-async def test_streams_may_be_given_for_a_worker_that_cannot_tell_them() -> None:
+async def test_streams_of_the_settings_are_used_for_an_unknown_engine() -> None:
     description = await describe({"/v1/models": MODELS}, streams=[{"endpoint": "tcp://10.0.0.1:1"}])
     assert (description.engine, description.streams) == (Engine.OTHER, (EventSource(0, "tcp://10.0.0.1:1"),))
 
@@ -203,7 +203,7 @@ async def test_streams_may_be_given_for_a_worker_that_cannot_tell_them() -> None
         SGLANG | {"/server_info": []},
     ],
 )
-async def test_an_answer_that_makes_no_sense_is_an_error(answers: dict[str, Any]) -> None:
+async def test_invalid_answer_is_an_error(answers: dict[str, Any]) -> None:
     with pytest.raises(DiscoveryError, match=r"http://127\.0\.0\.1:"):
         await describe(answers)
 
@@ -218,7 +218,7 @@ async def test_an_answer_that_makes_no_sense_is_an_error(answers: dict[str, Any]
         (VLLM | {"/v1/models": {"data": [*MODELS["data"], {"id": 1}]}}, "id"),
     ],
 )
-async def test_what_makes_no_sense_is_left_out_and_named(answers: dict[str, Any], named: str) -> None:
+async def test_invalid_field_is_ignored_and_reported(answers: dict[str, Any], named: str) -> None:
     description = await describe(answers)
     assert list(description.models) == ["m"]
     assert named in description.refused[0]
@@ -227,12 +227,12 @@ async def test_what_makes_no_sense_is_left_out_and_named(answers: dict[str, Any]
 @pytest.mark.parametrize(
     "answers", [VLLM | {"/kv_event_sources": 500}, VLLM | {"/metrics": 503}, SGLANG | {"/server_info": 500}]
 )
-async def test_a_worker_in_trouble_is_not_taken_for_one_without_streams(answers: dict[str, Any]) -> None:
+async def test_server_error_is_an_error_and_not_a_missing_path(answers: dict[str, Any]) -> None:
     with pytest.raises(DiscoveryError, match=r"50[03]"):
         await describe(answers)
 
 
-async def test_nobody_there_is_an_error() -> None:
+async def test_unreachable_worker_is_an_error() -> None:
     async with server({}) as url:
         pass
     async with aiohttp.ClientSession() as session:

@@ -1,4 +1,4 @@
-"""Engines' own load, in the names of vLLM and SGLang."""
+"""The load that vLLM and SGLang report in their metrics."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ sglang:prompt_tokens_total{model_name="m"} 10.0
 """
 
 
-def test_vllm() -> None:
+def test_vllm_metrics_are_read_by_rank() -> None:
     assert read_engine_loads(VLLM) == {0: EngineLoad(3, 2, 0.25, 2000), 1: EngineLoad(1, 0, 0.5, 0)}
 
 
-def test_sglang() -> None:
+def test_sglang_metrics_are_read_by_rank() -> None:
     assert read_engine_loads(SGLANG) == {0: EngineLoad(0, 0, None, 10), 1: EngineLoad(4, 5, 0.75, 0)}
 
 
 @pytest.mark.parametrize(
     "text", ["", "other_metric 1", "vllm:num_requests_running{} NaN", "vllm:num_requests_running x"]
 )
-def test_anything_else_tells_nothing(text: str) -> None:
+def test_unknown_or_invalid_metrics_are_ignored(text: str) -> None:
     assert read_engine_loads(text) == {}
 
 
-def test_an_engine_that_decodes_speculatively_says_so() -> None:
+def test_speculative_decoding_is_detected() -> None:
     metrics = EngineMetrics()
     metrics.read(VLLM, {})
     assert not metrics.drafts
@@ -53,7 +53,7 @@ def test_an_engine_that_decodes_speculatively_says_so() -> None:
     assert metrics.drafts
 
 
-def test_the_requests_of_others_are_those_that_are_not_ours() -> None:
+def test_unseen_requests_are_those_beyond_the_known_ones() -> None:
     metrics = EngineMetrics(5.0, Clock(10.0))
     metrics.read(VLLM, {0: 2, 1: 4})
     assert metrics.of(0) == EngineView(unseen=3, waiting=2, kv_usage=0.25)
@@ -61,7 +61,7 @@ def test_the_requests_of_others_are_those_that_are_not_ours() -> None:
     assert metrics.of(2) == NOTHING_KNOWN
 
 
-def test_what_is_old_is_not_known() -> None:
+def test_stale_scrape_expires() -> None:
     clock = Clock(10.0)
     metrics = EngineMetrics(5.0, clock)
     metrics.read(VLLM, {})
@@ -69,7 +69,7 @@ def test_what_is_old_is_not_known() -> None:
     assert metrics.of(0) == NOTHING_KNOWN
 
 
-def test_how_long_an_answer_is_owed() -> None:
+def test_unanswered_counts_from_the_first_unanswered_scrape() -> None:
     clock = Clock(10.0)
     metrics = EngineMetrics(5.0, clock)
     metrics.asked()
@@ -80,7 +80,7 @@ def test_how_long_an_answer_is_owed() -> None:
     assert metrics.unanswered == 0
 
 
-def test_progress_is_when_the_counters_go_on() -> None:
+def test_progress_is_the_time_of_the_last_counter_increase() -> None:
     clock = Clock(10.0)
     metrics = EngineMetrics(5.0, clock)
     for _ in range(2):

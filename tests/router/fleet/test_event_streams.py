@@ -1,4 +1,4 @@
-"""Event streams that are named over HTTP or by workers: where they are connected to, now and when a name moves."""
+"""Event streams of workers and of registrations over HTTP: the addresses to which they are connected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TARGET = Target("w", 0, "m")
 
 
 class Names(AllowedNetworks):
-    """Names that lead where the test says; any other host leads to itself."""
+    """Host names with addresses from the test; any other host is its own address."""
 
     def __init__(self, **names: str) -> None:
         super().__init__(["10.0.0.0/8"])
@@ -56,14 +56,14 @@ def followed(indexer: Indexer) -> list[str]:
 
 
 async def asked_again(names: Names, times: int = 2) -> None:
-    """Wait until the names were looked up a few times more."""
+    """Wait until the names were resolved a few times more."""
     wanted, deadline = names.asked + times, time.monotonic() + 5
     while names.asked < wanted:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.005)
 
 
-async def test_a_name_that_moves_is_followed() -> None:
+async def test_changed_address_of_a_host_name_is_followed() -> None:
     names = Names(worker="10.0.0.1")
     async with following(names) as (indexer, streams):
         indexer.register(await streams.admit(registration("tcp://worker:5557", "tcp://worker:5558")))
@@ -73,7 +73,7 @@ async def test_a_name_that_moves_is_followed() -> None:
         assert followed(indexer) == ["tcp://10.0.0.2:5557"]
 
 
-async def test_a_name_that_moves_out_of_the_networks_is_not() -> None:
+async def test_changed_address_outside_of_the_networks_is_not_followed() -> None:
     names = Names(worker="10.0.0.1")
     async with following(names) as (indexer, streams):
         indexer.register(await streams.admit(registration("tcp://worker:5557")))
@@ -82,26 +82,26 @@ async def test_a_name_that_moves_out_of_the_networks_is_not() -> None:
         assert followed(indexer) == ["tcp://10.0.0.1:5557"]
 
 
-async def test_what_was_unregistered_stays_so() -> None:
+async def test_unregistered_stream_stays_unregistered() -> None:
     names = Names(worker="10.0.0.1")
     async with following(names) as (indexer, streams):
         indexer.register(await streams.admit(registration("tcp://worker:5557")))
         await asked_again(names)
         indexer.unregister([TARGET])
         names.names["worker"] = "10.0.0.2"
-        await asyncio.sleep(0.1)  # a few looks
+        await asyncio.sleep(0.1)  # a few intervals
         assert followed(indexer) == []
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://192.0.2.1:1", "tcp://169.254.169.254:1", "ipc:///tmp/x", "inproc://wake"])
-async def test_what_is_not_allowed_is_refused(endpoint: str) -> None:
+async def test_endpoint_outside_of_the_networks_is_refused(endpoint: str) -> None:
     async with following(Names()) as (_, streams):
         for refused in (registration(endpoint), registration("tcp://10.0.0.1:1", endpoint)):
             with pytest.raises(ValueError, match=r"^(replay_)?endpoint: "):
                 await streams.admit(refused)
 
 
-async def test_a_workers_own_host_is_taken_as_it_is() -> None:
+async def test_own_host_of_a_configured_worker_is_not_checked() -> None:
     sources = [
         EventSource(0, "tcp://public.example:1"),
         EventSource(1, "tcp://192.0.2.7:1"),

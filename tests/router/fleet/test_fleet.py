@@ -1,4 +1,4 @@
-"""Watching workers that come, go, and come back as others."""
+"""A watched fleet of one worker: probes, event streams, and changes of its sources."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENS = list(range(33))
 async def until(condition: Callable[[], object], seconds: float = 60) -> None:
     """Wait until a condition holds."""
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the condition is another's
+        while not condition():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.01)
 
 
@@ -41,7 +41,7 @@ class WorkerServer:
     def __init__(self) -> None:
         self.sources: dict[str, Any] = {}
         self.models = ["m"]
-        self.failures: float = 0  # to come
+        self.failures: float = 0  # number of following requests that fail
         self.asked = 0
         self.port = 0
         self._runner: web.AppRunner | None = None
@@ -78,10 +78,10 @@ class WorkerServer:
 
 
 class Watched:
-    """A fleet of one worker, and what its users see."""
+    """A watched fleet of one worker, with its index."""
 
     def __init__(self, server: WorkerServer, indexer: Indexer, session: aiohttp.ClientSession, **settings: Any) -> None:
-        self.told: list[ServedModel] = []
+        self.models: list[ServedModel] = []
         self.indexer = indexer
         fleet_settings = QUICK.model_copy(update=settings)
         networks = AllowedNetworks(fleet_settings.allowed_networks)
@@ -91,10 +91,10 @@ class Watched:
 
     async def _on_model(self, worker: Worker, model: ServedModel) -> None:
         assert worker is self.worker
-        self.told.append(model)
+        self.models.append(model)
 
     def matched(self) -> int:
-        """Tokens that the index says the worker holds."""
+        """Return the tokens that the worker has cached, by the index."""
         return max((match.matched_tokens for match in self.indexer.match(MatchQuery("m", TOKENS))), default=0)
 
 
@@ -124,7 +124,7 @@ async def server() -> AsyncIterator[WorkerServer]:
 
 @asynccontextmanager
 async def stream(*stored: BlockStored) -> AsyncIterator[dict[str, Any]]:
-    """An event stream that tells of blocks; its description as vLLM gives it."""
+    """Publish blocks on an event stream, and yield its description in the form of vLLM."""
     publisher = ZmqEventPublisher(0, endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0", bind=True)
     if stored:
         publisher.publish(EventBatch(time.time(), list(stored)))
@@ -140,17 +140,17 @@ def blocks(count: int) -> BlockStored:
     )
 
 
-async def test_a_worker_that_answers_is_used(server: WorkerServer) -> None:
+async def test_worker_that_answers_is_up(server: WorkerServer) -> None:
     async with watching(server) as watched:
         assert watched.worker.up
         assert watched.fleet.names() == {"m"}
         assert watched.fleet.serving("m") == [(watched.worker, ServedModel("m", "m"))]
         assert watched.fleet.serving("n") == []
-        assert watched.told == [ServedModel("m", "m")]
+        assert watched.models == [ServedModel("m", "m")]
         assert [known.target for known in watched.indexer.registered()] == [Target(server.url, 0, "m")]
 
 
-async def test_a_worker_may_come_later(server: WorkerServer) -> None:
+async def test_worker_that_starts_later_is_found(server: WorkerServer) -> None:
     await server.stop()
     async with watching(server) as watched:
         assert not watched.worker.up
@@ -162,12 +162,12 @@ async def test_a_worker_may_come_later(server: WorkerServer) -> None:
         assert watched.fleet.names() == {"m"}
 
 
-async def test_its_stream_is_followed(server: WorkerServer) -> None:
+async def test_event_stream_of_a_worker_is_followed(server: WorkerServer) -> None:
     async with stream(blocks(2)) as server.sources, watching(server) as watched:
         await until(lambda: watched.matched() == 32)
 
 
-async def test_a_worker_that_comes_back_at_another_event_port_holds_only_what_it_says_then(
+async def test_restarted_worker_with_another_event_port_has_only_its_new_blocks(
     server: WorkerServer,
 ) -> None:
     async with stream(blocks(2)) as server.sources, watching(server) as watched:
@@ -182,7 +182,7 @@ async def test_a_worker_that_comes_back_at_another_event_port_holds_only_what_it
         assert registration.source.endpoint == server.sources["0"]["endpoint"]
 
 
-async def test_ranks_that_are_gone_are_forgotten(server: WorkerServer) -> None:
+async def test_removed_ranks_are_unregistered(server: WorkerServer) -> None:
     async with stream() as first, stream() as second:
         server.sources = {"0": first["0"], "1": second["0"]}
         async with watching(server) as watched:
@@ -193,14 +193,14 @@ async def test_ranks_that_are_gone_are_forgotten(server: WorkerServer) -> None:
             assert {known.target.dp_rank for known in watched.indexer.registered()} == {0}
 
 
-async def test_a_model_that_is_loaded_later_is_found(server: WorkerServer) -> None:
+async def test_model_that_is_loaded_later_is_found(server: WorkerServer) -> None:
     async with watching(server) as watched:
         server.models = ["m", "n"]
         await until(lambda: watched.fleet.names() == {"m", "n"})
-        assert ServedModel("n", "n") in watched.told
+        assert ServedModel("n", "n") in watched.models
 
 
-async def test_a_worker_is_left_out_after_three_failed_probes_in_a_row(server: WorkerServer) -> None:
+async def test_probe_marks_worker_down_after_three_failures(server: WorkerServer) -> None:
     async with watching(server) as watched:
         asked = server.asked
         server.failures = inf
@@ -211,7 +211,7 @@ async def test_a_worker_is_left_out_after_three_failed_probes_in_a_row(server: W
         await until(lambda: watched.worker.up)
 
 
-async def test_a_worker_that_fails_twice_is_kept(server: WorkerServer) -> None:
+async def test_probe_keeps_worker_up_after_two_failures(server: WorkerServer) -> None:
     async with watching(server) as watched:
         for _ in range(2):
             server.failures = 2
@@ -223,25 +223,25 @@ async def test_a_worker_that_fails_twice_is_kept(server: WorkerServer) -> None:
             await until(recovered)
 
 
-async def test_a_worker_that_does_not_answer_in_time_failed(server: WorkerServer) -> None:
+async def test_probe_without_answer_in_time_fails(server: WorkerServer) -> None:
     async with watching(server, probe_timeout=0.000001) as watched:
         assert not watched.worker.up
         assert watched.worker.problem == "no answer within 1e-06 s"
 
 
-async def test_a_worker_that_a_request_could_not_reach_is_left_out_at_once_and_looked_at_again(
+async def test_reported_failure_marks_worker_down_and_probes_it_soon(
     server: WorkerServer,
 ) -> None:
     async with watching(server, probe_interval=3600) as watched:
-        await asyncio.sleep(0)  # it waits for the next probe now
+        await asyncio.sleep(0)  # the probe task now waits for the next interval
         watched.fleet.report_failure(watched.worker, "connection refused")
         assert not watched.worker.up
         assert watched.worker.problem == "connection refused"
         await until(lambda: watched.worker.up)
 
 
-async def test_what_a_worker_held_is_kept_while_it_is_out(server: WorkerServer) -> None:
-    """It may only have been late; a restarted one says so in its stream."""
+async def test_blocks_of_a_worker_are_kept_while_it_is_down(server: WorkerServer) -> None:
+    """A failed request does not show that the worker was restarted. A restarted worker clears its stream."""
     async with stream(blocks(2)) as server.sources, watching(server) as watched:
         await until(lambda: watched.matched() == 32)
         watched.fleet.report_failure(watched.worker, "connection reset")
@@ -249,10 +249,31 @@ async def test_what_a_worker_held_is_kept_while_it_is_out(server: WorkerServer) 
         assert watched.matched() == 32
 
 
-async def test_a_stream_that_cannot_be_followed_leaves_the_worker_in_use(server: WorkerServer) -> None:
+async def test_worker_with_an_invalid_event_endpoint_stays_up(server: WorkerServer) -> None:
     server.sources = {"0": {"endpoint": "nowhere"}}
     async with watching(server) as watched:
         assert watched.worker.up
         assert [known.source for known in watched.indexer.registered()] == [None]
         assert watched.worker.description is not None
         assert "nowhere" in watched.worker.description.refused[0]
+
+
+async def test_removed_worker_is_not_watched_and_is_unregistered(server: WorkerServer) -> None:
+    async with watching(server) as watched:
+        removed: list[Worker] = []
+        watched.fleet.on_removed.append(removed.append)
+        watched.fleet.assign("config", [])
+        assert removed == [watched.worker]
+        assert (watched.fleet.workers, watched.indexer.registered()) == ([], [])
+        asked = server.asked
+        await asyncio.sleep(5 * QUICK.probe_interval)
+        assert server.asked <= asked + 1  # a request may have been sent before
+
+
+async def test_added_worker_is_watched(server: WorkerServer) -> None:
+    async with watching(server) as watched:
+        watched.fleet.assign("config", [])
+        watched.fleet.assign("api", [WorkerSettings.model_validate({"url": server.url})])
+        (watched.worker,) = watched.fleet.workers
+        await until(lambda: watched.worker.up)
+        assert watched.worker.source == "api"

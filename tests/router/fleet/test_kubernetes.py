@@ -18,14 +18,8 @@ from aiohttp import web
 from indexer import Indexer
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.fleet import Fleet, Worker
-from router.fleet.kubernetes import (
-    Address,
-    ClusterAccess,
-    KubernetesError,
-    follow_kubernetes,
-    pod_addresses,
-    service_addresses,
-)
+from router.fleet.kubernetes import ClusterAccess, KubernetesError
+from router.fleet.source_watch import Address, follow_kubernetes, pod_addresses, service_addresses
 from router.fleet.watch import FleetWatch
 from router.settings import FleetSettings, KubernetesSettings, Role
 
@@ -42,7 +36,7 @@ def pod(name: str, ip: str | None, version: int = 1, **more: Any) -> dict[str, A
 
 
 class ApiServer:
-    """The part of an API server that lists and watches pods. A test pushes what the watches are sent."""
+    """The part of an API server that lists and watches pods. A test pushes the events of the watch."""
 
     def __init__(self) -> None:
         self.pods: list[dict[str, Any]] = []
@@ -57,7 +51,7 @@ class ApiServer:
         self._runner: web.AppRunner | None = None
 
     def push(self, kind: str, found: dict[str, Any]) -> None:
-        """An event on the watch that is open, or on the next one."""
+        """Send an event on the open watch, or on the next one."""
         self.push_bytes(json.dumps({"type": kind, "object": found}).encode() + b"\n")
 
     def push_bytes(self, data: bytes) -> None:
@@ -91,7 +85,7 @@ class ApiServer:
             self.lists += 1
             metadata = {"resourceVersion": str(self.version)}
             listed = web.json_response({"kind": "PodList", "metadata": metadata, "items": self.pods})
-            listed.enable_compression(web.ContentCoding.gzip)  # as it does with long ones, for who accepts it
+            listed.enable_compression(web.ContentCoding.gzip)  # as an API server compresses long lists
             return listed
         self.watched_from.append(request.query["resourceVersion"])
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -103,19 +97,19 @@ class ApiServer:
 
 
 class Cluster:
-    """An API server, and the fleet that follows it."""
+    """An API server, and a fleet with its workers."""
 
     def __init__(self, api: ApiServer, fleet: Fleet) -> None:
         self.api = api
         self.fleet = fleet
 
     async def until_workers(self, *hosts: str) -> None:
-        """Wait until the fleet has just these."""
+        """Wait until the fleet has exactly these workers."""
         await self.until(lambda: {worker.url for worker in self.fleet.workers} == {f"http://{host}" for host in hosts})
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(60):
-            while not condition():  # noqa: ASYNC110 - the condition is another's
+            while not condition():  # noqa: ASYNC110 - the condition has no event
                 await asyncio.sleep(0.01)
 
 
@@ -158,7 +152,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.fleet.kubernetes._FIRST_BACKOFF", 0.01)
 
 
-async def test_pods_are_listed_and_then_watched(api: ApiServer) -> None:
+async def test_workers_follow_listed_and_watched_pods(api: ApiServer) -> None:
     api.pods, api.version = [pod("a", "127.0.0.2")], 7
     async with following(api) as cluster:
         await cluster.until_workers("127.0.0.2:8000")
@@ -174,7 +168,7 @@ async def test_pods_are_listed_and_then_watched(api: ApiServer) -> None:
     assert api.queries[1]["allowWatchBookmarks"] == "true"
 
 
-async def test_workers_are_called_as_their_pods_are(api: ApiServer) -> None:
+async def test_worker_has_the_name_of_its_pod(api: ApiServer) -> None:
     api.pods = [pod("gpu-a", "127.0.0.2")]
     async with following(api) as cluster:
         await cluster.until_workers("127.0.0.2:8000")
@@ -184,7 +178,7 @@ async def test_workers_are_called_as_their_pods_are(api: ApiServer) -> None:
         await cluster.until(lambda: [worker.name for worker in cluster.fleet.workers] == ["gpu-b"])
 
 
-async def test_an_address_that_another_pod_has_taken_over_stays(api: ApiServer) -> None:
+async def test_address_stays_when_another_pod_reuses_it(api: ApiServer) -> None:
     api.pods = [pod("a", "127.0.0.2")]
     async with following(api) as cluster:
         await cluster.until_workers("127.0.0.2:8000")
@@ -194,7 +188,7 @@ async def test_an_address_that_another_pod_has_taken_over_stays(api: ApiServer) 
         await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
 
 
-async def test_events_may_come_in_any_pieces(api: ApiServer) -> None:
+async def test_watch_events_are_parsed_from_any_chunks(api: ApiServer) -> None:
     async with following(api) as cluster:
         lines = b"".join(
             json.dumps({"type": "ADDED", "object": pod(f"p{number}", f"127.0.0.{number}", number)}).encode() + b"\n"
@@ -205,7 +199,7 @@ async def test_events_may_come_in_any_pieces(api: ApiServer) -> None:
         await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
 
 
-async def test_a_watch_that_is_cut_goes_on_where_it_was(api: ApiServer) -> None:
+async def test_interrupted_watch_continues_from_its_version(api: ApiServer) -> None:
     async with following(api) as cluster:
         api.push("ADDED", pod("a", "127.0.0.2", 5))
         await cluster.until_workers("127.0.0.2:8000")
@@ -219,7 +213,7 @@ async def test_a_watch_that_is_cut_goes_on_where_it_was(api: ApiServer) -> None:
 
 
 @pytest.mark.parametrize("how", ["as an event", "as a status"])
-async def test_everything_is_listed_again_when_the_version_is_gone(api: ApiServer, how: str) -> None:
+async def test_pods_are_listed_again_when_the_version_was_dropped(api: ApiServer, how: str) -> None:
     api.pods = [pod("a", "127.0.0.2")]
     async with following(api) as cluster:
         await cluster.until_workers("127.0.0.2:8000")
@@ -233,7 +227,7 @@ async def test_everything_is_listed_again_when_the_version_is_gone(api: ApiServe
         await cluster.until(lambda: api.watched_from[-1:] == ["50"])
 
 
-async def test_the_workers_stay_while_the_api_server_is_in_trouble(api: ApiServer) -> None:
+async def test_workers_stay_while_the_api_server_fails(api: ApiServer) -> None:
     api.pods = [pod("a", "127.0.0.2")]
     async with following(api) as cluster:
         await cluster.until_workers("127.0.0.2:8000")
@@ -246,14 +240,14 @@ async def test_the_workers_stay_while_the_api_server_is_in_trouble(api: ApiServe
         await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
 
 
-async def test_an_api_server_that_restarts_is_watched_from_where_it_was(api: ApiServer) -> None:
+async def test_watch_continues_after_a_restart_of_the_api_server(api: ApiServer) -> None:
     api.pods = [pod("a", "127.0.0.2")]
     async with following(api) as cluster:
         await cluster.until_workers("127.0.0.2:8000")
         api.push("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "40"}})
         api.push("ADDED", pod("b", "127.0.0.3", 41))
         await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
-        await api.stop()  # connections end, and new ones are refused
+        await api.stop()  # closes connections, and refuses new ones
         await asyncio.sleep(0.1)
         await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
         await api.start(int(api.url.rpartition(":")[2]))
@@ -263,14 +257,14 @@ async def test_an_api_server_that_restarts_is_watched_from_where_it_was(api: Api
     assert set(api.watched_from) == {"1", "41"}
 
 
-async def test_one_that_is_overloaded_is_asked_again(api: ApiServer) -> None:
+async def test_list_is_retried_when_the_api_server_is_overloaded(api: ApiServer) -> None:
     api.pods, api.fail_with = [pod("a", "127.0.0.2")], [429, 429]
     async with following(api) as cluster:
         await cluster.until_workers("127.0.0.2:8000")
         assert not api.fail_with
 
 
-async def test_the_api_server_is_known_by_the_authority_of_the_cluster(tmp_path: Path) -> None:
+async def test_api_server_certificate_is_verified_by_the_clusters_authority(tmp_path: Path) -> None:
     authority = trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -288,16 +282,16 @@ async def test_the_api_server_is_known_by_the_authority_of_the_cluster(tmp_path:
     await api.stop()
 
 
-async def test_everything_is_listed_again_now_and_then(api: ApiServer) -> None:
+async def test_pods_are_listed_again_after_resync_seconds(api: ApiServer) -> None:
     async with following(api, resync=0.2) as cluster:
         await cluster.until(lambda: api.lists == 1)
-        api.pods = [pod("a", "127.0.0.2")]  # and no event tells of it
+        api.pods = [pod("a", "127.0.0.2")]  # without an event
         await asyncio.sleep(0.25)
         api.cut()
         await cluster.until_workers("127.0.0.2:8000")
 
 
-async def test_the_token_is_read_anew_for_every_request(api: ApiServer, tmp_path: Path) -> None:
+async def test_token_file_is_read_for_every_request(api: ApiServer, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("first\n")
     async with following(api, token) as cluster:
@@ -308,7 +302,7 @@ async def test_the_token_is_read_anew_for_every_request(api: ApiServer, tmp_path
     assert api.tokens == ["Bearer first", "Bearer first", "Bearer second"]
 
 
-async def test_the_endpoints_of_a_service(api: ApiServer) -> None:
+async def test_endpoints_of_a_service_become_workers(api: ApiServer) -> None:
     api.pods = [
         {
             "metadata": {"name": "vllm-1", "resourceVersion": "1"},
@@ -332,7 +326,7 @@ async def test_the_endpoints_of_a_service(api: ApiServer) -> None:
     assert {query["labelSelector"] for query in api.queries} == {"kubernetes.io/service-name=vllm"}
 
 
-def test_pods_that_are_no_workers_yet_or_no_longer() -> None:
+def test_pods_without_address_or_about_to_end_are_ignored() -> None:
     pods = [
         pod("starting", None, phase="Pending"),
         pod("done", "127.0.0.2", phase="Succeeded"),
@@ -343,7 +337,7 @@ def test_pods_that_are_no_workers_yet_or_no_longer() -> None:
     assert pod_addresses(pods) == [Address("127.0.0.4")]
 
 
-def test_a_label_tells_the_role() -> None:
+def test_label_sets_the_role() -> None:
     pods = [
         pod(role, f"127.0.0.{number}", metadata={"labels": {"kvrouter.io/role": role}})
         for number, role in enumerate(("prefill", "decode", "both", "no such role"))
@@ -351,7 +345,7 @@ def test_a_label_tells_the_role() -> None:
     assert [address.role for address in pod_addresses(pods)] == [Role.PREFILL, Role.DECODE, Role.BOTH, None]
 
 
-async def test_a_worker_whose_label_changes_has_another_role(api: ApiServer) -> None:
+async def test_changed_label_changes_the_role_of_a_worker(api: ApiServer) -> None:
     api.pods = [pod("a", "127.0.0.2", metadata={"labels": {"kvrouter.io/role": "prefill"}})]
     async with following(api) as cluster:
         await cluster.until(lambda: [w.settings.role for w in cluster.fleet.workers] == [Role.PREFILL])
@@ -359,17 +353,17 @@ async def test_a_worker_whose_label_changes_has_another_role(api: ApiServer) -> 
         await cluster.until(lambda: [w.settings.role for w in cluster.fleet.workers] == [Role.DECODE])
 
 
-def test_names_are_no_addresses() -> None:
+def test_host_names_of_endpoint_slices_are_ignored() -> None:
     assert service_addresses([{"addressType": "FQDN", "endpoints": [{"addresses": ["x.example"]}]}, {}], 8000) == []
 
 
-def test_outside_of_a_cluster_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_cluster_access_is_refused_outside_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(KubernetesError, match="no pod of a cluster"):
+    with pytest.raises(KubernetesError, match="not in a pod"):
         ClusterAccess.in_cluster("")
 
 
-def test_inside_of_one_the_service_account_tells_who_asks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_in_cluster_access_uses_the_service_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
     monkeypatch.setattr("router.fleet.kubernetes._ACCOUNT", tmp_path)

@@ -1,4 +1,4 @@
-"""Workers that are far worse than others, by how their last requests went."""
+"""Outliers by the recent requests of workers."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ def answered(health: Health, clock: Clock, seconds: float, work: int = 100) -> N
 
 
 def reasons(workers: list[Health]) -> list[str | None]:
-    """In what each of some workers that serve the same is far worse than the others."""
+    """Return why each of several workers with the same models is an outlier."""
     recent = [Recent(worker, LIMITS) for worker in workers]
     alike = Alike(recent, LIMITS)
     return [alike.outlier(worker) for worker in recent]
 
 
-def test_a_worker_whose_requests_fail_far_more_often_is_an_outlier(clock: Clock) -> None:
+def test_worker_with_a_high_share_of_failures_is_an_outlier(clock: Clock) -> None:
     workers = [Health(CircuitLimits(), clock) for _ in range(4)]
     for number in range(20):
         for worker in workers:
             bad = worker is workers[0] and number % 2
             worker.begin(1).end(Outcome.FAILED if bad else Outcome.SUCCEEDED)
-    assert reasons(workers) == ["50% of its requests fail, 0% of the others'", None, None, None]
+    assert reasons(workers) == ["50% of its requests fail, 0% elsewhere", None, None, None]
 
 
-def test_when_all_fail_alike_nobody_is_an_outlier(clock: Clock) -> None:
+def test_no_worker_is_an_outlier_when_all_fail_alike(clock: Clock) -> None:
     workers = [Health(CircuitLimits(), clock) for _ in range(3)]
     for number in range(20):
         for worker in workers:
@@ -73,9 +73,7 @@ def test_when_all_fail_alike_nobody_is_an_outlier(clock: Clock) -> None:
     [(2.0, 100, True), (0.45, 100, False), (0.3, 100, False), (2.0, 2000, False)],
     ids=["far slower", "somewhat slower", "three times slower", "with more to do"],
 )
-def test_a_worker_whose_first_bytes_take_far_longer_is_an_outlier(
-    clock: Clock, seconds: float, work: int, is_outlier: bool
-) -> None:
+def test_worker_with_late_first_bytes_is_an_outlier(clock: Clock, seconds: float, work: int, is_outlier: bool) -> None:
     workers = [Health(CircuitLimits(), clock) for _ in range(3)]
     for _ in range(12):
         answered(workers[0], clock, seconds, work)
@@ -84,7 +82,7 @@ def test_a_worker_whose_first_bytes_take_far_longer_is_an_outlier(
     assert [reason is not None for reason in reasons(workers)] == [is_outlier, False, False]
 
 
-def test_a_worker_beside_one_that_has_answered_is_compared_with_that(clock: Clock) -> None:
+def test_worker_is_compared_with_the_only_other_worker_that_answered(clock: Clock) -> None:
     workers = [Health(CircuitLimits(), clock) for _ in range(3)]
     for _ in range(12):
         answered(workers[0], clock, 2.0)
@@ -92,7 +90,7 @@ def test_a_worker_beside_one_that_has_answered_is_compared_with_that(clock: Cloc
     assert reasons(workers) == ["first bytes take 2.0 s, 0.1 s elsewhere", None, None]
 
 
-def test_a_few_results_tell_nothing(clock: Clock) -> None:
+def test_worker_with_few_results_is_no_outlier(clock: Clock) -> None:
     workers = [Health(CircuitLimits(failures=100), clock) for _ in range(3)]
     for _ in range(9):
         workers[0].begin(1).end(Outcome.FAILED)
@@ -105,8 +103,8 @@ seen = st.tuples(st.sampled_from([0.1, 0.2, 0.4, 0.7, 1.5, 4.0, 9.0]), st.sample
 
 
 @given(st.lists(st.lists(seen, min_size=11, max_size=11), min_size=3, max_size=6))
-def test_who_is_late_is_so_against_each_of_its_requests(of_workers: list[list[tuple[float, int]]]) -> None:
-    """Comparing with what each single request should have taken comes to the same."""
+def test_late_worker_is_late_against_each_of_its_requests(of_workers: list[list[tuple[float, int]]]) -> None:
+    """The comparison of medians agrees with a comparison of every single request."""
     clock = Clock()
     workers = [Health(CircuitLimits(), clock) for _ in of_workers]
     for worker, requests in zip(workers, of_workers, strict=True):
@@ -129,7 +127,7 @@ def _expected(theirs: list[FirstByte], work: int) -> float:
 
 
 def fleet(workers: int, clock: Clock, serves: Callable[[int], str]) -> list[Worker]:
-    """Workers with as many results as are remembered, and a request that has just begun."""
+    """Return workers with the maximum number of results, and one request that has just begun."""
     made = []
     for number in range(workers):
         worker = Worker(
@@ -147,10 +145,10 @@ def fleet(workers: int, clock: Clock, serves: Callable[[int], str]) -> list[Work
 
 @pytest.fixture
 def judge() -> StallDetector:
-    return StallDetector(FleetSettings(), None)  # type: ignore[arg-type]  # nobody is silent for so long that events are asked for
+    return StallDetector(FleetSettings(), None)  # type: ignore[arg-type]  # no test reads events
 
 
-def test_only_workers_that_serve_the_same_are_compared(clock: Clock, judge: StallDetector) -> None:
+def test_workers_are_compared_only_with_workers_of_the_same_models(clock: Clock, judge: StallDetector) -> None:
     workers = fleet(6, clock, lambda number: "ab"[number % 2])
     for _ in range(64):
         answered(workers[0].health, clock, 20.0)
@@ -161,7 +159,7 @@ def test_only_workers_that_serve_the_same_are_compared(clock: Clock, judge: Stal
     assert opened == [True] + [False] * 5
 
 
-def test_judging_many_workers_looks_at_each_a_few_times(clock: Clock, judge: StallDetector) -> None:
+def test_search_for_outliers_reads_each_worker_a_few_times(clock: Clock, judge: StallDetector) -> None:
     workers = fleet(300, clock, lambda _: "m")
     clock.asked = 0
     judge.eject_stalled(workers)
