@@ -4,7 +4,7 @@ It speaks `envoy.service.ext_proc.v3.ExternalProcessor` as the Gateway API Infer
 
     request's head and body  ──▶  x-gateway-destination-endpoint: ip:port   (or an error to answer with)
     answer's head            ──▶  what to add to it
-    answer's body            ──▶  nothing, as it came; or not sent here at all
+    answer's body            ──▶  nothing: it is unchanged, or Envoy does not send it
     the stream's end              the answer's end
 
 server              the port, and what is served there

@@ -1,4 +1,4 @@
-"""Which endpoints a request may go to, and which come after the first."""
+"""The endpoints that may receive a request, and the fallbacks after the first."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from router.routing.assignment import Assignment
 
 
 def within(address: str, subset: set[str] | None) -> bool:
-    """Whether an endpoint, as ip:port, is one of a subset of them. An ip without a port is all of its ports."""
+    """Return whether an endpoint `ip:port` is in a subset. An entry without a port matches all ports."""
     return subset is None or address in subset or address.rpartition(":")[0].strip("[]") in subset
 
 
 def outside(state: PickerState, subset: set[str] | None) -> list[Worker]:
-    """The workers that a request may not go to."""
+    """Return the workers that may not receive a request."""
     if subset is None:
         return []
     return [each for each in state.fleet.workers if not within(state.address_of(each) or "", subset)]
@@ -23,7 +23,7 @@ def outside(state: PickerState, subset: set[str] | None) -> list[Worker]:
 def fallbacks(
     state: PickerState, assignment: Assignment | None, first: Worker, subset: set[str] | None = None
 ) -> list[str]:
-    """Where else a request may go when its worker does not take it, the best first."""
+    """Return the endpoints to try after the request's worker, the best first."""
     most = state.settings.fallbacks
     if not most or assignment is None or assignment.prefill is not None:
         return []  # a decode belongs to its prefill
@@ -40,7 +40,7 @@ def fallbacks(
 
 
 def none_allowed() -> RequestError:
-    """What a request gets whose subset has no worker."""
+    """Return the error for a subset without a worker."""
     return RequestError(
         "No worker of those that the gateway allows can be reached. Try again later.",
         status=503,

@@ -1,6 +1,6 @@
 """The gRPC method that Envoy calls: `envoy.service.ext_proc.v3.ExternalProcessor/Process`, once per request and filter.
 
-Envoy asks with it where a request goes, or shows the bytes of a response (observability mode).
+By it, Envoy asks for the endpoint of a request, or shows the bytes of a response (observability mode).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from router.picker.state import PickerState
 
 
 def observe(message: pb.ProcessingRequest, state: PickerState) -> bool:
-    """See what is shown. Whether more is wanted."""
+    """Read a shown message. Return whether more are wanted."""
     kind = message.WhichOneof("request")
     if kind == "response_headers":
         _look_for_failure(message, state)
@@ -33,7 +33,7 @@ def observe(message: pb.ProcessingRequest, state: PickerState) -> bool:
 
 
 def _look_for_failure(message: pb.ProcessingRequest, state: PickerState) -> None:
-    """A worker that Envoy did not reach gets no requests until it answers again."""
+    """Report a worker that Envoy could not reach: it gets no requests until a probe succeeds."""
     name, problem = read_worker(message), read_problem(message)
     worker = state.fleet.find(name) if name is not None and problem is not None else None
     if worker is not None and problem is not None:
@@ -46,14 +46,14 @@ _read: Final = pb.ProcessingRequest.FromString
 
 
 class ExternalProcessor:
-    """Handles the calls of Envoys."""
+    """Handles the calls of Envoy."""
 
     def __init__(self, state: PickerState) -> None:
         self._state = state
 
     @property
     def methods(self) -> Methods:
-        """Process."""
+        """The method Process."""
         return {f"/{SERVICE}/Process": self._process}
 
     def _process(self, call: Call) -> CallHandler:
@@ -61,7 +61,7 @@ class ExternalProcessor:
 
 
 class _Process:
-    """One call. The first message says whether a request is asked about, or an answer only shown."""
+    """One call. Its first message decides: Envoy asks about a request, or shows a response."""
 
     __slots__ = ("_call", "_request", "_state")
 
@@ -71,7 +71,7 @@ class _Process:
         self._request: PickedRequest | None = None
 
     def received(self, message: bytes) -> None:
-        """A message of Envoy's."""
+        """Receive a message of Envoy."""
         try:
             read = _read(message)
         except DecodeError:
@@ -86,11 +86,11 @@ class _Process:
             self._call.end()  # no more is wanted
 
     def peer_ended(self) -> None:
-        """Envoy is done with the request."""
+        """End the call: Envoy has no more messages."""
         self._call.end()
 
     def closed(self) -> None:
-        """So is the call."""
+        """Release the request."""
         request, self._request = self._request, None
         if request is not None:
             request.closed()

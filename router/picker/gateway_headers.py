@@ -1,14 +1,15 @@
-"""Headers that belong to gateway and picker: what they ask for, and that they go no further.
+"""Headers between a gateway and the picker: they are read, and not forwarded.
 
 | header | means |
 |---|---|
 | `x-gateway-inference-objective` | the name of an InferenceObjective, whose priority the request gets |
 | `x-gateway-model-name-rewrite` | the model that is asked instead of the body's |
-| `x-gateway-inference-fairness-id` | whose turn it is; here tenants are known by their keys |
+| `x-gateway-inference-fairness-id` | the tenant; kvrouter knows tenants by their keys |
 | `x-gateway-destination-endpoint`, `-served`, `-subset` | endpoints: only the picker and Envoy's metadata name them |
-| `x-prefiller-host-port`, `x-encoder-hosts-ports`, `x-data-parallel-host-port` | where llm-d's sidecar goes on to |
+| `x-prefiller-host-port`, `x-encoder-hosts-ports`, `x-data-parallel-host-port` | next workers, for llm-d's sidecar |
 
-A client that could name endpoints would reach whatever the gateway can. So none of these is passed on.
+A client that could name endpoints would reach every address that the gateway can reach. So none of these headers is
+forwarded.
 """
 
 from __future__ import annotations
@@ -43,16 +44,20 @@ _OWN: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class GatewayHeaders:
-    """What they ask for. `headers`: all others, and the priority. `model`: the one to ask; None: the body's."""
+    """The meaning of a request's gateway headers.
+
+    - `headers`: the other headers, with the priority of the objective.
+    - `model`: the model to ask; None: the body's.
+    """
 
     headers: Headers
     model: bytes | None = None
 
 
 def read(headers: Headers, objectives: Objectives) -> GatewayHeaders:
-    """Take them out of a request's headers."""
+    """Read the gateway headers of a request, and remove them."""
     own = {name: value for name, value in headers if name in _OWN}
-    if not own:  # as of nearly all
+    if not own:  # nearly all requests
         return GatewayHeaders(headers)
     others = [header for header in headers if header[0] not in _OWN]
     priority = objectives.priority(own[_OBJECTIVE].decode("latin-1")) if _OBJECTIVE in own else None
@@ -63,7 +68,7 @@ def read(headers: Headers, objectives: Objectives) -> GatewayHeaders:
 
 
 def with_model(body: bytes, model: bytes) -> bytes:
-    """A request's body that asks this model. Raises RequestError (400) for one that is no JSON object."""
+    """Return a request's body with another model. Raises RequestError (400) if it is not a JSON object."""
     try:
         return with_field(body, "model", msgspec.json.encode(model.decode("latin-1")))
     except SpliceError as error:

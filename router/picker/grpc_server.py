@@ -34,20 +34,20 @@ class Call(Protocol):
         """Send messages."""
 
     def end(self, status: int = OK, reason: str = "") -> None:
-        """End the call, once all messages are sent. Then nothing is received any more, and it is closed."""
+        """End the call after all sent messages. No more messages are received, and the handler is closed."""
 
 
 class CallHandler(Protocol):
     """Handles one call."""
 
     def received(self, message: bytes) -> None:
-        """A message of the peer."""
+        """Receive a message of the peer."""
 
     def peer_ended(self) -> None:
-        """The peer sends no more."""
+        """Called when the peer has sent its last message."""
 
     def closed(self) -> None:
-        """The call is over, however it ended. Called once, and nothing after it."""
+        """Called once, when the call has ended in any way."""
 
 
 # Begins a call; and the methods of a server, by their paths: /package.Service/Method.
@@ -68,10 +68,10 @@ _BACKLOG: Final = 2048
 
 
 class GrpcServer:
-    """Serves methods. `stop` gives the calls that are under way some time to end."""
+    """Serves methods by gRPC."""
 
     def __init__(self, methods: Methods, largest_message: int) -> None:
-        """`largest_message`: in bytes; a call with a larger one ends with RESOURCE_EXHAUSTED."""
+        """Create a server. A call with a message of more than `largest_message` bytes ends with RESOURCE_EXHAUSTED."""
         self._methods = {path.encode(): method for path, method in methods.items()}
         self._largest = largest_message
         self._connections: set[Http2Connection] = set()
@@ -79,7 +79,7 @@ class GrpcServer:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
-        """Listen; the port. Raises OSError."""
+        """Listen, and return the port. Raises OSError."""
         loop = asyncio.get_running_loop()
         made = partial(Http2Connection, self._accept, self._connections, self._allowances, loop)
         server: Any = await loop.create_server(made, host, port, ssl=tls, backlog=_BACKLOG)  # uvloop's is another
@@ -87,7 +87,7 @@ class GrpcServer:
         return int(server.sockets[0].getsockname()[1])
 
     async def stop(self, seconds: float) -> None:
-        """Take no new calls; end those that are left after so long."""
+        """Refuse new calls, and abort the remaining ones after `seconds` seconds."""
         if self._server is not None:
             self._server.close()
         for connection in list(self._connections):
@@ -107,7 +107,7 @@ class GrpcServer:
 
 
 class _GrpcCall:
-    """A call: its messages made of the stream's bytes, and the other way."""
+    """A call over an HTTP/2 stream: it splits bytes into messages, and writes messages as bytes."""
 
     __slots__ = ("_handler", "_largest", "_missing", "_parts", "_stream")
 
@@ -147,7 +147,7 @@ class _GrpcCall:
     # What the stream brings
 
     def data(self, data: bytes) -> None:
-        """Bytes of messages."""
+        """Receive bytes of messages."""
         parts = self._parts
         if not parts and len(data) >= _PREFIX_BYTES:
             compressed, size = _PREFIX.unpack_from(data)
@@ -162,7 +162,7 @@ class _GrpcCall:
             self._take(data)
 
     def _take(self, data: bytes) -> None:
-        """Bytes from the beginning of a message on."""
+        """Split bytes that begin with a message."""
         at, end = 0, len(data)
         while end - at >= _PREFIX_BYTES and not self._stream.ended:
             compressed, size = _PREFIX.unpack_from(data, at)
@@ -193,7 +193,7 @@ class _GrpcCall:
             self.end(INTERNAL, "the picker failed")
 
     def ended(self) -> None:
-        """The peer sends no more."""
+        """Called when the peer has ended its side of the stream."""
         if self._handler is not None and not self._stream.ended:
             if self._parts:
                 self.end(INTERNAL, "the last message is not complete")
@@ -201,7 +201,7 @@ class _GrpcCall:
                 self._handler.peer_ended()
 
     def closed(self) -> None:
-        """The stream is over."""
+        """Called when the stream has ended."""
         handler, self._handler = self._handler, None
         self._parts = []
         if handler is not None:

@@ -1,4 +1,4 @@
-"""gRPC's health service: `liveness` while this runs; all else once requests can be placed."""
+"""gRPC's health service: `liveness` always serves, all other services once requests can be placed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """Says how the services are. `service`: the one that is served beside."""
+    """Reports the state of services. `service`: the name of the picker's own service."""
 
     def __init__(self, readiness: Readiness, service: str) -> None:
         self._readiness = readiness
@@ -25,11 +25,11 @@ class Health:
 
     @property
     def methods(self) -> Methods:
-        """Check, and Watch."""
+        """The methods Check and Watch."""
         return {f"{_PATH}Check": self._check, f"{_PATH}Watch": self._watch}
 
     def status(self, service: str) -> int:
-        """How a service is now, as `HealthCheckResponse` counts."""
+        """Return the state of a service, as a number of `HealthCheckResponse`."""
         if service == "liveness":
             return int(_Status.SERVING)
         if service not in self._services:
@@ -44,14 +44,14 @@ class Health:
 
 
 class _Check:
-    """How a service is now."""
+    """A call that asks once for a service's state."""
 
     def __init__(self, health: Health, call: Call) -> None:
         self._health = health
         self._call = call
 
     def received(self, message: bytes) -> None:
-        """The question."""
+        """Receive the request."""
         service = _service(message)
         if service is None:
             self._call.end(INTERNAL, "no HealthCheckRequest")
@@ -64,14 +64,14 @@ class _Check:
         self._call.end()
 
     def peer_ended(self) -> None:
-        """It has asked."""
+        """Ignore the end of the requests."""
 
     def closed(self) -> None:
-        """It has been answered."""
+        """Ignore the end of the call."""
 
 
 class _Watch:
-    """How a service is, and whenever that changes."""
+    """A call that receives a service's state, and every change of it."""
 
     def __init__(self, health: Health, call: Call) -> None:
         self._health = health
@@ -81,7 +81,7 @@ class _Watch:
         self._timer: asyncio.TimerHandle | None = None
 
     def received(self, message: bytes) -> None:
-        """The question."""
+        """Receive the request."""
         service = _service(message)
         if service is None or self._timer is not None:
             self._call.end(INTERNAL, "not one HealthCheckRequest")
@@ -97,10 +97,10 @@ class _Watch:
         self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
 
     def peer_ended(self) -> None:
-        """It has asked, and goes on listening."""
+        """Ignore the end of the requests: the call stays open."""
 
     def closed(self) -> None:
-        """It listens no more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
 

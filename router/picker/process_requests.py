@@ -1,4 +1,4 @@
-"""Envoy's messages to us: what is read of a `ProcessingRequest` of external processing."""
+"""Reads Envoy's messages: `ProcessingRequest`s of external processing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ATTRIBUTES = "envoy.filters.http.ext_proc"
 
 
 def read_headers(headers: pb.HeaderMap) -> tuple[dict[str, str], Headers]:
-    """HTTP/2's pseudo-headers, such as `:path`, and the headers."""
+    """Return HTTP/2's pseudo-headers, such as `:path`, and the headers."""
     pseudo: dict[str, str] = {}
     found: Headers = []
     for header in headers.headers:
@@ -29,7 +29,7 @@ def read_headers(headers: pb.HeaderMap) -> tuple[dict[str, str], Headers]:
 
 
 def read_subset(message: pb.ProcessingRequest) -> set[str] | None:
-    """The endpoints, as ip:port, that a request may go to; None: any. Only Envoy says so, never a client's header."""
+    """Return the endpoints `ip:port` that may receive a request; None: any. Headers of clients cannot name them."""
     metadata = message.metadata_context.filter_metadata
     if _SUBSET_NAMESPACE in metadata and _SUBSET in (fields := metadata[_SUBSET_NAMESPACE].fields):
         value = fields[_SUBSET]
@@ -40,7 +40,7 @@ def read_subset(message: pb.ProcessingRequest) -> set[str] | None:
 
 
 def read_served(message: pb.ProcessingRequest) -> str | None:
-    """The endpoint that answers, as ip:port; None where Envoy does not say."""
+    """Return the endpoint `ip:port` that responds; None if Envoy does not report it."""
     metadata = message.metadata_context.filter_metadata
     if _LB_NAMESPACE in metadata and (served := metadata[_LB_NAMESPACE].fields[_SERVED].string_value):
         return served
@@ -48,7 +48,7 @@ def read_served(message: pb.ProcessingRequest) -> str | None:
 
 
 def read_problem(message: pb.ProcessingRequest) -> str | None:
-    """Why Envoy answers in a worker's stead; None where the worker answers, or Envoy does not say."""
+    """Return why Envoy responds in place of a worker; None if the worker responds, or Envoy does not report it."""
     details = _attribute(message, "response.code_details")
     return None if details == "via_upstream" else details
 
@@ -61,12 +61,12 @@ def _attribute(message: pb.ProcessingRequest, name: str) -> str | None:
 
 
 def read_observed(message: pb.ProcessingRequest) -> str | None:
-    """The number of the request whose answer is shown, as `Routed` gave it."""
+    """Return the number of the request whose response is shown; `Routed` assigned it."""
     return _own(message, _REQUEST)
 
 
 def read_worker(message: pb.ProcessingRequest) -> str | None:
-    """The name of the worker that it went to, as the answer says it."""
+    """Return the name of the worker in a response's headers."""
     return _own(message, _WORKER)
 
 

@@ -1,4 +1,4 @@
-"""A request's body, as Envoy sends it in messages, or does not."""
+"""A request's body, which Envoy sends in messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Mode = pb.ProcessingMode
 
 
 def check_expected(mode: int, headers: Headers, proxy_context: ProxyContext, admitted: Admitted) -> None:
-    """Raise RequestError for a body that is too large, and where Envoy is configured to send none that is needed."""
+    """Raise RequestError for a body that is too large, or that is needed and that Envoy does not send."""
     settings = proxy_context.settings
     length = next((value for name, value in headers if name == b"content-length"), b"")
     if length_of(length) > settings.max_body_bytes:
@@ -44,7 +44,7 @@ def check_expected(mode: int, headers: Headers, proxy_context: ProxyContext, adm
 
 
 class RequestBody:
-    """Parts of a body, and in the end all of it. `trailers`: they follow it. `arrivals` counts it until it is whole."""
+    """The parts of a body until it is complete. `trailers`: they follow it. `arrivals` counts its bytes."""
 
     __slots__ = ("_arrivals", "_arriving", "_parts", "size", "trailers")
 
@@ -56,23 +56,23 @@ class RequestBody:
         self._arriving = 0
 
     def add(self, part: bytes) -> None:
-        """More of it came. Raises RequestError (503) where too much arrives at once."""
+        """Add a part. Raises RequestError (503) if too many bytes arrive at once."""
         self._arrivals.add(self._arriving, len(part))
         self._arriving += len(part)
         self._parts.append(part)
         self.size += len(part)
 
     def end_arrival(self) -> None:
-        """No more of it is waited for."""
+        """Stop counting the body among those that are arriving."""
         self._arrivals.end(self._arriving)
         self._arriving = 0
 
     def whole(self) -> bytes:
-        """All of it: the same object whenever it is asked for."""
+        """Return the whole body: the same object each time."""
         if len(self._parts) != 1:
             self._parts = [b"".join(self._parts)]
         return self._parts[0]
 
     def drop(self) -> None:
-        """It is sent."""
+        """Release the body: it is sent."""
         self._parts = []

@@ -24,7 +24,9 @@ _MESSAGE_MARGIN = 2**20
 
 @asynccontextmanager
 async def running_picker(app: FastAPI, settings: Settings) -> AsyncIterator[int]:
-    """Serve Envoys beside a router's application; the port. At its end, requests have the server's time to finish.
+    """Serve Envoy beside a router's application, and yield the port.
+
+    At the end, requests have `server.shutdown_timeout` seconds to finish.
 
     Raises OSError when the address cannot be bound, or the certificate cannot be read.
     """
@@ -58,7 +60,7 @@ async def _serving(methods: Methods, settings: Settings) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def _followed_objectives(settings: Settings) -> AsyncIterator[Objectives]:
-    """The settings' objectives, and the cluster's where they are to be followed."""
+    """Yield the objectives of the settings, and those of the cluster if they are followed."""
     found = Objectives(settings.picker.objectives)
     group = settings.picker.follow_objectives
     if group is None:

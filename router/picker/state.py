@@ -1,4 +1,4 @@
-"""What the requests of a picker share: workers' addresses, deadlines, objectives, its own answers."""
+"""The state that a picker's requests share: addresses, deadlines, objectives, own answers."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ class _Known:
 
 
 class Addresses:
-    """Where workers are, by their URLs."""
+    """The addresses of workers by their URLs."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
         self._asking: dict[str, asyncio.Task[str]] = {}
 
     def of(self, url: str) -> str | None:
-        """A worker's address; None when it is to be `found` first. An old one is used while it is asked for anew."""
+        """Return a worker's known address; None if `found` has to resolve it first.
+
+        An expired address is used until it is resolved again.
+        """
         if numeric := _numeric(url):
             return numeric
         known = self._known.get(url)
@@ -51,15 +54,15 @@ class Addresses:
         return known.address
 
     async def found(self, url: str) -> str:
-        """A worker's address. Raises OSError when its name is not known."""
+        """Return a worker's address, resolved if necessary. Raises OSError for an unknown name."""
         return self.of(url) or str(await asyncio.shield(self._ask(url)))
 
     def forget(self, url: str) -> None:
-        """A worker is gone."""
+        """Forget the address of a removed worker."""
         self._known.pop(url, None)
 
     async def close(self) -> None:
-        """Ask no more."""
+        """Cancel all name resolution."""
         asking = list(self._asking.values())
         for each in asking:
             each.cancel()
@@ -83,7 +86,7 @@ class Addresses:
 
 @lru_cache(maxsize=4096)
 def _numeric(url: str) -> str | None:
-    """The address of a URL that names one."""
+    """Return the address in a URL; None if the URL has a name."""
     origin = Origin.of(url)
     try:
         ip_address(origin.host)
@@ -97,7 +100,7 @@ def _joined(host: str, port: int) -> str:
 
 
 class Deadlines:
-    """Calls what a key was set with when it was not dropped within `seconds`."""
+    """Deadlines by key, `seconds` after they are set, with one timer for all."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -105,18 +108,18 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, key: Hashable, late: Callable[[], None]) -> None:
-        """From now on."""
+        """Set the deadline of a key; `late` is called when it passes."""
         loop = asyncio.get_running_loop()
         self._due[key] = (loop.time() + self._seconds, late)
         if self._timer is None:
             self._timer = loop.call_later(self._seconds, self._ring)
 
     def drop(self, key: Hashable) -> None:
-        """It is met, or not waited for any more."""
+        """Drop the deadline of a key."""
         self._due.pop(key, None)
 
     def close(self) -> None:
-        """Nothing is waited for any more."""
+        """Drop all deadlines."""
         self._due.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -139,9 +142,9 @@ _HIGHEST: Final = 2**31 - 1
 
 
 class Objectives:
-    """Priorities of objectives: higher is sooner, 0 is usual, below 0 is the first to be refused.
+    """Priorities of objectives: higher is sooner, 0 is the default, below 0 is refused first.
 
-    `settings`: those that are configured; what the cluster says goes before.
+    `settings`: configured priorities. Priorities from the cluster override them.
     """
 
     def __init__(self, settings: Mapping[str, int]) -> None:
@@ -149,12 +152,12 @@ class Objectives:
         self._cluster: dict[str, int] = {}
 
     def priority(self, name: str) -> int | None:
-        """The priority of an objective; None where it is not known."""
+        """Return the priority of an objective; None if it is unknown."""
         found = self._cluster.get(name)
         return self._settings.get(name) if found is None else found
 
     async def follow(self, objects: Iterable[dict[str, Any]]) -> None:
-        """These are the cluster's InferenceObjectives now. One without a priority has 0."""
+        """Replace the priorities from the cluster by those of its InferenceObjectives; 0 without one."""
         found: dict[str, int] = {}
         for each in objects:
             name = (each.get("metadata") or {}).get("name")
@@ -168,14 +171,14 @@ _MODELS = "/v1/models"
 
 
 class OwnAnswers:
-    """What all workers together serve."""
+    """Responses that list the models of all workers."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._started = int(time.time())
 
     def to(self, context: RequestContext) -> bytes | None:
-        """The answer's body; None when the request is for a worker. Raises RequestError (404)."""
+        """Return the response's body; None if the request is for a worker. Raises RequestError (404)."""
         if context.head.method != "GET" or not context.head.path.startswith(_MODELS):
             return None
         if context.head.path == _MODELS:
@@ -188,15 +191,15 @@ class OwnAnswers:
 
 
 class ObservedRequest(Protocol):
-    """A request whose answer is shown by a stream of its own."""
+    """A request whose response Envoy shows in a separate stream."""
 
     def observed(self, data: bytes, ended: bool) -> bool:
-        """Bytes of the answer came. Whether more of them are wanted."""
+        """Receive bytes of the response. Return whether more are wanted."""
 
 
 @dataclass(slots=True)
 class PickerState:
-    """What requests need, and those that are here: by the numbers their answers are observed under."""
+    """The dependencies of requests, and the requests by the numbers under which their responses are observed."""
 
     proxy_context: ProxyContext
     fleet: Fleet
@@ -207,14 +210,14 @@ class PickerState:
     addresses: Addresses = field(default_factory=Addresses)
     requests: dict[str, ObservedRequest] = field(default_factory=dict)
     observed: bool = False  # there is a filter that shows answers
-    told: bool | None = None  # whether Envoy tells of answers' heads; None: nobody knows yet
+    told: bool | None = None  # Envoy shows the heads of responses; None: not known yet
     numbers: count[int] = field(default_factory=lambda: count(1))
     random: Random = field(default_factory=Random)
 
     def address_of(self, worker: Worker) -> str | None:
-        """Where a worker is, if that is known."""
+        """Return a worker's address; None if it is unknown."""
         return self.addresses.of(worker.url)
 
     def worker_at(self, address: str) -> Worker | None:
-        """The worker at an address."""
+        """Return the worker at an address; None if the address is unknown."""
         return next((each for each in self.fleet.workers if self.address_of(each) == address), None)

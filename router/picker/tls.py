@@ -1,4 +1,4 @@
-"""The picker's certificate, read again when its files change: whoever rotates it need not restart anything."""
+"""The picker's certificate, which is read again when its files change: rotation needs no restart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Certificate:
         self.context.load_cert_chain(certificate, key)
 
     def refresh(self) -> None:
-        """Connections that begin from now on get what the files hold now. What cannot be used changes nothing."""
+        """Read the files if they changed. New connections use the new certificate; an invalid one is ignored."""
         try:
             stamp = self._look()
             if stamp == self._stamp:
@@ -44,14 +44,14 @@ class Certificate:
         log.info("the picker's certificate has changed")
 
     def _look(self) -> _Stamp:
-        """What changes with the files, also where links lead elsewhere, as in Kubernetes."""
+        """Return what identifies the files' content, also behind links, as in Kubernetes."""
         found = [file.stat() for file in self._files]
         return [(each.st_ino, each.st_mtime_ns, each.st_size) for each in found]
 
 
 @asynccontextmanager
 async def rotating(certificate: Path | None, key: Path | None) -> AsyncIterator[Certificate | None]:
-    """A certificate that follows its files; None without."""
+    """Yield a certificate that follows its files; None without files."""
     if certificate is None or key is None:
         yield None
         return
