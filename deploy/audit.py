@@ -2,8 +2,8 @@
 
     python deploy/audit.py [--output sbom.json]
 
-The exit status is 1 when there are any. Where no advisory database can be reached this is said, and the status is 0:
-`--strict` makes it 2.
+The exit status is 1 if there are vulnerabilities. If no advisory database is reachable, a message says so, and the
+status is 0, or 2 with `--strict`.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def known_vulnerabilities(packages: list[Package], database: str = DATABASE) -> 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the bill of materials, ask for vulnerabilities, and return the exit status."""
-    parser = argparse.ArgumentParser(description="The image's packages and what is known to be wrong with them.")
-    parser.add_argument("--output", type=Path, default=Path("sbom.json"), help="the bill of materials to write")
-    parser.add_argument("--database", default=DATABASE, help="an advisory database that speaks OSV's API")
-    parser.add_argument("--strict", action="store_true", help="fail when it cannot be reached")
+    parser = argparse.ArgumentParser(description="List the image's packages and their known vulnerabilities.")
+    parser.add_argument("--output", type=Path, default=Path("sbom.json"), help="file for the bill of materials")
+    parser.add_argument("--database", default=DATABASE, help="an advisory database with OSV's API")
+    parser.add_argument("--strict", action="store_true", help="fail if the database is unreachable")
     options = parser.parse_args(arguments)
     packages = pinned_packages(REQUIREMENTS.read_text())
     options.output.write_text(json.dumps(bill_of_materials(packages), indent=1) + "\n")
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         found = known_vulnerabilities(packages, options.database)
     except OSError as error:
-        print(f"not checked for vulnerabilities: {options.database} cannot be asked: {error}", file=sys.stderr)
+        print(f"not checked for vulnerabilities: {options.database} is unreachable: {error}", file=sys.stderr)
         return 2 if options.strict else 0
     for purl, advisories in found.items():
         print(f"{purl}: {', '.join(advisories)}")

@@ -1,4 +1,4 @@
-"""Writes the chart's Grafana dashboards: `python deploy/helm/dashboards.py`.
+"""The generator of the chart's Grafana dashboards: `python deploy/helm/dashboards.py`.
 
 A panel has a title, a description, a unit of Grafana, and queries with their legends.
 """
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel: each query has the legend of its series. Values from `bad_from` on are bad. `width` is a part of 24."""
+    """A panel. Each query has the legend of its series. Values from `bad_from` on are red. `width` is in 24ths."""
 
     title: str
     unit: str
@@ -71,7 +71,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                             "used",
                         ),
                     ),
-                    "The share of the workers that requests go to. Those that are not are down, left out or drained.",
+                    "The share of workers that receive requests. The others are down, ejected or drained.",
                     Kind.NUMBER,
                     4,
                 ),
@@ -79,7 +79,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     "Requests",
                     "reqps",
                     ((f"sum(rate(kvrouter_requests_total{_FEW}[$__rate_interval]))", "answered"),),
-                    "Requests that workers answer, each second.",
+                    "Requests that workers answer per second.",
                     Kind.NUMBER,
                     4,
                 ),
@@ -98,7 +98,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                             "429 and 503 of the router",
                         ),
                     ),
-                    "Of all requests: answered with an error by a worker, and refused by the router for want of room.",
+                    "Shares of all requests: worker errors, and refusals by the router without capacity.",
                     Kind.NUMBER,
                     4,
                     0.01,
@@ -110,10 +110,10 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                         (_share("kvrouter_overlap_tokens_total", "kvrouter_prompt_tokens_total"), "predicted"),
                         (
                             _share("kvrouter_audit_cached_tokens_total", "kvrouter_audit_prompt_tokens_total"),
-                            "as engines told",
+                            "reported by engines",
                         ),
                     ),
-                    "What the router is for. The two should be the same; the alert KvrouterDrift watches them.",
+                    "The main result of routing. Both shares should be equal; the alert KvrouterDrift compares them.",
                     Kind.NUMBER,
                     4,
                 ),
@@ -121,15 +121,15 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     "Time to first byte, p90",
                     "s",
                     (_quantiles("kvrouter_time_to_first_byte_seconds")[1],),
-                    "Of ten requests nine have their first byte sooner.",
+                    "90 % of requests have an earlier first byte.",
                     Kind.NUMBER,
                     4,
                 ),
                 Panel(
-                    "Requests that wait",
+                    "Queued requests",
                     "short",
                     (("sum(kvrouter_admission_queue_length)", "waiting"),),
-                    "In the router: all workers are at their limits, or the best one is busy with long prompts.",
+                    "Requests in the queue: all workers are at their limits, or the best one is busy.",
                     Kind.NUMBER,
                     4,
                 ),
@@ -140,7 +140,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                         (f"sum(rate(kvrouter_prompt_tokens_total{_FEW}[$__rate_interval]))", "of prompts"),
                         (f"sum(rate(kvrouter_completion_tokens_total{_FEW}[$__rate_interval]))", "generated"),
                     ),
-                    "Each second. Generated ones where answers report their usage: with proxy.ask_usage all do.",
+                    "Tokens per second. Generated tokens need answers with usage, which proxy.ask_usage requests.",
                 ),
                 Panel(
                     "Time to first byte",
@@ -152,19 +152,19 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                             "{{le}}",
                         ),
                     ),
-                    "How many requests began after how long: a second band is what missed the cache, or waited.",
+                    "Requests by time to the first byte. A second band is requests that missed the cache, or waited.",
                     Kind.HEATMAP,
                 ),
                 Panel(
                     "Load of each rank",
                     "short",
                     (("sum by (worker, dp_rank) (kvrouter_requests_in_flight)", "{{worker}} {{dp_rank}}"),),
-                    "Requests in flight now. Bars of unlike length are fine while caches differ; one that is always "
-                    "the longest is not.",
+                    "Current requests in flight. Different lengths are normal. A rank that is always "
+                    "the longest is overloaded.",
                     Kind.BARS,
                 ),
             ],
-            "What clients see": [
+            "Clients": [
                 Panel(
                     "Requests",
                     "reqps",
@@ -175,7 +175,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     "Time to first byte",
                     "s",
                     _quantiles("kvrouter_time_to_first_byte_seconds"),
-                    "From a complete request to the first byte of its answer, router and worker together.",
+                    "Time from a complete request to the first byte of its answer, in router and worker.",
                 ),
                 Panel(
                     "Time per output token",
@@ -184,7 +184,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     "Time per token from the first byte of a stream to its last, for streams that report usage.",
                 ),
                 Panel(
-                    "Refused, broken, abandoned, retried",
+                    "Refused, interrupted, aborted, retried",
                     "reqps",
                     (
                         (
@@ -195,7 +195,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                         ("sum(rate(kvrouter_requests_abandoned_total[$__rate_interval]))", "abandoned"),
                         ("sum(rate(kvrouter_requests_retried_total[$__rate_interval]))", "retried"),
                     ),
-                    "Refused by the router, broken off by a worker, left by the client, or tried elsewhere.",
+                    "Refused by the router, interrupted by a worker, aborted by the client, or retried.",
                 ),
                 Panel(
                     "Requests of tenants",
@@ -206,10 +206,10 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                             "{{tenant}} {{status}}",
                         ),
                     ),
-                    "By tenant and status. Empty where no tenants are configured.",
+                    "Requests by tenant and status. Empty without configured tenants.",
                 ),
             ],
-            "What routing does": [
+            "Routing": [
                 Panel(
                     "Prompt tokens from cache",
                     "percentunit",
@@ -218,10 +218,10 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                         (_share("kvrouter_best_overlap_tokens_total", "kvrouter_prompt_tokens_total"), "best worker"),
                         (
                             _share("kvrouter_audit_cached_tokens_total", "kvrouter_audit_prompt_tokens_total"),
-                            "as engines told",
+                            "reported by engines",
                         ),
                     ),
-                    "Between the first two: what balance costs. Between the first and the last: what is mistaken.",
+                    "First to second: the cost of balance. First to last: the error of predictions.",
                 ),
                 Panel(
                     "Cost of a decision, by term",
@@ -234,16 +234,16 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                             "{{term}}, {{unit}}",
                         ),
                     ),
-                    "In the unit that the legend names: prefill tokens, or seconds where workers are unlike.",
+                    "Cost in the legend's unit: prefill tokens, or seconds for different workers.",
                 ),
                 Panel(
                     "Time in the router",
                     "s",
                     _quantiles("kvrouter_queue_seconds"),
-                    "From a complete request to its sending: tokenizing, deciding, waiting.",
+                    "Time from a complete request to its forwarding: tokenizing, deciding, queueing.",
                 ),
                 Panel(
-                    "Predicted wrong",
+                    "Prediction errors",
                     "percentunit",
                     (
                         (f"max by (worker) (kvrouter_audit_error_ratio{_FEW})", "{{worker}}"),
@@ -258,33 +258,33 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                         (f"sum(rate(kvrouter_audit_{what}_tokens_total{_FEW}[$__rate_interval]))", what)
                         for what in ("prompt", "predicted", "cached", "wrong")
                     ),
-                    "For each second.",
+                    "Tokens per second.",
                 ),
                 Panel(
-                    "How prompts become tokens",
+                    "Tokenizer of each model",
                     "short",
                     ((f"max by (model, way) (kvrouter_tokenizer{_FEW}) == 1", "{{model}}: {{way}}"),),
                     "1 for each model's way: here (local), asked of workers (engine), both (mixed), none (text).",
                 ),
                 Panel(
-                    "Memory of texts seen before",
+                    "Memory of the prompt cache",
                     "bytes",
                     ((f"sum by (model) (kvrouter_tokenizer_cache_bytes{_FEW})", "{{model}}"),),
-                    "What the cache of tokenized prompts takes, tokenizer.cache_bytes at most.",
+                    "Memory of the cache of tokenized prompts, at most tokenizer.cache_bytes.",
                 ),
             ],
             "Waiting": [
                 Panel(
-                    "Requests that wait",
+                    "Queued requests",
                     "short",
                     (("sum by (priority) (kvrouter_admission_queue_length)", "priority {{priority}}"),),
                     "Requests in the queue, by priority.",
                 ),
                 Panel(
-                    "Bytes that wait",
+                    "Queued bytes",
                     "bytes",
                     (("sum(kvrouter_admission_queue_bytes)", "bodies"),),
-                    "The bodies of the requests in the queue; admission.queue_bytes at most.",
+                    "Bytes of the bodies in the queue, at most admission.queue_bytes.",
                 ),
                 Panel(
                     "How long",
@@ -296,7 +296,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                             "p90",
                         ),
                     ),
-                    "Of the requests that had to wait nine in ten were sent sooner.",
+                    "90 % of queued requests were forwarded earlier.",
                 ),
                 Panel(
                     "Refused",
@@ -307,7 +307,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                             "{{reason}}",
                         ),
                     ),
-                    "Refused with 429 instead of sent: the queue was full, or the wait too long.",
+                    "Requests refused with 429: the queue was full, or the wait too long.",
                 ),
             ],
             "Workers": [
@@ -321,10 +321,10 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                             "{{worker}} {{dp_rank}} of others",
                         ),
                     ),
-                    "Requests in flight on each rank, and requests from elsewhere, from its metrics.",
+                    "Requests in flight on each rank, and requests of other clients, by its metrics.",
                 ),
                 Panel(
-                    "Which workers are used",
+                    "Used workers",
                     "short",
                     (("max by (worker) (kvrouter_worker_up)", "{{worker}}"),),
                     "1 while it is used. A worker that changes often restarts, or its network is unstable.",
@@ -334,28 +334,28 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     "Uncached tokens waiting for prefill",
                     "short",
                     (("sum by (worker, dp_rank) (kvrouter_prefill_tokens_in_flight)", "{{worker}} {{dp_rank}}"),),
-                    "Prompt tokens sent to each rank whose first byte has not come.",
+                    "Prompt tokens sent to each rank whose first byte is pending.",
                 ),
                 Panel(
                     "KV memory in use",
                     "percentunit",
                     (("max by (worker, dp_rank) (kvrouter_kv_usage_ratio)", "{{worker}} {{dp_rank}}"),),
-                    "As each engine reports it.",
+                    "KV memory in use, as each engine reports it.",
                 ),
                 Panel(
                     "Routers that share their load",
                     "short",
                     (
-                        ("max by (pod, instance) (kvrouter_sharing_routers)", "{{pod}} {{instance}} hears of"),
+                        ("max by (pod, instance) (kvrouter_sharing_routers)", "{{pod}} {{instance}} peers"),
                         ("min by (pod, instance) (kvrouter_sharing_up)", "{{pod}} {{instance}} shares"),
                     ),
-                    "How many others each router hears of, and 1 while it shares its own.",
+                    "Number of other routers that each router receives load from, and 1 while it shares its own.",
                 ),
                 Panel(
                     "Requests in flight from other routers",
                     "short",
                     (("max by (worker, dp_rank) (kvrouter_requests_elsewhere)", "{{worker}} {{dp_rank}}"),),
-                    "What this router knows of the others' requests.",
+                    "Requests of other routers, as this router knows them.",
                 ),
                 Panel(
                     "States",
@@ -367,7 +367,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                         ),
                         ("sum(max by (worker) (kvrouter_worker_up))", "used"),
                     ),
-                    "Workers by state; `used` counts those that get requests.",
+                    "Workers by state; `used` counts those that receive requests.",
                 ),
             ],
         },
@@ -380,19 +380,19 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     "Blocks held",
                     "short",
                     ((f"sum by (tier) (kvrouter_index_blocks{_FEW})", "{{tier}}"),),
-                    "Blocks that the index knows of, by memory tier.",
+                    "Blocks in the index, by memory tier.",
                 ),
                 Panel(
                     "Blocks held, by worker",
                     "short",
                     ((f"sum by (worker, dp_rank) (kvrouter_index_blocks{_FEW})", "{{worker}} {{dp_rank}}"),),
-                    "The same by rank: a rank that holds few was restarted, or its events do not come.",
+                    "Blocks in the index, by rank. A rank with few blocks was restarted, or its events are missing.",
                 ),
                 Panel(
                     "Blocks without their parent",
                     "short",
                     ((f"sum by (worker, dp_rank) (kvrouter_index_orphan_blocks{_FEW})", "{{worker}} {{dp_rank}}"),),
-                    "Blocks that wait for the one before them. They should go to zero after a start.",
+                    "Blocks that wait for their parent. The number should fall to zero after a start.",
                 ),
             ],
             "Streams": [
@@ -400,16 +400,16 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     "States",
                     "short",
                     ((f"sum by (state) (kvrouter_stream_state{_FEW})", "{{state}}"),),
-                    "Event streams by state: live is what they should be.",
+                    "Event streams by state. All should be live.",
                 ),
                 Panel(
-                    "From an event to the index",
+                    "Delay of events",
                     "s",
                     ((f"max by (worker, dp_rank) (kvrouter_stream_lag_seconds{_FEW})", "{{worker}} {{dp_rank}}"),),
-                    "How old an event is when the index knows it.",
+                    "Age of an event when it is applied to the index.",
                 ),
                 Panel(
-                    "Since nothing was known to be missing",
+                    "Time since the last confirmation",
                     "s",
                     (
                         (
@@ -417,7 +417,7 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                             "{{worker}} {{dp_rank}}",
                         ),
                     ),
-                    "How fresh the index is. It grows while a stream is lost or replayed.",
+                    "Seconds since the index was known to be complete. It grows while a stream is lost or replayed.",
                 ),
                 Panel(
                     "Event batches",
@@ -428,22 +428,22 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                             "{{worker}} {{dp_rank}}",
                         ),
                     ),
-                    "Batches applied, each second.",
+                    "Applied batches per second.",
                 ),
                 Panel(
-                    "What went wrong",
+                    "Stream problems",
                     "short",
                     tuple(
                         (f"sum(increase(kvrouter_stream_{what}_total{_FEW}[$__rate_interval]))", what.replace("_", " "))
                         for what in ("gaps", "replays", "lost_batches", "restarts", "resyncs", "unreadable")
                     ),
-                    "Gaps, replays and losses of streams, and what could not be read.",
+                    "Gaps, replays, losses and unreadable messages of streams.",
                 ),
                 Panel(
-                    "Predicted from",
+                    "Basis of predictions",
                     "short",
                     ((f"sum by (basis) (kvrouter_audit_basis{_FEW})", "{{basis}}"),),
-                    "Ranks by what their cache is predicted from: events, events read again, or what was sent there.",
+                    "Ranks by the basis of their cache prediction: events, events read again, or sent prompts.",
                 ),
             ],
         },

@@ -79,7 +79,7 @@ async def looked_at(page: Path, name: str, runs: int, title: str) -> None:
 
 async def test_a_report_of_policies(trace: Path) -> None:
     page = await written(trace, "--workers", "4", "--kv-tokens", "30000")
-    await looked_at(page, "policies", 8, "What each policy would have done")
+    await looked_at(page, "policies", 8, "Results of each policy")
 
 
 async def test_a_report_of_routers(trace: Path) -> None:
@@ -91,4 +91,4 @@ async def test_a_report_of_routers(trace: Path) -> None:
         router(one, two, policy={"name": "round_robin"}) as theirs,
     ):
         page = await written(trace, "--url", f"ours={ours.url}", "--url", f"theirs={theirs.url}")
-    await looked_at(page, "routers", 2, "What each router did")
+    await looked_at(page, "routers", 2, "Results of each router")
