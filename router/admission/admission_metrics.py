@@ -39,8 +39,6 @@ class AdmissionMetrics(Collector):
         self._refusals = Counter(
             "kvrouter_admission_refused", "Requests refused instead of sent", ["reason"], registry=registry
         )
-        admission.on_waited.append(self._waited)
-        admission.refusals.on_refused.append(self._refused)
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -54,10 +52,12 @@ class AdmissionMetrics(Collector):
         size.add_metric([], self._admission.queue.size)
         yield from (length, size)
 
-    def _waited(self, reason: WaitReason, seconds: float) -> None:
+    def waited(self, reason: WaitReason, seconds: float) -> None:
+        """Count a wait that ended with a place."""
         self._waits.labels(reason.value).observe(seconds)
 
-    def _refused(self, reason: str) -> None:
+    def refused(self, reason: str) -> None:
+        """Count a refusal."""
         self._refusals.labels(reason).inc()
 
 

@@ -45,7 +45,7 @@ def router_app(services: Services) -> FastAPI:
     app.state.on_shutdown = services.end_streams
     app.state.readiness = services.readiness
     app.state.fleet = services.fleet
-    app.state.about = services.about
+    app.state.about = services.observability.about
     app.state.proxy_context = services.proxy
     questions = Questions(services.indexer, match_reader(services.tokenizers, services.routing.reader.resolve))
     app.state.dispatcher = Dispatcher(

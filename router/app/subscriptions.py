@@ -1,18 +1,82 @@
-"""Every subscription of one part of the router to the events of another. No other module makes one."""
+"""Every subscription of one part of the router to the events of another.
+
+A part has a list of callables for each of its events, such as `Fleet.on_removed`, and calls them in order. This module
+adds to these lists, before the first event.
+"""
 
 from __future__ import annotations
 
-from router.fleet.fleet import Fleet
+from collections.abc import Callable
+
+from router.admission.admission import Admission
+from router.fleet.adapters import Adapters
+from router.fleet.fleet import Fleet, Worker
+from router.forwarding.proxy_services import ProxyContext
+from router.observability.build import Observability
 from router.routing.build import Routing
+from router.tokens.tokenizer_source import TokenizerSource
 
 
 def subscribe_routing(routing: Routing, fleet: Fleet) -> None:
-    """Subscribe routing to the fleet, to the load of other routers, and to the responses that they learn of."""
+    """Subscribe routing to the fleet and to other routers, and other routers to the load and responses here."""
     state, selector, placement = routing.state, routing.selector, routing.placement
-    fleet.on_scrape.append(selector.scraped)
+    load, sharing, responses, draft_blocks = state.load, state.sharing, state.responses, state.audit.recomputed
+
+    def scraped(worker: Worker) -> None:
+        draft_blocks.worker_said(worker.url, worker.metrics.drafts)
+
+    def removed(worker: Worker) -> None:
+        draft_blocks.worker_said(worker.url, drafts=False)
+
+    fleet.on_scrape += [selector.scraped, scraped]
     fleet.on_replaced.append(placement.replaced)
     fleet.on_cache_lost.append(placement.forget)
-    fleet.on_removed += [selector.removed, placement.removed]
-    state.sharing.peer_load.on_change.append(state.load.changed)
-    state.sharing.on_response.append(state.responses.remember)
-    state.responses.on_learned.append(state.sharing.share_response)
+    fleet.on_removed += [selector.removed, placement.removed, removed]
+    sharing.peer_load.on_change.append(load.changed)
+    sharing.on_response.append(responses.remember)
+    responses.on_learned.append(sharing.share_response)
+    if sharing.channels:
+        load.on_change.append(sharing.changed)
+
+
+def subscribe_admission(admission: Admission, routing: Routing, fleet: Fleet) -> None:
+    """Wake the queue after every event by which a waiting request may find a place."""
+    load, sharing = routing.state.load, routing.state.sharing
+    load.on_ended.append(admission.freed)
+    if admission.late_binding:
+        load.on_first_byte.append(admission.wake)
+    fleet.on_change.append(admission.wake)
+    sharing.on_update.append(admission.wake)
+
+
+def subscribe_observability(observability: Observability, admission: Admission, routing: Routing, fleet: Fleet) -> None:
+    """Count refusals, waits and predictions, and end the metric series of removed workers."""
+    predictions = observability.predictions
+    admission.on_waited.append(observability.admission.waited)
+    admission.refusals.on_refused.append(observability.admission.refused)
+    admission.refusals.on_slo_refused.append(predictions.refused)
+    routing.state.learned.predictions.on_first_token.append(predictions.first_token)
+    routing.state.learned.predictions.on_answered.append(predictions.answered)
+    fleet.on_removed.append(observability.requests.forget)
+
+
+def subscribe_tokens(source: TokenizerSource, adapters: Adapters, fleet: Fleet) -> None:
+    """Drop the tokenizers and adapters that only removed workers used."""
+    fleet.on_removed += [source.removed, adapters.removed]
+
+
+def subscribe_forwarding(proxy: ProxyContext, routing: Routing, fleet: Fleet) -> None:
+    """Update connections when workers change, and apply tenants' rates to all routers together."""
+    services, sharing, access = proxy.services, routing.state.sharing, proxy.gate.access
+    upstreams, failover = services.upstreams, services.stream_failover
+    fleet.on_key.append(lambda worker: upstreams.show(worker.url, worker.key.authorization))
+    fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
+    if failover is not None:
+        fleet.on_removed.append(failover.removed)
+    access.share_spent(sharing.spent)
+    sharing.on_spent.append(access.spent_elsewhere)
+
+
+def subscribe_picker(forget: Callable[[str], None], fleet: Fleet) -> None:
+    """Call `forget` with the URL of each worker that is removed."""
+    fleet.on_removed.append(lambda worker: forget(worker.url))

@@ -20,7 +20,6 @@ from router.apis.json_edit import SpliceError, field, with_field
 from router.auth.routes import Access, Route
 from router.http.headers import Headers
 from router.settings import TenantSettings, TenantsSettings
-from router.sharing import LoadSharing
 
 _SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 # The salt is sent on these paths if `tenants.salted_messages` says that the engines read it.
@@ -194,16 +193,15 @@ class AccessControl:
         """Return a tenant by its name."""
         return self._named[name]
 
-    def share(self, sharing: LoadSharing) -> None:
-        """Apply each tenant's rates to all routers together."""
+    def share_spent(self, spent: Callable[[str, int, int], None]) -> None:
+        """Call `spent` with the tenant, requests and tokens of everything that tenants spend here."""
         for tenant in self._named.values():
-            tenant.on_spent = sharing.spent
+            tenant.on_spent = spent
 
-        def spent(name: str, requests: int, tokens: int) -> None:
-            if name in self._named:
-                self._named[name].spent_elsewhere(requests, tokens)
-
-        sharing.on_spent.append(spent)
+    def spent_elsewhere(self, name: str, requests: int, tokens: int) -> None:
+        """Charge a tenant for what it spent at other routers."""
+        if name in self._named:
+            self._named[name].spent_elsewhere(requests, tokens)
 
     @property
     def has_tenants(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from router.admission.admission import Admission
+from router.auth import AuthGate
 from router.fleet.fleet import Fleet
 from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.long_bodies import LongBodies
@@ -13,6 +14,7 @@ from router.forwarding.request_context import RequestContexts
 from router.forwarding.retry_budget import RetryBudget
 from router.observability.metrics import RequestMetrics
 from router.observability.request_recorder import RequestRecorder
+from router.observability.spans import Tracing
 from router.prediction.service_levels import ServiceLevels
 from router.routing.build import Routing
 from router.settings import ProxySettings, ServerSettings
@@ -59,8 +61,21 @@ class ProxyServices:
 
 @dataclass(frozen=True, slots=True)
 class ProxyContext:
-    """The dependencies of a server that receives requests for workers."""
+    """The dependencies of a server that receives requests for workers.
+
+    - `gate`: admits or refuses requests.
+    - `tracing`: sends spans to a collector; None: no spans are made.
+    """
 
     contexts: RequestContexts
     services: ProxyServices
     settings: ServerSettings
+    gate: AuthGate
+    tracing: Tracing | None = None
+
+    async def close(self) -> None:
+        """Close all connections to workers, and end the threads of long bodies and spans."""
+        await self.services.long_bodies.close()
+        await self.services.upstreams.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.stop)

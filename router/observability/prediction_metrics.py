@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from router.observability.metrics import MOST_MODELS, OTHER_MODELS
-from router.prediction.predictions import Predictions, WatchedAnswer
+from router.prediction.predictions import WatchedAnswer
 from router.prediction.ratios import Ratios
 from router.prediction.slo import SLO
 
@@ -28,7 +28,7 @@ class _OfModel:
 class PredictionMetrics:
     """Counts the answers that are compared with their predictions, and the promises."""
 
-    def __init__(self, predictions: Predictions, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         self._ttft_error = Histogram(
             "kvrouter_ttft_error_seconds",
             "By how much the predicted time to the first token was off",
@@ -56,8 +56,6 @@ class PredictionMetrics:
             registry=registry,
         )
         self._of_models: dict[str, _OfModel] = {}
-        predictions.on_first_token.append(self._first_token)
-        predictions.on_answered.append(self._answered)
 
     def refused(self, model: str, slo: SLO) -> None:
         """A request that was promised something was turned away."""
@@ -85,7 +83,8 @@ class PredictionMetrics:
         known = model in self._of_models or len(self._of_models) < MOST_MODELS
         return model if known else OTHER_MODELS
 
-    def _first_token(self, answer: WatchedAnswer) -> None:
+    def first_token(self, answer: WatchedAnswer) -> None:
+        """Count a watched answer that began."""
         model, ttft, predicted = self._named(answer.target.model), answer.ttft, answer.predicted_ttft
         assert ttft is not None
         known = self._of(model)
@@ -97,7 +96,8 @@ class PredictionMetrics:
             known.in_band.add(float(predicted.low <= ttft <= predicted.high))
             self._calibration.labels(model).set(1 - known.in_band.at_most(0.5))
 
-    def _answered(self, answer: WatchedAnswer) -> None:
+    def answered(self, answer: WatchedAnswer) -> None:
+        """Count a watched answer that is complete."""
         model = self._named(answer.target.model)
         if answer.tpot is not None:
             self._tpot_error.labels(model).observe(abs(answer.tpot - answer.predicted_tpot.expected))

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiohttp
 from fastapi import FastAPI
 
+from router.app.subscriptions import subscribe_picker
 from router.fleet.kubernetes import ClusterAccess, ResourceWatch
 from router.http.client import refuse_redirects
 from router.picker.external_processor import SERVICE, ExternalProcessor
@@ -37,7 +38,7 @@ async def running_picker(app: FastAPI, settings: Settings) -> AsyncIterator[int]
         stack.callback(deadlines.close)
         state = PickerState(router.proxy_context, router.fleet, picker, OwnAnswers(router.fleet), named, deadlines)
         stack.push_async_callback(state.addresses.close)
-        state.fleet.on_removed.append(lambda worker: state.addresses.forget(worker.url))
+        subscribe_picker(state.addresses.forget, state.fleet)
         methods = {**ExternalProcessor(state).methods, **Health(router.readiness, SERVICE).methods}
         yield await stack.enter_async_context(_serving(methods, settings))
 

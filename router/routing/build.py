@@ -6,13 +6,19 @@ from dataclasses import dataclass
 from random import Random
 
 from indexer import Indexer
+from router.cache_state.build import CacheState
 from router.fleet.fleet import Fleet
+from router.load.target_load import LoadTable
+from router.policies import policy_named
+from router.policies.rates import Rates
+from router.prediction.learned import Learned
 from router.routing.assignment import RequestSampler
 from router.routing.placement import Placement
 from router.routing.prompt_reader import PromptReader
 from router.routing.selector import Selector
 from router.routing.state import RoutingState
 from router.settings import Settings
+from router.sharing import LoadSharing
 from router.tokens.tokenizers import Tokenizers
 
 
@@ -24,6 +30,29 @@ class Routing:
     reader: PromptReader
     selector: Selector
     placement: Placement
+
+
+def build_state(
+    settings: Settings,
+    fleet: Fleet,
+    indexer: Indexer,
+    load: LoadTable,
+    sharing: LoadSharing,
+    cache_state: CacheState,
+) -> RoutingState:
+    """Return the state that the parts of routing share, with the policy of the settings and nothing learned yet."""
+    policy = settings.policy
+    return RoutingState(
+        fleet,
+        indexer,
+        policy_named(policy, Random()),
+        load,
+        cache_state.in_flight_prefixes,
+        cache_state.sent_prefixes,
+        cache_state.audit,
+        Learned(Rates(**settings.rates.model_dump()), cpu_token=policy.cpu_token, disk_token=policy.disk_token),
+        sharing,
+    )
 
 
 def build_routing(

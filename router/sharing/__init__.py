@@ -16,12 +16,14 @@ requests, and those of others only in the engines' metrics.
 from __future__ import annotations
 
 from router.load.peer_load import PeerLoad
-from router.settings import ReplicasSettings
+from router.load.target_load import LoadTable
+from router.settings import ReplicasSettings, Settings
 from router.sharing.metrics import SharingCollector
 from router.sharing.redis import RedisChannel
 from router.sharing.sharing import LoadSharing, SharingChannel
+from router.sharing.worker_processes import WorkerProcesses
 
-__all__ = ["LoadSharing", "PeerLoad", "SharingChannel", "SharingCollector", "replica_channels"]
+__all__ = ["LoadSharing", "PeerLoad", "SharingChannel", "SharingCollector", "build_sharing", "replica_channels"]
 
 
 def replica_channels(settings: ReplicasSettings) -> list[SharingChannel]:
@@ -29,3 +31,13 @@ def replica_channels(settings: ReplicasSettings) -> list[SharingChannel]:
     if not settings.redis:
         return []
     return [RedisChannel(settings.redis, settings.prefix, settings.interval, settings.expiry)]
+
+
+def build_sharing(settings: Settings, load: LoadTable, worker_processes: WorkerProcesses | None) -> LoadSharing:
+    """Return the load sharing over all channels of the settings and of the processes of one port.
+
+    - `worker_processes`: the processes that share this one's port; None: it has no others.
+    """
+    channels = replica_channels(settings.replicas) + ([worker_processes.channel()] if worker_processes else [])
+    peer_load = PeerLoad(settings.replicas.expiry, settings.proxy.speculation_seconds)
+    return LoadSharing(load, peer_load, channels)

@@ -71,8 +71,6 @@ class LoadSharing:
         self._outboxes = [_Outbox(self, channel) for channel in channels]
         self._tasks: list[asyncio.Task[None]] = []
         self._nearest: dict[str, float] = {}  # of each router the interval of the channel it is received on
-        if channels:
-            table.on_change.append(self._changed)
 
     def start(self) -> None:
         """Begin to send and to receive."""
@@ -154,7 +152,8 @@ class LoadSharing:
         amounts = load.requests, load.pending, load.context, load.waiting, load.streamed
         return RankLoad(worker, dp_rank, *amounts, round(load.backlog, 3))
 
-    def _changed(self, worker: str, dp_rank: int) -> None:
+    def changed(self, worker: str, dp_rank: int) -> None:
+        """Send the load of a DP rank soon, because it changed."""
         for outbox in self._outboxes:
             outbox.changed((worker, dp_rank))
 

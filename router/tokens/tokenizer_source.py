@@ -52,8 +52,16 @@ class TokenizerSource:
         models: dict[str, ModelSettings],
         session: aiohttp.ClientSession,
         settings: TokenizerSettings,
+        audits: Callable[[], Iterable[tuple[Target, TargetAudit]]] = tuple,
     ) -> None:
-        self.audits: Callable[[], Iterable[tuple[Target, TargetAudit]]] = tuple
+        """Create a source without models.
+
+        - `tokenizers`: receives the tokenizer of each model.
+        - `models`: the settings of models, by name.
+        - `session`: sends requests to workers.
+        - `audits`: returns the audit of each target, by which prompts that are read wrongly are noticed.
+        """
+        self._audits = audits
         self._tokenizers = tokenizers
         self._configured = models
         self._session = session
@@ -181,7 +189,7 @@ class TokenizerSource:
         """Return whether usage in a worker's responses disagrees with the local tokenizer."""
         return any(
             audit.lengths_differ
-            for target, audit in self.audits()
+            for target, audit in self._audits()
             if (target.worker, target.model) == (url, model.name)
         )
 

@@ -47,6 +47,7 @@ class Replica:
     def __init__(self, url: str, prefix: str = "kvrouter") -> None:
         self.table = LoadTable()
         self.sharing = LoadSharing(self.table, PeerLoad(EXPIRY, 1.0), [RedisChannel(url, prefix, 0.005, EXPIRY)])
+        self.table.on_change.append(self.sharing.changed)
         self.peer_load = self.sharing.peer_load
 
     @property

@@ -32,7 +32,7 @@ _PAGE_HEADERS = {
 def live_routes(services: Services) -> APIRouter:
     """The page is anybody's; what it shows wants the admin token where there is one."""
     routes = APIRouter()
-    snapshot, request_recorder = services.snapshot, services.request_recorder
+    snapshot, request_recorder = services.observability.snapshot, services.observability.recorder
     worker_processes, token = services.worker_processes, services.settings.server.token
     page = _PAGE.read_text()
     others = OtherProcesses(worker_processes, token) if worker_processes else None

@@ -23,8 +23,8 @@ def status_routes(services: Services) -> APIRouter:
             "workers": len(fleet.workers),
             "workers_up": up,
             "queue": {reason.value: waiting for reason, waiting in admission.waiting_for().items()},
-            "findings": services.findings(),
-            **services.about.identity,
+            "findings": services.observability.findings(),
+            **services.observability.about.identity,
         }
         return JSONResponse(report)
 
@@ -37,6 +37,6 @@ def status_routes(services: Services) -> APIRouter:
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(generate_latest(services.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(services.observability.registry), media_type=CONTENT_TYPE_LATEST)
 
     return routes

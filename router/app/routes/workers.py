@@ -69,8 +69,8 @@ def _report(services: Services) -> list[dict[str, Any]]:
 
 
 def _rank_load(services: Services, worker: Worker, dp_rank: int) -> dict[str, Any]:
-    load = services.load.of(worker.url, dp_rank)
-    peers = services.sharing.peer_load.of(worker.url, dp_rank)
+    load = services.routing.state.load.of(worker.url, dp_rank)
+    peers = services.routing.state.sharing.peer_load.of(worker.url, dp_rank)
     return {
         "load": {"requests": load.requests, "pending": load.pending, "context": load.context},
         "saturated": services.admission.saturated(worker, dp_rank),
@@ -82,9 +82,9 @@ def _learned(services: Services, target: Target) -> dict[str, Any]:
     """What a rank without events was seen to keep of what it was sent, null where no bound is known; and how much of a
     hit a rank was seen to compute again. Neither is there while nothing was learned."""
     found: dict[str, Any] = {}
-    if (kept := services.audit.retention(target)) is not None:
+    if (kept := services.routing.state.audit.retention(target)) is not None:
         found["retention"] = {"tokens": kept.tokens, "seconds": kept.seconds and round(kept.seconds, 1)}
-    if recomputed := services.audit.recomputed.tokens.get(target):
+    if recomputed := services.routing.state.audit.recomputed.tokens.get(target):
         found["recomputed_tokens"] = recomputed
     return found
 

@@ -50,7 +50,6 @@ class StreamFailover:
             ["worker", "outcome"],
             registry=registry,
         )
-        fleet.on_removed.append(lambda worker: self._counter.remove_by_labels({"worker": worker.name}))
 
     def stream(self, path: str, body: bytes) -> ResumableStream | None:
         """The stream that answers a request, if it could go on elsewhere."""
@@ -65,6 +64,10 @@ class StreamFailover:
     def ended(self, worker: Worker) -> None:
         """A stream of this worker ended with it."""
         self._counter.labels(worker.name, "ended").inc()
+
+    def removed(self, worker: Worker) -> None:
+        """End the metric series of a worker that was removed."""
+        self._counter.remove_by_labels({"worker": worker.name})
 
     async def resumption(
         self, context: RequestContext, stream: ResumableStream, before: RoutedPrompt

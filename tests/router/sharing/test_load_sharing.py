@@ -23,11 +23,18 @@ from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.load.load_messages import SHARED_TOKENS, Kind, Message, RankLoad, SentPrompt, decode, encode
 from router.load.target_load import LoadTable, Reservation
 from router.settings import TenantSettings, TenantsSettings
-from router.sharing import LoadSharing, PeerLoad
+from router.sharing import LoadSharing, PeerLoad, SharingChannel
 from router.sharing.datagrams import DatagramChannel
 
 EXPIRY = 3.0
 LINGER = 1.0
+
+
+def sharing_of(table: LoadTable, peer_load: PeerLoad, channels: list[SharingChannel]) -> LoadSharing:
+    """Return the sharing of a table's load, subscribed to its changes."""
+    sharing = LoadSharing(table, peer_load, channels)
+    table.on_change.append(sharing.changed)
+    return sharing
 
 
 class Wire:
@@ -120,7 +127,7 @@ TestOthersAreForgotten.settings = settings(max_examples=40, stateful_step_count=
 def test_others_know_what_is_in_flight_whatever_was_lost(steps: list[tuple[str, str]], data: st.DataObject) -> None:
     async def play() -> None:
         clock, wire, table = Clock(0.0), Wire(), LoadTable()
-        here = LoadSharing(table, PeerLoad(EXPIRY, LINGER, clock), [wire])
+        here = sharing_of(table, PeerLoad(EXPIRY, LINGER, clock), [wire])
         there = PeerLoad(EXPIRY, LINGER, clock)
         held: list[Reservation] = []
         for worker, step in steps:
@@ -153,7 +160,7 @@ def test_others_know_what_is_in_flight_whatever_was_lost(steps: list[tuple[str, 
 def test_prompts_in_flight_elsewhere_count_as_cached_soon_until_they_ended() -> None:
     async def play() -> None:
         clock, wire = Clock(0.0), Wire()
-        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
+        here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
         there = PeerLoad(EXPIRY, LINGER, clock)
         target = Target("http://w", 1, "m")
         prompt = array("Q", range(1, 41))  # 40 chunks: 5 prefixes are told
@@ -178,7 +185,7 @@ def test_prompts_in_flight_elsewhere_count_as_cached_soon_until_they_ended() -> 
 def test_a_prompt_that_failed_elsewhere_is_not_expected_any_more() -> None:
     async def play() -> None:
         wire = Wire()
-        here, there = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), [wire]), PeerLoad(EXPIRY, LINGER)
+        here, there = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), [wire]), PeerLoad(EXPIRY, LINGER)
         target, other = Target("http://w", 0, "m"), Target("http://v", 0, "m")
         prompt = array("Q", range(1, 9))
         for ended, failed in [(here.sent(target, prompt), True), (here.sent(other, prompt), False)]:
@@ -196,7 +203,7 @@ def test_a_prompt_that_failed_elsewhere_is_not_expected_any_more() -> None:
 def test_a_prompt_whose_end_was_lost_ends_with_the_next_news() -> None:
     async def play() -> None:
         clock, wire = Clock(0.0), Wire()
-        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
+        here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
         there = PeerLoad(EXPIRY, LINGER, clock)
         target, prompt = Target("http://w", 0, "m"), array("Q", range(1, 9))
         ended = here.sent(target, prompt)
@@ -220,7 +227,7 @@ def test_a_router_that_is_gone_takes_its_prompts_along() -> None:
 
     async def play() -> None:
         wire = Wire()
-        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
+        here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
         here.sent(target, prompt)
         here.start()
         await asyncio.sleep(0.01)
@@ -245,7 +252,7 @@ def test_backlogs_elsewhere_pass_with_time() -> None:
 
 def test_what_is_no_message_is_left_alone() -> None:
     async def play() -> None:
-        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
+        here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
         odd = [load_of("w", -5), load_of("w", 2**60), load_of("w", 5, backlog=math.nan), load_of("w", 5, rank=-1)]
         for data in (
             *(b"", b"nonsense", encode([1, 2, 3]), encode(news(here.router, 1, load_of("w", 5)))),
@@ -272,7 +279,7 @@ def test_a_prompt_that_is_told_twice_is_held_once() -> None:
 def test_a_lost_carrier_is_a_finding_and_costs_nothing_else() -> None:
     async def play() -> None:
         wire, table = Wire(), LoadTable()
-        sharing = LoadSharing(table, PeerLoad(EXPIRY, LINGER), [wire])
+        sharing = sharing_of(table, PeerLoad(EXPIRY, LINGER), [wire])
         wire.problem = "connection refused"
         Reservation(table.of("w", 0), 7, 20).release()
         sharing.send_everything()
@@ -287,7 +294,7 @@ def test_processes_of_one_machine_hear_each_other_and_survive_a_death() -> None:
     async def play(folder: Path) -> None:
         tables = [LoadTable() for _ in range(3)]
         sharing = [
-            LoadSharing(table, PeerLoad(0.3, LINGER), [DatagramChannel(folder, number, 3)])
+            sharing_of(table, PeerLoad(0.3, LINGER), [DatagramChannel(folder, number, 3)])
             for number, table in enumerate(tables)
         ]
         for each in sharing:
@@ -300,7 +307,7 @@ def test_processes_of_one_machine_hear_each_other_and_survive_a_death() -> None:
         await until(lambda: sharing[2].peer_load.of("w", 0).requests == 1)
         await sharing[1].kill()
         await until(lambda: sharing[2].peer_load.of("w", 0).requests == 0)
-        again = LoadSharing(tables[1], PeerLoad(0.3, LINGER), [DatagramChannel(folder, 1, 3)])
+        again = sharing_of(tables[1], PeerLoad(0.3, LINGER), [DatagramChannel(folder, 1, 3)])
         again.start()  # a process that takes the place of a dead one
         await until(lambda: sharing[2].peer_load.of("w", 0).requests == 1)
         for each in (sharing[0], sharing[2], again):
@@ -313,7 +320,7 @@ def test_processes_of_one_machine_hear_each_other_and_survive_a_death() -> None:
 
 def test_who_waits_is_told_when_there_is_less_elsewhere() -> None:
     async def play() -> None:
-        here = LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
+        here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
         told: list[int] = []
         here.on_update.append(lambda: told.append(here.peer_load.of("w", 0).requests))
         here.receive(encode(news("a", 1, load_of("w", 2))))
@@ -330,10 +337,11 @@ def test_rates_of_tenants_hold_for_all_routers_together_and_count_once() -> None
         wires = [Wire(), Wire()]
         wires[1].interval = 1.0  # a slower way for the same
         tenants = TenantsSettings(named={"t": limits})
-        here, there = (LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in (wires, []))
+        here, there = (sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in (wires, []))
         controls = [AccessControl(tenants, "token") for _ in range(2)]
         for control, sharing in zip(controls, (here, there), strict=True):
-            control.share(sharing)
+            control.share_spent(sharing.spent)
+            sharing.on_spent.append(control.spent_elsewhere)
         asks, also = (control.tenant("t") for control in controls)
         for _ in range(3):
             asks.admit("m", 10)
@@ -352,7 +360,7 @@ def test_rates_of_tenants_hold_for_all_routers_together_and_count_once() -> None
 def test_a_response_is_found_by_the_router_that_did_not_see_it() -> None:
     async def play() -> None:
         wire = Wire()
-        here, there = (LoadSharing(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in ([wire], []))
+        here, there = (sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in ([wire], []))
         mine, theirs = ResponseOwners(), ResponseOwners()
         mine.on_learned.append(here.share_response)
         there.on_response.append(theirs.remember)

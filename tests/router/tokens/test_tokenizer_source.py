@@ -40,10 +40,17 @@ def local() -> LocalTokenizer:
 class Played:
     """A source, the tokenizers it fills, and two engines that read prompts as the model's files say."""
 
-    def __init__(self, source: TokenizerSource, tokenizers: Tokenizers, engines: list[PlayedEngine]) -> None:
+    def __init__(
+        self,
+        source: TokenizerSource,
+        tokenizers: Tokenizers,
+        engines: list[PlayedEngine],
+        audits: list[tuple[Target, TargetAudit]],
+    ) -> None:
         self.source = source
         self.tokenizers = tokenizers
         self.engines = engines
+        self.audits = audits
         self.workers = [engine.worker for engine in engines]
 
     async def answers(self, number: int = 0, root: str | None = None) -> None:
@@ -74,9 +81,10 @@ async def playing(
         session = await stack.enter_async_context(aiohttp.ClientSession())
         engines = [await stack.enter_async_context(PlayedEngine(local).serving()) for _ in range(2)]
         settings = TokenizerSettings(check_interval=check_interval, hub_timeout=0, media_timeout=media_timeout)
-        source = TokenizerSource(tokenizers, models, session, settings)
+        audits: list[tuple[Target, TargetAudit]] = []
+        source = TokenizerSource(tokenizers, models, session, settings, lambda: audits)
         stack.push_async_callback(source.close)
-        yield Played(source, tokenizers, engines)
+        yield Played(source, tokenizers, engines, audits)
 
 
 def replaced(folder: Path, source: Path, template: str, **config: Any) -> str:
@@ -236,7 +244,7 @@ async def test_workers_that_differ_are_all_asked_right(local: LocalTokenizer, tm
 async def test_answers_of_other_lengths_turn_a_model_to_its_engine_and_back(local: LocalTokenizer) -> None:
     audit = TargetAudit(Errors(1), Errors(1), Errors(1), Errors(1))
     async with playing(local, check_interval=1e-6) as played:
-        played.source.audits = lambda: [(Target(played.workers[0].url, 0, "m"), audit)]
+        played.audits.append((Target(played.workers[0].url, 0, "m"), audit))
         await played.answers(root=str(MODEL_FOLDER))
         assert played.route == "local"
         audit.lengths_differ = True
@@ -253,7 +261,7 @@ async def test_answers_of_other_lengths_turn_a_model_to_its_engine_and_back(loca
 async def test_an_engine_that_renders_nothing_computes_the_probes_when_it_is_suspected(local: LocalTokenizer) -> None:
     audit = TargetAudit(Errors(1), Errors(1), Errors(1), Errors(1))
     async with playing(local, check_interval=1e-6) as played:
-        played.source.audits = lambda: [(Target(played.workers[0].url, 0, "m"), audit)]
+        played.audits.append((Target(played.workers[0].url, 0, "m"), audit))
         engine = played.engines[0]
         engine.renders = False
         await played.answers(root=str(MODEL_FOLDER))

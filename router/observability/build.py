@@ -1,0 +1,107 @@
+"""Everything that observes the router, as one record: metrics, the live page's data, and recordings of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from indexer import Indexer
+from indexer.api.metrics import IndexCollector, add_process_metrics
+from router.admission.admission import Admission
+from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
+from router.fleet.fleet import Fleet
+from router.observability.about import About
+from router.observability.findings import findings
+from router.observability.fleet_snapshot import FleetSnapshot
+from router.observability.metrics import AuditCollector, FleetCollector, RequestMetrics
+from router.observability.prediction_metrics import PredictionMetrics
+from router.observability.request_recorder import RequestRecorder
+from router.observability.seen_requests import SampledTraffic
+from router.observability.series import Series
+from router.routing.build import Routing
+from router.settings import Settings
+from router.sharing import SharingCollector
+from router.tokens.tokenizer_report import TokenizerCollector
+from router.tokens.tokenizer_source import TokenizerSource
+from router.tokens.tokenizers import Tokenizers
+
+
+@dataclass(frozen=True, slots=True)
+class Observability:
+    """What observes the router.
+
+    - `registry`: every Prometheus metric.
+    - `requests`, `admission`, `predictions`: metrics that events count in.
+    - `snapshot`: the data of the live page.
+    - `recorder`: recordings of requests.
+    - `about`: the version, the policy and the models.
+    - `findings`: returns what is wrong now, for `/health`.
+    """
+
+    registry: CollectorRegistry
+    requests: RequestMetrics
+    admission: AdmissionMetrics
+    predictions: PredictionMetrics
+    snapshot: FleetSnapshot
+    recorder: RequestRecorder
+    about: About
+    findings: Callable[[], list[dict[str, Any]]]
+
+
+def build_observability(
+    settings: Settings,
+    fleet: Fleet,
+    indexer: Indexer,
+    tokenizers: Tokenizers,
+    source: TokenizerSource,
+    routing: Routing,
+    admission: Admission,
+    sampled: SampledTraffic,
+) -> Observability:
+    """Return the observers of the router's other parts. `sampled`: the sample that the placement records."""
+    state = routing.state
+    sharing, learned = state.sharing, state.learned
+    registry = CollectorRegistry()
+    add_process_metrics(registry)
+    requests = RequestMetrics(registry)
+    predictions = PredictionMetrics(registry)
+    for collector in (
+        SharingCollector(sharing, fleet),
+        IndexCollector(indexer),
+        TokenizerCollector(tokenizers),
+        FleetCollector(fleet, state.load),
+        AuditCollector(state.audit),
+        DemandCollector(fleet, state.load, admission),
+    ):
+        registry.register(collector)
+
+    def all_findings() -> list[dict[str, Any]]:
+        return findings(fleet, indexer, state.audit) + source.findings() + sharing.findings()
+
+    about = About(settings.policy.name, fleet, source)
+    snapshot = FleetSnapshot(
+        fleet,
+        indexer,
+        state.load,
+        sharing.peer_load,
+        admission,
+        state.audit,
+        sampled,
+        Series(requests, state.audit, admission.waiting_for, learned.seconds_per_token),
+        about,
+        all_findings,
+        predictions.summary,
+    )
+    return Observability(
+        registry,
+        requests,
+        AdmissionMetrics(admission, registry),
+        predictions,
+        snapshot,
+        RequestRecorder(routing.reader.look_at_prompts),
+        about,
+        all_findings,
+    )
