@@ -11,7 +11,7 @@ from simulator.fleet.profiles import LLAMA_70B
 GROUND = Ground(tuple(Cell(workload, LLAMA_70B, 2, 100_000, 0.2, 150.0) for workload in (AGENT, SINGLE)))
 
 
-def test_the_last_request_of_a_session_announces_no_other() -> None:
+def test_last_request_of_a_session_announces_no_pause() -> None:
     requests = GROUND.requests(0)
     assert [request.arrival for request in requests] == sorted(request.arrival for request in requests)
     pauses = announced(requests, 0.0)
@@ -23,13 +23,13 @@ def test_the_last_request_of_a_session_announces_no_other() -> None:
     assert max(map(len, sessions.values())) > 4
 
 
-def test_hints_change_what_is_chosen_and_runs_repeat() -> None:
+def test_hints_change_choices_and_runs_are_deterministic() -> None:
     requests = GROUND.requests(0)
     without, with_hints, again = (play(GROUND, requests, hints, 0) for hints in (False, True, True))
     assert with_hints == again != without
 
 
-def test_where_nothing_is_evicted_hints_change_nothing() -> None:
+def test_hints_change_nothing_without_evictions() -> None:
     ground = Ground((Cell(AGENT, LLAMA_70B, 2, 4_000_000, 0.2, 60.0),))
     requests = ground.requests(0)
     assert play(ground, requests, True, 0) == play(ground, requests, False, 0)

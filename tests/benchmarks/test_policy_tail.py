@@ -1,4 +1,4 @@
-"""Why the slowest requests waited: the parts of their time, and what their first choice was."""
+"""The analysis of the slowest requests: the parts of their wait, and their first choice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def request(arrival: float, first_block: int, blocks: int) -> TracedRequest:
     return TracedRequest(arrival, blocks * BLOCK_TOKENS + 100, 5, ids, ids, str(first_block))
 
 
-def test_the_parts_of_a_wait_are_all_of_it() -> None:
+def test_parts_of_a_wait_add_up_to_ttft() -> None:
     requests = BUSY.requests(0)
     held, at_once = play(BUSY, requests, OURS, 0), play(BUSY, requests, AT_ONCE, 0)
     for run in (held, at_once):
@@ -34,7 +34,7 @@ def test_the_parts_of_a_wait_are_all_of_it() -> None:
     assert 0 < held.in_time < 1
 
 
-def test_a_busy_choice_is_needless_where_a_free_worker_holds_as_much() -> None:
+def test_busy_choice_is_needless_if_an_idle_worker_holds_as_much() -> None:
     def first(candidates: list[Candidate], _: Request) -> Decision:
         return Decision(candidates[0], candidates, lambda _: {})
 
@@ -45,14 +45,14 @@ def test_a_busy_choice_is_needless_where_a_free_worker_holds_as_much() -> None:
     assert choices == [FirstChoice(False, False), FirstChoice(True, True), FirstChoice(True, False)]
 
 
-def test_mooncakes_rule_is_the_least_time_to_the_first_token() -> None:
+def test_mooncake_side_minimizes_ttft() -> None:
     crowded = Candidate(Target("a", 0, "m"), requests=30, pending=100, context=500_000)
     waiting = Candidate(Target("b", 0, "m"), requests=1, pending=200)
     choices = [side.policy_for(Random(0))([crowded, waiting], Request(1000)).chosen for side in (LEAST_TTFT, OURS)]
     assert choices == [crowded, waiting]
 
 
-def test_every_cell_has_a_table_of_all_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_has_a_row_per_side(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = Cell(CONVERSATION, LLAMA_70B, 2, 200_000, 0.3, seconds=30.0)
     monkeypatch.setattr("benchmarks.policy.tail.tail_cells", lambda *_: [tiny])
     shown: list[str] = []
@@ -61,5 +61,5 @@ def test_every_cell_has_a_table_of_all_sides(monkeypatch: pytest.MonkeyPatch) ->
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == [side.name for side in TAIL_SIDES]
 
 
-def test_the_cells_are_those_of_sessions_tools_and_conversations() -> None:
+def test_tail_cells_cover_sessions_tools_and_conversations() -> None:
     assert [cell.workload_name for cell in tail_cells(None, False)] == ["loop", "tool", "tool", "conversation"]

@@ -19,7 +19,7 @@ LINES = b"""\
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
-def test_a_trace_in_the_public_format(tmp_path: Path, name: str) -> None:
+def test_public_trace_format_is_read(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(gzip.compress(LINES) if path.suffix == ".gz" else LINES)
     first, second = requests_of(read_trace(path).lines, speed=2.0)
@@ -29,13 +29,13 @@ def test_a_trace_in_the_public_format(tmp_path: Path, name: str) -> None:
     assert len(read_trace(path, limit=1).lines) == 1
 
 
-def test_the_next_turn_names_the_blocks_of_an_answer() -> None:
+def test_blocks_of_an_answer_are_those_of_the_next_turn() -> None:
     first, second = requests_of([TraceLine(0, 1200, 400, [0, 1, 2]), TraceLine(3000, 1700, 10, [0, 1, 3, 4])])
     assert first.finished == (0, 1, 3)
     assert second.finished == second.blocks == (0, 1, 3)
 
 
-def test_an_answer_that_nothing_follows_has_blocks_of_its_own() -> None:
+def test_last_answer_of_a_session_has_its_own_blocks() -> None:
     first, other = requests_of([TraceLine(0, 600, 1000, [0, 1]), TraceLine(1, 600, 1000, [2, 3])])
     assert len(first.finished) == len(other.finished) == 3
     assert first.finished[0] == 0
@@ -43,7 +43,7 @@ def test_an_answer_that_nothing_follows_has_blocks_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("workload", [CONVERSATION, AGENT, TOOL])
-def test_made_up_traces_are_what_they_say(workload: Workload) -> None:
+def test_generated_traces_match_their_workload(workload: Workload) -> None:
     lines = sessions(workload, 0.5, 400, Random(3))
     assert lines == sessions(workload, 0.5, 400, Random(3))
     assert lines != sessions(workload, 0.5, 400, Random(4))
@@ -57,7 +57,7 @@ def test_made_up_traces_are_what_they_say(workload: Workload) -> None:
             assert before.setdefault(block, parent) == parent  # equal ids mean equal prefixes
 
 
-def test_calls_of_tools_beside_chats_are_most_of_the_requests_and_share_their_start() -> None:
+def test_tool_workload_mixes_chats_and_calls_with_shared_prefixes() -> None:
     lines = sessions(TOOL, 1.0, 600, Random(1))
     starts = Counter(line.hash_ids[0] for line in lines)
     chats, *calls = ([line for line in lines if line.hash_ids[0] == start] for start in sorted(starts))
@@ -68,6 +68,6 @@ def test_calls_of_tools_beside_chats_are_most_of_the_requests_and_share_their_st
         assert len({line.session_id for line in each}) == len(each)
 
 
-def test_ideal_work_counts_a_prefix_once() -> None:
+def test_ideal_seconds_count_a_prefix_once() -> None:
     lines = [TraceLine(0, 1024, 10, [0, 1]), TraceLine(1, 1536, 10, [0, 1, 2])]
     assert ideal_seconds(lines, token=1.0, output_token=10.0) == (1536 + 2 * 100) / 2

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import ports
 
 
-def test_ports_follow_each_other_are_free_and_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_are_free_consecutive_and_unique(monkeypatch: pytest.MonkeyPatch) -> None:
     first = ports.free_port()
     monkeypatch.setattr(ports, "_FIRST", first)
     monkeypatch.setattr(ports, "_COUNT", 200)

@@ -1,4 +1,4 @@
-"""The simulation of promises: classes, sides, and what comes out."""
+"""The simulation of SLOs: classes, sides and results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GROUND = Ground(AGENT, 2, 300_000, 0.5, 1.6, seconds=40.0)
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_every_side_answers_everything_and_is_judged_by_the_promises(side: str) -> None:
+def test_every_side_answers_all_requests_and_is_judged_by_slos(side: str) -> None:
     requests = classed(GROUND.requests(1.0, 0), HALF, 0)
     played = play(side, GROUND, requests, 0)
     assert len(played.outcomes) == len(requests)
@@ -51,7 +51,7 @@ def test_every_side_answers_everything_and_is_judged_by_the_promises(side: str) 
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_only_what_would_be_late_is_refused_and_only_by_who_knows(side: str) -> None:
+def test_only_sides_with_predictions_refuse_late_requests(side: str) -> None:
     requests = classed(GROUND.requests(4.0, 0), REFUSING, 0)
     played = play(side, GROUND, requests, 0)
     refused = [outcome for outcome in played.outcomes if outcome.refused]
@@ -62,7 +62,7 @@ def test_only_what_would_be_late_is_refused_and_only_by_who_knows(side: str) -> 
     assert not any(outcome.refused for outcome in play(side, GROUND, requests[:20], 0).outcomes)
 
 
-def test_refusing_what_would_be_late_keeps_more_promises() -> None:
+def test_refusing_late_requests_meets_more_slos() -> None:
     shares = {}
     for mix in (PROMISED, REFUSING):
         shares[mix] = kept(play(OURS_PROMISED, GROUND, classed(GROUND.requests(4.0, 0), mix, 0), 0))
@@ -70,7 +70,7 @@ def test_refusing_what_would_be_late_keeps_more_promises() -> None:
     assert shares[REFUSING].share > shares[PROMISED].share
 
 
-def test_far_beyond_saturation_some_are_late_and_not_all() -> None:
+def test_overloaded_fleet_still_meets_some_slos() -> None:
     ground = Ground(SINGLE, 2, 300_000, 0.5, 1.6, seconds=200.0)
     requests = classed(ground.requests(1.3, 0), PROMISED, 0)
     ours, today = (kept(play(side, ground, requests, 0)).share for side in (OURS_PROMISED, TODAY))
@@ -102,7 +102,7 @@ class _Watching(PromisedFleet):
         return {request for request in requests if self._missed.get(id(self._slos[request]))}
 
 
-def test_of_those_that_are_late_few_choose_at_one_event() -> None:
+def test_late_requests_that_choose_at_one_event_are_bounded() -> None:
     random = Random(0)
     choose = policy_named(PolicySettings(), random).choose
     fleet = _Watching(LLAMA_70B, 2, 300_000, choose, random, By.BROKEN_PROMISES, True)
@@ -110,7 +110,7 @@ def test_of_those_that_are_late_few_choose_at_one_event() -> None:
     assert max(fleet.in_vain) == LATE_TRIES
 
 
-def test_sessions_have_one_class_and_runs_repeat() -> None:
+def test_sessions_have_one_class_and_runs_are_deterministic() -> None:
     requests = classed(GROUND.requests(1.0, 0), PROMISED, 0)
     by_session: dict[str, set[Promised | None]] = {}
     for request in requests:
@@ -119,7 +119,7 @@ def test_sessions_have_one_class_and_runs_repeat() -> None:
     assert kept(play(OURS_PROMISED, GROUND, requests, 1)) == kept(play(OURS_PROMISED, GROUND, requests, 1))
 
 
-def test_what_could_be_kept_is_what_an_idle_fleet_that_forgets_nothing_keeps() -> None:
+def test_keepable_share_is_that_of_an_idle_fleet_without_evictions() -> None:
     promised = Promised("interactive", 2.0, 0.05)
     first = TracedRequest(1.0, 100_000, 11, tuple(range(196)), (), "s", promised)
     again = TracedRequest(9.0, 100_000, 11, tuple(range(196)), (), "s", promised)
@@ -128,7 +128,7 @@ def test_what_could_be_kept_is_what_an_idle_fleet_that_forgets_nothing_keeps() -
     assert keepable([first]) == 0.0
 
 
-def test_what_is_in_time() -> None:
+def test_in_time_compares_ttft_and_tpot() -> None:
     outcome = Outcome(TracedRequest(1.0, 10, 11, (), (), "s"), begun=2.0, ended=3.0)
     assert in_time(outcome, 1.0, 0.1)
     assert in_time(outcome, None, None)
@@ -138,14 +138,14 @@ def test_what_is_in_time() -> None:
 
 
 @pytest.mark.parametrize(("most", "chosen"), [(False, "b"), (True, "a")])
-def test_llm_d_takes_the_least_headroom_or_the_most(most: bool, chosen: str) -> None:
+def test_llm_d_side_chooses_least_or_most_headroom(most: bool, chosen: str) -> None:
     targets = [Candidate(Target(name, 0, "m"), requests=1) for name in "abc"]
     predictions = [Prediction(Estimate(ttft, None), Estimate(0.02, None)) for ttft in (0.1, 0.9, 5.0)]
     choice = predicted_latency(targets, predictions, SLO(1.0, 0.05, 0.0), 0.0, 100, Random(1), most)
     assert choice.target.worker == chosen
 
 
-def test_llm_d_takes_the_idle_and_then_the_least_late_where_none_keeps_a_promise() -> None:
+def test_llm_d_side_chooses_idle_then_least_late_if_no_worker_meets_the_slo() -> None:
     targets = [Candidate(Target(name, 0, "m"), requests=name != "c") for name in "abc"]
     predictions = [Prediction(Estimate(ttft, None), Estimate(0.02, None)) for ttft in (2.0, 3.0, 4.0)]
     slo = SLO(1.0, 0.05, 0.0)

@@ -9,7 +9,7 @@ import msgspec
 from benchmarks.tokenize.measure import bodies
 
 
-def test_every_turn_goes_on_from_the_one_before() -> None:
+def test_every_turn_extends_the_previous_one() -> None:
     turns = [msgspec.json.decode(body)["messages"] for body in bodies(1, 20_000)]
     assert len(turns) > 3
     for before, after in pairwise(turns):
@@ -18,7 +18,7 @@ def test_every_turn_goes_on_from_the_one_before() -> None:
     assert len(msgspec.json.encode(turns[-1])) > 19_000
 
 
-def test_conversations_share_nothing() -> None:
+def test_conversations_share_no_messages() -> None:
     one, other = (
         {message["content"] for body in bodies(seed, 9_000) for message in _messages(body)} for seed in (1, 2)
     )

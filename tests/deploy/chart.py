@@ -30,7 +30,7 @@ def render(values: Object, name: str = "rel", namespace: str = "inference") -> l
 
 
 def notes(values: Object) -> str:
-    """What the user is told after the installation."""
+    """Return the notes that are shown after the installation."""
     with helm_python.Chart.load(CHART) as chart:
         rendered = chart.render(values, name="rel", namespace="inference")
     return next(text for path, text in rendered.items() if path.endswith("NOTES.txt"))

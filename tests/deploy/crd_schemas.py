@@ -1,4 +1,4 @@
-"""What the chart uses of kinds that Kubernetes itself does not know, as their published schemas have it.
+"""Schemas of the custom resources that the chart uses, with the fields that the chart uses.
 
 Nothing else is allowed, so a field that is misspelt or in the wrong place is found.
 """

@@ -1,4 +1,4 @@
-"""The alert rules: they fire when they should, by Prometheus' own tool, and lead to the page that tells what to do."""
+"""The alert rules: Prometheus' own tool tests when they fire, and each links to its runbook."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def promtool() -> str:
 
 
 @_promtool
-def test_the_rules_are_rules(promtool: str) -> None:
+def test_promtool_accepts_the_rules(promtool: str) -> None:
     checked = subprocess.run([promtool, "check", "rules", str(RULES)], capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 @_promtool
-def test_each_alert_fires_in_the_state_that_it_is_for(promtool: str, tmp_path: Path) -> None:
+def test_promtool_cases_fire_as_expected(promtool: str, tmp_path: Path) -> None:
     rules = yaml.safe_load(RULES.read_text())
     for rule in rules["groups"][0]["rules"]:
         del rule["annotations"]  # the cases are about when, not about words
@@ -49,7 +49,7 @@ def test_each_alert_fires_in_the_state_that_it_is_for(promtool: str, tmp_path: P
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
-def test_each_alert_has_a_case_in_which_it_fires() -> None:
+def test_every_alert_has_a_firing_and_a_silent_case() -> None:
     cases = yaml.safe_load(CASES.read_text())["tests"]
     fired = {each["alertname"] for case in cases for each in case["alert_rule_test"] if each.get("exp_alerts")}
     silent = {each["alertname"] for case in cases for each in case["alert_rule_test"] if not each.get("exp_alerts")}
@@ -58,7 +58,7 @@ def test_each_alert_has_a_case_in_which_it_fires() -> None:
     assert silent == names
 
 
-def test_each_alert_leads_to_its_part_of_the_runbooks() -> None:
+def test_every_alert_links_to_its_runbook() -> None:
     page = (ROOT / RUNBOOKS).read_text()
     headings = {line.removeprefix("### ").lower() for line in page.splitlines() if line.startswith("### Kvrouter")}
     for rule in alerts():

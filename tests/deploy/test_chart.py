@@ -1,4 +1,4 @@
-"""The chart: what it renders is valid, safe and fits together, and what it cannot use it refuses with a word on why."""
+"""The chart: rendered objects are valid, safe and consistent, and unusable values are refused with a reason."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def objects(request: pytest.FixtureRequest) -> list[Object]:
 
 
 @pytest.mark.parametrize("values", RELEASES.values(), ids=RELEASES.keys())
-def test_lint_finds_nothing(values: Object) -> None:
+def test_helm_lint_passes(values: Object) -> None:
     report = helm_python.lint(CHART, values, strict=True)
     assert report["errors"] == []
     assert [found["error"] for found in report["messages"]] == ["icon is recommended"]
@@ -126,7 +126,7 @@ def test_every_object_is_valid(objects: list[Object], version: str) -> None:
             kubernetes_validate.validate(found, version, strict=True)
 
 
-def test_objects_have_names_of_their_own(objects: list[Object]) -> None:
+def test_object_names_are_unique_and_valid(objects: list[Object]) -> None:
     names = [(found["kind"], found["metadata"].get("namespace"), found["metadata"]["name"]) for found in objects]
     assert len(set(names)) == len(names)
     for _kind, _namespace, name in names:
@@ -166,7 +166,7 @@ def test_images_are_pinned(objects: list[Object]) -> None:
         assert re.fullmatch(r".+(:v?\d[\w.-]*|@sha256:[0-9a-f]{64})", each["image"])
 
 
-def test_the_account_may_list_and_watch_workers_and_nothing_else(objects: list[Object]) -> None:
+def test_role_allows_only_listing_and_watching_workers(objects: list[Object]) -> None:
     assert not of_kind(objects, "ClusterRole") + of_kind(objects, "ClusterRoleBinding")
     for role in of_kind(objects, "Role"):
         [rule] = role["rules"]
@@ -177,7 +177,7 @@ def test_the_account_may_list_and_watch_workers_and_nothing_else(objects: list[O
         )
 
 
-def test_only_who_finds_workers_has_a_token(objects: list[Object]) -> None:
+def test_only_discovering_components_mount_a_service_account_token(objects: list[Object]) -> None:
     for pod in pod_templates(objects):
         component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
         if pod["spec"]["automountServiceAccountToken"]:
@@ -186,7 +186,7 @@ def test_only_who_finds_workers_has_a_token(objects: list[Object]) -> None:
             assert component in ("worker", "redis", "indexer", "test") or not of_kind(objects, "Role")
 
 
-def test_nothing_secret_stands_in_plain(objects: list[Object]) -> None:
+def test_secrets_are_never_rendered_in_plain(objects: list[Object]) -> None:
     for secret in of_kind(objects, "Secret"):  # the operator's token, which is made there
         assert len(base64.b64decode(secret["data"]["token"])) == 48
     for settings in rendered_settings(objects):
@@ -205,7 +205,7 @@ def matches(selector: Object, labels: Object) -> bool:
     return selector.items() <= labels.items()
 
 
-def test_selectors_match_their_own_pods_and_no_others(objects: list[Object]) -> None:
+def test_selectors_match_only_their_own_pods(objects: list[Object]) -> None:
     workloads = of_kind(objects, "Deployment") + of_kind(objects, "StatefulSet")
     for workload in workloads:
         selector = workload["spec"]["selector"]["matchLabels"]
@@ -220,7 +220,7 @@ def test_selectors_match_their_own_pods_and_no_others(objects: list[Object]) -> 
         assert "replicas" not in scaled["spec"]  # or else each upgrade would undo the scaling
 
 
-def test_services_lead_to_ports_that_exist(objects: list[Object]) -> None:
+def test_services_target_existing_ports(objects: list[Object]) -> None:
     for service in of_kind(objects, "Service"):
         pods = [p for p in pod_templates(objects) if matches(service["spec"]["selector"], p["metadata"]["labels"])]
         assert pods
@@ -229,7 +229,7 @@ def test_services_lead_to_ports_that_exist(objects: list[Object]) -> None:
             assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
 
 
-def test_probes_ask_at_ports_that_exist(objects: list[Object]) -> None:
+def test_probes_use_existing_ports(objects: list[Object]) -> None:
     for each in containers(objects):
         ports = {port["name"]: port["containerPort"] for port in each.get("ports", [])}
         assert len(set(ports.values())) == len(ports)
@@ -241,13 +241,13 @@ def test_probes_ask_at_ports_that_exist(objects: list[Object]) -> None:
                 assert probe["grpc"]["port"] in ports.values()
 
 
-def test_ports_of_a_pod_do_not_collide(objects: list[Object]) -> None:
+def test_ports_of_a_pod_are_unique(objects: list[Object]) -> None:
     for pod in pod_templates(objects):
         ports = [port["containerPort"] for each in pod["spec"]["containers"] for port in each.get("ports", [])]
         assert len(set(ports)) == len(ports)
 
 
-def test_mounts_have_volumes(objects: list[Object]) -> None:
+def test_volume_mounts_have_volumes(objects: list[Object]) -> None:
     for pod in pod_templates(objects):
         volumes = [volume["name"] for volume in pod["spec"].get("volumes", [])]
         assert len(set(volumes)) == len(volumes)
@@ -258,7 +258,7 @@ def test_mounts_have_volumes(objects: list[Object]) -> None:
                 assert named(objects, "ConfigMap", volume["configMap"]["name"])
 
 
-def test_monitors_watch_ports_of_services(objects: list[Object]) -> None:
+def test_service_monitors_scrape_service_ports(objects: list[Object]) -> None:
     for monitor in of_kind(objects, "ServiceMonitor"):
         selector = monitor["spec"]["selector"]["matchLabels"]
         services = [s for s in of_kind(objects, "Service") if matches(selector, s["metadata"]["labels"])]
@@ -266,7 +266,7 @@ def test_monitors_watch_ports_of_services(objects: list[Object]) -> None:
         assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
 
 
-def test_routes_lead_to_services_and_pools(objects: list[Object]) -> None:
+def test_routes_target_existing_services_and_pools(objects: list[Object]) -> None:
     for route in of_kind(objects, "HTTPRoute"):
         for backend in route["spec"]["rules"][0]["backendRefs"]:
             target = named(objects, backend.get("kind", "Service"), backend["name"])
@@ -283,7 +283,7 @@ def test_routes_lead_to_services_and_pools(objects: list[Object]) -> None:
         assert reference["port"]["number"] in [port["port"] for port in ports]
 
 
-def test_pods_have_time_to_drain(objects: list[Object]) -> None:
+def test_grace_period_exceeds_the_pre_stop_delay(objects: list[Object]) -> None:
     for pod in pod_templates(objects):
         for each in pod["spec"]["containers"]:
             command = each.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["0"])
@@ -302,12 +302,12 @@ def settings_of(fields: Object) -> Any:
     return load_settings(None, fields)
 
 
-def test_the_router_takes_the_rendered_settings(objects: list[Object]) -> None:
+def test_router_accepts_the_rendered_settings(objects: list[Object]) -> None:
     [settings] = rendered_settings(objects)
     assert settings.server.host == "0.0.0.0"
 
 
-def test_envoys_configuration_is_yaml_that_names_its_clusters(objects: list[Object]) -> None:
+def test_envoy_listeners_use_the_configured_clusters(objects: list[Object]) -> None:
     for found in of_kind(objects, "ConfigMap"):
         if "envoy.yaml" in found.get("data", {}):
             config = yaml.safe_load(found["data"]["envoy.yaml"])["static_resources"]
@@ -320,13 +320,13 @@ def test_envoys_configuration_is_yaml_that_names_its_clusters(objects: list[Obje
 # The parts
 
 
-def test_a_new_replica_begins_with_anothers_index() -> None:
+def test_new_replica_loads_the_index_of_a_peer() -> None:
     env = {v["name"]: v.get("value") for v in container(release("default"), "rel-kvrouter-router")["env"]}
     assert env["KVROUTER_INDEX__PEER"] == "http://rel-kvrouter-router.inference.svc:80"
     assert env["KVROUTER_INDEX__SNAPSHOT"].startswith("/var/lib/kvrouter/")
 
 
-def test_what_the_settings_say_wins() -> None:
+def test_config_values_override_chart_defaults() -> None:
     mine = {"index": {"peer": "http://other:80", "snapshot": "/var/lib/kvrouter/mine"}, "kubernetes": {"resync": 60}}
     objects = render({"config": mine})
     names = {variable["name"] for variable in container(objects, "rel-kvrouter-router")["env"]}
@@ -338,7 +338,7 @@ def test_what_the_settings_say_wins() -> None:
     assert settings.kubernetes.selector
 
 
-def test_every_setting_can_be_given() -> None:
+def test_chart_accepts_every_setting() -> None:
     text = (Path(CHART).parents[2] / "config.yaml").read_text()
     config = yaml.safe_load(text)
     del config["server"]["token"], config["index"]["secret"], config["tenants"]["named"]
@@ -347,7 +347,7 @@ def test_every_setting_can_be_given() -> None:
     assert settings.policy == load_settings(None).policy
 
 
-def test_secrets_come_by_reference() -> None:
+def test_secrets_are_referenced_by_name() -> None:
     env = {v["name"]: v for v in container(release("secure"), "rel-kvrouter-router")["env"]}
     for name, key in (
         ("KVROUTER_SERVER__TOKEN", "token"),
@@ -361,7 +361,7 @@ def test_secrets_come_by_reference() -> None:
     ("engine", "variable", "argument"),
     [("vllm", "VLLM_API_KEY", None), ("sglang", "WORKER_API_KEY", True), ("simulated", "WORKER_API_KEY", True)],
 )
-def test_engines_and_router_have_the_same_key(engine: str, variable: str, argument: bool | None) -> None:
+def test_engine_and_router_share_the_worker_api_key(engine: str, variable: str, argument: bool | None) -> None:
     objects = render(
         {"secrets": {"workerApiKey": {"name": "a-secret"}}, "workers": {"a": {"engine": engine, "model": "m"}}}
     )
@@ -373,7 +373,7 @@ def test_engines_and_router_have_the_same_key(engine: str, variable: str, argume
     assert ("--api-key=$(WORKER_API_KEY)" in words) is bool(argument)
 
 
-def test_operators_have_a_port_of_their_own() -> None:
+def test_admin_port_has_its_own_service() -> None:
     objects = release("a port for operators")
     router = container(objects, "rel-kvrouter-router")
     assert {port["name"]: port["containerPort"] for port in router["ports"]} == {"http": 8080, "admin": 9090}
@@ -388,13 +388,13 @@ def test_operators_have_a_port_of_their_own() -> None:
     assert env["KVROUTER_INDEX__PEER"] == "http://rel-kvrouter-router-admin.inference.svc:9090"
 
 
-def test_tenants_are_read_from_what_the_secret_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenants_are_read_from_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVROUTER_TENANTS__NAMED", json.dumps({"team-a": {"keys": ["a" * 64], "models": ["m"]}}))
     monkeypatch.setenv("KVROUTER_SERVER__TOKEN", "t")
     assert load_settings(None).tenants.named["team-a"].models == ["m"]
 
 
-def test_replicas_share_a_redis() -> None:
+def test_replicas_share_one_redis() -> None:
     own = {v["name"]: v.get("value") for v in container(release("vllm"), "rel-kvrouter-router")["env"]}
     assert "HF_TOKEN" in own
     assert load_settings(None, {"replicas": {"redis": own["KVROUTER_REPLICAS__REDIS"]}})
@@ -407,7 +407,7 @@ def test_replicas_share_a_redis() -> None:
     assert not of_kind(release("gateway"), "StatefulSet")
 
 
-def test_a_picker_with_a_certificate_is_asked_over_tls() -> None:
+def test_picker_service_uses_tls_with_a_certificate() -> None:
     files = {"certificate": "/etc/kvrouter/tls/tls.crt", "key": "/etc/kvrouter/tls/tls.key"}
     for picker, protocol, probe in (({}, "kubernetes.io/h2c", "grpc"), (files, "https", "httpGet")):
         objects = render({"picker": {"enabled": True}, "secrets": {"tls": "a-secret"}, "config": {"picker": picker}})
@@ -417,7 +417,7 @@ def test_a_picker_with_a_certificate_is_asked_over_tls() -> None:
         assert probe in container(objects, "rel-kvrouter-picker")["readinessProbe"]
 
 
-def test_a_picker_that_follows_objectives_may_read_them() -> None:
+def test_picker_role_allows_objectives_when_followed() -> None:
     for group in ("inference.networking.x-k8s.io", "llm-d.ai"):
         objects = render({"picker": {"enabled": True}, "config": {"picker": {"follow_objectives": group}}})
         [role] = of_kind(objects, "Role")
@@ -425,7 +425,7 @@ def test_a_picker_that_follows_objectives_may_read_them() -> None:
         assert rule in role["rules"]
 
 
-def test_with_tls_probes_and_monitors_speak_https() -> None:
+def test_probes_and_monitors_use_https_with_tls() -> None:
     objects = release("secure")
     router = container(objects, "rel-kvrouter-router")
     assert router["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
@@ -435,12 +435,12 @@ def test_with_tls_probes_and_monitors_speak_https() -> None:
     assert str(settings.server.certificate) == "/etc/kvrouter/tls/tls.crt"
 
 
-def test_the_grace_period_covers_the_drain() -> None:
+def test_router_grace_period_covers_the_drain() -> None:
     pod = named(release("secure"), "Deployment", "rel-kvrouter-router")["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 5 + 10 + 120 + 10
 
 
-def test_a_change_of_the_settings_restarts_the_router() -> None:
+def test_changed_settings_restart_the_router() -> None:
     def checksum(values: Object) -> str:
         template = named(render(values), "Deployment", "rel-kvrouter-router")["spec"]["template"]
         return template["metadata"]["annotations"]["checksum/config"]
@@ -448,7 +448,7 @@ def test_a_change_of_the_settings_restarts_the_router() -> None:
     assert checksum({}) == checksum({"router": {"replicas": 5}}) != checksum({"config": {"logs": {"access": True}}})
 
 
-def test_roles_are_made_where_the_workers_are() -> None:
+def test_role_is_created_in_the_namespace_of_the_workers() -> None:
     [role], [binding] = of_kind(release("secure"), "Role"), of_kind(release("secure"), "RoleBinding")
     assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == "models"
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
@@ -466,7 +466,7 @@ def labels_selected(selector: str) -> Object:
     return dict(pair.split("=", 1) for pair in selector.split(","))
 
 
-def test_the_router_finds_the_workers_of_its_release() -> None:
+def test_pod_selector_matches_the_workers_of_the_release() -> None:
     for name in ("demo", "vllm", "disaggregated"):
         [settings] = rendered_settings(release(name))
         workers = [p for p in pod_templates(release(name)) if "kvrouter.io/worker" in p["metadata"]["labels"]]
@@ -479,7 +479,7 @@ def test_the_router_finds_the_workers_of_its_release() -> None:
             assert ports["http"] == settings.kubernetes.port
 
 
-def test_a_service_of_workers_for_discovery() -> None:
+def test_discovery_service_publishes_unready_workers() -> None:
     [settings] = rendered_settings(release("sglang"))
     service = named(release("sglang"), "Service", settings.kubernetes.service)
     assert service["spec"]["publishNotReadyAddresses"] is True
@@ -487,7 +487,7 @@ def test_a_service_of_workers_for_discovery() -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "simulated"])
-def test_every_rank_has_an_event_stream_and_replays(engine: str) -> None:
+def test_every_rank_has_event_and_replay_ports(engine: str) -> None:
     objects = render({"workers": {"w": {"engine": engine, "model": "m", "dataParallelSize": RANKS}}})
     worker = container(objects, "rel-kvrouter-worker-w")
     words = worker.get("command", []) + worker.get("args", [])
@@ -500,7 +500,7 @@ def test_every_rank_has_an_event_stream_and_replays(engine: str) -> None:
         assert [ports[f"{kind}-{rank}"] for rank in range(RANKS)] == [base + rank for rank in range(RANKS)]
 
 
-def test_vllm_is_wired_for_routing_by_prefix() -> None:
+def test_vllm_command_enables_prefix_routing() -> None:
     worker = container(release("vllm"), "rel-kvrouter-worker-llama")
     words = worker["command"]
     assert words[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct"]
@@ -516,7 +516,7 @@ def test_vllm_is_wired_for_routing_by_prefix() -> None:
     assert volumes["home"]["persistentVolumeClaim"] == {"claimName": "models"}
 
 
-def test_sglang_is_wired_for_routing_by_prefix() -> None:
+def test_sglang_command_enables_prefix_routing() -> None:
     words = container(release("sglang"), "rel-kvrouter-worker-qwen")["command"]
     assert words[:3] == ["python3", "-m", "sglang.launch_server"]
     assert {"--enable-cache-report", "--tp-size=8", "--attn-dp-size=8", "--page-size=64"} <= set(words)
@@ -532,13 +532,13 @@ def test_sglang_is_wired_for_routing_by_prefix() -> None:
         ({"gpus": 0}, None),
     ],
 )
-def test_a_worker_has_a_gpu_for_every_rank(values: Object, gpus: int | None) -> None:
+def test_gpu_count_follows_parallel_sizes(values: Object, gpus: int | None) -> None:
     worker = container(render({"workers": {"w": {"model": "m"} | values}}), "rel-kvrouter-worker-w")
     assert worker["resources"]["limits"].get("nvidia.com/gpu") == gpus
     assert worker["resources"]["requests"].get("nvidia.com/gpu") == gpus
 
 
-def test_prefill_and_decode_hand_blocks_over() -> None:
+def test_prefill_and_decode_workers_have_transfer_connectors() -> None:
     objects = release("disaggregated")
     for role in ("prefill", "decode"):
         worker = container(objects, f"rel-kvrouter-worker-{role}")
@@ -553,10 +553,10 @@ def test_prefill_and_decode_hand_blocks_over() -> None:
 # Network
 
 
-def allowed(policy: Object, who: Object, port: int | str) -> bool:
-    """Whether a network policy lets pods with these labels in at a port."""
+def allowed(policy: Object, pod_labels: Object, port: int | str) -> bool:
+    """Return whether a network policy allows pods with these labels at a port."""
     for rule in policy["spec"]["ingress"]:
-        known = any(matches(p["podSelector"]["matchLabels"], who) for p in rule["from"] if "podSelector" in p)
+        known = any(matches(p["podSelector"]["matchLabels"], pod_labels) for p in rule["from"] if "podSelector" in p)
         for each in rule["ports"]:
             last = each.get("endPort", each["port"])
             if known and (each["port"] == port or (isinstance(port, int) and each["port"] <= port <= last)):
@@ -565,7 +565,7 @@ def allowed(policy: Object, who: Object, port: int | str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang", "disaggregated", "demo", "events elsewhere"])
-def test_event_sockets_are_for_the_router_alone(name: str) -> None:
+def test_network_policy_opens_event_ports_to_the_router_only(name: str) -> None:
     objects = release(name)
     policy = named(objects, "NetworkPolicy", "rel-kvrouter-workers")
     pods = {p["metadata"]["labels"]["app.kubernetes.io/component"]: p for p in pod_templates(objects)}
@@ -602,7 +602,7 @@ REFUSED = {
     "one worker's key in plain": ({"config": {"workers": [{"url": "http://w", "api_key": "x"}]}}, "api_key"),
     "keys in plain": ({"config": {"tenants": {"named": {}}}}, "named"),
     "a name of a worker": ({"workers": {"Upper": {"model": "m"}}}, "Upper"),
-    "an engine nobody knows": ({"workers": {"a": {"engine": "llama.cpp", "model": "m"}}}, "workers/a/engine"),
+    "an unknown engine": ({"workers": {"a": {"engine": "llama.cpp", "model": "m"}}}, "workers/a/engine"),
     "a digest that is none": ({"image": {"digest": "sha256:1"}}, "image/digest"),
     "a worker without a model": ({"workers": {"a": {}}}, r"workers\.a\.model: name the model"),
     "more ranks than ports": ({"workers": {"a": {"model": "m", "dataParallelSize": 200}}}, "want more ports"),
@@ -623,7 +623,7 @@ REFUSED = {
     ),
     "a service without a name": ({"discovery": {"mode": "service"}}, "name the service"),
     "a scaling by nothing": ({"workers": {"a": {"model": "m", "autoscaling": {"enabled": True}}}}, "what to scale by"),
-    "roles that nobody tells": (
+    "roles without pods": (
         {"discovery": {"mode": "service"}, "workers": {"a": {"model": "m", "role": "decode"}}},
         "do not tell roles",
     ),
@@ -632,7 +632,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_used_is_refused_by_name(values: Object, message: str) -> None:
+def test_unusable_values_are_refused_by_name(values: Object, message: str) -> None:
     with pytest.raises(helm_python.HelmError) as refused:
         render(values)
     assert re.search(message, str(refused.value).replace("\n", " ")), str(refused.value)
@@ -662,7 +662,7 @@ TYPED = [(place, each) for place, each in LEAVES if isinstance(each.get("type"),
 CLOSED = [place for place, each in LEAVES if each.get("additionalProperties") is False]
 
 
-def test_no_value_takes_another_type() -> None:
+def test_schema_refuses_wrong_types() -> None:
     assert len(TYPED) > 200
     for place, each in TYPED:
         kinds = {each["type"]} if isinstance(each["type"], str) else set(each["type"])
@@ -670,7 +670,7 @@ def test_no_value_takes_another_type() -> None:
         assert f"/{'/'.join(place)}" in refusal(nested(place, wrong)), place
 
 
-def test_no_map_takes_keys_that_are_not_its_own() -> None:
+def test_schema_refuses_unknown_keys() -> None:
     assert len(CLOSED) > 30
     for place in CLOSED:
         message = refusal(nested(place, {"mispelt": 1}))
@@ -678,10 +678,10 @@ def test_no_map_takes_keys_that_are_not_its_own() -> None:
         assert "mispelt" in message
 
 
-# What the user is told
+# Notes, pods and packages
 
 
-def test_the_notes_say_where_it_is_and_what_is_missing() -> None:
+def test_notes_name_the_urls_and_missing_parts() -> None:
     text = notes({})
     assert "http://rel-kvrouter-router.inference.svc:80/v1" in text
     assert "there are no workers" in text
@@ -694,7 +694,7 @@ def test_the_notes_say_where_it_is_and_what_is_missing() -> None:
     assert "networkPolicy.workerClients" in notes(profile("gateway") | {"networkPolicy": {"workerClients": []}})
 
 
-def test_what_a_component_says_of_its_pods_wins() -> None:
+def test_component_pod_values_override_pod_defaults() -> None:
     values = {
         "podDefaults": {"nodeSelector": {"a": "1", "b": "1"}, "tolerations": [{"key": "x"}], "labels": {"c": "1"}},
         "router": {"pod": {"nodeSelector": {"b": "2"}, "tolerations": []}},
@@ -710,12 +710,12 @@ def test_what_a_component_says_of_its_pods_wins() -> None:
     assert router["metadata"]["labels"]["c"] == redis["metadata"]["labels"]["c"] == "1"
 
 
-def test_extra_objects_are_templates() -> None:
+def test_extra_objects_are_rendered_as_templates() -> None:
     names = {found["metadata"]["name"] for found in of_kind(release("secure"), "ConfigMap")}
     assert {"rel-extra", "rel-text"} <= names
 
 
-def test_the_chart_can_be_packaged(tmp_path: Path) -> None:
+def test_chart_package_contains_its_files(tmp_path: Path) -> None:
     archive = helm_python.package(CHART, destination=tmp_path)
     with helm_python.Chart.load(archive) as chart:
         files = {found["name"] for found in chart.files}
@@ -726,7 +726,7 @@ def test_the_chart_can_be_packaged(tmp_path: Path) -> None:
 KEDA = {"enabled": True, "serverAddress": "http://prometheus:9090"}
 
 
-def test_a_model_scales_down_to_none_and_its_requests_wait() -> None:
+def test_keda_scales_a_model_to_zero_on_demand() -> None:
     worker = {"engine": "simulated", "servedModelName": "m", "keda": KEDA | {"authenticationRef": "prometheus"}}
     objects = render({"workers": {"a": worker, "b": worker | {"servedModelName": "n"}}})
     scaled = named(objects, "ScaledObject", "rel-kvrouter-worker-a")["spec"]
@@ -742,7 +742,7 @@ def test_a_model_scales_down_to_none_and_its_requests_wait() -> None:
     assert settings["admission"]["cold_start_timeout"] == 900
 
 
-def test_weights_are_kept_in_a_claim_that_outlives_the_release() -> None:
+def test_model_cache_claim_outlives_the_release() -> None:
     cache = {"enabled": True, "size": "1Ti", "storageClass": "fast"}
     objects = render({"workers": {"a": VLLM | {"modelCache": cache}}})
     claim = named(objects, "PersistentVolumeClaim", "rel-kvrouter-worker-a-models")
@@ -756,7 +756,7 @@ def test_weights_are_kept_in_a_claim_that_outlives_the_release() -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "simulated"])
-def test_adapters_are_loaded_at_the_start(engine: str) -> None:
+def test_adapters_are_arguments_of_the_engine(engine: str) -> None:
     lora = {"enabled": True, "adapters": {"poet": "/adapters/poet"}}
     ran = container(render({"workers": {"a": {"engine": engine, "model": "m", "lora": lora}}}), "rel-kvrouter-worker-a")
     arguments = ran.get("command") or ran["args"]
@@ -775,6 +775,6 @@ def test_adapters_are_loaded_at_the_start(engine: str) -> None:
         ({"lora": {"adapters": {"a": "b"}}}, "lora.enabled"),
     ],
 )
-def test_what_does_not_go_together_is_refused(worker: Object, word: str) -> None:
+def test_conflicting_worker_values_are_refused(worker: Object, word: str) -> None:
     with pytest.raises(helm_python.HelmError, match=word):
         render({"workers": {"a": VLLM | worker}})

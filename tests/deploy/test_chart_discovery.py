@@ -6,6 +6,7 @@ The API server of this test serves the pods of the release, and refuses what the
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from typing import Any
 
 import aiohttp
@@ -31,7 +32,7 @@ NEVER_UP = FleetSettings(probe_interval=60, retry_interval=60, metrics_interval=
 
 
 class ApiServer:
-    """Serves what a release would have become, to those whom its Role allows it."""
+    """A server of the pods and slices of a release, which refuses requests that the Role does not allow."""
 
     def __init__(self, objects: list[Object], namespace: str) -> None:
         self.asked: set[tuple[str, str, str]] = set()
@@ -48,7 +49,7 @@ class ApiServer:
         ]
 
     def addresses(self, component: str) -> set[str]:
-        """Where the pods of a component are."""
+        """Return the addresses of the pods of a component."""
         return {pod["status"]["podIP"] for pod in self._selected({"app.kubernetes.io/component": component})}
 
     def _selected(self, labels: Object) -> list[Object]:
@@ -123,21 +124,20 @@ async def found(objects: list[Object], namespace: str) -> tuple[dict[str, Role],
 
 
 @pytest.mark.parametrize("name", ["demo", "vllm", "sglang", "disaggregated", "envoy"])
-def test_the_router_finds_the_workers_and_asks_for_no_more_than_it_may(name: str) -> None:
+def test_router_discovers_workers_within_its_role(name: str) -> None:
     objects = render(profile(name))
     workers, api = asyncio.run(found(objects, "inference"))
     assert workers.keys() == {f"http://{address}:8000" for address in api.addresses("worker")}
     [rule] = of_kind(objects, "Role")[0]["rules"]
-    may = {(group, kind, verb) for group in rule["apiGroups"] for kind in rule["resources"] for verb in rule["verbs"]}
-    assert api.asked == may
+    assert api.asked == set(product(rule["apiGroups"], rule["resources"], rule["verbs"]))
 
 
-def test_it_knows_their_roles() -> None:
+def test_discovered_workers_have_their_roles() -> None:
     workers, _api = asyncio.run(found(render(profile("disaggregated")), "inference"))
     assert sorted(workers.values()) == [Role.DECODE, Role.DECODE, Role.PREFILL, Role.PREFILL]
 
 
-def test_it_looks_where_it_is_told_to() -> None:
+def test_discovery_uses_the_configured_namespace_and_selector() -> None:
     values: dict[str, Any] = {"discovery": {"namespace": "models", "selector": "app.kubernetes.io/component=worker"}}
     workers, _api = asyncio.run(found(render(profile("demo") | values), "models"))
     assert len(workers) == 2

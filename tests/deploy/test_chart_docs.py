@@ -1,4 +1,4 @@
-"""What is generated in the chart is current, and dashboards and alerts ask for metrics that exist."""
+"""Generated files of the chart are current, and dashboards and alerts query existing metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvrouter.processes import KvrouterProcess
 HELM = Path(__file__).parents[2] / "deploy" / "helm"
 CHART = HELM / "kvrouter"
 
-# What of a query is no metric: functions, labels, keywords, Grafana's variables.
+# Strings are removed from a query before its metrics are read.
 _STRINGS = re.compile(r'"[^"]*"')
 _METRIC = re.compile(r"\bkvrouter_\w+")
 
@@ -40,14 +40,14 @@ chart_docs = script("chart_docs")
 dashboards = script("dashboards")
 
 
-def test_the_schema_and_the_table_of_values_are_current() -> None:
+def test_schema_and_readme_of_values_are_current() -> None:
     values = chart_docs.read_values(CHART / "values.yaml")
     hint = "run `make chart-docs`"
     assert chart_docs.values_schema(values) == (CHART / "values.schema.json").read_text(), hint
     assert chart_docs.readme(values) == (CHART / "README.md").read_text(), hint
 
 
-def test_the_dashboards_are_current() -> None:
+def test_dashboards_are_current() -> None:
     assert {path.stem for path in (CHART / "dashboards").iterdir()} == set(dashboards.DASHBOARDS)
     for name in dashboards.DASHBOARDS:
         assert dashboards.dashboard(name) == (CHART / "dashboards" / f"{name}.json").read_text(), (
@@ -74,20 +74,20 @@ def test_every_value_has_a_description() -> None:
     assert [place for place, each in found.items() if not each.get("description")] == []
 
 
-def test_no_value_is_taken_that_does_not_exist() -> None:
+def test_schema_allows_no_additional_properties() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     for place, each in [("", schema), *properties(schema)]:
         if "properties" in each and not place.lower().endswith(("securitycontext", "seccompprofile", "capabilities")):
             assert each["additionalProperties"] is False, place
 
 
-def test_a_value_without_a_comment_is_refused(tmp_path: Path) -> None:
+def test_value_without_a_comment_is_refused(tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text("# The first.\nfirst: 1\nsecond: 2\n")
     with pytest.raises(ValueError, match="second: every value needs a comment"):
         chart_docs.read_values(tmp_path / "values.yaml")
 
 
-def test_a_null_without_a_type_is_refused(tmp_path: Path) -> None:
+def test_null_default_without_a_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text("# The first.\nfirst: null\n")
     [value] = chart_docs.read_values(tmp_path / "values.yaml")
     with pytest.raises(ValueError, match="first: a default of null"):
@@ -105,29 +105,29 @@ def exported() -> set[str]:
     return names
 
 
-def asked_for(queries: list[str]) -> set[str]:
+def queried_metrics(queries: list[str]) -> set[str]:
     return {name for query in queries for name in _METRIC.findall(_STRINGS.sub("", query))}
 
 
-def test_alerts_ask_for_metrics_that_exist(exported: set[str]) -> None:
+def test_alerts_query_existing_metrics(exported: set[str]) -> None:
     groups = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"]
     queries = [rule["expr"] for group in groups for rule in group["rules"]]
     assert len(queries) >= 10
     for rule in (rule for group in groups for rule in group["rules"]):
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
-    assert all(asked_for([query]) for query in queries)
-    assert asked_for(queries) <= exported
+    assert all(queried_metrics([query]) for query in queries)
+    assert queried_metrics(queries) <= exported
 
 
 @pytest.mark.parametrize("name", sorted(dashboards.DASHBOARDS))
-def test_dashboards_ask_for_metrics_that_exist(name: str, exported: set[str]) -> None:
+def test_dashboards_query_existing_metrics(name: str, exported: set[str]) -> None:
     document = json.loads(dashboards.dashboard(name))
     panels = [panel for panel in document["panels"] if panel["type"] != "row"]
     assert all(panel["description"] for panel in panels)
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
     variables = [variable["query"] for variable in document["templating"]["list"] if variable["type"] == "query"]
-    assert all(asked_for([query]) for query in queries)
-    assert asked_for([*queries, *variables]) <= exported
+    assert all(queried_metrics([query]) for query in queries)
+    assert queried_metrics([*queries, *variables]) <= exported
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in document["panels"]]
     assert len(set(places)) == len(places)

@@ -1,4 +1,4 @@
-"""The Envoy that the chart configures, run: what it serves beside requests, and what it says without a picker."""
+"""A running Envoy with the chart's configuration: its admin routes, and its answers without a picker."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def running(objects: list[Object], tmp_path: Path) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("tls", ["", "tls"])
-def test_envoy_takes_the_configuration(tls: str, tmp_path: Path) -> None:
+def test_envoy_accepts_the_configuration(tls: str, tmp_path: Path) -> None:
     found = config(render({"envoy": {"enabled": True, "maxConnections": 1_000_000}, "secrets": {"tls": tls}}))
     if tls:
         import trustme
@@ -116,11 +116,11 @@ def test_envoy_takes_the_configuration(tls: str, tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-def test_without_a_picker_the_answer_is_503(running: Running) -> None:
+def test_envoy_answers_503_without_a_picker(running: Running) -> None:
     assert running.get(CLIENTS, "/v1/models")[0] == 503
 
 
-def test_a_client_cannot_name_a_worker(running: Running) -> None:
+def test_envoy_ignores_a_destination_header_of_a_client(running: Running) -> None:
     with socket.create_server(("127.0.0.1", 0)) as secret:
         address = f"127.0.0.1:{secret.getsockname()[1]}"
         assert running.get(CLIENTS, "/", {"x-gateway-destination-endpoint": address})[0] == 503
@@ -129,13 +129,13 @@ def test_a_client_cannot_name_a_worker(running: Running) -> None:
             secret.accept()
 
 
-def test_of_the_admin_interface_only_readiness_and_metrics_are_open(running: Running) -> None:
+def test_envoy_exposes_only_readiness_and_metrics(running: Running) -> None:
     assert "envoy_server_live" in running.get(STATUS, "/stats/prometheus")[1]
     for path in ("/config_dump", "/quitquitquit", "/"):
         assert running.get(STATUS, path)[0] == 404
 
 
-def test_before_its_end_it_tells_clients_to_connect_anew(objects: list[Object], running: Running) -> None:
+def test_envoy_closes_client_connections_before_shutdown(objects: list[Object], running: Running) -> None:
     command = _envoy(objects)["lifecycle"]["preStop"]["exec"]["command"]
     command = [word.replace(str(ADMIN), str(running.ports[ADMIN])) for word in command]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, env={"PATH": os.environ["PATH"]})

@@ -1,4 +1,4 @@
-"""What the chart would run, run: the commands and settings of the demo profile, as processes on this machine."""
+"""The commands and settings of the chart's demo profile, run as local processes."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def until_ready(url: str) -> None:
             time.sleep(0.1)
 
 
-def test_the_router_finds_every_rank_and_its_stream(router: str) -> None:
+def test_router_discovers_every_rank_and_its_stream(router: str) -> None:
     until_ready(router)
     [worker] = ask(f"{router}/workers")["workers"]
     assert [rank["dp_rank"] for rank in worker["ranks"]] == list(range(RANKS))
     assert {rank["state"] for rank in worker["ranks"]} == {"live"}
 
 
-def test_it_answers_and_knows_what_is_cached(router: str) -> None:
+def test_router_answers_and_matches_cached_prompts(router: str) -> None:
     until_ready(router)
     question = {"model": "simulated", "prompt": "word " * 200, "max_tokens": 4}
     assert ask(f"{router}/v1/completions", question)["usage"]["completion_tokens"] == 4

@@ -24,7 +24,7 @@ SECRET = "rel-kvrouter-token"
 
 @contextmanager
 def cluster(secrets: dict[str, Object]) -> Iterator[Any]:
-    """What of a cluster's API a chart may look up: Secrets in the namespace `inference`."""
+    """Serve the Secrets of the namespace `inference` like the API of a cluster."""
 
     class Api(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -74,7 +74,7 @@ def token_in(objects: list[Object], key: str = "token") -> bytes:
     return base64.b64decode(named(objects, "Secret", SECRET)["data"][key])
 
 
-def test_a_token_is_made_and_the_router_reads_it() -> None:
+def test_chart_creates_a_random_token_for_the_router() -> None:
     first, second = render({}), render({})
     assert len(token_in(first)) == 48
     assert token_in(first) != token_in(second)
@@ -84,7 +84,7 @@ def test_a_token_is_made_and_the_router_reads_it() -> None:
 
 
 @pytest.mark.parametrize("key", ["token", "admin.token"])
-def test_an_upgrade_keeps_it(key: str) -> None:
+def test_upgrade_keeps_the_token(key: str) -> None:
     values = {"secrets": {"adminToken": {"key": key}}}
     with cluster({}) as config:
         installed = upgraded(config, values)
@@ -93,7 +93,7 @@ def test_an_upgrade_keeps_it(key: str) -> None:
 
 
 @pytest.mark.parametrize("token", [{"name": "mine"}, {"create": False}])
-def test_none_is_made_where_one_is_named_or_none_is_wanted(token: Object) -> None:
+def test_token_is_not_created_when_named_or_disabled(token: Object) -> None:
     objects = render({"secrets": {"adminToken": token}})
     assert of_kind(objects, "Secret") == []
     env = {variable["name"] for variable in container(objects, "rel-kvrouter-router")["env"]}

@@ -32,7 +32,7 @@ def last_stage() -> list[tuple[str, str]]:
     return found[begin:]
 
 
-def test_the_base_image_is_pinned_by_its_digest() -> None:
+def test_base_image_is_pinned_by_digest() -> None:
     arguments = dict(rest.split("=", 1) for word, rest in instructions() if word == "ARG")
     bases = [rest.split()[0] for word, rest in instructions() if word == "FROM"]
     assert len(bases) == 2
@@ -40,25 +40,25 @@ def test_the_base_image_is_pinned_by_its_digest() -> None:
         assert re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+-[\w-]+@sha256:[0-9a-f]{64}", arguments[base.strip("${}")])
 
 
-def test_it_runs_as_a_numeric_user_who_is_not_root() -> None:
+def test_image_runs_as_a_numeric_non_root_user() -> None:
     [user] = [rest for word, rest in last_stage() if word == "USER"]
     assert int(user.split(":")[0]) > 0
 
 
-def test_the_last_stage_installs_nothing() -> None:
+def test_last_stage_installs_no_packages() -> None:
     runs = " ".join(rest for word, rest in last_stage() if word == "RUN")
     assert "pip uninstall" in runs
     assert not re.search(r"\binstall (?!-d )|apt-get|curl|wget", runs.replace("uninstall", ""))
 
 
-def test_it_tells_its_health() -> None:
+def test_image_has_a_health_check() -> None:
     [check] = [rest for word, rest in last_stage() if word == "HEALTHCHECK"]
     command = json.loads(check[check.index("CMD ") + 4 :])
     compile(command[-1], "healthcheck", "exec")
     assert "/health" in command[-1]
 
 
-def test_what_is_copied_exists_and_is_not_ignored() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     allowed = [line.removeprefix("!") for line in ignored if line.startswith("!")]
     assert "*" in ignored
@@ -69,7 +69,7 @@ def test_what_is_copied_exists_and_is_not_ignored() -> None:
                 assert any(fnmatch(source, pattern) or source.startswith(f"{pattern}/") for pattern in allowed)
 
 
-def test_every_package_of_ours_is_in_it() -> None:
+def test_image_contains_every_package_of_the_project() -> None:
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     copied = {part for word, rest in instructions() if word == "COPY" for part in rest.split()[:-1]}
     assert set(packages["packages"]) <= copied
@@ -87,7 +87,7 @@ def test_dependencies_are_pinned() -> None:
     assert names <= pinned
 
 
-def test_every_package_has_hashes_and_the_pinned_version() -> None:
+def test_requirements_have_hashes_and_pinned_versions() -> None:
     pins = dict(
         line.replace("_", "-").lower().split("==")
         for line in (ROOT / "deploy" / "constraints.txt").read_text().splitlines()
@@ -103,7 +103,7 @@ def test_every_package_has_hashes_and_the_pinned_version() -> None:
 
 
 @pytest.mark.helm
-def test_the_linter_finds_nothing() -> None:
+def test_hadolint_passes() -> None:
     linted = subprocess.run([Path(sys.executable).parent / "hadolint", DOCKERFILE], capture_output=True, text=True)
     assert linted.returncode == 0, linted.stdout
 
@@ -112,7 +112,7 @@ def compose() -> dict[str, Any]:
     return yaml.safe_load((COMPOSE / "compose.yaml").read_text())
 
 
-def test_compose_runs_a_router_two_workers_prometheus_and_grafana() -> None:
+def test_compose_services_are_restricted_and_pinned() -> None:
     services = compose()["services"]
     assert services.keys() == {"router", "worker-1", "worker-2", "prometheus", "grafana"}
     for name, service in services.items():
@@ -124,7 +124,7 @@ def test_compose_runs_a_router_two_workers_prometheus_and_grafana() -> None:
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
 
 
-def test_what_compose_mounts_exists() -> None:
+def test_compose_mounts_exist() -> None:
     document = compose()
     for service in document["services"].values():
         for volume in service.get("volumes", []):
@@ -134,7 +134,7 @@ def test_what_compose_mounts_exists() -> None:
             assert name in document["services"]
 
 
-def test_prometheus_and_grafana_look_where_the_services_are() -> None:
+def test_prometheus_and_grafana_target_the_compose_services() -> None:
     services = compose()["services"]
     config = yaml.safe_load((COMPOSE / "prometheus.yaml").read_text())
     targets = [t for job in config["scrape_configs"] for each in job["static_configs"] for t in each["targets"]]

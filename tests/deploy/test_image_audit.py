@@ -1,4 +1,4 @@
-"""The bill of materials, and the question for vulnerabilities, to a database that this test is."""
+"""The bill of materials and the search for vulnerabilities, with a database served by the test."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def audit() -> ModuleType:
 
 @pytest.fixture
 def database() -> Iterator[str]:
-    """Knows of a vulnerability in the first package alone."""
+    """A database that knows a vulnerability of the first package only."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -54,7 +54,7 @@ def database() -> Iterator[str]:
         server.server_close()
 
 
-def test_every_package_is_listed_with_its_hashes(audit: ModuleType, tmp_path: Path, database: str) -> None:
+def test_bill_of_materials_lists_every_package_with_hashes(audit: ModuleType, tmp_path: Path, database: str) -> None:
     assert audit.main(["--output", str(tmp_path / "sbom.json"), "--database", database]) == 1
     bill = json.loads((tmp_path / "sbom.json").read_text())
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
@@ -62,12 +62,12 @@ def test_every_package_is_listed_with_its_hashes(audit: ModuleType, tmp_path: Pa
     assert all(each["hashes"] and each["purl"].startswith("pkg:pypi/") for each in bill["components"])
 
 
-def test_what_is_known_is_named(audit: ModuleType, database: str) -> None:
+def test_known_vulnerabilities_are_named(audit: ModuleType, database: str) -> None:
     packages = [audit.Package("a", "1", ()), audit.Package("b", "2", ())]
     assert audit.known_vulnerabilities(packages, database) == {"pkg:pypi/a@1": ["TEST-1"]}
 
 
-def test_without_a_database_this_is_said(audit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_database_is_reported(audit: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--output", str(tmp_path / "sbom.json"), "--database", "http://127.0.0.1:1/"]
     assert audit.main(options) == 0
     assert "not checked for vulnerabilities" in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""mypyc takes every module that a build compiles: its checks and its intermediate code, without the C compiler.
+"""A check that mypyc translates every module that a build compiles, without the C compiler.
 
-What mypy accepts, mypyc may still refuse, and then no image and no wheel can be built.
+Code that mypy accepts may still be refused by mypyc, and then neither image nor wheel can be built.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What mypyc compiles, and what it makes of it without a word."""
+"""Constructs that mypyc compiles wrongly without an error."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def compiled() -> set[Path]:
     return {path for pattern in build["hooks"]["mypyc"]["include"] for path in ROOT.glob(pattern.lstrip("/"))}
 
 
-def test_no_final_tuple_of_floats_is_left_to_the_compiler() -> None:
-    """mypyc takes such a constant for one that was not set, and reading it raises NameError: say tuple[float, ...]."""
+def test_compiled_tuples_of_floats_are_annotated() -> None:
+    """Reading a compiled Final tuple of floats raises NameError: annotate it as tuple[float, ...]."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in compiled()
@@ -29,8 +29,8 @@ def test_no_final_tuple_of_floats_is_left_to_the_compiler() -> None:
     assert not found
 
 
-def test_no_compiled_class_has_none_as_the_default_of_a_protocol() -> None:
-    """mypyc leaves such an attribute unset, and reading it raises AttributeError: `__init__` has to set it."""
+def test_compiled_protocol_attributes_have_no_default_of_none() -> None:
+    """mypyc leaves the attribute unset, and reading it raises AttributeError: set it in `__init__`."""
     classes = [
         (path, node)
         for path in compiled()
@@ -53,8 +53,8 @@ def test_no_compiled_class_has_none_as_the_default_of_a_protocol() -> None:
     assert not found
 
 
-def test_no_struct_is_compiled() -> None:
-    """mypyc makes a class of its own of what derives from a struct of another module, whose fields are never read."""
+def test_structs_are_not_compiled() -> None:
+    """mypyc compiles a class that derives from a struct of another module without the fields of that struct."""
     bases = {
         (path, node.name): {ast.unparse(base).rpartition(".")[2] for base in node.bases}
         for package in ("kvevents", "indexer", "router", "worker", "kvrouter")

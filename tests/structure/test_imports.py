@@ -68,7 +68,7 @@ def room_of(module: str) -> str:
     return module.split(".")[1]
 
 
-def test_packages_import_only_what_they_may() -> None:
+def test_packages_import_only_allowed_packages() -> None:
     wrong = []
     for module, other in arrows():
         package, imports = module.split(".")[0], other.split(".")[0]
@@ -77,13 +77,13 @@ def test_packages_import_only_what_they_may() -> None:
     assert wrong == []
 
 
-def test_every_room_of_the_router_has_a_place() -> None:
+def test_contributing_lists_every_room_of_the_router() -> None:
     actual = {room_of(module) for module in modules() if module.startswith("router.")}
     assert set(rooms()) == actual
     assert len(rooms()) == len(actual)
 
 
-def test_rooms_of_the_router_import_only_from_lower_ones() -> None:
+def test_router_rooms_import_only_lower_rooms() -> None:
     place = {room: number for number, room in enumerate(rooms())}
     wrong = [
         f"{module} imports {other}"
@@ -95,7 +95,7 @@ def test_rooms_of_the_router_import_only_from_lower_ones() -> None:
     assert wrong == []
 
 
-def test_no_modules_import_each_other() -> None:
+def test_imports_have_no_cycle() -> None:
     others = {
         module: {other for other in imported(module) if not other.startswith(f"{module}.")} for module in modules()
     }
@@ -105,8 +105,8 @@ def test_no_modules_import_each_other() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_a_long_file_says_why() -> None:
-    """In its docstring, in a sentence that begins with "One file"."""
+def test_long_files_give_a_reason() -> None:
+    """The reason is a sentence of the docstring that begins with "One file"."""
     silent = [
         f"{path.relative_to(ROOT)}: {lines} lines"
         for path in modules().values()

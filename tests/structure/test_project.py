@@ -28,7 +28,7 @@ def make_targets() -> set[str]:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_workflows_have_limits_and_call_what_exists(path: Path) -> None:
+def test_workflows_have_limits_and_call_existing_targets(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"]
     for name, job in workflow["jobs"].items():
@@ -42,22 +42,22 @@ def test_workflows_have_limits_and_call_what_exists(path: Path) -> None:
             assert (ROOT / script).is_file()
 
 
-def test_there_is_one_version() -> None:
+def test_chart_and_project_have_one_version() -> None:
     chart = yaml.safe_load((ROOT / "deploy/helm/kvrouter/Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == PROJECT["version"]
 
 
-def test_the_changelog_begins_with_what_is_not_released() -> None:
+def test_changelog_begins_with_unreleased() -> None:
     headings = re.findall(r"^## (.+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
 
 
-def test_the_wheel_says_its_licence() -> None:
+def test_wheel_names_its_licence() -> None:
     assert PROJECT["license"] == "Apache-2.0"
     assert all((ROOT / name).is_file() for name in PROJECT["license-files"])
 
 
-def test_a_built_wheel_says_where_it_comes_from(tmp_path: Path) -> None:
+def test_built_wheel_names_its_source_repository(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     place = {
         "GITHUB_SERVER_URL": "https://forge.example",
@@ -73,7 +73,7 @@ def test_a_built_wheel_says_where_it_comes_from(tmp_path: Path) -> None:
         assert {"run": "bash .github/name-home"} in built[job]["steps"]
 
 
-def test_every_template_of_an_issue_can_be_read() -> None:
+def test_issue_templates_are_valid() -> None:
     for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
         template = yaml.safe_load(path.read_text())
         assert path.name == "config.yml" or (template["name"] and template["body"])

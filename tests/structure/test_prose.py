@@ -1,4 +1,4 @@
-"""The project's prose: every sentence stands alone, in plain words."""
+"""The checker of the project's prose, and the number of findings that are allowed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_prose_has_no_more_findings_than_allowed() -> None:
         ('def f():\n    """Return' + " one" * 25 + '."""\n', "26 words in a sentence"),
     ],
 )
-def test_prose_finds_riddles(source: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prose_reports_broken_rules(source: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     file = tmp_path / "module.py"
     file.write_text(source)

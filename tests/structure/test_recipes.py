@@ -1,6 +1,6 @@
 """Each recipe of CONTRIBUTING.md is followed in a copy of the project, and its own test passes there.
 
-A block of code is what stands in a new file, or what comes after a line, as the words before it say.
+A block of code is the text of a new file, or is inserted after a line, as the words before the block say.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AFTER = re.compile(r"after the line\s+(?:`` (.+?) ``|`([^`]+)`):\Z", re.DOTALL)
 
 @dataclass(frozen=True)
 class Step:
-    """What is written: all of a new file, or the lines after one that is there."""
+    """A change of a file: its whole text, or lines to insert after an existing line."""
 
     file: str
     after: str | None
@@ -64,12 +64,12 @@ def follow(step: Step, project: Path) -> None:
     path.write_text("".join([*lines[: places[0]], step.text, *lines[places[0] :]]))
 
 
-def test_there_are_recipes() -> None:
+def test_contributing_has_recipes() -> None:
     assert len(recipes()) >= 4
 
 
 @pytest.mark.parametrize("name", recipes())
-def test_a_recipe_can_be_followed(name: str, tmp_path: Path) -> None:
+def test_recipe_can_be_followed(name: str, tmp_path: Path) -> None:
     for copied in COPIED:
         source, copy = ROOT / copied, tmp_path / copied
         copy.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Requests of ours follow no redirect: whoever answers would choose where a prompt or a token goes."""
+"""Requests of ours follow no redirect, because a redirect would send prompts and tokens to another server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def sessions() -> Iterator[tuple[str, bool]]:
-    """Where a session is made, and whether it refuses redirects."""
+    """Yield the place of every session, and whether it refuses redirects."""
     for package in ("indexer", "router", "kvrouter"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):

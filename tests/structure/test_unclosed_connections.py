@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.parametrize("steps", range(5))
-def test_nothing_is_left_of_a_connection_that_comes_last(steps: int) -> None:
+def test_connection_accepted_while_the_server_closes_is_closed(steps: int) -> None:
     made: list[asyncio.StreamWriter] = []
 
     async def accept_and_close() -> None:
@@ -26,9 +26,9 @@ def test_nothing_is_left_of_a_connection_that_comes_last(steps: int) -> None:
                 writer.close()
                 await writer.wait_closed()
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         asyncio.run(accept_and_close())
         made.clear()
         gc.collect()
-    assert [str(each.message) for each in told] == []
+    assert [str(each.message) for each in recorded] == []
