@@ -60,8 +60,8 @@ def service(
     """A running service: its URL and its process, which a signal ends promptly and well. `before`: gets what it printed
     before it was ready."""
     with popen(*arguments) as process:
-        giving_up = threading.Timer(DEADLINE, process.kill)
-        giving_up.start()
+        kill_timer = threading.Timer(DEADLINE, process.kill)
+        kill_timer.start()
         try:
             assert process.stdout is not None
             printed = ""
@@ -69,7 +69,7 @@ def service(
                 line = process.stdout.readline()
                 assert line, f"kvrouter {arguments[0]} did not start: {printed}"
                 printed += line
-            giving_up.cancel()
+            kill_timer.cancel()
             if before is not None:
                 before.append(printed)
             yield listens.group(1), process
@@ -78,7 +78,7 @@ def service(
             assert process.returncode == 0, output
             assert "Traceback" not in output
         finally:
-            giving_up.cancel()
+            kill_timer.cancel()
             process.kill()
 
 
@@ -222,7 +222,7 @@ def test_match_reports_refusal_of_router(router: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def stranger() -> Iterator[str]:
+def foreign_server() -> Iterator[str]:
     """A server that answers anything with a page."""
 
     class Page(BaseHTTPRequestHandler):
@@ -249,10 +249,10 @@ def test_match_reports_unreachable_router(url: str) -> None:
     assert refused.stderr.startswith(f"kvrouter: {url} ")
 
 
-def test_match_reports_server_that_is_not_a_router(stranger: str) -> None:
-    refused = invoke("match", "--model=simulated", f"--url={stranger}", "hi")
+def test_match_reports_server_that_is_not_a_router(foreign_server: str) -> None:
+    refused = invoke("match", "--model=simulated", f"--url={foreign_server}", "hi")
     assert refused.exit_code == 1
-    assert refused.stderr.startswith(f"kvrouter: {stranger} ")
+    assert refused.stderr.startswith(f"kvrouter: {foreign_server} ")
 
 
 # Demo

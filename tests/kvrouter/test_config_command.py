@@ -1,4 +1,4 @@
-"""`kvrouter config`: whether a settings file can be used, what comes of it, and one to begin with."""
+"""Tests of `kvrouter config check`, `show` and `default`."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_config_check_reports_all_mistakes(file: Path) -> None:
     file.write_text("server: {prot: 1}\npolcy: {name: random}\nproxy: {attempts: 0}")
     checked = config("check", str(file))
     assert checked.exit_code == 1
-    for told in ("did you mean server.port?", "did you mean policy?", "proxy.attempts: "):
-        assert told in checked.stderr
+    for hint in ("did you mean server.port?", "did you mean policy?", "proxy.attempts: "):
+        assert hint in checked.stderr
     assert len(checked.stderr.splitlines()) == 3
 
 
@@ -79,11 +79,11 @@ def test_config_show_masks_secrets(file: Path, monkeypatch: pytest.MonkeyPatch) 
     assert shown.exit_code == 0
     assert "hidden" not in shown.stdout
     assert "abab" not in shown.stdout
-    told = yaml.safe_load(shown.stdout)
-    assert told["server"]["port"] == 9000
-    assert told["server"]["token"] == "***"
-    assert told["workers"][0]["url"] == "http://w:1/"
-    assert told["rates"]["token"] == 4e-5  # no secret, whatever its name
+    parsed = yaml.safe_load(shown.stdout)
+    assert parsed["server"]["port"] == 9000
+    assert parsed["server"]["token"] == "***"
+    assert parsed["workers"][0]["url"] == "http://w:1/"
+    assert parsed["rates"]["token"] == 4e-5  # no secret, whatever its name
 
 
 def test_config_show_prints_valid_settings(file: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`kvrouter replay --check`: an indexer is held against what real engines said."""
+"""Tests of `kvrouter replay --check`, which compares an indexer with recordings of real engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from kvrouter.tools.replay.check import Score
 from kvrouter.tools.replay.run import IndexerAddress, Place, check_recordings
 
 DATA = Path(__file__).parents[1] / "data"
-RIGHT = {  # of so many requests; what is missing, no event tells
+# By recording: the requests that the indexer predicts correctly, and all requests. No event explains the rest.
+RIGHT = {
     "a_shared_system_prompt_2workers": (60, 60),
     "c_pressure_evictions": (90, 90),
     "c_pressure_evictions.vllm-0.16.0": (90, 90),
@@ -194,7 +195,7 @@ def test_check_polls_indexer_without_progress_until_answer_settles(indexer: str)
 
 
 def test_matches_beyond_stored_blocks_are_ghosts() -> None:
-    """An indexer that says of every prompt that all of it is cached: right now and then, but not by any event."""
+    """The indexer of this test reports every prompt as fully cached, without any event for it."""
 
     async def checked(name: str) -> tuple[Score, int]:
         with zmq.Context() as context, context.socket(zmq.SUB) as sub:
@@ -223,7 +224,7 @@ def test_matches_beyond_stored_blocks_are_ghosts() -> None:
 
 
 async def replay_in_thread(*arguments: object) -> Result:
-    """Off the event loop that serves it; the command brings one of its own."""
+    """Run the command in a thread, because it starts its own event loop."""
     return await asyncio.to_thread(replay, *arguments)
 
 

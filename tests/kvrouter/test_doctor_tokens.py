@@ -1,4 +1,4 @@
-"""The doctor knows its prompts again in an engine's events."""
+"""The doctor's recognition of its own prompts in an engine's events."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def event(start: int, token_ids: list[int]) -> BlockStored:
 @pytest.mark.anyio
 @pytest.mark.parametrize("cached", [0, BLOCK, 2 * BLOCK])
 async def test_prompt_is_found_from_last_cached_block_on(prompt: NewPrompt, cached: int) -> None:
-    """One of the prompts before may have gone on like this one, by chance."""
-    its = event(cached, PROMPT[cached : 6 * BLOCK])
-    assert stored(prompt, [event(0, [7] * 8), its]) is its
+    """An earlier prompt may share blocks with this one by chance."""
+    expected = event(cached, PROMPT[cached : 6 * BLOCK])
+    assert stored(prompt, [event(0, [7] * 8), expected]) is expected
 
 
 @pytest.mark.anyio

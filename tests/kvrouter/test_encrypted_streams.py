@@ -1,4 +1,4 @@
-"""CurveZMQ between a publisher and the indexer: who may read, who may not, and what is said of it."""
+"""CurveZMQ between a publisher and the indexer: allowed and refused subscribers, and the warnings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from worker import EventPublisherFactory, PublisherConfig, ZmqEventPublisher
 
 DEADLINE_S = 60.0
 LOOPBACK = "tcp://127.0.0.1:0"
-# What a plain socket learns of one that encrypts: a mismatch, or nothing if the other saw it and hung up before.
+# The events of a plain socket that meets an encrypting one: a mismatch, or no detail if the peer closed first.
 DISAGREED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 TARGET = Target("w", 0, "m")
 
@@ -78,7 +78,7 @@ def reader() -> Iterator[Read]:
 
 @pytest.fixture
 def refusals(monkeypatch: pytest.MonkeyPatch) -> list[HandshakeFailed]:
-    """Every time a publisher and the reader did not agree."""
+    """The failed handshakes between publishers and the reader."""
     seen: list[HandshakeFailed] = []
     read = indexer.streams.session.read_monitor
 
@@ -132,13 +132,13 @@ def assert_read_once_it_encrypts(plain: ZmqEventPublisher | EventSource, reading
     try:
         for number in range(5):
             encrypted.publish(block(number))
-        assert_everything_is_read(encrypted, reading)
+        assert_replayed_and_read_live(encrypted, reading)
     finally:
         encrypted.shutdown()
 
 
-def assert_everything_is_read(published: ZmqEventPublisher, reading: Indexer) -> None:
-    """What came before, by replay, and what comes now, live."""
+def assert_replayed_and_read_live(published: ZmqEventPublisher, reading: Indexer) -> None:
+    """Assert that earlier batches are replayed and later ones are read live."""
     eventually(lambda: matched(reading) == 5 and state(reading) is StreamState.LIVE, "replayed")
     for number in range(5, 10):
         published.publish(block(number))
@@ -150,35 +150,35 @@ def test_encrypted_stream_is_read_live_and_replayed(publisher: Publish, reader: 
     published = publisher(curve_secret_key_file=str(keys / "worker.key_secret"))
     for number in range(5):
         published.publish(block(number))
-    assert_everything_is_read(published, reader(published, load_public_key(keys / "worker.key", "key")))
+    assert_replayed_and_read_live(published, reader(published, load_public_key(keys / "worker.key", "key")))
 
 
 def test_stream_without_keys_is_open(publisher: Publish, reader: Read) -> None:
     published = publisher()
     for number in range(5):
         published.publish(block(number))
-    assert_everything_is_read(published, reader(published, None))
+    assert_replayed_and_read_live(published, reader(published, None))
 
 
 def test_only_listed_clients_can_read(
     publisher: Publish, reader: Read, keys: Path, tmp_path: Path, refusals: list[HandshakeFailed], caplog: Any
 ) -> None:
     caplog.set_level(logging.CRITICAL, "zmq.auth")
-    friends = tmp_path / "friends"
-    friends.mkdir()
-    (friends / "router.key").write_bytes((keys / "router.key").read_bytes())
+    listed_keys = tmp_path / "listed_keys"
+    listed_keys.mkdir()
+    (listed_keys / "router.key").write_bytes((keys / "router.key").read_bytes())
     secret, public = str(keys / "worker.key_secret"), load_public_key(keys / "worker.key", "key")
-    published = publisher(curve_secret_key_file=secret, curve_client_keys=str(friends))
+    published = publisher(curve_secret_key_file=secret, curve_client_keys=str(listed_keys))
     for number in range(5):
         published.publish(block(number))
     stranger = reader(published, public, load_key_pair(keys / "stranger.key_secret", "key"))
     eventually(lambda: len(refusals) > 0, "refused")
-    nobody = reader(published, public)
+    anonymous = reader(published, public)
     eventually(lambda: len(refusals) > 2, "refused")
-    friend = reader(published, public, load_key_pair(keys / "router.key_secret", "key"))
-    assert_everything_is_read(published, friend)
+    listed = reader(published, public, load_key_pair(keys / "router.key_secret", "key"))
+    assert_replayed_and_read_live(published, listed)
     assert {refusal.reason for refusal in refusals} == {"the publisher does not know this subscriber's key"}
-    for reading in (stranger, nobody):
+    for reading in (stranger, anonymous):
         assert (state(reading), matched(reading)) == (StreamState.CONNECTING, 0)
 
 
@@ -221,7 +221,7 @@ def test_publisher_that_starts_encrypting_is_read_again(
 
 
 def test_replay_endpoint_is_retried_after_refusal(reader: Read, keys: Path, refusals: list[HandshakeFailed]) -> None:
-    """Who is told that the other side does not encrypt does not connect again by itself."""
+    """A socket does not reconnect by itself after a handshake error that says that the peer does not encrypt."""
     with (
         socket.create_server(("127.0.0.1", 0)) as live,
         zmq.Context[zmq.Socket[bytes]]() as context,
@@ -236,7 +236,7 @@ def test_replay_endpoint_is_retried_after_refusal(reader: Read, keys: Path, refu
         reading = reader(plain, load_public_key(keys / "worker.key", "key"))
         connection, _ = live.accept()
         live.close()
-        connection.close()  # it hangs up once: seldom enough to be one that stops
+        connection.close()  # one close alone does not look like a refusal
         assert refused.poll(DEADLINE_S * 1000)
         eventually(lambda: len(refusals) > 0, "hung up on")
         replay.disable_monitor()
@@ -256,7 +256,7 @@ def test_restarted_indexer_keeps_keys_of_streams(publisher: Publish, reader: Rea
     try:
         after.register_saved()
         assert after.registered() == before.registered()
-        assert_everything_is_read(published, after)
+        assert_replayed_and_read_live(published, after)
     finally:
         after.stop()
 

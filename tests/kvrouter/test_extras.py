@@ -1,4 +1,4 @@
-"""What a command says where the extra is missing that it needs: one line, with the command that brings it."""
+"""The error of a command whose extra is not installed: one line with the command that installs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrouter.installation import MODULES, missing_extra
 
 ROOT = Path(kvrouter.__file__).resolve().parents[1]
 OURS = ("http_api", "kvevents", "indexer", "router", "worker", "simulator", "kvrouter")
-ENGINES = {"msgspec", "zmq"}  # what comes without any extra
+ENGINES = {"msgspec", "zmq"}  # the dependencies without any extra
 COMPILING = {"hatchling", "nanobind", "setuptools"}
 
 
@@ -26,8 +26,8 @@ def _python(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def _said(folder: Path, *arguments: str) -> str:
-    """The one line that a command ends with."""
+def _error_line(folder: Path, *arguments: str) -> str:
+    """Return the one line of a failed command."""
     command = [str(_python(folder)), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -63,12 +63,12 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_bare_installation_names_missing_extra(bare: Path, arguments: list[str], extra: str) -> None:
-    line = _said(bare, "-m", "kvrouter", *arguments)
+    line = _error_line(bare, "-m", "kvrouter", *arguments)
     assert line == f"kvrouter: the package 'typer' is missing: pip install 'kvrouter[{extra}]'"
 
 
 def test_simulated_worker_names_missing_extra(bare: Path) -> None:
-    line = _said(bare, "-m", "simulator.worker")
+    line = _error_line(bare, "-m", "simulator.worker")
     assert line == "simulated worker: the package 'uvicorn' is missing: pip install 'kvrouter[router]'"
 
 
@@ -106,12 +106,12 @@ def test_extras_install_their_modules() -> None:
         lines = [line for line in wanted if re.search(rf"extra == ['\"]{extra}['\"]", line)]
         named = {_normal(re.split(r"[^\w.-]", line)[0]) for line in lines}
         for module in MODULES[extra]:
-            brought = set(map(_normal, distributions.get(module, ())))
-            assert brought & named or module in _BROUGHT_BY_OTHERS, (extra, module)
+            installed = set(map(_normal, distributions.get(module, ())))
+            assert installed & named or module in _INSTALLED_BY_OTHERS, (extra, module)
 
 
 # By fastapi, aiohttp, jinja2 and pydantic-settings; the platform decides about fastokens.
-_BROUGHT_BY_OTHERS = {"starlette", "pydantic", "pydantic_core", "yarl", "markupsafe", "fastokens"}
+_INSTALLED_BY_OTHERS = {"starlette", "pydantic", "pydantic_core", "yarl", "markupsafe", "fastokens"}
 
 
 # With pip, from the network: `make test-install`.
@@ -131,7 +131,7 @@ def test_pip_installation_names_missing_extra(tmp_path: Path, extras: str, argum
     venv.create(tmp_path, with_pip=True)
     install = [str(_python(tmp_path)), "-m", "pip", "install", "--quiet", f"{ROOT}{extras}"]
     subprocess.run(install, check=True, timeout=600)
-    line = _said(tmp_path, str(tmp_path / "bin" / "kvrouter"), *arguments)
+    line = _error_line(tmp_path, str(tmp_path / "bin" / "kvrouter"), *arguments)
     assert f"{wanted}]'" in line
 
 

@@ -1,4 +1,4 @@
-"""Tables in terminals of every width: columns are left out, characters are not."""
+"""Tables in terminals of every width, which drop columns and never characters."""
 
 from __future__ import annotations
 

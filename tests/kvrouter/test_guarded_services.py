@@ -1,4 +1,4 @@
-"""What services keep to themselves, refuse and end, tried on real processes."""
+"""Secrets, ports, limits and shutdown of the services, tested on real processes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ COMPLETION = {"model": "simulated", "prompt": "a b c", "max_tokens": 2}
 
 
 def test_passwords_in_urls_are_never_shown(worker: str, settings: Path) -> None:
-    """Neither in logs, whatever happens to the workers, nor in what the router says of itself."""
+    """Logs are checked at level debug with reachable, refusing and unknown workers."""
     host = worker.removeprefix("http://")
     urls = [
         f"http://user:{PASSWORD}@{where}" for where in (host, f"127.0.0.1:{free_port()}", "no-such-host.invalid:80")
@@ -72,7 +72,7 @@ def test_passwords_in_urls_are_never_shown(worker: str, settings: Path) -> None:
     settings.write_text(
         json.dumps(found | {"fleet": {"probe_timeout": 0.5, "retry_interval": 0.2}, "logs": {"access": True}})
     )
-    said, before = [], list[str]()
+    answers, before = [], list[str]()
     options = (f"--config={settings}", "--port=0", "--log-level=debug")
     with service("serve", *options, before=before) as (url, process):
         deadline = time.monotonic() + 60
@@ -80,19 +80,20 @@ def test_passwords_in_urls_are_never_shown(worker: str, settings: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         for _ in range(3):
-            said.append(ask(url, "/v1/completions", COMPLETION))
-        said += [ask(url, path) for path in ("/health", "/metrics", "/workers", "/dump", "/v1/models", "/openapi.json")]
-        said.append(ask(url, "/explain", COMPLETION))
-        said.append(ask(url, "/workers", {"url": f"http://user:{PASSWORD}@127.0.0.1:1/../"}))
-        said.append(ask(url, "/workers", {"url": f"http://user:{PASSWORD}@169.254.169.254/"}))
+            answers.append(ask(url, "/v1/completions", COMPLETION))
+        paths = ("/health", "/metrics", "/workers", "/dump", "/v1/models", "/openapi.json")
+        answers += [ask(url, path) for path in paths]
+        answers.append(ask(url, "/explain", COMPLETION))
+        answers.append(ask(url, "/workers", {"url": f"http://user:{PASSWORD}@127.0.0.1:1/../"}))
+        answers.append(ask(url, "/workers", {"url": f"http://user:{PASSWORD}@169.254.169.254/"}))
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None
         logged = "".join(before) + process.stdout.read()
-    assert [status for status, _ in said[:3]] == [200, 200, 200]
+    assert [status for status, _ in answers[:3]] == [200, 200, 200]
     assert "no-such-host.invalid" in logged
     for secret in (PASSWORD, b64encode(f"user:{PASSWORD}".encode()).decode()):
         assert secret not in logged
-        assert not [text for _, text in said if secret in text]
+        assert not [text for _, text in answers if secret in text]
 
 
 # Two ports
@@ -110,13 +111,13 @@ def test_admin_port_is_separate(worker: str, settings: Path, processes: int) -> 
             assert (status, "admin_port" in text) == (404, True), path
             assert ask(operators, path, body)[0] == 200, path
         question = {"model": "simulated", "token_ids": [1]}
-        for _ in range(2):  # nor is a question known again where it may not be asked
+        for _ in range(2):  # a repeated question is refused too
             assert ask(operators, "/query", question)[0] == 200
             assert ask(clients, "/query", question)[0] == 404
         for url in (clients, operators):
             assert ask(url, "/health")[0] == ask(url, "/v1/models")[0] == 200
             assert ask(url, "/v1/completions", COMPLETION)[0] == 200
-        # Whatever a client calls the host: the port is that of the connection.
+        # The port is that of the connection, not that of a header.
         assert ask(clients, "/metrics", host=f"127.0.0.1:{admin}")[0] == 404
         assert ask(clients, "/metrics", **{"x-forwarded-port": str(admin), "forwarded": f"host=r:{admin}"})[0] == 404
 
@@ -154,7 +155,7 @@ def test_incomplete_requests_do_not_delay_shutdown(worker: str, settings: Path, 
             began = time.monotonic()
             process.send_signal(signal.SIGTERM)
             process.wait(60)
-        assert time.monotonic() - began < 10  # they might take 30 s for a head, and 60 s for a body
+        assert time.monotonic() - began < 10  # the timeouts are 30 s for a head and 60 s for a body
 
 
 # The index alone

@@ -1,4 +1,4 @@
-"""What is freed is used again without asking the system for it."""
+"""Reuse of freed memory without system calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# Bodies that come and go, sixteen at a time, and the pages that had to be mapped for them at last.
+# Allocates and frees sixteen bodies at a time, and prints the pages mapped in the second round.
 _BODIES = """
 import resource
 from router.server.memory import keep_freed_memory

@@ -1,4 +1,4 @@
-"""Another package with the name of one of ours, where Python finds it first."""
+"""The check for a foreign package with the name of one of ours, earlier on Python's path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import kvrouter
 OURS = Path(kvrouter.__file__).resolve().parent.parent
 AS_MODULE = [sys.executable, "-P", "-m", "kvrouter"]
 AS_COMMAND = [str(Path(sys.executable).parent / "kvrouter")]
-# Neither reaches a worker, should it start after all.
+# This worker does not exist, in case the command starts by mistake.
 SERVE = ["serve", "--port=0", "--worker=http://127.0.0.1:1"]
 BROKEN = "raise ImportError('the other one was imported')"
 

@@ -81,12 +81,12 @@ def test_policies_are_compared_and_reported(trace: Path, tmp_path: Path) -> None
     policies = ("--policy", "kv_aware", "--policy", "round_robin", "--policy", "random")
     code, output = invoke(trace, *policies, "--workers", 4, "--kv-tokens", 200_000, "-o", page, "--json", results)
     assert code == 0, output
-    told = json.loads(results.read_text())
-    by_policy = {run["label"]: run for run in told["runs"]}
+    written = json.loads(results.read_text())
+    by_policy = {run["label"]: run for run in written["runs"]}
     assert list(by_policy) == ["kv_aware", "round_robin", "random"]
     rates = {name: run["figures"]["hit_rate"] for name, run in by_policy.items()}
-    assert told["workload"]["best_hit_rate"] >= rates["kv_aware"] > rates["round_robin"] + 0.1
-    assert all(len(run["requests"]) == told["workload"]["requests"] for run in by_policy.values())
+    assert written["workload"]["best_hit_rate"] >= rates["kv_aware"] > rates["round_robin"] + 0.1
+    assert all(len(run["requests"]) == written["workload"]["requests"] for run in by_policy.values())
     assert len(by_policy["kv_aware"]["busy_seconds"]) == 4
 
     text = page.read_text()
@@ -122,7 +122,7 @@ def test_small_and_unusual_traces_are_replayed(lines: list[TraceLine], tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "has no requests"),
         ('{"timestamp": 0}\n', "line 1"),
@@ -131,16 +131,16 @@ def test_small_and_unusual_traces_are_replayed(lines: list[TraceLine], tmp_path:
         ("no json\n", "line 1"),
     ],
 )
-def test_file_without_trace_is_rejected(content: str, said: str, tmp_path: Path) -> None:
+def test_file_without_trace_is_rejected(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(content)
     code, output = invoke(path)
     assert code == 1
-    assert said in output
+    assert message in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--policy", "best"), "unknown policy 'best'; known: kv_aware"),
         (("--engine", "1t"), "known engines are 70b, 8b"),
@@ -151,10 +151,10 @@ def test_file_without_trace_is_rejected(content: str, said: str, tmp_path: Path)
         (("--url", "a=http://b", "--url", "a=http://c"), "different labels"),
     ],
 )
-def test_contradicting_options_are_rejected(trace: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_contradicting_options_are_rejected(trace: Path, arguments: tuple[str, ...], message: str) -> None:
     code, output = invoke(trace, *arguments)
     assert code == 1
-    assert said in output
+    assert message in output
 
 
 def test_url_can_have_label() -> None:

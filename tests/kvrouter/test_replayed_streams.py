@@ -1,4 +1,4 @@
-"""`kvrouter replay`: what subscribers get of a recording, and when."""
+"""Tests of `kvrouter replay`: messages, replays and pace of a published recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine stored since it started: the yardstick for ghosts."""
+"""The prefixes that an engine stored since its start, which decide what counts as a ghost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_clear_forgets_stored_prefixes(stored: StoredPrefixes) -> None:
 def test_adapters_and_salts_have_separate_prefixes(stored: StoredPrefixes) -> None:
     apply(stored, block([1], [1, 2], lora_name="a"), block([2], [3, 4], 1, lora_name="a", extra_keys=[["a"]]))
     apply(stored, block([3], [1, 2], cache_salt="s"), block([4], [1, 2], extra_keys=[["t"]]))
-    found = {who: stored.longest(TOKENS, *who, 2) for who in [("a", None), (None, "s"), (None, "t"), (None, None)]}
+    found = {key: stored.longest(TOKENS, *key, 2) for key in [("a", None), (None, "s"), (None, "t"), (None, None)]}
     assert found == {("a", None): 4, (None, "s"): 2, (None, "t"): 2, (None, None): 0}
 
 

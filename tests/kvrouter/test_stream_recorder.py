@@ -1,4 +1,4 @@
-"""`kvrouter record`: what a recording of live streams holds, however it ends."""
+"""Tests of `kvrouter record`: contents and end of a recording."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def records(path: Path) -> list[Record]:
     return list(read_recording(path, torn_end=True)) if path.exists() else []
 
 
-def of(path: Path, channel: Channel, source: int) -> list[Record]:
+def records_of(path: Path, channel: Channel, source: int) -> list[Record]:
     return [record for record in records(path) if record.channel is channel and record.source == source]
 
 
 def seqs(path: Path, source: int) -> list[int]:
-    return [parse_live(record.frames).seq for record in of(path, Channel.LIVE, source)]
+    return [parse_live(record.frames).seq for record in records_of(path, Channel.LIVE, source)]
 
 
 def newest(publisher: ZmqEventPublisher) -> int:
-    """The sequence number of the last batch published, as its own replay tells."""
+    """Return the sequence number of the last published batch, from the publisher's replay."""
     assert publisher.replay_endpoint is not None
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
@@ -79,7 +79,7 @@ def newest(publisher: ZmqEventPublisher) -> int:
 
 
 def ends_of_replay(path: Path, source: int) -> int:
-    return sum(parse_replay(record.frames) is None for record in of(path, Channel.REPLAY, source))
+    return sum(parse_replay(record.frames) is None for record in records_of(path, Channel.REPLAY, source))
 
 
 async def until(condition: Any, what: str) -> None:
@@ -99,7 +99,7 @@ def test_live_batches_and_replays_are_recorded_by_source(publishers: list[ZmqEve
         recording = asyncio.create_task(record_streams(sources(publishers), path, None))
         await until(lambda: all(ends_of_replay(path, source) for source in (0, 1)), "no replay at the start")
         for source, publisher in enumerate(publishers):
-            while not of(path, Channel.LIVE, source):  # subscribed once the first one is there
+            while not records_of(path, Channel.LIVE, source):  # subscribed once the first one is there
                 publisher.publish(stored(3))
                 await asyncio.sleep(0.01)
         for number in range(5):
@@ -113,7 +113,7 @@ def test_live_batches_and_replays_are_recorded_by_source(publishers: list[ZmqEve
     assert (first.live, first.missing) == (len(seqs(path, 0)), 0)
     assert first.replayed == newest(publishers[0]) + 1
     assert second.replayed == 3 + newest(publishers[1]) + 1
-    assert {record.frames[0] for record in of(path, Channel.LIVE, 0)} == {b"kv"}
+    assert {record.frames[0] for record in records_of(path, Channel.LIVE, 0)} == {b"kv"}
     assert [ends_of_replay(path, source) for source in (0, 1)] == [2, 2]
     times = [record.received_at for record in records(path)]
     assert times == sorted(times)
@@ -140,7 +140,7 @@ def test_killed_recorder_leaves_usable_recording(publishers: list[ZmqEventPublis
 
         async def run() -> None:
             await until(lambda: ends_of_replay(path, 0) == 1, "not recording")
-            while not of(path, Channel.LIVE, 0):
+            while not records_of(path, Channel.LIVE, 0):
                 first.publish(stored(0))
                 await asyncio.sleep(0.01)
 
@@ -151,7 +151,7 @@ def test_killed_recorder_leaves_usable_recording(publishers: list[ZmqEventPublis
 
 
 def test_recording_of_worker_passes_check(tmp_path: Path) -> None:
-    """The whole way round: a worker with two ranks, recorded from the middle of its life, then replayed."""
+    """A worker with two ranks is recorded from the middle of its life and then replayed."""
     path = tmp_path / "worker.kvrec"
     simulated = ["simulate", "--dp-size", "2", "--blocks", "64", "--max-model-len", "512", "--prefill-ms", "0.001"]
     with KvrouterProcess([*simulated, "--step-ms", "1"]) as worker:

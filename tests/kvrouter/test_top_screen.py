@@ -1,4 +1,4 @@
-"""How the terminal's screen sorts and scrolls."""
+"""Sorting and scrolling of the terminal screen of `kvrouter top`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvrouter.tools.top.feed import Fleet
 from kvrouter.tools.top.screen import COLUMNS, View, ordered, screen
 
 
-def rank(number: int, **told: Any) -> dict[str, Any]:
+def rank(number: int, **fields: Any) -> dict[str, Any]:
     row = {"worker": f"http://w{number}", "dp_rank": 0, "model": "m", "state": "ready", "requests": number}
-    return row | {"pending": 0, "kv_usage": None} | told
+    return row | {"pending": 0, "kv_usage": None} | fields
 
 
 def test_worst_state_is_first_by_default() -> None:

@@ -1,4 +1,4 @@
-"""Who answers: the version, what is printed at the start, and where the root leads."""
+"""The version, the lines printed at the start, and the redirect of the root path."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def worker() -> Iterator[str]:
 
 @contextmanager
 def printed(*arguments: str) -> Iterator[Iterator[str]]:
-    """What a service prints, line by line, from its start on."""
+    """Run a service and yield its output line by line."""
     command = [sys.executable, "-m", "kvrouter", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        giving_up = threading.Timer(SECONDS, process.kill)
-        giving_up.start()
+        kill_timer = threading.Timer(SECONDS, process.kill)
+        kill_timer.start()
         try:
             assert process.stdout is not None
             yield iter(process.stdout)
         finally:
-            giving_up.cancel()
+            kill_timer.cancel()
             process.kill()
 
 
-def asked(method: str, url: str, path: str) -> tuple[int, dict[str, str], bytes]:
+def request(method: str, url: str, path: str) -> tuple[int, dict[str, str], bytes]:
     connection = HTTPConnection(url.removeprefix("http://"), timeout=SECONDS)
     try:
         connection.request(method, path)
@@ -82,11 +82,11 @@ def test_start_is_logged_before_discovery(worker: str) -> None:
 def test_several_processes_log_start_once(worker: str) -> None:
     options = ("--port=0", "--processes=2", "--policy=random", "--log-level=error")
     with printed("serve", f"--worker={worker}", *options) as lines:
-        said = [next(lines) for _ in range(5)]
-    assert said[0].startswith(f"{ABOUT} starts, ")
-    assert sum("model   simulated" in line for line in said) == 1
-    assert said[3] == "  policy  random\n"
-    assert said[4].startswith("  page    http://")
+        first_lines = [next(lines) for _ in range(5)]
+    assert first_lines[0].startswith(f"{ABOUT} starts, ")
+    assert sum("model   simulated" in line for line in first_lines) == 1
+    assert first_lines[3] == "  policy  random\n"
+    assert first_lines[4].startswith("  page    http://")
 
 
 def test_unreachable_worker_is_logged() -> None:
@@ -102,17 +102,17 @@ def test_unreachable_worker_is_logged() -> None:
 def test_root_redirects_to_page_and_health_names_version(arguments: list[str]) -> None:
     with KvrouterProcess([*arguments, "--port=0", "--log-level=error"]) as process:
         url = process.wait_until_listening()
-        status, headers, _ = asked("GET", url, "/")
+        status, headers, _ = request("GET", url, "/")
         assert status == 307
-        status, headers, body = asked("GET", url, f"/{headers['location']}")
+        status, headers, body = request("GET", url, f"/{headers['location']}")
         assert status == 200
         assert body.startswith(b"<!doctype html>")
-        status, headers, body = asked("HEAD", url, "/health")
+        status, headers, body = request("HEAD", url, "/health")
         assert (status, body) == (200, b"")
-        health = json.loads(asked("GET", url, "/health")[2])
-        assert int(headers["content-length"]) == len(asked("GET", url, "/health")[2])
+        health = json.loads(request("GET", url, "/health")[2])
+        assert int(headers["content-length"]) == len(request("GET", url, "/health")[2])
         assert (health["version"], health["core"]) == (version("kvrouter"), core_name())
-        metrics = asked("GET", url, "/metrics")[2].decode()
+        metrics = request("GET", url, "/metrics")[2].decode()
     assert f'kvrouter_build_info{{core="{core_name()}",' in metrics
     assert "process_resident_memory_bytes " in metrics
     assert "process_start_time_seconds " in metrics
