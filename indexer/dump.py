@@ -1,7 +1,8 @@
-"""An index written out: what `/dump` streams, and what a snapshot file holds.
+"""Dumps of an index: the format of `/dump` and of snapshot files.
 
-Lines of JSON: a header, one line a target, and an end line with a checksum over all bytes before it. A target's runs of
-prefix hashes come parents first; its blocks are `[engine hash, run, offset]`, a 32-byte engine hash as `"hex:…"`.
+A dump has lines of JSON: a header, one line per target, and an end line with a checksum of all bytes before it. A
+target's runs of prefix hashes are listed parents first. Its blocks are `[engine hash, run, offset]`, where a 32-byte
+engine hash is written as `"hex:…"`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ log = structlog.get_logger()
 
 FORMAT = 1
 
-_SHOWN = 200  # bytes of a line that makes no sense
+_LOGGED_BYTES = 200  # of an invalid line
 
 
-# The numbers of a dump, as they are checked when it is read.
+# Types of a dump's values, with the limits that are checked when it is read.
 _Number = Annotated[int, msgspec.Meta(ge=0)]
 _Place = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 _Seq = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -36,11 +37,11 @@ _Name = Annotated[str, msgspec.Meta(max_length=2048)]
 
 
 class DumpError(ValueError):
-    """Something that is no whole dump, or none that can be used here."""
+    """Data that is not a complete dump, or a dump that this index cannot use."""
 
 
 class DumpedRun(msgspec.Struct, array_like=True):
-    """Consecutive prefix hashes behind block `offset` of run `parent` (-1: at the start of a prompt)."""
+    """Consecutive prefix hashes after block `offset` of run `parent` (-1: at the start of a prompt)."""
 
     parent: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
     offset: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
@@ -48,7 +49,7 @@ class DumpedRun(msgspec.Struct, array_like=True):
 
 
 class DumpedHolder(msgspec.Struct):
-    """The blocks of one group and medium. `copies` beyond the first, by engine hash."""
+    """The blocks of one cache group in one medium. `copies` has the copies beyond the first, by engine hash."""
 
     group: int
     medium: _Name
@@ -58,7 +59,7 @@ class DumpedHolder(msgspec.Struct):
 
 
 class DumpedStream(msgspec.Struct):
-    """The last batch that was applied: its number and its engine's time. `complete`: all before it were, too."""
+    """The last applied batch: its sequence number and the engine's time. `complete`: no earlier batch is missing."""
 
     last_seq: _Seq
     last_time: _Time
@@ -66,7 +67,7 @@ class DumpedStream(msgspec.Struct):
 
 
 class TargetDump(msgspec.Struct, tag_field="kind", tag="target"):
-    """Everything needed to go on with a target: where its stream is, what it held, and after which batch."""
+    """Everything that a restart needs of a target: its stream, its blocks, and the last applied batch."""
 
     worker: _Name
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=HIGHEST_RANK)]
@@ -87,20 +88,20 @@ class TargetDump(msgspec.Struct, tag_field="kind", tag="target"):
 
 
 class SavedTarget:
-    """A target of a dump that was read. `about`: the same without its blocks.
+    """A target that was read from a dump. `about` is the target without its blocks.
 
-    Packed, because as objects a block takes 200 bytes, and until a worker is found its target is only kept.
+    The target is kept as MessagePack until its worker registers, because as Python objects each block takes 200 bytes.
     """
 
     __slots__ = ("_packed", "about")
 
     def __init__(self, dump: TargetDump) -> None:
-        """Raises OverflowError for a number that no engine has."""
+        """Pack a target. Raises OverflowError for a number that does not fit into 64 bits."""
         self._packed = _pack(dump)
         self.about = msgspec.structs.replace(dump, runs=[], holders=[])
 
     def whole(self) -> TargetDump:
-        """All of it."""
+        """Return the target with its blocks."""
         return _unpack(self._packed)
 
 
@@ -123,7 +124,7 @@ _decode_line = msgspec.json.Decoder(TargetDump | _End).decode
 
 
 def write_dump(targets: Iterable[TargetDump], secret: str) -> Iterator[bytes]:
-    """The lines of a dump."""
+    """Yield the lines of a dump."""
     checksum = xxh3_64()
     count = 0
     line = _encode(_Header(FORMAT, time.time(), _fingerprint(secret))) + b"\n"
@@ -138,13 +139,13 @@ def write_dump(targets: Iterable[TargetDump], secret: str) -> Iterator[bytes]:
 
 
 def read_dump(lines: Iterable[bytes], secret: str) -> list[SavedTarget]:
-    """Read a whole dump. A target that makes no sense is left out, with a line in the log.
+    """Read a complete dump. An invalid target is skipped, with a line in the log.
 
-    Raises DumpError when the dump is torn, damaged, of another format, or of another secret.
+    Raises DumpError if the dump is cut off or damaged, or has another format or another secret.
     """
     checksum = xxh3_64()
     targets: list[SavedTarget] = []
-    left_out = 0
+    skipped = 0
     header: _Header | None = None
     for line in lines:
         try:
@@ -154,38 +155,38 @@ def read_dump(lines: Iterable[bytes], secret: str) -> list[SavedTarget]:
             else:
                 record = _read_line(line)
                 if isinstance(record, _End):
-                    if (record.targets, record.checksum) != (len(targets) + left_out, checksum.hexdigest()):
-                        raise DumpError("the checksum is wrong: it was damaged")
+                    if (record.targets, record.checksum) != (len(targets) + skipped, checksum.hexdigest()):
+                        raise DumpError("the dump is damaged: its checksum is wrong")
                     return targets
                 if record is None:
-                    left_out += 1
+                    skipped += 1
                 else:
                     targets.append(record)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise DumpError(f"not a dump of an index: {error}") from error
         checksum.update(line)
-    raise DumpError("it has no end: it was cut off" if header else "it is empty")
+    raise DumpError("the dump is cut off: it has no end line" if header else "the dump is empty")
 
 
 def _read_line(line: bytes) -> SavedTarget | _End | None:
-    """A target or the end; None for a target that makes no sense. Raises DecodeError for a line that is cut off."""
+    """Return a target, the end, or None for an invalid target. Raises DecodeError for a line that is cut off."""
     try:
         record: TargetDump | _End = _decode_line(line)
         return SavedTarget(record) if isinstance(record, TargetDump) else record
     except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError) as error:
         if not line.endswith(b"\n"):
-            raise  # it is cut off
-        log.warning("saved stream not used", reason=str(error), begins=line[:_SHOWN].decode(errors="replace"))
+            raise  # the line is cut off
+        log.warning("saved stream not used", reason=str(error), begins=line[:_LOGGED_BYTES].decode(errors="replace"))
         return None
 
 
 def written_hash(engine_hash: EngineHash) -> int | str:
-    """An engine hash as JSON has it."""
+    """Return an engine hash in the form that JSON allows."""
     return engine_hash if isinstance(engine_hash, int) else f"hex:{engine_hash.hex()}"
 
 
 def read_hash(dumped: int | str) -> EngineHash:
-    """An engine hash read from JSON. Raises DumpError."""
+    """Return the engine hash of a JSON value. Raises DumpError if it is none."""
     if isinstance(dumped, int):
         return dumped
     try:
@@ -196,9 +197,9 @@ def read_hash(dumped: int | str) -> EngineHash:
 
 def _check_header(header: _Header, secret: str) -> None:
     if header.format != FORMAT:
-        raise DumpError(f"its format is {header.format}, this is a reader of format {FORMAT}")
+        raise DumpError(f"the dump has format {header.format}; this version reads format {FORMAT}")
     if header.secret != _fingerprint(secret):
-        raise DumpError("it was made with another index.secret, so its prefix hashes mean nothing here")
+        raise DumpError("the dump was made with another index.secret, so its prefix hashes do not match")
 
 
 def _fingerprint(secret: str) -> str:

@@ -1,4 +1,4 @@
-"""Prefix hashes: one 64-bit number a block that stands for every token from the start of the prompt to its end.
+"""Prefix hashes: one 64-bit number per block, which identifies all tokens from the start of the prompt to its end.
 
 `prefix_hash(i) = xxh3_64(token ids of block i as little-endian u32, then its extra key, seed = prefix_hash(i - 1))`.
 The seed of the first block is the namespace's hash, so models, tenants, adapters, salts and block sizes never mix.
@@ -26,7 +26,7 @@ _native = native_core()
 
 
 class Namespace(NamedTuple):
-    """What two prompts must share before their blocks can be the same."""
+    """The attributes that two prompts must share before their blocks can be equal."""
 
     model: str
     tenant: str
@@ -36,33 +36,33 @@ class Namespace(NamedTuple):
 
 
 def namespace_hash(namespace: Namespace, secret: str = "") -> int:
-    """The root of a namespace's prefix hashes. With a secret, nobody without it can predict them."""
-    # Of salts nothing is kept: there may be any number of them, and of any length.
-    return (_known_hash if namespace.cache_salt is None else _namespace_hash)(namespace, secret)
+    """Return the hash that a namespace's prefix hashes start from. A secret makes them unpredictable without it."""
+    # Hashes of salts are not cached, because salts may be of any number and any length.
+    return (_cached_hash if namespace.cache_salt is None else _namespace_hash)(namespace, secret)
 
 
 def _namespace_hash(namespace: Namespace, secret: str) -> int:
     return xxh3_64_intdigest(_encode((secret, *namespace)))
 
 
-_known_hash = lru_cache(maxsize=1024)(_namespace_hash)
+_cached_hash = lru_cache(maxsize=1024)(_namespace_hash)
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as little-endian u32. Raises OverflowError or TypeError for anything that is no such id."""
-    packed = array("I", token_ids)  # of another array, this is a plain copy
+    """Return token ids as little-endian u32. Raises OverflowError or TypeError for an id that is not one."""
+    packed = array("I", token_ids)  # of another array, this makes a plain copy
     if _BIG_ENDIAN:
         packed.byteswap()
     return packed.tobytes()
 
 
-# So many blocks are taken out of a prompt at once.
+# Number of blocks that are unpacked from a prompt at once.
 _STRETCH: Final = 64
 
 
 @lru_cache(maxsize=1024)
 def _stretch(step: int, count: int) -> Struct:
-    """Takes blocks of so many bytes out of a prompt."""
+    """Return a Struct that unpacks `count` blocks of `step` bytes each."""
     return Struct(f"{step}s" * count)
 
 
@@ -76,13 +76,13 @@ def extend_prefix_hashes(
 ) -> None:
     """Append the prefix hashes of blocks `len(hashes)` to `end` (not included) of a packed prompt.
 
-    `seed` is the hash before the first block of `tokens`, used while `hashes` is empty; `keys` are the blocks' extra
-    keys, by their numbers.
+    - `seed`: hash before the first block of `tokens`, used while `hashes` is empty.
+    - `keys`: extra keys of the blocks, by block number.
     """
     step = block_size * TOKEN_BYTES
     start = len(hashes)
-    previous: Any = hashes[-1] if hashes else seed  # only passed on: what is compiled would unpack an integer each time
-    if keys is None:  # as of nearly all: there may be thousands of blocks
+    previous: Any = hashes[-1] if hashes else seed  # Any: compiled code would unbox an int each time
+    if keys is None:  # nearly always; there may be thousands of blocks
         made: list[Any] = []
         for first in range(start, end, _STRETCH):
             for block in _stretch(step, min(end - first, _STRETCH)).unpack_from(tokens, first * step):
@@ -98,7 +98,7 @@ def extend_prefix_hashes(
 
 
 def _extend_natively(hashes: array[int], seed: int, tokens: bytes, block_size: int, end: int) -> None:
-    """The same without keys by the native core, in a tenth of the time."""
+    """Append prefix hashes of blocks without keys, in a tenth of the time that Python needs."""
     assert _native is not None
     hashes.frombytes(_native.prefix_hashes(hashes[-1] if hashes else seed, tokens, block_size, len(hashes), end))
 
@@ -109,22 +109,22 @@ _extend: Callable[[array[int], int, bytes, int, int], None] = (
 
 
 class MediaSpan(NamedTuple):
-    """Tokens `start` to `end` (not included) of a prompt stand for an image or the like, which the engine names so."""
+    """Tokens `start` to `end` (not included) that stand for an image or other media, which the engine calls `name`."""
 
     start: int
     end: int
     name: str
 
     def moved(self, tokens: int) -> MediaSpan:
-        """The same so many tokens later."""
+        """Return the span moved by `tokens` tokens."""
         return MediaSpan(self.start + tokens, self.end + tokens, self.name)
 
 
 def media_keys(media: Iterable[MediaSpan], block_size: int) -> dict[int, bytes]:
-    """The extra keys of the blocks that media have a share in, by the block's number.
+    """Return the extra keys of the blocks that contain media tokens, by block number.
 
-    As vLLM makes them and tells of them (`generate_block_hash_extra_keys`, `to_event_extra_keys`): each item's name,
-    and where it starts, counted from the block's first token.
+    A key has the form that vLLM uses (`generate_block_hash_extra_keys`, `to_event_extra_keys`): the name of each item,
+    and its start relative to the block's first token.
     """
     names: dict[int, list[tuple[str, int]]] = {}
     for span in media:
@@ -133,12 +133,15 @@ def media_keys(media: Iterable[MediaSpan], block_size: int) -> dict[int, bytes]:
     return {block: _encode(each) for block, each in names.items()}
 
 
-# The namespaces whose hashes a prompt takes over from the one it goes on from: the latest ones.
+# Number of latest namespaces whose hashes an extended prompt copies.
 _KEPT_NAMESPACES = 4
 
 
 class _Hashes:
-    """The first prefix hashes of a prompt in one namespace."""
+    """The first prefix hashes of a prompt in one namespace.
+
+    The constructor is written by hand, because mypyc does not compile a generated one and each request makes some.
+    """
 
     __slots__ = ("block_size", "hashes")
 
@@ -148,59 +151,59 @@ class _Hashes:
 
 
 class PackedPrompt:
-    """A prompt's token ids as the index reads them, and the prefix hashes that were made of it so far.
+    """A prompt's packed token ids, and its prefix hashes as far as they were computed.
 
-    Hashes are made no further than they are asked for, and once for each namespace. `media` are those of its tokens
-    that stand for something else, in their order: its name takes part in the hashes of their blocks.
+    Hashes are computed on demand, and once per namespace. `media` are the spans of media tokens in order; their names
+    take part in the hashes of their blocks.
     """
 
     __slots__ = ("_made", "media", "tokens")
 
     def __init__(self, tokens: bytes, media: tuple[MediaSpan, ...] = ()) -> None:
-        """`tokens` as of `pack_tokens`."""
+        """Make a prompt of `tokens`, which `pack_tokens` returned."""
         self.tokens = tokens
         self.media = media
         self._made: dict[int, _Hashes] = {}  # by seed
 
     @classmethod
     def of(cls, token_ids: PackedPrompt | Iterable[int]) -> PackedPrompt:
-        """The prompt of these token ids. Raises as `pack_tokens` does."""
+        """Return the prompt of these token ids. Raises OverflowError or TypeError for an id that is not one."""
         return token_ids if isinstance(token_ids, PackedPrompt) else cls(pack_tokens(token_ids))
 
     def extended(self, tokens: bytes, common: int, media: tuple[MediaSpan, ...] = ()) -> PackedPrompt:
-        """The prompt of `tokens`, whose first `common` ones are this prompt's: those are not hashed again."""
+        """Return the prompt of `tokens`, whose first `common` tokens are this prompt's, with the hashes of those."""
         prompt = PackedPrompt(tokens, media)
-        # The list is a copy: another thread may be asking this one for hashes.
+        # The list is a copy, because another thread may compute hashes of this prompt.
         for seed, made in list(self._made.items())[-_KEPT_NAMESPACES:]:
             prompt._made[seed] = _Hashes(made.block_size, made.hashes[: common // made.block_size])
         return prompt
 
     @property
     def hash_bytes(self) -> int:
-        """What the hashes take that were made so far."""
+        """Memory of the computed hashes in bytes."""
         return sum(len(made.hashes) * made.hashes.itemsize for made in list(self._made.values()))
 
     def __len__(self) -> int:
-        """The number of tokens."""
+        """Return the number of tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     def __iter__(self) -> Iterator[int]:
-        """The token ids."""
+        """Iterate over the token ids."""
         token_ids = array("I", self.tokens)
         if _BIG_ENDIAN:
             token_ids.byteswap()
         return iter(token_ids)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the other is a prompt of the same tokens, which stand for the same."""
+        """Return whether the other prompt has the same tokens and the same media."""
         return isinstance(other, PackedPrompt) and (self.tokens, self.media) == (other.tokens, other.media)
 
     __hash__ = None  # type: ignore[assignment]
 
     def hashes(self, seed: int, block_size: int, end: int = 0) -> array[int]:
-        """The prefix hashes of the first `end` blocks, or more of them, in the namespace whose hash is `seed`.
+        """Return at least the first `end` prefix hashes in the namespace whose hash is `seed`.
 
-        The array grows when more are asked for.
+        Later calls extend the returned array.
         """
         made = self._made.get(seed)
         if made is None:
@@ -213,13 +216,13 @@ class PackedPrompt:
         return hashes
 
     def keyed_blocks(self, block_size: int) -> int:
-        """How many blocks there are up to the last one that media have a share in."""
+        """Return the number of blocks up to the last one with media tokens."""
         return -(-self.media[-1].end // block_size) if self.media else 0
 
     def _extend_with_keys(self, hashes: array[int], seed: int, block_size: int, end: int) -> None:
-        """Append hashes up to the last block before `end` that has a key."""
+        """Append the hashes up to the last block before `end` that has a key."""
         begun = len(hashes)
-        for block, key in media_keys(self.media, block_size).items():  # in their order
+        for block, key in media_keys(self.media, block_size).items():  # in order of their blocks
             if begun <= block < end:
                 extend_prefix_hashes(hashes, seed, self.tokens, block_size, block)
                 extend_prefix_hashes(hashes, seed, self.tokens, block_size, block + 1, {block: key})

@@ -1,6 +1,6 @@
-"""The indexer: registered workers, their streams, and what they hold, behind one object.
+"""The indexer: registered targets, their event streams, and the index of their blocks, behind one object.
 
-One file: whoever asks about a target asks here, and each answer looks at registrations, streams and index together.
+One file, because each answer about a target combines its registration, its stream and its blocks.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ from kvevents.sources import MOST_BLOCK_SIZE, canonical_source
 
 log = structlog.get_logger()
 
-_WINDOW_SECONDS = 0.25  # for so long a target without windows is taken to have none
+_WINDOW_SECONDS = 0.25  # time for which a target without windows is assumed to have none
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A stream to follow: one DP rank of a worker, serving one model for one tenant.
+    """A target, and the event stream to follow for it.
 
-    `engine` is informative. `block_size` (tokens) is only needed before the first event has told it. Events that name
-    no adapter are taken to be about `adapter`. `capacity`: the blocks that the engine's own memory has.
+    - `source`: the stream; None for a target without one.
+    - `engine`: name of the engine, for reports only.
+    - `block_size`: block size in tokens, needed only until the first event has one.
+    - `adapter`: the LoRA of events that name none.
+    - `capacity`: number of blocks in the engine's own memory; None if it is unknown.
     """
 
     target: Target
@@ -61,22 +64,22 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class TargetReport:
-    """Everything known of one registered target."""
+    """State of one registered target. `stream` is None if the target has no stream."""
 
     registration: Registration
     stream: StreamStatus | None
     holdings: TargetStatus
 
 
-# Of so many models, tenants and adapters asked for it is known where their prompts begin.
+# Maximum number of cached (model, tenant, adapter) root hashes.
 _MOST_ROOTS = 1024
 
 
 class _BlockSizes:
-    """Block sizes, in tokens, by tenant and model, and by target. They hold until `changes` counts on.
+    """Cache of block sizes in tokens, valid while the indexer's count of changes equals `changes`.
 
-    `roots`: with each block size of a model the hash that a namespace's prompts begin with, by model, tenant and
-    adapter; of salts nothing is kept.
+    `roots` has, by model, tenant and adapter, each block size with the hash that prompts of this namespace start from.
+    Namespaces with a cache salt are not cached.
     """
 
     def __init__(self, changes: int) -> None:
@@ -87,10 +90,14 @@ class _BlockSizes:
 
 
 class Indexer:
-    """Follows the streams of registered workers and answers who holds what. `start` and `stop` own its thread.
+    """Index of registered targets that follows their event streams. `start` and `stop` control its thread.
 
-    `names`: what workers are called where people look, if not what they are registered as.
-    `keys`: who it is to the publishers of encrypted streams; without, somebody new.
+    - `names`: display names of workers.
+    - `registrations`: counts every registration and every removal.
+    - `secret`: a key that makes prefix hashes unpredictable without it.
+    - `orphan_blocks`: maximum number of a target's blocks that wait for their parent.
+    - `sequence`: settings of gaps and replays.
+    - `keys`: this subscriber's key pair for encrypted streams; None makes a temporary one.
     """
 
     def __init__(
@@ -106,13 +113,13 @@ class Indexer:
         self._saved: dict[Target, SavedTarget] = {}
         self._reader = StreamReader(self.index, sequence, keys, self.names)
         self._served: dict[tuple[str, str], dict[Target, Registration]] = {}  # by tenant and model
-        self.registrations = 0  # how often somebody registered or left
+        self.registrations = 0
         self._sizes = _BlockSizes(0)
         self._windows: dict[Target, int | None] = {}
         self._windows_until = 0.0
 
     def start(self) -> None:
-        """Begin to read the streams."""
+        """Start to read the streams."""
         self._reader.start()
 
     def stop(self) -> None:
@@ -120,10 +127,9 @@ class Indexer:
         self._reader.stop()
 
     def register(self, registration: Registration) -> None:
-        """Follow a target. A registration that is known does nothing; one that differs starts its target anew.
+        """Follow a target. An identical registration does nothing; a different one starts again without blocks.
 
-        Raises ValueError, which begins with the field, for an endpoint that cannot be connected to and for a rank or a
-        block size that is none.
+        Raises ValueError, whose text begins with the wrong field, for an unusable endpoint, rank or block size.
         """
         target = registration.target
         if registration.source is not None:
@@ -147,19 +153,19 @@ class Indexer:
         self.registrations += 1
 
     def dump(self) -> Iterator[bytes]:
-        """The lines of a dump of everything that can be gone on with: targets whose stream can be replayed.
+        """Yield the lines of a dump of the targets whose stream can be replayed.
 
-        Raises TimeoutError when the reader has no time.
+        Raises TimeoutError if the reader does not get to a target within 30 seconds.
         """
         return write_dump(filter(None, map(self._dump_target, self.registered())), self._secret)
 
     def use_dump(self, targets: Iterable[SavedTarget]) -> None:
-        """Let targets that are registered from now on begin with what a dump says of them."""
+        """Restore these targets from a dump when they register."""
         by_name = [(saved.about, saved) for saved in targets]
         self._saved = {Target(about.worker, about.dp_rank, about.model, about.tenant): it for about, it in by_name}
 
     def register_saved(self) -> None:
-        """Register all targets of the dump in use, as they were."""
+        """Register all targets of the dump in use, with the registration that they had."""
         for target, saved in [(target, saved.about) for target, saved in self._saved.items()]:
             endpoints = saved.endpoint, saved.replay_endpoint, saved.topic
             source = EventSource(target.dp_rank, *endpoints, saved.curve_server_key)
@@ -173,7 +179,7 @@ class Indexer:
     def _dump_target(self, registration: Registration) -> TargetDump | None:
         source, target = registration.source, registration.target
         if source is None or source.replay_endpoint is None:
-            return None  # nobody could tell what it missed
+            return None  # after a restart, missed batches could not be replayed
 
         def read(target: Target, sequence: StreamSequence | None) -> TargetDump | None:
             last = sequence.last_frame if sequence else None
@@ -203,7 +209,7 @@ class Indexer:
         return self._reader.between_batches(read, target)
 
     def _resume(self, registration: Registration, stream: StreamSession) -> None:
-        """Let a target begin with what the dump in use says of it, if its stream is where it was."""
+        """Restore a target from the dump in use, if its stream has the same endpoint."""
         packed = self._saved.pop(registration.target, None)
         if packed is None or registration.source is None:
             return
@@ -221,7 +227,7 @@ class Indexer:
         stream.sequence.resume(StreamFrame(saved.stream.last_seq, encode_batch(last)), saved.stream.complete)
 
     def unregister(self, targets: Iterable[Target]) -> None:
-        """Forget targets, their streams and what they hold."""
+        """Remove targets, their streams and their blocks."""
         for target in targets:
             served = self._served.get((target.tenant, target.model), {})
             if served.pop(target, None) is None:
@@ -233,40 +239,39 @@ class Indexer:
             self.index.drop(target)
 
     def registered(self) -> list[Registration]:
-        """All registrations."""
+        """Return all registrations."""
         return [known for served in self._served.values() for known in served.values()]
 
     def clear(self, target: Target) -> None:
-        """Forget what a target holds, because its cache was reset."""
+        """Remove a target's blocks, because its cache was reset."""
         self.index.clear(target)
 
     def resync(self, target: Target) -> bool:
-        """Forget what a target holds and learn it again from its events. False when nobody could replay them."""
+        """Remove a target's blocks, and read its stream again. Returns False if the stream has no replay."""
         return self._reader.resync(target)
 
     def suspend(self, targets: Iterable[Target], suspended: bool = True) -> None:
-        """The worker of some targets does not answer: their streams are stale, whatever still comes. Or it does again:
-        then they stand as they do."""
+        """Show the streams of some targets as stale, because their worker does not answer, or stop doing so."""
         self._reader.suspend(targets, suspended)
 
     def stream(self, target: Target) -> StreamSession | None:
-        """A target's stream, to be looked at; None when it has none. A fraction of the cost of `stream_status`."""
+        """Return the session of a target's stream, for reading only; None if it has none. Cheaper than a status."""
         return self._reader.sessions.get(target)
 
     def stream_status(self, target: Target) -> StreamStatus | None:
-        """How a target's stream stands; None when it has none."""
+        """Return the state of a target's stream; None if it has none."""
         return self._reader.status(target)
 
     def match(self, query: MatchQuery) -> list[Match]:
-        """How many of a prompt's tokens targets would serve from their caches, the most first; of those that hold any.
+        """Return the prompt tokens that each target would serve from its cache: targets that hold any, the most first.
 
-        The last token is always computed, so only full blocks before it count. Raises UnknownModelError, and
-        OverflowError or TypeError for a token id that is none.
+        An engine always computes the last token, so only full blocks before it count. Raises UnknownModelError. Raises
+        OverflowError or TypeError for a token id that is not one.
         """
         return self._matches(query, len(query.token_ids) - 1)
 
     def match_rows(self, query: MatchQuery, rows: TargetRows) -> RowMatches:
-        """The same of the targets in some rows, in these: however many hold something, nothing is made for each."""
+        """Return the tokens that the targets in some rows would serve, as arrays and not as an object per target."""
         found = RowMatches(rows)
         roots, tokens = self._roots(query), len(query.token_ids) - 1
         prompt = PackedPrompt.of(query.token_ids)
@@ -275,26 +280,29 @@ class Indexer:
         return found
 
     def longest(self, query: MatchQuery) -> list[Match]:
-        """How much of a token sequence targets hold, the most first; of those that hold any. Raises as `match` does."""
+        """Return the tokens of a sequence that each target holds: targets that hold any, the most first.
+
+        Unlike `match`, it counts the last block. Raises UnknownModelError, OverflowError or TypeError.
+        """
         return self._matches(query, len(query.token_ids))
 
     def longest_by_hash(self, query: HashQuery) -> list[Match]:
-        """The same for prefix hashes: how much of the prefix they name targets hold.
+        """Return the tokens that each target holds of a prefix given by hashes: targets that hold any, the most first.
 
-        Raises UnknownModelError, OverflowError for a hash that is none, and ValueError when the block size is not
-        given and not clear.
+        Raises UnknownModelError, OverflowError for a number that is not a hash, and ValueError for a missing or invalid
+        block size.
         """
         served = self.targets(query.model, query.tenant)
         sizes = self.block_sizes(query.model, query.tenant)
         if query.block_size is None and len(sizes) != 1:
             raise ValueError(f"block_size: the workers of {query.model!r} use {sorted(sizes) or 'none yet'}; send one")
         if query.block_size is not None and query.block_size <= 0:
-            raise ValueError(f"block_size: {query.block_size} is no number of tokens; send one above 0")
+            raise ValueError(f"block_size: {query.block_size} is not a number of tokens; send one above 0")
         hashes = array("Q", query.prefix_hashes)
         return _best_first(served, self.index.match_hashes(hashes, query.block_size or next(iter(sizes))))
 
     def report(self, target: Target) -> TargetReport | None:
-        """What is known of a target; None when it is not registered."""
+        """Return the state of a target; None if it is not registered."""
         registration = self._served.get((target.tenant, target.model), {}).get(target)
         holdings = self.index.status(target)
         if registration is None or holdings is None:
@@ -302,18 +310,18 @@ class Indexer:
         return TargetReport(registration, self._reader.status(target), holdings)
 
     def targets(self, model: str, tenant: str = DEFAULT_TENANT) -> Collection[Target]:
-        """The registered targets that serve a model for a tenant. Raises UnknownModelError where there are none."""
+        """Return the registered targets that serve a model for a tenant. Raises UnknownModelError if there are none."""
         served = self._served.get((tenant, model))
         if served is None:
             raise UnknownModelError(f"no registered worker serves model {model!r} for tenant {tenant!r}")
         return served
 
     def serves(self, model: str, tenant: str = DEFAULT_TENANT) -> bool:
-        """Whether any registered target serves this model for this tenant."""
+        """Return whether any registered target serves a model for a tenant."""
         return (tenant, model) in self._served
 
     def wait_until_caught_up(self, timeout: float) -> bool:
-        """Wait until no stream waits for its first contact or for a replay, for `timeout` seconds at most."""
+        """Wait until every stream is connected and replayed, at most `timeout` seconds. Returns whether all are."""
         deadline = time.monotonic() + timeout
         while not self._caught_up():
             if time.monotonic() >= deadline:
@@ -326,7 +334,7 @@ class Indexer:
         return all(stream and not stream.state.waits for stream in streams)
 
     def block_size(self, target: Target) -> int | None:
-        """A target's block size in tokens: what its events said, or else its registration."""
+        """Return a target's block size in tokens, from its events, or else from its registration."""
         known = self._block_sizes().of_target
         size = known.get(target)
         if size is None and target not in known:
@@ -336,9 +344,9 @@ class Indexer:
         return size
 
     def window(self, target: Target) -> int | None:
-        """The fewest tokens that any cache group of a target keeps of a prompt, by its events; None where all keep all.
+        """Return the fewest last tokens that any cache group of a target keeps; None if all groups keep whole prompts.
 
-        Looked up once in a while: every request asks.
+        The result is cached, because every request needs it.
         """
         now = time.monotonic()
         if now >= self._windows_until:
@@ -353,7 +361,7 @@ class Indexer:
             return window
 
     def block_sizes(self, model: str, tenant: str = DEFAULT_TENANT) -> frozenset[int]:
-        """The block sizes, in tokens, that the workers of a model use."""
+        """Return the block sizes, in tokens, that the workers of a model use."""
         known = self._block_sizes().of_model
         sizes = known.get((tenant, model))
         if sizes is None:
@@ -363,8 +371,8 @@ class Indexer:
         return sizes
 
     def _block_sizes(self) -> _BlockSizes:
-        """What was found of block sizes, as long as it holds: every request asks."""
-        changes = self.registrations + self.index.block_size_changes  # neither ever gets less
+        """Return the cache of block sizes, emptied after a change."""
+        changes = self.registrations + self.index.block_size_changes  # both only grow
         if self._sizes.changes != changes:
             self._sizes = _BlockSizes(changes)
         return self._sizes
@@ -373,7 +381,7 @@ class Indexer:
         return _best_first(self.targets(query.model, query.tenant), self._found(query, tokens))
 
     def _found(self, query: MatchQuery, tokens: int) -> list[Match]:
-        """What targets hold of the first tokens of a prompt, for each block size."""
+        """Return the matches of a prompt's first `tokens` tokens, for each block size."""
         roots = self._roots(query)
         prompt = PackedPrompt.of(query.token_ids)
         found: list[Match] = []
@@ -382,10 +390,10 @@ class Indexer:
         return found
 
     def _roots(self, query: MatchQuery) -> list[tuple[int, int]]:
-        """The block sizes of a query's model, each with the hash that its prompts begin with there."""
+        """Return the block sizes of a query's model, each with the hash that the query's prompts start from."""
         known = self._block_sizes().roots
-        asked = query.model, query.tenant, query.adapter
-        roots = known.get(asked) if query.cache_salt is None else None
+        key = query.model, query.tenant, query.adapter
+        roots = known.get(key) if query.cache_salt is None else None
         if roots is None:
             self.targets(query.model, query.tenant)
             sizes = self.block_sizes(query.model, query.tenant)
@@ -394,7 +402,7 @@ class Indexer:
             if query.cache_salt is None:
                 if len(known) >= _MOST_ROOTS:
                     known.clear()
-                known[asked] = roots
+                known[key] = roots
         return roots
 
 
@@ -415,13 +423,13 @@ def make_index(secret: str = "", orphan_blocks: int = ORPHAN_BLOCKS, most_blocks
 
 
 def _best_first(targets: Collection[Target], found: Iterable[Match]) -> list[Match]:
-    """The best match of each of these targets that has any; the most first."""
+    """Return the best match of each of these targets, the most tokens first."""
     best = [match for match in _best(found).values() if match.target in targets]
     return sorted(best, key=lambda match: -match.matched_tokens)
 
 
 def _best(found: Iterable[Match]) -> dict[Target, Match]:
-    """The best match of each target that has any."""
+    """Return the best match of each target."""
     best: dict[Target, Match] = {}
     for match in found:
         known = best.get(match.target)

@@ -1,4 +1,4 @@
-"""The index on disk, so that a restart comes back warm: written now and then, atomically, and read at the start."""
+"""Snapshots of the index, for warm restarts: written periodically and atomically, and read at the start."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from indexer.indexer import Indexer
 
 log = structlog.get_logger()
 
-# Of a peer's answer, in seconds: silence, and all of it.
+# Timeouts of a peer's answer, in seconds: between two packets, and in total.
 _PEER_SILENCE = 10.0
 _PEER_SECONDS = 60.0
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """A redirect would take the token elsewhere: it is an error, as any other answer that is not the dump."""
+    """Handler that turns a redirect into an error, because following it would send the token to another server."""
 
     def redirect_request(self, *_: object) -> None:
-        """Follow none."""
+        """Return no request, so that the redirect becomes an error."""
 
 
 _opener = build_opener(_NoRedirects)
 
 
 def save_snapshot(path: Path, lines: Iterable[bytes]) -> int:
-    """Write a dump in place of the last one, or leave the last one as it is. Returns its bytes. Raises OSError."""
+    """Replace the last snapshot atomically. Returns the size in bytes. Raises OSError; the last snapshot then stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -52,7 +52,7 @@ def save_snapshot(path: Path, lines: Iterable[bytes]) -> int:
 
 
 def load_snapshot(path: Path, secret: str) -> list[SavedTarget]:
-    """What the last snapshot holds; nothing, with a word in the log, when it cannot be used."""
+    """Return the targets of the last snapshot. If it is unusable, the list is empty and the log has the reason."""
     try:
         with path.open("rb") as file:
             return read_dump(file, secret)
@@ -64,7 +64,12 @@ def load_snapshot(path: Path, secret: str) -> list[SavedTarget]:
 
 
 def load_from_peer(url: str, secret: str, token: str = "") -> list[SavedTarget]:
-    """What another indexer holds; nothing, with a word in the log, when it cannot be had. `token`: its server.token."""
+    """Return the targets of another indexer's dump. If it is unusable, the list is empty and the log has the reason.
+
+    - `url`: base URL of the other indexer.
+    - `secret`: this index's secret, which the other indexer must share.
+    - `token`: the other indexer's `server.token`.
+    """
     request = Request(f"{url.rstrip('/')}/dump", headers={"Authorization": f"Bearer {token}"} if token else {})
     try:
         with closing(_opener.open(request, timeout=_PEER_SILENCE)) as answer:
@@ -79,12 +84,12 @@ def load_from_peer(url: str, secret: str, token: str = "") -> list[SavedTarget]:
 def _until(lines: Iterable[bytes], deadline: float) -> Iterator[bytes]:
     for line in lines:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"it takes longer than {_PEER_SECONDS:g} s")
+            raise TimeoutError(f"the answer takes longer than {_PEER_SECONDS:g} s")
         yield line
 
 
 class SnapshotWriter:
-    """Writes a snapshot every `interval` seconds, and a last one at the end. `start` and `stop` own its thread."""
+    """Thread that writes a snapshot every `interval` seconds, and a last one when it is stopped."""
 
     def __init__(self, indexer: Indexer, path: Path, interval: float) -> None:
         self._indexer = indexer
@@ -94,11 +99,11 @@ class SnapshotWriter:
         self._thread = Thread(target=self._run, name="snapshot-writer", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Write once more and end."""
+        """Write a last snapshot, and stop the thread."""
         self._stopping.set()
         self._thread.join()
 

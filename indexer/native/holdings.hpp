@@ -269,7 +269,7 @@ class Holdings {
     Holder& holder_of(const Integer& group, std::string_view medium) {
         if (Holder* known = find_holder(group, medium)) return *known;
         if (holders_.size() >= kMostHolders)
-            throw UnusableEvent{"more than " + std::to_string(kMostHolders) + " groups and media"};
+            throw UnusableEvent{"more than " + std::to_string(kMostHolders) + " combinations of cache group and medium"};
         const bool alike = std::ranges::all_of(holders_, [&](const Holder* other) { return other->group == group; });
         holders_.push_back(shared_.make(this, number, group, medium));
         if (hybrid_ || !alike) become_hybrid();
@@ -371,8 +371,8 @@ class Holdings {
         Identity identity = identity_of(event, batch, adapters_in_keys_);
         if (std::find(block_sizes_.begin(), block_sizes_.end(), block_size) == block_sizes_.end()) {
             if (block_sizes_.size() >= kMostBlockSizes)
-                throw UnusableEvent{"block_size " + std::to_string(block_size) + " is one more than " +
-                                    std::to_string(kMostBlockSizes)};
+                throw UnusableEvent{"block_size " + std::to_string(block_size) + " is new, and the target has " +
+                                    std::to_string(kMostBlockSizes) + " already"};
             block_sizes_.push_back(block_size);
         }
         if (identity.adapter && event.lora_name.data() == nullptr && !event.has_lora_id &&
@@ -390,7 +390,7 @@ class Holdings {
         for (u32 index = 0; index < count; ++index) {
             u32 slot = static_cast<u32>(mixed(names[index].key ^ shared_.seed)) & mask;
             for (; seen_[slot] != 0; slot = (slot + 1) & mask)
-                if (names[seen_[slot] - 1] == names[index]) throw UnusableEvent{"block_hashes names a block twice"};
+                if (names[seen_[slot] - 1] == names[index]) throw UnusableEvent{"block_hashes has a duplicate"};
             seen_[slot] = index + 1;
         }
         if (seen_.capacity() > 2 * kKeptHashes) seen_ = {};
@@ -403,7 +403,7 @@ class Holdings {
         if (said.negative || block_size == 0 || block_size > tokens || tokens != count * block_size)
             throw UnusableEvent{"token_ids has " + std::to_string(tokens) + " ids for " + std::to_string(count) +
                                 " blocks of block_size " + said.text()};
-        if (!event.tokens_fit) throw UnusableEvent{"token_ids has an id that is no unsigned 32-bit number"};
+        if (!event.tokens_fit) throw UnusableEvent{"token_ids has an id that is not an unsigned 32-bit integer"};
         return block_size;
     }
 

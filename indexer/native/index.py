@@ -1,6 +1,7 @@
-"""The index's native core (`indexer/native`): it takes payloads as they come, without Python's lock.
+"""The index in C++: it applies the payloads of stream frames without Python's lock.
 
-What it does not know, a rare dialect or a malformed event, is read by `kvevents` and goes back to it in vLLM's form.
+The C++ code reads the most frequent dialects. `kvevents` decodes the events that the C++ code cannot read: malformed
+events, and those of a rare dialect. They are then applied in vLLM's dialect.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ from indexer.targets import HoldingsCounters, Target
 from kvevents import EventBatch, RejectedEvent, Tier, decode_batch
 from kvevents.decode import decode_event
 
-# What it says of a batch: whether it was one, whether it cleared the cache, whether a block size is new, and events by
-# number: those that made no sense, and those not known.
+# Result of applying a batch, if something in it needs Python:
+# - whether the payload is an event batch
+# - whether it cleared the cache
+# - whether it has a new block size
+# - the number and the reason of each invalid event
+# - the number and the bytes of each event in an unknown dialect
 Outcome: TypeAlias = tuple[bool, bool, bool, list[tuple[int, str]], list[tuple[int, bytes]]]
-_CLEARED, _NEW_BLOCK_SIZE = 1, 2  # of a batch that was applied whole
-_NOBODY = 2**32 - 1  # a target's number that none has
+_CLEARED, _NEW_BLOCK_SIZE = 1, 2  # bits of the result of a batch that was applied whole
+_NO_TARGET = 2**32 - 1  # a number that no target has
 _NOTHING, _CLEAR = Applied([], False), Applied([], True)
-# A target's number, its matched blocks, and those by tier.
+# A match: the target's number, its matched blocks, and the matched blocks of each tier.
 _MATCH = Struct("=6I")
 _GPU, _CPU, _DISK, _UNKNOWN = Tier
 
@@ -47,14 +52,14 @@ _decode_dump = msgspec.msgpack.Decoder(tuple[list[DumpedRun], list[DumpedHolder]
 
 
 class NativeIndex(Index):
-    """See `Index`. `core`: for what reads live batches without Python."""
+    """Index in C++. `core` is the C++ object, for code that reads live batches without Python."""
 
     def __init__(self, secret: str = "", orphan_blocks: int = ORPHAN_BLOCKS, most_blocks: int = MOST_BLOCKS) -> None:
         super().__init__(secret)
         self.core = NativeCore(secret, orphan_blocks, most_blocks)
         self._numbers: dict[Target, int] = {}
         self._targets: dict[int, Target] = {}
-        self._numbering = 0  # how often a target was added or dropped
+        self._numbering = 0  # version of the numbers: counts every target that was added or dropped
 
     def add(self, target: Target, adapter: str | None = None, capacity: int | None = None) -> None:
         if target not in self._numbers:
@@ -65,54 +70,57 @@ class NativeIndex(Index):
 
     def apply_payload(self, target: Target, payload: bytes) -> Applied:
         number = self._numbers.get(target)
-        return _NOTHING if number is None else self._became(target, number, payload, self.core.apply(number, payload))
+        return _NOTHING if number is None else self._result(target, number, payload, self.core.apply(number, payload))
 
     def number(self, target: Target) -> int:
-        """What the core calls a target; of one that is not there, a number that none has."""
-        return self._numbers.get(target, _NOBODY)
+        """Return the core's number of a target. For an unknown target, it is a number that no target has."""
+        return self._numbers.get(target, _NO_TARGET)
 
     def apply_received(
         self, reader: LiveReader, targets: Sequence[Target], places: Sequence[int]
     ) -> list[tuple[tuple[int, int], Applied | Exception]]:
-        """What `indexer.inbox.Inbox.apply` does, with the targets of all places."""
+        """Apply received batches, as `indexer.inbox.Inbox.apply` describes. `targets` has the target of each place."""
         reader.address([(place, self.number(targets[place])) for place in places])
         return self.apply_addressed(reader, targets)
 
     def apply_addressed(
         self, reader: LiveReader, targets: Sequence[Target]
     ) -> list[tuple[tuple[int, int], Applied | Exception]]:
-        """The same, of what is to be applied already."""
+        """Apply the batches whose targets the reader knows already. `targets` has the target of each place."""
         reports: list[tuple[tuple[int, int], Applied | Exception]] = []
         while (last := reader.apply()) is not None:
             place, seq, payload, outcome = last
-            became = partial(self._became, targets[place], self.number(targets[place]), payload, outcome)
-            apply_and_report(reports, (place, seq), became)
+            result = partial(self._result, targets[place], self.number(targets[place]), payload, outcome)
+            apply_and_report(reports, (place, seq), result)
         return reports
 
-    def _became(self, target: Target, number: int, payload: bytes, applied: int | Outcome) -> Applied:
-        """What became of a payload, once what the core does not know of it was read here."""
+    def _result(self, target: Target, number: int, payload: bytes, applied: int | Outcome) -> Applied:
+        """Return the result of a payload, after decoding and applying the events that the core cannot read."""
         if isinstance(applied, int):
-            return self._told(target, applied) if applied else _NOTHING
+            return self._known_result(target, applied) if applied else _NOTHING
         is_batch, _, _, _, foreign = applied
         if not is_batch:
             batch = decode_batch(payload)
-            told = self._told(target, self.core.apply(number, _encode((0.0, batch.events)), None, True))
-            return Applied(batch.rejected + told.rejected, told.cleared)
+            again = self._known_result(target, self.core.apply(number, _encode((0.0, batch.events)), None, True))
+            return Applied(batch.rejected + again.rejected, again.cleared)
         if not foreign:
-            return self._told(target, applied)
+            return self._known_result(target, applied)
         events = [(index, decode_event(index, raw)) for index, raw in foreign]
         known = [(index, _encode(event)) for index, event in events if not isinstance(event, RejectedEvent)]
-        told = self._told(target, self.core.apply(number, payload, known))
-        return Applied([event for _, event in events if isinstance(event, RejectedEvent)] + told.rejected, told.cleared)
+        again = self._known_result(target, self.core.apply(number, payload, known))
+        return Applied(
+            [event for _, event in events if isinstance(event, RejectedEvent)] + again.rejected,
+            again.cleared,
+        )
 
     def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:
         number = self._numbers.get(target)
         if number is None:
             return []
-        return self._told(target, self.core.apply(number, _encode((0.0, batch.events)), None, True)).rejected
+        return self._known_result(target, self.core.apply(number, _encode((0.0, batch.events)), None, True)).rejected
 
-    def _told(self, target: Target, applied: int | Outcome) -> Applied:
-        """What the core says of a batch without foreign events."""
+    def _known_result(self, target: Target, applied: int | Outcome) -> Applied:
+        """Return the result of a batch whose events the core can all read."""
         if isinstance(applied, int):
             self.block_size_changes += applied & _NEW_BLOCK_SIZE
             if not applied & _CLEARED:
@@ -161,7 +169,7 @@ class NativeIndex(Index):
                 found.transfers.pop(row, None)
 
     def _found(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> bytes:
-        # The core hashes tokens alone: up to the last block with a key it is told the hashes.
+        # The core hashes tokens only, so the hashes up to the last block with an extra key are computed here.
         hashes = prompt.hashes(root, block_size, min(prompt.keyed_blocks(block_size), blocks))
         known = len(hashes)
         found, made = self.core.match(root, block_size, prompt.tokens, hashes, blocks)
@@ -176,7 +184,7 @@ class NativeIndex(Index):
         targets, matches = self._targets, []
         for number, blocks, gpu, cpu, disk, unknown in _MATCH.iter_unpack(found):
             target = targets.get(number)
-            if target is not None:  # else it was dropped meanwhile
+            if target is not None:  # the target may have been dropped meanwhile
                 tiers = {
                     _GPU: gpu * block_size,
                     _CPU: cpu * block_size,
@@ -194,11 +202,11 @@ class NativeIndex(Index):
         try:
             whole = _encode((dump.runs, dump.holders))
         except OverflowError as error:
-            raise DumpError(f"a block of {target} has no place") from error
+            raise DumpError(f"a block of {target} is outside its runs") from error
         restored = self.core.restore(self._numbers[target], whole, dump.block_sizes)
         self.block_size_changes += 1
         if not restored:
-            raise DumpError(f"a block of {target} has no place")
+            raise DumpError(f"a block of {target} is outside its runs")
 
     def status(self, target: Target) -> TargetStatus | None:
         number = self._numbers.get(target)

@@ -1,6 +1,6 @@
-"""What one target (a DP rank of a worker) holds: its blocks' places in the prefix tree, counted by group and medium.
+"""Holdings of one target: the positions of its blocks in the prefix tree, by cache group and medium.
 
-One file, because it is the specification that the native core is compared with: what each event does to one target.
+One file, because it is the specification that the native index is compared with: the effect of each event on a target.
 """
 
 from __future__ import annotations
@@ -22,44 +22,47 @@ from indexer.targets import HoldingsCounters, Target
 from kvevents import BlockRemoved, BlockStored, EngineHash, Tier, tier_of
 from kvevents.identity import identity_of
 
-# Cache groups of hybrid models. These hold every block of a prefix, and so tell what a block's prefix is …
+# Kinds of cache groups in hybrid models. Groups of these kinds hold every block of a prefix, and so identify it.
 _WHOLE_PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
-# … these only the blocks in reach of the last token …
+# Groups of these kinds hold only the blocks in reach of the last token.
 _SLIDING_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
-# … and these only the state after a block.
+# Groups of these kinds hold only the state after a block.
 _STATE_KINDS = frozenset({"mamba", "linear_attention"})
 
-# What one stream may bring of things that are few; `indexer/native/holdings.hpp` has the same.
+# Limits of one stream, for things of which an engine has few. `indexer/native/holdings.hpp` has the same limits.
 _MOST_HOLDERS = 64
 _MOST_BLOCK_SIZES = 8
 _MOST_ADAPTERS_IN_KEYS = 1024
 
-# Of a run's children, before it is taken for granted that one of them is held. `indexer/native/tree.hpp` has the same.
-_CHILDREN_LOOKED_AT = 64
+# A run with more children than this is assumed to have a held one. `indexer/native/tree.hpp` has the same limit.
+_CHILDREN_CHECKED = 64
 
 K = TypeVar("K")
 
 
 class UnusableEventError(ValueError):
-    """An event that was read but makes no sense."""
+    """An event that is readable but invalid."""
 
 
 @dataclass(eq=False, slots=True)
 class Holder:
-    """The blocks a target holds in one medium for one cache group: where in the tree each engine hash is.
+    """The blocks that a target holds in one medium for one cache group.
 
-    `window`: None for a group that needs every block of a prefix, else how many of the last blocks it needs.
+    - `window`: number of last blocks that a hit needs; None if a hit needs every block of a prefix.
+    - `stored_events`: number of stored events.
+    - `positions`: position in the tree, by engine hash.
+    - `extra_copies`: copies beyond the first, by engine hash. Engines may keep several physical copies of a block, and
+      report the removal of each.
+    - `namesakes`: engine hashes beyond the first, by position. An engine may distinguish blocks that are equal here.
     """
 
     owner: Holdings
     group: int
     tier: Tier
     window: int | None = None
-    told: int = 0  # stored events
+    stored_events: int = 0
     positions: dict[EngineHash, int] = field(default_factory=dict)
-    # Engines may keep a block in several physical copies and report the removal of each: copies beyond the first.
     extra_copies: dict[EngineHash, int] = field(default_factory=dict)
-    # An engine may tell blocks apart that are one to us: engine hashes beyond the first, by their place.
     namesakes: dict[int, int] = field(default_factory=dict)
 
 
@@ -68,10 +71,12 @@ Place: TypeAlias = tuple[Run[Holder], int]
 
 
 class Holdings:
-    """One target's blocks in the shared tree.
+    """Blocks of one target in the shared tree.
 
-    `adapter` is the one of events that name none. `capacity`: the blocks the engine's own memory has, None if unknown.
-    `most_blocks`: more than all memories of any engine have.
+    - `orphan_blocks`: maximum number of blocks that wait for their parent.
+    - `adapter`: the LoRA of events that name none.
+    - `capacity`: number of blocks in the engine's own memory; None if it is unknown.
+    - `most_blocks`: maximum number of blocks, above what all memories of an engine have.
     """
 
     def __init__(
@@ -97,42 +102,43 @@ class Holdings:
         self._holders: dict[tuple[int, str], Holder] = {}
         self._adapters_in_keys: set[str] = set()
         self._orphans = Orphans(orphan_blocks)
-        self._early: dict[EngineHash, list[Holder]] = {}  # blocks of a window group that came before their prefix
+        self._early: dict[EngineHash, list[Holder]] = {}  # blocks of window groups that were stored before their prefix
         self._early_size = 0
 
     @property
     def orphans(self) -> int:
-        """Blocks that wait for their parent."""
+        """Number of blocks that wait for their parent."""
         return len(self._orphans)
 
     @property
     def whole_groups(self) -> set[int]:
-        """The cache groups that need every block of a prefix."""
+        """Cache groups whose hits need every block of a prefix."""
         return {holder.group for holder in self._holders.values() if holder.window is None}
 
     @property
     def windows(self) -> dict[int, int]:
-        """How many of the last blocks the other cache groups need, by group."""
+        """Number of last blocks that a hit needs, for the other cache groups."""
         return {holder.group: holder.window for holder in self._holders.values() if holder.window is not None}
 
     @property
     def shortest_window(self) -> int | None:
-        """The fewest last blocks that any group keeps, of any tier; None where all keep a prefix whole."""
+        """The fewest last blocks that any group keeps, in any tier; None if every group keeps whole prefixes."""
         return min((each.window for each in self._holders.values() if each.window is not None), default=None)
 
     def counting_groups(self, groups: Collection[int], seen: Collection[int]) -> set[int]:
-        """Those of some cache groups that a hit needs: the model's, which are told of about as often as one another.
+        """Return those of some cache groups that belong to the model, and so are needed for a hit.
 
-        `seen`: the groups that hold something of the prompt in question. A group that a stray event named is none.
+        The groups of a model have about equally many stored events. A group with far fewer comes from a stray event.
+        `seen` are the groups that hold a part of the prompt in question.
         """
-        told: dict[int, int] = {}
+        events: dict[int, int] = {}
         for holder in self._holders.values():
-            told[holder.group] = told.get(holder.group, 0) + holder.told
-        most = max(told.values(), default=0)
-        return {group for group in groups if told[group] * 8 >= most and (told[group] > 1 or group in seen)}
+            events[holder.group] = events.get(holder.group, 0) + holder.stored_events
+        most = max(events.values(), default=0)
+        return {group for group in groups if events[group] * 8 >= most and (events[group] > 1 or group in seen)}
 
     def blocks_by_tier(self) -> dict[Tier, int]:
-        """Blocks held in each tier; a block in two tiers counts in both, one in several groups once."""
+        """Return the number of blocks in each tier. A block in several cache groups of a tier counts once."""
         counts = dict.fromkeys(Tier, 0)
         for tier in Tier:
             in_groups: dict[int, int] = {}
@@ -143,9 +149,9 @@ class Holdings:
         return counts
 
     def store(self, event: BlockStored) -> None:
-        """Add the blocks of an event, or park it until its parent is known.
+        """Add the blocks of an event. An event whose parent is unknown waits for it.
 
-        Raises UnusableEventError; the holdings are then as before.
+        Raises UnusableEventError for an invalid event, which changes nothing.
         """
         if len(event.block_hashes) == 1 and self._append(event):
             return
@@ -161,7 +167,7 @@ class Holdings:
             self._adopt(event.block_hashes)
 
     def remove(self, event: BlockRemoved) -> None:
-        """Take away one copy of each block of an event."""
+        """Remove one copy of each block of an event."""
         holder = self._holders.get(_kind(event))
         for engine_hash in event.block_hashes:
             if holder is not None and engine_hash in holder.positions:
@@ -176,7 +182,7 @@ class Holdings:
                     self.counters.orphans_dropped += dropped
 
     def clear_medium(self, medium: str) -> None:
-        """Take away every block held in one medium, or parked for it."""
+        """Remove every block in one medium, and the orphans of that medium."""
         for kind in [kind for kind in self._holders if kind[1] == medium]:
             holder = self._holders.pop(kind)
             while holder.positions:
@@ -188,7 +194,7 @@ class Holdings:
         self._orphans.clear_medium(medium)
 
     def keep_within_capacity(self) -> None:
-        """Drop the oldest blocks beyond what the engine's memory holds, or any engine's: their removal got lost."""
+        """Drop the oldest blocks beyond the capacity of the engine, or of any engine: their removal was lost."""
         holders = self._holders.values()
         if self.capacity is not None and not self.hybrid:
             for holder in holders:
@@ -197,7 +203,7 @@ class Holdings:
         blocks = sum([len(holder.positions) for holder in holders])
         if blocks <= self.most_blocks:
             return
-        kept = self.most_blocks - self.most_blocks // 16  # so that this is rare
+        kept = self.most_blocks - self.most_blocks // 16  # a margin, so that this is rare
         while blocks > kept:
             largest = max(holders, key=lambda holder: len(holder.positions))
             before = len(largest.positions)
@@ -205,7 +211,7 @@ class Holdings:
             blocks -= before - len(largest.positions)
 
     def dump(self) -> tuple[list[DumpedRun], list[DumpedHolder]]:
-        """All blocks and the prefixes they end."""
+        """Return all blocks in the form of a dump, with the runs of their prefixes."""
         runs = self._tree.lineage(chain.from_iterable(holder.positions.values() for holder in self._holders.values()))
         places = {run.number: place for place, run in enumerate(runs)}
         dumped = []
@@ -225,7 +231,7 @@ class Holdings:
         return dumped, holders
 
     def restore(self, runs: Sequence[DumpedRun], holders: Sequence[DumpedHolder]) -> None:
-        """Hold what a dump says; these holdings must be empty. Raises DumpError when it makes no sense."""
+        """Add the blocks of a dump to empty holdings. Raises DumpError for an invalid dump."""
         places: list[list[Place]] = []
         try:
             for dumped in runs:
@@ -235,20 +241,20 @@ class Holdings:
             for known in holders:
                 holder = self._holder_of(known.group, known.medium)
                 holder.window = known.window
-                holder.told = min(len(known.blocks), 32)
+                holder.stored_events = min(len(known.blocks), 32)
                 for name, number, offset in known.blocks:
                     self._hold_at(holder, read_hash(name), _place_at(places, number, offset))
                 copies = {read_hash(name): count for name, count in known.copies}
                 holder.extra_copies = {name: count for name, count in copies.items() if name in holder.positions}
         except (IndexError, OverflowError, UnusableEventError) as error:
-            raise DumpError(f"a block of {self.target} has no place") from error
+            raise DumpError(f"a block of {self.target} is outside its runs") from error
         finally:
             for run in {place[-1][0].number: place[-1][0] for place in reversed(places) if place}.values():
                 self._tree.release(run)
         self.hybrid = len({holder.group for holder in self._holders.values()}) > 1 or bool(self.windows)
 
     def release_some(self, limit: int) -> bool:
-        """Give back up to `limit` blocks to the tree; True when none is left. For holdings that are dropped whole."""
+        """Free up to `limit` blocks of dropped holdings. Returns True if none is left."""
         for holder in self._holders.values():
             while holder.positions:
                 if limit == 0:
@@ -258,9 +264,9 @@ class Holdings:
         return True
 
     def _append(self, event: BlockStored) -> bool:
-        """The commonest event by far, in the fewest steps: a new block behind the last one of its run.
+        """Append a new block to the last one of its run, which is by far the most frequent event, in the fewest steps.
 
-        False, and nothing is done, when the event is anything else.
+        Returns False without a change if the event is a different one.
         """
         (engine_hash,) = event.block_hashes
         holder = self._holders.get((event.group_idx or 0, event.medium or "GPU"))
@@ -283,12 +289,12 @@ class Holdings:
         run.held[holder] = run.held.get(holder, 0) | 1 << len(run.hashes)
         run.hashes.append(prefix_hash)
         positions[engine_hash] = parent + 1
-        holder.told += 1
+        holder.stored_events += 1
         self.counters.stored += 1
         return True
 
     def _place(self, event: BlockStored) -> bool:
-        """Put an event's blocks into the tree; False when its parent is unknown."""
+        """Add an event's blocks to the tree. Returns False if its parent is unknown."""
         engine_hashes = event.block_hashes
         parent = event.parent_block_hash
         tokens, block_size = self._blocks_of(event)
@@ -319,11 +325,13 @@ class Holdings:
         return True
 
     def _start(self, event: BlockStored, block_size: int) -> tuple[int, list[bytes | None] | None]:
-        """The seed and the extra keys of blocks that start a prompt."""
+        """Return the seed and the extra keys of blocks that start a prompt."""
         adapter, salt, keys = self._identity(event)
         if block_size not in self.block_sizes:
             if len(self.block_sizes) >= _MOST_BLOCK_SIZES:
-                raise UnusableEventError(f"block_size {block_size} is one more than {_MOST_BLOCK_SIZES}")
+                raise UnusableEventError(
+                    f"block_size {block_size} is new, and the target has {_MOST_BLOCK_SIZES} already"
+                )
             self.block_sizes.add(block_size)
         in_keys = adapter is not None and event.lora_name is None and event.lora_id is None
         if adapter is not None and in_keys and len(self._adapters_in_keys) < _MOST_ADAPTERS_IN_KEYS:
@@ -339,9 +347,9 @@ class Holdings:
             raise UnusableEventError(str(error)) from error
 
     def _adopt(self, engine_hashes: Sequence[EngineHash]) -> None:
-        """Place the orphans that waited for these blocks, and those that waited for them."""
+        """Add the orphans whose parents are these blocks, and the orphans whose parents are those."""
         pending = self._orphans.adopt(engine_hashes)
-        removals: list[tuple[Removal, int]] = []  # last, so that what hangs from a removed block finds its place
+        removals: list[tuple[Removal, int]] = []  # applied last, so that children of a removed block find their parent
         while pending:
             orphan = pending.pop()
             try:
@@ -357,7 +365,7 @@ class Holdings:
                 self.remove(BlockRemoved([engine_hash], medium, group))
 
     def _store_known(self, event: BlockStored) -> None:
-        """An event without tokens: blocks that are known by now have one more copy, offloaded to another medium."""
+        """Add the blocks of an event without tokens: copies of known blocks, offloaded to another medium."""
         holder = self._holder(event)
         for engine_hash in event.block_hashes:
             place = self._find(engine_hash)
@@ -367,7 +375,7 @@ class Holdings:
                 self._hold_at(holder, engine_hash, place)
 
     def _store_window(self, event: BlockStored) -> None:
-        """Blocks of a group that keeps only the last ones: their places are known from a whole-prefix group."""
+        """Add blocks of a group that keeps only the last ones. A whole-prefix group has their positions."""
         window = _window_blocks(event)
         known = self._holders.get(_kind(event))
         if window is None or (known is not None and known.window is None and known.positions):
@@ -392,7 +400,7 @@ class Holdings:
             self._early_size -= len(early)
             for holder in early:
                 place = self._find(engine_hash)
-                assert place is not None, "a block that was just placed"
+                assert place is not None, "the block was just added"
                 self._hold_at(holder, engine_hash, place)
 
     def _forget_early(self, holder: Holder | None, engine_hash: EngineHash) -> bool:
@@ -406,10 +414,10 @@ class Holdings:
         return True
 
     def _blocks_of(self, event: BlockStored) -> tuple[bytes, int]:
-        """The packed tokens and the block size of an event."""
+        """Return the packed tokens and the block size of an event."""
         count = len(event.block_hashes)
         if count > 1 and len(set(event.block_hashes)) != count:
-            raise UnusableEventError("block_hashes names a block twice")
+            raise UnusableEventError("block_hashes has a duplicate")
         block_size = event.block_size or len(event.token_ids) // count
         if block_size <= 0 or len(event.token_ids) != count * block_size:
             raise UnusableEventError(
@@ -418,7 +426,7 @@ class Holdings:
         try:
             return pack_tokens(event.token_ids), block_size
         except (OverflowError, TypeError) as error:
-            raise UnusableEventError("token_ids has an id that is no unsigned 32-bit number") from error
+            raise UnusableEventError("token_ids has an id that is not an unsigned 32-bit integer") from error
 
     def _hold_at(self, holder: Holder, engine_hash: EngineHash, place: tuple[Run[Holder], int]) -> None:
         for position in self._hold(holder, *place, [engine_hash], recounts=True):
@@ -427,9 +435,10 @@ class Holdings:
     def _hold(
         self, holder: Holder, run: Run[Holder], start: int, engine_hashes: Sequence[EngineHash], recounts: bool
     ) -> list[int]:
-        """Mark blocks of a run, from `start` on, as held; one that is held already is another copy if `recounts`.
+        """Mark blocks of a run, from `start` on, as held.
 
-        Returns the places where the engine hashes were before, if not here.
+        If `recounts`, a block that is held already counts as another copy. Returns the former positions of the engine
+        hashes that were elsewhere.
         """
         count = len(engine_hashes)
         before = run.held.get(holder, 0)
@@ -458,11 +467,11 @@ class Holdings:
         return left
 
     def _vacate(self, holder: Holder, position: int) -> None:
-        """An engine hash is at a place no longer; with the last one the place is free."""
+        """Remove an engine hash from a position. With its last engine hash, the holder no longer holds the position."""
         if _take_one(holder.namesakes, position):
             return
         place = self._tree.find(position)
-        assert place is not None, "a place that somebody holds"
+        assert place is not None, "a held position is in the tree"
         run, offset = place
         left = run.held.pop(holder) ^ 1 << offset
         if left:
@@ -471,22 +480,22 @@ class Holdings:
             self._tree.release(run)
 
     def _drop_oldest(self, holder: Holder, limit: int) -> None:
-        """Drop at least one and at most so many blocks, the oldest first, but none before those that follow it.
+        """Drop at least one and at most `limit` blocks: the oldest first, but each block after its children.
 
-        So do engines evict: an old block that others follow is most likely in use.
+        Engines evict in this order too, because an old block with children is most likely in use.
         """
-        passed: list[tuple[EngineHash, int]] = []
+        kept: list[tuple[EngineHash, int]] = []
         dropped: list[EngineHash] = []
         for block in holder.positions.items():
-            passed.append(block)
-            while passed and len(dropped) < limit and self._is_end(holder, passed[-1][1]):
-                engine_hash, position = passed.pop()
+            kept.append(block)
+            while kept and len(dropped) < limit and self._is_end(holder, kept[-1][1]):
+                engine_hash, position = kept.pop()
                 self._vacate(holder, position)
                 dropped.append(engine_hash)
             if len(dropped) == limit:
                 break
         if not dropped:
-            engine_hash, position = passed[0]
+            engine_hash, position = kept[0]
             self._vacate(holder, position)
             dropped.append(engine_hash)
         for engine_hash in dropped:
@@ -495,26 +504,26 @@ class Holdings:
         self.counters.over_capacity += len(dropped)
 
     def _is_end(self, holder: Holder, position: int) -> bool:
-        """Whether no block that follows this one is held."""
+        """Return whether the holder has no child of this block."""
         place = self._tree.find(position)
-        assert place is not None, "a place that somebody holds"
+        assert place is not None, "a held position is in the tree"
         run, offset = place
         if run.held[holder] >> offset + 1 & 1:
             return False
-        if len(run.children) > _CHILDREN_LOOKED_AT:
-            return False  # what so much follows is in use
+        if len(run.children) > _CHILDREN_CHECKED:
+            return False  # a block with this many children is in use
         behind = run.depth + offset + 1
         return not any(child.depth == behind and child.held.get(holder, 0) & 1 for child in run.children.values())
 
     def _release_run(self, holder: Holder) -> None:
-        """Forget one block, and that its run is held, for a holder that is given up whole."""
+        """Remove one block, and the holder's bits in its run, for a holder that is dropped as a whole."""
         _, position = holder.positions.popitem()
         place = self._tree.find(position)
         if place is not None and place[0].held.pop(holder, 0):
             self._tree.release(place[0])
 
     def _find(self, engine_hash: EngineHash, first: Holder | None = None) -> tuple[Run[Holder], int] | None:
-        """The place of a block that is held in any medium, in that of `first` if it is there."""
+        """Return the place of a block in any medium; in the medium of `first` if the block is there."""
         for holder in chain((first,) if first else (), self._holders.values()):
             position = holder.positions.get(engine_hash)
             if position is not None:
@@ -522,39 +531,39 @@ class Holdings:
         return None
 
     def _holder(self, event: BlockStored) -> Holder:
-        """Who holds the blocks of a stored event."""
+        """Return the holder for the blocks of a stored event, and count the event."""
         holder = self._holder_of(*_kind(event))
-        holder.told += 1
+        holder.stored_events += 1
         return holder
 
     def _holder_of(self, group: int, medium: str) -> Holder:
         holder = self._holders.get((group, medium))
         if holder is None:
             if len(self._holders) >= _MOST_HOLDERS:
-                raise UnusableEventError(f"more than {_MOST_HOLDERS} groups and media")
+                raise UnusableEventError(f"more than {_MOST_HOLDERS} combinations of cache group and medium")
             holder = self._holders[group, medium] = Holder(self, group, tier_of(medium))
             self.hybrid = self.hybrid or len({known.group for known in self._holders.values()}) > 1
         return holder
 
 
 def _kind(event: BlockStored | BlockRemoved) -> tuple[int, str]:
-    """The cache group and the medium of an event; no medium is the engine's own memory."""
+    """Return the cache group and the medium of an event. An event without medium is about the engine's own memory."""
     return event.group_idx or 0, event.medium or "GPU"
 
 
 def _place_at(places: list[list[Place]], number: int, offset: int) -> Place:
-    """Where a block of a dump is. Raises IndexError."""
+    """Return the place of a block of a dump. Raises IndexError if there is none."""
     if number < 0 or offset < 0:
-        raise IndexError("counted from the end")
+        raise IndexError("negative run or offset")  # Python would count from the end
     return places[number][offset]
 
 
-# Blocks. A longer window is as good as full attention, and is what a dump can hold.
+# Maximum window in blocks. A longer one is equivalent to full attention, and does not fit into a dump.
 _MOST_WINDOW = 2**31
 
 
 def _window_blocks(event: BlockStored) -> int | None:
-    """How many of the last blocks an event's group needs for a hit; None for a kind of group we do not know."""
+    """Return the number of last blocks that a hit needs in an event's group; None for an unknown kind of group."""
     if event.kv_cache_spec_kind in _STATE_KINDS:
         return 1
     window = event.kv_cache_spec_sliding_window
@@ -564,15 +573,16 @@ def _window_blocks(event: BlockStored) -> int | None:
 
 
 def _all_in(engine_hashes: Sequence[EngineHash], positions: dict[EngineHash, int]) -> bool:
-    """Whether an event that starts a prompt only tells again of blocks that are held.
+    """Return whether an event that starts a prompt only repeats blocks that are held.
 
-    An engine computes a second copy of a prompt's last block alone, which has a parent; a hybrid one of more.
+    Such an event is no second copy. An engine computes a second copy only of a prompt's last block, which has a parent;
+    an engine with a hybrid model may compute more.
     """
     return engine_hashes[0] in positions and all(engine_hash in positions for engine_hash in engine_hashes)
 
 
 def _take_one(counts: dict[K, int], key: K) -> bool:
-    """Lower a count that is there, forgetting it at 0; False when there is none."""
+    """Decrement a count, and remove it at 0. Returns False if there is none."""
     count = counts.pop(key, 0)
     if count > 1:
         counts[key] = count - 1

@@ -1,4 +1,4 @@
-"""The index in Python: the specification of its native core, and what runs where that is not built."""
+"""The index in Python: the specification of the native index, and its fallback where that is not built."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from indexer.reference.tree import PrefixTree
 from indexer.targets import Target
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, RejectedEvent, decode_batch
 
-# How much of a dropped target is freed with each batch: keeps every pause short.
+# Blocks of a dropped target that one sweep frees. The limit keeps each pause short.
 _SWEEP_BLOCKS = 2048
-# Events applied before a match may come in between.
+# Events that are applied before the lock is released for a match.
 _EVENTS_A_TURN = 64
 
 
 class PythonIndex(Index):
-    """See `Index`. One lock; it is held for a few events or one match at a time."""
+    """Index in Python, with one lock that is held for a few events or one match at a time."""
 
     def __init__(self, secret: str = "", orphan_blocks: int = ORPHAN_BLOCKS, most_blocks: int = MOST_BLOCKS) -> None:
         super().__init__(secret)

@@ -1,4 +1,4 @@
-"""From the walk of a prompt to what each target would serve of it."""
+"""Matches of a prompt: from its path in the prefix tree to the tokens that each target would serve from its cache."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from indexer.reference.tree import Span
 from kvevents import Tier
 
 _NONE = dict.fromkeys(Tier, 0)
-# A target's holders in one span and the bits of the blocks each holds there.
+# A target's holders in one span, each with the bits of its blocks there.
 _Held: TypeAlias = list[tuple[Holder, int]]
 
 
 def follow(spans: Iterable[Span[Holder]], block_size: int) -> list[Match]:
-    """Follow each target along the spans of a prompt, as far as it holds what a hit needs.
+    """Return the match of each target that holds a part of a prompt, which is given by its spans in the tree.
 
-    No more spans are taken than the last of them has a share in, and one.
+    Spans are taken from the iterator only up to the first one in which no target matches all blocks.
     """
-    trails: dict[Holdings, list[tuple[int, _Held]]] = {}  # by target: blocks matched in each span, and who holds them
+    trails: dict[Holdings, list[tuple[int, _Held]]] = {}  # by target: matched blocks and holders in each span
     following: Collection[Holdings] | None = None
     for run, _, count in spans:
         held: dict[Holdings, _Held] = {}
-        for pair in run.held.items():  # there may be thousands
+        for pair in run.held.items():  # a run may have thousands of holders
             owner = pair[0].owner
             if owner in held:
                 held[owner].append(pair)
@@ -56,7 +56,7 @@ def follow(spans: Iterable[Span[Holder]], block_size: int) -> list[Match]:
 
 
 def _whole_prefix_bits(owner: Holdings, held: _Held) -> int:
-    """The blocks that every whole-prefix group of a target holds, in whatever medium."""
+    """Return the bits of the blocks that every whole-prefix group of a target holds, in any medium."""
     groups: Collection[int] = owner.whole_groups
     if owner.hybrid:
         groups = owner.counting_groups(groups, {holder.group for holder, _ in held if holder.window is None})
@@ -71,21 +71,21 @@ def _whole_prefix_bits(owner: Holdings, held: _Held) -> int:
 
 
 def _within_windows(owner: Holdings, trail: list[tuple[int, _Held]], blocks: int) -> int:
-    """The longest hit of at most so many blocks after which every window group still has the blocks it needs."""
+    """Return the longest hit, of at most `blocks` blocks, after which every window group has its last blocks."""
     possible = (1 << blocks + 1) - 1  # bit n: a hit of n blocks
     windows = owner.windows
     for group in owner.counting_groups(windows, {holder.group for _, held in trail for holder, _ in held}):
-        window = min(windows[group], blocks)  # engines may say anything
+        window = min(windows[group], blocks)  # the window of an event may be longer than any prompt
         live, before = 0, 0
         for reach, held in trail:
             for holder, bits in held:
                 if holder.group == group:
                     live |= (bits & (1 << reach) - 1) << before
             before += reach
-        # Shorter hits than the window need only what there is: pretend that the blocks before the prompt are live.
+        # A hit that is shorter than the window needs all its blocks: treat the blocks before the prompt as live.
         run = live << window | (1 << window) - 1
         length = 1
-        while length < window:  # bit n: the blocks n - length + 1 … n are live
+        while length < window:  # bit n is set if the blocks n - length + 1 … n are live
             step = min(length, window - length)
             run &= run << step
             length += step
@@ -94,12 +94,12 @@ def _within_windows(owner: Holdings, trail: list[tuple[int, _Held]], blocks: int
 
 
 def _tiers(trail: list[tuple[int, _Held]], blocks: int, block_size: int) -> dict[Tier, int]:
-    """The matched tokens by the fastest tier that has them."""
+    """Return the matched tokens by the fastest tier that has them."""
     tokens = _NONE.copy()
     for reach, held in trail:
         matched = reach if reach < blocks else blocks
         blocks -= matched
-        if len(held) == 1:  # who else would have it
+        if len(held) == 1:  # the only holder has every matched block
             tokens[held[0][0].tier] += matched * block_size
             continue
         left = (1 << matched) - 1
@@ -111,6 +111,6 @@ def _tiers(trail: list[tuple[int, _Held]], blocks: int, block_size: int) -> dict
 
 
 def _leading_ones(bits: int, count: int) -> int:
-    """How many of the lowest `count` bits are set without a gap."""
+    """Return how many of the lowest `count` bits are set without a gap."""
     missing = ~bits & (1 << count) - 1
     return count if not missing else (missing & -missing).bit_length() - 1

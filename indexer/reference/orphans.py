@@ -1,4 +1,4 @@
-"""Blocks whose parent is not known: they wait, within a bound, until it comes."""
+"""Orphans: stored blocks whose parent is unknown. A limited number of them waits for the parent."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import msgspec
 
 from kvevents import BlockRemoved, BlockStored, EngineHash
 
-# A block, and the cache group and the medium that it left.
+# Engine hash of a removed block, with its cache group and its medium.
 Removal: TypeAlias = tuple[EngineHash, int, str]
 
-# A bound in blocks would not bound their tokens and keys.
+# Limit of memory per block, because a limit in blocks would not limit their tokens and keys.
 _BYTES_A_BLOCK = 1024
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Orphan:
-    """A stored event whose parent is not known yet, and what was removed of it since, with how often that was told."""
+    """A stored event whose parent is unknown, and the later removals of its blocks with their counts."""
 
     __slots__ = ("_tokens", "event", "event_bytes", "removals")
 
@@ -28,29 +28,29 @@ class Orphan:
         self.event = event
         self.removals: dict[Removal, int] = {}
         self.event_bytes = len(_encode(event))
-        self._tokens = array("I", event.token_ids)  # a ninth of a list of them
+        self._tokens = array("I", event.token_ids)  # takes a ninth of the memory of a list
         event.token_ids = []
 
     def whole_event(self) -> BlockStored:
-        """The event as it came."""
+        """Return the event with its token ids."""
         self.event.token_ids = self._tokens.tolist()
         return self.event
 
     @property
     def size(self) -> int:
-        """Its blocks and removals."""
+        """Number of blocks and removals."""
         return len(self.event.block_hashes) + len(self.removals)
 
     @property
     def bytes(self) -> int:
-        """About what it takes."""
+        """Approximate memory."""
         return self.event_bytes + 64 * self.size
 
 
 class Orphans:
-    """The orphans of one target: at most `limit` blocks and their removals, a block told twice counts twice.
+    """Orphans of one target: at most `limit` blocks and removals. Beyond the limit, the oldest orphans are dropped.
 
-    The longest waiting go first.
+    A block that two events store counts twice.
     """
 
     def __init__(self, limit: int) -> None:
@@ -61,11 +61,11 @@ class Orphans:
         self._bytes = 0
 
     def __len__(self) -> int:
-        """The number of waiting blocks."""
+        """Return the number of waiting blocks."""
         return len(self._by_block)
 
     def park(self, orphan: Orphan) -> int:
-        """Keep an event until its parent comes. Returns how many older blocks had to go for it."""
+        """Keep an event until its parent is stored. Returns the number of older blocks that were dropped for it."""
         parent = orphan.event.parent_block_hash
         assert parent is not None
         self._by_parent.setdefault(parent, []).append(orphan)
@@ -75,27 +75,27 @@ class Orphans:
         return self._keep_limit()
 
     def adopt(self, parents: Iterable[EngineHash]) -> list[Orphan]:
-        """The events that wait for one of these blocks; they wait no longer."""
-        return [orphan for parent in parents for orphan in self._take(parent)]
+        """Remove and return the events whose parent is one of these blocks."""
+        return [orphan for parent in parents for orphan in self._pop(parent)]
 
     def remove(self, engine_hash: EngineHash, event: BlockRemoved) -> int | None:
-        """Note that a waiting block was removed; None when it does not wait here.
+        """Record the removal of a waiting block.
 
-        Returns how many older blocks had to go for the note.
+        Returns the number of older blocks that were dropped for the record; None if the block does not wait here.
         """
         orphan = self._by_block.get(engine_hash)
         if orphan is None:
             return None
         removal = engine_hash, event.group_idx or 0, event.medium or "GPU"
-        told = orphan.removals.get(removal, 0)
-        if told == 0:
+        count = orphan.removals.get(removal, 0)
+        if count == 0:
             self._size += 1
             self._bytes += 64
-        orphan.removals[removal] = told + 1
+        orphan.removals[removal] = count + 1
         return self._keep_limit()
 
     def clear_medium(self, medium: str) -> None:
-        """Forget the events of one medium."""
+        """Drop the events of one medium."""
         waiting = self.adopt(list(self._by_parent))
         for orphan in waiting:
             if (orphan.event.medium or "GPU") != medium:
@@ -105,15 +105,15 @@ class Orphans:
         dropped = 0
         while self._size > self.limit or self._bytes > self.limit * _BYTES_A_BLOCK:
             oldest = next(iter(self._by_parent))
-            dropped += sum(len(gone.event.block_hashes) for gone in self._take(oldest))
+            dropped += sum(len(orphan.event.block_hashes) for orphan in self._pop(oldest))
         return dropped
 
-    def _take(self, parent: EngineHash) -> list[Orphan]:
-        taken = self._by_parent.pop(parent, [])
-        for orphan in taken:
+    def _pop(self, parent: EngineHash) -> list[Orphan]:
+        orphans = self._by_parent.pop(parent, [])
+        for orphan in orphans:
             self._size -= orphan.size
             self._bytes -= orphan.bytes
             for engine_hash in orphan.event.block_hashes:
                 if self._by_block.get(engine_hash) is orphan:
                     del self._by_block[engine_hash]
-        return taken
+        return orphans

@@ -1,13 +1,13 @@
-"""The radix tree of prefix hashes, shared by all targets.
+"""The radix tree of prefix hashes, which all targets share.
 
-A run is an edge of the tree: consecutive blocks, one prefix hash each. Because a prefix hash stands for the whole
-prompt up to its block, a branch may hang from any block of a run, and runs never have to be split:
+A run is an edge of the tree: consecutive blocks with one prefix hash each. A prefix hash identifies the whole prompt up
+to its block. So a branch can start at any block of a run, and runs are never split:
 
-    root ── a b c d e f        one prompt of six blocks
-                 └── x y       another that shares its first three
+    root ── a b c d e f        a prompt of six blocks
+                 └── x y       a prompt that shares its first three blocks
 
-Who holds what is a bit per block: `run.held[holder]`. A hole (a block that was evicted while its children stay) is a
-cleared bit, so a block that comes back has its children again.
+`run.held[holder]` has one bit per block. If a block is evicted before its children, its bit is cleared. The children
+stay in the tree, so they match again as soon as the block is stored again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeAlias, TypeVar
 
-# Bounds what one bit operation touches, and how far a prompt is hashed beyond its last match.
+# Limits the cost of one bit operation, and how far a prompt is hashed beyond its last match.
 RUN_BLOCKS = 1024
 _OFFSET_BITS = RUN_BLOCKS.bit_length() - 1
 _OFFSET_MASK = RUN_BLOCKS - 1
@@ -25,7 +25,7 @@ HolderT = TypeVar("HolderT")
 
 
 class Run(Generic[HolderT]):
-    """Consecutive blocks of one prefix, at most RUN_BLOCKS of them. `depth` counts the blocks before the first."""
+    """At most RUN_BLOCKS consecutive blocks of one prefix. `depth` is the number of blocks before the first one."""
 
     __slots__ = ("children", "depth", "hashes", "held", "number", "parent")
 
@@ -34,20 +34,20 @@ class Run(Generic[HolderT]):
         self.parent = parent
         self.depth = depth
         self.hashes: array[int] = array("Q")
-        self.children: dict[int, Run[HolderT]] = {}  # by the child's first prefix hash
-        self.held: dict[HolderT, int] = {}  # holder → a bit a block
+        self.children: dict[int, Run[HolderT]] = {}  # by the first prefix hash of the child
+        self.held: dict[HolderT, int] = {}  # one bit per block, by holder
 
     def position(self, offset: int) -> int:
-        """The number that names a block of this run for as long as anybody holds it."""
+        """Return the number that identifies a block of this run while any target holds it."""
         return self.number << _OFFSET_BITS | offset
 
 
 def split_position(position: int) -> tuple[int, int]:
-    """The number of the run that a position lies in, and its offset there."""
+    """Return the run number and the offset in the run of a position."""
     return position >> _OFFSET_BITS, position & _OFFSET_MASK
 
 
-# A run, the first of some blocks in it, and how many they are.
+# A run, the offset of the first block in it, and the number of blocks.
 Span: TypeAlias = tuple[Run[HolderT], int, int]
 
 
@@ -60,28 +60,28 @@ class PrefixTree(Generic[HolderT]):
         self._last_number = 0
 
     def __len__(self) -> int:
-        """The number of runs."""
+        """Return the number of runs."""
         return len(self._runs)
 
     def begins_with(self, first_hash: int) -> bool:
-        """Whether anybody holds the first block of a prompt, given by its hash: no lock is needed to ask that."""
+        """Return whether any target holds the first block of a prompt. Safe without the lock."""
         return first_hash in self._root.children
 
     def find(self, position: int) -> tuple[Run[HolderT], int] | None:
-        """The run and offset a position names; None when the block is gone."""
+        """Return the run and the offset of a position; None if the block was freed."""
         run = self._runs.get(position >> _OFFSET_BITS)
         return None if run is None else (run, position & _OFFSET_MASK)
 
     def growing(self, position: int) -> Run[HolderT] | None:
-        """The run that ends with this block, if it can be made longer; None when the path behind it may be known."""
+        """Return the run that ends with this block if a block can be appended; None if other blocks may follow it."""
         run = self._runs.get(position >> _OFFSET_BITS)
         length = (position & _OFFSET_MASK) + 1
         return run if run is not None and length == len(run.hashes) < RUN_BLOCKS and not run.children else None
 
     def insert(self, after: tuple[Run[HolderT], int] | None, hashes: array[int]) -> list[Span[HolderT]]:
-        """Find or make the place of consecutive blocks after a given block (None: at the start of a prompt).
+        """Find or add consecutive blocks after a given block (None: at the start of a prompt).
 
-        Returns the spans they lie in, in order; the caller marks them as held.
+        Returns their spans in order. The caller marks them as held.
         """
         spans: list[Span[HolderT]] = []
         run, offset = after or (self._root, -1)
@@ -104,10 +104,12 @@ class PrefixTree(Generic[HolderT]):
         return spans
 
     def walk(self, hashes: array[int], limit: int, extend: Callable[[int], array[int]]) -> Iterator[Span[HolderT]]:
-        """The spans that the first `limit` blocks of a prompt lie in, as far as the tree knows them.
+        """Yield the spans of a prompt's first `limit` blocks, up to the first block that is not in the tree.
 
-        `hashes` are the prompt's prefix hashes so far; `extend(n)` makes them at least n long, so that a prompt is
-        only hashed as far as it matches, and as far as whoever takes the spans wants more of them.
+        - `hashes`: the prompt's prefix hashes so far.
+        - `extend`: computes more of them; `extend(n)` makes the array at least n long.
+
+        A prompt is hashed only as far as it matches, and only as far as the caller takes spans.
         """
         run, done = self._root, 0
         while done < limit:
@@ -130,7 +132,7 @@ class PrefixTree(Generic[HolderT]):
             done += count
 
     def lineage(self, positions: Iterable[int]) -> list[Run[HolderT]]:
-        """The runs that these blocks lie in and all runs before them, parents first."""
+        """Return the runs of these blocks and all runs before them, parents first."""
         found: dict[int, Run[HolderT]] = {}
         for number in {position >> _OFFSET_BITS for position in positions}:
             run: Run[HolderT] | None = self._runs[number]
@@ -140,7 +142,7 @@ class PrefixTree(Generic[HolderT]):
         return sorted(found.values(), key=lambda run: run.depth)
 
     def release(self, run: Run[HolderT]) -> None:
-        """Free what nobody holds any more at the end of a run, and the run itself, and its parents."""
+        """Free the blocks at the end of a run that no target holds. If none is left, free the run and its parents."""
         while run.parent is not None and run.number in self._runs:
             needed = max((bits.bit_length() for bits in run.held.values()), default=0)
             for child in run.children.values():
@@ -153,7 +155,7 @@ class PrefixTree(Generic[HolderT]):
             run = run.parent
 
     def check_integrity(self) -> None:
-        """Assert what must always be true (for tests; visits every run)."""
+        """Assert the invariants of the tree (for tests; visits every run)."""
         seen = 0
         stack = [self._root]
         while stack:
@@ -163,7 +165,7 @@ class PrefixTree(Generic[HolderT]):
                 assert child.hashes[0] == first
                 assert run.depth <= child.depth <= run.depth + len(run.hashes)
                 assert 0 < len(child.hashes) <= RUN_BLOCKS
-                assert child.held or child.children, "a run that nobody needs"
+                assert child.held or child.children, "a run without holders and children"
                 assert all(0 < bits < 1 << len(child.hashes) for bits in child.held.values())
                 assert self._runs[child.number] is child
                 stack.append(child)
@@ -179,9 +181,9 @@ class PrefixTree(Generic[HolderT]):
 
 
 def common_blocks(ours: array[int], start: int, theirs: array[int], done: int) -> int:
-    """How many blocks two paths share from these offsets on, the first of which they do share.
+    """Return the number of blocks that two paths share from these offsets on, which is at least one.
 
-    Equal hashes mean equal prefixes, so the last shared block is found by bisection.
+    Equal hashes mean equal prefixes, so bisection finds the last shared block.
     """
     low, high = 1, min(len(ours) - start, len(theirs) - done)
     while low < high:

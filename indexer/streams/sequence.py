@@ -1,13 +1,13 @@
-"""Keeping one event stream in order: gaps, replays, restarts. Pure bookkeeping; the reader does the talking.
+"""The order of one event stream: gaps, replays and restarts. A pure state machine; the session does all I/O.
 
-A publisher numbers its batches from 0 and starts again at 0 when it restarts. Live batches may get lost on the way, and
-so may replayed ones. What comes out here is every batch once, in order, or the knowledge that some are gone:
+A publisher numbers its batches from 0, and starts again at 0 after a restart. Live and replayed batches may get lost.
+The sequence returns every batch once and in order, or records that some are missing:
 
     connecting ──first contact──▶ replaying ──caught up──▶ live ──gap, idle, reconnected──▶ replaying
-                                      └──nothing more to be had──▶ lost (live again, but batches are missing)
+                                      └──replay has no more──▶ lost (live again, but batches are missing)
 
-Where a replay does not bring what is missing, the publisher is asked for a snapshot of all it holds. Few have one; the
-others say at once that they have not.
+If a replay does not return the missing batches, the sequence asks the publisher for a snapshot of its whole cache. Few
+publishers have one; the others answer at once that they have none.
 
 One file, because it is one state machine: an action for every event in every state.
 """
@@ -26,8 +26,11 @@ from kvevents.frames import SNAPSHOT_START, StreamFrame
 
 
 class StreamState(StrEnum):
-    """How a stream stands. LOST: reading live, but batches are missing that nobody could replay. STALE: its publisher
-    was reached and is gone, or its worker is: what it told may hold no longer."""
+    """State of a stream.
+
+    - LOST: live batches are read, but batches are missing that no replay returned.
+    - STALE: the publisher is disconnected, or the worker does not answer, so the index may be out of date.
+    """
 
     CONNECTING = "connecting"
     REPLAYING = "replaying"
@@ -37,24 +40,24 @@ class StreamState(StrEnum):
 
     @property
     def waits(self) -> bool:
-        """Whether what its publisher has told so far is not known yet, but will be."""
+        """Whether the stream still waits for batches that its publisher sent before."""
         return self in (StreamState.CONNECTING, StreamState.REPLAYING)
 
 
 class Apply(NamedTuple):
-    """Apply this batch now."""
+    """Action: apply this batch now."""
 
     frame: StreamFrame
 
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """What was read before no longer counts."""
+    """Action: remove all blocks of the target, because earlier batches are no longer valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskReplay:
-    """Ask the publisher for every batch from `start` on, or for a snapshot: from SNAPSHOT_START on."""
+    """Action: ask the publisher for every batch from `start` on. SNAPSHOT_START asks for a snapshot."""
 
     start: int
 
@@ -64,12 +67,13 @@ Action = Apply | Clear | AskReplay
 
 @dataclass(frozen=True, slots=True)
 class SequenceSettings:
-    """Deadlines in seconds, and bounds.
+    """Timeouts and limits of a sequence.
 
-    `replay_timeout`: silence after which a replay is given up. `replay_rounds`: how often a hole is asked for again
-    when nothing new came. `idle_check`: the longest silence of a stream before it is checked for a lost tail.
-    `pending_batches`, `pending_bytes`: how many batches may wait for a replay, and what they may take.
-    `snapshot_interval`: the shortest time between two snapshots, however much gets lost.
+    - `replay_timeout`: seconds without a message after which a replay has failed.
+    - `replay_rounds`: number of further replays for the same gap, if none returns a new batch.
+    - `idle_check`: seconds without a batch after which a stream is checked for lost batches at its end.
+    - `pending_batches`, `pending_bytes`: maximum number and bytes of batches that wait for a replay.
+    - `snapshot_interval`: minimum seconds between two snapshots.
     """
 
     replay_timeout: float = 1.0
@@ -82,8 +86,10 @@ class SequenceSettings:
 
 @dataclass(slots=True)
 class SequenceCounters:
-    """What happened on a stream since it was registered. `idle_checks`: questions after a silence whether there was
-    something to hear; `replays`: all others."""
+    """Counters of a stream since its registration.
+
+    `idle_checks` counts the replay requests that check an idle stream; `replays` counts all others.
+    """
 
     batches: int = 0
     duplicates: int = 0
@@ -98,7 +104,7 @@ class SequenceCounters:
 
 
 class _Pending:
-    """Batches that wait for an earlier one, by sequence number, and their bytes."""
+    """Batches that wait for an earlier one, by sequence number. `bytes` is the size of their payloads."""
 
     def __init__(self) -> None:
         self._frames: SortedDict[int, StreamFrame] = SortedDict()
@@ -112,122 +118,142 @@ class _Pending:
 
     @property
     def first(self) -> int:
-        """The lowest sequence number."""
+        """Lowest sequence number."""
         return int(self._frames.peekitem(0)[0])
 
     @property
     def last(self) -> int:
-        """The highest sequence number."""
+        """Highest sequence number."""
         return int(self._frames.peekitem()[0])
 
     def add(self, frame: StreamFrame) -> None:
-        """Keep a batch, if there is none of its number."""
+        """Add a batch, unless its number is there already."""
         if self._frames.setdefault(frame.seq, frame) is frame:
             self.bytes += len(frame.payload)
 
-    def take(self, seq: int) -> StreamFrame | None:
-        """The batch of a number, which waits no longer."""
+    def pop(self, seq: int) -> StreamFrame | None:
+        """Remove and return the batch of a number; None if it is not there."""
         frame: StreamFrame | None = self._frames.pop(seq, None)
         if frame is not None:
             self.bytes -= len(frame.payload)
         return frame
 
     def clear(self) -> None:
-        """Forget them."""
+        """Remove all batches."""
         self._frames.clear()
         self.bytes = 0
 
 
 @dataclass(slots=True)
 class _Replay:
-    """A replay under way."""
+    """State of a running replay.
 
-    known: StreamFrame | None  # what it starts from, and must still begin with
+    - `known`: the batch that the replay was asked to start from; None for a replay from the beginning.
+    - `heard_at`: monotonic time of the last message.
+    - `rounds_left`: number of further replays if batches are still missing.
+    - `heard`: whether this round had any message.
+    - `answered`: whether this round had a batch.
+    - `progress`: whether this round had a new batch.
+    - `snapshot`: whether this is a snapshot, for whose end live batches wait.
+    - `parts`: number of applied parts of the snapshot.
+    """
+
+    known: StreamFrame | None
     heard_at: float
     rounds_left: int
-    heard: bool = False  # anything came at all, in this round
-    answered: bool = False  # a batch came, in this round
-    progress: bool = False  # something new came, in this round
-    snapshot: bool = False  # of all that is held; live batches wait for it
-    parts: int = 0  # of the snapshot that were applied
+    heard: bool = False
+    answered: bool = False
+    progress: bool = False
+    snapshot: bool = False
+    parts: int = 0
 
 
-# What a stream says of its numbers may add up to anything; more is not counted.
+# Maximum of the counter of lost batches, because a publisher may skip any number of sequence numbers.
 _MOST_LOST = 2**53
 
-# After a connection a lost tail is most likely, so the first check comes this soon; each further one twice as late.
+# Seconds from a connection to the first check for lost batches, which are most likely then. Each further delay doubles.
 _FIRST_CHECK = 1.0
 
 
 class StreamSequence:
-    """The order of one stream. Each method returns what to do, in order; times are monotonic seconds."""
+    """State machine of one stream. The methods return actions in order; times are monotonic seconds.
+
+    - `last_seq`: sequence number of the last batch that was applied or skipped.
+    - `confirmed_at`: last time at which every batch was known to be applied.
+    """
 
     def __init__(self, can_replay: bool, settings: SequenceSettings | None = None) -> None:
         self.state = StreamState.CONNECTING
         self.counters = SequenceCounters()
         self.last_seq: int | None = None
-        self.confirmed_at: float | None = None  # when every batch until then was known to be applied
+        self.confirmed_at: float | None = None
         self._settings = settings or SequenceSettings()
         self._can_replay = can_replay
         self._replay_answers = True
         self._replay: _Replay | None = None
-        self._unended = 0  # replays asked for whose end has not come: requests may wait until somebody is there
+        self._unended = 0  # replay requests without an end marker yet; requests wait until the publisher connects
         self._last_frame: StreamFrame | None = None
-        self._unconfirmed: StreamFrame | None = None  # the last one before a reconnection: same publisher still?
+        self._unconfirmed: StreamFrame | None = (
+            None  # last batch before a reconnection, until a replay shows that the publisher did not restart
+        )
         self._last_live_seq: int | None = None
-        self._heard: StreamFrame | None = None  # the last live one since the connection: so much there is
+        self._heard: StreamFrame | None = (
+            None  # last live batch since the connection: the publisher has sent all up to it
+        )
         self._pending = _Pending()
-        self._missing: int | None = None  # the last batch that nobody could replay
+        self._missing: int | None = None  # last missing batch that no replay returned
         self._check_after = _FIRST_CHECK
         self._check_at = 0.0
-        self._snapshot_at = 0.0  # not before
+        self._snapshot_at = 0.0  # earliest time of the next snapshot
 
     @property
     def pending(self) -> int:
-        """Batches that wait for an earlier one."""
+        """Number of batches that wait for an earlier one."""
         return len(self._pending)
 
     @property
     def last_frame(self) -> StreamFrame | None:
-        """The last batch that was applied, or given up."""
+        """The last batch that was applied or skipped."""
         return self._last_frame
 
     @property
     def complete(self) -> bool:
-        """Whether everything up to the last batch was applied, as far as can be known."""
+        """Whether no batch before the last one is known to be missing."""
         return self._missing is None and self._unconfirmed in (None, self._last_frame)
 
     def resume(self, last: StreamFrame, complete: bool = True) -> None:
-        """Go on after a batch that was applied before this stream was opened; first contact checks that it is so."""
+        """Continue after a batch that a snapshot file has. The first contact checks that the publisher still has it."""
         self.last_seq = last.seq
         self._last_frame = last
         self._missing = None if complete else last.seq
 
     def on_cleared(self, seq: int) -> None:
-        """The publisher's cache was empty in this batch: what was missed before no longer counts."""
+        """Handle a batch that cleared the cache, which makes earlier missing batches irrelevant."""
         if self._missing is not None and self._missing < seq:
             self._missing = None
             if self.state is StreamState.LOST:
                 self.state = StreamState.LIVE
 
     def on_resync(self, now: float) -> list[Action]:
-        """What was applied is doubted: forget it and ask for everything again, if the publisher replays."""
+        """Clear the target and ask for every batch again, if the publisher replays."""
         if not self._can_replay or self.state is StreamState.CONNECTING:
             return []
         self.counters.resyncs += 1
-        self._heard = self._heard or self._last_frame  # so much there is, whatever comes of the replay
+        self._heard = (
+            self._heard or self._last_frame
+        )  # the publisher has sent all up to it, whatever the replay returns
         self._begin_again()
         return [Clear(), *self._ask(now)]
 
     def on_connected(self, now: float) -> list[Action]:
-        """The live socket reached the publisher, for the first time or again."""
+        """Handle a connection of the live socket, the first one or a later one."""
         self._check_after = _FIRST_CHECK
         self._heard = None
         self._snapshot_at = 0.0
         if self._can_replay:
             actions = self._drop_snapshot()
             self._unconfirmed = self._unconfirmed or self._last_frame
-            self._pending.clear()  # maybe of an earlier life; otherwise they come again
+            self._pending.clear()  # they may be from before a restart; if not, the replay has them again
             return actions + self._ask(now)
         if self.state is StreamState.CONNECTING:
             self._settle(now)
@@ -235,14 +261,16 @@ class StreamSequence:
 
     @property
     def expected(self) -> int | None:
-        """The live batch from which on `takes` takes them; None while something else is under way."""
+        """Sequence number of the next live batch that `takes` accepts; None while a replay or a gap is open."""
         seq = self._next_seq
         return seq if self._goes_on(seq) else None
 
     def takes(self, first: int, last: StreamFrame, now: float) -> bool:
-        """Whether the batches from `first` to `last`, which came on the live socket one after another, are the next
-        ones, and nothing else is under way, as nearly always. Then they are to be applied; else nothing happened, and
-        `on_live` says what to do of each."""
+        """Accept consecutive live batches from `first` to `last`, if they are the next ones and no replay is running.
+
+        Returns True if the caller has to apply them. If it returns False, nothing has changed, and the caller passes
+        each batch to `on_live`.
+        """
         if not self._goes_on(first):
             return False
         self._check_at = now + self._check_after
@@ -254,7 +282,7 @@ class StreamSequence:
         return True
 
     def on_live(self, frame: StreamFrame, now: float) -> list[Action]:
-        """A batch came on the live socket."""
+        """Handle a batch of the live socket."""
         if self.takes(frame.seq, frame, now):
             return [Apply(frame)]
         self._check_at = now + self._check_after
@@ -288,18 +316,18 @@ class StreamSequence:
         return actions
 
     def on_replay(self, frame: StreamFrame | None, now: float) -> list[Action]:
-        """A replayed batch came, or the end of a replay (None)."""
+        """Handle a replayed batch, or the end of a replay (None)."""
         self._replay_answers = True
         if frame is None:
             self._unended = max(self._unended - 1, 0)
         replay = self._replay
         if replay is None:
-            return []  # what is left of a replay that was given up
+            return []  # it belongs to a replay that was given up
         replay.heard_at = now
         replay.heard = True
         if frame is None:
             return [] if self._unended else self._end_of_round(replay, now, ended=True)
-        if replay.snapshot:  # what is left of a replay that was given up
+        if replay.snapshot:  # the batch belongs to a replay that was given up
             self._pending.add(frame)
             return []
         replay.answered = True
@@ -309,7 +337,9 @@ class StreamSequence:
             self._unconfirmed = None
         if (self.last_seq is not None and frame.seq <= self.last_seq) or frame.seq in self._pending:
             return []
-        replay.progress |= not self._pending or frame.seq < self._pending.last  # a new tail fills no hole
+        replay.progress |= (
+            not self._pending or frame.seq < self._pending.last
+        )  # a batch behind all others closes no gap
         self._pending.add(frame)
         actions = self._drain()
         if self._too_much_pending:
@@ -317,10 +347,10 @@ class StreamSequence:
         return actions
 
     def on_snapshot(self, part: int, frame: StreamFrame, now: float) -> list[Action]:
-        """A part of a snapshot came; the last one is empty. `frame.seq`: the last batch it takes into account."""
+        """Handle a part of a snapshot; the last one is empty. `frame.seq` is the last batch that it includes."""
         replay = self._replay
         if replay is None or not replay.snapshot or part != replay.parts:
-            return []  # what is left of one that was given up, or one with a hole
+            return []  # the part belongs to a snapshot that was given up, or an earlier part is missing
         replay.heard_at = now
         replay.heard = True
         if frame.payload:
@@ -331,7 +361,7 @@ class StreamSequence:
         self.last_seq, self._last_frame = frame.seq, replay.known
         self._unconfirmed = self._missing = self._replay = None
         while self._pending and self._pending.first <= frame.seq:
-            self._pending.take(self._pending.first)
+            self._pending.pop(self._pending.first)
         actions = self._drain()
         if self._behind:
             return actions + self._ask(now)
@@ -341,8 +371,7 @@ class StreamSequence:
 
     @property
     def due(self) -> float:
-        """The time from which on `on_tick` has something to do, as things stand. Batches that `takes` takes put it
-        off."""
+        """Time from which `on_tick` has something to do, in the current state. Each accepted live batch delays it."""
         if self._replay is not None:
             return self._replay.heard_at + self._settings.replay_timeout
         if self._missing is None or not (self._can_replay and self._replay_answers):
@@ -354,7 +383,7 @@ class StreamSequence:
         return self._check_at if self._can_replay and self.state is not StreamState.CONNECTING else inf
 
     def on_tick(self, now: float) -> list[Action]:
-        """Time has passed: a replay may be overdue, an idle stream may need a check."""
+        """Handle the passing of time: end an overdue replay, or check an idle stream."""
         if now < self.due:
             return []
         replay = self._replay
@@ -377,7 +406,7 @@ class StreamSequence:
         return self._can_replay and self._replay_answers and now >= self._snapshot_at
 
     def _ask_snapshot(self, now: float, rounds_left: int = 0) -> list[Action]:
-        """Ask for all that is held; if there is no such thing, there are rounds left to ask for the batches again."""
+        """Ask for a snapshot. If there is none, `rounds_left` further replays are possible."""
         self._snapshot_at = now + self._settings.snapshot_interval
         if self._behind or self.state is StreamState.CONNECTING:
             self.state = StreamState.REPLAYING
@@ -388,14 +417,14 @@ class StreamSequence:
         return [AskReplay(SNAPSHOT_START)]
 
     def _drop_snapshot(self) -> list[Action]:
-        """Forget a snapshot that was applied in part: half of it is worth nothing."""
+        """Undo a snapshot of which only a part was applied."""
         if self._replay is None or not self._replay.parts:
             return []
         self._begin_again()
         return [Clear()]
 
     def _ask(self, now: float, rounds_left: int | None = None, idle: bool = False) -> list[Action]:
-        """Ask for everything from the last batch on: that one again, to see that it is still the same."""
+        """Ask for a replay from the last batch on. Its repetition shows whether the publisher restarted."""
         if self._pending or self.state is StreamState.CONNECTING:
             self.state = StreamState.REPLAYING
         known = self._unconfirmed or self._last_frame
@@ -407,7 +436,7 @@ class StreamSequence:
         return [AskReplay(known.seq if known else 0)]
 
     def _end_of_round(self, replay: _Replay, now: float, ended: bool) -> list[Action]:
-        """A replay ended, or fell silent. Ask again while something is missing and there is hope."""
+        """Handle the end or the timeout of a replay. Ask again while batches are missing and rounds are left."""
         if replay.snapshot:
             return self._no_snapshot(replay, now)
         rounds_left = self._settings.replay_rounds if replay.progress else replay.rounds_left - 1
@@ -418,10 +447,10 @@ class StreamSequence:
             return self._ask(now, rounds_left)
         reconnected, self._unconfirmed = self._unconfirmed is not None, None
         if ignored and reconnected:
-            # Not even our last batch: the publisher keeps none for replay, or has not sent it in its present life.
+            # The replay lacks even the last batch: the publisher keeps none, or has restarted and not reached it yet.
             return self._restart() + self._ask(now)
         if reconnected:
-            self._missing = self.last_seq  # others, but not our last batch: who knows of which life they are
+            self._missing = self.last_seq  # the replay has no last batch, so its batches may be from after a restart
         if (self._behind or self._missing is not None) and self._may_ask_snapshot(now):
             return self._ask_snapshot(now)
         actions = self._give_up(now)
@@ -430,16 +459,16 @@ class StreamSequence:
         return actions
 
     def _no_snapshot(self, replay: _Replay, now: float) -> list[Action]:
-        """There is none, or it broke off."""
+        """Handle the absence of a snapshot, or one that broke off."""
         self._snapshot_at = now + (self._settings.snapshot_interval if replay.parts else self._settings.idle_check)
         if replay.rounds_left and not replay.parts and self._behind:
             return self._ask(now, replay.rounds_left)
         return self._give_up(now)
 
     def _give_up(self, now: float) -> list[Action]:
-        """Go on without the batches that are missing."""
+        """Skip the missing batches, and continue behind them."""
         broken = self._replay is not None and self._replay.parts > 0
-        actions: list[Action] = [Clear()] if broken else []  # half of a snapshot is worth nothing
+        actions: list[Action] = [Clear()] if broken else []  # a part of a snapshot is not a valid state
         self._replay = None
         while self._pending:
             self._skip_to(self._pending.first)
@@ -462,7 +491,7 @@ class StreamSequence:
         self._check_at = now + self._check_after
 
     def _restart(self) -> list[Action]:
-        """The publisher began again at 0."""
+        """Handle a restart of the publisher, which numbers its batches from 0 again."""
         known = self.last_seq is not None or (self._replay is not None and self._replay.parts > 0)
         self.counters.restarts += known
         self._begin_again()
@@ -479,7 +508,7 @@ class StreamSequence:
         self._missing = None
 
     def _goes_on(self, seq: int) -> bool:
-        """Whether a live batch of this number is the next one, and nothing else is under way."""
+        """Return whether a live batch of this number is the next one, and no replay or gap is open."""
         return (
             seq == self._next_seq
             and (self._last_live_seq is None or self._last_live_seq < seq)
@@ -488,18 +517,18 @@ class StreamSequence:
             and not self._pending
         )
 
-    def _took(self, frame: StreamFrame) -> None:
+    def _record(self, frame: StreamFrame) -> None:
         self.last_seq = frame.seq
         self._last_frame = frame
         self.counters.batches += 1
 
     def _drain(self) -> list[Action]:
-        """Apply what is next, as far as it is there; nothing while a snapshot may come, which knows it already."""
+        """Apply the pending batches that are next. While a snapshot is awaited, apply none: it may include them."""
         actions: list[Action] = []
         if self._replay is not None and self._replay.snapshot:
             return actions
-        while (frame := self._pending.take(self._next_seq)) is not None:
-            self._took(frame)
+        while (frame := self._pending.pop(self._next_seq)) is not None:
+            self._record(frame)
             actions.append(Apply(frame))
         return actions
 
@@ -510,7 +539,7 @@ class StreamSequence:
 
     @property
     def _behind(self) -> bool:
-        """Whether there are batches that were not applied."""
+        """Whether the publisher has sent batches that are neither applied nor skipped."""
         return bool(self._pending) or (self._heard is not None and self._heard.seq >= self._next_seq)
 
     @property
@@ -519,7 +548,7 @@ class StreamSequence:
 
 
 def _newer(frame: StreamFrame, last: StreamFrame | None) -> bool:
-    """Whether a batch was made after one already applied, although its number is not higher: a restart."""
+    """Return whether a batch is newer than one with a number at least as high, which means a restart."""
     if last is None or frame.payload == last.payload:
         return False
     made, last_made = batch_time(frame.payload), batch_time(last.payload)

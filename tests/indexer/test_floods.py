@@ -173,7 +173,7 @@ def test_a_window_without_end_costs_nothing(index: Index) -> None:
 def test_block_sizes_are_bounded(index: Index) -> None:
     rejected = apply(index, *[stored([size], [7] * size) for size in range(1, 20)])
     assert len(rejected) == 11
-    assert "one more than 8" in rejected[0].reason
+    assert "the target has 8 already" in rejected[0].reason
     assert index.block_sizes([A]) == set(range(1, 9))
 
 

@@ -249,7 +249,7 @@ def test_events_for_an_unknown_target_are_passed_over(index: Index) -> None:
         (BlockStored([1], None, [1, 2], -2), "block_size -2"),
         (BlockStored([1], None, [1, -2], 2), "unsigned 32-bit"),
         (BlockStored([1], None, [1, 2**32], 2), "unsigned 32-bit"),
-        (BlockStored([1, 1], None, [1, 2, 3, 4], 2), "twice"),
+        (BlockStored([1, 1], None, [1, 2, 3, 4], 2), "duplicate"),
         (BlockStored([1, 2], None, [1, 2, 3, 4], 2, extra_keys=[["a"]]), "1 entries for 2 blocks"),
     ],
 )
