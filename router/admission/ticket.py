@@ -36,49 +36,32 @@ _LONGEST_TIMEOUT = 7 * 86400.0
 _MOST_PRIORITY = 2**31
 
 
-@dataclass(slots=True, init=False)
+@dataclass(slots=True)
 class Ticket:
-    """A request's claim to a place. Times are of `time.monotonic`.
+    """The claim of a request to be placed. Times are of `time.monotonic`.
 
-    `priority`: lower is sooner. `deadline`: when the whole answer must be there, or None. `place_by`: when the request
-    is not worth sending any more, at `deadline` at the latest. `tokens`: of its prompts. `size`: the bytes of its body.
-    `promise`: when its tokens are to come; None for most. `hints`: what its headers tell of the answer and the session.
+    - `priority`: lower is sooner.
+    - `deadline`: when the whole answer is due; None: never.
+    - `tokens`: the tokens of its prompts.
+    - `size`: the bytes of its body.
+    - `arrived`: when the request was complete.
+    - `place_by`: when sending it is of no more use, at `deadline` at the latest; None: never.
+    - `slo`: its service-level objective; None for most requests.
+    - `hints`: what its headers announce of the answer and the session.
     """
 
-    priority: int
-    tenant: str
-    deadline: float | None
-    tokens: int
-    size: int
-    arrived: float
-    place_by: float | None
-    slo: SLO | None
-    hints: AgentHints | None
-
-    def __init__(
-        self,
-        priority: int = 0,
-        tenant: str = "",
-        deadline: float | None = None,
-        tokens: int = 0,
-        size: int = 0,
-        arrived: float = 0.0,
-        place_by: float | None = None,
-        slo: SLO | None = None,
-        hints: AgentHints | None = None,
-    ) -> None:
-        self.priority = priority
-        self.tenant = tenant
-        self.deadline = deadline
-        self.tokens = tokens
-        self.size = size
-        self.arrived = arrived
-        self.place_by = place_by
-        self.slo = slo
-        self.hints = hints
+    priority: int = 0
+    tenant: str = ""
+    deadline: float | None = None
+    tokens: int = 0
+    size: int = 0
+    arrived: float = 0.0
+    place_by: float | None = None
+    slo: SLO | None = None
+    hints: AgentHints | None = None
 
     def left(self, now: float) -> float | None:
-        """Seconds until the answer must be there; None: any number."""
+        """Return the seconds until the answer is due; None if it has no deadline."""
         return None if self.deadline is None else max(self.deadline - now, 0.0)
 
 

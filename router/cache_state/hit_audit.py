@@ -52,44 +52,33 @@ _FEW = 8
 _FAR = 2
 
 
+@dataclass(slots=True)
 class CachePrediction:
-    """What was expected of a rank when a prompt was sent to it, in tokens.
+    """The cached tokens that a target is expected to report for a prompt. Amounts are in tokens.
 
-    `overlap`: what the decision was made with. `by_events`: the overlap by events and prompts in flight; None while
-    events are missing. `comparable`: the engine's count can be compared with it, because the tokens are known and it is
-    one prompt with one answer. `capacity`: the tokens that the target can hold. `most`: the most that any target had.
-    `by_text`: tokens are estimated by the prompt's text, so the engine's count is compared as a share of its own.
-    `windowed`: the target does not keep whole prompts, so that what it misses tells nothing of how much it keeps.
-    `media`: some of its tokens stand for images or the like, whose number is compared where prompts become tokens.
+    - `overlap`: the overlap that the decision was made with.
+    - `by_events`: the overlap by events and prompts in flight; None while events are missing.
+    - `comparable`: whether the reported count can be compared: the tokens are known, for one prompt with one answer.
+    - `capacity`: the tokens that the target can hold; None if that is not known.
+    - `made_at`: when the prediction was made, by the audit's clock.
+    - `most`: the highest overlap of all targets.
+    - `by_text`: whether tokens are estimated from text, so that only shares can be compared.
+    - `windowed`: whether the target keeps only the end of prompts, so that misses reveal no capacity.
+    - `media`: whether some tokens stand for media, which are compared where prompts are tokenized.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        hashes: list[array[int]],
-        tokens: int,
-        overlap: int,
-        by_events: int | None,
-        comparable: bool,
-        capacity: int | None,
-        made_at: float,
-        most: int = 0,
-        by_text: bool = False,
-        windowed: bool = False,
-        media: bool = False,
-    ) -> None:
-        self.target = target
-        self.hashes = hashes
-        self.tokens = tokens
-        self.overlap = overlap
-        self.by_events = by_events
-        self.comparable = comparable
-        self.capacity = capacity
-        self.made_at = made_at
-        self.most = most
-        self.by_text = by_text
-        self.windowed = windowed
-        self.media = media
+    target: Target
+    hashes: list[array[int]]
+    tokens: int
+    overlap: int
+    by_events: int | None
+    comparable: bool
+    capacity: int | None
+    made_at: float
+    most: int = 0
+    by_text: bool = False
+    windowed: bool = False
+    media: bool = False
 
 
 class Errors:

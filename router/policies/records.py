@@ -97,6 +97,7 @@ class Candidate:
         )
 
 
+@dataclass(slots=True)
 class Request:
     """A policy's view of a request.
 
@@ -106,13 +107,10 @@ class Request:
     - `beginning`: a hash of the prompt's beginning, which replaces a missing session.
     """
 
-    def __init__(
-        self, tokens: int, output_tokens: float = 0.0, session: str | None = None, beginning: int | None = None
-    ) -> None:
-        self.tokens = tokens
-        self.output_tokens = output_tokens
-        self.session = session
-        self.beginning = beginning
+    tokens: int
+    output_tokens: float = 0.0
+    session: str | None = None
+    beginning: int | None = None
 
 
 class CostUnit(StrEnum):

@@ -73,16 +73,13 @@ class SLO:
 NO_SLO: Final = SLO(None, None, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
 class Band:
-    """A prediction in seconds: half of what comes is later than `expected`, and one in ten earlier than `low` or later
-    than `high`."""
+    """A predicted time in seconds as its 10th, 50th and 90th percentile."""
 
-    __slots__ = ("expected", "high", "low")
-
-    def __init__(self, low: float, expected: float, high: float) -> None:
-        self.low = low
-        self.expected = expected
-        self.high = high
+    low: float
+    expected: float
+    high: float
 
 
 class Estimate:
