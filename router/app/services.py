@@ -21,9 +21,10 @@ from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.build import build_fleet, follow_sources
 from router.fleet.discovery import ServedModel
 from router.fleet.event_streams import RegisteredStreams
-from router.fleet.fleet import Fleet, Worker
+from router.fleet.fleet import Fleet
 from router.fleet.prober import Prober
 from router.fleet.watch import FleetWatch
+from router.fleet.worker import Worker
 from router.forwarding.build import build_forwarding
 from router.forwarding.proxy_services import ProxyContext
 from router.http.event_loop import end_tasks

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from router.admission.admission import Admission
 from router.fleet.adapters import Adapters
-from router.fleet.fleet import Fleet, Worker
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Worker
 from router.forwarding.proxy_services import ProxyContext
 from router.observability.build import Observability
 from router.routing.build import Routing

@@ -95,7 +95,7 @@ class Adapters:
             status=result.status,
             message=result.message,
         )
-        worker.look_now.set()
+        worker.probe_now.set()
 
     async def _send(self, worker: Worker, command: str, body: dict[str, Any]) -> CommandResult:
         is_sglang = worker.description is not None and worker.description.engine is Engine.SGLANG

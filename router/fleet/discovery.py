@@ -184,7 +184,7 @@ class _WorkerClient:
     async def get(self, path: str) -> bytes:
         """Return the body at a path. Raises ClientError for an error status, ValueError for a body that is too long."""
         async with self._session.get(self._url + path, headers=self.key.headers, allow_redirects=False) as response:
-            self.key.answered(path, response.status)
+            self.key.record_status(path, response.status)
             response.raise_for_status()
             return await read_answer(response, self.limits.max_answer_bytes)
 

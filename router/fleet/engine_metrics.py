@@ -141,12 +141,12 @@ class EngineMetrics:
         self.progress_at = clock()
         self._rank_progress_at: dict[int, float] = {}
 
-    def asked(self) -> None:
+    def scrape_began(self) -> None:
         """Record the begin of a scrape."""
         if self._asked_at is None:
             self._asked_at = self._clock()
 
-    def answered(self) -> None:
+    def scrape_answered(self) -> None:
         """Record that the worker answered a scrape, with any status."""
         self._asked_at = None
 
@@ -178,7 +178,7 @@ class EngineMetrics:
         """Return the time at which the counters of a rank last increased; 0 if they never did."""
         return self._rank_progress_at.get(dp_rank, 0.0)
 
-    def of(self, dp_rank: int) -> EngineView:
+    def get(self, dp_rank: int) -> EngineView:
         """Return the load of a rank; `NOTHING_KNOWN` if the last scrape has expired."""
         if self._clock() - self._read_at > self._stale:
             return NOTHING_KNOWN

@@ -11,12 +11,10 @@ from router.fleet.circuit import CircuitLimits
 from router.fleet.discovery import ServedModel
 from router.fleet.engine_metrics import EngineMetrics
 from router.fleet.health import Health
-from router.fleet.worker import Worker, WorkerState
+from router.fleet.worker import Worker
 from router.fleet.worker_sources import ADDED_SOURCE, SourcedWorker, WorkerSources
 from router.http.worker_url import split_user_info
 from router.settings import FleetSettings, Role, WorkerSettings
-
-__all__ = ["Fleet", "Worker", "WorkerState"]
 
 log = structlog.get_logger()
 
@@ -139,9 +137,9 @@ class Fleet:
             self._forget_lookups()
         able = self._able.get((name, prefill))
         if able is None:
-            able = [worker for worker in self._workers.values() if worker.takes(name, prefill)]
+            able = [worker for worker in self._workers.values() if worker.accepts(name, prefill)]
             if not able and not prefill:
-                able = [each for each in self._workers.values() if each.can_answer_alone and each.takes(name, True)]
+                able = [each for each in self._workers.values() if each.can_answer_alone and each.accepts(name, True)]
             if able:  # Unknown names are not cached: their number has no limit.
                 self._able[name, prefill] = able
         return able
@@ -202,11 +200,11 @@ class Fleet:
         worker.problem = problem
         self._indexer.suspend(worker.targets)
         self.version += 1
-        self.look_soon(worker)
+        self.probe_soon(worker)
 
-    def look_soon(self, worker: Worker) -> None:
+    def probe_soon(self, worker: Worker) -> None:
         """Probe a worker soon, because a request to it failed."""
-        worker.look_now.set()
+        worker.probe_now.set()
 
     def changed(self) -> None:
         """Drop cached lookups and notify listeners: other workers may receive requests."""
@@ -267,11 +265,11 @@ class Fleet:
     def _apply(self, worker: Worker, sourced: SourcedWorker) -> None:
         """Apply the settings, the source and the API key of a worker."""
         if worker.settings != sourced.settings:
-            worker.settle(sourced.settings)
-            self.look_soon(worker)
+            worker.apply_settings(sourced.settings)
+            self.probe_soon(worker)
         worker.source = sourced.source
         shares_key = sourced.source != ADDED_SOURCE or self._keys_for_added
-        if worker.key.settle(worker.name, sourced.settings, self._settings if shares_key else None):
+        if worker.key.apply(worker.name, sourced.settings, self._settings if shares_key else None):
             self.notify_key(worker)
 
     def _forget_lookups(self) -> None:

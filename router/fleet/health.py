@@ -176,7 +176,7 @@ class Health:
         if self._on_change is not None:
             self._on_change()
 
-    def give_up_waiting(self) -> int:
+    def move_waiting(self) -> int:
         """Move requests without a first byte to other workers. Return their number."""
         moved = 0
         for attempt in self.attempts:

@@ -45,13 +45,13 @@ class MetricsScraper:
     async def _scrape(self, worker: Worker) -> None:
         """Scrape a worker once. An answer with any status is a sign of life."""
         before = self._in_flight(worker)
-        worker.metrics.asked()
+        worker.metrics.scrape_began()
         try:
             body = await self._get(worker)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             log.debug("metrics not read", worker=worker.name, reason=connection_problem(error))
             return
-        worker.metrics.answered()
+        worker.metrics.scrape_answered()
         # A request that began or ended during the scrape counts as one of this router's requests.
         worker.metrics.read(body.decode(errors="replace"), before | self._in_flight(worker))
         if (sleep := worker.metrics.sleep) is not None and not worker.sleep_in_change:
@@ -64,7 +64,7 @@ class MetricsScraper:
         async with self._session.get(
             f"{worker.url}/metrics", headers=worker.key.headers, timeout=timeout, allow_redirects=False
         ) as response:
-            worker.key.answered("/metrics", response.status)
+            worker.key.record_status("/metrics", response.status)
             return await read_answer(response, self._settings.max_answer_bytes) if response.status == 200 else b""
 
     def _in_flight(self, worker: Worker) -> Counter[int]:

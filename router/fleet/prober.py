@@ -69,8 +69,8 @@ class Prober:
             well = worker.up and not worker.failed_probes
             try:
                 async with asyncio.timeout(self._settings.probe_interval if well else self._settings.retry_interval):
-                    await worker.look_now.wait()
-                worker.look_now.clear()
+                    await worker.probe_now.wait()
+                worker.probe_now.clear()
                 await asyncio.sleep(self._settings.retry_interval)
             except TimeoutError:
                 pass
@@ -82,7 +82,7 @@ class Prober:
             return  # One late answer of a busy worker is not a failure.
         worker.problem = problem
         self._streams.suspend(worker)
-        worker.health.give_up_waiting()
+        worker.health.move_waiting()
         self._fleet.changed()
 
     def _succeeded(self, worker: Worker, description: WorkerDescription) -> None:

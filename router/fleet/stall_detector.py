@@ -82,7 +82,7 @@ class StallDetector:
             circuit = worker.health.circuit
             if circuit.state is not CircuitState.OPEN:
                 circuit.open(reason)
-            if moved := worker.health.give_up_waiting():
+            if moved := worker.health.move_waiting():
                 log.warning("requests moved to other workers", worker=worker.name, requests=moved, reason=reason)
 
     def eject_stalled_ranks(self, workers: Sequence[Worker]) -> None:
@@ -100,7 +100,7 @@ class StallDetector:
                 reason = rank_stalled(health, self._stall, seen, silent)
                 if reason is not None:
                     health.circuit.open(reason)
-                    moved = health.give_up_waiting()
+                    moved = health.move_waiting()
                     log.warning("rank ejected", worker=worker.name, dp_rank=dp_rank, moved=moved, reason=reason)
 
     def eject_outliers(self, workers: Sequence[Worker]) -> None:

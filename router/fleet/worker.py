@@ -80,7 +80,7 @@ class Worker:
     - `warming_since`: the beginning of its warm-up; None: it is warm.
     - `changed_models`: models that were replaced under the same name.
     - `replaced_adapters`: names of adapters whose weights were replaced.
-    - `look_now`: set to have it probed soon.
+    - `probe_now`: set to have it probed soon.
     - `routing_line`: the header lines that name it in its answers.
     """
 
@@ -100,7 +100,7 @@ class Worker:
     role: Role = Role.BOTH
     changed_models: dict[str, ModelChange] = field(default_factory=dict)
     replaced_adapters: set[str] = field(default_factory=set)
-    look_now: asyncio.Event = field(default_factory=asyncio.Event)
+    probe_now: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = field(init=False)
     name: str = field(init=False)
     routing_line: bytes = field(init=False, repr=False)
@@ -181,7 +181,7 @@ class Worker:
             target = self._targets_made[dp_rank, model] = Target(self.url, dp_rank, model)
         return target
 
-    def takes(self, name: str | None, prefill: bool = False) -> bool:
+    def accepts(self, name: str | None, prefill: bool = False) -> bool:
         """Return whether it may receive new requests, whatever its circuit.
 
         - `name`: of a model or an adapter; None: any.
@@ -207,7 +207,7 @@ class Worker:
             root = served.root if served.adapter is not None else None
             if root is not None and self._adapter_roots.setdefault(name, root) != root:
                 self.replaced_adapters.add(name)
-        self.settle(self.settings)
+        self.apply_settings(self.settings)
 
     def recent_changes(self) -> dict[str, tuple[str, str]]:
         """Return the models that were replaced within the last hour: the old and the new one, in words."""
@@ -224,7 +224,7 @@ class Worker:
         self._adapter_roots.clear()
         self.replaced_adapters.clear()
 
-    def settle(self, settings: WorkerSettings) -> None:
+    def apply_settings(self, settings: WorkerSettings) -> None:
         """Apply settings. Their role overrides the described role."""
         self.settings = settings
         self.role = settings.role or (self.description.role if self.description else Role.BOTH)
@@ -250,7 +250,7 @@ class Worker:
         return dp_rank - min(self.description.ranks)
 
 
-def takes_its_turn(worker: Worker, random: Random) -> bool:
+def has_turn(worker: Worker, random: Random) -> bool:
     """Return whether a worker may receive one request while other workers exist.
 
     Its circuit must allow it, and its warm-up must have a turn for it.

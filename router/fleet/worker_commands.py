@@ -62,7 +62,7 @@ async def send_command(
             answer = (await read_answer(response, _MOST_BYTES)).decode(errors="replace")
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         return CommandResult(worker, 0, connection_problem(error))
-    worker.key.answered(path, response.status)
+    worker.key.record_status(path, response.status)
     return CommandResult(worker, response.status, _message(answer))
 
 

@@ -35,9 +35,9 @@ class WorkerKey:
         self.refused: dict[str, int] = {}
         self._complained = False
         self._source: KeySettings | None = None
-        self.settle(name, given, fleet)
+        self.apply(name, given, fleet)
 
-    def settle(self, name: str, given: WorkerSettings, fleet: FleetSettings | None) -> bool:
+    def apply(self, name: str, given: WorkerSettings, fleet: FleetSettings | None) -> bool:
         """Apply settings. Return whether the key changed."""
         self.name = name
         self._source = given if given.has_key else fleet
@@ -64,7 +64,7 @@ class WorkerKey:
         self.refused.clear()
         return True
 
-    def answered(self, path: str, status: int) -> None:
+    def record_status(self, path: str, status: int) -> None:
         """Record the status of a request of the router itself. The first refusal is logged."""
         if not self.refuses(status):
             if self.refused:

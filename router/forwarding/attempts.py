@@ -17,8 +17,8 @@ from http_api.errors import RequestError
 from router.admission.ticket import Ticket
 from router.apis.endpoints import RESPONSES
 from router.apis.response_owners import asks_to_store
-from router.fleet.fleet import Worker
 from router.fleet.health import Outcome
+from router.fleet.worker import Worker
 from router.forwarding.disaggregated_request import DisaggregatedRequest, PrefillFailedError
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
@@ -239,7 +239,7 @@ class Attempts:
         assignment.attempt.end(Outcome.FAILED, "not taken")
         assignment.release()
         services.metrics.retried.labels(assignment.worker.name).inc()
-        services.fleet.look_soon(assignment.worker)
+        services.fleet.probe_soon(assignment.worker)
         self.tried.append(worker)
         others = [each for each in services.fleet.workers if each is not worker]
         self.assignment = assignment = services.placement.place(self.prompt, others)

@@ -34,8 +34,8 @@ from http_api.errors import RequestError
 from router.admission.ticket import deadline_error, read_ticket
 from router.apis.requests import RoutedRequest
 from router.apis.usage import HiddenUsage, with_include_usage
-from router.fleet.fleet import Worker
 from router.fleet.health import Outcome
+from router.fleet.worker import Worker
 from router.forwarding.attempts import AttemptHandler, Attempts, broken_off
 from router.forwarding.disaggregated_request import PrefillFailedError
 from router.forwarding.long_bodies import LONG_BODY

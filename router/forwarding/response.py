@@ -149,7 +149,7 @@ class ProxiedResponse:
         if status != _OK:
             return
         if self._context.head.path in _ADAPTER_CHANGES:
-            self._services.fleet.look_soon(assignment.worker)
+            self._services.fleet.probe_soon(assignment.worker)
         self.usage = usage = self._tail.usage() if self._tail is not None else None
         self._services.placement.answered(assignment, usage)
         if usage is not None:
@@ -167,7 +167,7 @@ class ProxiedResponse:
         services.metrics.broken.labels(assignment.worker.name).inc()
         with self._context.logging():
             log.warning("answer broken off", worker=assignment.worker.name, reason=reason)
-        services.fleet.look_soon(assignment.worker)
+        services.fleet.probe_soon(assignment.worker)
 
     def break_off(self, error: RequestError) -> None:
         """Tell the client that its answer will not be finished: in the stream, or by closing the connection."""

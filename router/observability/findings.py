@@ -9,7 +9,8 @@ from indexer.streams.sequence import StreamState
 from indexer.targets import WorkerNames
 from router.cache_state.hit_audit import Basis, HitAudit
 from router.fleet.circuit import CircuitState
-from router.fleet.fleet import Fleet, WorkerState
+from router.fleet.fleet import Fleet
+from router.fleet.worker import WorkerState
 
 
 def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, Any]]:

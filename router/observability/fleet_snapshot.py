@@ -17,7 +17,8 @@ from indexer.indexer import TargetReport
 from kvevents import Tier
 from router.admission.admission import Admission
 from router.cache_state.hit_audit import HitAudit
-from router.fleet.fleet import Fleet, Worker
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Worker
 from router.load.peer_load import PeerLoad
 from router.load.target_load import LoadTable
 from router.observability.about import About
@@ -165,7 +166,7 @@ class FleetSnapshot:
         self._looks += 1
 
     def _status(self, worker: Worker, dp_rank: int, model: str) -> Row:
-        load, engine = self._load.of(worker.url, dp_rank), worker.metrics.of(dp_rank)
+        load, engine = self._load.of(worker.url, dp_rank), worker.metrics.get(dp_rank)
         others = self._peer_load.of(worker.url, dp_rank)
         return {
             "worker": worker.name,

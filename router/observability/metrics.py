@@ -11,7 +11,8 @@ from prometheus_client.registry import Collector
 
 from router.apis.usage import Usage
 from router.cache_state.hit_audit import Basis, CachePrediction, HitAudit
-from router.fleet.fleet import Fleet, Worker, WorkerState
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Worker, WorkerState
 from router.load.target_load import LoadTable
 from router.observability.counters import Counter, CounterSeries, Histogram
 from router.policies import Decision
@@ -214,7 +215,7 @@ class FleetCollector(Collector):
                 load = self._load.of(worker.url, dp_rank)
                 requests.add_metric([worker.name, str(dp_rank)], load.requests)
                 pending.add_metric([worker.name, str(dp_rank)], load.pending)
-                engine = worker.metrics.of(dp_rank)
+                engine = worker.metrics.get(dp_rank)
                 unseen.add_metric([worker.name, str(dp_rank)], engine.unseen)
                 if engine.kv_usage is not None:
                     usage.add_metric([worker.name, str(dp_rank)], engine.kv_usage)

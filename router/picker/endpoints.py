@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http_api.errors import RequestError
-from router.fleet.fleet import Worker
+from router.fleet.worker import Worker
 from router.picker.state import PickerState
 from router.routing.assignment import Assignment
 

@@ -22,7 +22,7 @@ import structlog
 
 from http_api.errors import RequestError
 from router.auth import too_large, too_slow
-from router.fleet.fleet import Worker
+from router.fleet.worker import Worker
 from router.forwarding.proxied_request import ProxiedRequest
 from router.forwarding.request_context import RequestContext
 from router.forwarding.request_head import RequestHead

@@ -16,7 +16,8 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from router.app.routes.model_cards import model_card, model_cards
-from router.fleet.fleet import Fleet, Worker
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Worker
 from router.forwarding.proxy_services import ProxyContext
 from router.forwarding.request_context import RequestContext
 from router.settings import PickerSettings

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from random import Random
 
 from router.cache_state.in_flight_prefixes import chunk_hashes
-from router.fleet.worker import Worker, choosable, takes_its_turn
+from router.fleet.worker import Worker, choosable, has_turn
 from router.policies import Candidate, Decision, LinearPolicy, Request
 from router.policies.rates import Rates
 from router.routing.capacity import Limits, TargetCapacity
@@ -241,7 +241,7 @@ class CandidateFinder:
         open_rows = 0
         for worker in unsettled:
             ranks = [rank for rank in targets.of_worker[worker] if rank.row not in rows]
-            if ranks and takes_its_turn(worker, self._random):
+            if ranks and has_turn(worker, self._random):
                 usable = worker.health.usable_ranks(worker.ranks())
                 open_rows += len(ranks)
                 closed = [rank.row for rank in ranks if rank.target.dp_rank not in usable]

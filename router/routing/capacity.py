@@ -55,7 +55,7 @@ class TargetCapacity:
             return True
         load, weight = self._load.of(worker.url, dp_rank), worker.settings.weight
         peers = self._peer_load.of(worker.url, dp_rank)
-        requests = load.requests + peers.requests + worker.metrics.of(dp_rank).unseen
+        requests = load.requests + peers.requests + worker.metrics.get(dp_rank).unseen
         return limits.has_capacity(requests / weight, (load.context + peers.context) / weight, tokens)
 
     def prefill_busy(self, rank: RoutableRank, crowded: bool) -> bool:

@@ -117,7 +117,7 @@ class LoadView:
         rank = self._ranks[row]
         target, load = rank.target, rank.load
         peers = self._peer_load.of(target.worker, target.dp_rank)
-        engine = rank.worker.metrics.of(target.dp_rank)
+        engine = rank.worker.metrics.get(target.dp_rank)
         record = Candidate(
             target,
             requests=load.requests + peers.requests + engine.unseen,

@@ -166,7 +166,7 @@ class EngineClient:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise TokenizerUnavailableError(f"{url}: {connection_problem(error)}") from error
         if key is not None and status != 403:  # 403 can also mean that rendering is disabled
-            key.answered(path, status)
+            key.record_status(path, status)
         if status == 200:
             return answer
         if status in (400, 413, 422):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from router.fleet.discovery import WorkerDescription
-from router.fleet.fleet import Worker
+from router.fleet.worker import Worker
 from router.fleet.worker_keys import WorkerKey
 from router.tokens.agreement import Agreement, merged
 from router.tokens.candidates import Load

@@ -19,7 +19,7 @@ import structlog
 from indexer import Target
 from router.cache_state.hit_audit import TargetAudit
 from router.fleet.discovery import ServedModel
-from router.fleet.fleet import Worker
+from router.fleet.worker import Worker
 from router.http.event_loop import end_tasks
 from router.settings import ModelSettings, TokenizerSettings
 from router.tokens.agreement import Agreement, TokenizerRoute, Trial

@@ -85,7 +85,7 @@ class Examination:
     async def run(self) -> None:
         """Run all steps."""
         examined = fleet.Worker(self._settings, problem=None)
-        examined.key.settle(self.name, self._settings, self._fleet_settings)
+        examined.key.apply(self.name, self._settings, self._fleet_settings)
         try:
             described = await describe_worker(self._session, self._settings, self._fleet_settings, examined.key)
         except RefusedKeyError as error:

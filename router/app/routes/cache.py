@@ -37,7 +37,7 @@ async def _reset(services: Services, worker: Worker) -> str:
         async with services.session.post(
             f"{worker.url}{_PATH}", headers=worker.key.headers, timeout=_TIMEOUT
         ) as response:
-            worker.key.answered(_PATH, response.status)
+            worker.key.record_status(_PATH, response.status)
             if response.status != 200:
                 return f"refused with status {response.status}"
     except (aiohttp.ClientError, TimeoutError) as error:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from http_api.errors import RequestError
 from router.apis.endpoints import error_event
-from router.fleet.fleet import Worker
 from router.fleet.health import Outcome
+from router.fleet.worker import Worker
 from router.forwarding.attempts import Attempts, broken_off
 from router.forwarding.failover.resumable_response import ResumableResponse
 from router.forwarding.failover.resumable_stream import ResumableStream

@@ -17,7 +17,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from router.apis.endpoints import Call, read_call
 from router.fleet.discovery import Engine
-from router.fleet.fleet import Fleet, Worker
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Worker
 from router.forwarding.failover.resumable_request import resumable_request
 from router.forwarding.failover.resumable_stream import ResumableStream
 from router.forwarding.request_context import RequestContext

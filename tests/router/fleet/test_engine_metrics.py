@@ -56,9 +56,9 @@ def test_speculative_decoding_is_detected() -> None:
 def test_unseen_requests_are_those_beyond_the_known_ones() -> None:
     metrics = EngineMetrics(5.0, Clock(10.0))
     metrics.read(VLLM, {0: 2, 1: 4})
-    assert metrics.of(0) == EngineView(unseen=3, waiting=2, kv_usage=0.25)
-    assert metrics.of(1) == EngineView(unseen=0, waiting=0, kv_usage=0.5)
-    assert metrics.of(2) == NOTHING_KNOWN
+    assert metrics.get(0) == EngineView(unseen=3, waiting=2, kv_usage=0.25)
+    assert metrics.get(1) == EngineView(unseen=0, waiting=0, kv_usage=0.5)
+    assert metrics.get(2) == NOTHING_KNOWN
 
 
 def test_stale_scrape_expires() -> None:
@@ -66,17 +66,17 @@ def test_stale_scrape_expires() -> None:
     metrics = EngineMetrics(5.0, clock)
     metrics.read(VLLM, {})
     clock.now += 5.1
-    assert metrics.of(0) == NOTHING_KNOWN
+    assert metrics.get(0) == NOTHING_KNOWN
 
 
 def test_unanswered_counts_from_the_first_unanswered_scrape() -> None:
     clock = Clock(10.0)
     metrics = EngineMetrics(5.0, clock)
-    metrics.asked()
+    metrics.scrape_began()
     clock.now += 2
-    metrics.asked()
+    metrics.scrape_began()
     assert metrics.unanswered == 2
-    metrics.answered()
+    metrics.scrape_answered()
     assert metrics.unanswered == 0
 
 

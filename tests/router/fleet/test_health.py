@@ -33,8 +33,8 @@ def test_waiting_requests_are_moved_once(health: Health) -> None:
     for number in range(3):
         health.begin(1).give_up = lambda number=number: called.append(number)
     health.begin(1)
-    assert health.give_up_waiting() == 3
-    assert health.give_up_waiting() == 0
+    assert health.move_waiting() == 3
+    assert health.move_waiting() == 0
     assert called == [0, 1, 2]
 
 

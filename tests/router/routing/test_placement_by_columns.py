@@ -75,7 +75,7 @@ class Fixture:
             assert self.routing.selector.has_capacity(worker, rank, limits, prompt.tokens)
             load, peers = self.loads.of(worker.url, rank), self.peer_load.of(worker.url, rank)
             weight = worker.settings.weight
-            engine = worker.metrics.of(rank)
+            engine = worker.metrics.get(rank)
             assert candidate.requests == round((load.requests + peers.requests + engine.unseen) / weight)
             assert candidate.pending == round((load.pending + peers.pending) / weight)
             assert candidate.context == round((load.context + peers.context) / weight)
