@@ -26,7 +26,7 @@ def computed(cache: PagedPrefixCache, sequence: CachedSequence) -> bool:
 
 
 class Follower:
-    """What someone who sees only the events believes is cached: copies of each block, named by all its tokens."""
+    """The cached blocks as a reader of the events sees them: copies of each block, identified by all its tokens."""
 
     def __init__(self) -> None:
         self.names: dict[Any, Any] = {}
@@ -76,7 +76,7 @@ class ModelSequence:
     computed: int = 0
 
     def name(self, number: int) -> Any:
-        """What the block at `number` is called when it is full."""
+        """Return the identity of the full block at `number`."""
         return (tuple(self.tokens[: (number + 1) * BLOCK]), self.root)
 
 

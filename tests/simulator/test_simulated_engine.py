@@ -250,7 +250,7 @@ def test_step_publishes_batch_before_delivering_tokens():
         async with started(FAST, recorder) as engine:
             clients = [Client(engine, [number] * 9, [1]) for number in range(3)]
             await clients[0].first.wait()
-            [_, batch] = recorder.batches  # the first one clears what an earlier life told
+            [_, batch] = recorder.batches  # the first batch clears blocks of an earlier process
             assert [event.token_ids for event in batch.events] == [[number] * 8 for number in range(3)]
             assert batch.dp_rank is None
 

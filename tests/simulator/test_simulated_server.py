@@ -345,7 +345,7 @@ def test_metrics_are_counted_by_rank(client, server):
 
 
 class Streams:
-    """Subscribers to every rank of a worker: what it held by replay, then what comes."""
+    """Subscribe to every rank of a worker: earlier batches by replay, then live ones."""
 
     def __init__(self, server: Server) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -377,7 +377,7 @@ class Streams:
         return batch
 
     def held(self, rank: int) -> dict[Any, int]:
-        """Copies of each block by hash, told by all batches, which have to be complete."""
+        """Return the copies of each block by hash after all batches, which must be complete."""
         assert list(self.batches[rank]) == list(range(len(self.batches[rank])))
         copies: dict[Any, int] = {}
         for batch in self.batches[rank].values():
@@ -516,7 +516,7 @@ def test_requests_queue_are_refused_and_are_aborted():
             status, answer = await asyncio.to_thread(server.call, "/reset_prefix_cache", b"")
             assert (status, answer) == (200, {"success": False})
 
-            await streaming[0].close()  # its place goes to the first of the waiting
+            await streaming[0].close()  # the first waiting request uses the freed slot
             await until((2, 1))
             waiting[1].cancel()
             await until((2, 0))

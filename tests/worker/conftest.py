@@ -1,4 +1,4 @@
-"""What tests of several parts of the worker start from."""
+"""Fixtures of several tests of the worker."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the decoders of real releases expect: the event types of vLLM and SGLang, release by release.
+"""The event types of vLLM and SGLang that the decoders of real releases expect, release by release.
 
-Fields, their order and what is required are those of the releases; each entry of `RELEASES` is the batch type that a
-subscriber of that release decodes with, beside the wire form that its engine sends.
+Fields, their order and their necessity are those of the releases. Each entry of `RELEASES` has the batch type that a
+subscriber of the release decodes, and the wire form that its engine sends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine holds, against a naive count of references; and all of it told again."""
+"""The blocks that an engine holds, against a naive count of references, and their snapshots."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stored(prompt: list[int], start: int, place: Place) -> BlockStored:
 
 
 class Reader:
-    """What somebody believes who was told: never the same twice, and each block with its own tokens and keys."""
+    """A reader of the reports, which must not repeat a block, and must have each block's tokens and keys."""
 
     def __init__(self) -> None:
         self.held: set[tuple[Place, int]] = set()
@@ -135,7 +135,7 @@ def test_blocks_unknown_to_all_media_are_reported_unchanged() -> None:
 
 
 def test_sliding_window_group_keeps_sparse_blocks() -> None:
-    """Its tokens are those of the whole span, not of its blocks."""
+    """The tokens of the block are those of the whole span."""
     held = HeldBlocks()
     event = BlockStored(
         [3, 4], 2, list(range(12)), 2, group_idx=1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=3

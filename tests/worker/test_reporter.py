@@ -1,4 +1,4 @@
-"""The reporter: who reports, when, what happens to who is slow or late, and how it ends."""
+"""The reporter: the reporting rank, its batches, slow and late subscribers, and its end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make() -> Iterator[Callable[..., Reporter]]:
 
 @pytest.fixture
 def recorded(make: Callable[..., Reporter]) -> tuple[Reporter, list[EventBatch]]:
-    """A reporter after its first step, which tells that everything is cleared, and the batches to come."""
+    """A reporter after its first step, which reports a clear, and its later batches."""
     recorder = Recorder()
     reporter = make(recorder)
     reporter.step()
@@ -347,7 +347,7 @@ def test_live_batches_continue_during_slow_snapshot(
 
 
 def test_overtaken_replay_has_no_end(make: Callable[..., Reporter], dealer: Callable[..., zmq.Socket[bytes]]) -> None:
-    """Who is told the end believes that it has everything."""
+    """An end message means that the replay is complete."""
     reporter = make(buffer_steps=500)
     publisher = reporter.publisher
     assert isinstance(publisher, ZmqEventPublisher)

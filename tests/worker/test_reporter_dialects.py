@@ -1,4 +1,4 @@
-"""What a reporter sends is what the decoders of real releases read."""
+"""The output of a reporter is read by the decoders of real releases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = [5, 70_000, 2**31]
 
 
 class Wire(EventPublisher):
-    """Keeps what goes over the wire."""
+    """A publisher that keeps the encoded batches."""
 
     def __init__(self, wire_form: WireForm) -> None:
         super().__init__(3)
@@ -52,7 +52,7 @@ def reported(form: WireForm, *calls: tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 def a_life(form: WireForm) -> bytes:
-    """Stores, a removal and a clear, with a salt for who can tell it."""
+    """Report stored blocks, a removal and a clear, with a salt if the dialect can express it."""
     _, payload = reported(
         form,
         ("stored", ([2**63 - 1, 8], None, [*TOKENS, 9], 2), {"cache_salt": "tenant"}),
@@ -130,7 +130,7 @@ def test_adapters_images_and_groups_are_reported(form: WireForm) -> None:
     ],
 )
 def test_inexpressible_block_is_not_reported(form: WireForm, what: dict[str, Any]) -> None:
-    """Nor are those that follow it, until it is gone."""
+    """Blocks after an inexpressible one are not reported either, until it is removed."""
     group = {"group_idx": what.get("group_idx")}
     reporter, payload = reported(
         form,

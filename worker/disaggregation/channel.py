@@ -44,7 +44,7 @@ class Timer:
         self.call = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Peer:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]

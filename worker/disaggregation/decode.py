@@ -25,7 +25,7 @@ RETRY_S = 0.2  # seconds before a lost prefill rank is looked up again
 HELLO_AGAIN_S = 1.0  # seconds between greetings until a prefill rank answers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """The pages that `KVReceiver.init` requests. `ranges` has the bytes of these pages and of the aux item."""
 
@@ -35,7 +35,7 @@ class Wanted:
     prefix_pages: int
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Link:
     """A connection to a prefill rank."""
 
@@ -45,7 +45,7 @@ class Link:
     rooms: set[ReceivingRoom] = field(default_factory=set)
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class ReceivingRoom:
     """A room of this rank's receiver. `done` has the prefill instances that sent all their pages."""
 

@@ -31,7 +31,7 @@ _Small = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 
 
-@dataclass(kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class KVArgs:
     """The KV memory of a rank, in the field's names. Pointers are host addresses, lengths are bytes.
 

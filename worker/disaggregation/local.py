@@ -14,7 +14,7 @@ from worker.disaggregation.transfer import TransferEngine
 MAX_ROOMS = 65536
 
 
-@dataclass
+@dataclass(slots=True)
 class LocalRank:
     """A rank and its resources. `instance` is a random name for each start."""
 
@@ -28,7 +28,7 @@ class LocalRank:
     rooms: LiveRooms
 
 
-@dataclass
+@dataclass(slots=True)
 class LiveRooms:
     """The room numbers in use on a rank, each by one room only. All methods may be called from any thread."""
 

@@ -34,7 +34,7 @@ class DisaggregationMode(Enum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DisaggregationSettings:
     """Addresses, credentials and timeouts of a rank; times in seconds.
 
@@ -56,7 +56,7 @@ class DisaggregationSettings:
     connect_timeout_s: float = 5.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ManagerStats:
     """The current rooms and pages of a rank, and its dropped frames since the start."""
 

@@ -27,7 +27,7 @@ CONNECT_TIMEOUT_S = 5.0
 REUSE_SECONDS = IDLE_SECONDS / 2  # the peer closes a session that is idle for longer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class WriteTask:
     """One write. `begin` returns whether to write at all. `finished` always receives the reason of a failure, or ""."""
 

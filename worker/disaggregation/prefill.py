@@ -24,7 +24,7 @@ from worker.disaggregation.transfer import GrantKey, Writes, join_writes
 MAX_WAITING_BYTES = 256 << 20  # bytes of waiting page indices
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Waiting:
     """A request for a room without a sender."""
 

@@ -23,7 +23,7 @@ MAX_PAUSE_S = 1.0
 CLOSE_S = 2.0
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     room: Room
     key: GrantKey

@@ -42,7 +42,7 @@ class Rank(NamedTuple):
     pp: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """A prefill rank of a room. A dummy sends nothing; one source also sends the aux buffers."""
 
@@ -51,7 +51,7 @@ class Source:
     sends_aux: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankMapping:
     """The sources of one decode rank's pages.
 

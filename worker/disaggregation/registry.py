@@ -68,7 +68,7 @@ class _AttentionRankBody(_Body):
     system_dp_rank: _RankNumber = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Registration:
     topology: Topology
     rank: Rank

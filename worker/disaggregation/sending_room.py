@@ -12,7 +12,7 @@ from worker.disaggregation.peer_writer import PeerWriter
 from worker.disaggregation.rooms import Room
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Source pages for the prompt's pages from position `start` on."""
 
@@ -51,7 +51,7 @@ class Destination:
             return self._writing
 
 
-@dataclass
+@dataclass(slots=True)
 class SendingRoom:
     """A room of this rank's sender. `KVSender.init` sets `pages` and `aux_index`."""
 

@@ -59,7 +59,7 @@ class PullAnswer(BaseModel):
     dp_rank: int
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class _Lease:
     """The blocks of a prompt, kept until they are pulled."""
 

@@ -23,7 +23,7 @@ POLL_S = 0.005
 OVER = (KVPoll.Success, KVPoll.Failed)
 
 
-@dataclass
+@dataclass(slots=True)
 class TransferCounts:
     """Counts since the start. Bytes and pages are counted by the receiver."""
 

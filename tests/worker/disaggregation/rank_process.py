@@ -45,7 +45,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Model:
-    """What all ranks of both sides agree on, and the size of each rank's pool."""
+    """The configuration that all ranks of both sides share, and the size of each rank's pool."""
 
     layers: int = 2
     heads: int = 4
@@ -87,7 +87,7 @@ class _Rank:
         return slice(share.start, share.stop)
 
     def wanted(self, prompt: int, layer: int, part: int, pages: int) -> Bytes:
-        """This rank's share of a prompt, a row for each page."""
+        """Return this rank's share of a prompt, with a row for each page."""
         content = self.model.content(prompt, layer, part, pages)[:, :, self.heads.start : self.heads.stop]
         if self.model.layout == "HND":
             content = content.transpose(0, 2, 1, 3)
@@ -95,7 +95,7 @@ class _Rank:
 
 
 class Ranks:
-    """What a process holds. Ranks are named by numbers that the test chooses."""
+    """The objects of a process. Ranks are identified by the test's numbers."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
@@ -191,7 +191,7 @@ class Ranks:
             start += count
 
     def fill_aux(self, name: int, room: int, aux: int) -> None:
-        """What is known when the prompt is computed: its first token, say."""
+        """Set the results of the computed prompt, for example its first token."""
         rank = self._ranks[name]
         for number, buffer in enumerate(rank.aux):
             buffer[aux] = rank.model.aux(room, number)
@@ -243,7 +243,7 @@ class Ranks:
     # Bytes
 
     def check(self, name: int, room: int, pages: list[int], aux: int | None = 0, skipped: int = 0) -> list[str]:
-        """What differs from the prompt in `pages` (from position `skipped` on) and from sentinels in all others."""
+        """Return the pages that differ from the prompt (from position `skipped` on), or from sentinels elsewhere."""
         rank = self._ranks[name]
         wrong = []
         others = np.setdiff1d(np.arange(rank.model.pages), pages)
@@ -261,7 +261,7 @@ class Ranks:
         return wrong
 
     def matches(self, name: int, room: int, pages: list[int]) -> bool:
-        """Whether `pages` hold the prompt, whatever is in the others."""
+        """Return whether `pages` hold the prompt, regardless of other pages."""
         rank = self._ranks[name]
         return all(
             np.array_equal(buffer[pages], rank.wanted(room, layer, part, len(pages)))
@@ -280,12 +280,12 @@ class Ranks:
         return sum(int((buffer[pages] != value).sum()) for buffer in self._ranks[name].kv.values())
 
     def landed(self, name: int, page: int) -> bool:
-        """Whether the first bytes of this page's first layer arrived."""
+        """Return whether the first bytes of this page's first layer arrived."""
         first = next(iter(self._ranks[name].kv.values()))[page]
         return _until(lambda: bool(first[0] != SENTINEL), 60)
 
     def wait_unread(self) -> bool:
-        """Whether the sockets of this process came to be full of bytes that their peers do not take."""
+        """Return whether the sockets of this process are full of bytes that their peers do not read."""
 
         def full() -> bool:
             held = sum(map(_unread, os.listdir("/proc/self/fd")))
@@ -319,11 +319,11 @@ class Ranks:
         return self._ranks[name].manager.stats().rejected_frames
 
     def wait_requests(self, name: int) -> bool:
-        """Whether a request came for a room that has no sender."""
+        """Return whether a request arrived for a room without a sender."""
         return _until(lambda: self._ranks[name].manager.stats().waiting_requests > 0, 60)
 
     def wait_peers(self, name: int, count: int) -> bool:
-        """Whether this rank came to know so many."""
+        """Return whether this rank connected to `count` peers in time."""
         return _until(lambda: self._ranks[name].manager.stats().peers == count, 60)
 
     def threads(self) -> list[str]:
@@ -408,7 +408,7 @@ class RankProcess:
 
 @contextlib.contextmanager
 def processes(count: int = 2) -> Iterator[list[RankProcess]]:
-    """That many, started side by side."""
+    """Start processes in parallel."""
     started = [RankProcess() for _ in range(count)]
     try:
         yield started
@@ -460,7 +460,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _until(condition: Any, timeout: float) -> bool:
-    """Whether the condition came true within so many seconds."""
+    """Return whether a condition became true within `timeout` seconds."""
     end = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > end:

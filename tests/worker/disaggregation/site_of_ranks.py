@@ -49,7 +49,7 @@ class Site:
         assert left == [], left
 
     def left(self) -> list[str]:
-        """What the ranks still hold for rooms that ended."""
+        """Return the resources that the ranks still hold for ended rooms."""
         left: list[str] = []
         for process, ranks in ((self.prefill, self.prefill_ranks), (self.decode, self.decode_ranks)):
             for name in range(len(ranks)):

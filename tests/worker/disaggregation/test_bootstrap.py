@@ -192,7 +192,7 @@ async def test_registration_without_token_is_local_only(client: str, status: int
     app = bootstrap_app()
 
     async def asked(method: str, query: str = "", body: bytes = b"") -> tuple[int, bytes]:
-        """What is answered to a request that comes from that address."""
+        """Return the answer to a request from an address."""
         answered: list[dict[str, Any]] = []
 
         async def receive() -> dict[str, Any]:
@@ -216,7 +216,7 @@ def test_rank_expires_after_two_missed_heartbeats_and_deregisters_at_end(server:
     client = BootstrapClient(server.address)
     registrar = Registrar(client, registration(heartbeat_s=0.5), 0.1)
     assert registrar.registered.wait(60)
-    end = time.monotonic() + 1.2  # longer than two of the heartbeats that it promised
+    end = time.monotonic() + 1.2  # longer than two of its announced heartbeats
     while time.monotonic() < end:
         assert len(client.ranks(time.monotonic() + 5, NEVER).ranks) == 1
     registrar.close()

@@ -32,7 +32,7 @@ def pair() -> Iterator[list[RankProcess]]:
 )
 def test_pages_have_bytes_of_last_owner_under_churn(pair: list[RankProcess], engine: str, rounds: int) -> None:
     site = Site(pair, engine, MODEL)
-    site.transfer(10**6, [1], [1])  # a decode rank that has not met the prefill can't tell it that it gave up
+    site.transfer(10**6, [1], [1])  # a decode rank that is not connected to the prefill cannot report an abort
     rng = random.Random(rounds)
     site.decode.call("wipe", 0)
     ends: set[str] = set()

@@ -1,6 +1,6 @@
-"""What goes wrong between two processes: both sides end in time, pages are safe before their reuse, nothing is left.
+"""Faults between two processes: both sides end in time, pages are safe before their reuse, and nothing is left.
 
-`Site.close` checks the last: no room, request, grant or quarantined page, no thread.
+`Site.close` checks that no room, request, grant, quarantined page or thread is left.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def stall_at_prefill(site: Site, decode_timeout: float = 20.0) -> int:
 
 
 def reuse(site: Site) -> None:
-    """Give the pages of the failed room to somebody else."""
+    """Reuse the pages of the failed room."""
     site.decode.call("wipe", 0, REUSED, LARGE_PAGES)
 
 
@@ -111,7 +111,7 @@ def untouched(site: Site) -> bool:
     return bool(site.decode.call("stale_bytes", 0, REUSED, LARGE_PAGES) == 0)
 
 
-# Processes that die or stand still
+# Killed and suspended processes
 
 
 @pytest.mark.parametrize("engine", LARGE_ENGINES)
@@ -217,7 +217,7 @@ def test_restarted_bootstrap_service_relearns_ranks(pair: list[RankProcess]) -> 
     assert site.decode.call("wait_state", 0, room, "WaitingForInput")
     site.server.close()
     site.prefill.call("send", 0, site.address, room, [3, 4])
-    assert site.decode.call("wait", 0, room) == ("Success", "", True)  # who has met needs no bootstrap service
+    assert site.decode.call("wait", 0, room) == ("Success", "", True)  # a connected rank needs no bootstrap service
 
     site.decode.call("close", 0)
     site.decode.call("open", 0, "decode", "tcp", site.model)  # it knows no prefill
@@ -241,7 +241,7 @@ def test_restarted_prefill_is_found_again(pair: list[RankProcess], same_port: bo
     assert site.decode.call("wait_peers", 0, 0)
     room = next(ROOMS)
     site.decode.call("wipe", 0)
-    site.decode.call("receive", 0, site.address, room, [7, 8])  # the registration still names the one that is gone
+    site.decode.call("receive", 0, site.address, room, [7, 8])  # the registration still names the ended instance
     site.prefill.start()
     site.prefill.call("open", 0, "prefill", "tcp", site.model, None, None, settings)
     site.prefill.call("send", 0, site.address, room, [1, 2])
@@ -262,13 +262,13 @@ def test_restarted_decode_on_same_port_is_served(pair: list[RankProcess]) -> Non
     site.decode.call("open", 0, "decode", "tcp", site.model, None, None, settings)
     site.transfer(next(ROOMS), [1, 2, 3], [4, 5, 6])
     assert site.prefill.call("wait_peers", 0, 1)
-    site.prefill.call("open_sender", 0, site.address, room)  # for the request of the one that is gone
+    site.prefill.call("open_sender", 0, site.address, room)  # for the request of the ended instance
     assert "the decode rank was lost" in site.prefill.call("wait", 0, room, 5.0)[1]
     site.close()
 
 
 def test_prefill_on_port_of_predecessor_refuses_its_frames(pair: list[RankProcess]) -> None:
-    """Decode never met the first one: nothing tells it that the address is another's now, but the answer."""
+    """Decode was never connected to the first rank. Only the answer reports that another rank has the address."""
     site = Site(pair, "tcp", heartbeat_s=1.0)
     stale = {"bootstrap_addr": site.address, "port": int(site.prefill.call("endpoint", 0).rpartition(":")[2])}
     room = next(ROOMS)
@@ -287,7 +287,7 @@ def test_prefill_on_port_of_predecessor_refuses_its_frames(pair: list[RankProces
     site.close()
 
 
-# Rooms that nobody fills, asks for, or wants any more
+# Rooms that are never filled, requested or finished
 
 
 def test_room_that_is_never_sent_times_out(any_site: Site) -> None:
@@ -323,7 +323,7 @@ def test_timed_out_decode_receives_no_late_write(any_site: Site) -> None:
 
 
 def test_decode_abort_before_request_notifies_prefill(any_site: Site) -> None:
-    """It had no pages for the room, say. The sender may be there already, or come later."""
+    """Decode may abort without pages for the room. The sender may exist already, or be opened later."""
     for sender_first in (True, False):
         room = next(ROOMS)
         any_site.decode.call("receive", 0, any_site.address, room, None)
@@ -365,7 +365,7 @@ def test_decode_abort_during_write_ends_both_sides(pair: list[RankProcess]) -> N
 
 
 def test_prefill_abort_during_write_ends_both_sides(pair: list[RankProcess]) -> None:
-    """Its pages are read until decode ends the write."""
+    """The pages are read until decode ends the write."""
     site = Site(pair, "tcp", LARGE)
     room = stall(site)
     site.prefill.call("abort", 0, room)
@@ -501,7 +501,7 @@ def test_invalid_calls_are_rejected_without_effect(site: Site) -> None:
             site.decode.call("receive", 0, site.address, wrong, [1])
 
 
-# Frames that nobody should believe
+# Frames that must be rejected
 
 
 def test_invalid_frames_are_counted_and_dropped(pair: list[RankProcess]) -> None:

@@ -40,7 +40,7 @@ def request() -> RoomRequest:
 
 
 class Log:
-    """What became of tasks, in order: the number, and why it failed."""
+    """The ends of tasks in order: the number, and the reason of a failure."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[int, str]] = []
@@ -59,7 +59,7 @@ class Log:
 
 
 def test_no_write_begins_for_failed_room() -> None:
-    """Its pages may be in other hands by then."""
+    """The pages of a failed room may be reused by then."""
     engine: TransferEngine = open_engine("tcp")
     writer = PeerWriter(engine, "tcp://127.0.0.1:1", layout(), b"")
     room, log = Room(1, 0, time.monotonic() + 5), Log()

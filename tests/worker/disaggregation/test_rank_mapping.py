@@ -51,7 +51,7 @@ def test_each_decode_rank_receives_everything_once(case: tuple[Topology, Topolog
 
 @given(sides())
 def test_required_numbers_of_ranks_are_counted(case: tuple[Topology, Topology, int, int]) -> None:
-    """Each prefill rank of the DP group hears from as many decode ranks of a DP rank and stage as they were told."""
+    """Each prefill rank of the DP group is requested by the announced number of decode ranks."""
     decode, prefill, heads, dp = case
     told: Counter[Rank] = Counter()
     expected: dict[Rank, int] = {}

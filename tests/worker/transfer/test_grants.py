@@ -1,4 +1,4 @@
-"""What may be written is exactly what was granted; what is revoked is quiescent exactly when nothing lands."""
+"""Only granted bytes can be written, and a revoked grant is quiescent exactly when no write is landing."""
 
 from __future__ import annotations
 

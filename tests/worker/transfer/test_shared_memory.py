@@ -1,4 +1,4 @@
-"""What a sender may hand over as its memory."""
+"""The memory that a sender can share."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _session(receiver: ShmEngine) -> Channel:
 
 
 def _reason(channel: Channel) -> str:
-    """Why the receiver ends the session."""
+    """Return why the receiver ends the session."""
     with pytest.raises(RefusedError) as caught:
         expect(channel, Kind.MEMORY, time.monotonic() + 5)
     with pytest.raises(PeerLostError):

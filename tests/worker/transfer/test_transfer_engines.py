@@ -45,7 +45,7 @@ _rooms = count(1)
 
 
 class Receiver:
-    """This process: its engine, its arena, and what of it was granted in this test."""
+    """This process: its engine, its arena, and the granted ranges of this test."""
 
     def __init__(self, name: str) -> None:
         self.engine: TransferEngine = open_engine(name)
@@ -72,7 +72,7 @@ class Receiver:
         return self.arena[page * PAGE : (page + 1) * PAGE]
 
     def untouched(self) -> bool:
-        """Whether nothing outside of the granted pages changed."""
+        """Return whether only granted pages changed."""
         return bool((self.arena.reshape(PAGES, PAGE)[~self.granted] == SENTINEL).all())
 
 
@@ -267,7 +267,7 @@ def test_suspended_sender_cannot_write_reused_pages(
     peer, key = _streaming(receiver, start_peer, engine)
     peer.stop()
     quiescence = receiver.revoke(key, 1.0)
-    if engine in ONE_SIDED:  # what it began may land when it wakes: only it can tell
+    if engine in ONE_SIDED:  # its write may land after it continues, and it alone can report that
         peer.resume()
         wait_until(lambda: receiver.revoke(key, 0.05) is Quiescence.QUIESCENT)
     else:
@@ -346,7 +346,7 @@ def test_suspended_receiver_costs_at_most_deadline(engine: str, receiver: Receiv
     target.resume()
     assert not thread.is_alive()
     assert isinstance(failures[0], DeadlineError)
-    if engine in ONE_SIDED:  # what was left behind comes to its end, and is told
+    if engine in ONE_SIDED:  # an abandoned write finishes and is reported
         wait_until(lambda: target("revoke", *key) == "quiescent")
     else:
         assert target("revoke", *key) == "quiescent"

@@ -1,4 +1,4 @@
-"""What a stranger may send to a TCP engine: it ends his session, lands nothing, and disturbs nobody else."""
+"""Frames of an unknown peer to a TCP engine: they end its session, land nothing, and do not affect other peers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Party:
         self.engine.grant(key, Ranges(_u8(self.pointer), _u8(SIZE)))
 
     def send(self, to: Party, key: GrantKey, length: int = 64) -> None:
-        """What is at the start of our arena, to the start of theirs."""
+        """Write the start of our arena to the start of the peer's."""
         session = self.engine.connect(to.engine.address(), time.monotonic() + 5)
         with closing(session):
             session.write(key, Writes(_u8(self.pointer), _u8(to.pointer), _u8(length)), time.monotonic() + 5)
@@ -90,14 +90,14 @@ def _dial(receiver: Party) -> socket.socket:
 
 
 def _session(receiver: Party) -> Channel:
-    """A session of one who knows the secret, to send over it whatever we like."""
+    """Open a session that knows the secret, and can send any bytes."""
     channel = Channel(_dial(receiver))
     greet(channel, "tcp", SECRET, time.monotonic() + 5)
     return channel
 
 
 def _is_cut(connection: socket.socket) -> bool:
-    """Whether the peer ends the connection, whatever it says before."""
+    """Return whether the peer ends the connection."""
     connection.settimeout(30)
     with suppress(ConnectionError):
         while connection.recv(4096):
@@ -174,7 +174,7 @@ def test_frame_needs_signature(receiver: Party, key: bytes) -> None:
 
 
 def test_repeated_frame_is_rejected(receiver: Party) -> None:
-    """What was signed once is not good for a second time."""
+    """A signed frame cannot be repeated."""
     with closing(_session(receiver)) as channel:
         recorder, recorded = socket.socketpair()
         with recorder, recorded:
@@ -197,7 +197,7 @@ def _blocking(channel: Channel) -> socket.socket:
 
 
 def test_bytes_after_revocation_do_not_land(parties: tuple[Party, Party]) -> None:
-    """Half of a frame's bytes come, the grant is revoked and the page reused, the other half comes."""
+    """A grant is revoked between two halves of a frame, and the page is reused before the second half arrives."""
     receiver, _ = parties
     receiver.arena[:] = 0
     key = GrantKey(50, 1)
@@ -260,7 +260,7 @@ def test_revocation_between_frames_refuses_rest_of_write(parties: tuple[Party, P
 
 
 def test_idle_sessions_are_replaced_by_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there may be, without a secret: a proper sender is served, and one that has written is kept."""
+    """Maximal sessions without a secret: a proper sender is served, and a session with a write is kept."""
     monkeypatch.setattr(listener, "MOST_SESSIONS", 32)
     receiver, sender = Party(secret=None), Party(secret=None)
     strangers: list[Channel] = []

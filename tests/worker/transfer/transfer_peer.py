@@ -30,7 +30,7 @@ from worker.disaggregation.transfer import (
 
 
 class Peer:
-    """What runs over there."""
+    """The process of the peer."""
 
     def __init__(self, engine: str, size: int, seed: int | None, secret: str | None = None) -> None:
         self.engine = open_engine(engine, secret=secret.encode() if secret else None)
@@ -75,7 +75,7 @@ class Peer:
         self.stream.start()
 
     def end_of_stream(self) -> str:
-        """Why it failed, once it did."""
+        """The reason of a failure, once it failed."""
         assert self.stream is not None
         self.stream.join()
         return self.stream_error
