@@ -215,7 +215,7 @@ class _Crowd:
         """Run until all requests are in flight, and `seconds` seconds more."""
         self._connections = [await self._connected() for _ in range(CONNECTIONS)]
         begun, number, away = perf_counter(), 0, 0.0
-        gone: list[_Connection] = []
+        replaced: list[_Connection] = []
         while (now := perf_counter() - begun) < self.stay + seconds:
             if not number or now < self.stay:
                 self.times.clear()
@@ -224,9 +224,9 @@ class _Crowd:
                 number += 1
             if self._rough and now - away > _AWAY_SECONDS:
                 away, place = now, int(now) % CONNECTIONS
-                gone.append(self._connections[place])
+                replaced.append(self._connections[place])
                 self._connections[place] = await self._connected()
-                gone[-1].leave()
+                replaced[-1].leave()
             await asyncio.sleep(0.001)
         times = list(self.times)
         async with asyncio.timeout(_DEADLINE + self.stay):

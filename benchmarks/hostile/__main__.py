@@ -16,7 +16,7 @@ from benchmarks.hostile.run import Result, Service, run
 def main(minutes: Annotated[float, typer.Option(min=0.2, help="Minutes of the run.")] = 30.0) -> None:
     """Serve well-behaved clients among hostile ones, and report their delay."""
     result = asyncio.run(run(minutes))
-    print(_told(result))
+    print(_summary(result))
     problems = result.problems()
     print(
         "\n".join(f"PROBLEM {problem}" for problem in problems)
@@ -25,7 +25,7 @@ def main(minutes: Annotated[float, typer.Option(min=0.2, help="Minutes of the ru
     raise typer.Exit(bool(problems))
 
 
-def _told(result: Result) -> str:
+def _summary(result: Result) -> str:
     statuses = ", ".join(f"{count:,} {status or 'none'}" for status, count in sorted(result.statuses.items()))
     most = {name: max((sample[name] for sample in result.samples), default=0) for name in result.before}
     rows = []

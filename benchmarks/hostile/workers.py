@@ -76,7 +76,7 @@ class HostileWorker:
             return _json({"data": [{"id": self._model}]})
         if not self._lies:
             return b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
-        return self._random.choice([*_ANSWERS, *(_json(said) for said in _DESCRIPTIONS)])
+        return self._random.choice([*_ANSWERS, *(_json(description) for description in _DESCRIPTIONS)])
 
 
 def _json(value: object) -> bytes:
@@ -111,9 +111,9 @@ class HostileStream:
         random = self._random
         if random.random() < 0.1:
             return random.randbytes(random.randrange(2000))
-        said = random.choice([1.0] * 5 + [float("nan"), float("inf"), -1e308, 2**63])
+        timestamp = random.choice([1.0] * 5 + [float("nan"), float("inf"), -1e308, 2**63])
         return msgspec.msgpack.encode(
-            [said, [self._event() for _ in range(random.randrange(20))], random.choice([0, 7, -1])]
+            [timestamp, [self._event() for _ in range(random.randrange(20))], random.choice([0, 7, -1])]
         )
 
     def _event(self) -> list[object]:

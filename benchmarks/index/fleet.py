@@ -162,8 +162,8 @@ def _churn(fleet: _Fleet, index: Index, seconds: float, rows: list[tuple[str, st
     for _ in range(int(seconds * _RATE / each)):
         rank = random.randrange(len(fleet.targets))
         target, kept = fleet.targets[rank], next(old[rank])
-        gone = fleet.removed(rank, kept) if kept < fleet.prompts else ()
-        events += [(target, payload) for payload in [*fleet.stored(rank, next(new)), *gone]]
+        removals = fleet.removed(rank, kept) if kept < fleet.prompts else ()
+        events += [(target, payload) for payload in [*fleet.stored(rank, next(new)), *removals]]
     begun = time.thread_time_ns()
     half = len(events) // 2
     for target, payload in events[:half]:

@@ -37,9 +37,9 @@ class _TimedReader:
 
     def apply(self) -> Any:
         begun = thread_time()
-        told = self._core.apply()
+        applied = self._core.apply()
         self._released(begun)
-        return told
+        return applied
 
     def _released(self, begun: float) -> None:
         now = thread_time()  # the reader's thread

@@ -68,8 +68,8 @@ def _payloads(stream: int) -> list[bytes]:
             parent = hashes[start - 1] if start else None
             ids = tokens[start * BLOCK_SIZE : (start + EVENT_BLOCKS) * BLOCK_SIZE]
             made.append(BlockStored(hashes[start : start + EVENT_BLOCKS], parent, ids, BLOCK_SIZE, medium="GPU"))
-        gone = _hashes(stream, (number - _HELD) % _PROMPTS)
-        made += [BlockRemoved(gone[end - EVENT_BLOCKS : end], "GPU") for end in range(_PROMPT_BLOCKS, 0, -EVENT_BLOCKS)]
+        old = _hashes(stream, (number - _HELD) % _PROMPTS)
+        made += [BlockRemoved(old[end - EVENT_BLOCKS : end], "GPU") for end in range(_PROMPT_BLOCKS, 0, -EVENT_BLOCKS)]
     return [encode_batch(EventBatch(0.0, [event], stream)) for event in made]
 
 

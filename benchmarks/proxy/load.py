@@ -159,8 +159,8 @@ async def _load(url: str, size: int, connections: int, seconds: float, new: bool
         await loop.create_connection(lambda client=client: client, address.host or "", address.port or 80)  # type: ignore[misc]
     errors = sum(await asyncio.gather(*(client.over for client in clients)))
     p99 = quantiles(times, n=100)[98] if len(times) > 1 else times[0]
-    took = time.perf_counter() - began
-    result = {"requests": len(times), "seconds": took, "p50": median(times), "p99": p99, "errors": errors}
+    elapsed = time.perf_counter() - began
+    result = {"requests": len(times), "seconds": elapsed, "p50": median(times), "p99": p99, "errors": errors}
     print("RESULT", json.dumps(result))
 
 

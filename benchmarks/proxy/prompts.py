@@ -35,9 +35,9 @@ def turns(tokens: int, count: int) -> list[bytes]:
     """
     random = Random(f"conversation {tokens}")
     share = tokens // _MESSAGES
-    said = [" ".join(random.choices(_WORDS, k=share)) for _ in range(_MESSAGES - 1)]
+    texts = [" ".join(random.choices(_WORDS, k=share)) for _ in range(_MESSAGES - 1)]
     roles = ("user", "assistant") * _MESSAGES
-    before = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+    before = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     asked = [_text(Random(f"turn {number}"), 200) for number in range(count)]
     return [_body([*before, {"role": "user", "content": text}], True, 1) for text in asked]
 

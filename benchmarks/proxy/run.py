@@ -162,12 +162,12 @@ class Run:
 
     def _first_events(self, side: Side, running: RunningRouter, mode: str) -> None:
         for row in (SHORT, LONG):
-            took = first_event(running.url, row, self._scale.requests)
+            seconds = first_event(running.url, row, self._scale.requests)
             if running.pid is None:
-                self._base[row] = (took, took)
+                self._base[row] = (seconds, seconds)
             else:
                 figure = "first event added, one request at a time, p50, ms"
-                self._add(side, figure, row, (took - self._base[row][0]) * 1e3, mode)
+                self._add(side, figure, row, (seconds - self._base[row][0]) * 1e3, mode)
 
     def _add(self, side: Side, figure: str, row: str, value: float, mode: str = "", more: bool = False) -> None:
         """Add a value to the table of `mode`, by default the side's. Sides without a mode are in all tables."""

@@ -31,12 +31,12 @@ def main(
     encode = msgspec.msgpack.Encoder().encode
     held: deque[list[int]] = deque()
     calls = ("encode", "stored, 64 blocks", "stored, 1 block", "removed, 64 blocks", "step")
-    took: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
 
     def timed(name: str, call: Callable[..., object], *arguments: object) -> None:
         begin = time.perf_counter()
         call(*arguments)
-        took[name].append(time.perf_counter() - begin)
+        seconds[name].append(time.perf_counter() - begin)
 
     for _ in range(steps + HELD_STEPS):
         names = [source.getrandbits(63) for _ in range(BLOCKS)]
@@ -50,9 +50,9 @@ def main(
             timed("removed, 64 blocks", reporter.removed, held.popleft())
         timed("step", reporter.step)
     reporter.shutdown()
-    limit = statistics.median(took["encode"])
+    limit = statistics.median(seconds["encode"])
     typer.echo(f"{'':22} {'median':>9} {'p99':>9} {'x encode':>9}")
-    for name, times in took.items():
+    for name, times in seconds.items():
         median, p99 = statistics.median(times), statistics.quantiles(times, n=100)[98]
         typer.echo(f"{name:22} {median * 1e6:7.1f} us {p99 * 1e6:7.1f} us {median / limit:9.1f}")
     typer.echo(f"{reporter.dropped} batches dropped")

@@ -46,8 +46,8 @@ CLASSES = (
 class Telling(StrEnum):
     """The needs that a run's clients report to the router."""
 
-    NOTHING = "not told"
-    NEEDS = "told"
+    NOTHING = "not reported"
+    NEEDS = "reported"
     NEEDS_OR_REFUSAL = "reported, late ones refused"
 
     def level(self, asked: Class) -> str | None:

@@ -13,7 +13,7 @@ from benchmarks.soak.run import Result, soaking
 def main(minutes: Annotated[float, typer.Option(min=0.2, help="Minutes of the run.")] = 10.0) -> None:
     """Run the router under load, and report its objects at the end."""
     result = asyncio.run(_run(minutes))
-    print(_told(result))
+    print(_summary(result))
     problems = result.problems()
     print("\n".join(f"PROBLEM {problem}" for problem in problems) or "Nothing is left, and nothing grew.")
     raise typer.Exit(bool(problems))
@@ -24,7 +24,7 @@ async def _run(minutes: float) -> Result:
         return await soak.run(minutes)
 
 
-def _told(result: Result) -> str:
+def _summary(result: Result) -> str:
     lines = [
         f"{result.seconds / 60:.1f} min at {result.rate:.0f} requests/s, of {result.capacity:.0f} at most; "
         f"{result.faults} workers died or hung",

@@ -61,7 +61,7 @@ def main(
         [*(fill(paragraph, 120) for paragraph in paragraphs), *(_table(*each) for each in measured.items())]
     )
     print(text)
-    print(f"\nThe run took {time.monotonic() - begun:.0f} s.")
+    print(f"\nThe run lasted {time.monotonic() - begun:.0f} s.")
     if markdown is not None:
         write_section(markdown, "Tokenizing", text)
 

@@ -50,9 +50,9 @@ class AnswerWriter:
         choice: int = 0,
     ) -> Answer:
         """Return an answer of at most `max_tokens` tokens. If it ends by itself, its last token is the end token."""
-        said = f"{choice} {adapter}".encode()
-        begun = self._begun(prompt, said)
-        source = _source(prompt[: len(prompt) - begun], said)
+        key = f"{choice} {adapter}".encode()
+        begun = self._begun(prompt, key)
+        source = _source(prompt[: len(prompt) - begun], key)
         length = max(source.randint(MIN_LENGTH, MAX_LENGTH) - begun, min_tokens)
         stops = length < max_tokens and not ignore_eos and self._eos is not None
         count = max(length, 0) if stops else max_tokens
@@ -64,12 +64,12 @@ class AnswerWriter:
     def _tokens(self, source: random.Random, count: int) -> list[int]:
         return [source.choice(self._openings), *source.choices(self._words, k=max(count - 1, 0))][:count]
 
-    def _begun(self, prompt: list[int], said: bytes) -> int:
+    def _begun(self, prompt: list[int], key: bytes) -> int:
         """Return the number of tokens at the end of a prompt that continue an answer to the tokens before them."""
         for begun in range(1, min(MAX_BEGUN, len(prompt) - 1) + 1):
             token = prompt[-begun]
             if token in self._opening_set:
-                source = _source(prompt[: len(prompt) - begun], said)
+                source = _source(prompt[: len(prompt) - begun], key)
                 source.randint(MIN_LENGTH, MAX_LENGTH)
                 return begun if self._tokens(source, begun) == prompt[-begun:] else 0
             if token not in self._word_set:
@@ -81,8 +81,8 @@ class AnswerWriter:
         return self._text.get(token, "")
 
 
-def _source(prompt: list[int], said: bytes) -> random.Random:
+def _source(prompt: list[int], key: bytes) -> random.Random:
     """Return the random source of a prompt's answer."""
     seed = blake2b(array("I", prompt).tobytes(), digest_size=8)
-    seed.update(said)
+    seed.update(key)
     return random.Random(seed.digest())

@@ -63,8 +63,8 @@ class StoredResponses:
 
     def keep(self, body: dict[str, Any], messages: list[Message]) -> None:
         """Store a response with the messages before it."""
-        said = Message(role="assistant", content=body["output"][0]["content"][0]["text"])
-        self._stored[body["id"]] = (body, [*messages, said])
+        answer = Message(role="assistant", content=body["output"][0]["content"][0]["text"])
+        self._stored[body["id"]] = (body, [*messages, answer])
         if len(self._stored) > STORED_RESPONSES:
             self._stored.popitem(last=False)
 

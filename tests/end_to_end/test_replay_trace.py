@@ -138,4 +138,4 @@ async def test_the_command_compares_two_routers(workers: list[str], tmp_path: Pa
     told = json.loads(results.read_text())
     assert [run["label"] for run in told["runs"]] == ["new", "old"]
     assert [run["figures"]["failed"] for run in told["runs"]] == [0, 0]
-    assert "What each router did" in page.read_text()
+    assert "Results of each router" in page.read_text()

@@ -189,30 +189,30 @@ class Examination:
         stream: WatchedStream,
         all_streams: list[WatchedStream],
     ) -> None:
-        rank, heard = stream.source.dp_rank, stream.heard
+        rank, received = stream.source.dp_rank, stream.received
         found_before = len(self.findings)
         for _ in range(2):  # the first may have been published before the subscription
             text, another = (_unused_text(worker, described) for _ in range(2))
             expected = await new_prompt(self._tokenizers, model, TextPrompts([text]), TextPrompts([another]))
             await worker.complete(text, rank)
             # Engines that ignore the rank header choose a rank themselves.
-            event = await self._heard_on(all_streams, expected)
-            if any(each.heard.topics for each in all_streams):
+            event = await self._stored_on(all_streams, expected)
+            if any(each.received.topics for each in all_streams):
                 break
-        if not any(each.heard.topics for each in all_streams):
+        if not any(each.received.topics for each in all_streams):
             evidence = (
                 f"connected to {stream.source.endpoint}; the worker computed a new prompt, and nothing was published"
             )
             self._found(Cause.STREAM_SILENT, evidence, rank)
             return
-        if not heard.topics:
+        if not received.topics:
             self.passed.append(f"rank {rank}: its prompt was computed by another rank")
             return
         self._examine_reading(stream)
         if len(self.findings) > found_before:
             return
         if event is None and expected is not None:
-            evidence = f"a new prompt was sent: {difference(expected.token_ids, heard.stored())}"
+            evidence = f"a new prompt was sent: {difference(expected.token_ids, received.stored())}"
             self._found(Cause.TOKENIZER, evidence, rank)
             return
         if event is not None:
@@ -223,7 +223,7 @@ class Examination:
         if expected is not None and len(self.findings) == found_before:
             await self._examine_match(Target(self.url, rank, model), expected.token_ids)
 
-    async def _heard_on(self, streams: list[WatchedStream], prompt: NewPrompt | None) -> BlockStored | None:
+    async def _stored_on(self, streams: list[WatchedStream], prompt: NewPrompt | None) -> BlockStored | None:
         """Return the event that stores a prompt, if it arrives on any of the streams in time.
 
         If the tokens of the prompt are unknown, wait for any event and return None.
@@ -232,9 +232,9 @@ class Examination:
         while True:
             for stream in streams:
                 stream.arrived.clear()
-                if prompt is None and stream.heard.topics:
+                if prompt is None and stream.received.topics:
                     return None
-                if prompt is not None and (found := stored(prompt, stream.heard.stored())):
+                if prompt is not None and (found := stored(prompt, stream.received.stored())):
                     return found
             waiting = [asyncio.create_task(stream.arrived.wait()) for stream in streams]
             try:
@@ -249,13 +249,13 @@ class Examination:
 
     def _examine_reading(self, stream: WatchedStream) -> None:
         """Check topics and form of the received events."""
-        rank, heard, topic = stream.source.dp_rank, stream.heard, stream.source.topic
-        if not any(published.startswith(topic) for published in heard.topics):
-            names = ", ".join(sorted(map(repr, heard.topics)))
+        rank, received, topic = stream.source.dp_rank, stream.received, stream.source.topic
+        if not any(published.startswith(topic) for published in received.topics):
+            names = ", ".join(sorted(map(repr, received.topics)))
             self._found(Cause.TOPIC_MISMATCH, f"subscribed to {topic!r}; the engine publishes under {names}", rank)
-        elif heard.unreadable:
-            self._found(Cause.EVENTS_UNREADABLE, heard.unreadable[0], rank)
-        elif any(event.block_hashes and not event.token_ids for event in heard.stored()):
+        elif received.unreadable:
+            self._found(Cause.EVENTS_UNREADABLE, received.unreadable[0], rank)
+        elif any(event.block_hashes and not event.token_ids for event in received.stored()):
             self._found(Cause.EVENTS_WITHOUT_TOKENS, "BlockStored events have no token_ids", rank)
 
     def _examine_stored(self, event: BlockStored, described: WorkerDescription, rank: int) -> None:
@@ -288,15 +288,15 @@ class Examination:
             await worker.chat(messages, rank)
         except RequestRefusedError:
             return  # a model without a chat template
-        if await self._heard_on(all_streams, expected) is None:
-            evidence = f"a new conversation was sent: {difference(expected.token_ids, stream.heard.stored())}"
+        if await self._stored_on(all_streams, expected) is None:
+            evidence = f"a new conversation was sent: {difference(expected.token_ids, stream.received.stored())}"
             self._found(Cause.CHAT_TEMPLATE, evidence, rank)
         else:
             self.passed.append(f"rank {rank}: prompts and conversations have the engine's tokens")
 
     def _examine_order(self, stream: WatchedStream) -> None:
         """Check sequence numbers and times of the batches."""
-        rank, batches = stream.source.dp_rank, stream.heard.batches
+        rank, batches = stream.source.dp_rank, stream.received.batches
         for (before, _, _), (after, _, _) in pairwise(batches):
             if after != before + 1:
                 what = "batches are missing" if after > before else "two publishers, or a restarted one"

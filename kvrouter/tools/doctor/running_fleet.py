@@ -70,13 +70,13 @@ async def examine_running(url: str, token: str) -> RunningFleet:
     async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=_TIMEOUT, headers=headers) as session:
         health = await _asked(session, fleet.url, "/health")
         ready = await _asked(session, fleet.url, "/ready", also=503)
-        told = await _asked(session, fleet.url, "/workers")
+        described = await _asked(session, fleet.url, "/workers")
     if "findings" not in health or "workers_up" not in health:
         raise RouterError(f"{url} is not a router: its /health has no findings")
     _examine_router(fleet, health, ready)
-    for worker in told["workers"]:
+    for worker in described["workers"]:
         _examine_worker(fleet, worker)
-    for model, report in told.get("tokenizers", {}).items():
+    for model, report in described.get("tokenizers", {}).items():
         _examine_tokenizer(fleet, model, report)
     fleet.findings = [_finding(fleet.url, each) for each in health["findings"]] + fleet.findings
     return fleet

@@ -32,7 +32,7 @@ class NoPublisherError(Exception):
 
 
 @dataclass(slots=True)
-class Heard:
+class Received:
     """The messages of a stream: batches by number and time of arrival (unix seconds), topics, and unreadable ones."""
 
     batches: list[tuple[int, float, EventBatch]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class WatchedStream:
 
     def __init__(self, source: EventSource, keys: KeyPair | None) -> None:
         self.source = source
-        self.heard = Heard()
+        self.received = Received()
         self.arrived = asyncio.Event()  # set at every message
         self._loop = asyncio.get_running_loop()
         self._keys = keys
@@ -132,20 +132,20 @@ class WatchedStream:
             while not self._closing.is_set():
                 if socket.poll(_TURN_MS):
                     self._read(socket.recv_multipart())
-                    self._tell(self.arrived.set)
+                    self._notify(self.arrived.set)
 
     def _read(self, frames: list[bytes]) -> None:
-        self.heard.topics.add(frames[0].decode(errors="replace"))
+        self.received.topics.add(frames[0].decode(errors="replace"))
         try:
             frame = parse_live(frames)
             batch = decode_batch(frame.payload)
         except (MalformedFrameError, MalformedBatchError) as error:
-            self.heard.unreadable.append(str(error))
+            self.received.unreadable.append(str(error))
             return
-        self.heard.batches.append((frame.seq, time.time(), batch))
-        self.heard.unreadable += [rejected.reason for rejected in batch.rejected]
+        self.received.batches.append((frame.seq, time.time(), batch))
+        self.received.unreadable += [rejected.reason for rejected in batch.rejected]
 
-    def _tell(self, call: Callable[[], None]) -> None:
+    def _notify(self, call: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(call)
 

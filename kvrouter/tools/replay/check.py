@@ -64,7 +64,7 @@ async def check_indexer(
     """
     async with registered(client, recording, publication, model) as names:
         check = _Check(client, recording, publication, model, names)
-        await check.look_for_workers()
+        await check.find_progress_report()
         pace = Pace(min(recording.started_at, requests[0].t_start), speed)
         started = time.monotonic()
         position = 0
@@ -96,15 +96,15 @@ class _Check:
         self._names = names
         self._stored = {number: StoredPrefixes() for number in recording.sources}
         self._lives = dict.fromkeys(recording.sources, 0)
-        self._tells_last_seq = False
+        self._reports_last_seq = False
         for number, source in recording.sources.items():
             for batch in source.batches_before():
                 self._stored[number].apply(batch)
 
-    async def look_for_workers(self) -> None:
+    async def find_progress_report(self) -> None:
         """Find out whether the indexer reports how far it has read."""
         known = await self._client.last_seqs()
-        self._tells_last_seq = known is not None and set(self._names.values()) <= set(known)
+        self._reports_last_seq = known is not None and set(self._names.values()) <= set(known)
 
     async def publish(self, message: LiveMessage) -> None:
         await self._publication.publish(message)
@@ -120,7 +120,7 @@ class _Check:
         asked = self._asked(request)
         if not asked:
             raise IndexerError(f"request {request.i}: worker {request.worker}, rank {request.dp_rank} is not recorded")
-        if self._tells_last_seq:
+        if self._reports_last_seq:
             await self._wait_until_read()
         answers = await self._settled(request, asked)
         ghosts = frozenset(n for n, tokens in answers.items() if tokens > self._longest_stored(n, request))
@@ -167,16 +167,16 @@ class _Check:
         answer.
         """
         answers = await self._answers(request, asked)
-        stands_since = time.monotonic()
-        deadline = stands_since + SETTLE_TIMEOUT_S
-        while not (self._tells_last_seq and request.cached_tokens in answers.values()):
+        unchanged_since = time.monotonic()
+        deadline = unchanged_since + SETTLE_TIMEOUT_S
+        while not (self._reports_last_seq and request.cached_tokens in answers.values()):
             now = time.monotonic()
-            if now - stands_since > SETTLED_S or now > deadline:
+            if now - unchanged_since > SETTLED_S or now > deadline:
                 break
             await asyncio.sleep(_POLL_S)
             latest = await self._answers(request, asked)
             if latest != answers:
-                answers, stands_since = latest, time.monotonic()
+                answers, unchanged_since = latest, time.monotonic()
         return answers
 
     async def _answers(self, request: AnsweredRequest, asked: list[int]) -> dict[int, int]:

@@ -135,14 +135,14 @@ async def _lines(url: str, token: str, block_tokens: int) -> AsyncGenerator[dict
             if response.status in (401, 403):
                 raise RecordingError(f"{url} needs the admin token: set --token")
             if response.status != 200 or response.content_type != "application/x-ndjson":
-                raise RecordingError(f"{url} answers {response.status}: {await _said(response)}")
+                raise RecordingError(f"{url} answers {response.status}: {await _reason(response)}")
             async for line in response.content:
                 yield msgspec.json.decode(line)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise RecordingError(f"{url}: {connection_problem(error)}") from error
 
 
-async def _said(response: aiohttp.ClientResponse) -> str:
+async def _reason(response: aiohttp.ClientResponse) -> str:
     with suppress(Exception):
         return str((await response.json())["error"]["message"])
     return "is this a router's URL?"

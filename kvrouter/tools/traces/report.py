@@ -70,18 +70,18 @@ def headline(runs: Sequence[Run], best_hit_rate: float) -> list[str]:
     quickest = min(answered, key=lambda run: run.figures.ttft_p90)
     slowest = max(answered, key=lambda run: run.figures.ttft_p90)
     first = runs[0]
-    said = f"With {quickest.label} nine in ten first tokens arrive within {plots.seconds(quickest.figures.ttft_p90)}"
+    lead = f"With {quickest.label} nine in ten first tokens arrive within {plots.seconds(quickest.figures.ttft_p90)}"
     sentences = []
     if slowest.figures.ttft_p90 > 1.05 * quickest.figures.ttft_p90:
         times = slowest.figures.ttft_p90 / quickest.figures.ttft_p90
-        said += f", with {slowest.label} within {plots.seconds(slowest.figures.ttft_p90)}: {times:.3g} times as long"
+        lead += f", with {slowest.label} within {plots.seconds(slowest.figures.ttft_p90)}: {times:.3g} times as long"
         if len(answered) > 2:
             second = min((run for run in answered if run is not quickest), key=lambda run: run.figures.ttft_p90)
-            said += f". Next is {second.label} with {plots.seconds(second.figures.ttft_p90)}"
+            lead += f". Next is {second.label} with {plots.seconds(second.figures.ttft_p90)}"
     elif len(answered) > 1:
-        said += ", and no other is more than 5 % slower"
-    sentences.append(f"{said}.")
-    if first.label not in said and first.ttfts:
+        lead += ", and no other is more than 5 % slower"
+    sentences.append(f"{lead}.")
+    if first.label not in lead and first.ttfts:
         sentences.append(f"With {first.label} it is {plots.seconds(first.figures.ttft_p90)}.")
     if (rate := quickest.figures.hit_rate) is not None:
         sentences.append(

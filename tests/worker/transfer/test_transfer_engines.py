@@ -45,7 +45,7 @@ _rooms = count(1)
 
 
 class Receiver:
-    """This process: its engine, its arena, and the granted ranges of this test."""
+    """A process of the test: its engine, its arena, and its granted ranges."""
 
     def __init__(self, name: str) -> None:
         self.engine: TransferEngine = open_engine(name)
