@@ -1,1 +1,1 @@
-"""A request on its way to a worker and back, whichever way it came in."""
+"""Proxied requests: each is sent to a worker and its response forwarded, whether a connection or Envoy received it."""

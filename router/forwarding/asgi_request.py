@@ -13,9 +13,8 @@ import structlog
 from starlette.types import ASGIApp, Message, Scope
 
 from http_api.errors import RequestError
+from router.forwarding.exchange import ResponseWriter, ServedRequest
 from router.forwarding.request_context import CONTEXT, RequestContext
-from router.forwarding.response_writer import ResponseWriter
-from router.forwarding.taken_request import TakenRequest
 from router.http.headers import ResponseHead
 
 log = structlog.get_logger()
@@ -24,7 +23,7 @@ _HEAD: Final = "HEAD"
 _POST: Final = "POST"
 
 
-class AsgiRequest(TakenRequest):
+class AsgiRequest(ServedRequest):
     """A request to an ASGI application, from its whole body to the end of its response."""
 
     def __init__(self, context: RequestContext, client: ResponseWriter, app: ASGIApp) -> None:
@@ -124,7 +123,7 @@ class AsgiRequest(TakenRequest):
         headers, body = self._context.refusal(error)
         self._client.begin(ResponseHead(error.status, headers), None, body, True)
 
-    def client_left(self) -> None:
+    def client_disconnected(self) -> None:
         self._over.set()
         self._writable.set()
 

@@ -1,6 +1,6 @@
-"""A question of the index API, answered where it arrived.
+"""A request to the index API, which is answered in this process.
 
-That is at once, unless its body is so long that it may make too much work, or its prompt is tokenized in a thread.
+It is answered at once, unless its body may cause too much work or its prompt is tokenized in a thread.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import structlog
 
 from http_api.errors import RequestError
 from indexer.api.questions import Answer
+from router.forwarding.exchange import ResponseWriter, ServedRequest
 from router.forwarding.request_context import RequestContext
-from router.forwarding.response_writer import ResponseWriter
-from router.forwarding.taken_request import TakenRequest
 from router.http.headers import ResponseHead
 
 log = structlog.get_logger()
@@ -22,14 +21,14 @@ log = structlog.get_logger()
 _HEAD: Final = ResponseHead(200, [(b"content-type", b"application/json")])
 
 
-class AskedQuestion(TakenRequest):
-    """One question. Its answer is written as a whole."""
+class AskedQuestion(ServedRequest):
+    """One request to the index API. Its response is written as a whole."""
 
     def __init__(self, context: RequestContext, client: ResponseWriter, answer: Answer) -> None:
         self._context = context
         self._client = client
         self._answer = answer
-        self._later: asyncio.Future[bytes] | None = None  # the answer, where that takes a while
+        self._later: asyncio.Future[bytes] | None = None  # an answer that is not ready yet
 
     def start(self, body: bytes) -> None:
         try:
@@ -43,18 +42,18 @@ class AskedQuestion(TakenRequest):
             if isinstance(answer, bytes):
                 self._client.begin(_HEAD, None, answer, True)
             else:
-                with self._context.logging():  # of what is logged in its task
+                with self._context.logging():  # the task copies the context
                     self._later = asyncio.ensure_future(answer)
                 self._later.add_done_callback(self._answered)
 
     async def _check_and_answer(self, body: bytes) -> bytes:
-        """The answer to a question whose body may make too much work. Raises RequestError (413) when it does."""
+        """Return the answer for a long body. Raises RequestError (413) if it has too many values."""
         await asyncio.to_thread(self._context.bodies.check_amount, body)
         answer = self._answer(body)
         return answer if isinstance(answer, bytes) else await answer
 
     def _answered(self, later: asyncio.Future[bytes]) -> None:
-        if later.cancelled():  # the client left
+        if later.cancelled():  # the client disconnected
             return
         try:
             data = later.result()
@@ -74,15 +73,15 @@ class AskedQuestion(TakenRequest):
             log.exception("question failed")
         self._refuse(RequestError("The router failed. This is a bug.", status=500, type="internal_error"))
 
-    def client_left(self) -> None:
+    def client_disconnected(self) -> None:
         if self._later is not None:
             self._later.cancel()
 
     def pause(self) -> None:
-        """Its answer is not written yet, and then at once."""
+        """Ignore it, because the response is written at once."""
 
     def resume(self) -> None:
-        """As above."""
+        """Ignore it, because the response is written at once."""
 
     @property
     def answering(self) -> bool:

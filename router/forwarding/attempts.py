@@ -1,10 +1,10 @@
-"""The workers that one request is sent to: one after the other, until one answers.
+"""The attempts of one request: workers are tried one after the other until one answers.
 
     send_next ──▶ the worker answers
        ▲  │
-    leave ◀┘   it cannot be reached, refuses the request as overloaded, or hangs
+    leave ◀┘   it is unreachable, refuses the request as overloaded, or hangs
 
-A request whose prompt is computed by another worker is sent to both as one (`disaggregated_request`).
+If another worker computes the request's prompt, both are sent one request each (`disaggregated_request`).
 """
 
 from __future__ import annotations
@@ -20,51 +20,53 @@ from router.apis.response_owners import asks_to_store
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
 from router.forwarding.disaggregated_request import DisaggregatedRequest, PrefillFailedError
+from router.forwarding.exchange import RoutingHeaders
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
-from router.forwarding.routing_headers import RoutingHeaders
 from router.http.headers import RANK_HEADER, Headers, forwarded_lines
 from router.observability.spans import Span
 from router.routing.assignment import Assignment
 from router.routing.disaggregation.adapters import WorkerEndpoint
 from router.routing.routed_prompt import RoutedPrompt
 from router.upstream import ResponseHandler
-from router.upstream.transport import SentRequest, Transport
+from router.upstream.request import SentRequest, Transport
 
 _now: Final = time.monotonic
-# A worker that answers so did not take the request: bad gateway, unavailable, gateway timeout.
+# Statuses of workers that did not process the request: bad gateway, unavailable, gateway timeout.
 _NOT_TAKEN: Final = (502, 503, 504)
-# So many workers break off over one request at most: it may be what kills them.
+# At most this many workers may break off over one request, because the request may be the cause.
 _MOST_BROKEN: Final = 2
 
 
 class AttemptHandler(ResponseHandler):
-    """Who sends a request: gets the answer, and hears when the worker is ejected as hung before there is one."""
+    """The owner of a request, which receives the response and learns when the worker is ejected as hung."""
 
     def give_up(self) -> None:
-        """The worker hangs: the request may be sent to another."""
+        """Called when the worker hangs: the request may be sent to another one."""
         raise NotImplementedError
 
     def give_up_prefill(self) -> None:
-        """The worker that computes the prompt hangs: the same."""
+        """Called when the worker of the prefill hangs: the request may be sent to another pair."""
         raise NotImplementedError
 
 
 class Attempts:
-    """The attempts of one request. `assignment`: where it is; None before the first, between two and at the end.
+    """The attempts of one request.
 
-    `tried`: the workers it was sent to, the latest last. `others`: there is another one that could take it.
+    - `assignment`: the current target; None before the first attempt, between attempts and at the end.
+    - `tried`: the workers it was sent to, the latest last.
+    - `others`: another worker could serve it.
     """
 
-    # What most requests never change stands here, so that it is not made for each.
+    # Defaults on the class, because most requests never change them.
     assignment: Assignment | None = None
     others = False
-    _span: Span | None = None  # of what is done now: the choice, or the request to the worker
+    _span: Span | None = None  # of the current step: the choice, or the request to the worker
     _many_ranks = False
-    _hung = False  # a worker hung with it
-    _sends = 0  # workers that may have got it
-    _broken = 0  # those of them that broke off before they answered
-    _not_stored = False  # it is a response of which the worker keeps nothing
+    _hung = False  # a worker hung with this request
+    _sends = 0  # number of workers that may have received it
+    _broken = 0  # number of them that broke off before they answered
+    _not_stored = False  # it is a response that the worker does not store
 
     def __init__(
         self,
@@ -76,7 +78,11 @@ class Attempts:
         transport: Transport | None,
         without: Collection[Worker],
     ) -> None:
-        """`without`: workers it may not go to. `transport`: who sends it, if not the router itself: once."""
+        """Create the attempts of a request.
+
+        - `transport`: sends the request once; None if the router itself sends it.
+        - `without`: workers that are excluded.
+        """
         self._services = services
         self._context = context
         self.prompt = prompt
@@ -86,31 +92,34 @@ class Attempts:
         self._without = without
         self._most = services.attempts if transport is None else 1
         self.tried: list[Worker] = []
-        self.sent: SentRequest | None = None  # above, mypyc would leave it unset, because its type is a Protocol
+        self.sent: SentRequest | None = None  # not on the class: mypyc does not support defaults of Protocols
         if context.head.path == RESPONSES:
             self._not_stored = not asks_to_store(body)
 
-    def of_the_rest(self, prompt: RoutedPrompt, body: bytes) -> Attempts:
-        """Those of the request for the rest of an answer, which go to none of these workers."""
+    def for_rest(self, prompt: RoutedPrompt, body: bytes) -> Attempts:
+        """Return the attempts for the rest of a stream, which exclude all workers that were tried."""
         without = [*self._without, *self.tried]
         return Attempts(self._services, self._context, prompt, self._ticket, body, self._transport, without)
 
     @property
     def _repeatable(self) -> bool:
-        """Whether another worker may be sent it although one was."""
+        """True if another worker may be sent the request after one was."""
         return self._context.admitted.route.generates or self._not_stored
 
     @property
     def _once(self) -> bool:
-        """Whether no worker may get it twice."""
+        """True if a worker may not be sent the request twice."""
         return not (self._context.admitted.route.pure or self._not_stored)
 
     # The next attempt
 
     def send_next(self, handler: AttemptHandler, arrived: float, now: float | None = None) -> bool:
-        """Send the request to the next worker; false when it must `wait` for one.
+        """Send the request to the next worker. Return false if it must `wait` for one.
 
-        `arrived`: when it came; `now`: the time, where it was just read. Raises RequestError when there is no worker.
+        - `arrived`: when the request was complete.
+        - `now`: the current time, if the caller just read the clock.
+
+        Raises RequestError if no worker can serve it.
         """
         if self._sends >= self._most:
             raise self.exhausted()
@@ -128,7 +137,10 @@ class Attempts:
         return True
 
     async def wait(self) -> Assignment:
-        """The worker to `send` to, once one has capacity. Raises RequestError when there is none, or not in time."""
+        """Wait for a worker with capacity and return the assignment to `send`.
+
+        Raises RequestError if no worker has capacity in time.
+        """
         try:
             return await self._services.admission.wait(self.prompt, self._excluded(), self._ticket)
         except RequestError as error:
@@ -137,24 +149,24 @@ class Attempts:
             raise
 
     def _excluded(self) -> Collection[Worker]:
-        """Where the request does not go again, or may not."""
+        """Return the workers to which the request is not sent again, or may not be sent."""
         return [*self.tried, *self._without] if self._without else self.tried
 
     def exhausted(self) -> RequestError:
-        """What a client gets when no further attempt is allowed."""
+        """Return the error for a client when no further attempt is allowed."""
         if not self._repeatable:
             return broken_off()
         return RequestError(
-            f"{len(self.tried)} workers could not be reached. Try again later.",
+            f"{len(self.tried)} workers could not be reached. Retry later.",
             status=503,
             type="service_unavailable",
             code="no_worker_available",
         )
 
     def send(self, assignment: Assignment, handler: AttemptHandler, arrived: float) -> None:
-        """Send the request to this worker. `arrived`: when it came.
+        """Send the request to this worker; `arrived` is when it was complete.
 
-        Raises RequestError where two workers should take it and its body cannot be changed for them.
+        Raises RequestError if two workers should serve it and its body cannot be changed for them.
         """
         services, prompt, tried, worker = self._services, self.prompt, self.tried, assignment.worker
         context = self._context
@@ -179,18 +191,18 @@ class Attempts:
                 lines, request_id = forwarded_lines(self._headers_to(assignment)), b""
             else:
                 lines, request_id = context.lines_for_workers(), context.id
-            upstream = services.upstreams.of(worker.url)
+            upstream = services.upstreams.get(worker.url)
             add_worker_key = context.admitted.add_worker_key
             self.sent = upstream.send(
                 handler, head.method, head.target, lines, self._body, request_id, now, self._once, add_worker_key
             )
         if assignment is not self.assignment:
-            return  # it went wrong at once
-        # The rest must not hold it up.
+            return  # it failed at once
+        # The following steps must not delay the request.
         services.placement.record_in_flight(prompt, assignment, now)
         services.metrics.placed(prompt.name or "", now - arrived, assignment.decision, assignment.cache_prediction)
         self.others = self._sends < self._most and self._repeatable and services.selector.has_others(prompt, tried)
-        # A request that hung one worker may be why; it does not get to hang them all.
+        # A request that hung one worker may be the cause, so it is not sent to a second one for that reason.
         if self.others and not self._hung and assignment.prefill is None:
             assignment.attempt.give_up = handler.give_up
 
@@ -202,7 +214,7 @@ class Attempts:
         return headers if self._span is None else self._span.inject(headers)
 
     def _send_to_pair(self, assignment: Assignment, prefill: Assignment, handler: AttemptHandler) -> None:
-        """Have the prompt computed by one worker and answered by another. Raises RequestError."""
+        """Send the prompt to one worker and the request to another. Raises RequestError."""
         services, head = self._services, self._context.head
         adapter = services.selector.adapter_of(assignment.worker)
         assert adapter is not None
@@ -233,7 +245,7 @@ class Attempts:
         pair.start()
 
     def moved(self, worker: Worker) -> None:
-        """The transport went on to this worker, because the first did not take the request. Raises RequestError."""
+        """Record that the transport sent the request to this worker after the first refused it. Raises RequestError."""
         assignment, services = self.assignment, self._services
         assert assignment is not None
         assignment.attempt.end(Outcome.FAILED, "not taken")
@@ -246,7 +258,7 @@ class Attempts:
         self._many_ranks = len(assignment.worker.ranks()) > 1
 
     def routing_headers(self) -> RoutingHeaders:
-        """What an answer says of where it came from."""
+        """Return the routing headers of the response."""
         assignment = self.assignment
         assert assignment is not None
         headers = RoutingHeaders(assignment.worker, assignment.overlap)
@@ -263,9 +275,9 @@ class Attempts:
     # The end of an attempt
 
     def retries_status(self, status: int) -> Outcome | None:
-        """How the attempt ended, where the request goes elsewhere because of this status; None where it does not.
+        """Return the outcome of an attempt that this status ends with a retry; None without a retry.
 
-        That it does takes from the retry budget.
+        A retry takes from the retry budget.
         """
         budget = self._services.budget
         if status in _NOT_TAKEN and self.others and budget.take():
@@ -275,17 +287,19 @@ class Attempts:
         return None
 
     def not_reached(self) -> None:
-        """No connection to the worker could be made: nothing was sent. Another transport tries where it can itself."""
+        """Record that no connection could be opened, so that nothing was sent. Other transports count their own
+        attempts."""
         if self._transport is None:
             self._sends -= 1
 
     def ends_with_break(self) -> bool:
-        """A worker had the request, and broke off: whether no other may get it. It may be why."""
+        """Record that a worker broke off. Return whether no other worker may be sent the request, which may be the
+        cause."""
         self._broken += 1
         return not self._repeatable or self._broken >= _MOST_BROKEN
 
     def exclude_prefill(self, error: PrefillFailedError) -> None:
-        """A prefill failed before its decode worker did: the next attempt is another pair."""
+        """Exclude the failed prefill worker or the whole pair from the next attempt."""
         assignment = self.assignment
         assert assignment is not None
         assert assignment.prefill is not None
@@ -293,17 +307,17 @@ class Attempts:
             self.tried[-1] = assignment.prefill.worker  # the decode worker is not to blame
 
     def exclude_hung(self, prefill_hangs: bool) -> None:
-        """The worker hangs, or the one that computes the prompt does."""
+        """Exclude the worker that hangs: the prefill worker if `prefill_hangs`, else the current one."""
         assignment = self.assignment
         self._hung = True
         if prefill_hangs and assignment is not None and assignment.prefill is not None:
             self.tried[-1] = assignment.prefill.worker  # the decode worker is not to blame
 
     def _exclude_pair(self) -> bool:
-        """One worker of a pair failed and perhaps the other is why: exclude both, as far as there are others, or the
-        prefill worker, where the decode worker can do without.
+        """Exclude both workers of a failed pair, as far as others exist, because either may be the cause.
 
-        False, and nothing changes, when there is no other way, or it is no pair.
+        If the decode worker can compute prompts alone, only the prefill worker is excluded. Return false, without a
+        change, if there is no alternative or no pair.
         """
         assignment = self.assignment
         if assignment is None or assignment.prefill is None:
@@ -313,7 +327,7 @@ class Attempts:
         other_prefill = self._sends < self._most and self._services.selector.has_others(
             self.prompt, known, prefill=True
         )
-        # What the decode worker could not fetch of the prefill worker may be why: then it computes the prompt itself.
+        # The decode worker may have failed to fetch the prefill's blocks. Then it computes the prompt itself.
         other_way = other_prefill or (not self.others and self._sends < self._most and self._decodes_alone(assignment))
         if other_way:
             self._without = [*self._without, prefill]
@@ -326,7 +340,7 @@ class Attempts:
         return adapter is not None and adapter.decodes_alone
 
     def leave(self, problem: str) -> None:
-        """The attempt failed before anything of an answer was passed on: let go of its worker."""
+        """Release the worker of an attempt that failed before any byte was forwarded."""
         assignment, sent = self.assignment, self.sent
         assert assignment is not None
         self.assignment = self.sent = None
@@ -338,7 +352,7 @@ class Attempts:
         self._services.metrics.retried.labels(assignment.worker.name).inc()
 
     def end(self, problem: str | None) -> None:
-        """The request is over: let go of all that it holds. `problem`: why it failed, if it did."""
+        """Release everything at the end of the request. `problem` is the reason of a failure; None after success."""
         assignment, sent = self.assignment, self.sent
         self.assignment = self.sent = None
         if sent is not None:
@@ -351,5 +365,5 @@ class Attempts:
 
 
 def broken_off() -> RequestError:
-    """What a client gets whose worker had the request and did not answer to the end."""
+    """Return the error for a client whose worker did not complete its response."""
     return RequestError("The worker broke off its answer.", status=502, type="upstream_error")

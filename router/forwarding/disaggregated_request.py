@@ -1,10 +1,11 @@
-"""Two requests for one: a prompt's prefill on one worker, its decode on another, raced and closed together.
+"""A disaggregated request: the prefill on one worker and the decode on another, sent and cancelled together.
 
-    (query) ──▶ prefill and decode at once            ──▶ the decode's answer is passed on
+    (query) ──▶ prefill and decode at once            ──▶ the decode's response is forwarded
             └─▶ prefill ──answered──▶ decode          ──┘
 
-Only the decode's answer is passed on; the prefill's is drained, or read where it tells how to go on. Until the decode's
-first byte a failing prefill ends both. What the prefill refuses as the client's fault is the client's answer.
+Only the decode's response is forwarded. The prefill's response is discarded, or read for parameters of the decode.
+Until the decode's first byte, a failing prefill ends both requests. If the prefill worker refuses the request as
+invalid, the client receives that error.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from router.http.headers import RANK_HEADER, Headers, forwarded_lines
 from router.routing.assignment import Assignment
 from router.routing.disaggregation.adapters import Adapter, AnsweredError, PreparedRequest, WorkerEndpoint
 from router.upstream import ResponseHandler, ResponseHead, UpstreamError, UpstreamRequest, Upstreams
-from router.upstream.transport import SentRequest, Transport
+from router.upstream.request import SentRequest, Transport
 
-_MAX_ANSWER = 16 * 2**20  # of a prefill, where it is read
+_MAX_ANSWER = 16 * 2**20  # bytes of a prefill's response
 
 
 class PrefillFailedError(UpstreamError):
-    """The prefill worker failed; the decode worker did not.
+    """The prefill worker failed, and the decode worker did not.
 
-    `answered`: it can be reached, and said that it failed. `together`: both ran at once, so that the decode worker may
-    be why.
+    - `answered`: it was reachable and answered with an error.
+    - `together`: both requests ran at once, so the decode worker may be the cause.
     """
 
     def __init__(self, problem: str, answered: bool, together: bool) -> None:
@@ -36,7 +37,7 @@ class PrefillFailedError(UpstreamError):
 
 
 class DisaggregatedRequest(ResponseHandler):
-    """The requests to the two workers of an assignment. To who sends it, it is one request with one `handler`."""
+    """The requests to the two workers of an assignment, which act as one request with one `handler`."""
 
     def __init__(
         self,
@@ -50,10 +51,11 @@ class DisaggregatedRequest(ResponseHandler):
         add_worker_key: bool = True,
         transport: Transport | None = None,
     ) -> None:
-        """`on_prefilled` is called when the prefill is done, and the decode is what is waited for.
+        """Prepare both requests.
 
-        `add_worker_key`: add each worker's own key, unless the headers have an `authorization`. `transport`: sends the
-        decode; None if the router itself sends it.
+        - `on_prefilled`: called when the prefill is done and the decode is awaited.
+        - `add_worker_key`: add each worker's own key, unless the headers have an `authorization`.
+        - `transport`: sends the decode; None if the router itself sends it.
         """
         assert assignment.prefill is not None
         self._handler: ResponseHandler | None = handler
@@ -68,36 +70,36 @@ class DisaggregatedRequest(ResponseHandler):
         self._prefill_assignment = assignment.prefill
         self._prefill: UpstreamRequest | None = None
         self._decode: SentRequest | None = None
-        self._query: UpstreamRequest | None = None  # what the adapter has to know first
-        self._decoding = False  # something of the decode's answer came
+        self._query: UpstreamRequest | None = None  # a query that the adapter needs first
+        self._decoding = False  # a part of the decode's response was received
         self._paused = False
 
     def start(self) -> None:
-        """Send what can be sent now. Raises RequestError for a body that cannot be changed."""
+        """Send the first request or requests. Raises RequestError if the body cannot be changed."""
         if url := self._adapter.query_url:
             self._send_query(url)
         else:
             self._send_first()
 
     def pause(self) -> None:
-        """Read no more of the answer for now."""
+        """Stop reading the response."""
         self._paused = True
         if self._decode is not None:
             self._decode.pause()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading the response."""
         self._paused = False
         if self._decode is not None:
             self._decode.resume()
 
     @property
     def answering(self) -> SentRequest | None:
-        """The request whose answer is the client's; None while there is none."""
+        """The request whose response the client receives; None without one."""
         return self._decode
 
     def abort(self) -> None:
-        """Call both off. The handler hears nothing more."""
+        """Cancel both requests, without calling the handler any more."""
         self._handler = None
         ended = [
             url
@@ -111,11 +113,11 @@ class DisaggregatedRequest(ResponseHandler):
         if ended and (part := self._adapter.abort) is not None:
             lines = forwarded_lines(part.headers)
             for url in ended:
-                self._upstreams.of(url).send(_Ignored(), "POST", b"/abort_request", lines, part.body)
+                self._upstreams.get(url).send(_Ignored(), "POST", b"/abort_request", lines, part.body)
 
     def _send_query(self, url: str) -> None:
         parts = urlsplit(url)
-        upstream = self._upstreams.of(f"{parts.scheme}://{parts.netloc}")
+        upstream = self._upstreams.get(f"{parts.scheme}://{parts.netloc}")
 
         def on_answer(head: ResponseHead, body: bytes) -> None:
             self._query = None
@@ -125,7 +127,7 @@ class DisaggregatedRequest(ResponseHandler):
             try:
                 self._adapter.read_query(body)
             except ValueError as error:
-                self._prefill_failed(f"{url}: an answer that makes no sense: {error}")
+                self._prefill_failed(f"{url}: invalid answer: {error}")
                 return
             self._send_first()
 
@@ -157,7 +159,7 @@ class DisaggregatedRequest(ResponseHandler):
 
     def _send(self, url: str, part: PreparedRequest, handler: ResponseHandler) -> UpstreamRequest:
         lines = forwarded_lines(self._headers_of(part))
-        return self._upstreams.of(url).send(
+        return self._upstreams.get(url).send(
             handler, "POST", self._target, lines, part.body, add_worker_key=self._add_worker_key
         )
 
@@ -166,19 +168,19 @@ class DisaggregatedRequest(ResponseHandler):
         return [each for each in self._headers if each[0] not in replaced] + part.headers
 
     def _ranked(self, part: PreparedRequest, end: WorkerEndpoint) -> PreparedRequest:
-        """A part that says which rank of its own worker it is for, where there are several."""
+        """Return a part with the header of its worker's DP rank, if there are several ranks."""
         if end.dp_size == 1 or any(name == RANK_HEADER for name, _ in part.headers):
             return part
         return PreparedRequest(part.body, [*part.headers, (RANK_HEADER, b"%d" % end.dp_rank)])
 
-    # What the prefill answers
+    # Called with the prefill's response
 
     def _prefill_answered(self, head: ResponseHead, body: bytes) -> None:
         self._prefill = None
         assignment = self._prefill_assignment
         assignment.attempt.heard()
         if head.status >= 500:
-            if self._adapter.concurrent:  # perhaps because the decode worker failed it
+            if self._adapter.concurrent:  # the decode worker may be the cause
                 assignment.attempt.end(Outcome.NEITHER, f"status {head.status}")
             self._prefill_failed(f"status {head.status}", answered=True)
             return
@@ -197,13 +199,13 @@ class DisaggregatedRequest(ResponseHandler):
             except AnsweredError as answered:
                 self._answer(ResponseHead(200, [(b"content-type", answered.content_type)]), answered.body)
             except ValueError as error:
-                self._prefill_failed(f"an answer that makes no sense: {error}")
+                self._prefill_failed(f"invalid answer: {error}")
 
     def _prefill_failed(self, reason: str, answered: bool = False) -> None:
         self._prefill = None
         self._prefill_assignment.attempt.end(Outcome.FAILED, reason)
         if self._decoding:
-            return  # what the decode needed of it has come
+            return  # the decode has received what it needs
         handler, self._handler = self._handler, None
         self._close()
         if handler is not None:
@@ -211,28 +213,28 @@ class DisaggregatedRequest(ResponseHandler):
             handler.on_failed(PrefillFailedError(problem, answered, self._adapter.concurrent))
 
     def _answer(self, head: ResponseHead, body: bytes) -> None:
-        """The prefill's answer is the client's."""
+        """Report the prefill's response as the client's."""
         handler, self._handler = self._handler, None
         self._close()
         if handler is not None:
             handler.on_head(head, body, True)
 
-    # What the decode answers
+    # Called with the decode's response
 
     def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
-        """The decode's answer begins."""
+        """Called when the decode's head is received."""
         self._note_decode(data, ended)
         if self._handler is not None:
             self._handler.on_head(head, data, ended)
 
     def on_body(self, data: bytes, ended: bool) -> None:
-        """More of it came."""
+        """Called when more of the decode's response is received."""
         self._note_decode(data, ended)
         if self._handler is not None:
             self._handler.on_body(data, ended)
 
     def on_failed(self, error: UpstreamError) -> None:
-        """The decode worker failed: the prefill is called off too."""
+        """Called when the decode worker fails: cancel the prefill, too."""
         self._decode = None
         handler, self._handler = self._handler, None
         self._close()
@@ -255,9 +257,9 @@ class DisaggregatedRequest(ResponseHandler):
 
 
 class _Collected(ResponseHandler):
-    """Gathers an answer, and calls one of two functions at its end.
+    """A handler that collects a response and calls one of two functions at its end.
 
-    `keep_body`: with its body; else only that of a refusal is kept.
+    `keep_body`: keep the body of a successful response; a refusal's body is always kept.
     """
 
     def __init__(
@@ -290,13 +292,13 @@ class _Collected(ResponseHandler):
 
 
 class _Ignored(ResponseHandler):
-    """An answer that is not waited for."""
+    """A handler that discards a response."""
 
     def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
-        """Nothing is done with it."""
+        """Ignore it."""
 
     def on_body(self, data: bytes, ended: bool) -> None:
-        """Nothing is done with it."""
+        """Ignore it."""
 
     def on_failed(self, error: UpstreamError) -> None:
-        """Nothing is done about it."""
+        """Ignore it."""

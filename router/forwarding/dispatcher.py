@@ -15,11 +15,10 @@ from indexer.api.questions import Questions
 from router.apis.endpoints import BY_LOAD, PROMPTED
 from router.forwarding.asgi_request import AsgiRequest
 from router.forwarding.asked_question import AskedQuestion
+from router.forwarding.exchange import ResponseWriter, ServedRequest
 from router.forwarding.failover.resumable_proxied_request import new_proxied_request
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext, RequestContexts
-from router.forwarding.response_writer import ResponseWriter
-from router.forwarding.taken_request import TakenRequest
 from router.http.cors import Cors
 from router.settings import ServerSettings
 
@@ -28,7 +27,7 @@ _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class Dispatcher:
-    """What a connection needs to serve requests.
+    """The dispatch of requests: what a connection needs to serve them.
 
     - `contexts`: begins each request's context.
     - `cors`: the CORS rules; None if pages of other origins may not call.
@@ -59,11 +58,11 @@ class Dispatcher:
         self.settings = settings
         self.cors = Cors(settings.cors_origins, _METHODS) if settings.cors_origins and workers is not None else None
         paths: list[str] = [] if workers is None else [*PROMPTED, *BY_LOAD]
-        if settings.admin_port is None:  # else whether a question is admitted depends on the port
+        if settings.admin_port is None:  # otherwise the admission of a question depends on the port
             paths += self.questions.by_path
         self.repeated_paths = frozenset(path.encode() for path in paths)
 
-    def serve(self, context: RequestContext, client: ResponseWriter) -> TakenRequest:
+    def serve(self, context: RequestContext, client: ResponseWriter) -> ServedRequest:
         """Return what serves an admitted request. The caller starts it."""
         if not context.admitted.route.own and self._workers is not None and context.head.method in _METHODS:
             return new_proxied_request(self._workers, context, client)

@@ -1,21 +1,23 @@
-"""One request on its way: read, placed, sent, and its answer passed on as it comes. Callbacks, and no transport.
+"""A proxied request: parsed, placed, sent, and its response forwarded. It has callbacks and no transport of its own.
 
     READING ──▶ WAITING ──▶ SENT ──▶ ANSWERING ──▶ ENDED
                    ▲          │           └── broken off ──▲
                    └─ retry ──┴── refused ─────────────────┘
 
-    READING     its body, its prompt and its urgency (`reading`)
-    WAITING     for a worker that can take it; `attempts` knows where it was tried
-    SENT        to a worker, of whose answer nothing was passed on: it can still go elsewhere
-    ANSWERING   `response` passes on what comes, and learns from it
-    ENDED       it holds nothing any more
+    READING     its body and its prompt are parsed (`reading`)
+    WAITING     it waits for a worker with capacity; `attempts` knows which workers were tried
+    SENT        it was sent, and no byte of a response was forwarded, so it can still be sent to another worker
+    ANSWERING   `response` forwards what is received and learns from it
+    ENDED       everything is released
 
-A request that reached no worker goes to another. As long as nothing of an answer has been passed on, one that asks for
-generation also does when its worker breaks off, twice at most, and, while the retry budget lasts, when its worker
-refuses it as overloaded or hangs. At any time its client may leave. Its load is released on every path. It waits in a
-task only while its prompt is tokenized or no worker has capacity for it.
+Retries: a request that reached no worker is sent to another one. Before any byte is forwarded, a request for generation
+is also retried in two cases. The first is that its worker breaks off, at most twice. The second is that its worker
+refuses it as overloaded or hangs, within the retry budget.
 
-One file, because the phases are one machine: what one callback leaves, another finds.
+The client can disconnect at any time. The load is released on every path. A request waits in a task only while its
+prompt is tokenized aside or no worker has capacity.
+
+One file, because the phases are one state machine: each callback depends on what the others did.
 """
 
 from __future__ import annotations
@@ -38,20 +40,19 @@ from router.fleet.health import Outcome
 from router.fleet.worker import Worker
 from router.forwarding.attempts import AttemptHandler, Attempts, broken_off
 from router.forwarding.disaggregated_request import PrefillFailedError
+from router.forwarding.exchange import ResponseWriter, ServedRequest
 from router.forwarding.long_bodies import LONG_BODY
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.reading import prompt_now, read_prompt_aside, read_request
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
-from router.forwarding.response_writer import ResponseWriter
-from router.forwarding.taken_request import TakenRequest
 from router.http.headers import Headers
 from router.observability.request_recorder import RecordingRequest
 from router.observability.spans import Span
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
 from router.upstream import ResponseHead, UnreachableError, UpstreamError, UpstreamTimeoutError
-from router.upstream.transport import Transport
+from router.upstream.request import Transport
 
 log = structlog.get_logger()
 
@@ -60,7 +61,7 @@ _OK: Final = 200
 
 
 class Phase(Enum):
-    """How far a request has come; the drawing above says what is done in each."""
+    """The phase of a request; the module's drawing shows the order."""
 
     READING = auto()
     WAITING = auto()
@@ -69,25 +70,25 @@ class Phase(Enum):
     ENDED = auto()
 
 
-# Members of an enumeration are looked up in it each time.
+# Constants, because the lookup of an enumeration's member is slow.
 _READING: Final = Phase.READING
 _SENT: Final = Phase.SENT
 _ANSWERING: Final = Phase.ANSWERING
 _ENDED: Final = Phase.ENDED
 
 
-class ProxiedRequest(AttemptHandler, TakenRequest):
-    """A request and its answer. `start` begins it; afterwards the client hears of it, unless it left."""
+class ProxiedRequest(AttemptHandler, ServedRequest):
+    """A request and its response. After `start`, the client receives a response unless it disconnects."""
 
-    # What most requests never change stands here, so that it is not made for each.
+    # Defaults on the class, because most requests never change them.
     _phase: Phase = _READING
     _arrived = 0.0
     _hidden: HiddenUsage | None = None
-    _recorded: RecordingRequest | None = None  # while somebody records
-    _attempts: Attempts | None = None  # once its prompt is known
-    _head: ResponseHead | None = None  # of an answer of which nothing else came
-    _response: ProxiedResponse | None = None  # once something of an answer is passed on
-    _task: asyncio.Task[None] | None = None  # in which it waits
+    _recorded: RecordingRequest | None = None  # while the recorder has listeners
+    _attempts: Attempts | None = None  # after its prompt was read
+    _head: ResponseHead | None = None  # a received head that is not forwarded yet
+    _response: ProxiedResponse | None = None  # after a part of it was forwarded
+    _task: asyncio.Task[None] | None = None  # while it waits
     _deadline: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
 
@@ -99,7 +100,11 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
         transport: Transport | None = None,
         without: Collection[Worker] = (),
     ) -> None:
-        """`transport`: who sends it, if not the router itself. `without`: workers it may not go to."""
+        """Create a request.
+
+        - `transport`: sends the request; None if the router itself sends it.
+        - `without`: workers that are excluded.
+        """
         self._services = services
         self._context = context
         self._client = client
@@ -107,7 +112,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
         self._without = without
 
     def start(self, body: bytes) -> None:
-        """The request is complete."""
+        """Parse and place the complete request."""
         self._arrived = _now()
         try:
             self._read(body)
@@ -117,51 +122,51 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
             self._crash()
 
     def refuse(self, error: RequestError) -> None:
-        """Answer with an error. Nothing of an answer was passed on yet."""
+        """Answer with an error, before any byte of a response was forwarded."""
         headers, body = self._context.refusal(error)
         self._finish(error.type)
         self._client.begin(ResponseHead(error.status, headers), None, body, True)
 
     @property
     def assignment(self) -> Assignment | None:
-        """Where it is; None before it is placed, between two attempts and once it is over."""
+        """The current assignment; None before the request is placed, between attempts, and after the end."""
         return None if self._attempts is None else self._attempts.assignment
 
     def routing_headers(self) -> Headers:
-        """What its answer says of where it came from, once it is placed."""
+        """Return the routing headers of the response; empty before the request is placed."""
         attempts = self._attempts
         return [] if attempts is None or attempts.assignment is None else attempts.routing_headers().headers()
 
     @property
     def answering(self) -> bool:
-        """Whether something of an answer was passed on."""
+        """True if a part of the response was forwarded."""
         return self._response is not None
 
     @property
     def over(self) -> bool:
-        """Whether it holds nothing any more."""
+        """True if everything is released."""
         return self._phase is _ENDED
 
     def moved(self, worker: Worker) -> None:
-        """Its transport has sent it to another worker, because the first did not take it. Raises RequestError."""
+        """Record that the transport sent it to another worker after the first refused it. Raises RequestError."""
         assert self._attempts is not None
         self._attempts.moved(worker)
 
     # The client
 
-    def client_left(self) -> None:
-        """The answer is not wanted any more."""
+    def client_disconnected(self) -> None:
+        """Release everything, because the client disconnected."""
         if self._phase is not _ENDED:
             self._services.metrics.abandoned.inc()
             self._finish("client left")
 
     def ended_unseen(self) -> None:
-        """It is over, and its transport tells nothing of answers."""
+        """End a request whose transport does not report responses."""
         if self._phase is not _ENDED:
             self._finish()
 
     def pause(self) -> None:
-        """The client does not read: nor is the worker read, and the client has a time to go on."""
+        """Pause reading from the worker while the client is not reading, and start `proxy.client_timeout`."""
         if self._attempts is not None and self._attempts.sent is not None:
             self._attempts.sent.pause()
         if self._stall is None and self._phase is not _ENDED:
@@ -169,7 +174,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
             self._stall = self._services.loop.call_later(seconds, self._client_stalled)
 
     def resume(self) -> None:
-        """The client reads again."""
+        """Continue reading from the worker."""
         if self._attempts is not None and self._attempts.sent is not None:
             self._attempts.sent.resume()
         if self._stall is not None:
@@ -177,14 +182,14 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
             self._stall = None
 
     def _client_stalled(self) -> None:
-        """The client has not read for too long: what it holds of the worker is for others."""
+        """End a request whose client has not read for `proxy.client_timeout` seconds."""
         if self._phase is not _ENDED:
             self._services.metrics.abandoned.inc()
             self._finish("client does not read")
             self._client.break_off()
 
     def _deadline_passed(self) -> None:
-        """The client's deadline: the answer ends here, whatever there is of it."""
+        """End a request at the client's deadline, even in the middle of the response."""
         if self._phase is _ENDED:
             return
         if self._response is None:
@@ -223,10 +228,10 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
         return body, read_request(self._services, self._context, body, model_body, span)
 
     def _asking(self, body: bytes) -> bytes:
-        """The body that is sent, asking for what we want to know of the answer."""
+        """Return the body to send, with usage requested if the router needs it."""
         services = self._services
-        # With another transport the answer's bytes are not ours to change.
-        asks = self._transport is None and (services.ask_usage or services.passing.listening)
+        # With another transport, the router cannot change the response.
+        asks = self._transport is None and (services.ask_usage or services.recorder.listening)
         if asks and (asking := with_include_usage(self._context.head.path, body)):
             body, self._hidden = asking, HiddenUsage()
         return body
@@ -236,13 +241,13 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
         self._admit(prompt, body)
 
     def _admit(self, prompt: RoutedPrompt, body: bytes) -> None:
-        """What is asked is known: whether it is allowed, and until when it is of use. Raises RequestError."""
+        """Check a parsed request against its tenant and its deadline, and send it. Raises RequestError."""
         services, context = self._services, self._context
         tenant = context.tenant
         if services.fleet.disaggregated:
             prompt = replace(prompt, path=context.head.path)
-        if services.passing.listening:
-            self._recorded = services.passing.began(prompt, self._arrived)
+        if services.recorder.listening:
+            self._recorded = services.recorder.began(prompt, self._arrived)
         ticket = read_ticket(
             context.head.urgency,
             prompt.priority,
@@ -268,7 +273,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
     # WAITING, and SENT
 
     def _send_next(self, attempts: Attempts, now: float | None = None) -> None:
-        """Send the request to the next worker. Raises RequestError when there is none."""
+        """Send the request to the next worker, or wait for one. Raises RequestError if no worker can serve it."""
         self._phase = _SENT
         if not attempts.send_next(self, self._arrived, now):
             self._phase = Phase.WAITING
@@ -280,7 +285,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
         attempts.send(assignment, self, self._arrived)
 
     def _continue_in_task(self, work: Coroutine[None, None, None]) -> None:
-        """Go on in a task. What it raises ends the request."""
+        """Run `work` in a task. An error that it raises ends the request."""
 
         async def working() -> None:
             try:
@@ -302,7 +307,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
             self._services.loop.call_soon(self._leave_hung, self.assignment, True)
 
     def _leave_hung(self, assignment: Assignment | None, prefill_hangs: bool) -> None:
-        """The worker was ejected as hung: try elsewhere, unless it has answered meanwhile."""
+        """Retry after the worker was ejected as hung, unless it has answered meanwhile."""
         attempts = self._attempts
         if attempts is not None and assignment is attempts.assignment and self._phase is _SENT:
             attempts.exclude_hung(prefill_hangs)
@@ -311,10 +316,10 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
     def _retry(
         self, attempts: Attempts, problem: str, unreachable: Worker | None = None, takes_budget: bool = False
     ) -> None:
-        """The attempt failed before anything was passed on: go elsewhere.
+        """Try another worker after an attempt that failed before any byte was forwarded.
 
-        `unreachable`: the worker that could not be reached, or broke off. `takes_budget`: that it goes on is still
-        to be allowed.
+        - `unreachable`: the worker that could not be reached or broke off; None for other failures.
+        - `takes_budget`: the retry takes from the retry budget.
         """
         self._phase, self._head = Phase.WAITING, None
         attempts.leave(problem)
@@ -327,11 +332,13 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
         except RequestError as error:
             self.refuse(error)
 
-    # What the worker answers
+    # Called with the worker's response
 
     def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
-        """The answer begins. Engines send the head of a stream at once. It is worth nothing: until the first event the
-        request can still go elsewhere."""
+        """Called when the head of the response is received.
+
+        Engines send a stream's head before they do any work. Until the first event, the request can still be retried.
+        """
         try:
             if data or ended or self._transport is not None or not head.is_stream:
                 self._answer(head, data, ended)
@@ -341,7 +348,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
             self._crash()
 
     def on_body(self, data: bytes, ended: bool) -> None:
-        """More of it came."""
+        """Called when more of the response is received."""
         try:
             response, attempts = self._response, self._attempts
             if response is None or attempts is None:
@@ -354,13 +361,13 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
             self._crash()
 
     def on_failed(self, error: UpstreamError) -> None:
-        """It did not come, or not to its end."""
+        """Called when the response fails before its end: retry, refuse, or break off."""
         try:
             attempts, response = self._attempts, self._response
             assert attempts is not None
             assignment, attempts.sent = attempts.assignment, None
             if assignment is None:
-                return  # it is over: some transports tell late
+                return  # the request is over; some transports report late
             if response is not None:
                 self._break_off(response, str(error))
             elif isinstance(error, PrefillFailedError) and assignment.prefill is not None:
@@ -382,7 +389,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
             self._crash()
 
     def _retry_if_safe(self, attempts: Attempts, worker: Worker, error: UpstreamError) -> None:
-        """A worker could not be reached, or broke off before it answered: go elsewhere where another may get it."""
+        """Try another worker if the request may be sent again; otherwise refuse it."""
         if isinstance(error, UnreachableError):
             attempts.not_reached()
         elif attempts.ends_with_break():
@@ -394,7 +401,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
     # ANSWERING
 
     def _answer(self, head: ResponseHead, data: bytes, ended: bool) -> None:
-        """Pass on the beginning of an answer, unless the worker says that it did not take the request."""
+        """Forward the beginning of a response, or retry if the worker did not process the request."""
         attempts = self._attempts
         assert attempts is not None
         assignment = attempts.assignment
@@ -416,7 +423,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
         )
 
     def _passed_on(self, attempts: Attempts, response: ProxiedResponse, data: bytes, ended: bool) -> None:
-        """This was passed on; more may come."""
+        """Continue after bytes were forwarded: end the request, or let chunks bypass this object."""
         if ended:
             attempts.sent = None
             self._finish()
@@ -424,7 +431,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
             response.forward_chunks(attempts.sent)
 
     def _break_off(self, response: ProxiedResponse, reason: str) -> None:
-        """The worker broke off its answer: so the client's ends here."""
+        """End the client's response, because the worker broke off."""
         response.failed(reason)
         self._finish(reason)
         response.break_off(broken_off())
@@ -432,7 +439,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
     # ENDED
 
     def _finish(self, problem: str | None = None) -> None:
-        """Let go of all that is held. `problem`: why it failed, if it did."""
+        """Release everything. `problem` is the reason of a failure; None after success."""
         self._phase = _ENDED
         if self._recorded is not None:
             self._record(self._recorded, problem)
@@ -455,7 +462,7 @@ class ProxiedRequest(AttemptHandler, TakenRequest):
         recorded.ended(attempts.tried[-1].name, response.first_byte_at or None, response.usage, failed)
 
     def _crash(self) -> None:
-        """Something went wrong that was not foreseen: the request ends, and nothing of it stays."""
+        """End the request after an unexpected error."""
         with self._context.logging():
             log.exception("request failed")
         self._finish("error")

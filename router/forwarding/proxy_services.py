@@ -1,4 +1,4 @@
-"""What proxied requests need of the rest of the router."""
+"""The services of the router that proxied requests use."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ from router.upstream import Upstreams
 
 
 class ProxyServices:
-    """Where requests may go, how they get there, and what is counted. `passing`: who records requests.
-    `long_bodies`: where long ones are read. `stream_failover`: where streams may go on elsewhere. `service_levels`: the
-    classes of requests, if there are any.
+    """The services of proxied requests.
+
+    - `recorder`: records requests for listeners.
+    - `long_bodies`: the thread that parses long bodies.
+    - `stream_failover`: continues streams on other workers; None if the settings disable it.
+    - `service_levels`: the configured service levels; None without any.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class ProxyServices:
         upstreams: Upstreams,
         settings: ProxySettings,
         metrics: RequestMetrics,
-        passing: RequestRecorder,
+        recorder: RequestRecorder,
         long_bodies: LongBodies,
         stream_failover: StreamFailover | None = None,
         service_levels: ServiceLevels | None = None,
@@ -49,7 +52,7 @@ class ProxyServices:
         self.upstreams = upstreams
         self.settings = settings
         self.metrics = metrics
-        self.passing = passing
+        self.recorder = recorder
         self.long_bodies = long_bodies
         self.stream_failover = stream_failover
         self.service_levels = service_levels

@@ -1,4 +1,4 @@
-"""Reading a request: what it asks for, and its prompt as routing knows it, which may take a while."""
+"""Parsing of a request, and of its prompt, which may take a while."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from router.routing.routed_prompt import RoutedPrompt
 def read_request(
     services: ProxyServices, context: RequestContext, body: bytes, model_body: bytes, span: Span | None
 ) -> RoutedRequest:
-    """What is asked. `model_body`: what routing by load reads. Any thread may read it.
+    """Parse a request. It can be called in any thread.
 
-    Raises RequestError, with which `span` ends.
+    `model_body` is the body that routing by load parses. Raises RequestError, after ending `span`.
     """
     head, reader = context.head, services.reader
     try:
@@ -28,7 +28,7 @@ def read_request(
 
 
 def prompt_now(services: ProxyServices, request: RoutedRequest, body: bytes, span: Span | None) -> RoutedPrompt | None:
-    """The prompt, where that takes no time. It ends `span`. Raises RequestError."""
+    """Return the prompt if it takes no time; None if it has to be read aside. Ends `span`. Raises RequestError."""
     try:
         prompt = services.reader.read_now(request, len(body))
     except RequestError as error:
@@ -42,7 +42,7 @@ def prompt_now(services: ProxyServices, request: RoutedRequest, body: bytes, spa
 async def read_prompt_aside(
     services: ProxyServices, request: RoutedRequest, body: bytes, span: Span | None
 ) -> RoutedPrompt:
-    """The same where the prompt takes long to read."""
+    """Return a prompt that takes long to read. Ends `span`. Raises RequestError."""
     try:
         prompt = await services.reader.read_aside(request, len(body))
     except RequestError as error:

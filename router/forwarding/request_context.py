@@ -1,4 +1,4 @@
-"""The context of a request: its id, its trace, its tenant, and its line in the access log."""
+"""The context of a request: its head, its id, its trace, its tenant, and its line in the access log."""
 
 from __future__ import annotations
 
@@ -9,23 +9,86 @@ from starlette.types import Scope
 from structlog.contextvars import bound_contextvars
 
 from http_api.errors import RequestError, error_headers
+from router.admission.ticket import urgent
 from router.apis.endpoints import call_error_body
+from router.apis.response_owners import is_about_stored
+from router.apis.sessions import only_session_headers
 from router.auth import PROCESS_SOCKET, Admitted, AuthGate, BodyCheck, Tenant
-from router.forwarding.request_head import RequestHead
-from router.http.headers import Headers, new_id
+from router.http.headers import LENGTH, REQUEST_ID, Headers, forwarded_lines, given_id, new_id, with_id
 from router.observability.access_log import AccessLine
 from router.observability.metrics import RequestMetrics
 from router.observability.spans import RequestTrace, Tracing
 
+_EXPLAIN = (b"x-kvrouter-explain", b"1")
+
+
+class RequestHead:
+    """A request's head. It is shared by all requests of a connection with an equal head.
+
+    - `path`, `target`: the path without and with its query.
+    - `headers`: the headers; names are in lower case.
+    - `id`: the client's own id for the request, if it sent one.
+    - `urgency`: the headers that a ticket is made of.
+    - `session_headers`: the headers that may name a session.
+    - `about_stored`: the request reads or creates stored objects.
+    - `admitted`: the result of the auth gate; None before its check.
+    - `lines`: the encoded headers for workers without the id; None before they are made.
+    """
+
+    __slots__ = (
+        "about_stored",
+        "admitted",
+        "headers",
+        "id",
+        "lines",
+        "method",
+        "path",
+        "session_headers",
+        "target",
+        "urgency",
+        "wants_explanation",
+    )
+
+    def __init__(self, method: str, path: str, target: bytes, headers: Headers) -> None:
+        self.method = method
+        self.path = path
+        self.target = target
+        self.headers = headers
+        self.id = given_id(headers)
+        self.urgency = urgent(headers)
+        self.session_headers = only_session_headers(headers)
+        self.wants_explanation = _EXPLAIN in headers
+        self.about_stored = is_about_stored(path)
+        self.admitted: Admitted | None = None
+        self.lines: bytes | None = None
+
+    def with_id(self, request_id: bytes) -> Headers:
+        """Return the headers with this id and no other one."""
+        return with_id(self.headers, request_id)
+
+    def without_length(self) -> RequestHead:
+        """Return an equal head without a content length, for bodies of any length."""
+        headers = [header for header in self.headers if header[0] != LENGTH]
+        return RequestHead(self.method, self.path, self.target, headers)
+
+    def make_lines(self, headers: Headers) -> bytes:
+        """Encode these headers for workers and keep the result, which is the same for all requests with this head."""
+        self.lines = lines = forwarded_lines([header for header in headers if header[0] != REQUEST_ID])
+        return lines
+
+
 # The key of a request's context in its ASGI scope.
 CONTEXT: Final = "kvrouter.request_context"
-# The address that a request came to: a host and a port, or the path of a Unix socket and None.
+# The address that received a request: a host and a port, or the path of a Unix socket and None.
 ServerAddress: TypeAlias = tuple[str, int | None]
 
 
 class RequestContext:
-    """One request, from its head to the end of its answer. `logged`: it gets a line in the log. `trace`: None where
-    nothing is traced."""
+    """One request, from its head to the end of its response.
+
+    - `logged`: the request is written to the access log.
+    - `trace`: its span; None without tracing.
+    """
 
     __slots__ = ("_gate", "_line", "_metrics", "head", "id", "logged", "server", "tenant", "trace")
 
@@ -49,7 +112,7 @@ class RequestContext:
         self._metrics = metrics
 
     def admit(self) -> None:
-        """Raise RequestError (400, 401, 403, …) for a head that is not accepted, and when whoever asks may not."""
+        """Check the head. Raises RequestError (400, 401, 403, …) if it is invalid or not allowed."""
         head = self.head
         admitted = head.admitted
         if admitted is None:
@@ -60,27 +123,24 @@ class RequestContext:
 
     @property
     def admitted(self) -> Admitted:
-        """What is asked for and by whom, once that was checked."""
+        """The result of the head's check."""
         admitted = self.head.admitted
         assert admitted is not None
         return admitted
 
     def checked(self, body: bytes) -> tuple[bytes, bytes]:
-        """The body to read and to send on, and what to read of it where its prompt does not count.
-
-        Raises RequestError (400, 413).
-        """
+        """Return the body to forward, and the body that routing by load parses. Raises RequestError (400, 413)."""
         return self._gate.body(self.admitted, body)
 
     @property
     def bodies(self) -> BodyCheck:
-        """How bodies are checked."""
+        """The checks of bodies."""
         return self._gate.bodies
 
     def refusal(self, error: RequestError) -> tuple[Headers, bytes]:
-        """The headers and the body of an answer that refuses the request.
+        """Return the headers and body of an error response, and count the refusal.
 
-        That is counted, but for what is wrong with a request that was let in and that the service answers itself.
+        Errors of admitted requests to the service's own routes are not counted.
         """
         body = call_error_body(self.head.path, error)
         headers = error_headers(error, body)
@@ -92,33 +152,33 @@ class RequestContext:
 
     @property
     def _is_own(self) -> bool:
-        """Whether it was let in, and the service answers it itself."""
+        """True if the request was admitted and the service answers it itself."""
         admitted = self.head.admitted
         return admitted is not None and admitted.route.own
 
     def abandoned(self) -> None:
-        """The client left before all of its request came."""
+        """Count a request whose client disconnected before it was complete."""
         if self._metrics is not None and not self._is_own:
             self._metrics.abandoned.inc()
 
     @property
     def headers(self) -> Headers:
-        """The request's headers, with its id; names are in lower case."""
+        """The request's headers with its id; names are in lower case."""
         return self.head.with_id(self.id)
 
     def headers_for_workers(self) -> Headers:
-        """The same, without what is for the router alone to read or to say."""
+        """Return the headers to forward, without those for the router only."""
         return self._gate.headers_for_workers(self.admitted, self.headers)
 
     def lines_for_workers(self) -> bytes:
-        """Those of them that are about the message, as they are sent, but for the id."""
+        """Return the encoded headers to forward, without the id and without headers of the connection."""
         lines = self.head.lines
         if lines is None:
             lines = self.head.make_lines(self.headers_for_workers())
         return lines
 
     def answered(self, status: int, headers: Headers) -> None:
-        """The head of the answer is sent, with these headers of ours."""
+        """Record the head of the response, with the router's own headers."""
         if self.tenant is not None and self._metrics is not None:
             self._metrics.of_tenant.labels(self.tenant.name, str(status)).inc()
         if self.trace is not None:
@@ -127,19 +187,19 @@ class RequestContext:
             self._line.head(status, headers)
 
     def passed(self, size: int) -> None:
-        """Bytes of the answer's body are sent: their number."""
+        """Record that `size` bytes of the response's body were sent."""
         if self._line is not None:
             self._line.passed(size)
 
     def end(self) -> None:
-        """The request is over, however it ended."""
+        """Write the request's log line and end its span."""
         if self._line is not None:
             self._line.write(**self._names())
         if self.trace is not None:
             self.trace.end()
 
     def logging(self) -> AbstractContextManager[object]:
-        """What is logged meanwhile has the request's id."""
+        """Return a context manager that adds the request's id to log lines."""
         return bound_contextvars(**self._names())
 
     def _names(self) -> dict[str, str]:
@@ -148,10 +208,12 @@ class RequestContext:
 
 
 class RequestContexts:
-    """Begins contexts.
+    """The factory of request contexts.
 
-    `door`: what each of them passes; `tracing`, `metrics`: None where nothing is traced, or counted; `log`: whether
-    requests are logged.
+    - `gate`: checks each request.
+    - `tracing`: None without tracing.
+    - `metrics`: None if requests are not counted.
+    - `log`: write an access log.
     """
 
     def __init__(self, gate: AuthGate, tracing: Tracing | None, metrics: RequestMetrics | None, log: bool) -> None:

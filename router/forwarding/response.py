@@ -1,9 +1,9 @@
-"""The answer of a worker on its way to the client: what is passed on, and what is learned from it.
+"""A worker's response on its way to the client: what is forwarded, and what is learned from it.
 
     head ──▶ first byte ──▶ more ──▶ end
                               └──▶ broken off
 
-Once a stream has begun its chunks may be forwarded as they come (`event_stream`), and nothing here sees them.
+After a stream has begun, `EventStream` can forward its chunks unparsed, and `ProxiedResponse` does not see them.
 """
 
 from __future__ import annotations
@@ -17,45 +17,82 @@ from http_api.errors import RequestError
 from router.apis.endpoints import error_event
 from router.apis.response_owners import SEARCHED_BYTES
 from router.apis.usage import HiddenUsage, Usage, UsageTail
-from router.fleet.health import Outcome
+from router.fleet.health import Health, Outcome
 from router.forwarding.disaggregated_request import DisaggregatedRequest
-from router.forwarding.event_stream import EventStream
+from router.forwarding.exchange import ChunkWriter, ResponseWriter, RoutingHeaders
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
-from router.forwarding.response_writer import ResponseWriter
-from router.forwarding.routing_headers import RoutingHeaders
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
 from router.upstream import ResponseHead, UpstreamRequest
-from router.upstream.transport import SentRequest
+from router.upstream.request import ChunkForwarder, SentRequest
+
+_USAGE: Final = b'"usage"'
+_NONE: Final = b":null"
+
+
+class EventStream(ChunkForwarder):
+    """The rest of a stream from a worker to a client, forwarded unparsed.
+
+    Between two chunks nothing stays in the processor's caches, and each object that is accessed costs more than the
+    work. So one object does everything, and it accesses few others.
+    """
+
+    __slots__ = ("_client", "_health", "_hidden", "_tail")
+
+    def __init__(self, client: ChunkWriter, health: Health, tail: UsageTail, hidden: HiddenUsage | None) -> None:
+        """Create a stream to a client.
+
+        - `health`: is notified that the worker is alive.
+        - `tail`: receives the chunks with usage.
+        - `hidden`: removes usage from the stream; None if the client asked for it.
+        """
+        self._client = client
+        self._health = health
+        self._tail = tail
+        self._hidden = hidden
+
+    def forward(self, chunks: bytes) -> bool:
+        if self._hidden is not None and not self._hidden.can_forward(chunks):
+            return False
+        self._health.heard()
+        place = chunks.rfind(_USAGE)  # faster than `in`, which first checks for a number
+        if place >= 0:
+            place += len(_USAGE)
+            if chunks[place : place + len(_NONE)] != _NONE:
+                self._tail.feed(chunks)
+        self._client.write(chunks)
+        return True
+
 
 log = structlog.get_logger()
 
 _now: Final = time.monotonic
 _OK: Final = 200
 
-# Looking one up in its class costs more than all that is done with it.
+# Constants, because the lookup of an enumeration's member is slow.
 _SUCCEEDED: Final = Outcome.SUCCEEDED
 _FAILED: Final = Outcome.FAILED
 _NEITHER: Final = Outcome.NEITHER
 
-# What a worker serves has changed with them.
+# Requests that change which models a worker serves.
 _ADAPTER_CHANGES = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 
 
 class ProxiedResponse:
-    """A worker's answer. `first_byte_at`: when its first byte came, of `time.monotonic`; 0 before.
+    """A worker's response.
 
-    `usage`: what it said of its tokens, once it is complete and where anything is learned from that.
+    - `first_byte_at`: the time of its first byte by `time.monotonic`; 0 before.
+    - `usage`: its token usage, after its end and if it is needed.
     """
 
-    # What most answers never change stands here, so that it is not made for each.
+    # Defaults on the class, because most responses never change them.
     usage: Usage | None = None
     first_byte_at = 0.0
-    resumed = False  # another worker began it
+    resumed = False  # another worker began the stream
     _hidden: HiddenUsage | None = None
     _tail: UsageTail | None = None
-    _searched: bytes | None = None  # the beginning of the body, while the answer's id is looked for
+    _searched: bytes | None = None  # the beginning of the body, while the response's id is searched for
 
     def __init__(
         self,
@@ -67,7 +104,7 @@ class ProxiedResponse:
         head: ResponseHead,
         arrived: float,
     ) -> None:
-        """`arrived`: when the request came, of `time.monotonic`."""
+        """Create a response; `arrived` is when the request was complete, by `time.monotonic`."""
         self.head = head
         self._services = services
         self._context = context
@@ -79,9 +116,10 @@ class ProxiedResponse:
     def start(
         self, headers: RoutingHeaders, hidden: HiddenUsage | None, recorded: bool, data: bytes, ended: bool
     ) -> None:
-        """Pass on the head and what came with it. `hidden`: takes out usage that the client did not ask for.
+        """Forward the head and the bytes that follow it.
 
-        `recorded`: somebody wants to know its usage.
+        - `hidden`: removes usage that the client did not ask for.
+        - `recorded`: a recorder needs the usage.
         """
         head, context, assignment = self.head, self._context, self._assignment
         if hidden is not None and HiddenUsage.applies_to(head.headers):
@@ -89,7 +127,7 @@ class ProxiedResponse:
             self._client.begin(head, headers, hidden.filter(data, ended), ended)
         else:
             self._client.begin(head, headers, data, ended)
-        # The client does not wait for the rest.
+        # The client does not wait for the following steps.
         if head.is_stream or recorded or context.tenant is not None or assignment.wants_usage:
             self._tail = UsageTail()
         if context.head.about_stored:
@@ -98,19 +136,19 @@ class ProxiedResponse:
         self._learn(data, ended)
 
     def _count(self) -> None:
-        """An answer has begun."""
+        """Count a response that has begun."""
         prompt, assignment = self._prompt, self._assignment
         self._services.metrics.begun(
             prompt.name or "", assignment.worker.name, self.head.status, prompt.tokens, assignment.overlap
         )
 
     def pass_on(self, data: bytes, ended: bool) -> None:
-        """More of the body came."""
+        """Forward more of the body."""
         self._client.more(data if self._hidden is None else self._hidden.filter(data, ended), ended)
         self._learn(data, ended)
 
     def forward_chunks(self, sent: SentRequest | None) -> None:
-        """From here on chunks of a stream may pass as they come, unless the answer's id is still looked for."""
+        """Let chunks of a stream bypass this object, unless the response's id is still searched for."""
         tail = self._tail
         if not self.head.is_stream or self._searched is not None or tail is None:
             return
@@ -120,7 +158,7 @@ class ProxiedResponse:
             request.forwarder = EventStream(writer, self._assignment.attempt.health, tail, self._hidden)
 
     def _learn(self, data: bytes, ended: bool) -> None:
-        """Learn from what was passed on."""
+        """Learn from bytes that were forwarded."""
         assignment, now = self._assignment, _now()
         if data:
             assignment.attempt.heard(now)
@@ -140,7 +178,7 @@ class ProxiedResponse:
             self._end(now)
 
     def _end(self, now: float) -> None:
-        """The answer is complete."""
+        """Record the end of a complete response."""
         assignment, status, tenant = self._assignment, self.head.status, self._context.tenant
         if status < 400:
             assignment.attempt.end(_SUCCEEDED, now=now)
@@ -161,7 +199,7 @@ class ProxiedResponse:
             self._services.metrics.streamed(self._prompt.name or "", seconds, usage)
 
     def failed(self, reason: str) -> None:
-        """The worker broke off its answer."""
+        """Record that the worker broke off its response."""
         assignment, services = self._assignment, self._services
         assignment.attempt.end(_FAILED, f"answer broken off: {reason}")
         services.metrics.broken.labels(assignment.worker.name).inc()
@@ -170,11 +208,11 @@ class ProxiedResponse:
         services.fleet.probe_soon(assignment.worker)
 
     def break_off(self, error: RequestError) -> None:
-        """Tell the client that its answer will not be finished: in the stream, or by closing the connection."""
+        """Report to the client that its response will not be completed: in the stream, or by closing the connection."""
         head = self.head
         if not head.is_stream or head.length:
             self._client.break_off()
             return
-        # What came last may have been half an event.
+        # The last bytes may be an incomplete event.
         data = b"\n\n" + error_event(self._context.head.path, error)
         self._client.more(data if self._hidden is None else self._hidden.filter(data, True), True)

@@ -1,4 +1,4 @@
-"""How many requests may be sent a second time: a share of the recent ones, so that retries never become a storm."""
+"""The retry budget: retries are limited to a share of recent requests, so that they cannot overload the fleet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WINDOW = 30  # seconds that count as recent
 
 @dataclass(slots=True)
 class _Second:
-    """What was counted in one second."""
+    """The counts of one second."""
 
     number: int
     requests: int = 0
@@ -20,7 +20,7 @@ class _Second:
 
 
 class RetryBudget:
-    """Allows `minimum` retries in the last `WINDOW` seconds, and `share` of the requests in them beyond."""
+    """A limit of `minimum` retries in the last `WINDOW` seconds, plus the share `share` of the requests in them."""
 
     def __init__(self, share: float, minimum: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._share = share
@@ -29,19 +29,19 @@ class RetryBudget:
         self._seconds: deque[_Second] = deque(maxlen=WINDOW)
 
     def request(self, now: float | None = None) -> None:
-        """A request came. `now`: the time by the clock, where it was just read."""
+        """Count a request. `now` is the current time, if the caller just read the clock."""
         self._now(now).requests += 1
 
     @property
     def allows(self) -> bool:
-        """Whether there is a retry left."""
+        """True if a retry is left."""
         now = self._now()
         recent = [second for second in self._seconds if second.number > now.number - WINDOW]
         allowed = self._minimum + self._share * sum(second.requests for second in recent)
         return sum(second.retries for second in recent) + 1 <= allowed
 
     def take(self) -> bool:
-        """Take a retry, if there is one left."""
+        """Take a retry. Return false if none is left."""
         allowed = self.allows
         self._now().retries += allowed
         return allowed

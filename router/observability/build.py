@@ -13,8 +13,7 @@ from indexer.api.metrics import IndexCollector, add_process_metrics
 from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
 from router.fleet.fleet import Fleet
-from router.observability.about import About
-from router.observability.findings import findings
+from router.observability.fleet_report import About, findings
 from router.observability.fleet_snapshot import FleetSnapshot
 from router.observability.metrics import AuditCollector, FleetCollector, RequestMetrics
 from router.observability.prediction_metrics import PredictionMetrics

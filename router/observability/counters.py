@@ -1,7 +1,7 @@
-"""Figures for Prometheus that every request counts in: plain numbers, made into series when they are asked for.
+"""Counters and histograms for metrics that every request updates: plain numbers, converted when they are scraped.
 
-Those of prometheus_client take a lock each time, and cost more than the choice of a worker. These are counted by the
-event loop alone.
+prometheus_client takes a lock for each update, which costs more than the choice of a worker. These metrics are updated
+only on the event loop.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Counter(Collector):
     def __init__(self, name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self._name = name
         self._documentation = documentation
-        self._labels = labels
+        self._label_names = labels
         self._counts: dict[Labels, CounterSeries] = {}
         registry.register(self)
 
-    def of(self, *labels: str | int) -> CounterSeries:
-        """The series with a value for each label."""
+    def labels(self, *labels: str | int) -> CounterSeries:
+        """Return the series with these label values."""
         count = self._counts.get(labels)
         if count is None:
             count = self._counts[labels] = CounterSeries()
@@ -49,27 +49,27 @@ class Counter(Collector):
         return sum(count.amount for count in self._counts.values())
 
     def by(self, label: str) -> dict[str | int, float]:
-        """The sums of the series with each value of a label."""
-        place = self._labels.index(label)
+        """Return the sums of the series by the values of a label."""
+        place = self._label_names.index(label)
         sums: dict[str | int, float] = {}
         for labels, count in self._counts.items():
             sums[labels[place]] = sums.get(labels[place], 0.0) + count.amount
         return sums
 
     def forget(self, value: str) -> None:
-        """End the series that have this value for any label. What is counted in them from now on is lost."""
+        """Drop the series that have this value for any label. Later updates of dropped series are lost."""
         for labels in [labels for labels in self._counts if value in labels]:
             del self._counts[labels]
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+        family = CounterMetricFamily(self._name, self._documentation, labels=self._label_names)
         for labels, count in list(self._counts.items()):
             family.add_metric([str(label) for label in labels], count.amount)
         yield family
 
 
 class HistogramSeries:
-    """One series of a histogram: how many values there were up to each bound, and beyond."""
+    """One series of a histogram: the number of values per bucket."""
 
     __slots__ = ("_lowest", "bounds", "counts", "sum")
 
@@ -81,13 +81,13 @@ class HistogramSeries:
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        # Most are small, and what is compiled need not look any further then.
+        # Most values are small; compiled code then skips the search.
         self.counts[0 if value <= self._lowest else bisect_left(self.bounds, value)] += 1
         self.sum += value
 
 
 class Histogram(Collector):
-    """A histogram with these upper bounds, and one more for all that is larger."""
+    """A histogram with these upper bounds, and one bucket for larger values."""
 
     def __init__(
         self,
@@ -99,25 +99,25 @@ class Histogram(Collector):
     ) -> None:
         self._name = name
         self._documentation = documentation
-        self._labels = labels
+        self._label_names = labels
         self._bounds = bounds
         self._series: dict[Labels, HistogramSeries] = {}
         registry.register(self)
 
-    def of(self, *labels: str | int) -> HistogramSeries:
-        """The series with a value for each label."""
+    def labels(self, *labels: str | int) -> HistogramSeries:
+        """Return the series with these label values."""
         series = self._series.get(labels)
         if series is None:
             series = self._series[labels] = HistogramSeries(self._bounds)
         return series
 
     def at_most(self) -> dict[float, int]:
-        """By upper bound, how many values of all series were at most so large. Empty before the first."""
+        """Return the number of values of all series up to each bound; empty before the first value."""
         columns = zip(*(series.counts for series in self._series.values()), strict=True)
         return dict(zip((*self._bounds, float("inf")), accumulate(map(sum, columns)), strict=False))
 
     def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+        family = HistogramMetricFamily(self._name, self._documentation, labels=self._label_names)
         names = [*map(str, self._bounds), "+Inf"]
         for labels, series in list(self._series.items()):
             buckets = list(zip(names, map(float, accumulate(series.counts)), strict=True))

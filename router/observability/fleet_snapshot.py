@@ -1,7 +1,7 @@
-"""Everything the live page shows, kept up to date while somebody looks, and sent as what has changed.
+"""The data of the live page, kept current while it has viewers, and sent as changes.
 
-One task looks at the fleet once a second, in pieces, so that requests never wait for a large one. Every viewer is sent
-what changed since it was last sent something; one that is slow misses nothing but the steps in between.
+One task reads the state of the fleet once a second, in steps, so that requests never wait long. Every viewer receives
+what changed since its last update. A slow viewer misses only intermediate states.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.load.peer_load import PeerLoad
 from router.load.target_load import LoadTable
-from router.observability.about import About
+from router.observability.fleet_report import About
 from router.observability.seen_requests import SampledTraffic
 from router.observability.series import Series
 
 LOOK_SECONDS = 1.0
 MAX_VIEWERS = 32
-_AT_A_TIME = 64  # targets, before requests have their turn
-_SELDOM_SECONDS = 3.0  # between prefixes, findings and models
+_AT_A_TIME = 64  # targets to read before requests are served
+_SELDOM_SECONDS = 3.0  # between updates of prefixes, findings and models
 
 Row = dict[str, Any]
 
 
 class FleetSnapshot:
-    """The state of the fleet. `run` keeps it; `updates` tells of it."""
+    """The state of the fleet. `run` keeps it current; `updates` sends it to a viewer."""
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class FleetSnapshot:
         self._requests = sampled.requests
         self._prefixes = sampled.prefixes
         self._viewers = 0
-        self._wanted = asyncio.Event()  # a viewer came
+        self._wanted = asyncio.Event()  # set when a viewer connects
         self._looked = asyncio.Condition()
         self._rows: dict[str, Row] = {}
         self._looks = 0
         self._ended = False
 
     async def run(self) -> None:
-        """Look at the fleet while there are viewers, and keep the series always. Runs until cancelled."""
+        """Read the state while there are viewers, and sample the series always. Runs until it is cancelled."""
         try:
             while True:
                 self._series.sample()
@@ -88,18 +88,18 @@ class FleetSnapshot:
             await self.end()
 
     async def end(self) -> None:
-        """Let all viewers go."""
+        """Disconnect all viewers."""
         self._ended = True
         async with self._looked:
             self._looked.notify_all()
 
     @property
     def full(self) -> bool:
-        """Whether there are as many viewers as there may be."""
+        """True if the maximum number of viewers is reached."""
         return self._viewers >= MAX_VIEWERS
 
     async def updates(self) -> AsyncIterator[dict[str, Any]]:
-        """What changed, once a second: first everything. Ends with the board."""
+        """Yield the changes once a second, beginning with everything."""
         sent: dict[str, Row] = {}
         change, since, seldom_at = 0, 0.0, 0.0
         with self._viewing():
@@ -114,7 +114,7 @@ class FleetSnapshot:
                 since = points[-1]["time"] if points else since
                 update = {
                     "time": time.time(),
-                    # A row is made again only when it changes, so it is enough to compare which it is.
+                    # A row is created again only when it changes, so comparing identities is enough.
                     "ranks": {key: row for key, row in self._rows.items() if sent.get(key) is not row},
                     "gone": [key for key in sent if key not in self._rows],
                     "totals": self._totals(),

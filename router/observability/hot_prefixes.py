@@ -1,7 +1,7 @@
-"""The prefixes that most requests share, and who holds them. Hashes and lengths only: no prompt can be read here.
+"""Hot prefixes: those that most requests share, and the targets that hold them. Only hashes and lengths are kept.
 
-Of every prompt that is looked at, prefixes of growing lengths are counted; each length is about a third above the one
-before, so that a prompt of any length costs a few dozen counts. Counts halve every five minutes.
+For each sampled prompt, prefixes of increasing lengths are counted. Each length is about a third more than the one
+before, so that a prompt needs a few dozen counts. Counts halve every five minutes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from router.policies import Candidate
 HALF_LIFE = 300.0  # seconds
 MAX_PREFIXES = 4096
 _HOLDERS = 16
-_SHOWN = 12  # children of a prefix
+_SHOWN = 12  # longer prefixes of one prefix
 _LEAST_SHARE = 0.01  # of all requests
-_SAME = 0.98  # of a prefix's requests: a longer one with this share is shown in its place
+_SAME = 0.98  # share of a prefix's requests from which a longer prefix is shown instead
 _RESCALE = 2.0**40
 
 
@@ -36,10 +36,10 @@ class _Prefix:
 
 
 class HotPrefixes:
-    """Counts prefixes; `tree` shows those that count."""
+    """The counts of prefixes. `tree` returns the hot ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, names: WorkerNames | None = None) -> None:
-        """`names`: those of workers."""
+        """Create empty counts; `names` has the names of workers."""
         self._names = names or WorkerNames()
         self._clock = clock
         self._began = clock()
@@ -48,7 +48,7 @@ class HotPrefixes:
         self._total = 0.0
 
     def seen(self, hashes: array[int], candidates: list[Candidate]) -> None:
-        """A prompt was placed: the hashes of its chunks, and what every candidate holds of it."""
+        """Count a placed prompt, by the hashes of its chunks, and record which candidates hold its prefixes."""
         weight = self._weight()
         self._total += weight
         longer = self._shortest
@@ -72,15 +72,16 @@ class HotPrefixes:
             self._rescale(weight)
 
     def tree(self) -> list[dict[str, Any]]:
-        """The prefixes that at least a hundredth of the requests share, those shared most first, longer ones inside."""
+        """Return the prefixes that at least a hundredth of the requests share, the most shared first, with longer ones
+        inside."""
         return _shown(self._shortest, self._total, self._total * _LEAST_SHARE) if self._total else []
 
     def _weight(self) -> float:
-        """What a request counts now: more and more, which is as if what was before counted less."""
+        """Return the weight of a request now. It grows with time, so that earlier requests count less."""
         return float(2 ** ((self._clock() - self._began) / HALF_LIFE))
 
     def _prune(self) -> None:
-        """Forget the half that counts least, with all that is longer, which counts no more."""
+        """Drop the half of the prefixes with the lowest weights, including the longer ones inside them."""
         weights = sorted((prefix.weight for prefix in _all(self._shortest)), reverse=True)
         least = weights[MAX_PREFIXES // 2]
         self._shortest = _heavier(self._shortest, least)
@@ -94,7 +95,7 @@ class HotPrefixes:
 
 
 def lengths(chunks: int) -> Iterator[int]:
-    """The lengths, in chunks, that are looked at of a prompt of `chunks`: 1, 2, 3, 4, 6, 8, 11, …"""
+    """Yield the counted lengths of a prompt of `chunks`, in chunks: 1, 2, 3, 4, 6, 8, 11, …"""
     length = 1
     while length <= chunks:
         yield length

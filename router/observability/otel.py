@@ -1,7 +1,7 @@
-"""OpenTelemetry spans: `request`, and in it `tokenize`, `decide` and `upstream`, sent by OTLP over HTTP.
+"""OpenTelemetry spans: `request`, and in it `tokenize`, `decide` and `upstream`, exported by OTLP over HTTP.
 
-A trace that the client began (W3C's `traceparent`) goes on here and in the worker; otherwise it begins here. Spans name
-their parents themselves: callbacks have no context that lasts.
+A trace from the client (W3C's `traceparent`) continues in the router and in the worker; without one, a new trace
+begins. Each span knows its parent, because callbacks have no lasting context.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from router.http.headers import Headers
 from router.observability.spans import RequestTrace, Span, Tracing
 
-_EXPORT_TIMEOUT = 5.0  # seconds; what a collector does not take is dropped
+_EXPORT_TIMEOUT = 5.0  # seconds, after which spans are dropped
 _propagator = TraceContextTextMapPropagator()
 
 
 class OtelTracing(Tracing):
-    """Spans that go to a collector, in batches of a thread of its own. `stop` sends what is left."""
+    """Tracing that exports spans to a collector in batches, from a thread of its own."""
 
     def __init__(self, endpoint: str) -> None:
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "kvrouter"}), shutdown_on_exit=False)
@@ -41,7 +41,7 @@ class OtelTracing(Tracing):
         return trace
 
     def stop(self) -> None:
-        """Send what is left, and end."""
+        """Export the remaining spans and stop."""
         self._provider.shutdown()
 
 
@@ -55,7 +55,7 @@ class _OtelSpan(Span):
     def end(self, problem: str | None = None) -> None:
         if self._span.is_recording():
             if problem is not None:
-                # An exception's message may hold what the client sent: only its name is sent.
+                # An exception's message may contain the client's data, so only its name is exported.
                 self._span.set_status(Status(StatusCode.ERROR, problem))
             self._span.end()
 
@@ -82,7 +82,7 @@ class _OtelTrace(_OtelSpan, RequestTrace):
 
 
 def _attribute(name: str) -> str:
-    """The name in OpenTelemetry's conventions, or one of ours."""
+    """Return the attribute's name in OpenTelemetry's conventions, or with this project's prefix."""
     return _CONVENTIONS.get(name, f"kvrouter.{name}")
 
 

@@ -1,4 +1,4 @@
-"""How right the predictions of first and later tokens are, and what became of promises: for Prometheus and the page."""
+"""The accuracy of predicted times, and the outcomes of SLOs: for Prometheus and the page."""
 
 from __future__ import annotations
 
@@ -15,55 +15,55 @@ _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _TPOT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 
 
-class _OfModel:
-    """What is known of the last answers of one model."""
+class _ModelAccuracy:
+    """The accuracy of recent predictions for one model."""
 
     def __init__(self) -> None:
         self.answers = 0
-        self.errors = Ratios()  # of TTFT, as shares of what came
-        self.in_band = Ratios()  # 1 for each that came within its band, else 0
+        self.errors = Ratios()  # of TTFT, as shares of the measured time
+        self.in_band = Ratios()  # 1 if TTFT was within the predicted range, else 0
         self.slos = {"kept": 0, "late": 0, "refused": 0}
 
 
 class PredictionMetrics:
-    """Counts the answers that are compared with their predictions, and the promises."""
+    """The metrics of answers that are compared with their predictions, and of SLOs."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._ttft_error = Histogram(
             "kvrouter_ttft_error_seconds",
-            "By how much the predicted time to the first token was off",
+            "Absolute error of the predicted time to first token, in seconds",
             ["model"],
             registry=registry,
             buckets=_TTFT_BUCKETS,
         )
         self._tpot_error = Histogram(
             "kvrouter_tpot_error_seconds",
-            "By how much the predicted time per token was off",
+            "Absolute error of the predicted time per output token, in seconds",
             ["model"],
             registry=registry,
             buckets=_TPOT_BUCKETS,
         )
         self._calibration = Gauge(
             "kvrouter_ttft_calibration_ratio",
-            "Share of the last first tokens that came within the predicted band: 0.8 is right",
+            "Share of recent first tokens within the predicted range: 0.8 is accurate",
             ["model"],
             registry=registry,
         )
         self._slos = Counter(
             "kvrouter_promises",
-            "Promised answers, by what became of them",
+            "Answers with an SLO, by outcome: kept, late or refused",
             ["model", "service_level", "outcome"],
             registry=registry,
         )
-        self._of_models: dict[str, _OfModel] = {}
+        self._of_models: dict[str, _ModelAccuracy] = {}
 
     def refused(self, model: str, slo: SLO) -> None:
-        """A request that was promised something was turned away."""
+        """Count a refused request with an SLO."""
         self._slo(self._named(model), slo, "refused")
 
     def summary(self) -> list[dict[str, Any]]:
-        """For each model: how many answers were compared, how far off predictions of the last ones were in the middle,
-        as a share, how many came within their band, and what became of promises."""
+        """Return each model's number of compared answers, median error, share within the predicted range, and SLO
+        outcomes."""
         return [
             {
                 "model": model,
@@ -75,11 +75,11 @@ class PredictionMetrics:
             for model, known in sorted(self._of_models.items())
         ]
 
-    def _of(self, model: str) -> _OfModel:
-        return self._of_models.setdefault(model, _OfModel())
+    def _of(self, model: str) -> _ModelAccuracy:
+        return self._of_models.setdefault(model, _ModelAccuracy())
 
     def _named(self, model: str) -> str:
-        """The model as it is counted."""
+        """Return the label of a model."""
         known = model in self._of_models or len(self._of_models) < MOST_MODELS
         return model if known else OTHER_MODELS
 

@@ -1,15 +1,19 @@
-"""The requests that pass, as a trace in Mooncake's format to those who record: lengths and hashes, never text.
+"""The request recorder: requests as a trace in Mooncake's format for listeners. It has lengths and hashes, never text.
 
-A line is made of each prompt when its request ends:
+A line is written for each prompt when its request ends:
 
     timestamp        milliseconds since the recording began
-    input_length, output_length   tokens; output_length is 0 when the answer did not say
-    hash_ids         one for each block of the prompt, the last of which may be partial; equal ids mean equal prefixes
-    session_id       the same for the requests of one session
-    model, worker, cached_tokens, ttft_ms, failed   what came of it
+    input_length, output_length   tokens; output_length is 0 if the response has no usage
+    hash_ids         one per block of the prompt, the last of which may be partial; equal ids mean equal prefixes
+    session_id       equal for the requests of one session
+    model, worker, cached_tokens, ttft_ms, failed   the outcome
 
-Every recording has a random key of its own, which is never disclosed: ids of two recordings have nothing in common, and
-knowing a prompt does not reveal whether it was asked.
+Every recording has a random key, which is never disclosed. So ids of two recordings cannot be compared, and a known
+prompt cannot be searched in a recording.
+
+If several processes share a port, the process that serves a listener also reads the others' requests. They receive the
+recording's key and its start, so that equal prefixes have equal ids in all processes. All processes use the machine's
+clock.
 """
 
 from __future__ import annotations
@@ -22,25 +26,30 @@ from hashlib import blake2b
 from secrets import token_bytes
 from typing import Any
 
+import aiohttp
 import msgspec
+import structlog
+from starlette.requests import Request
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
 from router.apis.usage import Usage
+from router.http.client import refuse_redirects
 from router.routing.routed_prompt import RoutedPrompt
+from router.sharing.worker_processes import WorkerProcesses
 
 MAX_LISTENERS = 4
-MAX_WAITING = 10_000  # lines of a listener that does not read; more are dropped
+MAX_WAITING = 10_000  # lines that wait for a listener; further lines are dropped
 DEFAULT_BLOCK_TOKENS = 512
 HEARTBEAT_SECONDS = 1.0
 
 _ID_BYTES = 8
-_ID_BITS = 53  # what every reader of JSON reads exactly
+_ID_BITS = 53  # larger integers are not exact in every JSON parser
 
 Line = dict[str, Any]
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """What the ids of a recording are made with, and when it began, of `time.monotonic`."""
+    """The key of a recording's ids, and its start by `time.monotonic`."""
 
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     key: bytes = msgspec.field(default_factory=lambda: token_bytes(32))
@@ -53,7 +62,7 @@ class _Missing(msgspec.Struct):
 
 
 class RecordingRequest:
-    """A request that was read while somebody records. `ended` tells of it."""
+    """A request that began while the recorder had listeners."""
 
     def __init__(self, stream: RequestRecorder, prompt: RoutedPrompt, arrived: float) -> None:
         self._stream = stream
@@ -61,20 +70,20 @@ class RecordingRequest:
         self._arrived = arrived
 
     def ended(self, worker: str | None, first_byte_at: float | None, usage: Usage | None, failed: bool) -> None:
-        """It is over; times are of `time.monotonic`."""
+        """Record the end of the request; times are by `time.monotonic`."""
         ttft = None if first_byte_at is None else round((first_byte_at - self._arrived) * 1000, 1)
         outcome: Line = {"worker": worker, "ttft_ms": ttft, "cached_tokens": usage.cached if usage else None}
         fields = {name: value for name, value in outcome.items() if value is not None}
         if failed:
             fields["failed"] = True
-        self._stream.tell(self._prompt, self._arrived, usage.completion if usage else 0, fields)
+        self._stream.record(self._prompt, self._arrived, usage.completion if usage else 0, fields)
 
 
 class RequestRecorder:
-    """Tells listeners of the requests that pass.
+    """The recorder of requests.
 
-    `listening`: whether there are any, which is all that a request asks while nothing is recorded. `on_listening` is
-    called with it when it changes.
+    - `listening`: there are listeners. A request checks only this flag.
+    - `on_listening`: called with the flag when it changes.
     """
 
     def __init__(self, on_listening: Callable[[bool], None] = lambda _: None) -> None:
@@ -85,25 +94,25 @@ class RequestRecorder:
 
     @property
     def full(self) -> bool:
-        """Whether there are as many listeners as there may be."""
+        """True if the maximum number of listeners is reached."""
         return len(self._listeners) >= MAX_LISTENERS
 
     def began(self, prompt: RoutedPrompt, arrived: float) -> RecordingRequest:
-        """A request was read, which arrived at that time of `time.monotonic`."""
+        """Return the record of a request that was complete at `arrived` by `time.monotonic`."""
         return RecordingRequest(self, prompt, arrived)
 
-    def tell(self, prompt: RoutedPrompt, arrived: float, output: int, outcome: Line) -> None:
-        """A request ended."""
+    def record(self, prompt: RoutedPrompt, arrived: float, output: int, outcome: Line) -> None:
+        """Send an ended request to all listeners."""
         for listener in self._listeners:
-            listener.take(prompt, arrived, output, outcome)
+            listener.record(prompt, arrived, output, outcome)
 
     async def lines(
         self, recording: Recording, others: Callable[[Listener], Coroutine[None, None, None]] | None = None
     ) -> AsyncIterator[bytes]:
-        """What passes from now on, as lines of JSON, with lines in between that tell what is missing.
+        """Yield lines of JSON for the requests from now on, with lines in between that count missing ones.
 
-        A line without a timestamp is such a one: `dropped` are lines that a slow reader missed, `unknown` requests
-        whose tokens are not known here. `others` reads what other processes tell, until it is cancelled.
+        A line without a timestamp counts missing requests: `dropped` lines that a slow reader missed, and `unknown`
+        requests without tokens. `others` reads the lines of other processes until it is cancelled.
         """
         with self._listening(Listener(recording)) as listener:
             reading = asyncio.create_task(others(listener)) if others else None
@@ -117,7 +126,7 @@ class RequestRecorder:
                     await asyncio.wait((reading,))
 
     def end(self) -> None:
-        """Let all listeners go."""
+        """Disconnect all listeners."""
         self._ended = True
         for listener in self._listeners:
             listener.wake()
@@ -125,20 +134,20 @@ class RequestRecorder:
     @contextmanager
     def _listening(self, listener: Listener) -> Iterator[Listener]:
         self._listeners.append(listener)
-        self._tell_whether_listening()
+        self._update_listening()
         try:
             yield listener
         finally:
             self._listeners.remove(listener)
-            self._tell_whether_listening()
+            self._update_listening()
 
-    def _tell_whether_listening(self) -> None:
+    def _update_listening(self) -> None:
         self.listening = bool(self._listeners)
         self._on_listening(self.listening)
 
 
 class Listener:
-    """Who reads a recording, and the lines that wait for it."""
+    """A reader of a recording, and the lines that wait for it."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
@@ -150,7 +159,7 @@ class Listener:
         self._dropped = self._unknown = 0
         self._missing_elsewhere: dict[int, _Missing] = {}
 
-    def take(self, prompt: RoutedPrompt, arrived: float, output: int, outcome: Line) -> None:
+    def record(self, prompt: RoutedPrompt, arrived: float, output: int, outcome: Line) -> None:
         prompts = prompt.identities
         if not prompts:
             self._unknown += 1
@@ -167,15 +176,15 @@ class Listener:
                 line["model"] = prompt.name
             self._add(_line(line | outcome))
 
-    def take_from(self, process: int, line: bytes) -> None:
-        """A line that another process tells. Raises ValueError when it is none."""
+    def record_line(self, process: int, line: bytes) -> None:
+        """Add a line of another process. Raises ValueError if it is invalid."""
         if b'"timestamp"' in line:
             self._add(line)
         else:
             self._missing_elsewhere[process] = msgspec.json.decode(line, type=_Missing)
 
     def missing(self) -> Line:
-        """How much this listener missed."""
+        """Return the number of missing lines."""
         peer_load = self._missing_elsewhere.values()
         return {
             "dropped": self._dropped + sum(each.dropped for each in peer_load),
@@ -193,7 +202,7 @@ class Listener:
         self._news.set()
 
     async def next(self) -> bytes:
-        """The lines that wait, or what is missing when there were none for a while."""
+        """Return the waiting lines; after a while without any, the number of missing ones."""
         try:
             async with asyncio.timeout(HEARTBEAT_SECONDS):
                 await self._news.wait()
@@ -204,7 +213,8 @@ class Listener:
         return b"".join([*lines, _line(self.missing())])
 
     def _ids(self, prompt: RoutedPrompt, packed: PackedPrompt) -> list[int]:
-        """Each block's id stands for all tokens up to its end, and for what keeps prompts apart beside them."""
+        """Return the ids of a prompt's blocks. Each id identifies all tokens up to its end, the model and the cache
+        salt."""
         known = self._digest(msgspec.msgpack.encode((prompt.name, prompt.cache_salt)), b"root")
         step, tokens, ids = self._block_tokens * TOKEN_BYTES, packed.tokens, []
         for start in range(0, len(tokens), step):
@@ -225,3 +235,57 @@ def _number(digest: bytes) -> int:
 
 def _line(line: Line) -> bytes:
     return msgspec.json.encode(line) + b"\n"
+
+
+log = structlog.get_logger()
+
+_RECORDING = "x-kvrouter-recording"
+_AGAIN_SECONDS = 1.0
+_SILENCE = 10.0
+_MAX_LINE = 1 << 24
+
+
+def recording_of(request: Request, worker_processes: WorkerProcesses | None) -> Recording | None:
+    """Return the recording that another process asks for; None for any other client."""
+    if worker_processes is None or (request.scope.get("server") or ("",))[0] != str(worker_processes.path):
+        return None
+    sent = request.headers.get(_RECORDING)
+    return msgspec.json.decode(sent, type=Recording) if sent else None
+
+
+class OtherProcesses:
+    """The reader of other processes' requests for the listeners of this one."""
+
+    def __init__(self, worker_processes: WorkerProcesses, token: str) -> None:
+        self._worker_processes = worker_processes
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    async def read(self, listener: Listener) -> None:
+        """Read from all other processes until it is cancelled. A process that restarts is read again."""
+        async with asyncio.TaskGroup() as tasks:
+            for number in self._worker_processes.others:
+                tasks.create_task(self._read(number, listener))
+
+    async def _read(self, number: int, listener: Listener) -> None:
+        headers = self._headers | {_RECORDING: msgspec.json.encode(listener.recording).decode()}
+        url = f"http://sibling/requests?block_tokens={listener.recording.block_tokens}"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
+        while True:
+            try:
+                async with (
+                    aiohttp.ClientSession(
+                        middlewares=(refuse_redirects,),
+                        connector=aiohttp.UnixConnector(str(self._worker_processes.path_of(number))),
+                        timeout=timeout,
+                        read_bufsize=_MAX_LINE,
+                    ) as session,
+                    session.get(url, headers=headers) as response,
+                ):
+                    if response.status == 200:
+                        async for line in response.content:
+                            listener.record_line(number, line)
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                log.debug(
+                    "cannot read the requests of a process", process=number, reason=str(error) or type(error).__name__
+                )
+            await asyncio.sleep(_AGAIN_SECONDS)

@@ -1,4 +1,4 @@
-"""Some of the requests that pass, with the decision that placed them. Not all: more could not be read."""
+"""A sample of the placed requests with their decisions, for the live page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEPT = 256
 
 @dataclass(slots=True, eq=False)
 class SeenRequest:
-    """One request. `changed` grows with everything that is learned of it; times are in seconds of `clock`."""
+    """One sampled request. `changed` is the number of its last change; times are in seconds of `clock`."""
 
     number: int
     model: str
@@ -38,22 +38,22 @@ class SeenRequest:
     usage: Usage | None = None
 
     def first_byte(self) -> None:
-        """Its answer began."""
+        """Record the first byte of the response."""
         if self.first_byte_ms is None:
             self.first_byte_ms = self._passed()
             self.changed = next(self.changes)
 
     def answered(self, usage: Usage | None) -> None:
-        """It was answered in full."""
+        """Record the usage of a complete response."""
         self.usage = usage
 
     def ended(self, failed: bool = False) -> None:  # noqa: ARG002 - a `ReleaseCallback`
-        """It is over, however it ended."""
+        """Record the end of the request, whatever its outcome."""
         self.whole_ms = self._passed()
         self.changed = next(self.changes)
 
     def as_json(self) -> dict[str, Any]:
-        """What is known of it."""
+        """Return the request's record."""
         return {
             "number": self.number,
             "time": self.unix_time,
@@ -72,17 +72,17 @@ class SeenRequest:
 
 @dataclass(slots=True)
 class SeenRequests:
-    """The last `KEPT` requests of those that are looked at: at most `PER_SECOND`. `names`: those of workers."""
+    """The last `KEPT` sampled requests, at most `PER_SECOND` per second; `names` has the names of workers."""
 
     clock: Callable[[], float] = time.monotonic
     names: WorkerNames = field(default_factory=WorkerNames)
     _seen: deque[SeenRequest] = field(default_factory=lambda: deque(maxlen=KEPT))
     _changes: count[int] = field(default_factory=lambda: count(1))
     _numbers: count[int] = field(default_factory=lambda: count(1))
-    due: float = 0.0  # those before are let pass
+    due: float = 0.0  # requests before this time are not sampled
 
     def placed(self, model: str | None, tokens: int, decision: Decision) -> SeenRequest | None:
-        """A request was placed. None when it is one of those that are let pass."""
+        """Return the record of a placed request; None if it is not sampled."""
         now = self.clock()
         if now < self.due:
             return None
@@ -94,7 +94,7 @@ class SeenRequests:
         return seen
 
     def since(self, change: int) -> list[SeenRequest]:
-        """Those of which something was learned after a change, the oldest first."""
+        """Return the requests that changed after a change number, the oldest first."""
         return [seen for seen in self._seen if seen.changed > change]
 
 

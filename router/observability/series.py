@@ -1,6 +1,6 @@
-"""What the page draws over the last quarter of an hour: hits, first bytes, failures, tokens, what waits.
+"""The time series of the page for the last quarter of an hour: hits, first bytes, failures, tokens, waiting requests.
 
-All of it is read off the router's own metrics.
+All values are computed from the router's own metrics.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from router.observability.metrics import RequestMetrics
 
 SECONDS = 2.0  # between points
 KEPT = 450
-# Told as so many a second. `saved`: of prefill, in seconds a second, over all workers.
+# Values that are shown as rates per second.
 _A_SECOND = ("requests", "errors", "refused", "retried", "prompt", "overlap", "generated")
 
 
 class Series:
-    """One point for what happened between two calls of `sample`."""
+    """The time series. Each point covers the time between two calls of `sample`."""
 
     def __init__(
         self,
@@ -29,7 +29,11 @@ class Series:
         waiting: Callable[[], Mapping[Any, int]],
         seconds_per_token: Callable[[], float],
     ) -> None:
-        """`waiting`: how many requests wait for which reason. `seconds_per_token`: of prefill, as learned."""
+        """Create a series.
+
+        - `waiting`: returns the number of waiting requests by reason.
+        - `seconds_per_token`: returns the learned seconds per prefill token.
+        """
         self.points: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._metrics = metrics
         self._audit = audit
@@ -40,12 +44,12 @@ class Series:
         self._at = time.monotonic()
 
     def sample(self) -> None:
-        """Add a point, if it is time for one."""
+        """Add a point if one is due."""
         now = time.monotonic()
         if now - self._at < SECONDS:
             return
         totals, buckets = self._totals(), self._metrics.first_byte.at_most()
-        # A series that ended with its worker takes its count with it.
+        # A total can fall when the series of a removed worker are dropped.
         passed = {name: max(totals[name] - self._before[name], 0.0) for name in totals}
         seconds = now - self._at
         rates = {name: round(passed[name] / seconds, 2) for name in _A_SECOND}
@@ -65,7 +69,7 @@ class Series:
         self._before, self._buckets_before, self._at = totals, buckets, now
 
     def since(self, unix_time: float) -> list[dict[str, Any]]:
-        """The points after a time."""
+        """Return the points after a time."""
         return [point for point in self.points if point["time"] > unix_time]
 
     def _totals(self) -> dict[str, float]:
@@ -82,9 +86,9 @@ class Series:
 
 
 def percentile(buckets: dict[float, float], share: float) -> float | None:
-    """A percentile in seconds, between a histogram's bounds; None when nothing was counted.
+    """Return a percentile in seconds, interpolated between a histogram's bounds; None without values.
 
-    `buckets`: by upper bound, how many were at most so large.
+    `buckets` has the number of values up to each upper bound.
     """
     bounds = sorted(buckets)
     wanted = share * buckets[bounds[-1]] if bounds else 0.0

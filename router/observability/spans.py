@@ -1,6 +1,6 @@
-"""Spans of what happens to a request, for those who want them: `router.observability.otel` makes them.
+"""The interface of tracing: spans of a request's steps, which `router.observability.otel` implements.
 
-Where none are wanted there are none, and the client's `traceparent` passes as any other header does.
+Without tracing there are no spans, and the client's `traceparent` is forwarded like any other header.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from router.http.headers import Headers
 
 
 class Span(ABC):
-    """A part of a request's way."""
+    """A step of a request."""
 
     @abstractmethod
     def set(self, **attributes: Any) -> None:
-        """Say something of it: numbers and names, and nothing of a prompt."""
+        """Set attributes: numbers and names, never parts of a prompt."""
 
     @abstractmethod
     def end(self, problem: str | None = None) -> None:
-        """It is over; `problem` names what went wrong. Only the first call counts."""
+        """End the span; `problem` names an error. Later calls have no effect."""
 
     @abstractmethod
     def inject(self, headers: Headers) -> Headers:
-        """The headers of a request to a worker, which go on with this span."""
+        """Return the headers of a request to a worker, which continue the trace with this span."""
 
 
 class RequestTrace(Span):
-    """The span of a whole request. `id` is its trace's."""
+    """The span of a whole request; `id` is its trace's id."""
 
     id: str
 
     @abstractmethod
     def span(self, name: str) -> Span:
-        """A span in it that begins now."""
+        """Return a new span inside this one, which begins now."""
 
 
 class Tracing(ABC):
-    """Makes spans. `stop` sends what is left of them."""
+    """The factory of traces."""
 
     @abstractmethod
     def request(self, method: str, path: str, headers: Headers) -> RequestTrace:
-        """A request came."""
+        """Return the trace of a received request."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Nothing more is traced."""
+        """Export the remaining spans and stop."""

@@ -1,4 +1,4 @@
-"""Whether spans are made, and by what."""
+"""The choice of a tracing backend by the settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from router.observability.spans import Tracing
 
 
 def tracing_to(endpoint: object | None) -> Tracing | None:
-    """Spans that go to a collector's URL; None: none are made."""
+    """Return tracing that sends spans to a collector's URL; None without an endpoint."""
     if endpoint is None:
         return None
     from router.observability.otel import OtelTracing  # an extra

@@ -23,11 +23,9 @@ import structlog
 from http_api.errors import RequestError
 from router.auth import too_large, too_slow
 from router.fleet.worker import Worker
+from router.forwarding.exchange import ResponseWriter, RoutingHeaders
 from router.forwarding.proxied_request import ProxiedRequest
-from router.forwarding.request_context import RequestContext
-from router.forwarding.request_head import RequestHead
-from router.forwarding.response_writer import ResponseWriter
-from router.forwarding.routing_headers import RoutingHeaders
+from router.forwarding.request_context import RequestContext, RequestHead
 from router.http.headers import Headers, with_id
 from router.picker import endpoints, gateway_headers, process_requests, process_responses
 from router.picker import ext_proc_pb2 as pb
@@ -135,7 +133,7 @@ class PickedRequest(ResponseWriter):
             self._lingering.cancel()
         if response.ends_unseen and response.observation is not Observation.SOME:
             response.more(b"", True)
-        response.proxied.client_left()  # if there is anything left of it
+        response.proxied.client_disconnected()  # if there is anything left of it
         self._state.requests.pop(self._number, None)
         self._context.end()
         # They know each other: as long as they did, all that there was of the request would stay, with its body.

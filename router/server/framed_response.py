@@ -13,10 +13,8 @@ from typing import Final
 from mypy_extensions import trait
 from uvicorn.server import ServerState
 
-from router.forwarding.event_stream import ChunkWriter
+from router.forwarding.exchange import ChunkWriter, ResponseWriter, RoutingHeaders
 from router.forwarding.request_context import RequestContext
-from router.forwarding.response_writer import ResponseWriter
-from router.forwarding.routing_headers import RoutingHeaders
 from router.http.chunks import LAST, body_size
 from router.http.cors import without_cors
 from router.http.headers import WITHOUT_BODY, Headers, ResponseHead, lines_of

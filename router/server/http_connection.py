@@ -21,9 +21,8 @@ from uvicorn.server import ServerState
 from http_api.errors import RequestError
 from router.auth import too_large, too_slow
 from router.forwarding.dispatcher import Dispatcher
-from router.forwarding.request_context import ServerAddress
-from router.forwarding.request_head import RequestHead
-from router.forwarding.taken_request import TakenRequest
+from router.forwarding.exchange import ServedRequest
+from router.forwarding.request_context import RequestHead, ServerAddress
 from router.http.cached_head import RecentHeads
 from router.http.event_loop import Deadline
 from router.http.headers import Headers, ResponseHead
@@ -83,7 +82,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         self._response: FramedResponse | None = None
         self._request: IncomingRequest | None = None
         self._arriving = 0  # bytes of its body until that is complete
-        self._taken: TakenRequest | None = None  # once its body is complete
+        self._taken: ServedRequest | None = None  # once its body is complete
         self._answered = False  # a response has ended since bytes were last received
 
     # The connection
@@ -97,7 +96,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._response is not None:
             if self._taken is not None:
-                self._taken.client_left()
+                self._taken.client_disconnected()
             else:
                 self._response.context.abandoned()
             self._end_request()

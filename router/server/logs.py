@@ -11,7 +11,7 @@ import structlog
 
 from indexer.api.metrics import build_info
 from router.http.worker_url import without_user_info
-from router.observability.about import About
+from router.observability.fleet_report import About
 from router.settings import Settings
 
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import httptools
 
-from router.forwarding.request_head import RequestHead
+from router.forwarding.request_context import RequestHead
 from router.http.cached_head import CachedHead, RecentHeads
 from router.http.event_loop import Deadline
 from router.http.headers import LENGTH, Headers, length_of

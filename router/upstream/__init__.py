@@ -1,11 +1,9 @@
-"""Requests to workers and their answers, over connections that are kept: HTTP/1.1, and nothing that stands between.
+"""Requests to workers and their responses, over kept HTTP/1.1 connections.
 
-response_handler  who gets an answer, and how it may fail to come
-request           one request on its way
-response_parser   what llhttp reads of the answers
-connection        one connection: a request at a time, and its answer as it comes
-pool              the connections to a worker, and which of them a request goes over
-transport         who takes requests to workers in the router's stead
+- `request`: one request in flight, the handler of its response, and transports that replace the router's own sending.
+- `response_parser`: responses as llhttp parses them.
+- `connection`: one connection, which serves one request at a time.
+- `pool`: the connections to a worker, and the choice of one for a request.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ from __future__ import annotations
 from router.http.headers import ResponseHead, end_to_end
 from router.http.worker_url import Origin
 from router.upstream.pool import Upstream, Upstreams
-from router.upstream.request import UpstreamRequest
-from router.upstream.response_handler import (
+from router.upstream.request import (
     ChunkForwarder,
     ResponseHandler,
     UnreachableError,
     UpstreamError,
+    UpstreamRequest,
     UpstreamTimeoutError,
 )
 

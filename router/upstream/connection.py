@@ -1,8 +1,7 @@
-"""One connection to a worker: a request at a time, and its answer as it comes.
+"""One connection to a worker: it sends one request at a time and forwards the response.
 
-The answer is read by llhttp (`response_parser`), except where that is not needed. Where llhttp stands between two
-chunks it need not see those that come whole: they change nothing of where it stands. Nor need it see a head that it has
-read before, until something comes that is no whole chunk.
+llhttp parses responses (`response_parser`), with two exceptions. Complete chunks between two chunks do not change its
+state, so they are forwarded unparsed. A complete response that begins with a cached head is not parsed either.
 """
 
 from __future__ import annotations
@@ -16,56 +15,66 @@ from router.http.cached_head import CachedHead
 from router.http.chunks import END, body_size
 from router.http.event_loop import Deadline
 from router.http.headers import WITHOUT_BODY, ResponseHead
-from router.upstream.request import RequestConnection, UpstreamRequest
-from router.upstream.response_handler import ChunkForwarder, ResponseHandler, UpstreamError, UpstreamTimeoutError
+from router.upstream.request import (
+    ChunkForwarder,
+    RequestConnection,
+    ResponseHandler,
+    UpstreamError,
+    UpstreamRequest,
+    UpstreamTimeoutError,
+)
 from router.upstream.response_parser import Framing, ResponseParser, ResponsePhase
 
-_QUICKACK: Final[int] = getattr(socket, "TCP_QUICKACK", -1)  # Linux alone has it
+_QUICKACK: Final[int] = getattr(socket, "TCP_QUICKACK", -1)  # available only on Linux
 
 
 class ConnectionState(Enum):
-    """FRESH: made for its first request. IDLE: kept for the next one. REUSED: it has a later one."""
+    """FRESH: it has its first request. IDLE: it waits for the next one. REUSED: it has a later request."""
 
     FRESH = auto()
     IDLE = auto()
     REUSED = auto()
 
 
-# Members of an enumeration are looked up in it each time.
+# Constants, because the lookup of an enumeration's member is slow.
 _WAITING: Final = ResponsePhase.WAITING
 _HEAD: Final = ResponsePhase.HEAD
 _BODY: Final = ResponsePhase.BODY
 
 
 class ConnectionOwner:
-    """Who keeps the connections to a worker. `idle_timeout`: seconds that a worker may say nothing.
+    """The pool of a connection.
 
-    `known_head`: the head of the worker's last response that was received at once.
+    - `idle_timeout`: the longest time in seconds between bytes of a response.
+    - `cached_head`: the head of the worker's last response that arrived at once; None before.
     """
 
     def __init__(self, idle_timeout: float) -> None:
         self.idle_timeout = idle_timeout
-        self.known_head: CachedHead[ResponseHead] | None = None
+        self.cached_head: CachedHead[ResponseHead] | None = None
 
     def opened(self, connection: UpstreamConnection) -> None:
-        """A connection is made."""
+        """Called when a connection is opened."""
         raise NotImplementedError
 
     def closed(self, connection: UpstreamConnection) -> None:
-        """A connection is closed."""
+        """Called when a connection is closed."""
         raise NotImplementedError
 
     def keep(self, connection: UpstreamConnection) -> None:
-        """A connection has nothing to do, and another request can follow on it."""
+        """Called when a connection is idle and can serve another request."""
         raise NotImplementedError
 
-    def failed(self, request: UpstreamRequest, error: UpstreamError, unheard: bool) -> None:
-        """A request's connection failed. `unheard`: it had been used before, and no byte of this answer came."""
+    def failed(self, request: UpstreamRequest, error: UpstreamError, unanswered: bool) -> None:
+        """Called when a request's connection fails.
+
+        `unanswered`: the connection was kept, and no byte of this response was received.
+        """
         raise NotImplementedError
 
 
 class UpstreamConnection(RequestConnection):
-    """A connection to a worker, as asyncio's protocols are. `current`: the request it is used for; None while idle."""
+    """A connection to a worker, as a protocol of asyncio. `current` is its request; None while it is idle."""
 
     __slots__ = (
         "_deadline",
@@ -89,21 +98,21 @@ class UpstreamConnection(RequestConnection):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._deadline = Deadline(asyncio.get_running_loop(), self._late, self._lives)
         self._paused = False
-        self._quiet = True  # since the last look of the deadline
-        # The answer: how much of its head and body the request's handler got.
+        self._quiet = True  # no chunk since the last check of the deadline
+        # The response: how much of its head and body the handler has received.
         self._phase = _WAITING
-        self._parser: ResponseParser | None = None  # once there is an answer that it has to read
+        self._parser: ResponseParser | None = None  # created when it is first needed
         self._forwarder: ChunkForwarder | None = None
 
     def send(self, request: UpstreamRequest) -> None:
-        """Write a request; its handler gets the answer."""
+        """Write a request; its handler receives the response."""
         self.current = request
         request.connecting = None
         request.connection = self
         self._phase = _WAITING
         self._quiet = True
         if request.body:
-            self._transport.writelines((request.request, request.body))  # one call of the system's
+            self._transport.writelines((request.request, request.body))  # one system call
         else:
             self._transport.write(request.request)
         self._deadline.set(self._owner.idle_timeout)
@@ -144,23 +153,23 @@ class UpstreamConnection(RequestConnection):
             self._forwarder = None
         request = self.current
         if request is None:
-            self._transport.abort()  # nothing was asked
+            self._transport.abort()  # bytes without a request
             return
         first = self._phase is _WAITING
         if first:
             self._phase = _HEAD
-            if request.method != "HEAD" and self._begins_as_known(request, data):
+            if request.method != "HEAD" and self._forward_cached_head(request, data):
                 return
         self._parse(request, data, first)
 
     def eof_received(self) -> None:
-        """Nothing more comes: asyncio closes the connection."""
+        """Let asyncio close the connection."""
 
     def pause_writing(self) -> None:
-        """A request is in the transport's hands, however large."""
+        """Ignore it, because the transport buffers the whole request."""
 
     def resume_writing(self) -> None:
-        """The same."""
+        """Ignore it, because writing is never paused."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.close()
@@ -173,16 +182,16 @@ class UpstreamConnection(RequestConnection):
         if self._phase is _BODY and parser is not None and parser.framing is Framing.UNTIL_CLOSE and exc is None:
             handler = self._complete(self.current, keep=False)
             if handler is not None:
-                handler.on_body(b"", True)  # the end of the connection is that of the answer
+                handler.on_body(b"", True)  # the end of the connection ends the response
             return
-        error = UpstreamError(str(exc) or type(exc).__name__ if exc else "the worker hung up")
-        self._fail(error, unheard=self.state is ConnectionState.REUSED and self._phase is _WAITING)
+        error = UpstreamError(str(exc) or type(exc).__name__ if exc else "the worker closed the connection")
+        self._fail(error, unanswered=self.state is ConnectionState.REUSED and self._phase is _WAITING)
 
-    # Answers whose head was read before
+    # Responses whose head is cached
 
-    def _begins_as_known(self, request: UpstreamRequest, data: bytes) -> bool:
-        """Pass on a response whose head is cached and that was received at once; False leaves it to the parser."""
-        known = self._owner.known_head
+    def _forward_cached_head(self, request: UpstreamRequest, data: bytes) -> bool:
+        """Forward a response whose head is cached. Return false if the parser must read it."""
+        known = self._owner.cached_head
         if known is None or (body := known.read(data)) is None:
             return False
         handler = self._complete(request, keep=True)
@@ -190,7 +199,7 @@ class UpstreamConnection(RequestConnection):
             handler.on_head(known.said, body, True)
         return True
 
-    # Answers that the parser reads
+    # Responses that the parser reads
 
     def _parse(self, request: UpstreamRequest, data: bytes, first: bool) -> None:
         parser = self._parser
@@ -226,21 +235,21 @@ class UpstreamConnection(RequestConnection):
         if problem is not None:
             self._fail(UpstreamError(problem))
         elif parser.between_chunks and self.current is request and data.endswith(END):
-            # From here on chunks may be forwarded as they come: a line, its chunk and what was read end here. Only the
-            # size of the next chunk could have begun; when that line came whole, the chunk is open again.
+            # From here on chunks may be forwarded unparsed: a line, its chunk and the received data end here.
+            # At most the next chunk's size could have begun. After its whole line, the chunk would be open.
             self._forwarder = request.forwarder
 
     def _remember(self, data: bytes, head: ResponseHead) -> None:
-        """Cache the head of a response that was received at once: the next response may begin in the same way."""
+        """Cache the head of a response, for the next one."""
         if head.status in WITHOUT_BODY or not data.startswith(b"HTTP/1.1 %d" % head.status):
             return  # or an interim response precedes it
         owner = self._owner
-        owner.known_head = CachedHead.of(data, head.without_length(), dated=True) or owner.known_head
+        owner.cached_head = CachedHead.of(data, head.without_length(), dated=True) or owner.cached_head
 
     def _acknowledge_less(self) -> None:
-        """Have every other segment of a stream acknowledged, not each one as it is read, which takes much of the time.
+        """Acknowledge every other segment of a stream instead of each one, which takes much processor time.
 
-        Where they come seldom Linux goes back to each by itself.
+        Linux returns to single acknowledgements by itself if segments are rare.
         """
         if _QUICKACK < 0:
             return
@@ -248,12 +257,12 @@ class UpstreamConnection(RequestConnection):
         if connected is not None:
             connected.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 0)
 
-    # The end of an answer
+    # The end of a response
 
     def _complete(self, request: UpstreamRequest, keep: bool) -> ResponseHandler | None:
-        """All of an answer came: let go of its request before its handler, which this returns, gets the last of it.
+        """Release the request of a complete response, and return its handler, which then receives the last bytes.
 
-        `keep`: another request may follow on the connection.
+        `keep`: another request may be sent on the connection.
         """
         self.current = None
         handler, request.handler, request.connection = request.handler, None, None
@@ -267,15 +276,15 @@ class UpstreamConnection(RequestConnection):
             self._transport.close()
         return handler
 
-    def _fail(self, error: UpstreamError, unheard: bool = False) -> None:
+    def _fail(self, error: UpstreamError, unanswered: bool = False) -> None:
         request, self.current, self._forwarder = self.current, None, None
         self._deadline.close()
         self._transport.abort()
         if request is not None:
-            self._owner.failed(request, error, unheard)
+            self._owner.failed(request, error, unanswered)
 
     def _lives(self) -> bool:
-        """True if chunks passed since the last look."""
+        """Return whether chunks were forwarded since the last check."""
         quiet, self._quiet = self._quiet, True
         return not quiet
 

@@ -1,7 +1,8 @@
-"""The connections to the workers, and which of them a request goes over.
+"""The connections to the workers, and the choice of a connection for a request.
 
-Idle connections are kept for less than the engines keep theirs, the latest used first. When a kept one turns out to be
-closed, the request goes over a new one: no byte of an answer came, so the worker had closed before it read it.
+Idle connections are kept for less time than engines keep theirs, and the most recently used is taken first. If a kept
+connection turns out to be closed, the request is sent over a new one. No byte of a response was received then, so the
+worker had closed the connection before it read the request.
 """
 
 from __future__ import annotations
@@ -17,27 +18,26 @@ from router.http.client import connection_problem
 from router.http.event_loop import Deadline
 from router.http.worker_url import Origin, end_of_head
 from router.upstream.connection import ConnectionOwner, ConnectionState, UpstreamConnection
-from router.upstream.request import UpstreamRequest
-from router.upstream.response_handler import ResponseHandler, UnreachableError, UpstreamError
+from router.upstream.request import ResponseHandler, UnreachableError, UpstreamError, UpstreamRequest
 
 _now: Final = time.monotonic
-# Members of an enumeration are looked up in it each time.
+# Constants, because the lookup of an enumeration's member is slow.
 _IDLE: Final = ConnectionState.IDLE
 _REUSED: Final = ConnectionState.REUSED
-# What to connect to for a host: itself, or an address of it. Raises OSError where it must not be connected to.
+# Returns the address to connect to for a host. Raises OSError for a forbidden address.
 AddressOf = Callable[[str], Awaitable[str]]
 # vLLM and SGLang close a connection that is idle for 5 seconds: a request sent at that moment would be lost.
 KEEPALIVE_SECONDS = 4.0
-# Idle connections that are kept for a worker.
+# Maximum number of idle connections to a worker.
 MAX_IDLE = 1024
-# A body that is larger is written beside its head, not copied behind it.
+# A larger body is written separately, to avoid a copy.
 _ONE_BUFFER: Final = 64 * 1024
-# How many different beginnings of requests to a worker are kept.
+# Maximum number of cached beginnings of requests to a worker.
 _MOST_OPENINGS: Final = 256
 
 
 class _Opening:
-    """The head of a request up to its id, and what it was made of beside its lines."""
+    """The head of a request up to its id, with the method and target that it was made from."""
 
     __slots__ = ("head", "method", "target")
 
@@ -59,7 +59,13 @@ class Upstream(ConnectionOwner):
         address_of: AddressOf | None = None,
         authorization: bytes | None = None,
     ) -> None:
-        """`authorization`: what the worker wants to be shown."""
+        """Create a pool for the worker at `url`.
+
+        - `tls`: the context for https.
+        - `connect_timeout`, `idle_timeout`: seconds until a connection is open, and between bytes of a response.
+        - `address_of`: returns the address for a host; None connects to the host itself.
+        - `authorization`: the worker's credentials; None without any.
+        """
         super().__init__(idle_timeout)
         self.origin = Origin.of(url)
         self.closing = False
@@ -88,11 +94,14 @@ class Upstream(ConnectionOwner):
         once: bool = False,
         add_worker_key: bool = True,
     ) -> UpstreamRequest:
-        """Send a request. `target` is a path with its query; `lines` are the headers that are about the message.
+        """Send a request and return it.
 
-        `request_id`: what comes beside them, where the same lines come with many requests. `now`: by `time.monotonic`,
-        where it was just read. `once`: over a connection of its own; a kept one may turn out to be closed too late.
-        `add_worker_key`: with the worker's API key, where the lines have no `authorization`.
+        - `target`: the path with its query.
+        - `lines`: the encoded headers of the message.
+        - `request_id`: an id that is sent beside the lines; b"" if the lines have it.
+        - `now`: the current time, if the caller just read the clock.
+        - `once`: open a new connection, because a kept one may be closed and the request may not be sent twice.
+        - `add_worker_key`: add the worker's API key if the lines have no `authorization`.
         """
         end = end_of_head(method, len(body))
         beside = len(body) > _ONE_BUFFER
@@ -110,18 +119,18 @@ class Upstream(ConnectionOwner):
         return sent
 
     def show(self, authorization: bytes | None) -> None:
-        """Show the worker this from now on."""
+        """Use these credentials for the worker from now on."""
         self._authorization = b"authorization: %b\r\n" % authorization if authorization is not None else b""
         self._openings.clear()
 
     def _begin(self, method: str, target: bytes, lines: bytes, add_worker_key: bool) -> bytes:
-        """What a request's head begins with."""
+        """Return the beginning of a request's head."""
         if add_worker_key and self._authorization and b"\r\nauthorization:" not in b"\r\n" + lines:
             lines += self._authorization
         return self.origin.opening(method, target, lines)
 
     def _opening(self, method: str, target: bytes, lines: bytes, add_worker_key: bool) -> bytes:
-        """What a request's head begins with, up to its id."""
+        """Return the cached beginning of a request's head, up to the request id."""
         openings = self._openings if add_worker_key else self._bare_openings
         known = openings.get(lines)
         if known is not None and known.method == method and known.target == target:
@@ -134,23 +143,23 @@ class Upstream(ConnectionOwner):
 
     @property
     def open_connections(self) -> int:
-        """How many connections there are, idle or not."""
+        """The number of connections, idle or not."""
         return len(self._connections)
 
     @property
     def idle_connections(self) -> int:
-        """How many of them are idle."""
+        """The number of idle connections."""
         return len(self._idle)
 
     def retire(self) -> None:
-        """The worker is gone: requests that it has may finish."""
+        """Close idle connections of a removed worker; its requests may finish."""
         self.closing = True
         self._sweep.close()
         for connection in list(self._idle):
             connection.abort()
 
     async def close(self) -> None:
-        """Close every connection; what is on its way fails."""
+        """Close every connection; requests in flight fail."""
         self.retire()
         for task in self._connecting:
             task.cancel()
@@ -161,7 +170,7 @@ class Upstream(ConnectionOwner):
             if sent is not None:
                 sent.fail(UpstreamError("the router stops"))
 
-    # What connections tell
+    # Called by connections
 
     def opened(self, connection: UpstreamConnection) -> None:
         self._connections.add(connection)
@@ -182,32 +191,32 @@ class Upstream(ConnectionOwner):
             self._sweep.set(KEEPALIVE_SECONDS)
         self._idle.append(connection)
 
-    def failed(self, request: UpstreamRequest, error: UpstreamError, unheard: bool) -> None:
+    def failed(self, request: UpstreamRequest, error: UpstreamError, unanswered: bool) -> None:
         request.connection = None
         if request.handler is None:
             return
-        if unheard and not self.closing:
+        if unanswered and not self.closing:
             request.sent_before = True
             self._connect_for(request)
         else:
             request.fail(error)
 
-    # Which connection a request goes over
+    # The choice of a connection
 
     def _take_idle(self, now: float) -> UpstreamConnection | None:
-        """The connection that was used last of those that are kept."""
+        """Return the most recently used idle connection; None without one."""
         if self._idle:
             connection = self._idle.pop()
             connection.state = _REUSED
             if now - connection.idle_since < KEEPALIVE_SECONDS:
                 return connection
-            connection.abort()  # and all others are older
+            connection.abort()  # all other idle connections are older
             self._drop_old()
         return None
 
     def _connect_for(self, request: UpstreamRequest) -> None:
         """Send a request over a new connection."""
-        # In a context of its own: the connection will serve other requests too.
+        # An empty context, because the connection will serve other requests, too.
         task = self._loop.create_task(self._connect(request), context=Context())
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
@@ -247,14 +256,14 @@ class Upstream(ConnectionOwner):
 
         try:
             await self._loop.create_connection(
-                make,  # type: ignore[type-var]  # it has what asyncio asks of protocols
+                make,  # type: ignore[type-var]  # it has the methods of asyncio's protocols
                 host,
                 self.origin.port,
                 ssl=self._tls,
                 server_hostname=self.origin.host if self._tls else None,
             )
         except BaseException:
-            # Given up in the moment in which it was made, a connection is closed by uvloop without being told.
+            # If it is cancelled at the moment of opening, uvloop closes the connection without a callback.
             for connection in made:
                 self.closed(connection)
             raise
@@ -262,7 +271,7 @@ class Upstream(ConnectionOwner):
 
 
 class Upstreams:
-    """The connections to all workers. `close` ends them. `key_of`: what the worker with a URL wants to be shown."""
+    """The connections to all workers. `key_of` returns the credentials for a worker's URL."""
 
     def __init__(
         self,
@@ -280,8 +289,8 @@ class Upstreams:
         self._upstreams: dict[str, Upstream] = {}
         self._retired: list[Upstream] = []
 
-    def of(self, url: str) -> Upstream:
-        """Those to the worker with this URL."""
+    def get(self, url: str) -> Upstream:
+        """Return the connections to the worker with this URL."""
         upstream = self._upstreams.get(url)
         if upstream is None:
             timeouts = self._connect_timeout, self._idle_timeout
@@ -290,12 +299,12 @@ class Upstreams:
         return upstream
 
     def show(self, url: str, authorization: bytes | None) -> None:
-        """Show the worker with this URL this from now on."""
+        """Use these credentials for the worker with this URL from now on."""
         if url in self._upstreams:
             self._upstreams[url].show(authorization)
 
     def forget(self, url: str) -> None:
-        """A worker was removed: idle connections to it are closed, and others when their requests end."""
+        """Drop a removed worker: idle connections are closed now, the others when their requests end."""
         upstream = self._upstreams.pop(url, None)
         if upstream is not None:
             upstream.retire()
@@ -303,10 +312,10 @@ class Upstreams:
 
     @property
     def open_connections(self) -> int:
-        """How many connections there are to all of them, idle or not."""
+        """The number of connections to all workers, idle or not."""
         return sum(upstream.open_connections for upstream in (*self._upstreams.values(), *self._retired))
 
     async def close(self) -> None:
-        """Close every connection; what is on its way fails."""
+        """Close every connection; requests in flight fail."""
         for upstream in (*self._upstreams.values(), *self._retired):
             await upstream.close()

@@ -1,38 +1,85 @@
-"""One request on its way to one worker, as the one who sent it sees it."""
+"""One request to a worker: its state, the handler of its response, and the transports that can send it."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
-from router.upstream.response_handler import ChunkForwarder, ResponseHandler, UnreachableError, UpstreamError
+from mypy_extensions import mypyc_attr
+
+from router.fleet.worker import Worker
+from router.http.headers import Headers, ResponseHead
+
+
+class UpstreamError(Exception):
+    """A worker's response was not received completely."""
+
+
+class UnreachableError(UpstreamError):
+    """No connection to the worker could be opened."""
+
+
+class UpstreamTimeoutError(UpstreamError):
+    """A worker sent nothing for too long."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class ResponseHandler:
+    """The receiver of a response. After the last byte, `on_failed` or an abort, no method is called any more."""
+
+    __slots__ = ()
+
+    def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+        """Called when the head is received, with the bytes of the body that follow it."""
+        raise NotImplementedError
+
+    def on_body(self, data: bytes, ended: bool) -> None:
+        """Called when more of the body is received."""
+        raise NotImplementedError
+
+    def on_failed(self, error: UpstreamError) -> None:
+        """Called when the response fails before its end."""
+        raise NotImplementedError
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class ChunkForwarder:
+    """The receiver of complete chunks of complete lines, which bypass the handler."""
+
+    __slots__ = ()
+
+    def forward(self, chunks: bytes) -> bool:
+        """Forward chunks. Return false if they must be parsed; nothing is forwarded then."""
+        raise NotImplementedError
 
 
 class RequestConnection:
-    """What a request asks of the connection that it is on."""
+    """The methods of a connection that a request calls."""
 
     __slots__ = ()
 
     def pause(self) -> None:
-        """Read no more for now: the client does not either."""
+        """Stop reading, because the client does not read."""
         raise NotImplementedError
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading."""
         raise NotImplementedError
 
     def abort(self) -> None:
-        """Close at once. The request's handler hears nothing more."""
+        """Close the connection at once, without calling the request's handler."""
         raise NotImplementedError
 
 
 class UpstreamRequest:
-    """One request on its way to one worker.
+    """One request in flight to one worker.
 
-    `request` is written at once: all of it, or the head where `body` is written after it. `handler`: None once all of
-    the answer came. `connection`: None while one is made by the task `connecting`, and after the end. `sent_before`:
-    over a kept connection that turned out to be closed.
-
-    `forwarder` gets whole chunks of whole lines of the answer's body as they come; None while the handler gets all.
+    - `request`: the bytes to write at once: everything, or only the head if `body` is set.
+    - `body`: a large body, written after the head.
+    - `handler`: receives the response; None after its end.
+    - `connection`: None while the task `connecting` opens one, and after the end.
+    - `sent_before`: the request was sent over a kept connection that was already closed.
+    - `forwarder`: receives complete chunks of complete lines; None while the handler receives everything.
     """
 
     __slots__ = (
@@ -59,19 +106,19 @@ class UpstreamRequest:
         self.sent_before = False
 
     def pause(self) -> None:
-        """Read no more of the answer for now."""
+        """Stop reading the response."""
         self.paused = True
         if self.connection is not None:
             self.connection.pause()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading the response."""
         self.paused = False
         if self.connection is not None:
             self.connection.resume()
 
     def abort(self) -> None:
-        """Call the request off. The handler hears nothing more."""
+        """Cancel the request, without calling the handler any more."""
         self.handler = None
         connection, self.connection = self.connection, None
         if connection is not None:
@@ -80,10 +127,30 @@ class UpstreamRequest:
             self.connecting.cancel()
 
     def fail(self, error: UpstreamError) -> None:
-        """The answer will not come, or not to its end."""
+        """Report to the handler that the response will not be completed."""
         handler, self.handler = self.handler, None
         self.connecting = None
         if self.sent_before and isinstance(error, UnreachableError):
             error = UpstreamError(f"closed before it answered; then {error}")
         if handler is not None:
             handler.on_failed(error)
+
+
+class SentRequest(Protocol):
+    """A request in flight to a worker, over any transport."""
+
+    def abort(self) -> None:
+        """Cancel the request, because the response is not needed any more."""
+
+    def pause(self) -> None:
+        """Stop reading the response."""
+
+    def resume(self) -> None:
+        """Continue reading the response."""
+
+
+class Transport(Protocol):
+    """A replacement for the router's own sending. It sends a request once and reports the head of the response."""
+
+    def send(self, worker: Worker, answer: ResponseHandler, headers: Headers, body: bytes) -> SentRequest:
+        """Send a request with these headers and this body; `answer` receives the response."""

@@ -1,7 +1,7 @@
-"""The answers that come over one connection, read by llhttp.
+"""The responses on one connection, parsed by llhttp.
 
-llhttp, by httptools, refuses what can be read in two ways: several lengths, a length beside a transfer coding, bare
-line feeds, folded headers. Left out here: answers of 1xx, trailers, and what follows an answer.
+llhttp, in httptools, refuses ambiguous responses: several lengths, a length beside a transfer coding, bare line feeds,
+folded headers. The parser skips 1xx responses, trailers, and everything after the response.
 
     WAITING ──▶ HEAD ──▶ BODY ──▶ COMPLETE ──▶ FOLLOWED
 """
@@ -15,13 +15,13 @@ import httptools
 
 from router.http.headers import WITHOUT_BODY, Headers, ResponseHead
 
-# Of an answer: of its head, those of 1xx before it, and its trailers.
+# Limit for the head of a response with 1xx heads before it, and for its trailers.
 MAX_HEAD_BYTES: Final = 64 * 1024
 _HIGHEST_STATUS: Final = 599  # RFC 9110, 15
 
 
 class ResponsePhase(Enum):
-    """How far an answer has come. WAITING: no byte of it came. FOLLOWED: it is complete, and more came behind it."""
+    """The progress of a response. WAITING: no byte was received. FOLLOWED: more bytes follow the complete response."""
 
     WAITING = auto()
     HEAD = auto()
@@ -31,25 +31,25 @@ class ResponsePhase(Enum):
 
 
 class Framing(Enum):
-    """What ends a body: the end of the connection, or its own framing, after which the connection closes or stays."""
+    """The end of a body: the end of the connection, or its own framing, after which it is closed or kept."""
 
     UNTIL_CLOSE = auto()
     THEN_CLOSE = auto()
     KEEP_ALIVE = auto()
 
 
-# Members of an enumeration are looked up in it each time.
+# Constants, because the lookup of an enumeration's member is slow.
 _HEAD: Final = ResponsePhase.HEAD
 _BODY: Final = ResponsePhase.BODY
 _COMPLETE: Final = ResponsePhase.COMPLETE
 
 
 class _RefusedAnswerError(Exception):
-    """An answer that is not read any further."""
+    """A response that is not parsed further."""
 
 
 class ResponseParser:
-    """Reads one answer after the other. `between_chunks`: the last thing that was read is a chunk's end."""
+    """A parser of consecutive responses. `between_chunks`: the last parsed byte is the end of a chunk."""
 
     __slots__ = (
         "_framed",
@@ -70,7 +70,7 @@ class ResponseParser:
         self.expect(to_head=False)
 
     def expect(self, to_head: bool) -> None:
-        """The next answer comes. `to_head`: it is to a HEAD request, and has no body whatever it says."""
+        """Prepare for the next response. `to_head`: the request was HEAD, so there is no body."""
         self.phase = _HEAD
         self.framing = Framing.UNTIL_CLOSE
         self.between_chunks = False
@@ -82,11 +82,11 @@ class ResponseParser:
         self._head_bytes = self._trailer_bytes = 0
 
     def close(self) -> None:
-        """Nothing more comes. llhttp and this object know each other."""
+        """Break the reference cycle between llhttp and this object."""
         self._llhttp = None
 
     def feed(self, data: bytes) -> str | None:
-        """Read on; why the answer cannot be read any further, if it cannot."""
+        """Parse more bytes. Return the problem if the response cannot be parsed further, else None."""
         llhttp = self._llhttp
         assert llhttp is not None
         if self.phase is _HEAD:
@@ -95,22 +95,22 @@ class ResponseParser:
             llhttp.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             return f"not HTTP: {error.__context__ or error}"
-        # llhttp keeps a header to itself until it is complete.
+        # llhttp reports a header only when it is complete.
         if self.phase is _HEAD and self._head_bytes > MAX_HEAD_BYTES:
             return "the head is too large"
         return None
 
     @property
     def keeps_alive(self) -> bool:
-        """True if another request may follow on the connection once the answer is complete."""
+        """True if another request may be sent on the connection after this response."""
         return self.framing is Framing.KEEP_ALIVE and self.phase is not ResponsePhase.FOLLOWED
 
     def head(self) -> ResponseHead:
-        """The head, once it is read."""
+        """Return the parsed head."""
         return ResponseHead(self._status, self._headers)
 
     def take_body(self) -> bytes:
-        """What came of the body since the last call."""
+        """Return the bytes of the body since the last call."""
         pieces = self._pieces
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
@@ -123,7 +123,7 @@ class ResponseParser:
             self.phase = ResponsePhase.FOLLOWED
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.phase is not _HEAD:  # a trailer, or a second answer's
+        if self.phase is not _HEAD:  # a header of the trailers, or of a second response
             self._trailer_bytes += _size((name, value))
             if self._trailer_bytes > MAX_HEAD_BYTES:
                 raise _RefusedAnswerError("the trailers are too large")
@@ -133,7 +133,7 @@ class ResponseParser:
             self._framed = True
         elif name == b"transfer-encoding":
             if value.lower() != b"chunked":
-                raise _RefusedAnswerError("a transfer coding that was not asked for")
+                raise _RefusedAnswerError("an unsupported transfer coding")
             self._framed = True
         self._headers.append((name, value))
 
@@ -145,7 +145,7 @@ class ResponseParser:
         status = llhttp.get_status_code()
         if status < 200:
             if status == 101:
-                raise _RefusedAnswerError("a switch of protocols that was not asked for")
+                raise _RefusedAnswerError("an unexpected switch of protocols")
             self._headers = []
             self._framed = False
             return
@@ -154,7 +154,7 @@ class ResponseParser:
         if self._head_bytes > MAX_HEAD_BYTES and sum(map(_size, self._headers)) > MAX_HEAD_BYTES:
             raise _RefusedAnswerError("the head is too large")
         self._status = status
-        if self._to_head:  # llhttp waits for a body that will not come
+        if self._to_head:  # llhttp would wait for a body
             self.framing, self.phase = Framing.THEN_CLOSE, _COMPLETE
             return
         self.phase = _BODY

@@ -101,7 +101,7 @@ async def test_a_viewer_is_told_who_answers_and_what_is_wrong(worker: str) -> No
             name: health[name] for name in ("version", "core", "policy")
         }
         assert first["about"]["models"]["simulated"]["workers"] == 1
-        assert first["about"]["models"]["simulated"]["tokens"].startswith("made here by ")
+        assert first["about"]["models"]["simulated"]["tokens"].startswith("by ")
         assert [found["worker"] for found in first["findings"]] == ["http://127.0.0.1:9"]
 
 

@@ -133,7 +133,7 @@ async def test_it_is_said_how_prompts_are_known(capsys: pytest.CaptureFixture[st
         (found,) = health["findings"]
         assert found["finding"] == "prompts_by_text"
         told = await first_event(served.routed)
-        assert "by their text alone" in told["about"]["models"]["m"]["tokens"]
+        assert "by their text only" in told["about"]["models"]["m"]["tokens"]
         assert "routed by their text only" in found["detail"]
         assert "models.m.tokenizer" in found["detail"]
         tokenizer = (await served.routed.call("/workers")).json()["tokenizers"]["m"]

@@ -74,7 +74,7 @@ def test_start_is_logged_before_discovery(worker: str) -> None:
         assert next(lines).startswith(f"{ABOUT} starts, with the {core_name()} index; it asks 1 worker for models")
         listens = re.fullmatch(r"kvrouter listens on (http://\S+)\n", next(lines))
         assert listens is not None
-        assert re.fullmatch(r"  model   simulated on 1 worker; tokens: made here by \w+.*\n", next(lines))
+        assert re.fullmatch(r"  model   simulated on 1 worker; tokens: by \w+ in the router.*\n", next(lines))
         assert next(lines) == "  policy  kv_aware\n"
         assert next(lines) == f"  page    {listens[1]}/ui\n"
 

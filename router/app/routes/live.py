@@ -15,8 +15,13 @@ from http_api.openapi import errors
 from http_api.requests import token_check
 from router.app.services import Services
 from router.observability.fleet_snapshot import MAX_VIEWERS, FleetSnapshot
-from router.observability.other_processes import OtherProcesses, recording_of
-from router.observability.request_recorder import DEFAULT_BLOCK_TOKENS, MAX_LISTENERS, Recording
+from router.observability.request_recorder import (
+    DEFAULT_BLOCK_TOKENS,
+    MAX_LISTENERS,
+    OtherProcesses,
+    Recording,
+    recording_of,
+)
 
 _PAGE = Path(__file__).parents[2] / "observability" / "page.html"
 # The page loads nothing from anywhere else, and nothing may frame it.

@@ -1,37 +1,84 @@
-"""A proxied request whose stream goes on elsewhere when its worker dies.
+"""A proxied request whose stream continues on another worker when its worker fails.
 
     ANSWERING ──▶ broken off ──▶ WAITING ──▶ SENT ──▶ ANSWERING
-                      └──▶ ENDED, where it cannot go on exactly
+                      └──▶ ENDED, if it cannot be continued exactly
 
-Used only where the settings want it: no other request pays for it.
+It is used only if the settings enable it, so that other requests have no cost.
 """
 
 from __future__ import annotations
 
 from http_api.errors import RequestError
 from router.apis.endpoints import error_event
+from router.apis.usage import HiddenUsage, UsageTail
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
 from router.forwarding.attempts import Attempts, broken_off
-from router.forwarding.failover.resumable_response import ResumableResponse
+from router.forwarding.exchange import ResponseWriter, RoutingHeaders
 from router.forwarding.failover.resumable_stream import ResumableStream
 from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.proxied_request import Phase, ProxiedRequest
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
-from router.forwarding.response_writer import ResponseWriter
 from router.routing.assignment import Assignment
 from router.routing.routed_prompt import RoutedPrompt
 from router.upstream import ResponseHead
+from router.upstream.request import SentRequest
+
+
+class ResumableResponse(ProxiedResponse):
+    """One worker's part of a resumable stream. Each worker's part has its own statistics."""
+
+    stream: ResumableStream
+
+    def follow(self, stream: ResumableStream) -> None:
+        """Set the stream. Called once, before any byte."""
+        self.resumed = stream.begun
+        self.stream = stream
+        self._tail = UsageTail()
+
+    @staticmethod
+    def fits(head: ResponseHead) -> bool:
+        """Return whether a response with this head is a stream that can be parsed."""
+        return head.status == 200 and HiddenUsage.applies_to(head.headers)
+
+    def start(
+        self,
+        headers: RoutingHeaders,
+        hidden: HiddenUsage | None,  # noqa: ARG002 - the stream itself hides usage
+        recorded: bool,  # noqa: ARG002
+        data: bytes,
+        ended: bool,
+    ) -> None:
+        passed = self.stream.filter(data, ended)
+        ended = ended and self.stream.problem is None
+        if self.resumed:
+            self._client.more(passed, ended)
+        else:
+            self._client.begin(self.head, headers, passed, ended)
+            self._count()
+        self._learn(data, ended)
+
+    def pass_on(self, data: bytes, ended: bool) -> None:
+        passed = self.stream.filter(data, ended)
+        ended = ended and self.stream.problem is None
+        self._client.more(passed, ended)
+        self._learn(data, ended)
+
+    def forward_chunks(self, sent: SentRequest | None) -> None:
+        """Keep parsing every event."""
+
+    def break_off(self, error: RequestError) -> None:
+        self._client.more(self.stream.error or error_event(self._context.head.path, error), True)
 
 
 class ResumableProxiedRequest(ProxiedRequest):
-    """A request and its answer, of several workers if need be."""
+    """A request and its response from one or more workers."""
 
-    _stream: ResumableStream | None = None  # of a request that could go on elsewhere
-    _prompt: RoutedPrompt | None = None  # as it was asked
-    _died: Worker | None = None  # the worker after which the stream is to go on
+    _stream: ResumableStream | None = None  # if another worker could continue it
+    _prompt: RoutedPrompt | None = None  # the original prompt
+    _died: Worker | None = None  # the failed worker whose stream is to be continued
     _failovers = 0
 
     def __init__(
@@ -49,7 +96,7 @@ class ResumableProxiedRequest(ProxiedRequest):
         return self._stream is not None and self._stream.begun
 
     def refuse(self, error: RequestError) -> None:
-        """The same; once the stream has begun, in the stream."""
+        """Answer with an error: inside the stream if it has begun."""
         if not self._begun:
             super().refuse(error)
             return
@@ -75,7 +122,7 @@ class ResumableProxiedRequest(ProxiedRequest):
         if outcome is not None:
             self._retry(attempts, problem)
         else:
-            self.refuse(broken_off())  # it does not take the rest
+            self.refuse(broken_off())  # the worker refuses the rest
 
     def _new_response(self, attempts: Attempts, assignment: Assignment, head: ResponseHead) -> ProxiedResponse:
         stream = self._stream
@@ -86,7 +133,7 @@ class ResumableProxiedRequest(ProxiedRequest):
             self._died = None
             self._client.more(stream.comment(attempts.routing_headers().worker), False)
             if self._stall is not None and attempts.sent is not None:
-                attempts.sent.pause()  # its client does not read
+                attempts.sent.pause()  # the client is not reading
         response = ResumableResponse(
             self._services, self._context, self._client, assignment, attempts.prompt, head, self._arrived
         )
@@ -126,7 +173,7 @@ class ResumableProxiedRequest(ProxiedRequest):
             super()._break_off(response, reason)
 
     async def _go_on(self, attempts: Attempts, stream: ResumableStream, response: ResumableResponse) -> None:
-        """Send the rest elsewhere. Raises RequestError."""
+        """Send the request for the rest to another worker. Raises RequestError."""
         original = self._prompt = self._prompt or attempts.prompt
         resumption = await self._failover.resumption(self._context, stream, original)
         if resumption is None:
@@ -139,12 +186,12 @@ class ResumableProxiedRequest(ProxiedRequest):
         if tenant is not None and resumption.given:
             tenant.spend(resumption.given - stream.tokens_before)
         stream.goes_on(resumption.given)
-        self._attempts = attempts = attempts.of_the_rest(resumption.prompt, resumption.body)
+        self._attempts = attempts = attempts.for_rest(resumption.prompt, resumption.body)
         self._send_next(attempts)
 
 
 def new_proxied_request(services: ProxyServices, context: RequestContext, client: ResponseWriter) -> ProxiedRequest:
-    """A request that came, and is to be sent to a worker."""
+    """Return the proxied request for a received request."""
     failover = services.stream_failover
     if failover is None:
         return ProxiedRequest(services, context, client)

@@ -1,10 +1,11 @@
-"""Which streams can be gone on with by another worker, exactly; and what that worker is asked.
+"""Resumable requests: streams that another worker can continue exactly, and the request for the rest.
 
-A completion goes on from its prompt and the text so far, or from their token ids where the engine tells them. A chat
-goes on from its messages and the text so far as the last of them, with vLLM's and SGLang's `continue_final_message`.
+A completion continues from its prompt and the text so far, or from their token ids if the engine returns them. A chat
+continues from its messages with the text so far as the last one. vLLM and SGLang support this by
+`continue_final_message`.
 
-Only what is known to change nothing may stand in the body: a field that is not listed here may be one that looks at
-the answer so far (penalties, bad words, grammars), draws on a seed, or gives the answer another shape.
+Only fields that are known to be safe may be in the body. Other fields may depend on the answer so far (penalties, bad
+words, grammars), draw on a seed, or change the answer's format.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from router.apis.endpoints import CHAT, COMPLETIONS
 from router.apis.json_edit import field, with_field
 from router.apis.openai_requests import COMPLETION_MAX_TOKENS
 
-# Whatever they say, the answer goes on as it would have.
+# Fields that do not affect a continuation, whatever their value.
 _PLAIN: Final = frozenset(
     {
         "model",
@@ -52,7 +53,7 @@ _PLAIN: Final = frozenset(
         "parallel_tool_calls",
     }
 )
-# With any of these values they ask for nothing; null asks for nothing anywhere.
+# Fields with values that have no effect; null never has one.
 _NOTHING: Final[dict[str, tuple[Any, ...]]] = {
     "n": (1,),
     "best_of": (1,),
@@ -81,9 +82,10 @@ _STREAM_OPTIONS: Final = frozenset({"include_usage", "continuous_usage_stats"})
 
 
 class ResumableRequest:
-    """A request for a stream. `body`: as it is sent at first, asking for what is needed to go on.
+    """A request for a stream.
 
-    `shows_ids`, `shows_usage`, `shows_each_usage`: what the client itself asked for.
+    - `body`: the body that is sent first, which asks for what a continuation needs.
+    - `shows_ids`, `shows_usage`, `shows_each_usage`: what the client itself asked for.
     """
 
     def __init__(self, path: str, body: bytes, fields: dict[str, Any], tells_ids: bool, tells_usage: bool) -> None:
@@ -102,13 +104,13 @@ class ResumableRequest:
 
     @property
     def prompt(self) -> str | list[int] | None:
-        """A completion's prompt: a text or token ids; None of a chat."""
+        """A completion's prompt: a text or token ids; None for a chat."""
         prompt = self._fields.get("prompt")
         return prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
 
     @property
     def max_tokens(self) -> int | None:
-        """How many tokens the answer may have; None where nothing but the context bounds it."""
+        """The limit of the answer's tokens; None if only the context limits it."""
         given = [self._fields.get(name) for name in _LIMITS[:2]]
         if self.is_chat:
             return given[1] if given[1] is not None else given[0]
@@ -116,11 +118,11 @@ class ResumableRequest:
 
     @property
     def needs_count(self) -> bool:
-        """Whether it must be known how many tokens there were, for another worker or for the client."""
+        """True if the number of answered tokens must be known, for another worker or for the client."""
         return self.max_tokens is not None or self.shows_usage
 
     def chat_from(self, text: str, tokens: int | None) -> bytes:
-        """The chat that goes on with this text, of so many tokens where that matters."""
+        """Return the chat that continues this text; `tokens` is the text's length if a limit depends on it."""
         body = self._reduced(tokens)
         if not text:
             return body
@@ -131,11 +133,11 @@ class ResumableRequest:
         return with_field(body, "continue_final_message", b"true")
 
     def completion_from(self, prompt: str | list[int], tokens: int | None) -> bytes:
-        """The completion that goes on after this prompt, which has so many tokens of the answer."""
+        """Return the completion that continues this prompt, of which `tokens` belong to the answer."""
         return with_field(self._reduced(tokens), "prompt", msgspec.json.encode(prompt))
 
     def _reduced(self, tokens: int | None) -> bytes:
-        """The body whose answer may be shorter by this."""
+        """Return the body with the limits reduced by `tokens`."""
         body = self.body
         if not tokens:
             return body
@@ -148,10 +150,10 @@ class ResumableRequest:
 
 
 def resumable_request(path: str, body: bytes, tells_ids: bool, tells_usage: bool) -> ResumableRequest | None:
-    """The request, if its stream could be gone on with elsewhere; None where it could not, or it is no stream.
+    """Return the request if another worker could continue its stream; None if not, or if it is no stream.
 
-    `body`: as the door lets it in. `tells_ids`, `tells_usage`: every worker that may get it tells the token ids and the
-    usage of each chunk when it is asked to.
+    - `body`: the admitted body.
+    - `tells_ids`, `tells_usage`: every possible worker returns token ids, and usage in each chunk, if asked.
     """
     if path not in (CHAT, COMPLETIONS):
         return None
@@ -172,7 +174,7 @@ def _is_plain(fields: dict[str, Any]) -> bool:
         if value is None or name in _PLAIN:
             continue
         if name == "seed" and fields.get("temperature") == 0:
-            continue  # nothing is drawn
+            continue  # greedy sampling uses no seed
         if name == "return_token_ids" and isinstance(value, bool):
             continue
         if name == "stream_options" and isinstance(value, dict) and value.keys() <= _STREAM_OPTIONS:

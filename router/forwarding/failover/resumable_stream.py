@@ -1,8 +1,8 @@
-"""A stream that may be gone on with by another worker: what was told so far, and what of each event the client sees.
+"""A resumable stream: the answer so far, and the part of each event that the client receives.
 
-The client sees one stream: one id, one role, no token twice, and usage of the whole. Events are passed on whole, so
-that one whose worker dies in it can come again. Where a chunk brings something that cannot be gone on with (a tool
-call, reasoning, log probabilities), the stream ends with its worker.
+The client receives one stream: one id, one role, no token twice, and the usage of the whole. Events are forwarded
+completely, so that an incomplete one can be repeated. If a chunk has content that cannot be continued (a tool call,
+reasoning, log probabilities), the stream ends with its worker.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import msgspec
 from router.forwarding.failover.resumable_request import ResumableRequest
 
 _END_OF_EVENT: Final = re.compile(rb"\r?\n\r?\n")
-_LONGEST_EVENT: Final = 2**20  # bytes; a stream with a longer one passes as it comes
+_LONGEST_EVENT: Final = 2**20  # bytes; a stream with a longer event is forwarded unparsed
 _DONE: Final = b"[DONE]"
-# The worker gave up: it is shut down, or its engine died.
+# Finish reasons of a worker that is shut down or whose engine died.
 _GIVEN_UP: Final = ("abort", "error")
 _DELTA: Final = frozenset({"role", "content"})
-# What the whole stream has in common.
+# Fields with one value for the whole stream.
 _NAMES: Final = ("id", "created", "model", "system_fingerprint")
-# A text with these was parted by nobody, and templates take it out of earlier messages.
+# Markers of reasoning inside the text, which templates remove from earlier messages.
 _REASONING: Final = ("<think", "</think", "[THINK]", "<|channel|>")
 _REPLACEMENT: Final = "\ufffd"
 
@@ -31,11 +31,15 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ResumableStream:
-    """The stream that answers a request, however many workers it takes.
+    """The stream that answers a request, over one or more workers.
 
-    `begun`: something of it was passed on. `problem`: why the worker will not finish it, where its events say so;
-    `error`: with which event. `text`: the answer so far. `prompt_ids`, `output_ids`: in tokens, where they are known.
-    `given`: how many tokens the text has; None where that is not known. `tokens_before`: those of other workers.
+    - `begun`: a part of it was forwarded.
+    - `problem`: why the worker will not complete it, if its events state that.
+    - `error`: the event that states the problem.
+    - `text`: the answer so far.
+    - `prompt_ids`, `output_ids`: the token ids, if known.
+    - `given`: the number of tokens of the text; None if unknown.
+    - `tokens_before`: the number of tokens from earlier workers.
     """
 
     def __init__(self, request: ResumableRequest) -> None:
@@ -48,11 +52,11 @@ class ResumableStream:
         self.output_ids: list[int] | None = []
         self.given: int | None = 0
         self.tokens_before = 0
-        self._resumed = 0  # workers that it was gone on with
-        self._passes_all = False  # it is not understood, and passes as it comes
+        self._resumed = 0  # number of workers that continued it
+        self._passes_all = False  # its format is unknown, so it is forwarded unparsed
         self._exact = True
-        self._unfinished = b""  # an event whose end has not come
-        self._held_ids: list[int] = []  # of chunks without text: parts of a character, or what has no text
+        self._unfinished = b""  # the beginning of an incomplete event
+        self._held_ids: list[int] = []  # of chunks without text, such as parts of a character
         self._common: dict[str, Any] = {}
         self._object = ""
         self._role_passed = False
@@ -62,8 +66,8 @@ class ResumableStream:
         self._counted: int | None = None  # by this worker, at its last chunk
         self._usage_passed = False
 
-    def passed(self, data: bytes, ended: bool) -> bytes:
-        """What to pass on now that this came. After a `problem` nothing is."""
+    def filter(self, data: bytes, ended: bool) -> bytes:
+        """Return the bytes to forward after `data` is received. After a `problem` nothing is forwarded."""
         self.begun = True
         if self._passes_all:
             return data
@@ -85,18 +89,18 @@ class ResumableStream:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether what was told so far could be gone on with."""
+        """True if the answer so far can be continued."""
         if not self._exact or self._finished or self.text.endswith(_REPLACEMENT):
             return False
         return not (self.request.is_chat and any(mark in self.text for mark in _REASONING))
 
     def all_ids(self) -> list[int] | None:
-        """The prompt and the answer so far in tokens, as the engine has them; None where they are not known."""
+        """Return the token ids of the prompt and the answer so far; None if they are unknown."""
         prompt = self.prompt_ids if self.prompt_ids is not None else self.request.prompt
         return prompt + self.output_ids if isinstance(prompt, list) and self.output_ids is not None else None
 
     def ending(self) -> bytes | None:
-        """The end of a stream of which nothing is left to generate; None where something is, or its end is unknown."""
+        """Return the end of a stream with nothing left to generate; None if there is more, or if the end is unknown."""
         if self._done:
             return b""
         if not self._exact:
@@ -119,7 +123,7 @@ class ResumableStream:
         return last + b"data: [DONE]\n\n"
 
     def goes_on(self, given: int | None) -> None:
-        """Another worker is sent the rest, after so many tokens."""
+        """Prepare for the next worker; `given` is the number of tokens so far."""
         self._resumed += 1
         self.problem = self.error = None
         self._unfinished = b""
@@ -129,13 +133,13 @@ class ResumableStream:
         self.tokens_before = given or 0
 
     def comment(self, worker: str) -> bytes:
-        """What the client sees of it: a comment, which readers of events skip."""
+        """Return a comment about the failover, which parsers of events skip."""
         return b": kvrouter: %b goes on after %d tokens\n\n" % (worker.encode(), self.tokens_before)
 
     # Events
 
     def _event(self, event: bytes) -> bytes:
-        """What is passed on of an event."""
+        """Return the bytes to forward for an event."""
         if event.startswith(b":"):
             return event + b"\n\n"
         data = event[5:].strip() if event.startswith(b"data:") else b""
@@ -162,7 +166,7 @@ class ResumableStream:
         if self._finished or (isinstance(code, int) and code < 500):
             self._exact = False
             return event + b"\n\n"
-        self.problem, self.error = "the worker told an error", event + b"\n\n"
+        self.problem, self.error = "the worker sent an error", event + b"\n\n"
         return b""
 
     def _chunk(self, chunk: dict[str, Any], choice: dict[str, Any]) -> bytes:
@@ -186,7 +190,7 @@ class ResumableStream:
         return _data(chunk)
 
     def _read_content(self, choice: dict[str, Any]) -> tuple[str, bool]:
-        """The text of a chunk, and whether all that it brought is the role once more, which is taken out."""
+        """Return the text of a chunk, and whether a repeated role was its only content. The role is removed."""
         if choice.get("logprobs") is not None:
             self._exact = False
         if not self.request.is_chat:
@@ -206,7 +210,8 @@ class ResumableStream:
         return text, again and not any(delta.values())
 
     def _count(self, chunk: dict[str, Any], choice: dict[str, Any], text: str, finished: bool) -> None:
-        """Learn the tokens of a chunk. Those without text count once text follows: else they come again."""
+        """Count the tokens of a chunk. Tokens without text count when text follows, because they are repeated
+        otherwise."""
         prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if prompt_ids is not None and not self._resumed:
             self.prompt_ids, self._prompt_tokens = prompt_ids, len(prompt_ids)
@@ -241,7 +246,7 @@ class ResumableStream:
     # Usage
 
     def _total(self) -> int | None:
-        """The tokens of the whole answer, with those that have no text."""
+        """Return the number of tokens of the whole answer, including those without text."""
         if self.output_ids is not None:
             return len(self.output_ids)
         return None if self._counted is None else self.tokens_before + self._counted
@@ -254,7 +259,7 @@ class ResumableStream:
         return _data(chunk | self._common)
 
     def _correct_usage(self, chunk: dict[str, Any]) -> None:
-        """What a chunk says of usage so far: of the whole, or nothing where the client did not ask for it."""
+        """Correct a chunk's usage to that of the whole answer, or remove it if the client did not ask for it."""
         if chunk.get("usage") is None:
             return
         if self.request.shows_each_usage:
@@ -263,7 +268,7 @@ class ResumableStream:
             del chunk["usage"]
 
     def _make_whole(self, usage: object) -> None:
-        """Count in what other workers gave, which this one has as its prompt."""
+        """Add the tokens of earlier workers, which this worker counts in its prompt."""
         if not self._resumed or not isinstance(usage, dict):
             return
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
@@ -276,7 +281,7 @@ class ResumableStream:
         if isinstance(details, dict) and type(details.get("cached_tokens")) is int:
             details["cached_tokens"] = min(details["cached_tokens"], prompt)
 
-    # Chunks of ours
+    # Chunks that the router creates
 
     def _beginning(self) -> dict[str, Any]:
         return {**self._common, "object": self._object}

@@ -1,12 +1,11 @@
-"""Streams that go on elsewhere when their worker dies: whether one can, and with which request.
+"""Mid-stream failover: whether another worker can continue a stream, and with which request.
 
-    worker dies ──▶ all was told? ──▶ the end is made here
+    worker fails ──▶ answer complete? ──▶ the router writes the end
                         └──▶ the request for the rest ──▶ same tokens as before? ──▶ another worker
-                                                               └──▶ the stream ends, as it does without this
+                                                               └──▶ the stream ends with its worker
 
-The engine's tokens are compared where they are known: those of the request for the rest must be those of the first
-request and of the answer so far. A chat template that shows an answer otherwise than it was generated would make
-another answer of it.
+If the engine's tokens are known, those of the request for the rest must equal the first request's and the answer's so
+far. A chat template that renders an answer differently from its generation would change the answer.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from router.forwarding.request_context import RequestContext
 from router.routing.prompt_reader import PromptReader
 from router.routing.routed_prompt import RoutedPrompt
 
-# They continue the last message of a chat, and tell usage with each chunk.
+# Engines that continue the last message of a chat and report usage with each chunk.
 _CONTINUING = frozenset({Engine.VLLM, Engine.SGLANG})
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How a stream goes on: the body for the next worker, its prompt, and the tokens that were given before."""
+    """The continuation of a stream: the body for the next worker, its prompt, and the number of tokens so far."""
 
     body: bytes
     prompt: RoutedPrompt
@@ -39,7 +38,7 @@ class Resumption:
 
 
 class StreamFailover:
-    """What proxied requests ask. `most`: how often one stream may go on elsewhere."""
+    """The failover of streams. `most` is how often one stream may be continued."""
 
     def __init__(self, fleet: Fleet, reader: PromptReader, most: int, registry: CollectorRegistry) -> None:
         self.most = most
@@ -47,23 +46,23 @@ class StreamFailover:
         self._reader = reader
         self._counter = Counter(
             "kvrouter_stream_failovers",
-            "Streams whose worker broke off: gone on with elsewhere, or ended there",
+            "Streams whose worker broke off, by outcome: resumed on another worker, or ended",
             ["worker", "outcome"],
             registry=registry,
         )
 
     def stream(self, path: str, body: bytes) -> ResumableStream | None:
-        """The stream that answers a request, if it could go on elsewhere."""
+        """Return the stream that answers a request, if it can be continued; else None."""
         engines = self._engines()
         request = resumable_request(path, body, engines == {Engine.VLLM}, engines <= _CONTINUING)
         return None if request is None else ResumableStream(request)
 
     def resumed(self, worker: Worker) -> None:
-        """A stream of this worker went on elsewhere, or had all but its end."""
+        """Count a stream of this worker that was continued, or whose end the router wrote."""
         self._counter.labels(worker.name, "resumed").inc()
 
     def ended(self, worker: Worker) -> None:
-        """A stream of this worker ended with it."""
+        """Count a stream that ended with this worker."""
         self._counter.labels(worker.name, "ended").inc()
 
     def removed(self, worker: Worker) -> None:
@@ -73,9 +72,9 @@ class StreamFailover:
     async def resumption(
         self, context: RequestContext, stream: ResumableStream, before: RoutedPrompt
     ) -> Resumption | None:
-        """How a stream goes on, exactly; None where it cannot. `before`: the prompt of the worker that died.
+        """Return the exact continuation of a stream; None without one.
 
-        Raises RequestError.
+        `before` is the prompt of the worker that failed. Raises RequestError.
         """
         request, text = stream.request, stream.text
         if not stream.can_go_on:
@@ -92,7 +91,7 @@ class StreamFailover:
         elif isinstance(request.prompt, str):
             prompt = await self._read(context, request.completion_from(request.prompt + text, None))
         else:
-            return None  # ids of its own, and an answer of which only the text is known
+            return None  # the prompt has token ids, but only the text of the answer is known
         given = stream.given
         if request.is_chat or ids is None:
             if not _known(before):
@@ -103,7 +102,7 @@ class StreamFailover:
                     return None
                 given = len(rest)
             elif request.is_chat and text != text.strip():
-                return None  # templates cut off white space
+                return None  # templates strip white space
         if request.needs_count and given is None:
             return None
         if prompt.max_tokens is not None and given is not None:
@@ -113,7 +112,7 @@ class StreamFailover:
         return Resumption(request.completion_from(ids or f"{request.prompt}{text}", given), prompt, given)
 
     async def _read(self, context: RequestContext, body: bytes) -> RoutedPrompt:
-        """A request's prompt with its tokens, where they can be known, whatever the policy looks at."""
+        """Return a request's prompt with its tokens if possible, whatever the policy needs."""
         head = context.head
         request = read_call(Call(head.method, head.path, head.headers, body, head.session_headers))
         prompt = self._reader.read_now(request, len(body))
@@ -130,6 +129,6 @@ def _known(prompt: RoutedPrompt) -> bool:
 
 
 def _rest(before: RoutedPrompt, after: RoutedPrompt) -> list[int] | None:
-    """The tokens by which a prompt is longer; None where it begins otherwise."""
+    """Return the tokens by which a prompt is longer; None if it begins differently."""
     first, longer = before.token_ids[0], after.token_ids[0]
     return list(longer)[len(first) :] if longer.tokens.startswith(first.tokens) else None

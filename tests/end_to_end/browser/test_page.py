@@ -121,11 +121,11 @@ async def test_the_token_is_asked_for(scheme: str) -> None:
         router(fleet[0][1], server={"token": "admin"}) as routed,
         opened(routed.url, color_scheme=scheme) as page,
     ):
-        await expect(page.locator("#status")).to_contain_text("token is needed", timeout=SECONDS)
+        await expect(page.locator("#status")).to_contain_text("token is required", timeout=SECONDS)
         await accessible(page)
         await page.keyboard.type("wrong")
         await page.keyboard.press("Enter")
-        await expect(page.locator("#status")).to_contain_text("not right")
+        await expect(page.locator("#status")).to_contain_text("invalid")
         await page.fill("#token", "admin")
         await page.keyboard.press("Enter")
         await expect(page.locator("#rows .row")).to_have_count(1, timeout=SECONDS)
@@ -344,13 +344,13 @@ async def test_rows_are_reached_by_keyboard() -> None:
 async def test_the_page_says_who_answers_what_is_wrong_and_how_the_load_lies() -> None:
     ranks = [rank("http://w-1", 8), rank("http://w-2", 0), rank("http://w-3", 1, state="down")]
     about = {"version": "1.2.3", "core": "native", "policy": "kv_aware", "python": "3.11.7"}
-    about |= {"models": {"m": {"workers": 2, "tokens": "made here by fastokens"}}}
+    about |= {"models": {"m": {"workers": 2, "tokens": "by fastokens"}}}
     findings = [{"finding": "worker_down", "worker": "http://w-3", "detail": "refused the connection"}]
     series = [point(0), point(2, errors=1.5, refused=3, retried=0.5, saved=2.0, waiting={"saturated": 4})]
     async with fed(series, ranks, about=about, findings=findings) as page:
         await expect(page.locator("#about")).to_have_text("1.2.3, native index, policy kv_aware")
-        await expect(page.locator("#models")).to_have_text("m on 2 workers; tokens made here by fastokens")
-        await expect(page.locator("#wrong-title")).to_have_text("What is wrong: 1 finding")
+        await expect(page.locator("#models")).to_have_text("m on 2 workers; tokens by fastokens")
+        await expect(page.locator("#wrong-title")).to_have_text("1 finding")
         await expect(page.locator("#findings li")).to_have_text("worker down w-3: refused the connection")
         cells = page.locator("#strip i")
         await expect(cells).to_have_count(3)
@@ -361,7 +361,7 @@ async def test_the_page_says_who_answers_what_is_wrong_and_how_the_load_lies() -
         ]
         await expect(page.locator("#strip i.bad")).to_have_count(1)
         await expect(page.locator("#balance")).to_have_text(
-            "Requests in flight: 0 to 8 a rank, 3 in the mean; the busiest, w-1, has 2.7 times that."
+            "Requests in flight: 0 to 8 per rank, mean 3; the busiest, w-1, has 2.7 times that."
         )
         for chart, now in (
             ("failures", "now 1.5 and 3 and 0.5"),

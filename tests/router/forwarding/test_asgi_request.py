@@ -10,10 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from router.auth import AuthGate
 from router.forwarding.asgi_request import AsgiRequest
-from router.forwarding.request_context import RequestContexts
-from router.forwarding.request_head import RequestHead
-from router.forwarding.response_writer import ResponseWriter
-from router.forwarding.routing_headers import RoutingHeaders
+from router.forwarding.exchange import ResponseWriter, RoutingHeaders
+from router.forwarding.request_context import RequestContexts, RequestHead
 from router.http.headers import ResponseHead
 from router.settings import Settings
 
@@ -155,7 +153,7 @@ async def test_disconnect_is_received_and_nothing_more_is_written() -> None:
 
     request, written = started(app)
     await turns()
-    request.client_left()
+    request.client_disconnected()
     await turns()
     assert [message["type"] for message in received] == ["http.request", "http.disconnect"]
     assert not written.ended

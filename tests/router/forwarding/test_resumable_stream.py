@@ -38,22 +38,22 @@ WHOLE = event(None) + event("Hé", [1]) + b": a comment\n\n" + event("llo", [2, 
 def test_it_does_not_matter_how_the_bytes_come(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(WHOLE)]
     at_once, in_parts = stream(), stream()
-    passed = [in_parts.passed(WHOLE[a:b], b == len(WHOLE)) for a, b in pairwise(places)]
-    assert b"".join(passed) == at_once.passed(WHOLE, True)
+    passed = [in_parts.filter(WHOLE[a:b], b == len(WHOLE)) for a, b in pairwise(places)]
+    assert b"".join(passed) == at_once.filter(WHOLE, True)
     assert (in_parts.text, in_parts.output_ids, in_parts.given) == ("Héllo", [1, 2, 3], 3)
 
 
 @given(st.integers(0, len(WHOLE)))
 def test_only_whole_events_are_passed_on(cut: int) -> None:
-    passed = stream().passed(WHOLE[:cut], False)
+    passed = stream().filter(WHOLE[:cut], False)
     assert passed == b"" or passed.endswith(b"\n\n")
 
 
 def test_tokens_whose_text_was_held_back_come_again() -> None:
     cut = stream()
-    cut.passed(event(None) + event("a", [1]) + event("", [2]), False)
+    cut.filter(event(None) + event("a", [1]) + event("", [2]), False)
     assert (cut.text, cut.output_ids, cut.given) == ("a", [1], 1)
-    cut.passed(event("é", [3]), False)
+    cut.filter(event("é", [3]), False)
     assert (cut.output_ids, cut.given) == ([1, 2, 3], 3)
 
 
@@ -70,9 +70,9 @@ def test_tokens_whose_text_was_held_back_come_again() -> None:
 )
 def test_what_cannot_be_gone_on_with(chunk: bytes) -> None:
     cut = stream()
-    cut.passed(event(None), False)
+    cut.filter(event(None), False)
     assert cut.can_go_on
-    passed = cut.passed(chunk, False)
+    passed = cut.filter(chunk, False)
     assert passed
     assert not cut.can_go_on
     assert cut.ending() is None
@@ -81,23 +81,23 @@ def test_what_cannot_be_gone_on_with(chunk: bytes) -> None:
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_answer_that_the_engine_gives_up_is_none_that_ends(reason: str) -> None:
     cut = stream()
-    assert cut.passed(event("a", [1]) + event("", [], reason) + b"data: [DONE]\n\n", True).count(b"data:") == 1
+    assert cut.filter(event("a", [1]) + event("", [], reason) + b"data: [DONE]\n\n", True).count(b"data:") == 1
     assert cut.problem is not None
     assert cut.can_go_on
 
 
 def test_a_stream_without_an_end_is_none_that_ended() -> None:
     cut = stream()
-    cut.passed(event("a", [1]), True)
+    cut.filter(event("a", [1]), True)
     assert cut.problem is not None
 
 
 def test_the_end_is_made_where_all_was_told() -> None:
     cut = stream(max_tokens=2, stream_options={"include_usage": True})
     first = event(None).replace(b'"id"', b'"prompt_token_ids": [7, 8, 9], "id"')
-    assert b"prompt_token_ids" not in cut.passed(first + event("a", [1]), False)
+    assert b"prompt_token_ids" not in cut.filter(first + event("a", [1]), False)
     assert cut.ending() is None
-    cut.passed(event("b", [2]), False)
+    cut.filter(event("b", [2]), False)
     ending = cut.ending()
     assert ending is not None
     last, usage, done, _ = ending.split(b"\n\n")

@@ -28,8 +28,8 @@ def test_what_is_told_is_what_the_library_tells(seen: list[tuple[float, str, int
     for value, model, status in seen:
         their_counter.labels(model, str(status)).inc(value)
         their_histogram.labels(model, str(status)).observe(value)
-        counter.of(model, status).amount += value
-        histogram.of(model, status).observe(value)
+        counter.labels(model, status).amount += value
+        histogram.labels(model, status).observe(value)
     assert _told(ours) == _told(theirs)
     at_most = histogram.at_most()
     assert at_most == {bound: sum(value <= bound for value, _, _ in seen) for bound in at_most}
@@ -38,10 +38,10 @@ def test_what_is_told_is_what_the_library_tells(seen: list[tuple[float, str, int
 
 def test_series_end() -> None:
     counter = Counter("answers", "Answers", LABELS, CollectorRegistry())
-    counter.of("a", 200).amount += 2
-    counter.of("b", 200).amount += 3
-    counter.of("b", 500).amount += 1
+    counter.labels("a", 200).amount += 2
+    counter.labels("b", 200).amount += 3
+    counter.labels("b", 500).amount += 1
     assert counter.by("status") == {200: 5, 500: 1}
-    counter.of("b", 500).amount -= 1
+    counter.labels("b", 500).amount -= 1
     counter.forget("a")
     assert counter.total == 3

@@ -101,7 +101,7 @@ async def _gone(upstreams: Upstreams) -> bool:
 
 async def ask(upstreams: Upstreams, url: str) -> Remembering:
     handler = Remembering()
-    upstreams.of(url).send(handler, "GET", b"/x", b"", b"")
+    upstreams.get(url).send(handler, "GET", b"/x", b"", b"")
     async with asyncio.timeout(60):
         await handler.over
     return handler
@@ -111,7 +111,7 @@ def test_connections_are_used_again_the_latest_first(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         async with served() as (upstreams, url):
             await asyncio.gather(*(ask(upstreams, url) for _ in range(5)))
-            upstream = upstreams.of(url)
+            upstream = upstreams.get(url)
             assert (upstream.open_connections, upstream.idle_connections) == (5, 5)
             assert (await ask(upstreams, url)).body == b"{}"
             assert (upstream.open_connections, upstream.idle_connections) == (5, 5)
@@ -186,7 +186,7 @@ def test_who_calls_off_a_request_hears_nothing_more() -> None:
                 if sent:
                     await ask(upstreams, url)  # an idle connection: the request is written at once
                 handler = Remembering()
-                upstreams.of(url).send(handler, "GET", b"/x", b"", b"").abort()
+                upstreams.get(url).send(handler, "GET", b"/x", b"", b"").abort()
                 await asyncio.sleep(0.05)
                 assert not handler.over.done()
 
@@ -243,7 +243,7 @@ def test_a_workers_key_is_shown_unless_the_request_has_one_or_must_not(request_i
                 (b"Bearer b", b"x: 1\r\n", True, [b"Bearer b"]),
                 (None, b"x: 1\r\n", True, []),
             ):
-                upstream = upstreams.of(url)
+                upstream = upstreams.get(url)
                 upstreams.show(url, shown)
                 handler = Remembering()
                 upstream.send(handler, "GET", b"/", lines, b"", request_id, add_worker_key=add_worker_key)
@@ -268,7 +268,7 @@ def test_a_stream_whose_chunks_passed_is_still_missed_when_it_stops() -> None:
     async def main() -> None:
         async with served(stops, patience=0.5) as (upstreams, url):
             handler, forwarder = Remembering(), Passing()
-            request = upstreams.of(url).send(handler, "GET", b"/x", b"", b"")
+            request = upstreams.get(url).send(handler, "GET", b"/x", b"", b"")
             request.forwarder = forwarder
             async with asyncio.timeout(60):
                 await handler.over
@@ -308,7 +308,7 @@ def test_not_every_segment_of_a_stream_is_acknowledged() -> None:
 
         async with served(streams) as (upstreams, url):
             handler = Counting(came)
-            upstreams.of(url).send(handler, "GET", b"/x", b"", b"")
+            upstreams.get(url).send(handler, "GET", b"/x", b"", b"")
             async with asyncio.timeout(60):
                 await handler.over
         return int(counts[0])
@@ -321,7 +321,7 @@ def test_not_every_segment_of_a_stream_is_acknowledged() -> None:
 def test_a_connection_that_is_given_up_as_it_is_made_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     async def give_up() -> None:
         async with served() as (upstreams, url):
-            upstream = upstreams.of(url)
+            upstream = upstreams.get(url)
             opened = upstream.opened
             given_up = asyncio.Event()
 

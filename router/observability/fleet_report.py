@@ -1,0 +1,132 @@
+"""The router's report on itself and its fleet: version, policy, models, and findings for operators."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from indexer import Indexer, Target
+from indexer.api.metrics import build_info
+from indexer.streams.sequence import StreamState
+from indexer.targets import WorkerNames
+from router.cache_state.hit_audit import Basis, HitAudit
+from router.fleet.circuit import CircuitState
+from router.fleet.fleet import Fleet
+from router.fleet.worker import WorkerState
+from router.settings import PolicyName
+from router.tokens.tokenizer_source import TokenizerSource
+
+_ROUTES = {
+    "local": "equal to the engine's",
+    "untried": "not compared, because the engine returns no token ids",
+    "guessed": "different from the engine's, which cannot be asked",
+}
+
+
+class About:
+    """The router's identity, in its first log line, in `/health` and on the page."""
+
+    def __init__(self, policy: PolicyName, fleet: Fleet, source: TokenizerSource) -> None:
+        self.identity = {**build_info(), "policy": policy.value}
+        self._fleet = fleet
+        self._source = source
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Return the number of workers for each base model, and how its prompts are tokenized."""
+        serving = Counter(model for worker in self._fleet.workers if worker.up for model in worker.models())
+        report = self._source.report()
+        return {
+            model: {"workers": count, "tokens": _tokens(report.get(model))} for model, count in sorted(serving.items())
+        }
+
+
+def _tokens(report: dict[str, Any] | None) -> str:
+    """Describe in a few words how prompts are tokenized."""
+    if report is None:
+        return "prompts are not tokenized"
+    if report["way"] == "text":
+        return "unknown: prompts are routed by their text only"
+    if report["reading"] is None:
+        return "by asking the engine"
+    shapes = Counter(report["shapes"].values())
+    text = f"by {report['reading']} in the router"
+    if shapes:
+        route = shapes.most_common(1)[0][0]
+        text += f", {_ROUTES.get(route, route)}"
+        if asked := shapes["engine"]:
+            text += f"; the engine is asked for {asked} of {sum(shapes.values())} kinds of prompts"
+
+    return text
+
+
+def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, Any]]:
+    """Return all problems of the fleet; docs/troubleshooting.md explains each."""
+    found: list[dict[str, Any]] = [
+        {"finding": "worker_down", "worker": worker.name, "detail": worker.problem}
+        for worker in fleet.workers
+        if not worker.up
+    ]
+    found += [
+        {"finding": "worker_key", "worker": worker.name, "detail": worker.key.problem}
+        for worker in fleet.workers
+        if worker.key.refused
+    ]
+    found += [
+        {"finding": "worker_description", "worker": worker.name, "detail": "; ".join(worker.description.refused)}
+        for worker in fleet.workers
+        if worker.description is not None and worker.description.refused
+    ]
+    found += [
+        {
+            "finding": "no_models",
+            "worker": worker.name,
+            "detail": "its /v1/models is empty, so it gets no requests: set `model` for it under `workers`",
+        }
+        for worker in fleet.workers
+        if worker.up and worker.description is not None and not worker.description.models
+    ]
+    found += [
+        {"finding": "model_changed", "worker": worker.name, "model": name, "detail": f"it was {before}, and is {now}"}
+        for worker in fleet.workers
+        for name, (before, now) in worker.recent_changes().items()
+    ]
+    found += [
+        {"finding": "worker_left_out", "worker": worker.name, "detail": worker.reason}
+        for worker in fleet.workers
+        if worker.state in (WorkerState.EJECTED, WorkerState.HALF_OPEN)
+    ]
+    found += [
+        {"finding": "rank_left_out", "worker": worker.name, "dp_rank": dp_rank, "detail": health.circuit.reason}
+        for worker in fleet.workers
+        for dp_rank, health in worker.health.ranks.items()
+        if health.circuit.state is not CircuitState.CLOSED
+    ]
+    up = {worker.url for worker in fleet.workers if worker.up}
+    for registration in indexer.registered():
+        stream = indexer.stream_status(registration.target)
+        if registration.source is None or registration.target.worker not in up:
+            continue
+        if stream is None or stream.state is StreamState.CONNECTING:
+            detail = f"no event was received from {registration.source.endpoint}"
+            found.append(_finding(indexer.names, registration.target, "events_missing", detail))
+        elif stream.state is StreamState.STALE:
+            detail = f"no publisher answers at {registration.source.endpoint} any more: its index may be stale"
+            found.append(_finding(indexer.names, registration.target, "events_missing", detail))
+        elif stream.state is StreamState.LOST:
+            detail = f"{stream.sequence.lost_batches} event batches were lost and not replayed"
+            found.append(_finding(indexer.names, registration.target, "events_lost", detail))
+    for target, audited in audit.audits():
+        if audited.basis is not Basis.EVENTS:
+            detail = f"cached tokens differ from the prediction by events: now predicted from {_BASES[audited.basis]}"
+            found.append(_finding(indexer.names, target, "drift", detail))
+        if audited.lengths_differ:
+            detail = f"{audited.length_errors.share:.0%} of the prompts have another length than the router counted"
+            found.append(_finding(indexer.names, target, "prompt_length", detail))
+    return found
+
+
+_BASES = {Basis.RESYNCED: "events replayed from the start", Basis.HISTORY: "sent prefixes"}
+
+
+def _finding(names: WorkerNames, target: Target, finding: str, detail: str) -> dict[str, Any]:
+    return {"finding": finding, **names.about(target), "detail": detail}
