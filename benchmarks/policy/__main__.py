@@ -12,11 +12,12 @@ import typer
 from benchmarks.policy.decisions import TARGETS, decision_seconds
 from benchmarks.policy.grid import full_grid, play, play_all, quick_grid, trace_grid
 from benchmarks.policy.hints import compare_hints
+from benchmarks.policy.measures import TPOT_GOAL, TTFT_GOAL
 from benchmarks.policy.report import CellResult, markdown, verdict
+from benchmarks.policy.sides import SIDES, WITHOUT_EVENTS
 from benchmarks.policy.slos import compare
 from benchmarks.policy.tail import compare_tails
-from simulator.fleet.measures import TPOT_GOAL, TTFT_GOAL
-from simulator.fleet.sides import OURS, SIDES, WITHOUT_EVENTS
+from simulator.fleet.sides import OURS
 
 _HOW = f"""\
 Each policy replays the same requests on the same simulated fleet: paged caches whose leaves are evicted first, chunked

@@ -9,7 +9,7 @@ from random import Random
 from time import process_time
 
 from indexer import Target
-from router.policies import Candidate, CostColumns, LinearPolicy, Policy, Request
+from router.policies import Candidate, CostColumns, LinearPolicy, Policy, Request, policy_named
 from simulator.fleet.sides import OURS, PEERS
 
 TARGETS = (64, 4096)
@@ -38,7 +38,7 @@ def decision_seconds(count: int) -> dict[str, float]:
     costs: dict[str, float] = {}
     for side in (OURS, *PEERS):
         random = Random(1)
-        decide = _decider(side.policy_for(random), candidates(count, random))
+        decide = _decider(policy_named(side.settings, random).choose, candidates(count, random))
         times: list[float] = []
         gc.disable()
         while sum(times) < _SECONDS:

@@ -12,9 +12,9 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
+from benchmarks.policy.measures import Measures, measured
 from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload, ideal_seconds, sessions
-from simulator.fleet.fleet import Fleet
-from simulator.fleet.measures import Measures, measured
+from simulator.fleet.fleet import FleetSpec, Simulation
 from simulator.fleet.profiles import LLAMA_8B, LLAMA_70B, Profile
 from simulator.fleet.sides import Side
 from simulator.fleet.trace import TracedRequest, TraceLine, read_trace, requests_of
@@ -48,6 +48,11 @@ class Cell:
         return self.workload.name if isinstance(self.workload, Workload) else "trace"
 
     @property
+    def fleet(self) -> FleetSpec:
+        """The engines."""
+        return FleetSpec(self.profile, self.workers, self.kv_tokens)
+
+    @property
     def fleet_name(self) -> str:
         return f"{self.workers} of {self.profile.name}, {self.kv_tokens / 1e6:g} M tokens"
 
@@ -76,17 +81,7 @@ def _prices(profile: Profile) -> tuple[float, float]:
 
 def play(cell: Cell, requests: Sequence[TracedRequest], side: Side, seed: int) -> Measures:
     """One policy in one cell."""
-    random = Random(seed)
-    fleet = Fleet(
-        cell.profile,
-        cell.workers,
-        cell.kv_tokens,
-        side.policy_for(random),
-        side.late_binding,
-        random,
-        knowledge=side.knowledge,
-    )
-    return measured(fleet.run(requests))
+    return measured(Simulation(cell.fleet, side, Random(seed)).run(requests))
 
 
 def play_all(

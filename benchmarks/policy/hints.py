@@ -1,26 +1,31 @@
-"""What agents' hints are worth: this project's default with and without them, on the same made-up traces.
+"""The effect of agents' hints: this project's default with and without them, on the same generated traces.
 
-Every request tells whether its session goes on and, roughly, when it comes back: announced pauses are off by half
-(`simulator.fleet.hinted_fleet`). In the mixed cells half of the work is single requests with long prompts,
-which come once and tell that they are their session's last.
+Every request reports whether its session continues, and after which pause. The reported pauses are off by half. In the
+mixed cells, half of the work is single requests with long prompts, each of which reports that it is the last of its
+session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from statistics import mean, median
 
 from benchmarks.policy.grid import Cell
+from benchmarks.policy.measures import Measures, after_warm_up, measured
 from benchmarks.policy.report import markdown
 from benchmarks.policy.workloads import AGENT, CONVERSATION, SINGLE
-from simulator.fleet.fleet import Fleet, Outcome
-from simulator.fleet.hinted_fleet import HintedFleet
-from simulator.fleet.measures import WARM_UP, Measures, measured
+from router.apis.sessions import AgentHints
+from simulator.fleet.fleet import Outcome, Simulation
 from simulator.fleet.profiles import LLAMA_70B
 from simulator.fleet.sides import OURS
 from simulator.fleet.trace import TracedRequest, requests_of
+
+_HINTED = replace(OURS, hints=True)
+# An answer takes about this many seconds a token. The rest of the time to the next request is the reported pause.
+_TOKEN_SECONDS = 0.02
+_PAUSE_ERROR = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class Ground:
         return f"{what}, {self.cells[0].fleet_name}"
 
     def requests(self, seed: int) -> list[TracedRequest]:
-        """What comes, in the order of arrival."""
+        """Return the requests of all workloads in the order of their arrival."""
         lines = []
         for number, cell in enumerate(self.cells):
             for line in cell.lines(len(self.cells) * seed + number):
@@ -49,14 +54,14 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run. `ttft`: the mean, in seconds."""
+    """One run. `ttft`: the mean TTFT in seconds."""
 
     measures: Measures
     ttft: float
 
 
 def grounds(quick: bool) -> Iterator[Ground]:
-    """Below saturation and near it, by agents alone and beside others."""
+    """Return the cells: agents below and near saturation, agents beside single requests, and conversations."""
     both = (Cell(AGENT, LLAMA_70B, 8, 300_000, 0.25), Cell(SINGLE, LLAMA_70B, 8, 300_000, 0.45))
     if quick:
         yield Ground((Cell(AGENT, LLAMA_70B, 8, 300_000, 0.4),))
@@ -71,28 +76,47 @@ def grounds(quick: bool) -> Iterator[Ground]:
         yield Ground((Cell(CONVERSATION, LLAMA_70B, 8, 300_000, load),))
 
 
-def play(ground: Ground, requests: list[TracedRequest], hints: bool, seed: int) -> Run:
-    """One run, with or without hints."""
-    cell, random = ground.cells[0], Random(seed)
-    fleet = (cell.profile, cell.workers, cell.kv_tokens, OURS.policy_for(random), OURS.late_binding, random)
-    outcomes = (HintedFleet(*fleet, requests) if hints else Fleet(*fleet)).run(requests)
+def hinted(requests: Sequence[TracedRequest], error: float = _PAUSE_ERROR) -> list[TracedRequest]:
+    """Return the requests with hints: whether the session continues, and the pause after the answer.
+
+    `error`: the standard deviation of the logarithm by which the pauses are off.
+    """
+    random = Random(0)
+    following: dict[str, TracedRequest] = {}
+    with_hints: list[TracedRequest] = []
+    for request in reversed(requests):
+        after = following.get(request.session)
+        hints = AgentHints(final=True)
+        if after is not None:
+            pause = after.arrival - request.arrival - _TOKEN_SECONDS * request.output_tokens
+            hints = AgentHints(next_call=max(pause, 0.0) * random.lognormvariate(0.0, error))
+        following[request.session] = request
+        with_hints.append(replace(request, hints=hints))
+    return with_hints[::-1]
+
+
+def play(ground: Ground, requests: Sequence[TracedRequest], seed: int) -> Run:
+    """Replay requests, with the hints that they have."""
+    outcomes = Simulation(ground.cells[0].fleet, _HINTED, Random(seed)).run(requests)
     return Run(measured(outcomes), mean(_ttft(outcomes)))
 
 
 def _ttft(outcomes: list[Outcome]) -> list[float]:
-    steady = WARM_UP * outcomes[-1].request.arrival
-    return [each.begun - each.request.arrival for each in outcomes if each.request.arrival >= steady]
+    return [each.begun - each.request.arrival for each in after_warm_up(outcomes)]
 
 
 def compare_hints(quick: bool, seeds: int, show: Callable[[str], None]) -> str:
-    """All cells; each is shown as it is done. Returns the table: medians, and that of the ratios of the same trace."""
+    """Run all cells, and show each when it is done.
+
+    Return the table: medians, and the median ratio of the two runs of a trace.
+    """
     rows = [["without hints, with hints", "hit rate", "TTFT, mean", "TTFT p90", "TTFT p99", "goodput", "mean, ratio"]]
     for ground in grounds(quick):
         without, with_hints = list[Run](), list[Run]()
         for seed in range(seeds):
             requests = ground.requests(seed)
-            without.append(play(ground, requests, False, seed))
-            with_hints.append(play(ground, requests, True, seed))
+            without.append(play(ground, requests, seed))
+            with_hints.append(play(ground, hinted(requests), seed))
         rows.append([ground.name, *_told(without, with_hints)])
         show(str(rows[-1]))
     return markdown(rows)

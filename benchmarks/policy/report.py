@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from simulator.fleet.measures import Measures
-from simulator.fleet.sides import OURS, OURS_AT_ONCE
+from benchmarks.policy.measures import Measures
+from benchmarks.policy.sides import OURS_AT_ONCE
+from simulator.fleet.sides import OURS
 
 _COLUMNS = ("hit rate", "TTFT p50", "p90", "(spread)", "p99", "TPOT p50", "p90", "goodput")
 

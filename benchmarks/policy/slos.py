@@ -1,11 +1,12 @@
-"""Promises kept: mixes of classes on the same traces, by this project with and without promises, and by its peers.
+"""The share of SLOs met: mixes of classes on the same traces, by this project with and without SLOs, and by its peers.
 
-The load of a cell is a share of saturation: the load at which one in ten answers of today's default, which knows of no
-promise, misses the goals of the other tables (`simulator.fleet.measures`). A session has one class. The peers
-are llm-d's predicted-latency scheduling (`simulator.fleet.predicted_latency`), which is given this project's
-predictions, and Dynamo's cost (`router.policies.peers`). In one mix some classes refuse what would be late; llm-d
-refuses it of them where no candidate has headroom, as it does with sheddable requests. The other two know of no
-promise, and serve everything. *Could be kept*: what an idle fleet that forgets nothing would keep.
+The load of a cell is a share of saturation: the load at which one in ten answers of the default without SLOs misses the
+goals of the other tables (`benchmarks.policy.measures`). A session has one class.
+
+The peers are llm-d's predicted-latency scheduling (`benchmarks.policy.headroom`) with this project's predictions, and
+Dynamo's cost (`router.policies.peers`). In one mix, some classes refuse late requests. llm-d then refuses requests for
+which no candidate has headroom, as it does with sheddable requests. The default and Dynamo's cost read no SLOs, and
+serve every request. *Could be kept* is the share that an idle fleet which evicts nothing would meet.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from random import Random
 from statistics import median
 
 from benchmarks.policy.grid import Cell
+from benchmarks.policy.headroom import headroom_side
+from benchmarks.policy.measures import TPOT_GOAL, TTFT_GOAL, WARM_UP, after_warm_up, in_time
 from benchmarks.policy.report import markdown
 from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload
-from router.policies import policy_named
+from kvrouter.tools.traces.results import percentile
 from router.policies.rates import prefill_seconds
-from router.settings import PolicyName, PolicySettings
-from simulator.fleet.fleet import Fleet, Outcome
-from simulator.fleet.measures import TPOT_GOAL, TTFT_GOAL, WARM_UP, percentile
+from router.prediction.predictions import WatchedAnswer
+from router.settings import PolicyName
+from simulator.fleet.fleet import Outcome, Simulation
 from simulator.fleet.profiles import LLAMA_70B
-from simulator.fleet.promised_fleet import By, PromisedFleet
-from simulator.fleet.sides import OURS
-from simulator.fleet.trace import BLOCK_TOKENS, Promised, TracedRequest
+from simulator.fleet.sides import OURS, Side
+from simulator.fleet.trace import BLOCK_TOKENS, RequestSLO, TracedRequest
 
-INTERACTIVE = Promised("interactive", 2.0, 0.05)
-AGENTS = Promised("agent", 4.0, 0.1)
-BATCH = Promised("batch", 30.0, 0.2)
+INTERACTIVE = RequestSLO("interactive", 2.0, 0.05)
+AGENTS = RequestSLO("agent", 4.0, 0.1)
+BATCH = RequestSLO("batch", 30.0, 0.2)
 LOADS = (0.5, 0.7, 0.9, 1.0, 1.1, 1.2, 1.35)
 _STEPS = 5  # of the search for saturation
 
@@ -44,10 +46,10 @@ SIDES = (OURS_PROMISED, TODAY, _LEAST, _MOST, _DYNAMO)
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Classes by their share of the sessions; None: nothing is promised."""
+    """Classes by their share of the sessions; None: sessions without an SLO."""
 
     name: str
-    shares: tuple[tuple[float, Promised | None], ...]
+    shares: tuple[tuple[float, RequestSLO | None], ...]
 
 
 PROMISED = Mix("all promised", ((0.5, INTERACTIVE), (0.25, AGENTS), (0.25, BATCH)))
@@ -60,9 +62,14 @@ HALF = Mix("half promised", ((0.25, INTERACTIVE), (0.125, AGENTS), (0.125, BATCH
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """`share`: of promised answers that were in time, `refused`: of all that were refused; `others`: TTFT p90 of those
-    without a promise, 0 without any; `error`: the middle of how far off predicted TTFTs were, as a share, where any
-    were predicted."""
+    """The figures of a run.
+
+    - `share`: the share of requests with an SLO that met it.
+    - `others`: the TTFT p90 of requests without an SLO in seconds; 0 without any.
+    - `by_class`: `share` of each class.
+    - `error`: the median error of predicted TTFTs, as a share of the TTFT; 0 without predictions.
+    - `refused`: the share of all requests that were refused.
+    """
 
     share: float
     others: float
@@ -73,8 +80,11 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What a saturation belongs to: a workload on a fleet. `below`, `above`: loads between which that is; `loads`: what
-    is compared, as shares of it, in each of `mixes`."""
+    """A workload on a fleet.
+
+    - `below`, `above`: two loads, between which saturation is.
+    - `loads`: the loads that are compared in each of `mixes`, as shares of saturation.
+    """
 
     workload: Workload | Path
     workers: int
@@ -86,7 +96,7 @@ class Ground:
     mixes: tuple[Mix, ...] = (PROMISED, REFUSING, HALF)
 
     def requests(self, load: float, seed: int) -> list[TracedRequest]:
-        """What comes at a load, as `Cell` has it."""
+        """Return the requests at a load of `Cell`."""
         return self.cell(load).requests(seed)
 
     def cell(self, load: float) -> Cell:
@@ -98,11 +108,11 @@ class Ground:
         return f"{what}, {self.workers} workers, {self.kv_tokens / 1e6:g} M tokens"
 
     def saturation(self) -> float:
-        """The load at which one in ten answers of today's default misses the goals."""
+        """Return the load at which one in ten answers of the default without SLOs misses the goals."""
         below, above = self.below, self.above
         for _ in range(_STEPS):
             middle = (below + above) / 2
-            outcomes = steady(play(TODAY, self, self.requests(middle, 0), 0).outcomes)
+            outcomes = after_warm_up(play(TODAY, self, self.requests(middle, 0), 0).outcomes)
             missed = sum(not in_time(each, TTFT_GOAL, TPOT_GOAL) for each in outcomes) > 0.1 * len(outcomes)
             below, above = (below, middle) if missed else (middle, above)
         return below
@@ -110,14 +120,14 @@ class Ground:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A run: what became of its requests, and how far off its predictions were."""
+    """A run: its outcomes, and the median error of its predicted TTFTs as a share."""
 
     outcomes: list[Outcome]
     error: float
 
 
 def grounds(trace: Path | None, quick: bool) -> Iterator[Ground]:
-    """The workloads and fleets of a run. The larger fleets take long: some loads and mixes are enough of them."""
+    """Return the workloads and fleets of a run. Larger fleets have fewer loads and mixes, because they take hours."""
     if trace is not None:
         yield Ground(trace, 8, 1_200_000, 0.6, 2.2)
         if not quick:
@@ -133,71 +143,62 @@ def grounds(trace: Path | None, quick: bool) -> Iterator[Ground]:
 
 
 def play(side: str, ground: Ground, requests: Sequence[TracedRequest], seed: int) -> Played:
-    """One side on one ground."""
-    random = Random(seed)
-    policy = PolicyName.DYNAMO if side == _DYNAMO else PolicyName.KV_AWARE
-    choose = policy_named(PolicySettings(name=policy), random).choose
-    fleet = (LLAMA_70B, ground.workers, ground.kv_tokens, choose)
+    """Replay requests before one side."""
+    simulation = Simulation(ground.cell(0.0).fleet, _side_named(side, requests), Random(seed))
+    watched: list[WatchedAnswer] = []
+    simulation.routers[0].state.learned.predictions.on_answered.append(watched.append)
+    outcomes = simulation.run(requests)
     if side in (TODAY, _DYNAMO):
-        return Played(Fleet(*fleet, side == TODAY, random).run(requests), 0.0)
-    by = {OURS_PROMISED: By.BROKEN_PROMISES, _LEAST: By.LEAST_HEADROOM, _MOST: By.MOST_HEADROOM}[side]
-    promised = PromisedFleet(*fleet, random, by, side == OURS_PROMISED)
-    outcomes = promised.run(requests)
-    known = [answer for answer in promised.watched if answer.ttft and answer.prediction.measured]
+        return Played(outcomes, 0.0)
+    known = [answer for answer in watched if answer.ttft and answer.prediction.measured]
     errors = [abs(answer.ttft - answer.predicted_ttft.expected) / answer.ttft for answer in known if answer.ttft]
     return Played(outcomes, median(errors) if errors else 0.0)
 
 
-def steady(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those that arrived after the warm-up."""
-    last = outcomes[-1].request.arrival
-    return [outcome for outcome in outcomes if outcome.request.arrival >= WARM_UP * last]
-
-
-def in_time(outcome: Outcome, ttft: float | None, tpot: float | None) -> bool:
-    """Whether an answer came within these times, in seconds."""
-    first = outcome.begun - outcome.request.arrival
-    each = (outcome.ended - outcome.begun) / max(outcome.request.output_tokens - 1, 1)
-    return (ttft is None or first <= ttft) and (tpot is None or each <= tpot)
+def _side_named(name: str, requests: Sequence[TracedRequest]) -> Side:
+    if name in (_LEAST, _MOST):
+        return headroom_side(name, name == _MOST, {request.session: request.slo for request in requests})
+    if name == _DYNAMO:
+        return Side(name, PolicyName.DYNAMO)
+    return replace(OURS, name=name, slos=name == OURS_PROMISED)
 
 
 def classed(requests: Sequence[TracedRequest], mix: Mix, seed: int) -> list[TracedRequest]:
-    """The requests with the classes of their sessions."""
+    """Return the requests with the SLOs of their sessions' classes."""
     random = Random(seed)
-    of_session: dict[str, Promised | None] = {}
+    of_session: dict[str, RequestSLO | None] = {}
     weights, classes = zip(*mix.shares, strict=True)
     for request in requests:
         if request.session not in of_session:
             of_session[request.session] = random.choices(classes, weights)[0]
-    return [replace(request, promised=of_session[request.session]) for request in requests]
+    return [replace(request, slo=of_session[request.session]) for request in requests]
 
 
 def keepable(requests: Sequence[TracedRequest]) -> float:
-    """The share of promised first tokens that would be in time on an idle fleet which forgets nothing."""
+    """Return the share of first tokens with an SLO that an idle fleet which evicts nothing would give in time."""
     seen: set[int] = set()
-    in_time: list[bool] = []
+    met: list[bool] = []
     for request in requests:
         known = takewhile(seen.__contains__, request.blocks[: (request.input_tokens - 1) // BLOCK_TOKENS])
         cached = BLOCK_TOKENS * sum(1 for _ in known)
         seen.update(request.blocks, request.finished)
-        promised = request.promised
-        if promised is not None and promised.ttft is not None and request.arrival >= WARM_UP * requests[-1].arrival:
-            in_time.append(prefill_seconds(LLAMA_70B.rates, request.input_tokens, cached, 0, 0) <= promised.ttft)
-    return sum(in_time) / max(len(in_time), 1)
+        slo = request.slo
+        if slo is not None and slo.ttft is not None and request.arrival >= WARM_UP * requests[-1].arrival:
+            met.append(prefill_seconds(LLAMA_70B.rates, request.input_tokens, cached, 0, 0) <= slo.ttft)
+    return sum(met) / max(len(met), 1)
 
 
 def kept(played: Played) -> Kept:
-    """What became of the promises of a run."""
+    """Return the figures of a run."""
     by_class: dict[str, list[bool]] = {}
     others: list[float] = []
-    outcomes = steady(played.outcomes)
+    outcomes = after_warm_up(played.outcomes)
     for outcome in outcomes:
-        promised = outcome.request.promised
-        if promised is None:
+        slo = outcome.request.slo
+        if slo is None:
             others.append(outcome.begun - outcome.request.arrival)
         else:
-            good = in_time(outcome, promised.ttft, promised.tpot)
-            by_class.setdefault(promised.service_level, []).append(good)
+            by_class.setdefault(slo.service_level, []).append(in_time(outcome, slo.ttft, slo.tpot))
     everything = [each for answers in by_class.values() for each in answers]
     return Kept(
         sum(everything) / max(len(everything), 1),
@@ -209,7 +210,7 @@ def kept(played: Played) -> Kept:
 
 
 def compare(trace: Path | None, quick: bool, seeds: int, show: Callable[[str], None]) -> str:
-    """All cells, on all cores; each is shown as it is done. Returns the table of the verdict."""
+    """Run all cells on all cores, and show each when it is done. Return the table of the verdict."""
     columns = ("ours / best other", "could be kept", "refused", "TTFT p90 of the others / today's", "off by")
     rows = [["promises kept", *SIDES, *columns]]
     with ProcessPoolExecutor() as cores:
@@ -225,7 +226,7 @@ def compare(trace: Path | None, quick: bool, seeds: int, show: Callable[[str], N
 
 
 def _runs(ground: Ground, mix: Mix, load: float, seeds: int, cores: Executor) -> tuple[dict[str, list[Kept]], float]:
-    """What each side keeps at each seed, and what could be kept."""
+    """Return the figures of each side for each seed, and the share that could be met."""
     traces = [classed(ground.requests(load, seed), mix, seed) for seed in range(seeds)]
     runs = {
         side: [cores.submit(_kept_by, side, ground, requests, seed) for seed, requests in enumerate(traces)]

@@ -1,13 +1,13 @@
-"""Why the slowest 1 % waited: our policy beside its peers where agents or long prompts make the tail.
+"""The waits of the slowest 1%: our policy beside its peers where agents or long prompts make the tail.
 
-The time to a request's first token has three parts:
+The TTFT of a request has three parts:
 
-    prefill   computing what its worker did not hold of the prompt, as if nothing else were there
-    held      from its arrival until the router sent it (`router.routing.late_binding`)
-    behind    the rest: others' prefills and decoding on the same worker, and waiting for its memory
+    prefill   computing the uncached part of the prompt, as if the worker were idle
+    held      the time from its arrival until the router sent it (`router.routing.late_binding`)
+    behind    the rest: prefills and decoding of other requests on the worker, and the wait for its memory
 
-A choice is *busy* if it has more to compute for others than an engine step takes when the request comes, and *needless*
-if another worker was not, and held as much of the prompt.
+A choice at arrival is *busy* if the worker has more tokens to compute for other requests than fit in an engine step. A
+busy choice is *needless* if a worker that is not busy held as much of the prompt.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from random import Random
 from statistics import mean, median
 
 from benchmarks.policy.grid import Cell, play_all
+from benchmarks.policy.measures import TPOT_GOAL, TTFT_GOAL, Measures, after_warm_up, in_time, measured
 from benchmarks.policy.report import markdown
+from benchmarks.policy.sides import OURS_AT_ONCE
 from benchmarks.policy.workloads import CONVERSATION, LOOP, TOOL
 from router.policies import Decision
 from router.policies.rates import prefill_seconds
 from router.routing.late_binding import should_hold
+from router.routing.routed_prompt import RoutedPrompt
 from router.settings import PolicyName, PolicySettings
-from simulator.fleet.fleet import Fleet, Outcome
-from simulator.fleet.measures import TPOT_GOAL, TTFT_GOAL, WARM_UP, Measures, measured
+from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
 from simulator.fleet.profiles import LLAMA_70B
-from simulator.fleet.sides import OURS, OURS_AT_ONCE, Side
+from simulator.fleet.sides import OURS, Side
+from simulator.fleet.simulated_router import SimulatedRouter
 from simulator.fleet.trace import TracedRequest
 
 _SLOWEST_FROM = 0.99
@@ -44,7 +47,7 @@ TAIL_SIDES = (
 
 @dataclass(frozen=True, slots=True)
 class FirstChoice:
-    """What the choice was when a request came."""
+    """The choice for a request when it arrived."""
 
     busy: bool
     needless: bool
@@ -52,7 +55,7 @@ class FirstChoice:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One request's time to its first token, in seconds. `computed`: tokens of its prompt."""
+    """The parts of a request's TTFT in seconds. `computed`: the tokens of its prompt that were not cached."""
 
     computed: int
     prefill: float
@@ -67,35 +70,40 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class TailRun:
-    """One run: its measures, the share of answers within both goals, and the waits of the slowest."""
+    """One run: its figures, the share of answers within both goals (`met`), and the waits of the slowest."""
 
     measures: Measures
-    in_time: float
+    met: float
     slowest: list[Wait]
 
 
-class WatchedFleet(Fleet):
-    """A fleet that remembers the first choice for every request, in `first`, by the request's identity."""
+class WatchedSimulation(Simulation):
+    """A run that records what the selector would choose when a request arrives: in `first`, by the request's identity.
 
-    first: dict[int, FirstChoice]
+    A choice reserves nothing, so the recorded one does not change the run, except for the order of random ties.
+    """
 
-    def run(self, requests: Sequence[TracedRequest], on_arrival: Callable[[], None] = lambda: None) -> list[Outcome]:
-        self.first = {}
-        return super().run(requests, on_arrival)
+    def __init__(self, spec: FleetSpec, side: Side, random: Random) -> None:
+        super().__init__(spec, side, random)
+        self.first: dict[int, FirstChoice] = {}
 
-    def _decide(self, request: TracedRequest) -> Decision:
-        decision = super()._decide(request)
-        if id(request) not in self.first:
-            chosen = decision.chosen
-            busy = should_hold(chosen.pending)
-            others = [each for each in decision.candidates if not should_hold(each.pending)]
-            needless = busy and any(each.overlap >= chosen.overlap for each in others)
-            self.first[id(request)] = FirstChoice(busy, needless)
-        return decision
+    def arriving(self, outcome: Outcome, prompt: RoutedPrompt, router: SimulatedRouter) -> None:
+        """Record the choice for a request, before it is placed."""
+        selection = router.selector.choose(prompt)
+        assert selection is not None  # only limits make it None
+        self.first[id(outcome.request)] = first_choice(selection.decision)
+
+
+def first_choice(decision: Decision) -> FirstChoice:
+    """Return whether a decision chose a busy candidate, and whether another one would have been idle for free."""
+    chosen = decision.chosen
+    busy = should_hold(chosen.pending)
+    others = [each for each in decision.candidates if not should_hold(each.pending)]
+    return FirstChoice(busy, busy and any(each.overlap >= chosen.overlap for each in others))
 
 
 def tail_cells(trace: Path | None, quick: bool) -> Iterator[Cell]:
-    """Sessions, tools, and conversations beyond saturation; with a recorded trace, that on small and large caches."""
+    """Return the cells: sessions, tools and conversations near saturation, or a recorded trace on two cache sizes."""
     if trace is not None:
         cells = [Cell(trace, LLAMA_70B, 8, 1_200_000, 1.2), Cell(trace, LLAMA_70B, 8, 4_000_000, 1.5)]
     else:
@@ -109,33 +117,28 @@ def tail_cells(trace: Path | None, quick: bool) -> Iterator[Cell]:
 
 
 def play(cell: Cell, requests: Sequence[TracedRequest], side: Side, seed: int) -> TailRun:
-    """One policy in one cell."""
-    random = Random(seed)
-    choose = side.policy_for(random)
-    fleet = WatchedFleet(cell.profile, cell.workers, cell.kv_tokens, choose, side.late_binding, random)
-    outcomes = fleet.run(requests)
-    steady = [each for each in outcomes if each.request.arrival >= WARM_UP * outcomes[-1].request.arrival]
-    waits = sorted((_wait(cell, fleet, each) for each in steady), key=lambda wait: wait.ttft)
-    in_time = mean(_in_time(each) for each in steady)
-    return TailRun(measured(outcomes), in_time, waits[int(_SLOWEST_FROM * len(waits)) :])
+    """Replay the requests of a cell before one router."""
+    watched = WatchedSimulation(cell.fleet, side, Random(seed))
+    outcomes = watched.run(requests)
+    steady = after_warm_up(outcomes)
+    waits = sorted((_wait(cell, watched, each) for each in steady if not each.refused), key=lambda wait: wait.ttft)
+    met = mean(in_time(each, TTFT_GOAL, TPOT_GOAL) for each in steady)
+    return TailRun(measured(outcomes), met, waits[int(_SLOWEST_FROM * len(waits)) :])
 
 
-def _wait(cell: Cell, fleet: WatchedFleet, outcome: Outcome) -> Wait:
+def _wait(cell: Cell, watched: WatchedSimulation, outcome: Outcome) -> Wait:
     request = outcome.request
     prefill = prefill_seconds(cell.profile.rates, request.input_tokens, outcome.cached, 0, 0)
     held = outcome.sent - request.arrival
     behind = outcome.begun - outcome.sent - prefill
-    return Wait(request.input_tokens - outcome.cached, prefill, held, behind, fleet.first[id(request)])
-
-
-def _in_time(outcome: Outcome) -> bool:
-    first = outcome.begun - outcome.request.arrival
-    each = (outcome.ended - outcome.begun) / max(outcome.request.output_tokens - 1, 1)
-    return first <= TTFT_GOAL and each <= TPOT_GOAL
+    return Wait(request.input_tokens - outcome.cached, prefill, held, behind, watched.first[id(request)])
 
 
 def compare_tails(trace: Path | None, quick: bool, seeds: int, show: Callable[[str], None]) -> str:
-    """All cells; each is shown as it is done. Returns their tables: medians over the seeds, means of the slowest."""
+    """Run all cells, and show each when it is done.
+
+    Return their tables: medians over the seeds, and means of the slowest requests.
+    """
     tables = []
     for cell in tail_cells(trace, quick):
         tables.append(_table(cell.name, play_all(cell, TAIL_SIDES, seeds, play)))
@@ -154,7 +157,7 @@ def _table(name: str, runs: dict[str, list[TailRun]]) -> str:
                 f"{median(run.measures.ttft_p90 for run in of_side):.2f} s",
                 f"{median(run.measures.ttft_p99 for run in of_side):.2f} s",
                 f"{1000 * median(run.measures.tpot_p90 for run in of_side):.0f} ms",
-                f"{median(run.in_time for run in of_side):.3f}",
+                f"{median(run.met for run in of_side):.3f}",
                 f"{mean(wait.computed for wait in waits):.0f}",
                 *(f"{mean(part):.2f} s" for part in zip(*((w.prefill, w.held, w.behind) for w in waits), strict=True)),
                 f"{mean(wait.first.busy for wait in waits):.0%}",

@@ -12,7 +12,7 @@ from benchmarks.policy.report import markdown
 from benchmarks.replicas.load import imbalance, ttft
 from benchmarks.replicas.redis_server import NoRedisError
 from benchmarks.replicas.run import Plan, Side, run_sides
-from simulator.fleet.measures import percentile
+from kvrouter.tools.traces.results import percentile
 
 
 def main(

@@ -176,7 +176,6 @@ def replay_trace(
     from kvrouter.tools.traces.run import (
         DEFAULT_POLICIES,
         ENGINES,
-        SimulatedFleet,
         live_targets,
         open_trace,
         replay_simulated,
@@ -184,6 +183,7 @@ def replay_trace(
         side_named,
         write_report,
     )
+    from simulator.fleet.fleet import FleetSpec
 
     if simulate and url:
         fail("set either --simulate or --url")
@@ -206,7 +206,7 @@ def replay_trace(
             report = replay_to(trace, opened, targets, speed)
         else:
             profile = ENGINES[engine]
-            fleet = SimulatedFleet(profile, workers, kv_tokens or profile.kv_tokens)
+            fleet = FleetSpec(profile, workers, kv_tokens or profile.kv_tokens, opened.block_tokens)
             report = replay_simulated(trace, opened, sides, fleet, speed)
         write_report(report, output, as_json)
     except (ReplayError, OSError) as error:

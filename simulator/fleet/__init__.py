@@ -1,9 +1,12 @@
-"""A simulated fleet that replays a trace, with this project's policies before it.
+"""A simulated fleet: a trace of requests, simulated engines, and the router's own selection and admission before them.
 
-trace        requests as Mooncake publishes them
-profiles     how fast the simulated engines are
-engine       one engine: a paged prefix cache, chunked prefill, batches
-fleet        the engines, and a router that sees them through late events and chooses by this project's policies
-measures     what a run is worth
-sides        the policies that are compared
+trace             requests in Mooncake's format
+tokens            tokens for the blocks of a trace
+profiles          the rates of engines
+engine            one engine: a paged prefix cache, chunked prefill, batches
+workers           the workers as the router sees them, and an index that receives their events
+sides             the routers that are compared
+simulated_router  the router's own objects over simulated workers
+virtual_time      an event loop that never sleeps
+fleet             one run
 """

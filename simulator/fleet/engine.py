@@ -1,11 +1,11 @@
-"""One engine: a paged prefix cache whose leaves are evicted first, chunked prefill, continuous batches.
+"""One engine: a paged prefix cache that evicts leaves first, chunked prefill, and continuous batches.
 
-It lives between events: `next_event` says when it has to be called again. Steps without prefill are taken many at once,
-up to the next end of a request, and cut short when a request comes.
+An engine computes from event to event, and `next_event` is the time of its next one. It combines all steps without
+prefill up to the next end of a request. A new request ends that combination early.
 
-A request reserves the blocks of its prompt and its answer when it is admitted, or waits for them. Full blocks can be
-found by their id once they are computed; those of ended requests stay until their memory is needed, the least recently
-used first, and of one request's the last first.
+A request reserves the blocks of its prompt and its answer when it is admitted, and waits while they do not fit. A full
+block can be reused once it is computed. Blocks of ended requests stay until their memory is needed. The least recently
+used are evicted first, and the last blocks of a request before its first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
+from typing import NamedTuple
 
 from router.policies.rates import CHUNK
 from simulator.fleet.profiles import Profile
@@ -21,29 +22,29 @@ from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
 
 
 class BlockCache:
-    """The blocks of an engine: named ones by their id, and others, which only count."""
+    """The blocks of an engine: named ones, which prompts can reuse by id, and unnamed ones, which are only counted."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.unnamed = 0
         self._used: dict[int, int] = {}  # references by id
-        self._idle: OrderedDict[int, None] = OrderedDict()  # used by no sequence; the first is evicted first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # used by no request; the first is evicted first
         self.removed: list[int] = []  # since `take_removed`
 
     @property
     def in_use(self) -> int:
-        """Blocks that cannot be evicted."""
+        """The number of blocks that cannot be evicted."""
         return len(self._used) + self.unnamed
 
     def matched(self, ids: tuple[int, ...]) -> int:
-        """How many leading blocks are there."""
+        """Return how many leading blocks of a prompt the cache holds."""
         for place, block in enumerate(ids):
             if block not in self._used and block not in self._idle:
                 return place
         return len(ids)
 
     def acquire(self, ids: tuple[int, ...], others: int) -> bool:
-        """Use blocks that are there, and `new` more. False, and nothing changes, if they do not fit."""
+        """Use held blocks, and `others` unnamed ones. Return False, and change nothing, if they do not fit."""
         revived = sum(block in self._idle for block in ids)
         if self.in_use + revived + others > self.capacity:
             return False
@@ -56,7 +57,7 @@ class BlockCache:
         return True
 
     def name(self, block: int) -> bool:
-        """A block that only counted is computed. False when there is one of this id already."""
+        """Name a block that was computed. Return False if the cache holds a block of this id already."""
         if block in self._used or block in self._idle:
             return False
         self.unnamed -= 1
@@ -64,7 +65,7 @@ class BlockCache:
         return True
 
     def release(self, ids: list[int], others: int) -> None:
-        """Named blocks in their order and others are not used any more."""
+        """Stop using named blocks, given in their order, and `others` unnamed ones."""
         self.unnamed -= others
         for block in reversed(ids):
             self._used[block] -= 1
@@ -73,35 +74,49 @@ class BlockCache:
                 self._idle[block] = None
 
     def take_removed(self) -> list[int]:
-        """The ids of the blocks evicted since the last call."""
+        """Return the ids of the blocks that were evicted since the last call."""
         removed, self.removed = self.removed, []
         return removed
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """A request in an engine. `done`: tokens of its prompt that are there."""
+class EngineRequest:
+    """A request in an engine.
+
+    - `done`: the tokens of its prompt that are cached or computed.
+    - `cached`: the tokens of its prompt that the cache held when it was admitted.
+    - `held`: the named blocks that it uses.
+    - `unnamed`: the number of unnamed blocks that it uses.
+    - `named`: the number of its leading blocks that are computed.
+    """
 
     request: TracedRequest
     done: int = 0
     cached: int = 0
     held: list[int] = field(default_factory=list)
     unnamed: int = 0
-    named: int = 0  # how many of its blocks have been computed and named
+    named: int = 0
+
+
+class StoredBlocks(NamedTuple):
+    """Consecutive blocks that an engine stored. `parent`: the block before them; None at the start of a prompt."""
+
+    parent: int | None
+    blocks: list[int]
 
 
 @dataclass(slots=True)
 class Progress:
-    """What happened at an event: first bytes, ends, blocks stored and removed."""
+    """The first bytes, the ended requests, and the stored and removed blocks of one event."""
 
-    begun: list[Sequence] = field(default_factory=list)
-    ended: list[Sequence] = field(default_factory=list)
-    stored: list[int] = field(default_factory=list)
+    begun: list[EngineRequest] = field(default_factory=list)
+    ended: list[EngineRequest] = field(default_factory=list)
+    stored: list[StoredBlocks] = field(default_factory=list)
     removed: list[int] = field(default_factory=list)
 
 
 class Engine:
-    """Takes requests (`submit`) and computes (`advance` at `next_event`)."""
+    """An engine that receives requests by `submit` and computes when `advance` is called at `next_event`."""
 
     def __init__(self, profile: Profile, kv_tokens: int, block_tokens: int = BLOCK_TOKENS) -> None:
         self._rates = profile.rates
@@ -109,29 +124,34 @@ class Engine:
         self._block_tokens = block_tokens
         self.cache = BlockCache(kv_tokens // block_tokens)
         self.next_event = inf
-        self._waiting: deque[Sequence] = deque()
-        self._prefilling: deque[Sequence] = deque()
-        self._decoding: list[tuple[int, int, Sequence]] = []  # heap of (step at which it ends, number, sequence)
+        self._waiting: deque[EngineRequest] = deque()
+        self._prefilling: deque[EngineRequest] = deque()
+        self._decoding: list[tuple[int, int, EngineRequest]] = []  # heap of (step at which it ends, number, sequence)
         self._context = 0
         self._steps = 0  # taken so far
         self._numbers = 0
         self._started = 0.0
         self._planned = 0  # steps until `next_event`
-        self._chunks: list[tuple[Sequence, int]] = []  # computed in the step under way
+        self._chunks: list[tuple[EngineRequest, int]] = []  # computed in the step under way
 
     @property
     def kv_usage(self) -> float:
-        """The share of the memory that running requests use."""
+        """The share of the cache that running requests use."""
         return self.cache.in_use / self.cache.capacity
 
     @property
     def waiting(self) -> int:
-        """Requests that have no memory yet."""
+        """The number of requests that have no memory yet."""
         return len(self._waiting)
 
+    @property
+    def running(self) -> int:
+        """The number of requests that have memory."""
+        return len(self._prefilling) + len(self._decoding)
+
     def submit(self, request: TracedRequest, now: float) -> None:
-        """A request comes."""
-        self._waiting.append(Sequence(request))
+        """Receive a request."""
+        self._waiting.append(EngineRequest(request))
         if self.next_event == inf:
             self.next_event = now
         elif self._planned > 1:
@@ -141,7 +161,7 @@ class Engine:
                 self.next_event = self._started + self._seconds(steps)
 
     def advance(self) -> Progress:
-        """End what was under way until `next_event`, and begin what comes next."""
+        """End the steps that lead to `next_event`, and begin the next ones. Return what happened."""
         now = self.next_event
         progress = Progress()
         self._finish_steps(progress)
@@ -172,15 +192,23 @@ class Engine:
                 heappush(self._decoding, (ends, self._numbers, sequence))
         self._chunks = []
 
-    def _store(self, sequence: Sequence, ids: tuple[int, ...], count: int, progress: Progress) -> None:
-        for block in ids[sequence.named : count]:
-            if self.cache.name(block):
-                sequence.unnamed -= 1
-                sequence.held.append(block)
-                progress.stored.append(block)
-        sequence.named = max(sequence.named, min(count, len(ids)))
+    def _store(self, sequence: EngineRequest, ids: tuple[int, ...], count: int, progress: Progress) -> None:
+        count = min(count, len(ids))
+        run: list[int] | None = None
+        for place in range(sequence.named, count):
+            block = ids[place]
+            if not self.cache.name(block):
+                run = None
+                continue
+            sequence.unnamed -= 1
+            sequence.held.append(block)
+            if run is None:
+                run = []
+                progress.stored.append(StoredBlocks(ids[place - 1] if place else None, run))
+            run.append(block)
+        sequence.named = max(sequence.named, count)
 
-    def _end(self, sequence: Sequence, progress: Progress) -> None:
+    def _end(self, sequence: EngineRequest, progress: Progress) -> None:
         request = sequence.request
         self._context -= request.input_tokens + request.output_tokens
         self._store(sequence, request.finished, len(request.finished), progress)
@@ -223,13 +251,13 @@ class Engine:
         self.next_event = now + seconds
 
     def _seconds(self, steps: int) -> float:
-        """How long this many steps take in which only decoding is done."""
+        """Return the duration of steps without prefill."""
         n = len(self._decoding)
         once = self._rates.step + self._rates.token * n + self._rates.context_token * self._context
         return steps * once + self._rates.context_token * n * steps * (steps - 1) / 2
 
     def _steps_by(self, seconds: float) -> int:
-        """How many such steps have begun after this many seconds, at least one."""
+        """Return how many steps without prefill have begun after `seconds`: at least one."""
         n = len(self._decoding)
         once = self._rates.step + self._rates.token * n + self._rates.context_token * self._context
         growth = self._rates.context_token * n / 2  # seconds = (once - growth) · k + growth · k²

@@ -1,51 +1,52 @@
-"""The engines of a fleet and a router before them, event by event.
+"""One run of a trace: simulated engines behind the router's own selection and admission, in virtual time.
 
-The router sees what real ones see: what the engines stored and removed some time after they did, its own requests in
-flight, and first bytes and ends as they come. It chooses by the policies of `router.policies`, with the load kept by
-`router.load.target_load`, the price of evictions by `eviction_pressure`, and requests held as `late_binding` says.
+Real parts: the policy, the selector, the queue, the placement, the index, and everything that the router learns.
+Simulated parts: the engines, the delay of their events, their metrics, and what their answers report.
+
+The simulation calls the router as forwarding does: place or wait, record in flight, first byte, answered, release.
 """
 
 from __future__ import annotations
 
-from array import array
-from bisect import insort
-from collections import Counter
-from collections.abc import Callable, Sequence
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import count
 from math import inf
 from random import Random
-from typing import NamedTuple
 
-from indexer import Target
-from router.admission.admission import TRIES
-from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
-from router.cache_state.sent_prefixes import SentPrefixes
-from router.load.target_load import Reservation, TargetLoad
-from router.policies import Candidate, Decision, Policy, Request
-from router.policies.rates import prefill_seconds
-from router.prediction.eviction_pressure import EvictionPressure
-from router.routing.late_binding import NO_TIME_TO_SPARE, held_order, is_busy, is_sooner
-from router.routing.load_view import PrefillShare
-from router.settings import AdmissionSettings
-from simulator.fleet.engine import Engine, Progress
+import structlog
+
+from http_api.errors import RequestError
+from router.admission.ticket import Ticket
+from router.apis.usage import Usage
+from router.fleet.health import Outcome as AttemptOutcome
+from router.prediction.slo import SLO
+from router.routing.assignment import Assignment
+from router.routing.routed_prompt import RoutedPrompt
+from router.settings import FleetSettings
+from router.sharing import SharingChannel
+from simulator.fleet.engine import Engine, EngineRequest, Progress
 from simulator.fleet.profiles import Profile
-from simulator.fleet.sides import Knowledge
+from simulator.fleet.sides import Knowledge, Side
+from simulator.fleet.simulated_router import SimulatedRouter, build_router
+from simulator.fleet.tokens import prompt_of
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
+from simulator.fleet.virtual_time import VirtualTimeLoop
+from simulator.fleet.workers import MODEL, EventIndex, SimulatedWorkers, events_of
 
-EVENT_DELAY = (0.003, 0.280)  # seconds, from what an engine did to when the router knows
-LINGER = 2.0  # seconds that an ended prompt still counts as cached soon
-_LOOK_SECONDS = 1.0
-_MEAN_OUTPUT = 256.0
-TIMEOUT = AdmissionSettings().timeout
+EVENT_DELAY = (0.003, 0.280)  # seconds from a change in an engine's cache until the router's index has it
+_SCRAPE_SECONDS = FleetSettings().metrics_interval
+_BYTES_PER_TOKEN = 4
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request: times in seconds, tokens served from the cache, the worker's number.
+    """A request's times in seconds of the run, its tokens from the cache, and the number of its worker.
 
-    `sent`: when the worker got it. One that was refused never begins.
+    - `sent`: when its worker received it.
+    - `begun`, `ended`: when its first and its last token came. A refused request never begins.
     """
 
     request: TracedRequest
@@ -57,344 +58,239 @@ class Outcome:
 
     @property
     def refused(self) -> bool:
-        """Whether it was sent to no worker, once the run has ended."""
+        """Whether no worker received it, once the run has ended."""
         return self.worker < 0
 
 
-class HeldRequest(NamedTuple):
-    """One that waits in the router, sorted by when its turn is."""
+@dataclass(frozen=True, slots=True)
+class FleetSpec:
+    """The engines of a run. `kv_tokens`: the tokens that each cache holds, in blocks of `block_tokens`."""
 
-    order: float
-    number: int
-    outcome: Outcome
+    profile: Profile
+    workers: int
+    kv_tokens: int
+    block_tokens: int = BLOCK_TOKENS
 
 
 @dataclass(slots=True)
 class _InFlight:
+    """A request that a worker computes."""
+
     outcome: Outcome
-    worker: int
-    reservation: Reservation
+    assignment: Assignment
+    router: SimulatedRouter
 
 
-class _View:
-    """Which worker holds which block, as bits of an integer, by the events that have come."""
-
-    def __init__(self, workers: int) -> None:
-        self._everybody = (1 << workers) - 1
-        self._held: dict[int, int] = {}
-        self._expected: dict[int, int] = {}
-        self._promised: Counter[tuple[int, int]] = Counter()
-
-    def stored(self, worker: int, blocks: list[int]) -> None:
-        for block in blocks:
-            self._held[block] = self._held.get(block, 0) | 1 << worker
-
-    def removed(self, worker: int, blocks: list[int]) -> None:
-        for block in blocks:
-            left = self._held.get(block, 0) & ~(1 << worker)
-            if left:
-                self._held[block] = left
-            else:
-                self._held.pop(block, None)
-
-    def slo(self, worker: int, blocks: tuple[int, ...]) -> None:
-        """A prompt was sent to a worker: it will hold it soon."""
-        for block in blocks:
-            self._promised[worker, block] += 1
-            self._expected[block] = self._expected.get(block, 0) | 1 << worker
-
-    def settle(self, worker: int, blocks: tuple[int, ...]) -> None:
-        """A promise ends."""
-        for block in blocks:
-            self._promised[worker, block] -= 1
-            if not self._promised[worker, block]:
-                del self._promised[worker, block]
-                self._expected[block] &= ~(1 << worker)
-                if not self._expected[block]:
-                    del self._expected[block]
-
-    def answered(self, worker: int, blocks: tuple[int, ...], cached: int, sent: float) -> None:
-        """A prompt was answered: its events have told, or will."""
-
-    def overlaps(self, blocks: tuple[int, ...]) -> dict[int, int]:
-        """How many leading blocks each worker holds or will hold soon; those that hold none are left out."""
-        found: dict[int, int] = {}
-        held, expected = self._held, self._expected
-        following = self._everybody
-        for place, block in enumerate(blocks):
-            still = following & (held.get(block, 0) | expected.get(block, 0))
-            if still != following and place:
-                _note(found, following & ~still, place)
-            following = still
-            if not still:
-                return found
-        _note(found, following, len(blocks))
-        return found
-
-
-class _SentView(_View):
-    """The same by what was sent to workers, for those without events, as `router.cache_state.sent_prefixes` has it.
-
-    `learns`: their answers tell how much of a prompt was found.
-    """
-
-    def __init__(self, targets: list[Target], learns: bool, clock: Callable[[], float]) -> None:
-        super().__init__(len(targets))
-        self._targets = targets
-        self._numbers = {target: number for number, target in enumerate(targets)}
-        self._learns = learns
-        self._sent_prefixes = SentPrefixes(clock)
-
-    def stored(self, worker: int, blocks: list[int]) -> None:
-        """No event tells."""
-
-    def removed(self, worker: int, blocks: list[int]) -> None:
-        """No event tells."""
-
-    def answered(self, worker: int, blocks: tuple[int, ...], cached: int, sent: float) -> None:
-        """A prompt was answered, of which so many blocks were cached."""
-        target, hashes = self._targets[worker], array("Q", blocks)
-        if self._learns:
-            self._sent_prefixes.compare(target, hashes, cached * CHUNK_TOKENS, sent)
-        self._sent_prefixes.remember(target, hashes, None)
-
-    def overlaps(self, blocks: tuple[int, ...]) -> dict[int, int]:
-        found = super().overlaps(blocks)
-        for target, tokens in self._sent_prefixes.overlaps(array("Q", blocks)).items():
-            number = self._numbers[target]
-            found[number] = max(found.get(number, 0), tokens // CHUNK_TOKENS)
-        return found
-
-
-def _note(found: dict[int, int], bits: int, blocks: int) -> None:
-    while bits:
-        low = bits & -bits
-        found[low.bit_length() - 1] = blocks
-        bits ^= low
-
-
-class Fleet:
+class Simulation:
     """One run of a trace."""
 
     def __init__(
-        self,
-        profile: Profile,
-        workers: int,
-        kv_tokens: int,
-        policy: Policy,
-        late_binding: bool,
-        random: Random,
-        block_tokens: int = BLOCK_TOKENS,
-        knowledge: Knowledge = Knowledge.EVENTS,
+        self, spec: FleetSpec, side: Side, random: Random, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        self._now = 0.0
-        self._profile = profile
-        self._policy = policy
-        self._block_tokens = block_tokens
-        self._late_binding = late_binding
-        self._random = random
-        self._engines = [Engine(profile, kv_tokens, block_tokens) for _ in range(workers)]
-        self._targets = [Target(f"w{number}", 0, "m") for number in range(workers)]
-        self._loads = [TargetLoad(clock=self._clock) for _ in range(workers)]
-        self._view = (
-            _View(workers)
-            if knowledge is Knowledge.EVENTS
-            else _SentView(self._targets, knowledge is Knowledge.REPORTED, self._clock)
-        )
-        self._known_at = [0.0] * workers  # until when each worker's events are on their way, in order
-        self._pressure = EvictionPressure(block_tokens, stride=1, clock=self._clock)
-        self._removed = [0] * workers
-        self._next_look = 0.0
+        """Create a run.
+
+        - `spec`: its engines.
+        - `side`: its router.
+        - `random`: breaks the ties of the policy, and delays the events.
+        - `loop`: the event loop that it owns; None for one with virtual time.
+        """
+        self.spec = spec
+        self.side = side
+        self.random = random
+        self.loop = loop or VirtualTimeLoop()
+        self._start = self.loop.time()
+        self._index = EventIndex(self._make_workers().registrations, side.knowledge is Knowledge.EVENTS, self.loop.time)
+        self.routers = self.make_routers()
+        self._engines = [Engine(spec.profile, spec.kv_tokens, spec.block_tokens) for _ in range(spec.workers)]
+        self._timers: list[asyncio.TimerHandle | None] = [None] * spec.workers
+        self._targets = self.routers[0].workers.targets
+        self._numbers = {target: number for number, target in enumerate(self._targets)}
+        self._known_at = [0.0] * spec.workers  # when the last sent event of each worker arrives
         self._in_flight: dict[int, _InFlight] = {}  # by the identity of the request
-        self._held: list[HeldRequest] = []
-        self._prefill_share = PrefillShare()
-        self._numbers = count()
-        self._timed: list[tuple[float, int, int, object]] = []  # (time, number, worker, what becomes known)
+        self._waiting: set[asyncio.Task[None]] = set()
+        self._unanswered = 0
+        self._done = self.loop.create_future()
+
+    def make_routers(self) -> list[SimulatedRouter]:
+        """Return the routers before the workers: one."""
+        return [self.make_router()]
+
+    def make_router(self, *channels: SharingChannel) -> SimulatedRouter:
+        """Return one router. `channels`: what it shares its load over."""
+        return build_router(self._make_workers(), self._index, self.side, self.random, self.loop.time, channels)
+
+    def router_of(self, outcome: Outcome) -> SimulatedRouter:  # noqa: ARG002
+        """Return the router that a request comes to."""
+        return self.routers[0]
+
+    def arriving(self, outcome: Outcome, prompt: RoutedPrompt, router: SimulatedRouter) -> None:
+        """Do nothing. Called before a request is placed, for runs that watch choices."""
+
+    def _make_workers(self) -> SimulatedWorkers:
+        capacity = self.spec.kv_tokens // self.spec.block_tokens
+        return SimulatedWorkers(self.spec.workers, capacity, self.spec.block_tokens, self.loop.time)
 
     def run(self, requests: Sequence[TracedRequest], on_arrival: Callable[[], None] = lambda: None) -> list[Outcome]:
-        """Replay a trace to its end. `on_arrival` is called for each request."""
+        """Replay a trace to its end, once. `on_arrival` is called for each request."""
         outcomes = [Outcome(request) for request in requests]
-        wake: list[tuple[float, int]] = []
-        coming = iter(outcomes)
-        arriving = next(coming, None)
-        while True:
-            while wake and wake[0][0] != self._engines[wake[0][1]].next_event:
-                heappop(wake)  # it was planned again since
-            arrival = arriving.request.arrival if arriving else inf
-            timed = self._timed[0][0] if self._timed else inf
-            engine = wake[0][0] if wake else inf
-            self._now = min(arrival, timed, engine)
-            if self._now == inf:
-                return outcomes
-            touched: set[int] = set()
-            if timed == self._now:
-                touched = self._learn()
-            elif engine == self._now:
-                worker = heappop(wake)[1]
-                touched = {worker} | self._progress(worker, self._engines[worker].advance())
-            elif arriving is not None:
-                touched = self._place(arriving)
-                on_arrival()
-                arriving = next(coming, None)
-            for worker in touched:
-                if self._engines[worker].next_event < inf:
-                    heappush(wake, (self._engines[worker].next_event, worker))
+        try:
+            with _without_warnings():
+                self.loop.run_until_complete(self._replay(outcomes, on_arrival))
+        finally:
+            self.loop.close()
+        return outcomes
 
-    def _clock(self) -> float:
-        return self._now
+    async def _replay(self, outcomes: list[Outcome], on_arrival: Callable[[], None]) -> None:
+        if not outcomes:
+            return
+        self._unanswered = len(outcomes)
+        for router in self.routers:
+            router.state.sharing.start()
+        self._scrape()
+        coming = enumerate(outcomes)
 
-    def _later(self, seconds: float, worker: int, what: object) -> None:
-        heappush(self._timed, (self._now + seconds, next(self._numbers), worker, what))
+        def schedule() -> None:
+            following = next(coming, None)
+            if following is not None:
+                self.loop.call_at(self._start + following[1].request.arrival, arrive, *following)
 
-    def _learn(self) -> set[int]:
-        """Events arrive, a prompt is let go, or a held request's time is over. Returns the worker that got that."""
-        _, _, worker, what = heappop(self._timed)
-        if isinstance(what, Progress):
-            self._view.stored(worker, what.stored)
-            self._view.removed(worker, what.removed)
-            self._removed[worker] += len(what.removed) * self._block_tokens
-        elif isinstance(what, tuple):
-            self._view.settle(worker, what)
-        elif isinstance(what, Outcome):
-            held = next((each for each in self._held if each.outcome is what), None)
-            return set() if held is None else self._time_over(held)
-        return set()
+        def arrive(number: int, outcome: Outcome) -> None:
+            self._place(number, outcome)
+            on_arrival()
+            schedule()
 
-    def _progress(self, worker: int, progress: Progress) -> set[int]:
-        """What an engine did. Returns the workers that got held requests."""
-        for sequence in progress.begun:
-            flight = self._in_flight[id(sequence.request)]
-            flight.outcome.begun = self._now
-            flight.outcome.cached = sequence.cached
-            flight.reservation.first_byte()
-        for sequence in progress.ended:
-            flight = self._in_flight.pop(id(sequence.request))
-            flight.outcome.ended = self._now
-            cached = flight.outcome.cached // self._block_tokens
-            self._view.answered(worker, sequence.request.blocks, cached, flight.outcome.sent)
-            flight.reservation.release()
-            self._later(LINGER, worker, sequence.request.blocks)
-        if progress.stored or progress.removed:
-            due = max(self._now + self._random.uniform(*EVENT_DELAY), self._known_at[worker])
-            self._known_at[worker] = due
-            self._later(due - self._now, worker, progress)
-        return self._retry() if self._held and (progress.begun or progress.ended) else set()
+        schedule()
+        await self._done
+        for router in self.routers:
+            await router.state.sharing.kill()
 
-    def _place(self, outcome: Outcome) -> set[int]:
-        """A request arrives. Returns the worker that got it, if any did."""
-        return self._bind_or_hold(outcome, self._choose(outcome.request))
+    def _now(self) -> float:
+        """Return the seconds since the start of the run."""
+        return self.loop.time() - self._start
 
-    def _bind_or_hold(self, outcome: Outcome, choice: Candidate) -> set[int]:
-        placed = self._unless_held(outcome.request, choice)
-        if placed is None:
-            self._hold(HeldRequest(self._order(outcome.request, choice), next(self._numbers), outcome))
-            return set()
-        return {self._bind(outcome, placed)}
+    # The router's side
 
-    def _order(self, request: TracedRequest, choice: Candidate) -> float:
-        return held_order(request.arrival, self._prefill(request, choice))
+    def _place(self, number: int, outcome: Outcome) -> None:
+        request, now = outcome.request, self.loop.time()
+        tokens = [prompt_of(request, number, self.spec.block_tokens)]
+        hints = request.hints if self.side.hints else None
+        prompt = RoutedPrompt(
+            MODEL,
+            request.input_tokens,
+            tokens,
+            tokens,
+            exact=True,
+            streamed=True,
+            session=request.session,
+            hints=hints,
+        )
+        slo = None
+        if self.side.slos and (wanted := request.slo) is not None:
+            slo = SLO(wanted.ttft, wanted.tpot, now, wanted.service_level, wanted.refuses_late)
+        ticket = Ticket(tokens=prompt.tokens, size=_BYTES_PER_TOKEN * prompt.tokens, arrived=now, slo=slo)
+        router = self.router_of(outcome)
+        self.arriving(outcome, prompt, router)
+        try:
+            assignment = router.admission.place(prompt, (), ticket, now)
+        except RequestError:
+            self._end()
+            return
+        if assignment is not None:
+            self._send(router, prompt, outcome, assignment)
+            return
+        task = self.loop.create_task(self._wait(router, prompt, outcome, ticket))
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
 
-    def _hold(self, held: HeldRequest) -> None:
-        """Let a request wait, as long as `admission.timeout` says at most."""
-        insort(self._held, held)
-        self._later(TIMEOUT, 0, held.outcome)
+    async def _wait(self, router: SimulatedRouter, prompt: RoutedPrompt, outcome: Outcome, ticket: Ticket) -> None:
+        try:
+            assignment = await router.admission.wait(prompt, (), ticket)
+        except RequestError:
+            self._end()
+            return
+        self._send(router, prompt, outcome, assignment)
 
-    def _time_over(self, held: HeldRequest) -> set[int]:
-        """A request was held too long: it goes to its choice, however busy."""
-        self._held.remove(held)
-        return {self._bind(held.outcome, self._choose(held.outcome.request))}
+    def _send(self, router: SimulatedRouter, prompt: RoutedPrompt, outcome: Outcome, assignment: Assignment) -> None:
+        now = self.loop.time()
+        router.placement.record_in_flight(prompt, assignment, now)
+        worker = outcome.worker = self._numbers[assignment.target]
+        outcome.sent = self._now()
+        self._in_flight[id(outcome.request)] = _InFlight(outcome, assignment, router)
+        self._engines[worker].submit(outcome.request, now)
+        self._plan(worker)
 
-    def _retry(self) -> set[int]:
-        """Let held requests choose again, as long as any worker has room."""
-        bound: set[int] = set()
-        for held in self._held[:TRIES]:
-            if all(self._is_busy(load) for load in self._loads):
-                break
-            request = held.outcome.request
-            placed = self._unless_held(request, self._choose(request))
-            if placed is not None:
-                self._held.remove(held)
-                bound.add(self._bind(held.outcome, placed))
-        return bound
+    # The engines' side
 
-    def _is_busy(self, load: TargetLoad) -> bool:
-        return is_busy(load, crowded=len(self._held) > len(self._loads))
+    def _plan(self, worker: int) -> None:
+        """Schedule the next event of an engine."""
+        timer, due = self._timers[worker], self._engines[worker].next_event
+        if timer is not None:
+            if timer.when() == due:
+                return
+            timer.cancel()
+        self._timers[worker] = self.loop.call_at(due, self._advance, worker) if due < inf else None
 
-    def _unless_held(self, request: TracedRequest, choice: Candidate) -> Candidate | None:
-        """The choice, or another by which a request is answered sooner, unless it has to wait."""
-        load = self._loads[self._targets.index(choice.target)]
-        if not self._late_binding or not is_busy(load, crowded=True):
-            return choice
-        sooner = self._sooner(request, choice)
-        if sooner is None and self._is_busy(load):
-            return None
-        return sooner or choice
+    def _advance(self, worker: int) -> None:
+        self._timers[worker] = None
+        progress = self._engines[worker].advance()
+        self._plan(worker)
+        for computed in progress.begun:
+            self._first_byte(computed)
+        for computed in progress.ended:
+            self._answered(computed)
+        if (progress.stored or progress.removed) and self.side.knowledge is Knowledge.EVENTS:
+            self._report(worker, progress)
 
-    def _sooner(self, request: TracedRequest, choice: Candidate) -> Candidate | None:
-        """What is free and answers sooner than a choice that is busy, while the fleet has time to spare."""
-        prefilling = self._prefill_share.average
-        if prefilling >= NO_TIME_TO_SPARE:
-            return None
-        candidates = self._candidates(request)
-        free = [each for each, load in zip(candidates, self._loads, strict=True) if not is_busy(load, crowded=True)]
-        if not free:
-            return None
-        other = self._policy(free, _asked(request)).chosen
-        return other if is_sooner(other, choice, request.input_tokens, prefilling) else None
+    def _first_byte(self, computed: EngineRequest) -> None:
+        flight = self._in_flight[id(computed.request)]
+        flight.outcome.begun, flight.outcome.cached = self._now(), computed.cached
+        now = self.loop.time()
+        flight.assignment.attempt.heard(now)
+        flight.assignment.first_byte(now)
 
-    def _choose(self, request: TracedRequest) -> Candidate:
-        return self._decide(request).chosen
+    def _answered(self, computed: EngineRequest) -> None:
+        request = computed.request
+        flight = self._in_flight.pop(id(request))
+        flight.outcome.ended = self._now()
+        now = self.loop.time()
+        flight.assignment.attempt.end(AttemptOutcome.SUCCEEDED, now=now)
+        cached = None if self.side.knowledge is Knowledge.SENT else computed.cached
+        flight.router.placement.answered(flight.assignment, Usage(request.input_tokens, request.output_tokens, cached))
+        flight.assignment.release(now)
+        self._end()
 
-    def _decide(self, request: TracedRequest) -> Decision:
-        self._prefill_share.see(sum(load.pending > 0 for load in self._loads) / len(self._loads), self._now)
-        return self._policy(self._candidates(request), _asked(request))
+    def _end(self) -> None:
+        """Count a request that was answered or refused."""
+        self._unanswered -= 1
+        if not self._unanswered:
+            self._done.set_result(None)
 
-    def _candidates(self, request: TracedRequest) -> list[Candidate]:
-        if self._now >= self._next_look:
-            self._next_look = self._now + _LOOK_SECONDS
-            self._pressure.removed(dict(zip(self._targets, self._removed, strict=True)))
-        price = self._pressure.price()
-        overlaps = self._view.overlaps(request.blocks[: (request.input_tokens - 1) // self._block_tokens])
-        candidates = []
-        for worker, (target, load) in enumerate(zip(self._targets, self._loads, strict=True)):
-            engine = self._engines[worker]
-            candidate = Candidate(
-                target,
-                overlaps.get(worker, 0) * self._block_tokens,
-                load.requests,
-                load.pending,
-                load.context,
-                load.waiting,
-                kv_usage=engine.kv_usage,
+    def _report(self, worker: int, progress: Progress) -> None:
+        """Apply an engine's events to the index after their delay, in their order."""
+        due = max(self.loop.time() + self.random.uniform(*EVENT_DELAY), self._known_at[worker])
+        self._known_at[worker] = due
+        batch = events_of(progress, self.spec.block_tokens)
+        self.loop.call_at(due, self._index.index.apply, self._targets[worker], batch)
+
+    def _scrape(self) -> None:
+        """Let the routers read the metrics of all engines, at the router's interval."""
+        for worker, engine in enumerate(self._engines):
+            metrics = (
+                f"vllm:num_requests_running {engine.running}\n"
+                f"vllm:num_requests_waiting {engine.waiting}\n"
+                f"vllm:kv_cache_usage_perc {engine.kv_usage}\n"
             )
-            if price and self._pressure.evicting(target):
-                candidate.eviction = price * self._eviction_weight(target)
-            candidates.append(candidate)
-        return candidates
-
-    def _eviction_weight(self, target: Target) -> float:  # noqa: ARG002
-        """What evicting costs there, compared with elsewhere."""
-        return 1.0
-
-    def _prefill(self, request: TracedRequest, choice: Candidate) -> float:
-        """Seconds that a prefill is expected to take."""
-        rates = self._profile.rates
-        return prefill_seconds(rates, request.input_tokens, choice.overlap, choice.requests, choice.context)
-
-    def _bind(self, outcome: Outcome, choice: Candidate) -> int:
-        request = outcome.request
-        worker = outcome.worker = self._targets.index(choice.target)
-        outcome.sent = self._now
-        uncached = max(request.input_tokens - choice.overlap, 1)
-        prefill = self._prefill(request, choice)
-        reservation = Reservation(self._loads[worker], uncached, request.input_tokens, prefill, streamed=True)
-        self._in_flight[id(request)] = _InFlight(outcome, worker, reservation)
-        best = max(self._view.overlaps(request.blocks).values(), default=0)
-        self._pressure.routed(request.blocks, best * self._block_tokens)
-        self._view.slo(worker, request.blocks)
-        self._engines[worker].submit(request, self._now)
-        return worker
+            for router in self.routers:
+                router.scraped(router.workers.workers[worker], metrics)
+        self.loop.call_later(_SCRAPE_SECONDS, self._scrape)
 
 
-def _asked(request: TracedRequest) -> Request:
-    return Request(request.input_tokens, _MEAN_OUTPUT, request.session)
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep the router's log lines out of a simulation's output."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)

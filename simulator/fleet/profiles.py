@@ -1,10 +1,10 @@
-"""How fast the simulated engines are, from the hardware's figures at the efficiencies that engines reach.
+"""The rates of the simulated engines, computed from hardware figures at the efficiencies that engines reach.
 
 token          2 FLOP a parameter, at half of the peak
 attention      4 FLOP a layer and hidden dimension for each pair of tokens, at 0.4 of the peak
 step           reading the weights at 0.7 of the bandwidth, and the engine's own overhead
 context_token  reading the KV state of a token at 0.7 of the bandwidth
-kv_tokens      what is left of the memory for the KV cache
+kv_tokens      the memory that remains for the KV cache
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.policies.rates import Rates
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """An engine: its rates, the tokens its KV cache can hold, and the requests that it runs at once."""
+    """An engine: its rates, the tokens that its KV cache holds, and the most requests that it runs at once."""
 
     name: str
     rates: Rates

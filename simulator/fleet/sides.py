@@ -1,4 +1,4 @@
-"""The policies of a run, in the order of its tables. Ours comes as the router has it, and without late binding."""
+"""The routers that a simulation compares: a policy, with the parts of the router that work with it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 
-from router.policies import Policy, policy_named
+from router.load.target_load import LoadTable
+from router.policies import NamedPolicy, policy_named
+from router.prediction.learned import Learned
 from router.settings import PolicyName, PolicySettings
 
 
 class Knowledge(StrEnum):
-    """What is known of caches: by events, or by what was sent to workers, with or without what they report of it."""
+    """The source of what a router knows of the workers' caches.
+
+    - EVENTS: the engines' events.
+    - REPORTED: the prompts sent to workers, and the cached tokens that answers report.
+    - SENT: the prompts sent to workers.
+    """
 
     EVENTS = "events"
     REPORTED = "reported"
@@ -20,9 +27,14 @@ class Knowledge(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A policy as it is called in tables, whether requests are held, and what it knows of the caches.
+    """A router, by its name in tables.
 
-    `weights`: of its cost, where they are not the default ones.
+    - `policy`: the name of its policy.
+    - `late_binding`: whether requests wait while the chosen worker is busy.
+    - `knowledge`: the source of what it knows of the workers' caches.
+    - `weights`: the settings of its policy; None for the defaults.
+    - `slos`: whether it reads the requests' SLOs.
+    - `hints`: whether it reads the requests' hints.
     """
 
     name: str
@@ -30,14 +42,24 @@ class Side:
     late_binding: bool = False
     knowledge: Knowledge = Knowledge.EVENTS
     weights: PolicySettings | None = None
+    slos: bool = False
+    hints: bool = False
 
-    def policy_for(self, random: Random) -> Policy:
-        """A policy of its own for one run."""
-        return policy_named(self.weights or PolicySettings(name=self.policy), random).choose
+    @property
+    def settings(self) -> PolicySettings:
+        """The settings of its policy."""
+        return self.weights or PolicySettings(name=self.policy)
+
+    def make_policy(self, random: Random, learned: Learned, load: LoadTable) -> NamedPolicy:  # noqa: ARG002
+        """Return a policy for one run.
+
+        - `random`: breaks ties.
+        - `learned`, `load`: what the router knows, for rules that predict latencies.
+        """
+        return policy_named(self.settings, random)
 
 
 OURS = Side("kv_aware", PolicyName.KV_AWARE, late_binding=True)
-OURS_AT_ONCE = Side("kv_aware, at once", PolicyName.KV_AWARE)
 PEERS = [
     Side(name.value, name)
     for name in (
@@ -50,12 +72,3 @@ PEERS = [
         PolicyName.ROUND_ROBIN,
     )
 ]
-# Before workers that tell no events. SGLang's cache_aware keeps a tree of what it sent to each worker.
-WITHOUT_EVENTS = [
-    OURS,
-    Side("kv_aware, reported", PolicyName.KV_AWARE, late_binding=True, knowledge=Knowledge.REPORTED),
-    Side("kv_aware, sent", PolicyName.KV_AWARE, late_binding=True, knowledge=Knowledge.SENT),
-    Side("cache_aware, sent", PolicyName.CACHE_AWARE, knowledge=Knowledge.SENT),
-    Side("round_robin", PolicyName.ROUND_ROBIN),
-]
-SIDES = [OURS, OURS_AT_ONCE, *PEERS]

@@ -1,13 +1,15 @@
-"""Requests as Mooncake's public traces have them, one JSON object a line:
+"""Traces of requests in the format of Mooncake's public traces: one JSON object a line.
 
-    timestamp      milliseconds
+    timestamp                     milliseconds
     input_length, output_length   tokens
-    hash_ids       one for each 512-token block of the prompt, the last of which may be partial; equal ids mean equal
-                   prefixes
-    session_id     optional; without one, the second block stands for it (the first is often the same for all)
-    model, worker, cached_tokens, ttft_ms, failed   optional: what came of it, as `kvrouter record --requests` saw it
+    hash_ids                      one id for each 512-token block of the prompt, the last of which may be partial; equal
+                                  ids mean equal prefixes
+    session_id                    optional; without it, the id of the second block names the session, because the first
+                                  block is often the same in all sessions
+    model, worker, cached_tokens, ttft_ms, failed
+                                  optional; the result of the request, as `kvrouter record --requests` writes it
 
-Blocks of another size are declared by a first line of its own, such as {"block_tokens": 64}.
+A trace with blocks of another size begins with a line that declares it, such as {"block_tokens": 64}.
 
 https://github.com/kvcache-ai/Mooncake
 """
@@ -22,13 +24,15 @@ from typing import IO, Annotated
 
 import msgspec
 
+from router.apis.sessions import AgentHints
+
 BLOCK_TOKENS = 512
-# Prompts that begin with this many equal tokens are taken for one session when no session is named.
+# Prompts without a session that begin with this many equal tokens count as one session.
 _SESSION_TOKENS = 2 * BLOCK_TOKENS
 
 
 class TraceLine(msgspec.Struct, omit_defaults=True):
-    """One line of a trace."""
+    """One line of a trace: a request, and optionally its result."""
 
     timestamp: float
     input_length: int
@@ -49,7 +53,7 @@ class TraceHead(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TraceError(ValueError):
-    """A file is no trace; the message says where and why."""
+    """An error in a trace file; the message names the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +65,11 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Promised:
-    """A class of requests and its promise, in seconds; None: nothing is promised of it. `refuses_late`: those that no
-    worker would serve in time are refused."""
+class RequestSLO:
+    """The SLO of a request's class. `ttft`, `tpot`: seconds, or None for any time.
+
+    `refuses_late`: whether the router refuses a request that no worker can serve in time.
+    """
 
     service_level: str
     ttft: float | None
@@ -75,8 +81,12 @@ class Promised:
 class TracedRequest:
     """A request of a trace.
 
-    `arrival` in seconds. `blocks`: ids of the prompt's full blocks. `finished`: those of prompt and answer together,
-    as the next turn of the conversation names them. `promised`: what its class is promised, if it has one.
+    - `arrival`: seconds since the start of the trace.
+    - `blocks`: the ids of the prompt's full blocks.
+    - `finished`: the ids of the full blocks of prompt and answer, as the next turn of the conversation names them.
+    - `session`: the name of its conversation.
+    - `slo`: the SLO of its class; None for no SLO.
+    - `hints`: what its agent reports of the session; None for nothing.
     """
 
     arrival: float
@@ -85,11 +95,12 @@ class TracedRequest:
     blocks: tuple[int, ...]
     finished: tuple[int, ...]
     session: str
-    promised: Promised | None = None
+    slo: RequestSLO | None = None
+    hints: AgentHints | None = None
 
 
 def read_trace(path: Path, limit: int | None = None) -> Trace:
-    """The first lines of a trace file, which may be compressed (.gz). Raises TraceError, and OSError."""
+    """Return the first `limit` lines of a trace file, which may be compressed (.gz). Raises TraceError and OSError."""
     opener = gzip.open if path.suffix == ".gz" else open
     decoder = msgspec.json.Decoder(TraceLine)
     lines: list[TraceLine] = []
@@ -124,7 +135,7 @@ def _checked(line: TraceLine, block_tokens: int) -> TraceLine:
 def requests_of(
     lines: Iterable[TraceLine], speed: float = 1.0, block_tokens: int = BLOCK_TOKENS
 ) -> list[TracedRequest]:
-    """The requests of a trace replayed `speed` times as fast, by their arrival."""
+    """Return the requests of a trace that is replayed `speed` times as fast, in the order of their arrival."""
     requests = [_request(line, speed, block_tokens) for line in sorted(lines, key=lambda line: line.timestamp)]
     later: dict[int, TracedRequest] = {}  # by each block's id: the next request with that block
     finished: list[TracedRequest] = []
@@ -146,7 +157,10 @@ def _request(line: TraceLine, speed: float, block_tokens: int) -> TracedRequest:
 def _finished(
     request: TracedRequest, number: int, later: dict[int, TracedRequest], block_tokens: int
 ) -> tuple[int, ...]:
-    """A block of the answer has the id that the next turn gives it; without one, an id that is never asked for."""
+    """Return the ids of the full blocks of prompt and answer.
+
+    A block of the answer has the id that the next turn gives it, or an id that no other request uses.
+    """
     total = (request.input_tokens + request.output_tokens) // block_tokens
     known = request.blocks
     turn = later.get(known[-1]) if known else None

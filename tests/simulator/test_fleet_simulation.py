@@ -1,86 +1,41 @@
-"""The simulated fleet: its engines' times and caches, its router, and what comes out."""
+"""A run of the simulated fleet: the router's own objects in virtual time, and the outcomes of requests."""
 
 from __future__ import annotations
 
-from math import ceil, inf
+import ast
+import asyncio
+from math import inf
+from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.policy.decisions import candidates
-from benchmarks.policy.grid import Cell, full_grid, play, quick_grid
-from benchmarks.policy.report import CellResult, markdown, verdict
+import simulator.fleet
+from benchmarks.policy.grid import Cell, play
+from benchmarks.policy.sides import OURS_AT_ONCE, SIDES, WITHOUT_EVENTS
 from benchmarks.policy.workloads import CONVERSATION
-from router.policies.rates import prefill_seconds
-from simulator.fleet.engine import BlockCache, Engine
-from simulator.fleet.fleet import Fleet, Outcome
-from simulator.fleet.measures import Measures, measured, percentile
+from kvevents import BlockRemoved, BlockStored
+from router.admission.admission import Admission
+from router.admission.waiting_request import WaitReason
+from router.cache_state.hit_audit import Basis
+from router.prediction.predictions import WatchedAnswer
+from router.routing.placement import Placement
+from router.routing.selector import Selector
+from simulator.fleet.engine import Progress, StoredBlocks
+from simulator.fleet.fleet import FleetSpec, Simulation
 from simulator.fleet.profiles import LLAMA_70B
-from simulator.fleet.sides import OURS, OURS_AT_ONCE, SIDES
-from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
+from simulator.fleet.sides import OURS, Knowledge, Side
+from simulator.fleet.tokens import engine_hash, prompt_of, tokens_of
+from simulator.fleet.trace import BLOCK_TOKENS, RequestSLO, TracedRequest
+from simulator.fleet.workers import events_of
 
-RATES = LLAMA_70B.rates
+FLEET = FleetSpec(LLAMA_70B, 3, 30_000)
 
 
 def request(arrival: float, blocks: tuple[int, ...], output: int = 50, extra: int = 100) -> TracedRequest:
     return TracedRequest(arrival, len(blocks) * BLOCK_TOKENS + extra, output, blocks, blocks, str(blocks[:1]))
-
-
-def run_engine(
-    requests: list[TracedRequest], kv_tokens: int = 100_000
-) -> tuple[Engine, dict[int, tuple[float, float]]]:
-    """When each request began and ended, by its place."""
-    engine = Engine(LLAMA_70B, kv_tokens)
-    times: dict[int, list[float]] = {id(asked): [] for asked in requests}
-    coming = list(requests)
-    while coming or engine.next_event < inf:
-        if coming and coming[0].arrival <= engine.next_event:
-            asked = coming.pop(0)
-            engine.submit(asked, asked.arrival)
-            continue
-        now = engine.next_event
-        progress = engine.advance()
-        for sequence in progress.begun + progress.ended:
-            times[id(sequence.request)].append(now)
-    return engine, {place: (times[id(asked)][0], times[id(asked)][-1]) for place, asked in enumerate(requests)}
-
-
-def test_a_request_alone_takes_its_prefill_and_its_steps() -> None:
-    asked = request(1.0, tuple(range(40)), output=100)
-    _, times = run_engine([asked])
-    prefill = prefill_seconds(RATES, asked.input_tokens, 0, 0, 0)
-    assert times[0][0] == pytest.approx(1.0 + prefill, rel=1e-6)
-    contexts = [asked.input_tokens + 1 + step for step in range(99)]
-    decode = sum(RATES.step + RATES.token + RATES.context_token * context for context in contexts)
-    assert times[0][1] - times[0][0] == pytest.approx(decode)
-
-
-def test_what_was_computed_is_not_computed_again() -> None:
-    blocks = tuple(range(10))
-    _, times = run_engine([request(0, blocks), request(10, blocks)])
-    assert times[1][0] - 10 == pytest.approx(prefill_seconds(RATES, 5220, 5120, 0, 0))
-
-
-def test_a_request_that_comes_while_others_decode_waits_for_the_step_under_way() -> None:
-    _, alone = run_engine([request(0, (1, 2), output=1000)])
-    _, times = run_engine([request(0, (1, 2), output=1000), request(5.0, (3, 4), output=2)])
-    assert 5.0 < times[1][0] < 5.0 + RATES.step * 1.2 + prefill_seconds(RATES, 1124, 0, 1, 2000)
-    assert times[0][1] > alone[0][1]
-
-
-def test_the_least_recently_used_leaf_is_evicted_first() -> None:
-    cache = BlockCache(6)
-    for blocks in ((1, 2, 3), (4, 5, 6)):
-        assert cache.acquire((), 3)
-        assert all(map(cache.name, blocks))
-        cache.release(list(blocks), 0)
-    assert cache.acquire((1,), 2)
-    assert cache.take_removed() == [3, 2]
-    assert cache.matched((1, 2, 3)) == 1
-    assert not cache.acquire((), 4)
-    assert cache.matched((4, 5, 6)) == 3
 
 
 requests_lists = st.lists(
@@ -98,78 +53,147 @@ requests_lists = st.lists(
 )
 
 
-@given(requests_lists, st.sampled_from([30_000, 100_000]))
-def test_every_request_is_answered_and_no_block_is_lost(requests: list[TracedRequest], kv_tokens: int) -> None:
-    requests.sort(key=lambda asked: asked.arrival)
-    engine, times = run_engine(requests, kv_tokens)
-    for place, asked in enumerate(requests):
-        begun, ended = times[place]
-        assert asked.arrival < begun <= ended
-    assert engine.cache.in_use == 0
-
-
+@settings(max_examples=40)
 @given(requests_lists, st.booleans(), st.integers(0, 10))
-def test_a_fleet_answers_every_request_once(requests: list[TracedRequest], late_binding: bool, seed: int) -> None:
+def test_every_request_is_answered_once(requests: list[TracedRequest], late_binding: bool, seed: int) -> None:
     requests.sort(key=lambda asked: asked.arrival)
-    random = Random(seed)
-    fleet = Fleet(LLAMA_70B, 3, 30_000, OURS.policy_for(random), late_binding, random)
-    for outcome in fleet.run(requests):
-        assert outcome.request.arrival < outcome.begun <= outcome.ended < inf
+    side = OURS if late_binding else OURS_AT_ONCE
+    for outcome in Simulation(FLEET, side, Random(seed)).run(requests):
+        assert outcome.request.arrival - 1e-6 <= outcome.sent < outcome.begun <= outcome.ended < inf
         assert 0 <= outcome.cached < outcome.request.input_tokens
+        assert 0 <= outcome.worker < FLEET.workers
 
 
-@pytest.mark.parametrize("side", SIDES, ids=lambda side: side.name)
-def test_a_run_depends_on_its_seed_only(side: object) -> None:
+@pytest.mark.parametrize("side", [*SIDES, *WITHOUT_EVENTS[1:]], ids=lambda side: side.name)
+def test_run_depends_only_on_its_seed(side: Side) -> None:
     cell = Cell(CONVERSATION, LLAMA_70B, 2, 200_000, 0.5, seconds=40.0)
-    assert side in SIDES
-    first, second = (play(cell, cell.requests(1), side, 1) for _ in range(2))  # type: ignore[arg-type]
+    first, second = (play(cell, cell.requests(1), side, 1) for _ in range(2))
     assert first == second
 
 
-def test_prefixes_are_found_where_they_are() -> None:
+def test_cached_prefixes_are_found() -> None:
     cell = Cell(CONVERSATION, LLAMA_70B, 4, 400_000, 0.5, seconds=120.0)
     hit_rates = {side.name: play(cell, cell.requests(0), side, 0).hit_rate for side in SIDES}
     assert hit_rates["kv_aware"] > hit_rates["round_robin"] + 0.1
 
 
-def test_measures_leave_the_warm_up_out() -> None:
-    slow, quick = (
-        Outcome(request(arrival, (1,), output=11, extra=0), arrival + wait, arrival + wait + 1, cached)
-        for arrival, wait, cached in ((0.0, 9.0, 0), (10.0, 1.0, 256))
+def test_run_uses_the_routers_own_objects() -> None:
+    run = Simulation(FLEET, OURS, Random(0))
+    assert run.run([]) == []
+    (router,) = run.routers
+    assert type(router.selector) is Selector
+    assert type(router.placement) is Placement
+    assert type(router.admission) is Admission
+
+
+def test_simulation_imports_no_rule_of_the_selection() -> None:
+    """The rules of late binding, of capacity and of SLOs are applied by the selector and admission alone."""
+    rules = {"router.routing.late_binding", "router.routing.capacity", "router.routing.slo_selection"}
+    for file in Path(simulator.fleet.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.module not in rules, file
+                assert not {alias.name for alias in node.names} & {"choose_for_slo", "TRIES", "LATE_TRIES"}, file
+
+
+def overload() -> list[TracedRequest]:
+    """Return requests with long unshared prompts, faster than two workers compute them."""
+    return [request(0.1 * number, tuple(range(100 * number, 100 * number + 40))) for number in range(30)]
+
+
+def test_late_binding_holds_requests_in_the_routers_queue() -> None:
+    run = Simulation(FleetSpec(LLAMA_70B, 2, 300_000), OURS, Random(0))
+    waits: list[tuple[WaitReason, float]] = []
+    run.routers[0].admission.on_waited.append(lambda reason, seconds: waits.append((reason, seconds)))
+    outcomes = run.run(overload())
+    held = [outcome for outcome in outcomes if outcome.sent > outcome.request.arrival + 1e-6]
+    assert len(held) == len(waits) > 10
+    assert {reason for reason, _ in waits} == {WaitReason.LATE_BINDING}
+    assert sum(seconds for _, seconds in waits) == pytest.approx(sum(each.sent - each.request.arrival for each in held))
+    at_once = Simulation(FleetSpec(LLAMA_70B, 2, 300_000), OURS_AT_ONCE, Random(0)).run(overload())
+    assert all(outcome.sent == pytest.approx(outcome.request.arrival) for outcome in at_once)
+
+
+def test_load_is_released_when_a_run_has_ended() -> None:
+    run = Simulation(FLEET, OURS, Random(0))
+    run.run(overload())
+    (router,) = run.routers
+    for worker in router.workers.workers:
+        load = router.state.load.of(worker.url, 0)
+        assert (load.requests, load.pending, load.context, load.waiting) == (0, 0, 0, 0)
+        assert not worker.health.attempts
+    assert router.admission.queue.length == 0
+
+
+def test_slos_are_read_by_sides_that_read_slos() -> None:
+    slo = RequestSLO("interactive", 2.0, 0.5, refuses_late=True)
+    requests = [replace_slo(each, slo) for each in overload()]
+    spec = FleetSpec(LLAMA_70B, 2, 300_000)
+    assert not any(outcome.refused for outcome in Simulation(spec, OURS, Random(0)).run(requests))
+    run = Simulation(spec, Side("slos", OURS.policy, late_binding=True, slos=True), Random(0))
+    answers: list[WatchedAnswer] = []
+    run.routers[0].state.learned.predictions.on_answered.append(answers.append)
+    outcomes = run.run(requests)
+    refused = sum(outcome.refused for outcome in outcomes)
+    assert 0 < refused < len(requests)
+    assert sum(answer.slo is not None for answer in answers) == len(requests) - refused
+    assert all(outcome.begun == outcome.ended == inf for outcome in outcomes if outcome.refused)
+
+
+def replace_slo(asked: TracedRequest, slo: RequestSLO) -> TracedRequest:
+    return TracedRequest(
+        asked.arrival, asked.input_tokens, asked.output_tokens, asked.blocks, asked.finished, asked.session, slo
     )
-    assert measured([slow, quick]) == Measures(0.5, 1.0, 1.0, 1.0, 0.1, 0.1, 1 / 5)
-    assert [percentile(range(100), share) for share in (0.5, 0.9, 0.99)] == [50, 90, 99]
 
 
-def result(**ttft_p90: list[float]) -> CellResult:
-    sides = {name.replace("_at_once", ", at once"): values for name, values in ttft_p90.items()}
-    return CellResult(
-        "cell", {name: [Measures(0.5, 0.1, p90, 1.0, 0.02, 0.03, 4.0) for p90 in p90s] for name, p90s in sides.items()}
-    )
+@pytest.mark.parametrize(("knowledge", "basis"), [(Knowledge.EVENTS, Basis.EVENTS), (Knowledge.SENT, Basis.HISTORY)])
+def test_knowledge_of_caches_comes_from_events_or_from_sent_prompts(knowledge: Knowledge, basis: Basis) -> None:
+    run = Simulation(FLEET, Side("side", OURS.policy, knowledge=knowledge), Random(0))
+    outcomes = run.run([request(2.0 * number, (1, 2, 3, 4)) for number in range(4)])
+    (router,) = run.routers
+    assert {router.state.audit.basis(target) for target in router.workers.targets} == {basis}
+    assert [outcome.cached for outcome in outcomes] == [0, 2048, 2048, 2048]
 
 
-def test_a_cell_is_lost_to_a_peer_that_is_better_beyond_noise() -> None:
-    ours = [1.0, 1.1, 1.2]
-    lost = result(kv_aware=ours, kv_aware_at_once=ours, a=[0.8, 0.9, 1.3], b=[0.97, 1.09, 1.1], c=[2.0, 2.0, 2.0])
-    assert lost.lost_to(OURS.name) == ["a"]
-    assert "(lost)" in verdict([lost])
-    even = result(kv_aware=ours, kv_aware_at_once=ours, b=[0.97, 1.09, 1.19])
-    assert even.lost_to(OURS.name) == even.lost_to(OURS_AT_ONCE.name) == []
-    assert "1.01" in verdict([even])
+def test_prompts_share_tokens_as_far_as_they_share_blocks() -> None:
+    first, second = request(0, (1, 2, 3)), request(0, (1, 2, 4))
+    one, other = (list(prompt_of(each, number, BLOCK_TOKENS)) for number, each in enumerate((first, second)))
+    assert len(one) == first.input_tokens
+    assert one[: 2 * BLOCK_TOKENS] == other[: 2 * BLOCK_TOKENS]
+    assert not set(one[2 * BLOCK_TOKENS :]) & set(other[2 * BLOCK_TOKENS :])
 
 
-def test_tables_are_aligned() -> None:
-    table = markdown([["a", "b"], ["long", "1.25"]])
-    assert table.splitlines() == ["| a    |    b |", "| ---- | ---: |", "| long | 1.25 |"]
-    assert len({len(line) for line in result(kv_aware=[1.0], kv_aware_at_once=[123.0]).table().splitlines()}) == 1
+def test_events_report_the_tokens_of_prompts() -> None:
+    batch = events_of(Progress(stored=[StoredBlocks(1, [2, -3])], removed=[7]), BLOCK_TOKENS)
+    assert batch.events == [
+        BlockStored([2, engine_hash(-3)], 1, tokens_of([2, -3], BLOCK_TOKENS), BLOCK_TOKENS),
+        BlockRemoved([7]),
+    ]
+    prompt = list(prompt_of(request(0, (2, -3), extra=0), 0, BLOCK_TOKENS))
+    assert tokens_of([2, -3], BLOCK_TOKENS) == prompt
 
 
-def test_the_grids_have_names_that_tell_cells_apart() -> None:
-    for grid in (list(full_grid()), list(quick_grid())):
-        assert len({cell.name for cell in grid}) == len(grid)
+def test_virtual_time_gives_the_decisions_of_a_real_event_loop() -> None:
+    """Arrivals and first tokens are 100 ms or more apart, so that a busy machine does not change their order."""
+    first, second = tuple(range(40)), tuple(range(100, 140))
+    requests = [
+        request(0.1, first, output=2),
+        request(0.3, second, output=2),
+        request(0.5, tuple(range(200, 230)), output=2),
+        request(0.7, (*first, 300), output=2),
+        request(2.9, (*second, 400), output=2),
+        request(3.0, (*first, 300, 301), output=2),
+    ]
+    virtual, real = (decisions(requests, loop) for loop in (None, asyncio.new_event_loop()))
+    assert virtual == real
+    assert virtual[1] == [WaitReason.LATE_BINDING] * 2
 
 
-def test_the_candidates_of_the_decision_cost_are_as_many_as_asked() -> None:
-    among = candidates(64, Random(0))
-    assert len({candidate.target for candidate in among}) == 64
-    assert 0 < sum(candidate.overlap > 0 for candidate in among) < ceil(64 / 2)
+def decisions(
+    requests: list[TracedRequest], loop: asyncio.AbstractEventLoop | None
+) -> tuple[list[tuple[int, int]], list[WaitReason]]:
+    """Return each request's worker and cached tokens, and the reasons for which requests waited."""
+    run = Simulation(FleetSpec(LLAMA_70B, 2, 300_000), OURS, Random(3), loop)
+    waits: list[WaitReason] = []
+    run.routers[0].admission.on_waited.append(lambda reason, _: waits.append(reason))
+    return [(outcome.worker, outcome.cached) for outcome in run.run(requests)], waits

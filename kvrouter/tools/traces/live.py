@@ -14,9 +14,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvrouter.tools.traces.results import Answer, Run
+from kvrouter.tools.traces.results import Answer, Run, percentile
 from router.http.client import connection_problem, refuse_redirects
-from simulator.fleet.measures import percentile
 from simulator.fleet.trace import Trace, TraceLine
 
 # IDs that exist in every vocabulary, and are special tokens in none.

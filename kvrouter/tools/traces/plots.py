@@ -11,7 +11,7 @@ from html import escape
 from itertools import count
 from math import ceil, floor, log10, sqrt
 
-from simulator.fleet.measures import percentile
+from kvrouter.tools.traces.results import percentile
 
 Show = Callable[[float], str]
 

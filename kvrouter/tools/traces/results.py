@@ -8,7 +8,11 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from simulator.fleet.measures import percentile
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which `share` of the values lie."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -22,8 +22,8 @@ from kvrouter.tools.traces.report import Report, headline, render
 from kvrouter.tools.traces.results import Answer, Run
 from kvrouter.tools.traces.workload import Workload, shape
 from router.settings import PolicyName
-from simulator.fleet.fleet import Fleet
-from simulator.fleet.profiles import LLAMA_8B, LLAMA_70B, Profile
+from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
+from simulator.fleet.profiles import LLAMA_8B, LLAMA_70B
 from simulator.fleet.sides import OURS, PEERS, Side
 from simulator.fleet.trace import Trace, TracedRequest, TraceError, read_trace, requests_of
 
@@ -31,56 +31,36 @@ ENGINES = {"70b": LLAMA_70B, "8b": LLAMA_8B}
 DEFAULT_POLICIES = [side.name for side in (OURS, *PEERS)]
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedFleet:
-    """A number of engines, each with a cache of `kv_tokens` tokens."""
-
-    profile: Profile
-    workers: int
-    kv_tokens: int
-
-
 def side_named(name: str) -> Side:
-    """Return the side of a policy, with the router's further features. Raises ValueError for an unknown name."""
+    """Return the router with a policy, by the policy's name in the settings. Raises ValueError for other names."""
     if name not in list(PolicyName):
         raise ValueError(f"unknown policy {name!r}; known: {', '.join(PolicyName)}")
     return OURS if name == OURS.name else Side(name, PolicyName(name))
 
 
 def simulate(
-    requests: Sequence[TracedRequest],
-    block_tokens: int,
-    side: Side,
-    fleet: SimulatedFleet,
-    seed: int,
-    on_arrival: Callable[[], None],
+    requests: Sequence[TracedRequest], side: Side, fleet: FleetSpec, seed: int, on_arrival: Callable[[], None]
 ) -> Run:
-    """Replay a trace to its end. `on_arrival` is called for each request."""
-    random = Random(seed)
-    simulated = Fleet(
-        fleet.profile,
-        fleet.workers,
-        fleet.kv_tokens,
-        side.policy_for(random),
-        side.late_binding,
-        random,
-        block_tokens,
-    )
+    """Replay a trace to its end in a simulated fleet. `on_arrival` is called for each request."""
+    outcomes = Simulation(fleet, side, Random(seed)).run(requests, on_arrival)
     workers = [f"worker {number}" for number in range(1, fleet.workers + 1)]
-    answers = [
-        Answer(
-            arrival=outcome.request.arrival,
-            prompt_tokens=outcome.request.input_tokens,
-            ttft=outcome.begun - outcome.request.arrival,
-            seconds=outcome.ended - outcome.request.arrival,
-            held=outcome.sent - outcome.request.arrival,
-            output_tokens=outcome.request.output_tokens,
-            cached_tokens=outcome.cached,
-            worker=workers[outcome.worker],
-        )
-        for outcome in simulated.run(requests, on_arrival)
-    ]
-    return Run(side.name, answers, workers)
+    return Run(side.name, [_answer(outcome, workers) for outcome in outcomes], workers)
+
+
+def _answer(outcome: Outcome, workers: Sequence[str]) -> Answer:
+    request = outcome.request
+    if outcome.refused:
+        return Answer(request.arrival, request.input_tokens, error="refused by the router")
+    return Answer(
+        arrival=request.arrival,
+        prompt_tokens=request.input_tokens,
+        ttft=outcome.begun - request.arrival,
+        seconds=outcome.ended - request.arrival,
+        held=outcome.sent - request.arrival,
+        output_tokens=request.output_tokens,
+        cached_tokens=outcome.cached,
+        worker=workers[outcome.worker],
+    )
 
 
 def open_trace(path: Path, limit: int | None) -> Trace:
@@ -94,11 +74,11 @@ def open_trace(path: Path, limit: int | None) -> Trace:
     return trace
 
 
-def replay_simulated(path: Path, trace: Trace, sides: Sequence[Side], fleet: SimulatedFleet, speed: float) -> Report:
-    """Replay a trace under several policies in a simulated fleet."""
+def replay_simulated(path: Path, trace: Trace, sides: Sequence[Side], fleet: FleetSpec, speed: float) -> Report:
+    """Replay a trace under several policies in a simulated fleet, and return the report."""
     requests = requests_of(trace.lines, speed, trace.block_tokens)
     with _progress(len(requests)) as begin:
-        runs = [simulate(requests, trace.block_tokens, side, fleet, 1, begin(side.name)) for side in sides]
+        runs = [simulate(requests, side, fleet, 1, begin(side.name)) for side in sides]
     settings = {
         "Simulated fleet": f"{fleet.workers} engines, each {fleet.profile.name}",
         "Cache of each": f"{fleet.kv_tokens:,} tokens",

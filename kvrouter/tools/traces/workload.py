@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from simulator.fleet.measures import percentile
+from kvrouter.tools.traces.results import percentile
 from simulator.fleet.trace import TracedRequest, TraceLine
 
 _SIZES = 8  # number of cache sizes, each twice the previous one

@@ -1,0 +1,66 @@
+"""The figures of a run: hit rate, TTFT, TPOT and goodput of its steady part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrouter.tools.traces.results import percentile
+from simulator.fleet.fleet import Outcome
+
+WARM_UP = 0.5  # the share of the trace in which caches fill, and the number of sessions grows
+TTFT_GOAL = 2.0
+TPOT_GOAL = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """The figures of a run, with times in seconds. `goodput`: the fleet's answers a second within both goals."""
+
+    hit_rate: float
+    ttft_p50: float
+    ttft_p90: float
+    ttft_p99: float
+    tpot_p50: float
+    tpot_p90: float
+    goodput: float
+
+
+def measured(outcomes: Sequence[Outcome]) -> Measures:
+    """Return the figures of the requests that arrived after the warm-up.
+
+    A refused request has an infinite TTFT and no TPOT.
+    """
+    last = outcomes[-1].request.arrival
+    steady = after_warm_up(outcomes)
+    ttft = [outcome.begun - outcome.request.arrival for outcome in steady]
+    tpot = [_tpot(outcome) for outcome in steady if not outcome.refused]
+    good = sum(in_time(outcome, TTFT_GOAL, TPOT_GOAL) for outcome in steady)
+    tokens = sum(outcome.request.input_tokens for outcome in steady)
+    return Measures(
+        sum(outcome.cached for outcome in steady) / tokens,
+        percentile(ttft, 0.5),
+        percentile(ttft, 0.9),
+        percentile(ttft, 0.99),
+        percentile(tpot, 0.5),
+        percentile(tpot, 0.9),
+        good / max(last * (1 - WARM_UP), 1e-9),
+    )
+
+
+def after_warm_up(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the requests that arrived after the warm-up."""
+    last = outcomes[-1].request.arrival
+    return [outcome for outcome in outcomes if outcome.request.arrival >= WARM_UP * last]
+
+
+def in_time(outcome: Outcome, ttft: float | None, tpot: float | None) -> bool:
+    """Return whether an answer came within these times in seconds. None: any time. A refused request did not."""
+    if outcome.refused:
+        return False
+    first = outcome.begun - outcome.request.arrival
+    return (ttft is None or first <= ttft) and (tpot is None or _tpot(outcome) <= tpot)
+
+
+def _tpot(outcome: Outcome) -> float:
+    return (outcome.ended - outcome.begun) / max(outcome.request.output_tokens - 1, 1)

@@ -1,0 +1,17 @@
+"""The routers of a run, in the order of its tables."""
+
+from __future__ import annotations
+
+from router.settings import PolicyName
+from simulator.fleet.sides import OURS, PEERS, Knowledge, Side
+
+OURS_AT_ONCE = Side("kv_aware, at once", PolicyName.KV_AWARE)
+SIDES = [OURS, OURS_AT_ONCE, *PEERS]
+# Routers of workers that report no events. SGLang's cache_aware keeps a tree of what it sent to each worker.
+WITHOUT_EVENTS = [
+    OURS,
+    Side("kv_aware, reported", PolicyName.KV_AWARE, late_binding=True, knowledge=Knowledge.REPORTED),
+    Side("kv_aware, sent", PolicyName.KV_AWARE, late_binding=True, knowledge=Knowledge.SENT),
+    Side("cache_aware, sent", PolicyName.CACHE_AWARE, knowledge=Knowledge.SENT),
+    Side("round_robin", PolicyName.ROUND_ROBIN),
+]

@@ -1,0 +1,134 @@
+"""The simulated workers as the router sees them: records of the fleet, and an index that receives their events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from indexer import DEFAULT_TENANT, MatchQuery, Registration, RowMatches, Target, TargetRows, make_index
+from indexer.hashing import Namespace, PackedPrompt, namespace_hash
+from indexer.streams.sequence import StreamState
+from indexer.streams.session import StreamSession
+from kvevents import BlockRemoved, BlockStored, EngineHash, EventBatch, EventSource
+from router.fleet.discovery import Engine, ServedModel, WorkerDescription
+from router.fleet.engine_metrics import EngineMetrics
+from router.fleet.health import Health
+from router.fleet.worker import Worker
+from router.settings import WorkerSettings
+from simulator.fleet.engine import Progress
+from simulator.fleet.tokens import engine_hash, tokens_of
+
+MODEL = "simulated"
+_SOURCE = EventSource(0, "inproc://simulated")
+
+
+class SimulatedWorkers:
+    """The fleet of a simulated router: workers with one DP rank each, which can always be reached."""
+
+    disaggregated = False
+    version = 0
+    health_version = 0
+
+    def __init__(self, workers: int, capacity: int, block_tokens: int, clock: Callable[[], float]) -> None:
+        """Create workers whose caches hold `capacity` blocks of `block_tokens` tokens."""
+        served = {MODEL: ServedModel(MODEL, MODEL)}
+        description = WorkerDescription(Engine.VLLM, served, (_SOURCE,), block_tokens, capacity)
+        self.workers: list[Worker] = []
+        for number in range(workers):
+            settings = WorkerSettings.model_validate({"url": f"http://worker-{number}:8000"})
+            worker = Worker(settings, health=Health(clock=clock), metrics=EngineMetrics(clock=clock))
+            worker.describe(description)
+            worker.problem, worker.targets = None, {worker.target(0, MODEL)}
+            self.workers.append(worker)
+        self.targets = [worker.target(0, MODEL) for worker in self.workers]
+        self.registrations = [
+            Registration(target, _SOURCE, Engine.VLLM, block_tokens, capacity=capacity) for target in self.targets
+        ]
+
+    def able(self, name: str | None, prefill: bool = False) -> Sequence[Worker]:
+        """Return the workers that receive requests for a name. None of them only prefills."""
+        return self.workers if name == MODEL and not prefill else ()
+
+    def model_of(self, name: str) -> str | None:
+        """Return the model behind a name."""
+        return MODEL if name == MODEL else None
+
+    def names(self) -> set[str]:
+        """Return the names that requests may use."""
+        return {MODEL}
+
+    def awaits(self, name: str) -> bool:  # noqa: ARG002
+        """Return False: no request waits for a first worker, because every worker exists from the start."""
+        return False
+
+
+@dataclass(slots=True)
+class _LiveStream:
+    """The state of an event stream that loses no batch."""
+
+    began_at: float
+    state: StreamState = StreamState.LIVE
+
+
+class EventIndex:
+    """The core of the router's index. The simulation applies the events of workers to it, and no socket is opened."""
+
+    def __init__(self, registrations: Sequence[Registration], events: bool, clock: Callable[[], float]) -> None:
+        """Add workers. `events`: whether they report events."""
+        self.index = make_index()
+        self._clock = clock
+        self._block_tokens = registrations[0].block_size or 0
+        self._root = namespace_hash(Namespace(MODEL, DEFAULT_TENANT, None, None, self._block_tokens))
+        self._registrations = [each if events else replace(each, source=None) for each in registrations]
+        self._streams = {each.target: _LiveStream(clock()) for each in registrations if events}
+        for registration in registrations:
+            self.index.add(registration.target, capacity=registration.capacity)
+
+    def registered(self) -> list[Registration]:
+        """Return the registrations of all workers."""
+        return self._registrations
+
+    def match_rows(self, query: MatchQuery, rows: TargetRows) -> RowMatches:
+        """Return the tokens of a prompt that each row's target holds. The last token is always computed."""
+        found, prompt = RowMatches(rows), PackedPrompt.of(query.token_ids)
+        size = self._block_tokens
+        self.index.match_rows(self._root, size, prompt, (len(prompt) - 1) // size, rows, found)
+        return found
+
+    def block_size(self, target: Target) -> int | None:  # noqa: ARG002
+        """Return the block size of a target in tokens."""
+        return self._block_tokens
+
+    def window(self, target: Target) -> int | None:  # noqa: ARG002
+        """Return None: simulated engines keep prompts whole."""
+        return None
+
+    def clear(self, target: Target) -> None:
+        """Forget everything that a target holds."""
+        self.index.clear(target)
+
+    def stream(self, target: Target) -> StreamSession | None:
+        """Return the state of a target's event stream; None without events."""
+        return cast(StreamSession | None, self._streams.get(target))
+
+    def resync(self, target: Target) -> bool:
+        """Read a target's events again, which restores what the index has. Return False for a target without events."""
+        stream = self._streams.get(target)
+        if stream is None:
+            return False
+        stream.began_at = self._clock()
+        return True
+
+
+def events_of(progress: Progress, block_tokens: int) -> EventBatch:
+    """Return the events by which an engine reports the blocks that it stored and removed."""
+    batch = EventBatch(0.0, [], 0)
+    for parent, blocks in progress.stored:
+        parent_hash = None if parent is None else engine_hash(parent)
+        hashes: list[EngineHash] = [engine_hash(block) for block in blocks]
+        batch.events.append(BlockStored(hashes, parent_hash, tokens_of(blocks, block_tokens), block_tokens))
+    if progress.removed:
+        removed: list[EngineHash] = [engine_hash(block) for block in progress.removed]
+        batch.events.append(BlockRemoved(removed))
+    return batch
