@@ -34,11 +34,10 @@ from router.admission.ticket import Ticket
 from router.admission.waiting_request import WaitingRequest, WaitReason, queue_order
 from router.fleet.worker import Worker
 from router.prediction.slo import SLO
-from router.routing.assignment import Assignment
+from router.routing.assignment import Assignment, Selection
 from router.routing.capacity import Limits
 from router.routing.placement import Placement
 from router.routing.routed_prompt import RoutedPrompt
-from router.routing.selection import Selection
 from router.routing.selector import Selector
 from router.settings import AdmissionSettings
 

@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from router.observability.metrics import MOST_MODELS, OTHER_MODELS
 from router.prediction.predictions import WatchedAnswer
-from router.prediction.ratios import Ratios
-from router.prediction.slo import SLO
+from router.prediction.slo import SLO, Ratios
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _TPOT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)

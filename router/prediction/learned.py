@@ -1,10 +1,10 @@
-"""What the router has learned of its fleet from the requests it routed and from what workers report of their caches."""
+"""Everything learned from routed requests and from workers' caches: rates, lengths, and the price of evictions."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from indexer import Registration, Target
 from indexer.index import Index
@@ -13,11 +13,61 @@ from router.cache_state.session_locations import SessionLocations
 from router.policies.rates import Rates, RateTable
 from router.policies.records import Candidate
 from router.prediction.eviction_pressure import EvictionPressure
-from router.prediction.output_length import OutputLengths
 from router.prediction.predictions import Predictions
-from router.prediction.session_turns import SessionTurns
 
-# How often the counters of evictions are read.
+# The weight of a new prompt and of a new answer in their means, once there are many.
+_PROMPT_WEIGHT: Final = 0.002
+_ANSWER_WEIGHT: Final = 0.01
+_MOST_TURNS: Final = 8.0
+_FIRST_OUTPUT_TOKENS: Final = 256.0
+
+
+class SessionTurns:
+    """The mean turns of a session, by model: from 1 to 8.
+
+    A turn's prompt is the conversation so far and something new. If a share h of the prompts' tokens is cached, about
+    1 / (1 - h) requests arrive for each new session.
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[str, tuple[float, int]] = {}
+
+    def seen(self, model: str, cached: int, tokens: int) -> None:
+        """Count a prompt of `tokens` tokens, of which the best target had `cached` tokens."""
+        mean, count = self._shares.get(model, (0.0, 0))
+        count += 1
+        share = cached / max(tokens, 1)
+        self._shares[model] = (mean + max(1 / count, _PROMPT_WEIGHT) * (share - mean), count)
+
+    def expected(self, model: str) -> float:
+        """Return the expected turns of a new session."""
+        share, _ = self._shares.get(model, (0.0, 0))
+        return 1 / max(1 - share, 1 / _MOST_TURNS)
+
+
+class OutputLengths:
+    """The mean tokens of an answer, by model."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, tuple[float, int]] = {}
+
+    def seen(self, model: str, tokens: int) -> None:
+        """Count an answer of `tokens` tokens."""
+        mean, count = self._means.get(model, (_FIRST_OUTPUT_TOKENS, 0))
+        count += 1
+        self._means[model] = (mean + max(1 / (count + 1), _ANSWER_WEIGHT) * (tokens - mean), count)
+
+    def expected(self, model: str, max_tokens: int | None, told: int | None = None) -> float:
+        """Return the expected tokens of an answer.
+
+        - `max_tokens`: the most that the answer may have; None: no limit.
+        - `told`: the tokens that the agent announced; None if it did not.
+        """
+        mean = self._means.get(model, (_FIRST_OUTPUT_TOKENS, 0))[0] if told is None else told
+        return mean if max_tokens is None else min(mean, max_tokens)
+
+
+# The interval in seconds at which the counters of evictions are read.
 _LOOK_SECONDS = 1.0
 
 
@@ -33,11 +83,14 @@ class EvictionCounts(Protocol):
 
 
 class Learned:
-    """How fast workers are, how long answers and sessions become, what evictions cost, what follows for first tokens.
+    """The learned state of all models.
 
-    `places`: of the sessions that were said to go on.
-
-    `cpu_token`, `disk_token`: what loading a cached token takes, as a share of computing it.
+    - `rates`: the speed of workers.
+    - `predictions`: TTFT and TPOT by these rates.
+    - `outputs`: the length of answers.
+    - `turns`: the turns of sessions.
+    - `pressure`: the price of evictions.
+    - `places`: the targets to which sessions return.
     """
 
     def __init__(
@@ -57,22 +110,24 @@ class Learned:
         self._next_look = 0.0
 
     def timing(self, chosen: Candidate, tokens: int) -> RequestTiming:
-        """Watch a streamed answer to a prompt of `tokens` that is sent now."""
+        """Return a timing of the streamed answer to a prompt of `tokens` tokens that is sent now."""
         return RequestTiming(self, chosen, tokens, self._clock)
 
     def forget(self, worker: str) -> None:
-        """A worker was removed."""
+        """Forget a worker that was removed."""
         self.rates.forget(worker)
         self.predictions.forget(worker)
         self.places.forget(worker)
 
     def seconds_per_token(self) -> float:
-        """What computing a token of a prompt takes: the mean of the workers."""
+        """Return the mean seconds in which workers compute a token of a prompt."""
         return self.rates.mean_token()
 
     def look_at_evictions(self, index: EvictionCounts, now: float | None = None) -> None:
-        """Read how much every target that has an event stream has removed, now and then. `now`: the time by the clock,
-        where it was just read."""
+        """Read the evicted tokens of all targets that have an event stream, at most once a second.
+
+        - `now`: the clock's time, if it was just read.
+        """
         if now is None:
             now = self._clock()
         if now < self._next_look:
@@ -87,10 +142,9 @@ class Learned:
 
 
 class RequestTiming:
-    """One streamed answer, watched from the moment its request is sent.
+    """The times of one streamed answer, from which rates are learned.
 
-    Its first byte says how long a prefill took only if nothing waited before it. What is not streamed says nothing: the
-    first byte comes with the last.
+    The first byte measures the prefill only if no other prompt waited at the target.
     """
 
     def __init__(self, learned: Learned, chosen: Candidate, tokens: int, clock: Callable[[], float]) -> None:
@@ -102,7 +156,7 @@ class RequestTiming:
         self.begun: float | None = None
 
     def first_byte(self) -> None:
-        """The answer began. Only the first call counts."""
+        """Learn from the first byte of the answer. Only the first call counts."""
         if self.begun is not None:
             return
         self.begun = now = self.clock()
@@ -121,7 +175,7 @@ class RequestTiming:
             )
 
     def end(self, output_tokens: int) -> None:
-        """The answer is complete, with `output_tokens`."""
+        """Learn from the complete answer of `output_tokens` tokens."""
         if self.begun is None:
             return
         now = self.clock()

@@ -22,8 +22,16 @@ from indexer import Target
 from router.cache_state.in_flight_prefixes import ReleaseCallback
 from router.policies.rates import RateTable, prefill_seconds
 from router.policies.records import Candidate
-from router.prediction.ratios import Ratios
-from router.prediction.slo import SLO, Estimate, Prediction, broken_by, step_by_rates, tpot_by_rates, ttft_by_rates
+from router.prediction.slo import (
+    SLO,
+    Estimate,
+    Prediction,
+    Ratios,
+    broken_by,
+    step_by_rates,
+    tpot_by_rates,
+    ttft_by_rates,
+)
 
 _ENOUGH: Final = 16
 # Seconds by the rates at which the next kind of ratios begins.

@@ -1,21 +1,23 @@
-"""What a request was promised, what is predicted for it, and which candidate it better goes to.
+"""SLOs: the predicted latency of candidates, and the candidate that a request with an SLO goes to.
 
-    late = max(TTFT - time left, 0) + output · max(TPOT - promised, 0)      in seconds, of an answer of `output` tokens
-    J'   = J + ω · turns · (chance that its promise is broken there + promises of others that it breaks there)
+    missed by = max(TTFT - time left, 0) + output · max(TPOT - objective, 0)      in seconds, of `output` tokens
+    J'        = J + ω · turns · (chance that its SLO is missed there + SLOs of others that it makes miss there)
 
-J is the policy's cost, and ω what a broken promise costs: `policy.broken_promise`. `turns` is how many a session has
-in the mean (`router.prediction.session_turns`): the next ones go where its prefix is, and meet the same company. The
-lowest J' wins. So among candidates that keep the promise the cheapest one wins, and a promise that is kept nowhere
-scatters no prefixes in vain. A session leaves its place where that is worth computing its prefix once more.
+J is the policy's cost, and ω the cost of a missed SLO: `policy.broken_promise`. The lowest J' wins. So the cheapest
+candidate wins among those that meet the SLO, and an SLO that no candidate can meet scatters no prefixes.
 
-A request that is refused rather than served late goes to a candidate that keeps its promise wherever there is one. For
-one that was promised nothing the promises of others count less, and for this turn alone: it is not to pay for them with
-its own time. Nor do all that were promised something loose go where those without a promise are: each of these counts
-half of one that was promised the time per token that it has.
+`turns` is the mean number of turns of a session: its next requests go where its prefix is. So a session leaves its
+prefix only if that is worth computing the prefix once more.
+
+A request that is refused rather than served late goes to a candidate that meets its SLO, if there is one. For a
+request without an SLO, the SLOs of others count less, and for this turn alone. An answer without an SLO counts as half
+an answer whose TPOT objective is its present TPOT. Otherwise requests with loose SLOs would displace those without one.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import erf, log, sqrt
@@ -23,19 +25,49 @@ from typing import Final
 
 from router.policies.rates import Rates, prefill_seconds
 from router.policies.records import Candidate, CostUnit, Decision
-from router.prediction.ratios import Ratios
 
-# What promises of others count for a request without one, and what an answer without one counts for others.
+KEPT: Final = 128
+
+
+class Ratios:
+    """The last `KEPT` ratios of measured to predicted times, sorted as well as in order of arrival."""
+
+    __slots__ = ("_latest", "_ordered")
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    def add(self, ratio: float) -> None:
+        """Add a ratio, and drop the oldest if there are more than `KEPT`."""
+        if len(self._latest) >= KEPT:
+            oldest = self._latest.popleft()
+            del self._ordered[bisect_right(self._ordered, oldest) - 1]
+        self._latest.append(ratio)
+        insort(self._ordered, ratio)
+
+    def at(self, share: float) -> float:
+        """Return the quantile of the ratios at `share`, from 0 to 1. At least one ratio is needed."""
+        return self._ordered[int(share * (len(self._ordered) - 1) + 0.5)]
+
+    def at_most(self, ratio: float) -> float:
+        """Return the share of the ratios that are at most `ratio`. At least one ratio is needed."""
+        return bisect_right(self._ordered, ratio) / len(self._ordered)
+
+
+# The weight of others' SLOs for a request without an SLO, and the weight of an answer without an SLO for others.
 _FOR_UNPROMISED: Final = 0.3
 _OF_UNPROMISED: Final = 0.5
-# A loss that no other candidate is looked for because of.
+# Up to this loss the policy's choice is kept, and no other candidate is predicted.
 LITTLE: Final = 0.05
-# How far an answer's time per token comes to be from what is expected now, as a standard deviation of logarithms: it
-# depends on all that comes until its end.
+# Standard deviation of the logarithm of an answer's final TPOT, given its present TPOT.
 _DEVIATION: Final = 0.5
-# The price of a token where costs are counted in seconds.
+# Seconds per prefill token, for policies whose costs are seconds.
 _SECONDS_PER_TOKEN: Final = 4e-5
-# A worker computes prompts all the time, nearly: its decoding is slower by no more than this.
+# The highest share of prefills in a worker's time that slows its decoding.
 _MOST_SHARE: Final = 0.95
 
 
@@ -69,7 +101,7 @@ class SLO:
         return " and ".join(ttft + tpot)
 
 
-# What a request has that was promised nothing.
+# The objective of a request without an SLO.
 NO_SLO: Final = SLO(None, None, 0.0)
 
 
@@ -83,7 +115,11 @@ class Band:
 
 
 class Estimate:
-    """One time as the rates have it, and how far such estimates were off; None: not known yet."""
+    """A predicted time.
+
+    - `by_rates`: the time by the learned rates, in seconds.
+    - `ratios`: the last ratios of measured times to it; None if there are too few.
+    """
 
     __slots__ = ("by_rates", "ratios")
 
@@ -93,28 +129,30 @@ class Estimate:
 
     @property
     def expected(self) -> float:
-        """The middle of what comes."""
+        """The median in seconds."""
         return self.by_rates if self.ratios is None else self.by_rates * self.ratios.at(0.5)
 
     @property
     def band(self) -> Band:
-        """What nearly all of what comes is between."""
+        """The 10th, 50th and 90th percentile."""
         by_rates, ratios = self.by_rates, self.ratios
         if ratios is None:
             return Band(by_rates, by_rates, by_rates)
         return Band(by_rates * ratios.at(0.1), by_rates * ratios.at(0.5), by_rates * ratios.at(0.9))
 
     def chance(self, seconds: float) -> float:
-        """The chance that it takes so long at most."""
+        """Return the probability that the time is at most `seconds`."""
         if self.ratios is None:
             return float(self.by_rates <= seconds)
         return self.ratios.at_most(seconds / self.by_rates)
 
 
 class Prediction:
-    """What a candidate is predicted to take for a request: to its first token from now on, and for each one after it.
+    """The predicted latency of a request on a candidate.
 
-    `others_broken`: how many promises to others it is expected to break there.
+    - `ttft`: the time to the first token, from now on.
+    - `tpot`: the time per token after it.
+    - `others_broken`: the expected number of other requests whose SLO it makes miss there.
     """
 
     __slots__ = ("others_broken", "tpot", "ttft")
@@ -126,11 +164,11 @@ class Prediction:
 
     @property
     def measured(self) -> bool:
-        """Whether it is known how far it may be off."""
+        """Whether the errors of both predictions are known."""
         return self.ttft.ratios is not None and self.tpot.ratios is not None
 
     def slo_missed_by(self, slo: SLO, now: float, output_tokens: float) -> float:
-        """Seconds by which a promise is expected to be missed; 0 where it is kept."""
+        """Return the seconds by which an SLO is expected to be missed; 0 if it is met."""
         late = 0.0
         if slo.first_token_by is not None:
             late = max(self.ttft.expected - (slo.first_token_by - now), 0.0)
@@ -139,7 +177,7 @@ class Prediction:
         return late
 
     def chance(self, slo: SLO, now: float) -> float:
-        """The chance that a promise is kept."""
+        """Return the probability that an SLO is met."""
         chance = 1.0
         if slo.first_token_by is not None:
             chance = self.ttft.chance(slo.first_token_by - now)
@@ -148,14 +186,15 @@ class Prediction:
         return chance
 
     def loss(self, slo: SLO, now: float) -> float:
-        """How many promises are expected to be broken, its own and those of others."""
+        """Return the expected number of missed SLOs, its own and those of others."""
         return 1.0 - self.chance(slo, now) + self.others_broken
 
 
 def ttft_by_rates(candidate: Candidate, rates: Rates, tokens: int, backlog: float, transfer_tokens: float) -> float:
-    """Seconds to the first token of a prompt on a candidate whose earlier prefills take `backlog` more seconds.
+    """Return the seconds to the first token of a prompt on a candidate.
 
-    `transfer_tokens`: what loading cached tokens takes, as tokens computed.
+    - `backlog`: the seconds until the prefills before it are done.
+    - `transfer_tokens`: the cost of loading cached tokens, in computed tokens.
     """
     decoding = max(candidate.requests - candidate.waiting, 0)
     prefill = prefill_seconds(rates, tokens, candidate.overlap, decoding, candidate.context)
@@ -163,34 +202,37 @@ def ttft_by_rates(candidate: Candidate, rates: Rates, tokens: int, backlog: floa
 
 
 def step_by_rates(candidate: Candidate, rates: Rates, tokens: int, output_tokens: float) -> float:
-    """Seconds for each token of an answer beside what a candidate has in flight, while it computes no prompt."""
+    """Return the seconds per token of an answer on a candidate that computes no prompt meanwhile."""
     context = candidate.context + tokens + output_tokens / 2
     return rates.step + rates.token * (candidate.requests + 1) + rates.context_token * context
 
 
 def tpot_by_rates(step: float, prefill_share: float) -> float:
-    """The same while it computes prompts for this share of the time."""
+    """Return the seconds per token of a worker that prefills for a share of its time. `step`: without prefills."""
     return step / (1 - min(prefill_share, _MOST_SHARE))
 
 
 def broken_by(promised: Mapping[float, int], unpromised: int, before: float, after: float) -> float:
-    """How many promises a prefill is expected to break, when it changes the expected time per token.
+    """Return the expected number of SLOs that a prefill makes miss, when it changes the TPOT of a target.
 
-    `promised`: how many answers in flight were promised which time per token; `unpromised`: how many were not. What
-    seems broken already may be kept in the end, so it counts, too, if less. Were it to count for nothing, every prompt
-    would go to the worker where most is lost, and its session with it.
+    An SLO that seems missed may still be met, so it counts as well, but less. If it did not count, every prompt would
+    go to the worker with the most missed SLOs.
+
+    - `promised`: the number of answers in flight by their TPOT objective.
+    - `unpromised`: the number of answers in flight without one.
+    - `before`, `after`: the TPOT without and with the prefill.
     """
     broken = sum(count * (_kept(tpot, before) - _kept(tpot, after)) for tpot, count in promised.items())
     return broken + _OF_UNPROMISED * unpromised * (0.5 - _kept(before, after))
 
 
 def _kept(promised: float, expected: float) -> float:
-    """The chance that a time per token is kept in the end."""
+    """Return the probability that a TPOT objective is met in the end."""
     return (1 + erf(log(promised / expected) / (_DEVIATION * sqrt(2)))) / 2
 
 
 def counts_in_prefill(unit: CostUnit) -> bool:
-    """Whether a policy's costs are such that broken promises can be counted in them."""
+    """Return whether an SLO penalty can be added in a policy's cost unit."""
     return _worth(unit, 1.0) is not None
 
 
@@ -202,10 +244,12 @@ def choose_for_slo(
     broken_promise: float,
     turns: float = 1.0,
 ) -> int:
-    """The place of the candidate that a promised request better goes to: see above.
+    """Return the position of the candidate with the lowest J', as the module describes it.
 
-    `decision`: the policy's own, without the promise; `forecasts`: of its candidates, in their order.
-    `broken_promise`: ω, in prefill tokens.
+    - `decision`: the policy's decision without the SLO.
+    - `predictions`: the predicted latency of each of its candidates.
+    - `broken_promise`: ω, in prefill tokens.
+    - `turns`: the mean turns of a session.
     """
     candidates = decision.candidates
     places = list(range(len(candidates)))
@@ -215,7 +259,7 @@ def choose_for_slo(
     worth = _worth(decision.unit, broken_promise * (_FOR_UNPROMISED if slo is NO_SLO else turns))
     losses = [prediction.loss(slo, now) for prediction in predictions]
     totals = [sum(decision.terms(candidate).values()) for candidate in candidates]
-    if worth is None:  # the policy's costs are in nothing that promises could be counted in
+    if worth is None:  # no SLO penalty can be added in the policy's unit
         return min(places, key=lambda place: (losses[place], totals[place]))
     return min(places, key=lambda place: totals[place] + worth * losses[place])
 

@@ -18,9 +18,8 @@ from router.cache_state.in_flight_prefixes import reusable_hashes
 from router.fleet.worker import Worker
 from router.load.target_load import Reservation
 from router.policies.rates import prefill_seconds
-from router.routing.assignment import Assignment, RequestSampler
+from router.routing.assignment import Assignment, RequestSampler, Selection
 from router.routing.routed_prompt import RoutedPrompt
-from router.routing.selection import Selection
 from router.routing.selector import Selector
 from router.routing.state import RoutingState
 

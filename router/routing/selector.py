@@ -19,6 +19,7 @@ from router.fleet.worker import Worker
 from router.policies import Candidate, LinearPolicy
 from router.policies.rates import prefill_seconds
 from router.prediction.slo import SLO, Prediction
+from router.routing.assignment import Selection
 from router.routing.candidates import CandidateFinder, CandidateSet, without
 from router.routing.capacity import NO_LIMITS, Limits, TargetCapacity
 from router.routing.disaggregation.adapters import Adapter
@@ -26,7 +27,6 @@ from router.routing.disaggregation.selection import DisaggregatedSelector
 from router.routing.late_binding import NO_TIME_TO_SPARE, is_sooner
 from router.routing.routable_rank import RoutableRank
 from router.routing.routed_prompt import RoutedPrompt
-from router.routing.selection import Selection
 from router.routing.slo_selection import SLOSelector
 from router.routing.state import RoutingState
 from router.routing.target_directory import TargetDirectory, unavailable, unknown_model

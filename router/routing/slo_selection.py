@@ -10,10 +10,10 @@ from router.load.peer_load import PeerLoad
 from router.policies import Candidate, Decision
 from router.prediction.learned import Learned
 from router.prediction.slo import LITTLE, NO_SLO, SLO, Prediction, choose_for_slo, counts_in_prefill
+from router.routing.assignment import Selection
 from router.routing.candidates import CandidateSet
 from router.routing.routable_rank import RoutableRank
 from router.routing.routed_prompt import RoutedPrompt
-from router.routing.selection import Selection
 
 
 class SLOSelector:

@@ -1,16 +1,12 @@
-"""Load shared between routers: what each has in flight, sent to the others many times a second.
+"""Load shared between routers: the load in flight of each, sent to the others many times a second.
 
-messages           what routers send each other
-peer_load          what the others have in flight, as this router knows it
-sharing            sending them what changes here, over any number of channels
-datagrams          the channel between the processes of one machine
-redis              the channel between replicas
-worker_processes   the processes of one port, and what one asks the others
-all_processes      answers of all processes put together
-metrics            how it goes, for Prometheus
+sharing            sending local changes, over any number of channels, and applying those of others
+channels           the channels between processes of one machine and between replicas
+worker_processes   the processes of one port, and requests from one to the others
+all_processes      answers of all processes merged into one
 
-Nothing on the way of a request waits for any of it. A channel that is lost costs quality: each router then sees its own
-requests, and those of others only in the engines' metrics.
+No request waits for any of it. If a channel is lost, each router sees only its own requests, and those of other routers
+in the engines' metrics.
 """
 
 from __future__ import annotations
@@ -18,9 +14,8 @@ from __future__ import annotations
 from router.load.peer_load import PeerLoad
 from router.load.target_load import LoadTable
 from router.settings import ReplicasSettings, Settings
-from router.sharing.metrics import SharingCollector
-from router.sharing.redis import RedisChannel
-from router.sharing.sharing import LoadSharing, SharingChannel
+from router.sharing.channels import RedisChannel
+from router.sharing.sharing import LoadSharing, SharingChannel, SharingCollector
 from router.sharing.worker_processes import WorkerProcesses
 
 __all__ = ["LoadSharing", "PeerLoad", "SharingChannel", "SharingCollector", "build_sharing", "replica_channels"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,9 +12,12 @@ from secrets import token_hex
 from typing import Any, Protocol
 
 import structlog
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from indexer import Target
 from router.cache_state.in_flight_prefixes import ReleaseCallback
+from router.fleet.fleet import Fleet
 from router.load.load_messages import Kind, Message, RankLoad, SentPrompt, decode, encode, shared_hashes
 from router.load.peer_load import PeerLoad
 from router.load.target_load import LoadTable
@@ -268,3 +271,24 @@ class _Outbox:
             self.send()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self.channel.interval, self.send)
+
+
+class SharingCollector(Collector):
+    """The channels, the other routers, and what they have in flight, read when asked for."""
+
+    def __init__(self, sharing: LoadSharing, fleet: Fleet) -> None:
+        self._sharing = sharing
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("kvrouter_sharing_up", "1 while load is shared over a carrier", labels=["carrier"])
+        for channel in self._sharing.channels:
+            up.add_metric([channel.name], float(channel.problem is None))
+        peer_load = self._sharing.peer_load
+        routers = GaugeMetricFamily("kvrouter_sharing_routers", "Other routers heard of", len(peer_load.routers()))
+        labels = ["worker", "dp_rank"]
+        requests = GaugeMetricFamily("kvrouter_requests_elsewhere", "In flight from other routers", labels=labels)
+        for worker in self._fleet.workers:
+            for dp_rank in worker.ranks():
+                requests.add_metric([worker.name, str(dp_rank)], peer_load.of(worker.url, dp_rank).requests)
+        yield from (up, routers, requests)

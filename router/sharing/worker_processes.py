@@ -18,7 +18,7 @@ from router.fleet.fleet import Fleet
 from router.http.client import refuse_redirects
 from router.http.headers import Headers
 from router.settings import WorkerSettings
-from router.sharing.datagrams import DatagramChannel
+from router.sharing.channels import DatagramChannel
 
 log = structlog.get_logger()
 

@@ -17,7 +17,7 @@ from scripted_worker import MODEL, Exchange, scripted_worker
 
 from router.auth import hashed_key
 from router.prediction.slo import SLO
-from router.routing.selection import Selection
+from router.routing.assignment import Selection
 from router.routing.slo_selection import SLOSelector
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running

@@ -22,7 +22,7 @@ from kvrouter.processes import KvrouterProcess
 from router.http.event_loop import end_tasks
 from router.load.target_load import LoadTable, Reservation
 from router.sharing import LoadSharing, PeerLoad
-from router.sharing.redis import RedisChannel
+from router.sharing.channels import RedisChannel
 
 pytestmark = pytest.mark.replicas
 

@@ -8,12 +8,12 @@ from random import Random
 from router.fleet.discovery import Engine
 from router.fleet.worker import Worker
 from router.policies import Policy, Request
+from router.routing.assignment import Selection
 from router.routing.candidates import CandidateFinder, CandidateSet
 from router.routing.capacity import NO_LIMITS
 from router.routing.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
 from router.routing.disaggregation.decision import decode_policy, disaggregate, prefill_policy
 from router.routing.routed_prompt import RoutedPrompt
-from router.routing.selection import Selection
 from router.routing.target_directory import unavailable
 from router.settings import Backend, DisaggregationSettings, Role
 

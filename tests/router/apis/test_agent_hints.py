@@ -10,7 +10,7 @@ from http_api.errors import RequestError
 from router.admission.ticket import read_ticket, urgent
 from router.apis.endpoints import Call, read_call
 from router.apis.sessions import AgentHints, hints_in_body, hints_in_headers
-from router.prediction.output_length import OutputLengths
+from router.prediction.learned import OutputLengths
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "nvext": %s}'
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.prediction.output_length import OutputLengths
+from router.prediction.learned import OutputLengths
 
 
 def test_the_mean_of_a_model_is_learned() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.prediction.session_turns import SessionTurns
+from router.prediction.learned import SessionTurns
 
 
 @pytest.mark.parametrize(("turns", "expected"), [(1, 1.0), (2, 2.0), (5, 5.0), (40, 8.0)])

@@ -11,13 +11,14 @@ from indexer import Target
 from router.policies import Candidate, Decision, KvWeights, Request, kv_aware
 from router.policies.rates import Rates, RateTable
 from router.prediction.predictions import Predictions
-from router.prediction.ratios import KEPT, Ratios
 from router.prediction.service_levels import ServiceLevels, read_slo
 from router.prediction.slo import (
+    KEPT,
     NO_SLO,
     SLO,
     Estimate,
     Prediction,
+    Ratios,
     broken_by,
     choose_for_slo,
     step_by_rates,

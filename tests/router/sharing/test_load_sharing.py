@@ -24,7 +24,7 @@ from router.load.load_messages import SHARED_TOKENS, Kind, Message, RankLoad, Se
 from router.load.target_load import LoadTable, Reservation
 from router.settings import TenantSettings, TenantsSettings
 from router.sharing import LoadSharing, PeerLoad, SharingChannel
-from router.sharing.datagrams import DatagramChannel
+from router.sharing.channels import DatagramChannel
 
 EXPIRY = 3.0
 LINGER = 1.0

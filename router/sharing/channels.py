@@ -1,20 +1,25 @@
-"""Load shared between replicas over Redis or Valkey: one pub/sub channel, nothing stored.
-
-What a replica sent ends with its silence, so nothing is left behind in Redis by one that died.
-"""
+"""The channels over which load is shared: between the processes of one machine, and between replicas."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import structlog
 
 log = structlog.get_logger()
+
+# Seconds for which changes are gathered: a datagram costs about 10 µs on each side.
+INTERVAL = 0.002
+_MAX_BYTES = 256 * 1024
+# Datagrams that are read in one step, so that requests are served in between.
+_AT_ONCE = 64
 
 _CONNECT_SECONDS = 2.0
 _LONGEST_BACKOFF = 5.0
@@ -23,9 +28,12 @@ _MAX_WAITING = 256
 
 
 class RedisChannel:
-    """Reconnects for ever, with a backoff. `silence`: own messages come back, so that so long without one is an error.
+    """The channel between replicas: one pub/sub channel of Redis or Valkey, in which nothing is stored.
 
-    `url` as redis-py takes it: redis://user:password@host:6379/0, rediss:// for TLS (?ssl_ca_certs=file), unix://.
+    It reconnects for ever, with a backoff. Redis sends a replica its own messages too.
+
+    - `url`: redis://user:password@host:6379/0, rediss:// for TLS (?ssl_ca_certs=file), or unix://.
+    - `silence`: the seconds without a message after which the connection counts as broken.
     """
 
     def __init__(self, url: str, prefix: str, interval: float, silence: float) -> None:
@@ -117,3 +125,58 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) or type(error).__name__
+
+
+class DatagramChannel:
+    """The channel between the processes of one machine: datagrams between Unix sockets in one folder.
+
+    The kernel keeps each datagram whole and in order. A process that does not read for a while loses some.
+
+    - `folder`: the folder of all sockets.
+    - `number`: the number of this process, from 0.
+    - `processes`: the number of all processes.
+    """
+
+    def __init__(self, folder: Path, number: int, processes: int) -> None:
+        self.name = "unix datagrams"
+        self.interval = INTERVAL
+        self.problem: str | None = "not bound yet"
+        self._path = _path(folder, number)
+        self._others = [str(_path(folder, other)) for other in range(processes) if other != number]
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+
+    def send(self, message: bytes) -> None:
+        """Send a message to all other processes at once."""
+        for other in self._others:
+            with suppress(OSError):  # the other process has ended, or does not read
+                self._socket.sendto(message, other)
+
+    async def flush(self) -> None:
+        """Return at once, because no message waits."""
+
+    async def run(self, receive: Callable[[bytes], None], connected: Callable[[], None]) -> None:
+        """Receive messages until cancelled. Raises OSError if the socket cannot be bound."""
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            for _ in range(_AT_ONCE):
+                try:
+                    data = self._socket.recv(_MAX_BYTES)
+                except OSError:
+                    return
+                receive(data)
+
+        with self._socket:
+            self._path.unlink(missing_ok=True)
+            self._socket.bind(str(self._path))
+            loop.add_reader(self._socket, read)
+            self.problem = None
+            connected()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                loop.remove_reader(self._socket)
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number}.load"
