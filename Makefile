@@ -148,7 +148,7 @@ audit: .venv/installed
 	$(BIN)/python deploy/audit.py $(ARGS)
 
 bench-faults: .venv/installed
-	$(BIN)/pytest tests/indexer/test_faults.py -q -s -p no:randomly $(ARGS)
+	$(BIN)/pytest tests/indexer/streams/test_faults.py -q -s -p no:randomly $(ARGS)
 
 # The transfer engines over Mooncake and NIXL. Both move host memory here, Mooncake over TCP, NIXL over UCX, without its
 # InfiniBand module: with it NIXL 1.5.1 crashes a process that exits.

@@ -20,7 +20,7 @@ def held_of(indexer: Indexer, query: MatchQuery) -> dict[Target, int]:
     return {match.target: match.matched_tokens for match in indexer.match(query) if match.matched_tokens}
 
 
-def test_what_is_known_of_block_sizes_changes_with_events_and_registrations() -> None:
+def test_block_sizes_follow_events_and_registrations() -> None:
     indexer = Indexer()
     try:
         assert (indexer.block_sizes("m"), indexer.block_size(A)) == (frozenset(), None)
@@ -40,7 +40,7 @@ def test_what_is_known_of_block_sizes_changes_with_events_and_registrations() ->
         indexer.stop()
 
 
-def test_however_many_adapters_and_salts_are_asked_for_each_has_its_own_prompts() -> None:
+def test_adapters_and_salts_stay_separate_beyond_the_cache_of_roots() -> None:
     indexer = Indexer()
     tokens = list(range(8))
     try:

@@ -64,7 +64,7 @@ def _taken() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
-def test_one_waiting_orphan_removed_again_and_again_takes_nothing(index: Index, grown: Callable[[], int]) -> None:
+def test_repeated_removals_of_one_orphan_take_no_memory(index: Index, grown: Callable[[], int]) -> None:
     apply(index, stored([2], PROMPT[2:4], 1))
     again = EventBatch(0.0, [BlockRemoved([2])] * 1000)
     index.apply(A, again)
@@ -79,7 +79,7 @@ def test_one_waiting_orphan_removed_again_and_again_takes_nothing(index: Index, 
     assert status.counters.unknown_removed == 21_000 - 1
 
 
-def test_removals_of_an_orphan_that_all_differ_are_bounded(index: Index) -> None:
+def test_different_removals_of_an_orphan_are_limited(index: Index) -> None:
     apply(index, stored([2], PROMPT[2:4], 1))
     apply(index, *[BlockRemoved([2], f"medium {number}") for number in range(150)])
     status = index.status(A)
@@ -91,7 +91,7 @@ def window(hashes: list[Any]) -> BlockStored:
     return BlockStored(hashes, None, PROMPT, 2, group_idx=1, kv_cache_spec_kind="mamba")
 
 
-def test_the_same_early_window_block_again_and_again_is_bounded(index: Index, grown: Callable[[], int]) -> None:
+def test_repeated_early_window_blocks_are_limited(index: Index, grown: Callable[[], int]) -> None:
     again = EventBatch(0.0, [window([4])] * 1000)
     index.apply(A, again)
     grown()
@@ -103,7 +103,7 @@ def test_the_same_early_window_block_again_and_again_is_bounded(index: Index, gr
     assert status.counters.orphans_dropped == 21_000 - 100
 
 
-def test_an_orphans_tokens_are_bounded(index: Index) -> None:
+def test_tokens_of_orphans_are_limited(index: Index) -> None:
     for number in range(10):
         apply(index, stored([number], [7] * 50_000, 99))
     status = index.status(A)
@@ -113,7 +113,7 @@ def test_an_orphans_tokens_are_bounded(index: Index) -> None:
 
 
 @pytest.mark.parametrize("medium", ["GPU", "CPU"])
-def test_blocks_without_a_known_capacity_are_bounded(index: Index, medium: str) -> None:
+def test_blocks_are_limited_without_a_known_capacity(index: Index, medium: str) -> None:
     for number in range(200):
         apply(index, stored([number], [number, 1], medium=medium))
     status = index.status(A)
@@ -123,7 +123,7 @@ def test_blocks_without_a_known_capacity_are_bounded(index: Index, medium: str) 
     assert matched(index, [199, 1]) == 2, "the latest are there"
 
 
-def test_a_second_cache_group_lifts_no_bound() -> None:
+def test_limit_of_blocks_holds_with_a_second_cache_group() -> None:
     index = make_index(most_blocks=64)
     index.add(A, capacity=16)
     apply(index, stored([1000], [9, 9], group_idx=1))
@@ -134,7 +134,7 @@ def test_a_second_cache_group_lifts_no_bound() -> None:
     assert sum(status.blocks.values()) <= 64
 
 
-def test_an_endless_chain_over_the_bound_loses_its_end_first(index: Index) -> None:
+def test_endless_chain_loses_its_end_first_at_the_limit(index: Index) -> None:
     for number in range(200):
         apply(index, stored([number + 1], [number, 1], number or None))
     tokens = [token for number in range(200) for token in (number, 1)]
@@ -151,7 +151,7 @@ def test_an_endless_chain_over_the_bound_loses_its_end_first(index: Index) -> No
         {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 4},
     ],
 )
-def test_an_event_of_a_foreign_cache_group_zeroes_no_match(index: Index, foreign: dict[str, Any]) -> None:
+def test_event_of_a_foreign_cache_group_keeps_matches(index: Index, foreign: dict[str, Any]) -> None:
     apply(index, stored([1, 2], PROMPT[:4]), stored([3, 4], PROMPT[4:], 2))
     apply(index, stored([9], [7, 7], **foreign))
     assert matched(index) == 8
@@ -161,7 +161,7 @@ def test_an_event_of_a_foreign_cache_group_zeroes_no_match(index: Index, foreign
     assert matched(index) == 8
 
 
-def test_a_window_without_end_costs_nothing(index: Index) -> None:
+def test_endless_window_costs_nothing(index: Index) -> None:
     whole = stored([1, 2, 3, 4], PROMPT)
     endless = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 2**63}
     apply(index, whole, BlockStored([1, 2, 3, 4], None, PROMPT, 1, **endless))
@@ -170,14 +170,14 @@ def test_a_window_without_end_costs_nothing(index: Index) -> None:
     assert matched(index) == 0
 
 
-def test_block_sizes_are_bounded(index: Index) -> None:
+def test_block_sizes_are_limited(index: Index) -> None:
     rejected = apply(index, *[stored([size], [7] * size) for size in range(1, 20)])
     assert len(rejected) == 11
     assert "the target has 8 already" in rejected[0].reason
     assert index.block_sizes([A]) == set(range(1, 9))
 
 
-def test_groups_and_media_are_bounded(index: Index) -> None:
+def test_cache_groups_and_media_are_limited(index: Index) -> None:
     rejected = apply(index, *[stored([size], [7], medium=f"medium {size}") for size in range(100)])
     assert len(rejected) == 100 - 64
     assert "more than 64" in rejected[0].reason
@@ -193,7 +193,7 @@ STORED = b"\x82\xa4type\xabBlockStored\xacblock_hashes"
 @pytest.mark.parametrize("count", [1000, 2**24, 2**31 - 1, 2**32 - 1])
 @pytest.mark.parametrize("before", [b"", b"\x91", b"\x91" + STORED, b"\x91\x92\xabBlockStored"])
 @pytest.mark.parametrize("kind", [b"\xdd", b"\xdf", b"\xdb", b"\xc6"])
-def test_a_count_beyond_the_payload_costs_nothing(
+def test_array_length_beyond_the_payload_costs_nothing(
     index: Index, count: int, before: bytes, kind: bytes, grown: Callable[[], int]
 ) -> None:
     started = time.process_time()
@@ -203,19 +203,19 @@ def test_a_count_beyond_the_payload_costs_nothing(
     assert grown() < 1_000_000
 
 
-def test_a_batch_of_nothings_is_refused_before_it_costs(index: Index) -> None:
+def test_batch_of_nulls_is_rejected_early(index: Index) -> None:
     with pytest.raises(MalformedBatchError, match="events in"):
         index.apply_payload(A, msgspec.msgpack.encode([1.0, [None] * 100_000]))
 
 
 @pytest.mark.parametrize("made_at", [math.nan, math.inf, -math.inf, 1e308, -1e308])
-def test_a_time_that_is_none_is_none(made_at: float) -> None:
+def test_invalid_batch_time_is_none(made_at: float) -> None:
     assert batch_time(msgspec.msgpack.encode([made_at, []])) is None
     assert batch_time(msgspec.msgpack.encode([2**63, []])) is None
     assert batch_time(msgspec.msgpack.encode([1.7e9, []])) == 1.7e9
 
 
-def test_a_flood_of_one_target_leaves_the_others_as_they_are(index: Index) -> None:
+def test_flood_of_one_target_leaves_other_targets_unchanged(index: Index) -> None:
     index.add(B)
     index.apply(B, EventBatch(0.0, [stored([1, 2], PROMPT[:4])]))
     for number in range(200):

@@ -24,7 +24,7 @@ def prefix_hashes(seed: int, tokens: list[int], block_size: int, keys: list[byte
 
 
 @given(token_ids, st.integers(0, 2**64 - 1), st.integers(1, 5))
-def test_a_blocks_hash_is_seeded_with_the_one_before(tokens: list[int], seed: int, block_size: int) -> None:
+def test_block_hash_is_seeded_with_the_previous_one(tokens: list[int], seed: int, block_size: int) -> None:
     expected: list[int] = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
         seed_of_block = expected[-1] if expected else seed
@@ -33,14 +33,14 @@ def test_a_blocks_hash_is_seeded_with_the_one_before(tokens: list[int], seed: in
     assert prefix_hashes(seed, tokens, block_size) == expected
 
 
-def test_a_key_follows_its_blocks_tokens() -> None:
+def test_extra_key_is_hashed_after_the_tokens() -> None:
     first = xxh3_64_intdigest(struct.pack("<2I", 1, 2) + b"image", 9)
     second = xxh3_64_intdigest(struct.pack("<2I", 3, 4), first)
     assert prefix_hashes(9, [1, 2, 3, 4], 2, [b"image", None]) == [first, second]
 
 
 @given(token_ids, st.data())
-def test_hashes_may_be_made_piece_by_piece(tokens: list[int], data: st.DataObject) -> None:
+def test_hashes_can_be_extended_in_steps(tokens: list[int], data: st.DataObject) -> None:
     packed = pack_tokens(tokens)
     hashes: array[int] = array("Q")
     for end in [*sorted(data.draw(st.lists(st.integers(0, len(tokens) // 2), max_size=4))), len(tokens) // 2]:
@@ -49,7 +49,7 @@ def test_hashes_may_be_made_piece_by_piece(tokens: list[int], data: st.DataObjec
 
 
 @given(token_ids, st.lists(st.integers(0, 20), max_size=4))
-def test_a_prompt_has_the_hashes_of_its_blocks(tokens: list[int], ends: list[int]) -> None:
+def test_prompt_hashes_are_those_of_its_blocks(tokens: list[int], ends: list[int]) -> None:
     prompt, blocks = PackedPrompt.of(tokens), len(tokens) // 2
     for end in (*ends, blocks):
         made = prompt.hashes(7, 2, min(end, blocks))
@@ -63,7 +63,7 @@ def test_the_root_is_the_hash_of_the_namespace() -> None:
     assert namespace_hash(namespace, "secret") == xxh3_64_intdigest(msgspec.msgpack.encode(fields))
 
 
-def test_whatever_differs_between_namespaces_gives_another_root() -> None:
+def test_each_field_of_a_namespace_changes_the_root() -> None:
     others = [
         NAMESPACE._replace(model="qwen"),
         NAMESPACE._replace(tenant="acme"),
@@ -89,6 +89,6 @@ def test_token_ids_are_packed_as_little_endian_u32() -> None:
 
 
 @pytest.mark.parametrize(("bad", "error"), [(-1, OverflowError), (2**32, OverflowError), ("1", TypeError)])
-def test_what_is_no_token_id_is_refused(bad: int, error: type[Exception]) -> None:
+def test_invalid_token_ids_are_rejected(bad: int, error: type[Exception]) -> None:
     with pytest.raises(error):
         pack_tokens([1, bad])

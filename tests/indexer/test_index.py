@@ -54,7 +54,7 @@ def drop_all(index: Index, *targets: Target) -> None:
     index.check_integrity()
 
 
-def test_targets_that_were_cleared_wait_to_be_taken_note_of(index: Index) -> None:
+def test_cleared_targets_are_listed_until_read(index: Index) -> None:
     apply(index, A, stored([1], PROMPT[:2]))
     assert index.cleared == set()
     apply(index, A, AllBlocksCleared(), stored([1], PROMPT[:2]))
@@ -65,7 +65,7 @@ def test_targets_that_were_cleared_wait_to_be_taken_note_of(index: Index) -> Non
     assert index.cleared == {B}
 
 
-def test_each_target_matches_as_far_as_it_holds_every_block(index: Index) -> None:
+def test_match_ends_at_the_first_missing_block(index: Index) -> None:
     apply(index, A, stored([1, 2, 3, 4], PROMPT))
     apply(index, B, stored([1, 2], PROMPT[:4]))
     assert match(index) == {A: 8, B: 4}
@@ -73,26 +73,26 @@ def test_each_target_matches_as_far_as_it_holds_every_block(index: Index) -> Non
     assert match(index, [9, 9]) == {}
 
 
-def test_only_full_blocks_count(index: Index) -> None:
+def test_only_full_blocks_match(index: Index) -> None:
     apply(index, A, stored([1, 2], PROMPT[:4]))
     assert match(index, PROMPT[:3]) == {A: 2}
     assert match(index, [1]) == {}
     assert match(index, []) == {}
 
 
-def test_a_match_may_be_limited_to_the_first_blocks(index: Index) -> None:
+def test_match_can_be_limited_to_the_first_blocks(index: Index) -> None:
     apply(index, A, stored([1, 2, 3, 4], PROMPT))
     assert [found.matched_tokens for found in index.match(BASE, PackedPrompt.of(PROMPT), 3)] == [6]
     assert index.match(BASE, PackedPrompt.of(PROMPT), 0) == []
 
 
-def test_blocks_hang_from_the_parent_their_engine_names(index: Index) -> None:
+def test_blocks_follow_the_parent_in_their_event(index: Index) -> None:
     apply(index, A, stored([1, 2], [1, 2, 3, 4]), stored([3], [5, 6], 2), stored([9], [9, 9], 1))
     assert match(index) == {A: 6}
     assert match(index, [1, 2, 9, 9]) == {A: 4}
 
 
-def test_an_engines_hashes_mean_nothing_to_another_engine(index: Index) -> None:
+def test_engine_hashes_are_separate_per_target(index: Index) -> None:
     apply(index, A, stored([1], [1, 2]))
     apply(index, B, stored([1], [3, 4]), stored([2], [5, 6], 1))
     assert match(index, [1, 2, 5, 6]) == {A: 2}
@@ -100,14 +100,14 @@ def test_an_engines_hashes_mean_nothing_to_another_engine(index: Index) -> None:
 
 
 @pytest.mark.parametrize("name", [2**64 - 1, -5, b"\xab" * 32])
-def test_a_hash_may_be_of_any_kind(index: Index, name: int | bytes) -> None:
+def test_engine_hash_may_be_integer_or_bytes(index: Index, name: int | bytes) -> None:
     apply(index, A, stored([name], [1, 2]), stored([7], [3, 4], name))
     assert match(index) == {A: 4}
     apply(index, A, BlockRemoved([name]))
     assert match(index) == {}
 
 
-def test_a_block_is_gone_with_its_last_copy(index: Index) -> None:
+def test_block_is_removed_with_its_last_copy(index: Index) -> None:
     apply(index, A, stored([1], PROMPT[:2]), *[stored([2], PROMPT[2:4], 1)] * 3)
     apply(index, A, BlockRemoved([2]), BlockRemoved([2]))
     assert match(index) == {A: 4}
@@ -115,7 +115,7 @@ def test_a_block_is_gone_with_its_last_copy(index: Index) -> None:
     assert match(index) == {A: 2}
 
 
-def test_a_parent_that_comes_back_has_its_children_again(index: Index) -> None:
+def test_children_match_again_after_their_parent_is_stored_again(index: Index) -> None:
     apply(index, A, stored([1, 2, 3, 4], PROMPT))
     apply(index, A, BlockRemoved([2]))
     assert match(index) == {A: 2}
@@ -123,7 +123,7 @@ def test_a_parent_that_comes_back_has_its_children_again(index: Index) -> None:
     assert match(index) == {A: 8}
 
 
-def test_a_hole_counts_in_the_prompts_that_avoid_it(index: Index) -> None:
+def test_removed_block_ends_only_matches_through_it(index: Index) -> None:
     apply(index, A, stored([1, 2, 3], PROMPT[:6]), stored([9], [9, 9], 1), BlockRemoved([2]))
     assert match(index, [1, 2, 9, 9]) == {A: 4}
 
@@ -139,19 +139,19 @@ def test_blocks_wait_for_an_unknown_parent(index: Index) -> None:
     assert index.status(A).orphans == 0  # type: ignore[union-attr]
 
 
-def test_what_is_removed_while_it_waits_stays_removed(index: Index) -> None:
+def test_orphan_removed_while_waiting_stays_removed(index: Index) -> None:
     apply(index, A, stored([3, 4], [5, 6, 7, 8], 2), BlockRemoved([4]), stored([1, 2], PROMPT[:4]))
     assert match(index) == {A: 6}
 
 
-def test_what_hangs_from_a_block_removed_while_it_waited_finds_its_place(index: Index) -> None:
+def test_children_of_a_removed_orphan_find_their_parent(index: Index) -> None:
     apply(index, A, stored([2], [3, 4], 1), stored([3], [5, 6], 2), BlockRemoved([2]), stored([1], [1, 2]))
     assert match(index) == {A: 2}
     apply(index, A, stored([2], [3, 4], 1))
     assert match(index) == {A: 6}
 
 
-def test_the_oldest_orphans_go_when_there_are_too_many() -> None:
+def test_oldest_orphans_are_dropped_at_the_limit() -> None:
     index = make_index(orphan_blocks=2)
     index.add(A)
     apply(index, A, stored([2], [3, 4], 1), stored([12], [3, 4], 11), stored([22], [3, 4], 21))
@@ -163,7 +163,7 @@ def test_the_oldest_orphans_go_when_there_are_too_many() -> None:
     assert match(index, [5, 6, 3, 4]) == {A: 4}
 
 
-def test_a_copy_still_waiting_is_known_after_another_was_dropped() -> None:
+def test_waiting_copy_survives_the_drop_of_another() -> None:
     index = make_index(orphan_blocks=3)
     index.add(A)
     apply(index, A, stored([2, 3], [3, 4, 5, 6], 1), stored([3], [5, 6], 2))
@@ -180,31 +180,31 @@ def test_each_block_counts_in_its_fastest_tier(index: Index) -> None:
     assert blocks(index) == {Tier.GPU: 2, Tier.CPU: 3, Tier.DISK: 1}
 
 
-def test_a_block_leaves_one_medium_and_stays_in_another(index: Index) -> None:
+def test_removal_from_one_medium_keeps_other_media(index: Index) -> None:
     apply(index, A, stored([1], [1, 2], medium="GPU"), stored([1], [1, 2], medium="CPU"), BlockRemoved([1], "GPU"))
     (found,) = index.match(BASE, PackedPrompt.of(PROMPT))
     assert found.tiers[Tier.CPU] == found.matched_tokens == 2
 
 
-def test_an_unknown_medium_is_a_tier_of_its_own(index: Index) -> None:
+def test_unknown_medium_counts_in_the_unknown_tier(index: Index) -> None:
     apply(index, A, stored([1], [1, 2], medium="CXL"))
     (found,) = index.match(BASE, PackedPrompt.of(PROMPT))
     assert found.tiers == {Tier.GPU: 0, Tier.CPU: 0, Tier.DISK: 0, Tier.UNKNOWN: 2}
 
 
-def test_no_medium_is_the_engines_own_memory(index: Index) -> None:
+def test_event_without_medium_is_about_gpu_memory(index: Index) -> None:
     apply(index, A, stored([1], [1, 2]), BlockRemoved([1], "GPU"))
     assert match(index) == {}
 
 
-def test_an_offloaded_block_may_be_told_without_its_tokens(index: Index) -> None:
+def test_offloaded_block_is_stored_without_tokens(index: Index) -> None:
     apply(index, A, stored([1, 2], PROMPT[:4]), BlockStored([1, 2, 77], medium="CPU"), BlockRemoved([1, 2]))
     (found,) = index.match(BASE, PackedPrompt.of(PROMPT))
     assert found.tiers[Tier.CPU] == 4
     assert index.status(A).counters.orphans_dropped == 1  # type: ignore[union-attr]
 
 
-def test_a_clear_leaves_nothing_and_others_untouched(index: Index) -> None:
+def test_clear_removes_all_blocks_of_one_target_only(index: Index) -> None:
     for target in (A, B):
         apply(index, target, stored([1], [1, 2]), stored([3], [5, 6], 2))
     apply(index, A, AllBlocksCleared())
@@ -216,7 +216,7 @@ def test_a_clear_leaves_nothing_and_others_untouched(index: Index) -> None:
     assert (status.orphans, status.counters.cleared) == (1, 1)
 
 
-def test_a_clear_of_one_medium_leaves_the_others(index: Index) -> None:
+def test_clear_of_one_medium_keeps_other_media(index: Index) -> None:
     apply(index, A, stored([1, 2], PROMPT[:4]), stored([1], [1, 2], medium="CPU"))
     apply(index, A, stored([4], [7, 8], 3), stored([4], [7, 8], 3, medium="CPU"))
     apply(index, A, AllBlocksCleared("GPU"))
@@ -227,14 +227,14 @@ def test_a_clear_of_one_medium_leaves_the_others(index: Index) -> None:
     assert found.tiers == {Tier.GPU: 0, Tier.CPU: 4, Tier.DISK: 4, Tier.UNKNOWN: 0}
 
 
-def test_the_clear_of_a_target_from_outside(index: Index) -> None:
+def test_clear_by_call_removes_all_blocks(index: Index) -> None:
     apply(index, A, stored([1], [1, 2]))
     index.clear(A)
     index.clear(Target("nobody", 0, "m"))
     assert match(index) == {}
 
 
-def test_events_for_an_unknown_target_are_passed_over(index: Index) -> None:
+def test_events_of_an_unknown_target_are_ignored(index: Index) -> None:
     index.drop(A)
     assert apply(index, A, stored([1], [1, 2])) == []
     assert index.status(A) is None
@@ -253,7 +253,7 @@ def test_events_for_an_unknown_target_are_passed_over(index: Index) -> None:
         (BlockStored([1, 2], None, [1, 2, 3, 4], 2, extra_keys=[["a"]]), "1 entries for 2 blocks"),
     ],
 )
-def test_an_event_that_makes_no_sense_is_rejected_alone(index: Index, event: BlockStored, reason: str) -> None:
+def test_invalid_event_is_rejected_alone(index: Index, event: BlockStored, reason: str) -> None:
     (rejected,) = apply(index, A, stored([8], [1, 2]), event, stored([9], [3, 4], 8))
     assert rejected.index == 1
     assert reason in rejected.reason
@@ -261,13 +261,13 @@ def test_an_event_that_makes_no_sense_is_rejected_alone(index: Index, event: Blo
     assert blocks(index) == {Tier.GPU: 2}
 
 
-def test_a_missing_block_size_is_what_the_tokens_say(index: Index) -> None:
+def test_missing_block_size_follows_from_the_tokens(index: Index) -> None:
     apply(index, A, BlockStored([1, 2], None, [1, 2, 3, 4]))
     assert match(index) == {A: 4}
     assert index.block_sizes([A, B]) == {2}
 
 
-def test_groups_that_keep_a_part_of_the_prefix_teach_nothing(index: Index) -> None:
+def test_groups_with_partial_prefixes_add_no_blocks(index: Index) -> None:
     window = stored([1, 2], PROMPT[:4], group_idx=1, kv_cache_spec_kind="sliding_window")
     full = stored([1, 2], PROMPT[:4], group_idx=0, kv_cache_spec_kind="full_attention")
     apply(index, A, window)
@@ -287,7 +287,7 @@ def test_groups_that_keep_a_part_of_the_prefix_teach_nothing(index: Index) -> No
         ({"lora_name": "sql", "extra_keys": [["sql", "s"], ["sql"]]}, "sql", "s"),
     ],
 )
-def test_blocks_of_an_adapter_or_a_salt_match_only_their_own(
+def test_blocks_match_only_their_adapter_and_salt(
     index: Index, fields: dict[str, Any], adapter: str | None, salt: str | None
 ) -> None:
     later = {**fields, "extra_keys": fields["extra_keys"][1:]} if "extra_keys" in fields else fields
@@ -296,7 +296,7 @@ def test_blocks_of_an_adapter_or_a_salt_match_only_their_own(
     assert match(index, namespace=Namespace("m", "default", adapter, salt, 2)) == {A: 6}
 
 
-def test_a_target_of_one_adapter_needs_no_name_in_its_events() -> None:
+def test_adapter_of_a_target_applies_to_events_without_one() -> None:
     index = make_index()
     index.add(A, "sql")
     apply(index, A, stored([1], [1, 2]), AllBlocksCleared(), stored([1], [1, 2]))
@@ -310,7 +310,7 @@ def test_two_images_on_the_same_tokens_do_not_match_each_other(index: Index) -> 
     assert match(index) == {A: 2, B: 2}
 
 
-def test_a_prompt_that_names_its_images_is_matched_beyond_them(index: Index) -> None:
+def test_prompt_with_image_names_matches_beyond_its_images(index: Index) -> None:
     """An image from the fourth token to the seventh, and one that is the eighth, as vLLM tells of their blocks."""
     tokens = list(range(1, 15))
     keys = [None, [["one", 1]], [["one", -1]], [["one", -3], ["two", 1]], None, None, None]
@@ -329,7 +329,7 @@ def test_a_prompt_that_names_its_images_is_matched_beyond_them(index: Index) -> 
     assert held() == [2, 2, 2]
 
 
-def test_blocks_that_only_the_engine_tells_apart_are_each_removed(index: Index) -> None:
+def test_equal_blocks_with_different_engine_hashes_are_removed_separately(index: Index) -> None:
     for first, second in ((1, 11), (11, 1)):
         apply(index, A, stored([1], [1, 2]), stored([11], [1, 2]), BlockRemoved([first]))
         assert match(index) == {A: 2}
@@ -340,7 +340,7 @@ def test_blocks_that_only_the_engine_tells_apart_are_each_removed(index: Index) 
     assert match(index, [5, 6, 3, 4]) == {A: 2}, "block 1 is unknown, and what hangs from it waits"
 
 
-def test_a_block_that_moved_leaves_nothing_behind(index: Index) -> None:
+def test_block_at_a_new_position_frees_the_old_one(index: Index) -> None:
     apply(index, A, stored([1], [1, 2]), stored([1], [5, 6]))
     assert match(index) == {}
     assert match(index, [5, 6]) == {A: 2}
@@ -355,7 +355,7 @@ def test_removals_of_unknown_blocks_are_counted(index: Index) -> None:
     assert (status.counters.stored, status.counters.removed, status.counters.unknown_removed) == (1, 0, 3)
 
 
-def test_a_secret_leaves_matches_as_they_are() -> None:
+def test_matches_are_equal_with_a_secret() -> None:
     index, open_to_all = make_index(secret="s"), make_index()
     for each in (index, open_to_all):
         each.add(A)
@@ -371,7 +371,7 @@ def test_adding_a_known_target_changes_nothing(index: Index) -> None:
     assert match(index) == {A: 2}
 
 
-def test_everything_is_freed_with_its_targets(index: Index) -> None:
+def test_dropping_all_targets_frees_the_tree(index: Index) -> None:
     for target in (A, B):
         apply(index, target, stored([1, 2, 3], PROMPT[:6]), stored([7], [7, 7], 1), stored([1], [1, 2], medium="CPU"))
     drop_all(index, A)
@@ -380,7 +380,7 @@ def test_everything_is_freed_with_its_targets(index: Index) -> None:
     assert index.runs == 0
 
 
-def test_a_large_holding_is_freed_little_by_little_and_matches_no_longer(index: Index) -> None:
+def test_large_holding_is_freed_in_steps_and_stops_matching_at_once(index: Index) -> None:
     tokens = [[number, 1] for number in range(9000)]
     for number, block in enumerate(tokens):
         index.apply(A, EventBatch(0.0, [stored([number], block)]))
@@ -397,7 +397,7 @@ lengths = st.sampled_from([1, RUN_BLOCKS - 1, RUN_BLOCKS, RUN_BLOCKS + 1, 2 * RU
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(lengths, st.integers(0, 2)), min_size=1, max_size=4), lengths)
-def test_long_prompts_cross_the_bounds_of_runs(prompts: list[tuple[int, int]], asked: int) -> None:
+def test_long_prompts_match_across_runs(prompts: list[tuple[int, int]], asked: int) -> None:
     """Prompts that share a first part of some length and then differ, each held by a target of its own."""
     index = make_index()
     targets = [Target(str(number), 0, "m") for number in range(len(prompts))]
@@ -425,7 +425,7 @@ def test_long_prompts_cross_the_bounds_of_runs(prompts: list[tuple[int, int]], a
     assert index.runs == 0
 
 
-def test_prompts_that_part_within_a_run_share_what_is_before(index: Index) -> None:
+def test_prompts_that_diverge_in_a_run_share_its_start(index: Index) -> None:
     long = list(range(2000))
     apply(index, A, BlockStored(list(range(1000)), None, long, 2))
     for parting in (1, 7, 500, 999):
@@ -436,7 +436,7 @@ def test_prompts_that_part_within_a_run_share_what_is_before(index: Index) -> No
     assert match(index, long)[A] == 2000
 
 
-def test_blocks_told_of_again_from_the_start_of_a_prompt_are_no_copies(index: Index) -> None:
+def test_blocks_stored_again_from_the_start_are_no_copies(index: Index) -> None:
     apply(index, A, stored([1, 2, 3], PROMPT[:6]), stored([1, 2], PROMPT[:4]))
     apply(index, A, BlockRemoved([2]))
     assert match(index) == {A: 2}
@@ -457,7 +457,7 @@ def window(hashes: list[Any], tokens: list[int], group: int = 0) -> BlockStored:
     )
 
 
-def test_a_hit_ends_where_the_window_groups_still_have_its_last_blocks(index: Index) -> None:
+def test_hit_ends_where_window_groups_have_its_last_blocks(index: Index) -> None:
     whole = stored([1, 2, 3, 4], PROMPT, group_idx=1, medium="GPU", kv_cache_spec_kind="full_attention")
     apply(index, A, window([3, 4], PROMPT), whole)  # the window's blocks come first, and only the last ones
     assert match(index) == {A: 8}
@@ -486,13 +486,13 @@ def test_a_group_of_an_unknown_kind_is_counted_and_ignored(index: Index) -> None
     assert status.counters.ignored == 1
 
 
-def test_a_window_block_removed_before_its_prefix_came_is_not_held(index: Index) -> None:
+def test_window_block_removed_before_its_prefix_is_not_held(index: Index) -> None:
     whole = stored([1, 2, 3, 4], PROMPT, group_idx=1, medium="GPU")
     apply(index, A, window([3, 4], PROMPT), BlockRemoved([4], "GPU", 0), whole)
     assert match(index) == {}
 
 
-def test_holdings_never_exceed_the_memory_of_the_engine() -> None:
+def test_holdings_never_exceed_the_capacity() -> None:
     index = make_index()
     index.add(A, capacity=3)
     apply(index, A, stored([1, 2, 3], PROMPT[:6]), stored([7, 8], [7, 7, 8, 8]))
@@ -501,7 +501,7 @@ def test_holdings_never_exceed_the_memory_of_the_engine() -> None:
     assert match(index) == {A: 2}, "the oldest prompt loses its end"
 
 
-def test_what_waits_for_the_same_parent_again_and_again_is_bounded() -> None:
+def test_orphans_of_one_parent_are_limited() -> None:
     index = make_index(orphan_blocks=4)
     index.add(A)
     for _ in range(3):
@@ -513,7 +513,7 @@ def test_what_waits_for_the_same_parent_again_and_again_is_bounded() -> None:
     assert match(index) == {A: 2}
 
 
-def test_beyond_the_memory_of_the_engine_the_ends_go_first() -> None:
+def test_blocks_beyond_the_capacity_are_dropped_from_the_ends() -> None:
     """A block that others follow is in use, however old it is."""
     index = make_index()
     index.add(A, capacity=4)
@@ -554,7 +554,7 @@ any_event = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(any_event, max_size=12))
-def test_no_event_whatever_it_says_breaks_the_index(events: list[Event]) -> None:
+def test_random_events_keep_the_index_consistent(events: list[Event]) -> None:
     index = make_index(orphan_blocks=4)
     index.add(A)
     apply(index, A, *events)
@@ -592,7 +592,7 @@ def test_hashing_stops_soon_after_the_last_match(index: Index) -> None:
     assert hashed(index, tokens[:20] + [9] * 1000) <= 4 * 10
 
 
-def test_what_no_target_can_use_any_more_is_not_hashed(index: Index) -> None:
+def test_blocks_beyond_all_targets_are_not_hashed(index: Index) -> None:
     tokens = list(range(2 * 2 * RUN_BLOCKS))
     apply(index, A, stored(list(range(2 * RUN_BLOCKS)), tokens))
     apply(index, B, stored(list(range(2 * RUN_BLOCKS)), tokens))

@@ -33,7 +33,7 @@ def expected(match: Match | None) -> tuple[int, tuple[int, int] | None]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_hold_what_their_targets_hold(seed: int) -> None:
+def test_rows_equal_the_matches_of_their_targets(seed: int) -> None:
     random = Random(seed)
     everyone = targets(12)
     indexer = Indexer()
@@ -62,7 +62,7 @@ def test_rows_hold_what_their_targets_hold(seed: int) -> None:
         indexer.stop()
 
 
-def test_a_prompt_that_nobody_holds_is_nothing_in_each_row() -> None:
+def test_unknown_prompt_has_zero_tokens_in_each_row() -> None:
     indexer = Indexer()
     try:
         indexer.register(Registration(targets(1)[0], None, block_size=4))

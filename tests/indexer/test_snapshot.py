@@ -69,7 +69,9 @@ def stored(hashes: list[int | bytes], tokens: list[int], parent: int | bytes | N
     return BlockStored(hashes, parent, tokens, 2, medium="GPU")
 
 
-def test_a_restart_goes_on_where_it_was(indexers: Callable[..., Indexer], publisher: Publisher, tmp_path: Path) -> None:
+def test_restart_resumes_from_the_snapshot(
+    indexers: Callable[..., Indexer], publisher: Publisher, tmp_path: Path
+) -> None:
     first = indexers()
     follow(first, publisher)
     publisher.publish(stored([1, b"\xab" * 32], PROMPT[:4]))
@@ -87,7 +89,7 @@ def test_a_restart_goes_on_where_it_was(indexers: Callable[..., Indexer], publis
     eventually(lambda: matched(second) == 4)
 
 
-def test_an_engine_that_restarted_meanwhile_has_nothing(indexers: Callable[..., Indexer], publisher: Publisher) -> None:
+def test_engine_restarted_meanwhile_starts_empty(indexers: Callable[..., Indexer], publisher: Publisher) -> None:
     first = indexers()
     follow(first, publisher)
     publisher.publish(stored([1, 2], PROMPT[:4]))
@@ -102,7 +104,7 @@ def test_an_engine_that_restarted_meanwhile_has_nothing(indexers: Callable[..., 
     eventually(lambda: matched(second, [8, 8]) == 2)
 
 
-def test_an_indexer_registers_again_what_it_followed(indexers: Callable[..., Indexer], publisher: Publisher) -> None:
+def test_indexer_registers_saved_targets(indexers: Callable[..., Indexer], publisher: Publisher) -> None:
     first = indexers()
     follow(first, publisher)
     publisher.publish(stored([1, 2], PROMPT[:4]))
@@ -113,7 +115,7 @@ def test_an_indexer_registers_again_what_it_followed(indexers: Callable[..., Ind
     assert second.registered() == first.registered()
 
 
-def test_a_stream_that_moved_starts_cold(
+def test_stream_at_another_endpoint_starts_cold(
     indexers: Callable[..., Indexer], publishers: Callable[..., Publisher]
 ) -> None:
     old, new = publishers(), publishers()
@@ -137,7 +139,7 @@ def test_a_stream_that_moved_starts_cold(
         (lambda _: b"", "empty"),
     ],
 )
-def test_a_torn_or_foreign_file_is_refused(
+def test_damaged_or_foreign_dump_is_rejected(
     indexers: Callable[..., Indexer],
     publisher: Publisher,
     tmp_path: Path,
@@ -165,12 +167,12 @@ def test_a_dump_of_another_secret_is_refused(indexers: Callable[..., Indexer]) -
         read_dump(indexer.dump(), "other")
 
 
-def test_no_snapshot_is_a_cold_start_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_snapshot_is_a_silent_cold_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert load_snapshot(tmp_path / "none", "") == []
     assert capsys.readouterr().out == ""
 
 
-def test_a_snapshot_replaces_the_last_one_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_snapshot_is_replaced_atomically(tmp_path: Path) -> None:
     path = tmp_path / "index"
     save_snapshot(path, [b"first"])
 
@@ -184,7 +186,7 @@ def test_a_snapshot_replaces_the_last_one_whole_or_not_at_all(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_snapshots_are_written_now_and_then_and_at_the_end(
+def test_snapshots_are_written_periodically_and_on_stop(
     indexers: Callable[..., Indexer], publisher: Publisher, tmp_path: Path
 ) -> None:
     path = tmp_path / "index"
@@ -201,7 +203,7 @@ def test_snapshots_are_written_now_and_then_and_at_the_end(
     assert load_snapshot(path, "")[0].about.stream.last_seq == 1
 
 
-def test_another_indexer_is_something_to_begin_with(
+def test_indexer_starts_from_a_peer(
     client: Client, indexer: Indexer, indexers: Callable[..., Indexer], publisher: Publisher
 ) -> None:
     follow(indexer, publisher)
@@ -215,7 +217,7 @@ def test_another_indexer_is_something_to_begin_with(
     eventually(lambda: (r := second.report(TARGET)) and r.stream and r.stream.state is StreamState.LIVE)
 
 
-def test_a_peer_is_told_the_token_and_one_that_only_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_gets_the_token_and_slow_peer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
 
     class Peer(BaseHTTPRequestHandler):
@@ -244,7 +246,7 @@ def test_a_peer_is_told_the_token_and_one_that_only_trickles_is_given_up(monkeyp
     ]
 
 
-def test_a_peer_that_is_not_there_is_a_cold_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_peer_is_a_cold_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert load_from_peer("http://127.0.0.1:1", "") == []
     assert "starting cold" in capsys.readouterr().out
 
@@ -254,7 +256,7 @@ paths = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 @settings(max_examples=40, deadline=None)
 @given(stores=st.lists(st.tuples(paths, st.sampled_from(["GPU", "CPU"])), max_size=8), removals=st.data())
-def test_what_is_restored_is_what_was_held(stores: list[tuple[list[int], str]], removals: st.DataObject) -> None:
+def test_restored_blocks_equal_the_dumped_ones(stores: list[tuple[list[int], str]], removals: st.DataObject) -> None:
     events: list[Event] = []
     names: set[tuple[int, str]] = set()
     for path, medium in stores:
@@ -292,7 +294,7 @@ def test_long_prompts_are_restored() -> None:
     assert again.match(namespace, PackedPrompt.of(tokens))[0].matched_tokens == len(tokens)
 
 
-def test_a_dump_that_makes_no_sense_leaves_nothing_behind() -> None:
+def test_invalid_dump_leaves_no_blocks() -> None:
     index = make_index()
     index.add(TARGET)
     index.apply(TARGET, EventBatch(0.0, [stored([1, 2], PROMPT[:4])]))

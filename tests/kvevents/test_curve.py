@@ -16,7 +16,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return create_key_pair(tmp_path, "some")
 
 
-def test_a_pair_is_read_as_it_was_written(files: tuple[Path, Path]) -> None:
+def test_key_pair_is_read_as_written(files: tuple[Path, Path]) -> None:
     public, secret = files
     pair = load_key_pair(secret, "key")
     assert load_public_key(public, "key") == load_public_key(secret, "key") == pair.public.decode()
@@ -43,7 +43,7 @@ def test_a_key_has_40_characters_of_z85() -> None:
         (f'public-key = "{KEY}"\nsecret-key = "{KEY}"', "does not belong to"),
     ],
 )
-def test_a_file_that_holds_no_pair_is_named_with_its_setting(tmp_path: Path, content: str | None, message: str) -> None:
+def test_error_of_a_key_file_names_its_setting(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "bad.key_secret"
     if content is not None:
         path.write_text(content)
@@ -51,12 +51,12 @@ def test_a_file_that_holds_no_pair_is_named_with_its_setting(tmp_path: Path, con
         load_key_pair(path, "curve_key_file")
 
 
-def test_a_folder_is_no_key_file(tmp_path: Path) -> None:
+def test_folder_is_rejected_as_key_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^field: {tmp_path}: Is a directory"):
         load_public_key(tmp_path, "field")
 
 
-def test_one_bad_file_spoils_a_folder_of_keys(files: tuple[Path, Path]) -> None:
+def test_one_bad_file_rejects_a_folder_of_keys(files: tuple[Path, Path]) -> None:
     (files[0].parent / "bad.key").write_text("nothing")
     with pytest.raises(ValueError, match=r"^field: .*bad\.key"):
         load_public_keys(files[0].parent, "field")

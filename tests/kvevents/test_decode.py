@@ -94,17 +94,17 @@ def without(batch: EventBatch, fields: tuple[str, ...]) -> EventBatch:
 
 
 @given(batches, st.sampled_from([WireForm.VLLM_MAPS, WireForm.SGLANG_MAPS]))
-def test_a_batch_of_tagged_maps_is_read_back_whole(batch: EventBatch, form: WireForm) -> None:
+def test_tagged_maps_round_trip(batch: EventBatch, form: WireForm) -> None:
     assert decode_batch(encode_batch(batch, form)) == batch
 
 
 @given(batches)
-def test_vllms_tagged_arrays_carry_every_field_they_have_a_place_for(batch: EventBatch) -> None:
+def test_vllm_arrays_carry_all_their_fields(batch: EventBatch) -> None:
     assert decode_batch(encode_batch(batch, WireForm.VLLM_ARRAYS)) == without(batch, NOT_IN_VLLM_ARRAYS)
 
 
 @given(batches)
-def test_sglangs_tagged_arrays_carry_the_salt_at_the_end(batch: EventBatch) -> None:
+def test_sglang_arrays_end_with_the_salt(batch: EventBatch) -> None:
     assert decode_batch(encode_batch(batch, WireForm.SGLANG_ARRAYS)) == without(batch, NOT_IN_SGLANG_ARRAYS)
 
 
@@ -119,7 +119,7 @@ def test_position_7_is_vllms_adapter_or_sglangs_salt() -> None:
     assert (sglang.lora_name, sglang.cache_salt) == (None, "t")
 
 
-def test_a_salt_that_is_no_text_costs_its_event() -> None:
+def test_invalid_salt_rejects_its_event() -> None:
     batch = decode_events(["BlockStored", [11], None, [1, 2], 2, None, "GPU", {"cache_salt": 5}])
     assert batch.events == []
     assert [event.index for event in batch.rejected] == [0]
@@ -139,7 +139,7 @@ def test_a_salt_that_is_no_text_costs_its_event() -> None:
         ({"type": "AllBlocksCleared"}, AllBlocksCleared()),
     ],
 )
-def test_fields_that_older_releases_lack_may_be_missing(event: Any, read: Any) -> None:
+def test_fields_missing_in_older_releases_are_optional(event: Any, read: Any) -> None:
     assert decode_events(event).events == [read]
 
 
@@ -151,7 +151,7 @@ def test_fields_that_older_releases_lack_may_be_missing(event: Any, read: Any) -
         ({"type": "AllBlocksCleared", "ownership": None}, AllBlocksCleared()),
     ],
 )
-def test_fields_of_newer_releases_are_passed_over(event: Any, read: Any) -> None:
+def test_fields_of_newer_releases_are_ignored(event: Any, read: Any) -> None:
     assert decode_events(event).events == [read]
 
 
@@ -165,7 +165,7 @@ def test_the_rank_may_be_missing_or_null(rank: list[None]) -> None:
     assert decode_batch(encode([1.5, [["AllBlocksCleared"]], *rank])) == EventBatch(1.5, [AllBlocksCleared()])
 
 
-def test_the_rank_is_read_and_what_follows_it_passed_over() -> None:
+def test_rank_is_read_and_later_elements_are_ignored() -> None:
     assert decode_batch(encode([2, [], 3, "more"])) == EventBatch(2.0, [], 3)
 
 
@@ -198,7 +198,7 @@ def test_a_block_hash_is_any_64_bit_number_or_bytes(block: int | bytes, form: Wi
     ],
 )
 @pytest.mark.parametrize("good", [["BlockRemoved", [1]], {"type": "BlockRemoved", "block_hashes": [1]}])
-def test_an_event_that_cannot_be_read_costs_itself_alone(bad: Any, good: Any) -> None:
+def test_unreadable_event_is_rejected_alone(bad: Any, good: Any) -> None:
     batch = decode_events(good, bad, good)
     assert batch.events == [BlockRemoved([1])] * 2
     assert [event.index for event in batch.rejected] == [1]
@@ -224,7 +224,7 @@ def test_an_event_that_cannot_be_read_costs_itself_alone(bad: Any, good: Any) ->
         encode([1.0, [msgspec.Raw(b"\x91" * 100_000 + b"\x01")]]),
     ],
 )
-def test_what_is_no_batch_is_malformed(payload: bytes) -> None:
+def test_payload_without_batch_is_malformed(payload: bytes) -> None:
     with pytest.raises(MalformedBatchError):
         decode_batch(payload)
 
@@ -254,13 +254,13 @@ def test_every_event_of_a_batch_is_either_read_or_rejected(events: list[Any]) ->
     assert len(batch.events) + len(batch.rejected) == len(events)
 
 
-def test_the_time_of_a_batch_is_read_alone() -> None:
+def test_batch_time_is_read_without_decoding() -> None:
     assert batch_time(encode([12.5, ["no event"]])) == batch_time(encode([12.5, [0] * 16])) == 12.5
     assert batch_time(encode([12, ["no event"]])) == 12
 
 
 @pytest.mark.parametrize("batch", ["now", ["now", []], [12.5], [12], [12.5, "no events"], [12, 0], [12.5, None]])
-def test_what_is_no_batch_has_no_time(batch: Any) -> None:
+def test_payload_without_batch_has_no_time(batch: Any) -> None:
     assert batch_time(encode(batch)) is None
     assert batch_time(b"\xc1") is None
 
@@ -303,12 +303,12 @@ def test_what_is_no_batch_has_no_time(batch: Any) -> None:
         (WireForm.VLLM_ARRAYS, AllBlocksCleared(), ["AllBlocksCleared"]),
     ],
 )
-def test_events_are_laid_out_as_the_engines_decoders_require(form: WireForm, event: Any, sent: Any) -> None:
+def test_events_have_the_layout_of_the_engines_decoders(form: WireForm, event: Any, sent: Any) -> None:
     assert msgspec.msgpack.decode(encode_batch(EventBatch(1.0, [event], 3), form)) == [1.0, [sent], 3]
 
 
 @pytest.mark.parametrize("name", BlockStored.__struct_fields__[1:])
-def test_null_is_as_good_as_missing(name: str) -> None:
+def test_null_equals_missing(name: str) -> None:
     fields = {"type": "BlockStored", "block_hashes": [7], "parent_block_hash": 6, "token_ids": [1, 2], "block_size": 2}
     missing = {key: value for key, value in fields.items() if key != name}
     null, without = decode_events(fields | {name: None}), decode_events(missing)
@@ -317,7 +317,7 @@ def test_null_is_as_good_as_missing(name: str) -> None:
 
 
 @pytest.mark.parametrize("tag", [["BlockStored"], {"a": 1}, 7, None, b"BlockStored"])
-def test_a_tag_that_is_no_name_costs_its_event_alone(tag: Any) -> None:
+def test_invalid_tag_rejects_its_event_alone(tag: Any) -> None:
     batch = decode_events({"type": tag, "block_hashes": [7]}, {"type": "AllBlocksCleared"})
     assert [event.index for event in batch.rejected] == [0]
     assert batch.events == [AllBlocksCleared()]
@@ -381,7 +381,7 @@ def test_a_standard_map_is_the_same_event(changes: dict[str, Any], event: Event)
         ({"seq_hashes": "7"}, "seq_hashes"),
     ],
 )
-def test_a_standard_map_that_makes_no_sense_is_rejected(changes: dict[str, Any], reason: str) -> None:
+def test_invalid_standard_map_is_rejected(changes: dict[str, Any], reason: str) -> None:
     (rejected,) = decode_events(STANDARD | changes).rejected
     assert reason in rejected.reason
 
@@ -393,7 +393,7 @@ def test_a_standard_map_that_makes_no_sense_is_rejected(changes: dict[str, Any],
         ["BlockStored", [1], None, [[5, 6], [6, 7]], 2, None, "GPU"],
     ],
 )
-def test_pairs_of_tokens_are_recognised_and_set_aside(event: Any) -> None:
+def test_token_pairs_are_rejected_with_their_reason(event: Any) -> None:
     batch = decode_events(event, {"type": "AllBlocksCleared"})
     assert batch.events == [AllBlocksCleared()]
     assert "EAGLE" in batch.rejected[0].reason

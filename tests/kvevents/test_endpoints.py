@@ -102,7 +102,7 @@ def test_vllm_without_events_has_no_streams() -> None:
     assert vllm({"0": {"endpoint": "tcp://*:5557", "publisher": "null"}}) == (ReportedStreams(), [])
 
 
-def test_sglangs_answer_names_rank_0_and_how_many_there_are() -> None:
+def test_sglang_answer_has_rank_0_and_the_number_of_ranks() -> None:
     body = {
         "page_size": 1,
         "kv_events": {
@@ -122,7 +122,7 @@ def test_sglangs_answer_names_rank_0_and_how_many_there_are() -> None:
 
 
 @pytest.mark.parametrize("events", [None, {"publisher": "null", "endpoint": "tcp://*:5557"}, {"endpoint": None}])
-def test_sglang_without_events_still_tells_its_page_size(events: dict[str, str | None] | None) -> None:
+def test_sglang_without_events_reports_its_page_size(events: dict[str, str | None] | None) -> None:
     assert sglang({"page_size": 16, "kv_events": events}) == (ReportedStreams(block_size=16), [])
 
 
@@ -143,7 +143,7 @@ def test_sglangs_page_size_stands_in_for_the_block_size() -> None:
         ("tcp://w:5557", "kv_event_sources[0]"),
     ],
 )
-def test_a_stream_that_makes_no_sense_is_left_out_and_the_others_are_not(wrong: Any, named: str) -> None:
+def test_invalid_stream_is_skipped_alone(wrong: Any, named: str) -> None:
     streams, refused = vllm({"0": wrong, "1": {"endpoint": "tcp://w:5558"}})
     assert streams.sources == [EventSource(1, "tcp://w:5558")]
     assert len(refused) == 1
@@ -151,7 +151,7 @@ def test_a_stream_that_makes_no_sense_is_left_out_and_the_others_are_not(wrong: 
 
 
 @pytest.mark.parametrize("dp_size", [0, -1, 9, 10**12, 10**400, "many", [2], 1.5])
-def test_a_number_of_ranks_that_makes_no_sense_is_refused_by_name(dp_size: Any) -> None:
+def test_invalid_number_of_ranks_is_rejected_with_its_field(dp_size: Any) -> None:
     streams, (refused,) = sglang({"page_size": 16, "kv_events": {"endpoint": "tcp://*:5557", "dp_size": dp_size}})
     assert streams == ReportedStreams(block_size=16)
     assert refused.startswith("kv_events.dp_size: ")
@@ -177,7 +177,7 @@ def test_a_number_of_ranks_that_makes_no_sense_is_refused_by_name(dp_size: Any) 
         "ipc:///tmp/a\n",
     ],
 )
-def test_what_has_two_meanings_is_no_endpoint(endpoint: str) -> None:
+def test_ambiguous_endpoint_is_rejected(endpoint: str) -> None:
     with pytest.raises(ValueError, match="endpoint"):
         parse_endpoint(endpoint)
 
@@ -198,7 +198,7 @@ def test_an_endpoint_has_one_form(endpoint: str, canonical: str) -> None:
 
 
 @given(st.text(st.sampled_from("tcp:/0123456789.;@[]%*ax-_ \\"), max_size=40).map(lambda text: f"tcp://{text}:5557"))
-def test_what_is_read_is_what_zeromq_connects_to(endpoint: str) -> None:
+def test_parsed_endpoint_is_where_zeromq_connects(endpoint: str) -> None:
     try:
         read = parse_endpoint(endpoint)
     except ValueError:

@@ -30,7 +30,7 @@ def test_the_bytes_of_a_message() -> None:
 
 
 @given(seqs, st.binary(max_size=8), st.binary(max_size=8))
-def test_what_is_sent_is_read(seq: int, topic: bytes, payload: bytes) -> None:
+def test_messages_round_trip(seq: int, topic: bytes, payload: bytes) -> None:
     frame = StreamFrame(seq, payload)
     assert parse_live(live_frames(topic, seq, payload)) == frame
     # ZeroMQ puts the client's identity before a request, and takes it away before an answer.

@@ -22,7 +22,7 @@ def key(*keys: Any) -> bytes:
     return msgspec.msgpack.encode(list(keys))
 
 
-def test_nothing_but_tokens() -> None:
+def test_event_with_tokens_only() -> None:
     for event in (stored(blocks=2), stored(None, None), stored([], None)):
         assert identity_of(event) == BlockIdentity(None, None, None)
 
@@ -76,7 +76,7 @@ def test_a_salt_from_either_engine_with_or_without_an_adapter(event: BlockStored
     assert identity_of(event) == BlockIdentity(adapter, "tenant", None)
 
 
-def test_what_else_tells_blocks_apart_stays_with_its_block() -> None:
+def test_other_keys_stay_with_their_block() -> None:
     event = stored(["sql", IMAGE, "tenant"], ["sql", IMAGE], ["sql"], lora_name="sql")
     assert identity_of(event) == BlockIdentity("sql", "tenant", [key(IMAGE), key(IMAGE), None])
 
@@ -85,7 +85,7 @@ def test_keys_that_are_null_are_kept() -> None:
     assert identity_of(stored([None, 5], parent=7)) == BlockIdentity(None, None, [key(None, 5)])
 
 
-def test_the_event_is_left_as_it_was() -> None:
+def test_identity_does_not_change_the_event() -> None:
     event = stored(["sql", "tenant"], ["sql"], lora_name="sql")
     identity_of(event)
     assert event.extra_keys == [["sql", "tenant"], ["sql"]]

@@ -49,7 +49,7 @@ def test_a_replay_repeats_what_was_live_then_ends() -> None:
 
 
 @pytest.mark.parametrize("release", ["vllm-0.16.0", "vllm-0.22.0", "vllm-0.24.0"])
-def test_older_vllm_releases_say_the_same(release: str) -> None:
+def test_older_vllm_recordings_decode_to_the_same_events(release: str) -> None:
     now = batches(DATA / "c_pressure_evictions.kvrec", Channel.LIVE)
     then = batches(DATA / "old_wire" / f"c_pressure_evictions.{release}.kvrec", Channel.LIVE)
     for (_, _, new), (_, _, old) in zip(now, then, strict=True):
@@ -78,13 +78,13 @@ def test_an_empty_recording_has_no_records(tmp_path: Path) -> None:
     assert list(read_recording(path)) == []
 
 
-def test_a_record_is_read_as_the_format_says(tmp_path: Path) -> None:
+def test_record_has_the_documented_format(tmp_path: Path) -> None:
     path = tmp_path / "one.kvrec"
     path.write_bytes(struct.pack(">dBBB", 1.5, 1, 7, 2) + struct.pack(">I", 3) + b"abc" + struct.pack(">I", 0))
     assert list(read_recording(path)) == [Record(1.5, Channel.REPLAY, 7, [b"abc", b""])]
 
 
-def test_a_torn_recording_yields_what_is_whole_then_says_so(tmp_path: Path) -> None:
+def test_torn_recording_yields_whole_records_then_raises(tmp_path: Path) -> None:
     record = struct.pack(">dBBB", 1.5, 0, 0, 1) + struct.pack(">I", 4) + b"abcd"
     path = tmp_path / "torn.kvrec"
     for cut in range(1, len(record)):
@@ -95,7 +95,7 @@ def test_a_torn_recording_yields_what_is_whole_then_says_so(tmp_path: Path) -> N
             next(records)
 
 
-def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
+def test_file_without_recording_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "text.kvrec"
     path.write_text("this is no recording at all, but a text")
     with pytest.raises(TornRecordingError):
@@ -109,7 +109,7 @@ RECORDS = [
 ]
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_written_records_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "new.kvrec"
     with RecordingWriter(path) as writer:
         for count, record in enumerate(RECORDS, 1):
@@ -134,7 +134,7 @@ def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("record", [Record(0.0, Channel.LIVE, 256, []), Record(0.0, Channel.LIVE, 0, [b""] * 256)])
-def test_what_does_not_fit_the_format_is_refused_and_harms_nothing(tmp_path: Path, record: Record) -> None:
+def test_record_beyond_the_format_is_rejected_and_not_written(tmp_path: Path, record: Record) -> None:
     path = tmp_path / "new.kvrec"
     with RecordingWriter(path) as writer:
         with pytest.raises(ValueError, match="at most 255 frames"):
@@ -143,7 +143,7 @@ def test_what_does_not_fit_the_format_is_refused_and_harms_nothing(tmp_path: Pat
     assert list(read_recording(path)) == RECORDS[:1]
 
 
-def test_a_torn_end_is_left_out_when_asked(tmp_path: Path) -> None:
+def test_torn_end_is_skipped_on_request(tmp_path: Path) -> None:
     record = struct.pack(">dBBB", 1.5, 0, 0, 1) + struct.pack(">I", 4) + b"abcd"
     path = tmp_path / "torn.kvrec"
     for cut in range(1, len(record)):
@@ -151,7 +151,7 @@ def test_a_torn_end_is_left_out_when_asked(tmp_path: Path) -> None:
         assert [found.frames for found in read_recording(path, torn_end=True)] == [[b"abcd"]]
 
 
-def test_what_is_no_recording_is_no_torn_end(tmp_path: Path) -> None:
+def test_file_without_recording_is_no_torn_end(tmp_path: Path) -> None:
     path = tmp_path / "text.kvrec"
     path.write_text("this is no recording at all, but a text")
     with pytest.raises(TornRecordingError):

@@ -51,7 +51,7 @@ def stored(*tokens: int, block_size: int = 2, medium: str | None = "GPU", **fiel
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_match_answers_for_every_target_the_best_first(client: Client, worker: Worker) -> None:
+def test_match_lists_every_target_best_first(client: Client, worker: Worker) -> None:
     worker("little", stored(1, 2))
     worker("much", stored(1, 2, 3, 4, 5, 6), stored(1, 2, medium="CPU"), BlockRemoved([1], "GPU"))
     worker("nothing")
@@ -78,7 +78,7 @@ def test_a_prompts_last_token_is_always_computed(client: Client, worker: Worker,
     assert answer["matches"][0]["matched_tokens"] == matched
 
 
-def test_an_adapter_and_a_salt_are_matched_apart(client: Client, worker: Worker) -> None:
+def test_match_separates_adapters_and_salts(client: Client, worker: Worker) -> None:
     worker("base", stored(1, 2))
     worker("adapter", stored(1, 2, lora_name="sql"))
     worker("salted", stored(1, 2, cache_salt="s"))
@@ -108,7 +108,7 @@ def test_query_answers_by_tenant_instance_and_rank(client: Client, worker: Worke
     }
 
 
-def test_query_takes_an_adapter_and_a_salt(client: Client, worker: Worker) -> None:
+def test_query_accepts_adapter_and_salt(client: Client, worker: Worker) -> None:
     worker("a", stored(1, 2, lora_name="sql", cache_salt="s"))
     body = {"model": "m", "token_ids": [1, 2]}
     _, plain = client.post("/query", body)
@@ -161,9 +161,7 @@ def test_registering_again_changes_nothing(client: Client, worker: Worker) -> No
     assert client.post("/query", {"model": "m", "token_ids": [1, 2]})[1]["default"]["a"]["longest_matched"] == 2
 
 
-def test_answers_are_of_who_is_registered_now_by_the_names_they_have_now(
-    client: Client, indexer: Indexer, worker: Worker
-) -> None:
+def test_answers_follow_registrations_and_renames(client: Client, indexer: Indexer, worker: Worker) -> None:
     def answered() -> tuple[list[Any], list[Any]]:
         asked = {"model": "m", "token_ids": [1, 2, 3]}
         matches = client.post("/match", asked)[1]["matches"]
@@ -184,7 +182,7 @@ def test_answers_are_of_who_is_registered_now_by_the_names_they_have_now(
     assert answered() == ([("a", 0, 0), ("named", 0, 0)], [("a", {"0": 0}), ("named", {"0": 0})])
 
 
-def test_unregistering_forgets_a_rank_or_all_of_an_instance(client: Client, worker: Worker) -> None:
+def test_unregister_removes_one_rank_or_a_whole_instance(client: Client, worker: Worker) -> None:
     for rank in range(3):
         worker("a", stored(1, 2), dp_rank=rank)
     worker("b")
@@ -241,7 +239,7 @@ REGISTRATION = {"endpoint": "tcp://127.0.0.1:5557", "modelname": "m", "instance_
         ("/match", {"model": "m", "token_ids": [2**32]}, "token_ids"),
     ],
 )
-def test_a_bad_field_is_named(unchanged: Client, path: str, body: dict[str, Any], param: str) -> None:
+def test_error_names_the_invalid_field(unchanged: Client, path: str, body: dict[str, Any], param: str) -> None:
     status, answer = unchanged.post(path, body)
     assert status == 400
     assert answer["error"]["type"] == "invalid_request_error"
@@ -252,7 +250,7 @@ def test_a_bad_field_is_named(unchanged: Client, path: str, body: dict[str, Any]
 
 @pytest.mark.parametrize("path", ["/register", "/unregister", "/query"])
 @pytest.mark.parametrize("body", [b"", b"{", b"not json", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])
-def test_a_body_that_is_no_json_object_is_refused(unchanged: Client, path: str, body: bytes) -> None:
+def test_body_without_json_object_is_rejected(unchanged: Client, path: str, body: bytes) -> None:
     status, answer = unchanged.post(path, body)
     assert status == 400
     assert answer["error"].keys() == {"message", "type", "param", "code"}
@@ -268,12 +266,12 @@ def test_an_unknown_model_is_not_found(unchanged: Client, path: str) -> None:
     assert "'other'" in answer["error"]["message"]
 
 
-def test_what_the_rfc_has_besides_is_passed_over(client: Client, worker: Worker) -> None:
+def test_unknown_fields_of_the_rfc_are_ignored(client: Client, worker: Worker) -> None:
     worker("a", additionalsalt="x", type="SGLang")
     assert client.post("/query", {"model": "m", "token_ids": [], "block_size": 16})[0] == 200
 
 
-def test_workers_tells_each_ranks_stream_and_blocks(client: Client, worker: Worker) -> None:
+def test_workers_reports_stream_and_blocks_of_each_rank(client: Client, worker: Worker) -> None:
     publisher = worker("a", stored(1, 2, 3, 4), stored(1, 2, medium="CPU"), BlockStored([9], 8, [1, 2], 2))
     worker("a", dp_rank=1, block_size=16, topic="kv", lora_name="sql", type="SGLang")
     eventually(lambda: client.get("/workers")[1]["workers"][0]["ranks"][0]["state"] == "live")
@@ -303,7 +301,7 @@ def test_workers_tells_each_ranks_stream_and_blocks(client: Client, worker: Work
     assert second["seconds_since_event"] is None
 
 
-def test_workers_tells_how_long_a_stream_has_been_silent(client: Client, worker: Worker) -> None:
+def test_workers_reports_seconds_since_the_last_event(client: Client, worker: Worker) -> None:
     publisher = worker("a", stored(1, 2))
     publisher.publish(stored(1, 2))
 
@@ -315,7 +313,7 @@ def test_workers_tells_how_long_a_stream_has_been_silent(client: Client, worker:
     assert 0 <= (silence() or 0) < 10
 
 
-def test_workers_tells_how_sure_the_index_is(client: Client, worker: Worker) -> None:
+def test_workers_reports_seconds_since_the_index_was_confirmed(client: Client, worker: Worker) -> None:
     publisher = worker("a", stored(1, 2))
     publisher.wait_for_subscriber()
     publisher.publish(stored(1, 2))

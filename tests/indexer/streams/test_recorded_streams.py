@@ -18,7 +18,7 @@ from kvevents import BlockStored, decode_batch
 from kvevents.frames import StreamFrame, parse_live
 from kvevents.recording import Channel, read_recording
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 MODEL = "tiny"
 
 
@@ -93,7 +93,7 @@ def ask(client: Client, request: dict[str, Any]) -> dict[tuple[str, int], int]:
         ("old_wire/s1_sglang_radix_page16_evict.sglang-0.5.20", "s1_sglang_radix_page16_evict", 299, 300),
     ],
 )
-def test_predictions_are_what_the_engine_reported(
+def test_predictions_equal_the_engines_reports(
     recording: str,
     requests: str,
     exact: int,

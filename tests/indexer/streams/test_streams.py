@@ -57,7 +57,7 @@ def register(running: Indexer) -> Callable[..., None]:
     return register
 
 
-def test_a_late_subscriber_gets_everything_by_replay(
+def test_late_subscriber_gets_all_batches_by_replay(
     indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
 ) -> None:
     for number in range(200):
@@ -69,7 +69,7 @@ def test_a_late_subscriber_gets_everything_by_replay(
     assert stream(TARGET).received_at is None, "nothing came live"
 
 
-def test_a_late_subscriber_of_a_publisher_without_replay_is_lost_until_the_next_batch_tells(
+def test_late_subscriber_without_replay_is_lost_after_the_next_batch(
     publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
 ) -> None:
     publisher.publish(block(0))
@@ -98,7 +98,7 @@ def test_a_gap_is_replayed(
     assert stream(TARGET).sequence.lost_batches == 0
 
 
-def test_holes_in_a_replay_are_asked_for_again(
+def test_gaps_in_a_replay_are_requested_again(
     indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
     for number in range(100):
@@ -110,7 +110,7 @@ def test_holes_in_a_replay_are_asked_for_again(
     assert len(publisher.requests) > 1
 
 
-def test_a_lost_tail_is_found_when_the_stream_is_idle(
+def test_idle_check_finds_lost_last_batches(
     indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
     register(publisher)
@@ -121,7 +121,7 @@ def test_a_lost_tail_is_found_when_the_stream_is_idle(
     assert matched(indexer) == 2
 
 
-def test_a_stream_of_which_nothing_is_due_costs_nothing(
+def test_stream_without_deadlines_is_not_checked(
     publishers: Callable[..., Publisher],
     register: Callable[..., None],
     caught_up: CaughtUp,
@@ -148,7 +148,7 @@ def test_a_stream_of_which_nothing_is_due_costs_nothing(
     assert len(looked_at) < 8, "not at every tick"
 
 
-def test_a_silent_replay_stalls_nothing(
+def test_silent_replay_delays_no_other_stream(
     indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
 ) -> None:
     publisher.silent = True
@@ -162,9 +162,7 @@ def test_a_silent_replay_stalls_nothing(
     assert publisher.requests
 
 
-def test_a_replay_endpoint_where_nobody_listens_stalls_nothing(
-    running: Indexer, publisher: Publisher, caught_up: CaughtUp
-) -> None:
+def test_closed_replay_endpoint_delays_no_stream(running: Indexer, publisher: Publisher, caught_up: CaughtUp) -> None:
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as socket:
         free = socket.bind_to_random_port("tcp://127.0.0.1")
     source = EventSource(0, publisher.endpoint, f"tcp://127.0.0.1:{free}")
@@ -179,7 +177,7 @@ def test_a_replay_endpoint_where_nobody_listens_stalls_nothing(
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_a_restarted_publisher_begins_again_at_nothing(
+def test_restarted_publisher_starts_empty(
     replay: bool, indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
     register(publisher, replay)
@@ -195,7 +193,7 @@ def test_a_restarted_publisher_begins_again_at_nothing(
     assert held(indexer, [9] * 3) == 2
 
 
-def test_a_restart_is_noticed_before_the_new_life_says_anything(
+def test_restart_is_detected_before_the_first_new_batch(
     indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
 ) -> None:
     register(publisher)
@@ -207,7 +205,7 @@ def test_a_restart_is_noticed_before_the_new_life_says_anything(
     assert stream(TARGET).sequence.restarts == 1
 
 
-def test_a_stream_is_where_the_index_is(
+def test_stream_state_is_published_with_the_index(
     indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
 ) -> None:
     register(publisher)
@@ -232,7 +230,7 @@ def test_a_stream_is_where_the_index_is(
     assert seen == [(9, 10)]
 
 
-def test_a_restart_that_passed_the_old_number_meanwhile_is_noticed(
+def test_restart_beyond_the_old_number_is_detected(
     indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
     register(publisher)
@@ -250,7 +248,7 @@ def test_a_restart_that_passed_the_old_number_meanwhile_is_noticed(
     assert matched(indexer) == 0
 
 
-def test_what_cannot_be_read_is_counted_and_logged_once_and_the_stream_goes_on(
+def test_unreadable_input_is_counted_and_logged_once(
     indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
 ) -> None:
     register(publisher)
@@ -268,7 +266,7 @@ def test_what_cannot_be_read_is_counted_and_logged_once_and_the_stream_goes_on(
     assert [(entry["event"], entry["worker"]) for entry in warnings] == [("stream message skipped", "w")]
 
 
-def test_only_the_topic_asked_for_is_read(
+def test_only_the_registered_topic_is_read(
     indexer: Indexer, publishers: Callable[..., Publisher], register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
     publisher = publishers(b"kv-events")
@@ -279,7 +277,7 @@ def test_only_the_topic_asked_for_is_read(
     assert matched(indexer) == 1
 
 
-def test_the_streams_of_two_ranks_are_apart(
+def test_streams_of_two_ranks_are_separate(
     indexer: Indexer, publishers: Callable[..., Publisher], register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
     ranks = [Target("w", rank, "m") for rank in range(2)]
@@ -292,7 +290,7 @@ def test_the_streams_of_two_ranks_are_apart(
     assert [matched(indexer, target) for target in ranks] == [1, 2]
 
 
-def test_a_known_registration_changes_nothing_and_another_starts_anew(
+def test_identical_registration_does_nothing_and_another_restarts(
     indexer: Indexer, publishers: Callable[..., Publisher], register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
     first, second = publishers(), publishers()
@@ -310,7 +308,7 @@ def test_a_known_registration_changes_nothing_and_another_starts_anew(
     assert matched(indexer) == 1
 
 
-def test_a_target_registered_anew_holds_nothing_of_the_old_stream(
+def test_reregistered_target_has_no_blocks_of_the_old_stream(
     indexer: Indexer, publishers: Callable[..., Publisher], register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
     """However quickly it comes back, and whatever the old publisher says meanwhile."""
@@ -336,7 +334,7 @@ def expect_nothing(_inbox: Inbox, _socket: int, _seq: int | None, _largest: int)
     """In place of `Inbox.expect`: whatever comes is asked for."""
 
 
-def test_a_target_registered_anew_does_not_show_the_old_stream(
+def test_reregistered_target_shows_the_new_stream(
     indexer: Indexer,
     publishers: Callable[..., Publisher],
     register: Callable[..., None],
@@ -402,7 +400,7 @@ _ANOTHER_DIALECT = msgspec.msgpack.encode([0.0, [["BlockRemoved", ["no hash", No
     ],
     ids=["nothing", "gap", "short", "number", "long", "rejected", "odd", "huge", "clear"],
 )
-def test_whatever_comes_amid_a_run_of_batches_nothing_is_lost_or_applied_twice(
+def test_commands_during_a_run_lose_and_repeat_no_batch(
     between: Callable[[Publisher], Any],
     blocks: int,
     bad_frames: int,
@@ -437,7 +435,7 @@ def test_whatever_comes_amid_a_run_of_batches_nothing_is_lost_or_applied_twice(
     assert sum(match.matched_tokens for match in found) == blocks
 
 
-def test_who_asks_between_batches_is_told_of_all_that_the_index_has(
+def test_question_between_batches_sees_the_whole_index(
     running: Indexer,
     publisher: Publisher,
     register: Callable[..., None],
@@ -478,7 +476,7 @@ def test_who_asks_between_batches_is_told_of_all_that_the_index_has(
 
 
 @pytest.mark.parametrize("expected", [True, False])
-def test_what_was_received_of_a_stream_that_was_left_meanwhile_is_not_applied(
+def test_received_batches_of_a_removed_stream_are_not_applied(
     expected: bool,
     indexer: Indexer,
     publishers: Callable[..., Publisher],
@@ -515,7 +513,7 @@ def test_what_was_received_of_a_stream_that_was_left_meanwhile_is_not_applied(
     assert matched(indexer) == 0
 
 
-def test_an_unregistered_target_is_forgotten(
+def test_unregistered_target_is_removed(
     indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
     register(publisher)
@@ -528,7 +526,7 @@ def test_an_unregistered_target_is_forgotten(
     eventually(lambda: indexer.index.runs == 0)
 
 
-def test_a_target_without_a_stream_is_known_and_holds_nothing(running: Indexer) -> None:
+def test_target_without_stream_is_registered_without_blocks(running: Indexer) -> None:
     running.register(Registration(TARGET, None, block_size=16))
     report = running.report(TARGET)
     assert report is not None
@@ -537,7 +535,7 @@ def test_a_target_without_a_stream_is_known_and_holds_nothing(running: Indexer) 
     assert running.block_sizes("m") == {16}
 
 
-def test_a_clear_from_outside_is_seen_at_once(
+def test_clear_by_call_is_visible_at_once(
     indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
     register(publisher)
@@ -549,14 +547,14 @@ def test_a_clear_from_outside_is_seen_at_once(
 
 @pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
 @pytest.mark.parametrize("bad", ["nonsense", "tcp://127.0.0.1", "tcp://127.0.0.1:port", "smoke://signals"])
-def test_an_endpoint_that_is_none_is_refused_by_name(running: Indexer, field: str, bad: str) -> None:
+def test_invalid_endpoint_is_rejected_with_its_field(running: Indexer, field: str, bad: str) -> None:
     endpoints = {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558", field: bad}
     with pytest.raises(ValueError, match=f"^{field}: .*{bad}"):
         running.register(Registration(TARGET, EventSource(0, **endpoints)))
     assert running.registered() == []
 
 
-def test_any_number_of_workers_may_be_registered_before_the_start() -> None:
+def test_many_workers_can_register_before_the_start() -> None:
     indexer = Indexer()
     for number in range(1500):
         indexer.register(Registration(Target(f"w{number}", 0, "m"), None))
@@ -565,9 +563,7 @@ def test_any_number_of_workers_may_be_registered_before_the_start() -> None:
     indexer.stop()
 
 
-def test_a_worker_is_found_by_name_though_it_listens_on_ipv4_only(
-    running: Indexer, publisher: Publisher, caught_up: CaughtUp
-) -> None:
+def test_host_name_connects_to_an_ipv4_listener(running: Indexer, publisher: Publisher, caught_up: CaughtUp) -> None:
     endpoint = publisher.endpoint.replace("127.0.0.1", "localhost")
     running.register(Registration(TARGET, EventSource(0, endpoint)))
     publisher.wait_for_subscriber()
@@ -575,7 +571,7 @@ def test_a_worker_is_found_by_name_though_it_listens_on_ipv4_only(
     caught_up(TARGET, 0)
 
 
-def test_a_worker_is_reached_by_ipv6(running: Indexer, caught_up: CaughtUp) -> None:
+def test_ipv6_address_connects(running: Indexer, caught_up: CaughtUp) -> None:
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as live:
         live.setsockopt(zmq.IPV6, 1)
         try:
@@ -588,7 +584,7 @@ def test_a_worker_is_reached_by_ipv6(running: Indexer, caught_up: CaughtUp) -> N
         caught_up(TARGET, 0)
 
 
-def test_a_resync_forgets_what_no_batch_told_and_reads_everything_again(
+def test_resync_clears_and_reads_all_batches_again(
     indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
 ) -> None:
     register(publisher)
@@ -605,7 +601,7 @@ def test_a_resync_forgets_what_no_batch_told_and_reads_everything_again(
     assert status.began_at > before
 
 
-def test_there_is_no_resync_without_a_replay(
+def test_resync_without_replay_returns_false(
     indexer: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
     register(publisher, replay=False)
@@ -616,7 +612,7 @@ def test_there_is_no_resync_without_a_replay(
     assert matched(indexer) == 1
 
 
-def test_an_indexer_can_be_stopped_before_it_reads_what_was_registered(publishers: Callable[..., Publisher]) -> None:
+def test_indexer_stops_with_unread_registrations(publishers: Callable[..., Publisher]) -> None:
     publisher = publishers()
     indexer = Indexer()
     indexer.start()
@@ -644,7 +640,7 @@ def test_many_streams_can_be_followed(
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_a_stream_whose_publisher_is_gone_is_stale_until_it_is_there_again(
+def test_stream_is_stale_while_its_publisher_is_disconnected(
     replay: bool,
     running: Indexer,
     publishers: Callable[..., Publisher],
@@ -660,7 +656,7 @@ def test_a_stream_whose_publisher_is_gone_is_stale_until_it_is_there_again(
     assert matched(running) == 1, "what it held is still known"
 
 
-def test_a_stream_follows_its_worker(
+def test_stream_is_stale_while_its_worker_is_suspended(
     running: Indexer, publisher: Publisher, register: Callable[..., None], caught_up: CaughtUp, stream: Stream
 ) -> None:
     register(publisher)
@@ -675,7 +671,7 @@ def test_a_stream_follows_its_worker(
 
 
 @pytest.mark.parametrize(("hang_ups", "at_once", "told"), [(1, 5.0, False), (4, 5.0, True), (4, 0.0, False)])
-def test_who_hangs_up_again_and_again_at_once_does_not_understand_us(
+def test_repeated_early_disconnects_are_a_failed_handshake(
     hang_ups: int, at_once: float, told: bool, running: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("indexer.streams.session._SOON_SECONDS", at_once)
@@ -697,7 +693,7 @@ def test_who_hangs_up_again_and_again_at_once_does_not_understand_us(
     assert [line["event"] for line in logs] == (["handshake with the publisher failed"] if told else [])
 
 
-def test_a_peer_that_is_gone_is_found_by_the_kernel_not_by_heartbeats() -> None:
+def test_sockets_use_tcp_keepalive_and_no_heartbeats() -> None:
     # libzmq's heartbeats give up a connection whose queue is full, and may end the process over the next one.
     reader = StreamReader(make_index())
     stream = reader.open(TARGET, EventSource(0, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9"))

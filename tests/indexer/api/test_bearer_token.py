@@ -39,19 +39,19 @@ def guarded(indexer: Indexer) -> Iterator[Client]:
 
 @pytest.mark.parametrize("given", ["", "Bearer", "Bearer other", "Basic s3cret", "s3cret", "Bearer s3cret2"])
 @pytest.mark.parametrize("path", ["/register", "/unregister"])
-def test_what_changes_the_state_wants_the_token(guarded: Client, given: str, path: str) -> None:
+def test_routes_that_change_state_require_the_token(guarded: Client, given: str, path: str) -> None:
     status, answer = guarded.post(path, REGISTRATION, authorization=given)
     assert status == 401
     assert answer["error"]["param"] == "authorization"
     assert guarded.get("/workers")[1] == {"workers": []}
 
 
-def test_with_the_token_it_is_done(guarded: Client) -> None:
+def test_routes_accept_the_token(guarded: Client) -> None:
     assert guarded.post("/register", REGISTRATION, authorization="Bearer s3cret")[0] == 201
     assert guarded.post("/unregister", {"instance_id": "w"}, authorization="bearer s3cret")[0] == 200
 
 
-def test_questions_are_free(guarded: Client) -> None:
+def test_queries_need_no_token(guarded: Client) -> None:
     assert guarded.get("/health")[0] == 200
     assert guarded.request("GET", "/dump")[0] == 200
     assert guarded.post("/query", {"model": "m", "token_ids": [1]})[0] == 404

@@ -89,7 +89,7 @@ GOOD = msgspec.json.encode(
 
 @settings(max_examples=300, deadline=None)
 @given(lines)
-def test_any_line_of_a_dump_costs_its_own_stream_alone(line: dict[str, object]) -> None:
+def test_invalid_line_of_a_dump_skips_one_target(line: dict[str, object]) -> None:
     saved = read_dump(dump_with(GOOD, msgspec.json.encode(line), GOOD.replace(b'"w"', b'"x"')), "")
     assert {"w", "x"} <= {target.about.worker for target in saved}
     indexer = Indexer()
@@ -122,7 +122,7 @@ def test_any_line_of_a_dump_costs_its_own_stream_alone(line: dict[str, object]) 
         {"runs": [[-1, 0, [2**64]]]},
     ],
 )
-def test_a_senseless_target_of_a_snapshot_costs_that_stream_alone(tmp_path: Path, change: dict[str, object]) -> None:
+def test_invalid_target_of_a_snapshot_is_skipped_alone(tmp_path: Path, change: dict[str, object]) -> None:
     good = msgspec.json.decode(GOOD)
     bad = msgspec.json.encode(good | {"worker": "bad"} | change)
     (tmp_path / "index").write_bytes(b"".join(dump_with(bad, GOOD)))
@@ -139,13 +139,13 @@ def test_a_senseless_target_of_a_snapshot_costs_that_stream_alone(tmp_path: Path
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "null"])
-def test_a_time_that_is_no_number_costs_that_stream_alone(tmp_path: Path, number: str) -> None:
+def test_invalid_time_skips_one_target(tmp_path: Path, number: str) -> None:
     bad = GOOD.replace(b'"w"', b'"bad"').replace(b'"last_time":1.0', b'"last_time":' + number.encode())
     (tmp_path / "index").write_bytes(b"".join(dump_with(bad, GOOD)))
     assert [saved.about.worker for saved in load_snapshot(tmp_path / "index", "")] == ["w"]
 
 
-def test_a_peer_that_leads_elsewhere_is_not_followed() -> None:
+def test_redirect_of_a_peer_is_not_followed() -> None:
     asked: list[str] = []
 
     class Redirecting(BaseHTTPRequestHandler):
@@ -170,7 +170,7 @@ def test_a_peer_that_leads_elsewhere_is_not_followed() -> None:
 
 
 @pytest.mark.parametrize("engine_time", [math.nan, math.inf, -math.inf, 1e308, -1.0])
-def test_a_batch_with_a_senseless_time_is_applied_dumped_and_told_of(
+def test_batch_with_invalid_time_is_applied_dumped_and_reported(
     running: Indexer, publisher: Publisher, engine_time: float
 ) -> None:
     running.register(Registration(TARGET, EventSource(0, publisher.endpoint, publisher.replay_endpoint), "vLLM", 2))

@@ -43,7 +43,7 @@ def live_at(seq: int, can_replay: bool = True) -> StreamSequence:
     return sequence
 
 
-def test_batches_are_applied_as_they_come() -> None:
+def test_batches_in_order_are_applied_at_once() -> None:
     sequence = StreamSequence(False, SETTINGS)
     assert state(sequence) is StreamState.CONNECTING
     assert sequence.on_connected(0.0) == []
@@ -53,7 +53,7 @@ def test_batches_are_applied_as_they_come() -> None:
     assert (sequence.last_seq, sequence.counters.batches) == (1, 2)
 
 
-def test_a_run_of_the_next_batches_is_taken_at_once() -> None:
+def test_run_of_expected_batches_is_accepted() -> None:
     sequence = live_at(4)
     assert sequence.takes(5, frame(7), 2.0)
     assert (sequence.last_seq, sequence.last_frame, sequence.counters.batches) == (7, frame(7), 8)
@@ -62,19 +62,19 @@ def test_a_run_of_the_next_batches_is_taken_at_once() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 4, 6])
-def test_of_any_other_run_nothing_is_taken(first: int) -> None:
+def test_unexpected_run_is_not_accepted(first: int) -> None:
     sequence = live_at(4)
     assert not sequence.takes(first, frame(7), 2.0)
     assert (sequence.last_seq, sequence.counters.batches, sequence.pending) == (4, 5, 0)
 
 
-def test_no_run_is_taken_while_a_replay_is_under_way() -> None:
+def test_no_run_is_accepted_during_a_replay() -> None:
     sequence = live_at(4)
     sequence.on_connected(0.0)
     assert not sequence.takes(5, frame(6), 0.0)
 
 
-def test_a_new_subscriber_asks_for_everything() -> None:
+def test_new_subscriber_requests_a_full_replay() -> None:
     sequence = StreamSequence(True, SETTINGS)
     assert sequence.on_connected(0.0) == [AskReplay(0)]
     assert state(sequence) is StreamState.REPLAYING
@@ -86,14 +86,14 @@ def test_a_new_subscriber_asks_for_everything() -> None:
     assert state(sequence) is StreamState.LIVE
 
 
-def test_a_publisher_that_sent_nothing_yet_is_live() -> None:
+def test_publisher_without_batches_is_live() -> None:
     sequence = StreamSequence(True, SETTINGS)
     sequence.on_connected(0.0)
     assert sequence.on_replay(None, 0.0) == []
     assert state(sequence) is StreamState.LIVE
 
 
-def test_a_gap_is_asked_for_from_the_last_batch_on() -> None:
+def test_gap_requests_a_replay_from_the_last_batch() -> None:
     sequence = live_at(3)
     assert sequence.on_live(frame(6), 0.0) == [AskReplay(3)]
     assert sequence.on_live(frame(7), 0.0) == []
@@ -103,7 +103,7 @@ def test_a_gap_is_asked_for_from_the_last_batch_on() -> None:
     assert sequence.counters.gaps == 1
 
 
-def test_what_came_twice_is_applied_once() -> None:
+def test_duplicate_batch_is_applied_once() -> None:
     sequence = live_at(3)
     sequence.on_live(frame(5), 0.0)
     assert [applied(sequence.on_replay(frame(seq), 0.0)) for seq in (3, 4, 5)] == [[], [4, 5], []]
@@ -113,7 +113,7 @@ def test_what_came_twice_is_applied_once() -> None:
 
 
 @pytest.mark.parametrize("unreadable", [b"", b"\x92\x01\x02", b"\x92\x01\xc0"])
-def test_what_came_twice_is_no_restart_because_what_came_before_it_is_unreadable(unreadable: bytes) -> None:
+def test_duplicate_after_an_unreadable_batch_is_no_restart(unreadable: bytes) -> None:
     sequence = live_at(3)
     assert sequence.on_connected(0.0) == [AskReplay(3)]
     for replayed in (frame(3), frame(4), StreamFrame(5, unreadable)):
@@ -122,7 +122,7 @@ def test_what_came_twice_is_no_restart_because_what_came_before_it_is_unreadable
     assert (sequence.counters.duplicates, sequence.counters.restarts) == (1, 0)
 
 
-def test_a_replay_with_holes_is_asked_for_again() -> None:
+def test_replay_with_gaps_is_requested_again() -> None:
     sequence = live_at(0)
     assert sequence.on_live(frame(4), 0.0) == [AskReplay(0)]
     sequence.on_replay(frame(0), 0.0)
@@ -132,7 +132,7 @@ def test_a_replay_with_holes_is_asked_for_again() -> None:
     assert applied(sequence.on_replay(frame(2), 0.0)) == [2, 3, 4]
 
 
-def test_a_replay_that_breaks_off_is_asked_for_again() -> None:
+def test_interrupted_replay_is_requested_again() -> None:
     sequence = live_at(0)
     sequence.on_live(frame(4), 0.0)
     sequence.on_replay(frame(1), 1.0)
@@ -140,7 +140,7 @@ def test_a_replay_that_breaks_off_is_asked_for_again() -> None:
     assert sequence.on_tick(2.0) == [AskReplay(1)]
 
 
-def test_what_a_truncated_replay_lacks_is_lost() -> None:
+def test_batches_missing_from_a_truncated_replay_are_lost() -> None:
     """The publisher keeps batches from 25 on only."""
     sequence = StreamSequence(True, SETTINGS)
     sequence.on_connected(0.0)
@@ -184,14 +184,14 @@ def test_without_a_replay_a_gap_is_lost_at_once() -> None:
     assert (sequence.state, sequence.counters.lost_batches) == (StreamState.LOST, 2)
 
 
-def test_no_more_than_a_bound_waits() -> None:
+def test_pending_batches_are_limited() -> None:
     sequence = live_at(0)
     waiting = [applied(sequence.on_live(frame(seq), 0.0)) for seq in range(2, 13)]
     assert waiting == [[]] * 10 + [list(range(2, 13))]
     assert sequence.counters.lost_batches == 1
 
 
-def test_a_replay_of_more_than_may_wait_goes_on() -> None:
+def test_replay_beyond_the_pending_limit_continues() -> None:
     sequence = StreamSequence(True, SETTINGS)
     sequence.on_connected(0.0)
     actions = [action for seq in range(5, 16) for action in sequence.on_replay(frame(seq), 0.0)]
@@ -217,7 +217,7 @@ def test_a_restart_is_complete_even_when_its_first_batches_were_missed() -> None
     assert actions == [Apply(frame(seq, life=1)) for seq in range(3)]
 
 
-def test_a_restart_makes_good_what_was_lost() -> None:
+def test_restart_ends_the_lost_state() -> None:
     sequence = live_at(0, can_replay=False)
     sequence.on_live(frame(3), 0.0)
     assert state(sequence) is StreamState.LOST
@@ -225,7 +225,7 @@ def test_a_restart_makes_good_what_was_lost() -> None:
     assert state(sequence) is StreamState.LIVE
 
 
-def test_a_restart_that_looks_contiguous_shows_in_the_replay() -> None:
+def test_contiguous_restart_is_detected_in_the_replay() -> None:
     """The new life has passed the old number when we are connected again."""
     sequence = live_at(5)
     assert sequence.on_connected(0.0) == [AskReplay(5)]
@@ -236,7 +236,7 @@ def test_a_restart_that_looks_contiguous_shows_in_the_replay() -> None:
     assert applied(actions) == list(range(7))
 
 
-def test_a_restart_that_looks_contiguous_shows_even_in_a_replay_that_answers_late() -> None:
+def test_contiguous_restart_is_detected_in_a_late_replay() -> None:
     sequence = live_at(5)
     sequence.on_connected(0.0)
     sequence.on_live(frame(6, life=1), 0.0)
@@ -263,7 +263,7 @@ def test_a_restarted_publisher_with_nothing_to_replay_clears() -> None:
     assert (sequence.state, sequence.last_seq) == (StreamState.LIVE, None)
 
 
-def test_a_publisher_that_keeps_nothing_for_replay_is_not_taken_for_a_restart() -> None:
+def test_publisher_without_kept_batches_is_no_restart() -> None:
     sequence = StreamSequence(True, SETTINGS)
     sequence.on_connected(0.0)
     sequence.on_replay(None, 0.0)
@@ -276,7 +276,7 @@ def test_a_publisher_that_keeps_nothing_for_replay_is_not_taken_for_a_restart() 
     assert state(sequence) is StreamState.LIVE
 
 
-def test_a_lost_tail_is_found_when_the_stream_is_idle() -> None:
+def test_idle_check_finds_lost_last_batches() -> None:
     sequence = live_at(2)
     assert sequence.on_tick(0.5) == []
     assert sequence.on_tick(1.0) == [AskReplay(2)]
@@ -284,7 +284,7 @@ def test_a_lost_tail_is_found_when_the_stream_is_idle() -> None:
     assert applied(sequence.on_replay(frame(3), 1.0)) == [3]
 
 
-def test_idle_checks_come_ever_later_up_to_the_bound() -> None:
+def test_idle_checks_back_off_up_to_the_limit() -> None:
     sequence = live_at(2)
     checks = []
     for tenth in range(1500):
@@ -296,7 +296,7 @@ def test_idle_checks_come_ever_later_up_to_the_bound() -> None:
     assert checks == [1.0, 3.0, 7.0, 15.0, 31.0, 61.0, 91.0, 121.0]
 
 
-def test_what_comes_of_a_replay_that_was_given_up_is_passed_over() -> None:
+def test_messages_of_an_abandoned_replay_are_ignored() -> None:
     sequence = live_at(0)
     sequence.on_live(frame(2), 0.0)
     sequence.on_tick(1.0)
@@ -305,7 +305,7 @@ def test_what_comes_of_a_replay_that_was_given_up_is_passed_over() -> None:
     assert applied(sequence.on_live(frame(3), 2.0)) == [3]
 
 
-def test_an_empty_cache_makes_good_what_was_lost() -> None:
+def test_clear_ends_the_lost_state() -> None:
     sequence = live_at(0, can_replay=False)
     sequence.on_live(frame(3), 0.0)
     assert state(sequence) is StreamState.LOST
@@ -315,7 +315,7 @@ def test_an_empty_cache_makes_good_what_was_lost() -> None:
     assert sequence.confirmed_at == 5.0
 
 
-def test_an_empty_cache_makes_good_nothing_that_was_lost_later() -> None:
+def test_clear_keeps_later_losses() -> None:
     sequence = live_at(0)
     for seq in (2, 4):
         sequence.on_live(frame(seq), 0.0)
@@ -334,7 +334,7 @@ def test_a_replay_without_an_answer_confirms_nothing() -> None:
     assert (sequence.state, sequence.confirmed_at) == (StreamState.LIVE, 3.0)
 
 
-def test_a_reconnection_that_cannot_be_checked_is_lost() -> None:
+def test_unverifiable_reconnection_is_lost() -> None:
     """The publisher replays, but our last batch no longer: it may be the same, or one that restarted."""
     sequence = live_at(5)
     actions = sequence.on_connected(0.0)
@@ -344,7 +344,7 @@ def test_a_reconnection_that_cannot_be_checked_is_lost() -> None:
     assert (sequence.state, sequence.last_seq) == (StreamState.LOST, 6)
 
 
-def test_a_restart_as_a_publisher_that_keeps_nothing_for_replay_is_cleared_once() -> None:
+def test_restart_without_kept_batches_clears_once() -> None:
     sequence = live_at(5)
     assert Clear() in sequence.on_live(frame(0, life=1), 0.0)
     for now in (10.0, 50.0, 90.0):
@@ -370,7 +370,7 @@ def test_the_ends_of_earlier_replays_end_no_later_one() -> None:
     assert (sequence.state, sequence.counters.restarts, sequence.confirmed_at) == (StreamState.LIVE, 0, 40.0)
 
 
-def test_a_replay_whose_end_got_lost_delays_the_next_by_its_timeout_at_most() -> None:
+def test_lost_end_marker_delays_the_next_replay_by_at_most_the_timeout() -> None:
     sequence = live_at(0)
     assert sequence.on_tick(10.0) == [AskReplay(0)]
     assert sequence.on_tick(11.0) == []
@@ -383,7 +383,7 @@ def test_a_replay_whose_end_got_lost_delays_the_next_by_its_timeout_at_most() ->
     assert sequence.on_replay(None, 21.0) == []
 
 
-def test_what_was_heard_before_a_restart_was_noticed_is_lost_if_it_cannot_be_replayed() -> None:
+def test_batches_before_an_undetected_restart_are_lost_without_replay() -> None:
     sequence = live_at(5)
     actions = sequence.on_connected(0.0)
     assert applied(sequence.on_live(frame(6, life=1), 0.0)) == [6]
@@ -410,7 +410,7 @@ def test_a_busy_publisher_keeps_no_hopeless_replay_going() -> None:
     assert rounds == SETTINGS.replay_rounds
 
 
-def test_a_stream_tells_since_when_nothing_was_known_to_be_missing() -> None:
+def test_confirmed_at_is_the_last_complete_time() -> None:
     sequence = live_at(0)
     assert sequence.on_live(frame(1), 3.0) == [Apply(frame(1))]
     assert sequence.confirmed_at == 3.0
@@ -421,7 +421,7 @@ def test_a_stream_tells_since_when_nothing_was_known_to_be_missing() -> None:
     assert sequence.confirmed_at == 4.6
 
 
-def test_a_stream_goes_on_after_the_batch_of_a_snapshot() -> None:
+def test_stream_resumes_after_the_batch_of_a_snapshot_file() -> None:
     sequence = StreamSequence(True, SETTINGS)
     sequence.resume(frame(7))
     assert sequence.on_connected(0.0) == [AskReplay(7)]
@@ -431,7 +431,7 @@ def test_a_stream_goes_on_after_the_batch_of_a_snapshot() -> None:
     assert (sequence.state, sequence.counters.restarts) == (StreamState.LIVE, 0)
 
 
-def test_what_came_since_a_reconnection_is_complete_once_the_publisher_is_known_to_be_the_same() -> None:
+def test_batches_since_a_reconnection_are_complete_once_verified() -> None:
     sequence = live_at(5)
     sequence.on_connected(0.0)
     assert sequence.complete
@@ -441,7 +441,7 @@ def test_what_came_since_a_reconnection_is_complete_once_the_publisher_is_known_
     assert sequence.complete
 
 
-def test_a_snapshot_of_a_stream_that_had_lost_something_stays_lost() -> None:
+def test_resumed_stream_with_losses_stays_lost() -> None:
     sequence = live_at(0, can_replay=False)
     sequence.on_live(frame(3), 0.0)
     last = sequence.last_frame
@@ -454,14 +454,14 @@ def test_a_snapshot_of_a_stream_that_had_lost_something_stays_lost() -> None:
     assert state(resumed) is StreamState.LOST
 
 
-def test_a_snapshot_of_another_life_is_cleared() -> None:
+def test_resumed_stream_after_a_restart_is_cleared() -> None:
     sequence = StreamSequence(True, SETTINGS)
     sequence.resume(frame(7))
     sequence.on_connected(0.0)
     assert sequence.on_replay(frame(7, life=1), 0.0) == [Clear(), AskReplay(0)]
 
 
-def test_a_resync_begins_again_at_the_first_batch() -> None:
+def test_resync_requests_a_full_replay() -> None:
     sequence = live_at(2)
     assert sequence.on_resync(1.0) == [Clear(), AskReplay(0)]
     assert sequence.on_live(frame(3), 1.0) == []
@@ -470,7 +470,7 @@ def test_a_resync_begins_again_at_the_first_batch() -> None:
     assert (state(sequence), sequence.counters.resyncs, sequence.counters.restarts) == (StreamState.LIVE, 1, 0)
 
 
-def test_there_is_no_resync_of_what_was_never_read_or_cannot_be_replayed() -> None:
+def test_resync_needs_a_connected_stream_with_replay() -> None:
     assert StreamSequence(True, SETTINGS).on_resync(0.0) == []
     assert live_at(2, can_replay=False).on_resync(1.0) == []
 
@@ -493,7 +493,7 @@ def last_part(number: int, seq: int = 26) -> tuple[int, StreamFrame]:
     return number, StreamFrame(seq, b"")
 
 
-def test_a_snapshot_stands_for_all_batches_up_to_its_own() -> None:
+def test_snapshot_replaces_all_batches_up_to_its_own() -> None:
     sequence = asked_for_a_snapshot()
     assert sequence.on_live(frame(28), 0.0) == []
     assert sequence.on_snapshot(*part(0), 0.0) == [Apply(frame(26))]
@@ -505,13 +505,13 @@ def test_a_snapshot_stands_for_all_batches_up_to_its_own() -> None:
     assert applied(sequence.on_live(frame(30), 0.0)) == [30]
 
 
-def test_what_is_missing_after_a_snapshot_is_asked_for() -> None:
+def test_batches_missing_after_a_snapshot_are_requested() -> None:
     sequence = asked_for_a_snapshot()
     sequence.on_snapshot(*part(0, seq=25), 0.0)
     assert sequence.on_snapshot(*last_part(1, seq=25), 0.0) == [AskReplay(25)]
 
 
-def test_half_of_a_snapshot_is_forgotten() -> None:
+def test_partial_snapshot_is_cleared() -> None:
     sequence = asked_for_a_snapshot()
     sequence.on_snapshot(*part(0), 0.0)
     assert sequence.on_tick(0.9) == []
@@ -526,7 +526,7 @@ def test_half_of_a_snapshot_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_snapshot_with_a_hole_is_none(lost: int) -> None:
+def test_snapshot_with_a_missing_part_is_ignored(lost: int) -> None:
     sequence = asked_for_a_snapshot()
     for number in (0, 1, 2):
         if number != lost:
@@ -542,19 +542,19 @@ def test_a_connection_lost_in_the_middle_of_a_snapshot_begins_again() -> None:
     assert sequence.on_connected(0.5) == [Clear(), AskReplay(0)]
 
 
-def test_a_restart_in_the_middle_of_a_snapshot_clears_what_came_of_it() -> None:
+def test_restart_during_a_snapshot_clears_its_parts() -> None:
     sequence = asked_for_a_snapshot()
     sequence.on_snapshot(*part(0), 0.0)
     assert sequence.on_live(frame(0, life=1), 0.5) == [Clear(), Apply(frame(0, life=1))]
 
 
-def test_who_never_answers_about_snapshots_is_asked_for_batches_again() -> None:
+def test_unanswered_snapshot_request_falls_back_to_a_replay() -> None:
     sequence = asked_for_a_snapshot()
     assert sequence.on_tick(1.0) == [AskReplay(0)]
     assert sequence.on_tick(2.0) == [Apply(frame(25)), Apply(frame(27))]
 
 
-def test_a_silence_that_is_looked_into_is_no_replay_and_what_it_finds_is() -> None:
+def test_idle_check_counts_apart_from_replays() -> None:
     sequence = live_at(1)
     replays = sequence.counters.replays
     assert sequence.on_tick(40.0) == [AskReplay(1)]

@@ -27,7 +27,7 @@ from kvevents import BlockStored, Event, EventBatch, EventSource, encode_batch
 from kvevents.frames import live_frames
 
 FAULTY, HEALTHY = Target("faulty", 0, "m"), Target("healthy", 0, "n")
-HERE = Path(__file__).parent
+HELPERS = Path(__file__).parents[1]
 
 Stream = Callable[[Target], StreamStatus]
 
@@ -119,7 +119,7 @@ def run_engine() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     running: list[subprocess.Popen[str]] = []
 
     def run(live: str, replay: str, seed: int, steps: int) -> subprocess.Popen[str]:
-        command = [sys.executable, str(HERE / "engine_process.py"), live, replay, str(seed), str(steps)]
+        command = [sys.executable, str(HELPERS / "engine_process.py"), live, replay, str(seed), str(steps)]
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         return running[-1]
 
@@ -137,7 +137,7 @@ def work(engine: Engine, publisher: Publisher, batches: int, loss: float = 0.0) 
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_a_publisher_comes_back_on_the_same_port_and_counts_from_0(
+def test_publisher_restart_on_same_port_clears_its_target(
     replay: bool, publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None], stream: Stream
 ) -> None:
     follow(publisher, replay)
@@ -155,7 +155,7 @@ def test_a_publisher_comes_back_on_the_same_port_and_counts_from_0(
     assert stream(FAULTY).sequence.restarts == 1
 
 
-def test_an_engine_is_killed_while_it_publishes(
+def test_engine_killed_while_publishing(
     running: Indexer, run_engine: Callable[..., subprocess.Popen[str]], heals: Callable[..., None], stream: Stream
 ) -> None:
     first = run_engine("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", 1, 0)
@@ -177,7 +177,7 @@ def test_an_engine_is_killed_while_it_publishes(
     eventually(lambda: stream(FAULTY).state is StreamState.LIVE)
 
 
-def test_30_percent_of_the_live_batches_get_lost(
+def test_loss_of_30_percent_of_live_batches(
     publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None], stream: Stream
 ) -> None:
     follow(publisher)
@@ -188,7 +188,7 @@ def test_30_percent_of_the_live_batches_get_lost(
     assert stream(FAULTY).sequence.lost_batches == 0
 
 
-def test_every_replay_drops_half_of_what_it_sends(
+def test_replay_that_drops_half_of_its_batches(
     publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None], stream: Stream
 ) -> None:
     publisher.halves_replays = True
@@ -201,7 +201,7 @@ def test_every_replay_drops_half_of_what_it_sends(
     assert stream(FAULTY).sequence.replays > 2
 
 
-def test_a_replay_endpoint_never_answers(
+def test_replay_endpoint_that_never_answers(
     publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None], stream: Stream
 ) -> None:
     """What was lost is lost; the cache cleared, all is well again."""
@@ -216,7 +216,7 @@ def test_a_replay_endpoint_never_answers(
     eventually(lambda: stream(FAULTY).state is StreamState.LIVE)
 
 
-def test_10000_malformed_messages_come_in_between(
+def test_10000_malformed_messages_between_batches(
     publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None], stream: Stream
 ) -> None:
     follow(publisher)
@@ -239,7 +239,7 @@ def test_10000_malformed_messages_come_in_between(
     assert status.unreadable.bad_events == 2000
 
 
-def test_a_fuzzed_stream(publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None]) -> None:
+def test_fuzzed_stream(publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None]) -> None:
     """Any frames at all, with sequence numbers from all over; the engine's own batches can be replayed."""
     follow(publisher)
     engine, random = Engine(7), Random(7)
@@ -257,7 +257,7 @@ def test_a_fuzzed_stream(publisher: Publisher, follow: Callable[..., None], heal
     heals(engine, time.monotonic())
 
 
-def test_a_burst_that_the_reader_cannot_follow_never_holds_the_publisher_up(
+def test_burst_beyond_the_reader_never_blocks_the_publisher(
     publishers: Callable[..., Publisher], follow: Callable[..., None], heals: Callable[..., None], stream: Stream
 ) -> None:
     """The publisher buffers a thousand live batches and drops the others, as ZeroMQ does."""

@@ -19,7 +19,7 @@ import zmq
 from engine_publisher import DEADLINE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cores import payload, said
+from test_implementations import payload, said
 
 from indexer import Index, Target
 from indexer.inbox import Inbox
@@ -57,7 +57,7 @@ def live_messages(draw: st.DrawFn) -> list[list[bytes]]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(live_messages(), min_size=1, max_size=3))
-def test_what_is_received_by_both_is_the_same_and_is_applied_alike(streams: list[list[list[bytes]]]) -> None:
+def test_both_inboxes_receive_and_apply_the_same(streams: list[list[list[bytes]]]) -> None:
     """By the core in Python, by the native one, and by that where libzmq cannot be called."""
     targets = targets_of(streams)
     seen = []
@@ -80,7 +80,7 @@ def test_what_is_received_by_both_is_the_same_and_is_applied_alike(streams: list
     st.sampled_from([None, 0, 0, 5, 2**64 - 2]),
     st.sampled_from([60, 10**6, 10**6, 10**6]),
 )
-def test_what_is_expected_is_applied_as_what_was_asked_for(
+def test_expected_batches_are_applied_like_requested_ones(
     streams: list[list[list[bytes]]], first: int | None, largest: int
 ) -> None:
     """Unless anything else comes with it."""
@@ -166,7 +166,7 @@ def batch(*events: Event) -> bytes:
     return encode_batch(EventBatch(0.0, list(events)))
 
 
-def test_a_socket_has_its_turn_and_a_round_its_end() -> None:
+def test_turns_and_rounds_are_limited() -> None:
     small = [live_frames(b"", seq, batch()) for seq in range(100)]
     large = [live_frames(b"", seq, bytes(30_000)) for seq in range(10)]
     for inbox, index in inboxes():
@@ -178,7 +178,7 @@ def test_a_socket_has_its_turn_and_a_round_its_end() -> None:
             assert [(places[turn.socket], turn.first) for turn in turns] == [(4, 0), (5, 0), (0, 64), (1, 3)]
 
 
-def test_a_message_of_many_megabytes_is_received_whole_and_what_it_took_is_given_back() -> None:
+def test_large_message_is_received_and_its_memory_returned() -> None:
     index = native_index()
     huge = [b"", encode_seq(0), bytes(12 << 20)]
     with (
@@ -239,7 +239,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_rounds_of_what_is_expected_follow_each_other_until_there_is_something_else_or_time_is_up() -> None:
+def test_expected_rounds_repeat_until_another_event_or_timeout() -> None:
     index = native_index()
     with flowing(index) as (inbox, something_else):
         deadline, last, longest = time.monotonic() + DEADLINE_S, -1, 0
@@ -256,7 +256,7 @@ def test_rounds_of_what_is_expected_follow_each_other_until_there_is_something_e
         assert time.monotonic() - begun < DEADLINE_S
 
 
-def test_of_much_that_comes_each_stream_is_told_of_now_and_then_and_when_somebody_asks() -> None:
+def test_busy_streams_are_reported_periodically_and_on_request() -> None:
     with flowing(native_index()) as (inbox, _):
         deadline, last, rested = time.monotonic() + DEADLINE_S, -1, 0
         while rested < 2:
@@ -273,7 +273,7 @@ def test_of_much_that_comes_each_stream_is_told_of_now_and_then_and_when_somebod
         assert taken[0].first == last + 1
 
 
-def test_nobody_hears_of_a_batch_before_who_asks_for_it_has_had_time() -> None:
+def test_reading_reports_a_batch_only_after_a_pause() -> None:
     index = native_index()
     with (
         DefaultSelector() as others,
@@ -286,7 +286,7 @@ def test_nobody_hears_of_a_batch_before_who_asks_for_it_has_had_time() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all threads are scheduled alike")
-def test_who_reads_takes_no_processor_from_anybody_while_much_comes() -> None:
+def test_busy_reader_lowers_its_scheduling_priority() -> None:
     """Neither ZeroMQ's thread nor the one that receives from it, until that needs Python's lock."""
     before, receiver = io_threads(), threading.get_native_id()
     with flowing(native_index()) as (inbox, something_else):
@@ -323,7 +323,7 @@ def io_threads() -> set[int]:
     return threads
 
 
-def test_what_is_expected_of_a_target_that_was_dropped_is_nobodys() -> None:
+def test_expected_batches_of_a_dropped_target_are_not_applied() -> None:
     """Not even of the one that has its number now."""
     index, (old, new) = native_index(), targets_of([0, 0])
     stored = batch(BlockStored([1], None, [7], 1))
@@ -347,7 +347,7 @@ def test_what_is_expected_of_a_target_that_was_dropped_is_nobodys() -> None:
         assert sum(status.blocks.values()) == 1
 
 
-def test_where_libzmq_cannot_be_called_pyzmq_receives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_inbox_is_used_without_libzmq_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_library(_name: str) -> NoReturn:
         raise OSError("cannot open shared object file")
 

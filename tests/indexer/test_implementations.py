@@ -179,7 +179,7 @@ def matches(index: Index, namespace: Namespace, prompt: list[int]) -> dict[Targe
     st.sampled_from([6, 1000]),
     st.lists(st.lists(st.integers(1, 2), max_size=9), min_size=2, max_size=4),
 )
-def test_both_cores_agree(
+def test_both_implementations_agree(
     steps: list[tuple[str, Target, Any]],
     capacity: int | None,
     orphan_blocks: int,
@@ -228,21 +228,21 @@ def test_both_cores_agree(
 
 
 @given(st.binary(max_size=1200), st.integers(0, 2**64 - 1))
-def test_xxh3_is_what_the_package_says(data: bytes, seed: int) -> None:
+def test_xxh3_equals_the_xxhash_package(data: bytes, seed: int) -> None:
     from indexer._native import xxh3_64
 
     assert xxh3_64(data, seed) == xxh3_64_intdigest(data, seed)
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 8, 9, 16, 17, 64, 128, 129, 240, 241, 512, 1024, 1025, 4096, 10_000])
-def test_xxh3_of_every_class_of_length(size: int) -> None:
+def test_xxh3_covers_every_length_class(size: int) -> None:
     from indexer._native import xxh3_64
 
     data = bytes(number * 131 % 251 for number in range(size))
     assert xxh3_64(data, 2**63 + 5) == xxh3_64_intdigest(data, 2**63 + 5)
 
 
-def test_a_dump_with_runs_or_names_that_make_no_sense_is_refused_by_both() -> None:
+def test_both_implementations_reject_invalid_dumps() -> None:
     blocks: list[tuple[int | str, int, int]]
     for blocks in ([(1, 1, 0)], [(1, 0, 2)], [("hex:0", 0, 0)], [("hex:zz", 0, 0)], [(1, -1, 0)]):
         for index in both():
@@ -268,7 +268,7 @@ _TOKENS_AS_JSON = st.one_of(
 
 
 @given(_TOKENS_AS_JSON)
-def test_tokens_are_packed_as_they_are_read(json: bytes) -> None:
+def test_native_packing_of_json_equals_pack_tokens(json: bytes) -> None:
     try:
         expected = pack_tokens(msgspec.json.decode(json, type=list[int]))
     except (msgspec.DecodeError, OverflowError):

@@ -67,18 +67,18 @@ def is_read_alike(body: bytes) -> bool:
     return True
 
 
-def test_token_ids_go_to_the_core_as_they_came() -> None:
+def test_token_ids_are_packed_without_decoding() -> None:
     assert is_read_alike(SOUND)
 
 
 @pytest.mark.parametrize("body", ODD)
-def test_no_other_list_is_taken_for_them(body: bytes) -> None:
+def test_other_lists_are_not_packed(body: bytes) -> None:
     assert packed(body) is None
     with pytest.raises(RequestError):
         decode_body(body, QueryBody)
 
 
 @given(st.lists(parts, max_size=8).map(b"".join))
-def test_whatever_is_taken_is_right(rest: bytes) -> None:
+def test_packed_queries_equal_decoded_ones(rest: bytes) -> None:
     is_read_alike(b'{"model":"m","token_ids":[1,2]' + rest)
     is_read_alike(b'{"model":"m",' + rest)

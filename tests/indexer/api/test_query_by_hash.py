@@ -35,7 +35,7 @@ def chain() -> list[int]:
     return hashes
 
 
-def test_hashes_match_as_their_tokens_do(served: Client) -> None:
+def test_hashes_match_like_their_tokens(served: Client) -> None:
     answer = served.post("/query_by_hash", {"model": "m", "block_hashes": chain()})
     assert answer == served.post("/query", {"model": "m", "token_ids": TOKENS})
     assert answer == (200, {"default": {"w": {"longest_matched": 4, "GPU": 0, "CPU": 4, "DISK": 0, "DP": {"0": 4}}}})
@@ -53,12 +53,12 @@ def test_hashes_match_as_their_tokens_do(served: Client) -> None:
         ({"block_hashes": [1], "block_size": 0}, 400, "block_size"),
     ],
 )
-def test_bad_questions_name_the_field(served: Client, fields: dict[str, object], status: int, param: str) -> None:
+def test_invalid_hash_query_names_the_field(served: Client, fields: dict[str, object], status: int, param: str) -> None:
     found, answer = served.post("/query_by_hash", {"model": "m"} | fields)
     assert (found, answer["error"]["param"]) == (status, param)
 
 
-def test_without_a_block_size_it_must_be_clear(served: Client, indexer: Indexer, publisher: Publisher) -> None:
+def test_block_size_is_required_if_ambiguous(served: Client, indexer: Indexer, publisher: Publisher) -> None:
     source = EventSource(0, publisher.endpoint)
     indexer.register(Registration(Target("other", 0, "m"), source, "vLLM", 32))
     status, answer = served.post("/query_by_hash", {"model": "m", "block_hashes": chain()})
