@@ -30,7 +30,7 @@ from router.tokens.tokenizers import Tokenizers
 
 @dataclass(frozen=True, slots=True)
 class Observability:
-    """What observes the router.
+    """The services that observe the router.
 
     - `registry`: every Prometheus metric.
     - `requests`, `admission`, `predictions`: metrics that events count in.

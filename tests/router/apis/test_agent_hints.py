@@ -46,7 +46,7 @@ def test_headers_tell(headers: dict[str, str], hints: AgentHints | None) -> None
         ("x-dynamo-session-final", ""),
     ],
 )
-def test_a_header_that_cannot_be_read_is_refused_by_name(header: str, value: str) -> None:
+def test_invalid_hint_header_is_refused_by_name(header: str, value: str) -> None:
     with pytest.raises(RequestError) as refused:
         hints_in_headers([(header.encode(), value.encode())])
     assert (refused.value.status, refused.value.param) == (400, header)
@@ -64,7 +64,7 @@ def test_a_header_that_cannot_be_read_is_refused_by_name(header: str, value: str
         ('{"session_control": {"session_id": "s", "action": "close"}}', AgentHints(final=True), "s"),
     ],
 )
-def test_bodies_tell_as_dynamo_has_it(nvext: str, hints: AgentHints | None, session: str | None) -> None:
+def test_hints_in_body_follow_dynamo(nvext: str, hints: AgentHints | None, session: str | None) -> None:
     request = read_call(Call("POST", "/v1/chat/completions", [], CHAT % nvext.encode()))
     assert (request.hints, request.session) == (hints, session)
 
@@ -81,7 +81,7 @@ def test_bodies_tell_as_dynamo_has_it(nvext: str, hints: AgentHints | None, sess
         ({"session_control": {"action": []}}, "nvext.session_control.action"),
     ],
 )
-def test_a_field_that_cannot_be_read_is_refused_by_name(nvext: Any, param: str) -> None:
+def test_invalid_hint_field_is_refused_by_name(nvext: Any, param: str) -> None:
     with pytest.raises(RequestError) as refused:
         hints_in_body(nvext)
     assert (refused.value.status, refused.value.param) == (400, param)
@@ -94,7 +94,7 @@ def test_headers_go_before_the_body_and_each_says_anew_whether_the_session_goes_
     assert [AgentHints(final=False).returns, AgentHints(next_call=0.0).returns] == [True, True]
 
 
-def test_the_expected_length_of_an_answer_stands_for_the_learned_one_within_what_is_allowed() -> None:
+def test_output_hint_replaces_learned_length_within_limit() -> None:
     lengths = OutputLengths()
     assert lengths.expected("m", None, 4000) == 4000
     assert lengths.expected("m", 100, 4000) == 100

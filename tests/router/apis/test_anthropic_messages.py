@@ -94,7 +94,7 @@ def test_tools_are_used_and_give_results() -> None:
     ]
 
 
-def test_an_image_that_a_tool_gives_comes_after_its_result() -> None:
+def test_image_of_tool_result_follows_result() -> None:
     source = {"type": "url", "url": "http://a/b.png"}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": source}]}
     assert said({"role": "user", "content": [result]}) == [

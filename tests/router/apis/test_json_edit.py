@@ -17,7 +17,7 @@ names = st.text() | st.sampled_from(["salt", "salt ", "Salt", "prompt"])
 
 
 @given(st.dictionaries(names, values), st.booleans(), st.sampled_from([None, 0, 2]), values)
-def test_the_field_is_changed_and_nothing_else(body: dict[str, Any], ascii_only: bool, indent: Any, value: Any) -> None:
+def test_edit_changes_only_its_field(body: dict[str, Any], ascii_only: bool, indent: Any, value: Any) -> None:
     sent = json.dumps(body, ensure_ascii=ascii_only, indent=indent).encode(errors="surrogatepass")
     changed = with_field(sent, "salt", json.dumps(value).encode())
     assert json.loads(changed.decode(errors="surrogatepass")) == body | {"salt": value}

@@ -71,7 +71,7 @@ def test_the_forms_of_a_prompt(prompt: Any, expected: TextPrompts | TokenPrompts
     assert completion(prompt=prompt).prompt == expected
 
 
-def test_prompts_that_are_embeddings_have_no_tokens() -> None:
+def test_embedding_prompts_have_no_tokens() -> None:
     assert completion(prompt=None, prompt_embeds="UEsDBAAA").prompt == TokenPrompts([])
 
 
@@ -79,7 +79,7 @@ def test_a_chat_without_options() -> None:
     assert chat() == RoutedRequest("m", ChatPrompt([HELLO]))
 
 
-def test_a_chat_with_all_that_changes_its_prompt() -> None:
+def test_chat_keeps_every_field_of_its_prompt() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     prompt = prompt_of_chat(
         tools=tools,
@@ -135,7 +135,7 @@ def test_numbers_and_booleans_may_be_strings() -> None:
     assert prompt_of_chat(add_generation_prompt="false").add_generation_prompt is False
 
 
-def test_what_the_worker_judges_is_not_refused_here() -> None:
+def test_fields_of_the_worker_are_not_refused() -> None:
     request = chat(stream="perhaps", max_tokens="many", n=[], priority={}, user=5, tools="hammer", documents=1)
     assert request == chat()
     assert prompt_of_chat(chat_template_kwargs=[], reasoning_effort=3, chat_template=4) == ChatPrompt([HELLO])
@@ -156,7 +156,7 @@ def test_truncation_to_the_whole_context_is_none() -> None:
         b' \r\n\t{"model":"m","prompt":"\\u0068i"}\n',
     ],
 )
-def test_json_that_engines_read(body: bytes) -> None:
+def test_json_accepted_by_engines_is_accepted(body: bytes) -> None:
     assert decode_completion(body).prompt == TextPrompts(["hi"])
 
 

@@ -26,7 +26,7 @@ def test_a_response_is_known_by_how_its_answer_begins(beginning: bytes) -> None:
 @pytest.mark.parametrize(
     "beginning", [b"", b'{"id":"msg_1"}', b'{"id":"resp_1', b" " * SEARCHED_BYTES + b'"id":"resp_1"']
 )
-def test_nothing_is_learned_of_other_answers(beginning: bytes) -> None:
+def test_responses_without_ids_register_no_owner(beginning: bytes) -> None:
     owners = ResponseOwners()
     assert not owners.learn(beginning, "http://a")
     assert len(owners) == 0

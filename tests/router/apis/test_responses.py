@@ -26,7 +26,7 @@ def prompt(**fields: Any) -> ChatPrompt:
     return made
 
 
-def test_a_string_is_what_the_user_says() -> None:
+def test_string_input_is_a_user_message() -> None:
     assert prompt(instructions="Be brief.") == ChatPrompt(
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}], add_special_tokens=True
     )
@@ -39,7 +39,7 @@ def test_what_else_decides() -> None:
     assert responses(model=None).model is None
 
 
-def test_what_an_assistant_thinks_says_and_calls_is_one_message() -> None:
+def test_reasoning_text_and_calls_become_one_message() -> None:
     items = [
         USER,
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
@@ -60,7 +60,7 @@ def test_what_an_assistant_thinks_says_and_calls_is_one_message() -> None:
     ]
 
 
-def test_a_summary_stands_for_thoughts_that_are_not_given() -> None:
+def test_summary_replaces_missing_reasoning() -> None:
     summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}
     assert prompt(input=[USER, summary]).messages[1] == {"role": "assistant", "reasoning": "so"}
     assert prompt(input=[USER, {"type": "reasoning", "summary": []}]).messages[1]["reasoning"] == ""
@@ -115,7 +115,7 @@ def test_effort_and_variables_of_the_template() -> None:
         {},
     ],
 )
-def test_what_cannot_be_converted_is_routed_by_load(item: dict[str, Any]) -> None:
+def test_unconvertible_input_is_routed_by_load(item: dict[str, Any]) -> None:
     assert responses(input=[USER, item]).prompt is None
     assert responses(input=[]).prompt is None
 

@@ -34,7 +34,7 @@ def read(path: str, body: Any = b"", method: str = "POST", **headers: str) -> Ro
 
 
 @pytest.mark.parametrize("path", BY_LOAD)
-def test_what_has_no_prefix_is_routed_by_load(path: str) -> None:
+def test_endpoints_without_prefix_are_routed_by_load(path: str) -> None:
     assert read(path, {"model": "m", "input": "hi", "user": "u"}) == RoutedRequest("m", session="u")
     assert read(path, {"input": "hi"}) == RoutedRequest(None)
 
@@ -60,7 +60,7 @@ def test_a_form_names_its_model_beside_a_file() -> None:
 @pytest.mark.parametrize(
     "content_type", ["multipart/form-data", "multipart/form-data; boundary=other", 'multipart/form-data; boundary=""']
 )
-def test_a_form_that_cannot_be_read_names_none(content_type: str) -> None:
+def test_invalid_form_names_no_model(content_type: str) -> None:
     assert read("/v1/audio/transcriptions", FORM, content_type=content_type) == RoutedRequest(None)
 
 
@@ -76,7 +76,7 @@ def test_any_other_path_may_carry_anything(body: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/responses/resp_1", "/v1/responses/resp_1/cancel"])
-def test_what_is_done_with_a_response_names_it(path: str) -> None:
+def test_paths_of_stored_objects_name_their_id(path: str) -> None:
     assert read(path, method="GET").stored == "resp_1"
     assert read("/v1/responses", method="GET").stored is None
 
@@ -156,7 +156,7 @@ def test_the_most_specific_session_counts(path: str, place: int) -> None:
     assert read(path, body, **headers).session == "here"
 
 
-def test_a_session_that_is_none() -> None:
+def test_empty_session_is_ignored() -> None:
     body = {"model": "m", "prompt": "hi", "user": "", "session_id": 5, "metadata": "x"}
     assert read("/v1/completions", body, x_session_id="").session is None
 
@@ -166,7 +166,7 @@ def test_answers_are_counted(fields: dict[str, Any], n: int) -> None:
     assert read("/v1/completions", {"model": "m", "prompt": "hi"} | fields).n == n
 
 
-def test_errors_are_told_as_the_path_has_it() -> None:
+def test_errors_follow_the_format_of_the_path() -> None:
     error = RequestError("No.", param="model")
     assert json.loads(call_error_body("/v1/chat/completions", error))["error"]["param"] == "model"
     assert json.loads(call_error_body("/v1/messages/count_tokens", error))["type"] == "error"

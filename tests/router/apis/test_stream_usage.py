@@ -61,7 +61,7 @@ def test_an_event_without_end_is_not_kept() -> None:
 @pytest.mark.parametrize(
     "headers", [[(b"content-type", b"application/json")], [], [*STREAM, (b"content-length", b"9")]]
 )
-def test_what_is_no_stream_passes(headers: list[tuple[bytes, bytes]]) -> None:
+def test_responses_without_stream_are_not_filtered(headers: list[tuple[bytes, bytes]]) -> None:
     assert seen([USAGE], headers) == [USAGE, b""]
 
 
@@ -76,13 +76,13 @@ def test_what_is_no_stream_passes(headers: list[tuple[bytes, bytes]]) -> None:
         (b"[", None),
     ],
 )
-def test_only_streams_that_do_not_ask_are_changed(body: bytes, asked: bytes | None) -> None:
+def test_usage_is_requested_only_for_streams_without_options(body: bytes, asked: bytes | None) -> None:
     assert with_include_usage(CHAT, body) == asked
     assert with_include_usage("/v1/responses", body) is None
 
 
 @given(st.dictionaries(st.text(), st.none() | st.integers() | st.text()))
-def test_what_is_asked_parses_to_what_was_sent_and_the_question(body: dict[str, Any]) -> None:
+def test_request_for_usage_adds_only_stream_options(body: dict[str, Any]) -> None:
     sent = body | {"stream": True}
     sent.pop("stream_options", None)
     asked = with_include_usage(CHAT, json.dumps(sent).encode())

@@ -61,9 +61,7 @@ def test_an_outline_has_everything_but_the_text(fields: dict[str, Any], ascii_on
         st.tuples(st.integers(0, 400), st.integers(0, 2), st.sampled_from(list(range(256)))), min_size=1, max_size=3
     ),
 )
-def test_what_is_refused_of_a_body_is_refused_of_its_outline(
-    fields: dict[str, Any], damage: list[tuple[int, int, int]]
-) -> None:
+def test_outline_is_refused_like_its_body(fields: dict[str, Any], damage: list[tuple[int, int, int]]) -> None:
     body = bytearray(json.dumps(fields | {"pad": PAD}).encode("utf-8", "replace"))
     for place, removed, byte in damage:
         body[place : place + removed] = bytes([byte])
@@ -82,7 +80,7 @@ def test_what_is_refused_of_a_body_is_refused_of_its_outline(
     ("many", "counted"),
     [("[1]," * 9, 9 * 9), ('{"a":1},' * 9, 9 * 13), ("1," * 9, 9), ("1234567890123456," * 9, 9 * 3)],
 )
-def test_what_is_counted(many: str, counted: int) -> None:
+def test_usage_of_each_api_is_counted(many: str, counted: int) -> None:
     body = f'{{"pad": {json.dumps(PAD)}, "x": [{many}0]}}'.encode()
     few, more = (read_outline(body.replace(b'"x"', name)) for name in (b'"x"', b'"y": [1, 2, 3], "x"'))
     assert few is not None

@@ -74,7 +74,7 @@ def test_only_the_end_of_a_long_answer_is_kept() -> None:
         ("usage", None),
     ],
 )
-def test_what_engines_leave_out(usage: Any, expected: Usage | None) -> None:
+def test_missing_usage_fields_are_tolerated(usage: Any, expected: Usage | None) -> None:
     assert read(json.dumps({"usage": usage}).encode()) == expected
 
 
@@ -87,7 +87,7 @@ def test_an_answer_without_usage(answer: bytes) -> None:
 @pytest.mark.parametrize(
     "more", [b"", b',"note":"}"', b',"note":"{{"', b',"note":"\xff"', b',"details":{"deep":{"er":{}},"list":[{}]}']
 )
-def test_where_it_ends_is_found_whatever_is_in_it_and_after_it(more: bytes, after: bytes) -> None:
+def test_end_of_usage_object_is_found_with_any_content(more: bytes, after: bytes) -> None:
     assert read(b'{"usage": {"prompt_tokens": 9, "completion_tokens": 2' + more + b"}" + after) == Usage(9, 2, None)
 
 
@@ -100,6 +100,6 @@ def test_any_bytes_are_survived(answer: bytes, cuts: list[int]) -> None:
     ("between", "found"),
     [(b":", True), (b" :\n\t ", True), (b": [", False), (b"", False), (b",", False), (b'":', False), (b"::", False)],
 )
-def test_what_stands_between_a_key_and_its_object(between: bytes, found: bool) -> None:
+def test_usage_key_needs_a_colon_before_its_object(between: bytes, found: bool) -> None:
     assert (read(b'{"usage"' + between + b'{"prompt_tokens": 9}}') is not None) is found
     assert read(b'"\\"usage"' + between + b'{"prompt_tokens": 9}}') is None

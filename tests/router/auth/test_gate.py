@@ -33,7 +33,7 @@ def refused(tenant: Tenant, model: str | None = "m", tokens: int = 1) -> Request
     return refusal.value
 
 
-def test_a_hash_is_that_of_sha256() -> None:
+def test_key_hash_is_sha256() -> None:
     assert hashed_key("é") == hashlib.sha256("é".encode()).hexdigest()
 
 
@@ -90,7 +90,7 @@ def test_tokens_a_minute_count_prompts_and_answers(clock: Clock) -> None:
     assert refused(limited).retry_after == 1000
 
 
-def test_a_refused_request_costs_nothing(clock: Clock) -> None:
+def test_refused_request_is_not_charged(clock: Clock) -> None:
     limited = tenant(clock, requests_per_second=1, tokens_per_minute=60)
     limited.admit("m", 50)
     for _ in range(100):
@@ -121,6 +121,6 @@ def test_only_the_salt_is_changed_and_only_when_wanted(clock: Clock) -> None:
     assert tenant(clock).with_tenant_salt(CHAT, body) == body
 
 
-def test_a_body_that_cannot_be_changed_is_refused(clock: Clock) -> None:
+def test_body_without_object_cannot_be_salted(clock: Clock) -> None:
     with pytest.raises(RequestError, match="Send one JSON object, in UTF-8"):
         tenant(clock, isolate=True).with_tenant_salt(CHAT, b"[]")

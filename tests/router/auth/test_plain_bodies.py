@@ -79,7 +79,7 @@ def test_whatever_is_plain_is_accepted(
 
 
 @given(st.binary(max_size=60))
-def test_nothing_that_is_no_json_is_plain(body: bytes) -> None:
+def test_invalid_json_is_not_plain(body: bytes) -> None:
     text = b'{"a": "' + body + b'"}'
     if CHECK.model_body(text) is not None:
         assert is_accepted_as_it_is(text)
@@ -105,7 +105,7 @@ PLAIN = [
 @pytest.mark.parametrize("fields", PLAIN)
 @pytest.mark.parametrize("ascii_only", [True, False])
 @pytest.mark.parametrize("indent", [None, 2])
-def test_what_clients_send_is_plain(fields: dict[str, Any], ascii_only: bool, indent: int | None) -> None:
+def test_common_bodies_are_plain(fields: dict[str, Any], ascii_only: bool, indent: int | None) -> None:
     body = json.dumps(fields, ensure_ascii=ascii_only, indent=indent).encode()
     assert CHECK.model_body(body) is not None
     assert is_accepted_as_it_is(body)
@@ -160,18 +160,18 @@ NOT_PLAIN = [
 
 
 @pytest.mark.parametrize("body", NOT_PLAIN)
-def test_what_is_rare_is_not_plain(body: bytes) -> None:
+def test_rare_bodies_are_not_plain(body: bytes) -> None:
     assert CHECK.model_body(body) is None
 
 
 @pytest.mark.parametrize("byte", [b"\x00", b"\x1f", b"\x80", b"\xff", b'"', b"\\"])
-def test_what_is_not_plain_is_seen_wherever_it_stands(byte: bytes) -> None:
+def test_control_bytes_are_found_at_every_position(byte: bytes) -> None:
     for length in range(40):
         for place in range(length + 1):
             assert CHECK.model_body(b'{"a": "' + b"a" * place + byte + b"a" * (length - place) + b'", "b": 1}') is None
 
 
-def test_an_named_is_what_routing_by_load_reads() -> None:
+def test_model_body_has_the_fields_of_routing_by_load() -> None:
     """The prompt is left out, whatever it is: reading the rest takes as long for a long one as for a short one."""
     body = json.dumps(
         {"messages": [{"content": "a" * 9000}], "model": "m", "n": 1, "stream": True, "user": "Zoë"}
@@ -187,7 +187,7 @@ def test_a_string_without_an_end_is_no_work() -> None:
 
 
 @given(values, st.integers(0, 60_000))
-def test_what_seems_little_at_a_glance_is_no_more(value: Any, spaces: int) -> None:
+def test_quick_count_never_accepts_too_many_values(value: Any, spaces: int) -> None:
     """Of bodies that are long enough to be counted."""
     check = BodyCheck(LimitSettings(values=100_000))
     item = json.dumps(value).encode()

@@ -16,7 +16,7 @@ from router.tokens.tokenizers import Tokenizers
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_loop_goes_on_while_one_is_read_and_what_waits_is_bounded() -> None:
+async def test_long_bodies_leave_the_loop_free_and_are_bounded() -> None:
     bodies, gate = LongBodies(100), threading.Event()
     try:
         first = asyncio.create_task(bodies.read(60, lambda: gate.wait(30)))

@@ -35,7 +35,7 @@ WHOLE = event(None) + event("Hé", [1]) + b": a comment\n\n" + event("llo", [2, 
 
 
 @given(st.lists(st.integers(0, len(WHOLE))))
-def test_it_does_not_matter_how_the_bytes_come(cuts: list[int]) -> None:
+def test_stream_is_equal_for_any_chunking(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(WHOLE)]
     at_once, in_parts = stream(), stream()
     passed = [in_parts.filter(WHOLE[a:b], b == len(WHOLE)) for a, b in pairwise(places)]
@@ -49,7 +49,7 @@ def test_only_whole_events_are_passed_on(cut: int) -> None:
     assert passed == b"" or passed.endswith(b"\n\n")
 
 
-def test_tokens_whose_text_was_held_back_come_again() -> None:
+def test_tokens_without_text_are_repeated() -> None:
     cut = stream()
     cut.filter(event(None) + event("a", [1]) + event("", [2]), False)
     assert (cut.text, cut.output_ids, cut.given) == ("a", [1], 1)
@@ -68,7 +68,7 @@ def test_tokens_whose_text_was_held_back_come_again() -> None:
         b"data: what is this\n\n",
     ],
 )
-def test_what_cannot_be_gone_on_with(chunk: bytes) -> None:
+def test_streams_with_other_content_cannot_be_continued(chunk: bytes) -> None:
     cut = stream()
     cut.filter(event(None), False)
     assert cut.can_go_on
@@ -79,14 +79,14 @@ def test_what_cannot_be_gone_on_with(chunk: bytes) -> None:
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_an_answer_that_the_engine_gives_up_is_none_that_ends(reason: str) -> None:
+def test_aborted_answer_is_a_problem(reason: str) -> None:
     cut = stream()
     assert cut.filter(event("a", [1]) + event("", [], reason) + b"data: [DONE]\n\n", True).count(b"data:") == 1
     assert cut.problem is not None
     assert cut.can_go_on
 
 
-def test_a_stream_without_an_end_is_none_that_ended() -> None:
+def test_stream_without_end_is_a_problem() -> None:
     cut = stream()
     cut.filter(event("a", [1]), True)
     assert cut.problem is not None
@@ -106,7 +106,7 @@ def test_the_end_is_made_where_all_was_told() -> None:
     assert done == b"data: [DONE]"
 
 
-def test_limits_shrink_by_what_was_given() -> None:
+def test_limits_are_reduced_by_given_tokens() -> None:
     request = stream(max_tokens=9, max_completion_tokens=8, min_tokens=3).request
     body = json.loads(request.chat_from("so far", 5))
     assert (body["max_tokens"], body["max_completion_tokens"], body["min_tokens"]) == (4, 3, 0)
@@ -132,6 +132,6 @@ def test_limits_shrink_by_what_was_given() -> None:
         ("/v1/responses", {}),
     ],
 )
-def test_requests_that_are_not_plain(path: str, fields: dict[str, Any]) -> None:
+def test_requests_with_other_fields_are_not_resumable(path: str, fields: dict[str, Any]) -> None:
     asked: dict[str, Any] = {"model": "m", "stream": True, "messages": [{"role": "user"}], "prompt": "x"}
     assert resumable_request(path, json.dumps(asked | fields).encode(), True, True) is None

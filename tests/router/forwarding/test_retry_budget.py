@@ -24,7 +24,7 @@ def test_a_share_of_the_recent_requests_comes_on_top() -> None:
     assert taken(budget, 100) == 23
 
 
-def test_what_is_long_ago_counts_no_more() -> None:
+def test_retry_budget_forgets_old_requests() -> None:
     clock = Clock(0.5)
     budget = RetryBudget(0.2, 1, clock)
     for _ in range(50):

@@ -19,7 +19,7 @@ def _told(registry: CollectorRegistry) -> list[str]:
 @given(
     st.lists(st.tuples(st.floats(0, 4) | st.sampled_from(BOUNDS), st.sampled_from(["a", 'b"\n']), st.integers(1, 3)))
 )
-def test_what_is_told_is_what_the_library_tells(seen: list[tuple[float, str, int]]) -> None:
+def test_exposition_equals_that_of_prometheus_client(seen: list[tuple[float, str, int]]) -> None:
     theirs, ours = CollectorRegistry(), CollectorRegistry()
     their_counter = prometheus_client.Counter("answers", "Answers", LABELS, registry=theirs)
     their_histogram = prometheus_client.Histogram("seconds", "Time", LABELS, registry=theirs, buckets=BOUNDS)

@@ -29,7 +29,7 @@ def every(nodes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield from every(node["longer"])
 
 
-def test_what_is_shared_stands_above_what_parts() -> None:
+def test_shared_prefix_contains_the_longer_ones() -> None:
     prefixes = HotPrefixes()
     for last in (1, 2, 1):
         prefixes.seen(prompt(9, 9, last), [HERE])
@@ -39,7 +39,7 @@ def test_what_is_shared_stands_above_what_parts() -> None:
     assert [round(longer["share"], 2) for longer in shared["longer"]] == [0.67, 0.33]
 
 
-def test_holders_are_those_that_hold_all_of_a_prefix() -> None:
+def test_holders_hold_the_whole_prefix() -> None:
     prefixes = HotPrefixes()
     part, whole = (Candidate(each.target, overlap=tokens) for each, tokens in ((HERE, 64), (THERE, 128)))
     prefixes.seen(prompt(1), [part, whole])
@@ -51,7 +51,7 @@ def test_holders_are_those_that_hold_all_of_a_prefix() -> None:
     assert second["held_by"] == 0
 
 
-def test_what_was_long_ago_counts_less() -> None:
+def test_weights_of_prefixes_decay() -> None:
     now = 0.0
     prefixes = HotPrefixes(lambda: now)
     for _ in range(4):

@@ -19,7 +19,7 @@ def decided() -> Decision:
     return policy_named(PolicySettings(), Random(1)).choose(candidates, Request(100))
 
 
-def test_a_request_and_what_becomes_of_it() -> None:
+def test_sampled_request_records_its_outcome() -> None:
     clock = Clock(0.0)
     requests = SeenRequests(clock)
     seen = requests.placed("m", 100, decided())
@@ -40,7 +40,7 @@ def test_a_request_and_what_becomes_of_it() -> None:
     assert requests.since(seen.changed) == []
 
 
-def test_only_so_many_are_looked_at_and_kept() -> None:
+def test_sample_is_limited_in_rate_and_size() -> None:
     clock = Clock(0.0)
     requests = SeenRequests(clock)
     looked_at = 0

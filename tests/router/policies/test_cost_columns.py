@@ -57,7 +57,7 @@ def columns_of(policy: LinearPolicy, records: list[Candidate]) -> CostColumns:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("core", CORES)
 @given(data=st.data(), seed=st.integers())
-def test_the_choice_by_columns_is_that_of_the_formula(core: str, name: str, data: Any, seed: int) -> None:
+def test_choice_by_columns_equals_the_formula(core: str, name: str, data: Any, seed: int) -> None:
     rows = data.draw(st.sampled_from([1, 2, 5, 64, 129]))
     few = data.draw(st.lists(loads, min_size=1, max_size=8))
     random = Random(seed)
@@ -122,7 +122,7 @@ def test_the_native_columns_are_their_twins(
 
 
 @pytest.mark.skipif("native" not in CORES, reason="the native core was not built")
-def test_a_column_that_is_too_short_is_refused() -> None:
+def test_short_column_is_refused() -> None:
     from indexer import _native
 
     two, three = array("d", [0.0] * 2), array("d", [0.0] * 3)

@@ -62,7 +62,7 @@ def test_round_robin_goes_on_when_a_candidate_is_lost() -> None:
     assert {chosen(policy, [candidate("a"), candidate("b")]) for _ in range(2)} == {"a", "b"}
 
 
-def test_random_asks_for_nothing() -> None:
+def test_random_policy_needs_no_prompt() -> None:
     policy = AtRandom(Random(0))
     counts = Counter(chosen(policy, [candidate("a", requests=99), candidate("b", overlap=1000)]) for _ in range(400))
     assert min(counts["a"], counts["b"]) > 150
@@ -74,7 +74,7 @@ def test_least_loaded_counts_requests_only() -> None:
     assert {chosen(policy, [candidate("a"), candidate("b")]) for _ in range(50)} == {"a", "b"}
 
 
-def test_a_session_stays_where_it_is() -> None:
+def test_session_keeps_its_target() -> None:
     policy = session_affinity(Random(0))
     names = "abcdefgh"
     homes = {
@@ -85,7 +85,7 @@ def test_a_session_stays_where_it_is() -> None:
         assert chosen(policy, [candidate(name) for name in reversed(names)], session=session) == home
 
 
-def test_a_target_that_goes_moves_only_its_own_sessions() -> None:
+def test_removed_target_moves_only_its_sessions() -> None:
     policy = session_affinity(Random(0))
     for session in map(str, range(99)):
         home = chosen(policy, [candidate(name) for name in "abcd"], session=session)
@@ -112,14 +112,14 @@ def test_cache_aware_takes_the_longest_match_above_its_threshold() -> None:
     assert chosen(policy, [candidate("a", overlap=300, requests=60), candidate("b")]) == "b"
 
 
-def test_cache_aware_balances_what_is_far_apart() -> None:
+def test_cache_aware_balances_unequal_loads() -> None:
     policy = cache_aware(Random(0))
     assert chosen(policy, [candidate("a", overlap=999, requests=65), candidate("b")]) == "b"
     assert chosen(policy, [candidate("a", overlap=999, requests=64), candidate("b")]) == "a"
     assert chosen(policy, [candidate("a", overlap=999, requests=300), candidate("b", requests=200)]) == "a"
 
 
-def test_dynamo_adds_prefill_and_what_is_held() -> None:
+def test_dynamo_adds_prefill_and_held_tokens() -> None:
     policy = Dynamo(Random(0))
     assert chosen(policy, [candidate("a", overlap=500, context=600), candidate("b")]) == "b"
     assert chosen(policy, [candidate("a", overlap=500, context=400), candidate("b")]) == "a"
@@ -144,7 +144,7 @@ def test_llm_d_weighs_queue_memory_and_prefix() -> None:
     ]
 
 
-def test_memory_that_is_not_known_is_taken_for_the_fullest() -> None:
+def test_unknown_kv_usage_counts_as_the_highest() -> None:
     policy = llm_d(Random(0))
     full, free = (Candidate(Target(name, 0, "m"), kv_usage=usage) for name, usage in (("full", 0.8), ("free", 0.2)))
     silent = candidate("silent")

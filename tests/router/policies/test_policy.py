@@ -44,11 +44,11 @@ def test_the_terms_of_the_cost_by_hand() -> None:
     }
 
 
-def test_a_prompt_that_is_held_whole_still_computes_a_token() -> None:
+def test_fully_cached_prompt_computes_one_token() -> None:
     assert kv_cost(candidate("w", overlap=1000), 1000, WEIGHTS)["prefill"] == 1
 
 
-def test_a_decision_tells_what_every_candidate_would_have_cost() -> None:
+def test_decision_has_the_cost_of_every_candidate() -> None:
     candidates = [candidate("a", overlap=500), candidate("b", pending=100)]
     decision = kv()(candidates, Request(1000))
     assert [cost.candidate for cost in decision.costs] == candidates
@@ -99,7 +99,7 @@ def test_where_evictions_are_asked_for_again_a_prefix_stays_together_whatever_th
     assert kv_cost(idle, 1000, WEIGHTS)["eviction"] == 10 * 1000
 
 
-def test_a_worker_that_evicts_nothing_is_preferred() -> None:
+def test_worker_without_evictions_is_preferred() -> None:
     assert chosen(kv(), [evicting("full", 0.3), candidate("free", pending=1000)]) == "free"
 
 
@@ -194,9 +194,7 @@ def test_the_cost_is_the_sum_of_the_terms(candidates: list[Candidate], tokens: i
 
 
 @given(candidates_lists, st.integers(1, 100_000), st.integers())
-def test_the_choice_is_the_cheapest_and_depends_on_nothing_else(
-    candidates: list[Candidate], tokens: int, seed: int
-) -> None:
+def test_choice_is_the_cheapest_candidate(candidates: list[Candidate], tokens: int, seed: int) -> None:
     decision = kv(seed)(candidates, Request(tokens))
     totals = {id(cost.candidate): cost.total for cost in decision.costs}
     assert totals[id(decision.chosen)] == pytest.approx(min(totals.values()))

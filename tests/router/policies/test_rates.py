@@ -52,7 +52,7 @@ def test_known_rates_are_recovered_from_noisy_samples(
 
 
 @pytest.mark.parametrize("factor", [1 / 40, 40])
-def test_a_worker_unlike_what_is_configured_is_known_after_few_requests(factor: float) -> None:
+def test_rates_are_learned_after_few_requests(factor: float) -> None:
     truth = Rates(*(factor * rate for rate in (START.step, START.token, START.attention, START.context_token)))
     learner, random = RateLearner(START), Random(1)
     for second in range(10):
@@ -65,7 +65,7 @@ def test_a_worker_unlike_what_is_configured_is_known_after_few_requests(factor: 
     )
 
 
-def test_a_first_sample_that_stalled_moves_little() -> None:
+def test_stalled_first_sample_changes_rates_little() -> None:
     learner = RateLearner(START)
     learner.prefill_seen(2000, 0, 1, 3000, 50 * prefill_seconds(START, 2000, 0, 1, 3000), 0)
     assert learner.rates.token < 2 * START.token
@@ -83,13 +83,13 @@ def test_whatever_is_seen_coefficients_stay_within_their_bounds(samples: list[tu
             assert expected / BOUND * (1 - 1e-9) <= found <= expected * BOUND * (1 + 1e-9)
 
 
-def test_before_anything_is_seen_rates_are_what_is_configured() -> None:
+def test_rates_without_samples_are_the_configured_ones() -> None:
     learner = RateLearner(START)
     assert learner.rates == START
     assert not learner.learned
 
 
-def test_a_worker_that_changes_is_learned_anew() -> None:
+def test_rates_follow_a_changed_worker() -> None:
     learner = RateLearner(START)
     show(learner, Rates(token=1e-4), Random(1))
     show(learner, START, Random(2), begin=round(3 * HALF_LIFE))
@@ -105,7 +105,7 @@ def test_workers_alike_are_not_told_apart() -> None:
     assert table.slowest_if_unlike("other") is None
 
 
-def test_a_worker_that_has_shown_nothing_is_likely_as_fast_as_the_others_of_its_model() -> None:
+def test_new_worker_uses_rates_of_its_model() -> None:
     table = RateTable(START, Clock())
     assert table.likely("new", "m") == START
     for second in range(10):

@@ -134,7 +134,7 @@ def test_idle_connections_are_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(main())
 
 
-def test_a_worker_that_is_removed_finishes_what_it_has() -> None:
+def test_removed_worker_finishes_its_requests() -> None:
     async def slowly(reader: StreamReader, writer: StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(0.1)
@@ -152,7 +152,7 @@ def test_a_worker_that_is_removed_finishes_what_it_has() -> None:
     asyncio.run(main())
 
 
-def test_what_is_on_its_way_fails_when_all_is_closed() -> None:
+def test_closing_fails_requests_in_flight() -> None:
     async def never(reader: StreamReader, _: StreamWriter) -> None:
         await reader.read()
 
@@ -179,7 +179,7 @@ def test_failures_have_their_kinds() -> None:
     asyncio.run(main())
 
 
-def test_who_calls_off_a_request_hears_nothing_more() -> None:
+def test_aborted_request_calls_its_handler_no_more() -> None:
     async def main() -> None:
         async with served() as (upstreams, url):
             for sent in (False, True):
@@ -254,7 +254,7 @@ def test_a_workers_key_is_shown_unless_the_request_has_one_or_must_not(request_i
     asyncio.run(main())
 
 
-def test_a_stream_whose_chunks_passed_is_still_missed_when_it_stops() -> None:
+def test_stalled_stream_times_out_after_forwarded_chunks() -> None:
     event = b"9\r\ndata: 1\n\n\r\n"
 
     async def stops(reader: StreamReader, writer: StreamWriter) -> None:
@@ -318,7 +318,7 @@ def test_not_every_segment_of_a_stream_is_acknowledged() -> None:
 
 
 @pytest.mark.derives
-def test_a_connection_that_is_given_up_as_it_is_made_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_cancelled_while_opening_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     async def give_up() -> None:
         async with served() as (upstreams, url):
             upstream = upstreams.get(url)
