@@ -1,1 +1,1 @@
-"""From a prompt to a worker with its load reserved."""
+"""The way of a request from its body to a target with reserved load."""

@@ -1,4 +1,4 @@
-"""Where a request goes, and what is held for it there until it ends."""
+"""The choice for a request, and the load that is reserved for it until it ends."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ NO_HASHES: list[array[int]] = []
 
 
 class Selection:
-    """A decision that nothing has been reserved for yet.
+    """A chosen rank, for which nothing is reserved yet.
 
-    `rank`: what was chosen; `hashes`: the chunk hashes of the request's prompts there. `by_events`: the overlap by
-    events and prompts in flight, whether or not it is the one used. `best_overlap`: the most tokens that any candidate
-    has. `disaggregation`: whether another worker computes the prompt, where a decode worker was chosen; `prefill` is
-    the selection of that. `slo`: the request's, if it has one. `prediction`: of its latency there. `slo_missed_by`: the
-    seconds by which its SLO is expected to be missed; 0 if it is met.
+    - `hashes`: the chunk hashes of the request's prompts on this rank.
+    - `by_events`: the overlap by events and prompts in flight, which the decision may not have used.
+    - `best_overlap`: the highest overlap of all candidates.
+    - `disaggregation`: the verdict on a second worker for the prefill; None if the rank is no decode worker.
+    - `prefill`: the selection of the second worker.
+    - `slo`: the request's SLO.
+    - `prediction`: the latency of the request on this rank, if it was predicted.
+    - `slo_missed_by`: the seconds by which the SLO is expected to be missed; 0 if it is met.
     """
 
     def __init__(
@@ -68,29 +71,33 @@ class Selection:
 
 
 class RequestSampler(Protocol):
-    """Looks at some of the requests: at the next one placed after `due`, in seconds of `time.monotonic`."""
+    """A sampler of placed requests.
+
+    - `due`: the time from which the next placed request is sampled, in seconds of the routing clock.
+    """
 
     @property
     def due(self) -> float: ...
 
     def placed(self, prompt: RoutedPrompt, assignment: Assignment) -> SampledRequest | None:
-        """A request was placed. Returns what is to know of its answer, or None."""
+        """Return the sample of a request that was just placed; None if it is not sampled."""
 
 
 class SampledRequest(Protocol):
-    """Hears what becomes of a request."""
+    """The sample of one request, updated until the request ends."""
 
     def first_byte(self) -> None:
-        """Its answer began."""
+        """Record the first byte of its answer."""
 
     def answered(self, usage: Usage | None) -> None:
-        """It was answered in full."""
+        """Record the end of its answer."""
 
 
 class Assignment:
-    """Where a request goes, and its share of that target's load until `release`.
+    """A placed request, and its share of the target's load until `release`.
 
-    `recorded`: whether its prompts count as held soon where it goes. `now`: the time, where it was just read.
+    - `recorded`: whether its prompts count as cached soon at the target.
+    - `prefill`: the assignment of the worker that computes the prompt, if that is another one.
     """
 
     def __init__(self, selection: Selection, reservation: Reservation, attempt: Attempt) -> None:
@@ -110,12 +117,12 @@ class Assignment:
 
     @property
     def overlap(self) -> int:
-        """Tokens of the prompt that the target is expected to serve from its cache."""
+        """The tokens of the prompt that the target is expected to serve from its cache."""
         return self.decision.chosen.overlap
 
     @property
     def wants_usage(self) -> bool:
-        """Whether anything is learned from what the answer says of its tokens."""
+        """Whether the token counts of the answer are needed to learn from."""
         return (
             self.timing is not None
             or self.sample is not None
@@ -124,7 +131,7 @@ class Assignment:
         )
 
     def first_byte(self, now: float | None = None) -> None:
-        """The answer began."""
+        """Release the prefill's share of the load, because the answer began. `now`: the clock's time, if just read."""
         self.reservation.first_byte(now)
         if self.timing:
             self.timing.first_byte()
@@ -134,13 +141,13 @@ class Assignment:
             self.sample.first_byte()
 
     def when_released(self, callback: ReleaseCallback) -> None:
-        """Have this called, too, when the request ended."""
+        """Call `callback` when the request ends."""
         if self._callbacks is None:
             self._callbacks = []
         self._callbacks.append(callback)
 
     def release(self, now: float | None = None) -> None:
-        """The request ended, however it did. Only the first call counts."""
+        """Release everything that is reserved, because the request ended. Only the first call counts."""
         self.reservation.release(now)
         if not self.attempt.ended:
             self.attempt.end(Outcome.NEITHER, now=now)

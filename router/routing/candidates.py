@@ -1,4 +1,4 @@
-"""Which targets could take a prompt, and what each has to do and holds of it: what a policy chooses from."""
+"""The candidates of a request: the targets that may receive it, with their load and their overlap."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ _NO_ROWS: frozenset[int] = frozenset()
 
 
 class CandidateSet:
-    """What a request has to choose from: the rows of a name's targets that could take it.
+    """The candidates of one request, as rows of a name's targets.
 
-    `excluded`: rows that cannot. `hashes`: the chunk hashes of its prompts, by what is served under the name it asks
-    for. `overlaps`: what targets have of them. `rates`: with workers that are unlike, those of the slowest.
+    - `excluded`: the rows that are no candidates.
+    - `hashes`: the chunk hashes of its prompts, by the model that is served under the name.
+    - `overlaps`: its overlaps with the targets.
+    - `rates`: the rates of the slowest worker, by model; only if workers differ.
     """
 
     __slots__ = ("_candidates", "_finder", "excluded", "hashes", "overlaps", "rates", "targets", "view")
@@ -47,18 +49,18 @@ class CandidateSet:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of candidates."""
         return len(self.targets.ranks) - len(self.excluded)
 
     @property
     def candidates(self) -> list[Candidate]:
-        """A record of each: for policies that look at all, and for people."""
+        """A record of each candidate, for policies that read all of them, and for explanations."""
         if self._candidates is None:
             self._candidates = self.records()
         return self._candidates
 
     def records(self, chosen: Candidate | None = None) -> list[Candidate]:
-        """A record of each with its load now, but for the chosen one, which stays as it was."""
+        """Return a record of each candidate with its present load. `chosen`: a record to keep as it was."""
         records = self.view.records.copy()
         if self.rates:
             records = [self._finder.with_rates(self, row, record) for row, record in enumerate(records)]
@@ -72,13 +74,13 @@ class CandidateSet:
         return records
 
     def without(self, rows: Collection[int]) -> CandidateSet:
-        """The same but for these rows."""
+        """Return the candidates without some rows."""
         left = CandidateSet(self._finder, self.targets, self.view, {*self.excluded, *rows})
         left.hashes, left.overlaps, left.rates = self.hashes, self.overlaps, self.rates
         return left
 
     def with_overlap(self, row: int, record: Candidate) -> Candidate:
-        """A record with what its target has of the request's prompts."""
+        """Return a row's record with its overlap."""
         tokens = self.overlaps.tokens[row]
         if not tokens:
             return record
@@ -88,11 +90,11 @@ class CandidateSet:
         return record
 
     def rank_of(self, candidate: Candidate) -> RoutableRank:
-        """The rank that a candidate is."""
+        """Return the rank of a candidate."""
         return self.targets.of_target[candidate.target]
 
     def cheapest(self, policy: LinearPolicy, tokens: int) -> Selection | None:
-        """The selection that a linear policy makes for a prompt of `tokens`; None where there is no candidate."""
+        """Return a linear policy's selection for a prompt of `tokens` tokens; None if there is no candidate."""
         overlaps = self.overlaps
         row = policy.cheapest_row(self.view.columns, tokens, overlaps.tokens, overlaps.transfers, self.excluded)
         if row is None:
@@ -108,7 +110,7 @@ class CandidateSet:
         return self._selection(decision, self.targets.ranks[row])
 
     def select(self, decision: Decision) -> Selection:
-        """The selection that a policy's decision makes."""
+        """Return the selection of a policy's decision."""
         return self._selection(decision, self.rank_of(decision.chosen))
 
     def _selection(self, decision: Decision, rank: RoutableRank) -> Selection:
@@ -149,9 +151,12 @@ class CandidateFinder:
         prefill: bool = False,
         by_load: bool = False,
     ) -> CandidateSet:
-        """Every target that could take a prompt now, with what it holds of it and has to do.
+        """Return the candidates for a prompt.
 
-        `prefill`: those that only compute it, for others to go on. `by_load`: nothing of the prompt counts.
+        - `excluded`: the workers that may not receive it.
+        - `limits`: the most that a target may have in flight.
+        - `prefill`: find targets that only compute the prompt.
+        - `by_load`: leave overlaps out, because nothing reads them.
         """
         targets = self._directory.of(prompt.name, prefill)
         view = targets.view
@@ -176,7 +181,7 @@ class CandidateFinder:
         return found
 
     def request(self, prompt: RoutedPrompt, found: CandidateSet) -> Request:
-        """What a policy knows of a prompt. Without a session, prompts that begin alike count as one."""
+        """Return a prompt as policies see it. Prompts without a session that begin alike count as one session."""
         served = found.rank_of(found.candidates[0]).served
         hashes = found.hashes.get(served, NO_HASHES)
         beginning = hashes[0][min(len(hashes[0]), _SESSION_CHUNKS) - 1] if hashes and hashes[0] else None
@@ -184,7 +189,7 @@ class CandidateFinder:
         return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning)
 
     def with_rates(self, found: CandidateSet, row: int, record: Candidate) -> Candidate:
-        """A record with its target's rates, where workers are unlike."""
+        """Return a row's record with the rates of its target, if workers differ."""
         rank = found.targets.ranks[row]
         slowest = found.rates.get(rank.served)
         if slowest is None:
@@ -203,9 +208,9 @@ class CandidateFinder:
         limits: Limits,
         owner: str | None,
     ) -> Collection[int]:
-        """The rows that a request may not go to now: usually none.
+        """Return the rows that may not receive a request now: usually none.
 
-        `owner`: the worker that has what a request is about. It goes there, as long as that one is there.
+        - `owner`: the URL of the worker that has the response or file of the request. While it is up, it alone may.
         """
         unsettled = targets.unsettled(self._fleet.health_version)
         if not excluded and not unsettled and limits.unlimited and owner is None:
@@ -227,9 +232,9 @@ class CandidateFinder:
         limits: Limits,
         unsettled: list[Worker],
     ) -> set[int] | None:
-        """The excluded rows, by a look at those workers alone that something speaks against.
+        """Return the excluded rows, from a check of excluded, unsettled and full workers only.
 
-        None where no other worker is left: then `_usable` decides which of them is the least evil.
+        The result is None if no row would be left. `_usable` then picks from all workers.
         """
         rows: set[int] = set()
         for worker in excluded:
@@ -267,7 +272,7 @@ class CandidateFinder:
         limits: Limits,
         owner: str | None,
     ) -> list[RoutableRank]:
-        """The ranks that a request may go to now, by a look at all of them."""
+        """Return the ranks that may receive a request now, from a check of each."""
         workers = without(targets.workers, excluded)
         owners = [each for each in workers if each.url == owner] if owner else []
         has_capacity = self._capacity.has_capacity
@@ -297,5 +302,5 @@ class CandidateFinder:
 
 
 def without(workers: Sequence[Worker], excluded: Collection[Worker]) -> Sequence[Worker]:
-    """Those of some workers that are not excluded."""
+    """Return the workers that are not excluded."""
     return [worker for worker in workers if worker not in excluded] if excluded else workers

@@ -1,8 +1,7 @@
-"""The load of a name's targets as a policy sees it: a record of each, and the lines of a linear policy as columns.
+"""The load of a name's targets as policies see it: a record of each, and a linear policy's costs as columns.
 
-A row is read again when its load has changed, or that of its peers or its engine, so a request costs the rows that
-changed since the last one. What changes with time alone (an engine that is silent, evictions) is found by reading all
-rows now and then, in portions.
+A row is read again after the load of its target changed, so a choice costs the rows that changed since the last one.
+Time alone changes a row as well, by silent engines and by evictions. So all rows are read again at intervals, in parts.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from router.policies import Candidate, CostColumns, LinearPolicy
 from router.prediction.learned import Learned
 from router.routing.routable_rank import RoutableRank
 
-# How often all rows are read again, and the most that one request reads of them.
+# The interval in seconds at which all rows are read again, and the most rows that one request reads for it.
 _SWEEP_SECONDS = 0.5
 _SWEEP_ROWS = 512
-# The price of evictions falls with every second: it is taken over when it has moved by more than this share.
+# The relative change of the price of evictions after which all rows are read again.
 _PRICE_CHANGE = 0.05
 HORIZON: Final = 60.0
 
@@ -44,11 +43,11 @@ class PrefillShare:
 
 
 class LoadView:
-    """One row a target, as in `ModelTargets.ranks`.
+    """The load of each rank of a name, in the order of `ModelTargets.ranks`.
 
-    `records`: shared by all requests, and not to be changed; nothing of a prompt is in them. `columns`: of the policy,
-    where that is linear. `prefilling`: the rows of targets that have prompts to compute; `prefill_share` is told how
-    many of all these are.
+    - `records`: the ranks as candidates without a prompt. All requests share them, so they are never changed.
+    - `columns`: the costs of a linear policy.
+    - `prefilling`: the rows whose targets have prompts to compute.
     """
 
     def __init__(
@@ -77,13 +76,13 @@ class LoadView:
         self._prefill_share = prefill_share
 
     def update(self, now: float) -> None:
-        """Catch up with what has changed. `now`: by `time.monotonic`."""
+        """Read the rows that changed since the last call. `now`: the clock's time."""
         rows = len(self._ranks)
         changed = self._journal.since(self._read_to) if self._read_to >= 0 else None
         if changed is None:
             self._read_all()
         else:
-            for slot in set(changed):  # a request changes its target's load some times
+            for slot in set(changed):  # each request changes its target's load more than once
                 row = self._row_of_slot.get(slot)
                 if row is not None:
                     self._read(row)
@@ -110,9 +109,9 @@ class LoadView:
         self._swept = len(self._ranks)
 
     def _read(self, row: int) -> None:
-        """Read a target's load, in proportion to its worker's weight.
+        """Read the load of a row: that of this router, of other routers, and of requests that no router sent.
 
-        That is what this router and its peers have in flight there, and requests that none of them sent.
+        The weight of the worker scales it.
         """
         rank = self._ranks[row]
         target, load = rank.target, rank.load
@@ -141,7 +140,7 @@ class LoadView:
             self.columns.set(row, fixed, per_token)
 
     def _eviction(self, rank: RoutableRank) -> float:
-        """What evicting costs there: nothing while it evicts nothing."""
+        """Return the price of an eviction on a rank: 0 while it evicts nothing."""
         target = rank.target
         if not self._pressure.evicting(target):
             return 0.0

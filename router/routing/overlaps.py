@@ -1,7 +1,7 @@
-"""What each target holds of a prompt, or will hold once it has computed what is in flight to it.
+"""The overlap of a prompt with each target: what the target has cached, or will have after the prompts in flight.
 
-Four sources say so: the index, by the engines' events; prompts in flight from this router, and from others; and the
-history of answers, where events are missing.
+Four sources have a part: the index, by the engines' events; this router's prompts in flight; those of other routers;
+and sent prefixes, if a target's events are missing.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from router.routing.target_directory import ModelTargets
 
 
 class Overlaps:
-    """What targets have of a request's prompts, by row. Amounts are in tokens.
+    """The overlaps of a request's prompts with all targets, by row. Amounts are in tokens.
 
-    `tokens`: what counts. `by_events`: by events and prompts in flight, of rows where that is another number.
-    `transfers`: how many of them are in CPU memory and on disk, of rows that have any there.
+    - `tokens`: the overlap that counts.
+    - `by_events`: the overlap by events and prompts in flight, for rows in which it differs.
+    - `transfers`: the tokens in CPU memory and on disk, for rows that have any there.
     """
 
     __slots__ = ("_empty", "by_events", "tokens", "transfers")
 
     def __init__(self, nothing: array[int]) -> None:
-        """`nothing`: an `array("I")` of zeros by row, which stays as it is."""
+        """Create empty overlaps. `nothing`: an `array("I")` with a zero for each row, which is never changed."""
         self.tokens = nothing
         self.by_events: dict[int, int] = {}
         self.transfers: dict[int, tuple[int, int]] = {}
         self._empty = True
 
     def add(self, found: RowMatches, by_events: dict[int, int]) -> None:
-        """Add what rows have of one more prompt. `by_events`: as above, of that prompt."""
+        """Add the overlaps of one more prompt. `by_events`: its overlaps by events, for rows in which they differ."""
         if self._empty:
             self._empty = False
             self.tokens, self.transfers, self.by_events = found.tokens, found.transfers, by_events
@@ -48,13 +49,16 @@ class Overlaps:
             self.transfers[row] = before[0] + cpu, before[1] + disk
 
     def events_of(self, row: int) -> int:
-        """What a target has by events and prompts in flight."""
+        """Return a row's overlap by events and prompts in flight."""
         known = self.by_events.get(row)
         return self.tokens[row] if known is None else known
 
 
 class OverlapFinder:
-    """Asks all four sources. `uncached`: the URLs of workers whose engines keep no prefixes, whatever they are sent."""
+    """Finds overlaps in all four sources.
+
+    - `uncached`: the URLs of workers whose engines have no prefix cache.
+    """
 
     def __init__(self, state: RoutingState) -> None:
         self._indexer = state.indexer
@@ -73,7 +77,7 @@ class OverlapFinder:
         now: float,
         overlaps: Overlaps,
     ) -> None:
-        """Add the overlaps of the targets that serve a model. `hashes`: the chunk hashes of each of the prompts."""
+        """Add the overlaps of the targets that serve a model. `hashes`: the chunk hashes of each prompt."""
         if self._indexer.index.cleared:
             self._forget_cleared()
         of_target, distrusted = targets.of_target, self._audit.distrusted
@@ -96,7 +100,7 @@ class OverlapFinder:
                 if shared or sent:
                     window = self._indexer.window(target)
                     if window is not None:
-                        # Groups of layers that keep but the last of a prompt: not all in common can be reused.
+                        # Some groups of layers keep only the end of a prompt, so not all common tokens can be reused.
                         shared = self._in_flight_prefixes.resumable(target, chunks, window)
                         sent = self._sent_prefixes.resumable(target, chunks, window)
                 if shared >= held[rank.row] or sent or not trusted:
@@ -119,8 +123,12 @@ class OverlapFinder:
         trusted: bool,
         tokens: int,
     ) -> None:
-        """Correct what the index says of a target's share in a prompt of `tokens`: by what of it is `in_flight` there
-        and was `sent` there, and without the index where its events are not `trusted`."""
+        """Correct the index's overlap of a target with a prompt of `tokens` tokens.
+
+        - `in_flight`: the overlap with prompts in flight.
+        - `sent`: the overlap with sent prefixes.
+        - `trusted`: whether the target's events are right. If not, the index does not count.
+        """
         row, target = rank.row, rank.target
         if in_flight:
             in_flight = self._full_blocks(target, in_flight, tokens)
@@ -131,7 +139,7 @@ class OverlapFinder:
         overlap = expected if trusted else in_flight
         if sent > overlap:
             overlap = sent
-        if not overlap == held > in_flight:  # it is being computed there, or does not count
+        if not overlap == held > in_flight:  # the blocks are computed there, or do not count
             found.transfers.pop(row, None)
         found.tokens[row] = overlap
         if overlap != expected:
@@ -145,17 +153,17 @@ class OverlapFinder:
                 by_events.pop(rank.row, None)
 
     def _forget_cleared(self) -> None:
-        """Expect nothing more of targets whose events said that they hold nothing any more."""
+        """Forget ended prompts of targets whose events reported a cleared cache."""
         cleared = self._indexer.index.cleared
         while cleared:
-            target = cleared.pop()  # one by one: streams are read meanwhile
+            target = cleared.pop()  # one by one, because a thread adds to the set meanwhile
             self._in_flight_prefixes.forget_ended(target)
             self._sent_prefixes.forget(target)
 
     def _matches(
         self, targets: ModelTargets, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None
     ) -> RowMatches:
-        """What targets hold of a prompt, by the index."""
+        """Return the overlaps of a prompt by the index."""
         rows = targets.rows_of(served)
         if served.replacement is not None:
             return RowMatches(rows)
@@ -165,13 +173,13 @@ class OverlapFinder:
             return RowMatches(rows)
 
     def _full_blocks(self, target: Target, shared: int, tokens: int) -> int:
-        """What a target reuses of a prompt of `tokens` when it has computed `shared` of them."""
+        """Return the tokens that a target reuses of a prompt whose first `shared` tokens it has computed."""
         shared = min(shared, tokens - 1)
         return shared - shared % (self._indexer.block_size(target) or CHUNK_TOKENS)
 
 
 def _leave_out(found: RowMatches, by_events: dict[int, int], row: int, tokens: int) -> None:
-    """The last `tokens` of what a row's target has will be computed again."""
+    """Subtract the last `tokens` tokens of a row's overlap, because the engine computes them again."""
     found.tokens[row] = max(found.tokens[row] - tokens, 0)
     if row in by_events:
         by_events[row] = max(by_events[row] - tokens, 0)

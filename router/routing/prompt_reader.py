@@ -1,4 +1,4 @@
-"""From a request's body to what routing knows of its prompts: the model behind its name, and the tokens."""
+"""Reads requests: the model behind the name, and the tokens of the prompts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PromptReader:
         self._state.needs_prompts = wanted or self._state.policy.spec.reads_prompts
 
     def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
-        """The model and adapter behind a name. Raises RequestError (404) when no worker serves it."""
+        """Return the model and adapter behind a name. Raises RequestError (404) if no worker serves it."""
         name = self._fleet.aliases.get(name, name)
         serving = self._fleet.serving(name)
         if serving:
@@ -53,9 +53,9 @@ class PromptReader:
         return self.read_now(request, body_bytes) or await self.read_aside(request, body_bytes)
 
     def read_now(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt | None:
-        """Tokenize a request's prompts at once; None when that takes longer than the event loop may be held up.
+        """Return a request's prompt, if it can be tokenized without blocking the event loop; None if not.
 
-        Then `read_aside` does it. Raises RequestError for a model that no worker serves.
+        `read_aside` tokenizes the others. Raises RequestError for a model that no worker serves.
         """
         request, model = self._with_model(request)
         if not self._state.needs_prompts or model is None or request.prompt is None:
@@ -69,7 +69,7 @@ class PromptReader:
         return None if tokenized is None else tokenized_prompt(request, tokenized)
 
     async def read_aside(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
-        """The same for what `read_now` leaves: in a thread, or by a worker. Raises the same errors."""
+        """Tokenize the prompts that `read_now` did not, in a thread or by a worker. Raises RequestError."""
         request, model = self._with_model(request)
         if model is None or request.prompt is None:
             return unread_prompt(request, body_bytes)
@@ -82,7 +82,7 @@ class PromptReader:
         return tokenized_prompt(request, tokenized)
 
     def _by_text(self, model: str, request: RoutedRequest, body_bytes: int, error: Exception) -> RoutedPrompt:
-        """A prompt that could not be tokenized: its text has prefixes, too."""
+        """Return a prompt that is known by its text, because it could not be tokenized."""
         begun = time.perf_counter()
         assert request.prompt is not None
         try:
@@ -94,7 +94,7 @@ class PromptReader:
         return text_prompt(request, texts)
 
     def _with_model(self, request: RoutedRequest) -> tuple[RoutedRequest, str | None]:
-        """A request with the name of its model or adapter, and the model behind it. Without a name any worker does."""
+        """Return a request with its name resolved, and the model behind it; None if any worker will do."""
         if request.model is None and request.prompt is not None:
             request = replace(request, model=self._only_model())
         if request.model is None:
@@ -108,13 +108,13 @@ class PromptReader:
         return request, model
 
     def _only_model(self) -> str | None:
-        """The model, where the workers serve but one."""
+        """Return the model of all workers; None if they serve several."""
         described = [worker.description for worker in self._fleet.workers if worker.description]
         models = {model.name for description in described for model in description.base_models()}
         return models.pop() if len(models) == 1 else None
 
 
 def _routed_by_load(request: RoutedRequest, body_bytes: int, error: Exception) -> RoutedPrompt:
-    """A prompt of which nothing can be known. Whether it is invalid is for the worker to say."""
+    """Return a prompt that is routed by load alone. The worker answers if it is invalid."""
     log.debug("routed by load alone", model=request.model, reason=str(error))
     return unread_prompt(request, body_bytes)

@@ -1,4 +1,4 @@
-"""One rank of a worker as what a request can be sent to, and what it serves."""
+"""A DP rank of a worker as a target of requests, and the model that it serves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from router.load.target_load import TargetLoad
 
 
 class ServedModel:
-    """What workers serve under the name a request uses: one object for all of them. `root`: the hash before the first
-    chunk of its prompts, but for those with a salt.
+    """A model or adapter behind a name: one object for all workers that serve it.
 
-    `replacement`: where an adapter's weights come from that took the name of another while the worker ran. The worker
-    uses no block of the other (vLLM hashes an adapter's name and path), but its events do not tell them apart: so what
-    it holds for this one is what was sent there.
+    - `root`: the hash before the first chunk of prompts without a cache salt.
+    - `replacement`: the path of an adapter that took the name of another while the worker ran. Its events do not tell
+      the two apart, so its holdings are predicted from the prompts that were sent.
     """
 
     def __init__(self, model: str, adapter: str | None, replacement: str | None = None) -> None:
@@ -24,15 +23,17 @@ class ServedModel:
         self.root = self.root_of(None)
 
     def root_of(self, salt: str | None) -> int:
-        """The hash before the first chunk of its prompts with a salt."""
+        """Return the hash before the first chunk of prompts with a cache salt."""
         name = self.adapter if self.replacement is None else f"{self.adapter}\0{self.replacement}"
         return chunk_root(self.model, name, salt)
 
 
 class RoutableRank:
-    """One of a worker's ranks as the target for what it serves under a name.
+    """A DP rank of a worker, as the target of requests for one name.
 
-    `one_of_many`: its worker has others. `weight`: that of its worker. `row`: its place among the targets of the name.
+    - `one_of_many`: whether its worker has other ranks.
+    - `weight`: the weight of its worker.
+    - `row`: its position among the targets of the name.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The selection where promises are made.
+"""The selection while requests have SLOs.
 
-The policy's own choice is nearly always one that keeps the request's promise and breaks no other. Only where it is not,
-what every other candidate would take is predicted.
+The policy's choice usually meets the request's SLO and makes no other request miss one. Only if it does not, the
+latency of every other candidate is predicted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from router.routing.routed_prompt import RoutedPrompt
 
 
 class SLOSelector:
-    """Predicts what candidates would take, and selects by that. `broken_promise`: what one costs, in prefill tokens."""
+    """Selects by predicted latencies.
+
+    - `broken_promise`: the cost of a missed SLO, in prefill tokens.
+    """
 
     def __init__(self, learned: Learned, peer_load: PeerLoad, broken_promise: float) -> None:
         self._predictions = learned.predictions
@@ -27,7 +30,7 @@ class SLOSelector:
         self._broken_promise = broken_promise
 
     def select(self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, slo: SLO, now: float) -> Selection:
-        """The selection; `usual` is what it would be without a promise."""
+        """Return the selection for a request with an SLO. `usual`: the policy's selection without the SLO."""
         self._predictions.slo()
         selection, prediction = self._choose(found, usual, prompt, slo, now)
         selection.slo, selection.prediction = slo, prediction
@@ -35,7 +38,7 @@ class SLOSelector:
         return selection
 
     def spare_others(self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, now: float) -> Selection:
-        """The same for a request that was promised nothing: it goes elsewhere where it would break others'."""
+        """Return the selection for a request without an SLO: not `usual` if other requests would miss theirs by it."""
         if not self._predictions.promised_on(usual.rank.target) or not counts_in_prefill(usual.decision.unit):
             return usual
         return self._choose(found, usual, prompt, NO_SLO, now)[0]
@@ -55,7 +58,7 @@ class SLOSelector:
         return found.select(chosen), predictions[place]
 
     def prediction(self, rank: RoutableRank, candidate: Candidate, prompt: RoutedPrompt) -> Prediction:
-        """What a candidate is predicted to take for a prompt that is sent now."""
+        """Return the predicted latency of a prompt that a candidate receives now."""
         backlog = rank.load.backlog + self._peer_load.backlog(rank.target.worker, rank.target.dp_rank)
         return self._predictions.of(candidate, prompt.tokens, self._output(rank, prompt), backlog)
 

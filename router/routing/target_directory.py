@@ -1,4 +1,4 @@
-"""The targets behind each name. They are looked up once for each version of the fleet, not for each request."""
+"""The targets behind each model name, looked up once for each version of the fleet."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ from router.settings import WorkerSettings
 
 
 class ModelTargets:
-    """The workers that take requests of a name, as `Fleet.able` has them, and their ranks: in rows, by worker and by
-    target."""
+    """The workers of `Fleet.able` for one name, and their ranks: in rows, by worker and by target.
+
+    - `view`: the load of the ranks as policies see it; None before the first choice.
+    - `prefill_share`: the average share of the ranks that compute prompts.
+    - `nothing`: the overlap of an unknown prompt with each row: zeros, which are never changed.
+    """
 
     def __init__(
         self, workers: Sequence[Worker], name: str | None, load: LoadTable, before: ModelTargets | None = None
     ) -> None:
-        """`before`: what was found of the name the last time. The ranks of workers that are as they were stay.
+        """Find the ranks of a name's workers.
 
-        `prefill_share`: how many of the targets compute prompts, of late.
+        - `before`: the targets of the version before, whose ranks are kept if their workers did not change.
         """
         self.workers = list(workers)
         self.of_worker: dict[Worker, list[RoutableRank]] = {}
         self.of_target: dict[Target, RoutableRank] = {}
         self.ranks: list[RoutableRank] = []
         self._found: dict[Worker, tuple[WorkerDescription | None, WorkerSettings]] = {}
-        self.view: LoadView | None = None  # what policies see of their load
+        self.view: LoadView | None = None
         self.prefill_share: PrefillShare = PrefillShare() if before is None else before.prefill_share
         self._unsettled: list[Worker] = []
         self._unsettled_version = -1
@@ -52,19 +56,19 @@ class ModelTargets:
                 self.of_target[rank.target] = rank
                 rank.row = len(self.ranks)
                 self.ranks.append(rank)
-        self.nothing = array("I", bytes(4 * len(self.ranks)))  # by row, of a prompt that nobody knows
+        self.nothing = array("I", bytes(4 * len(self.ranks)))
         self._rows_of: dict[ServedModel, TargetRows] = {}
         self.served: list[ServedModel] = list({ranks[0].served: None for ranks in self.of_worker.values()})
 
     def ranks_as_found(self, worker: Worker) -> list[RoutableRank] | None:
-        """The ranks of a worker, if it is as it was when they were found."""
+        """Return the ranks of a worker, if its settings and its description have not changed since."""
         description, settings = self._found.get(worker, (None, None))
         if settings is not worker.settings or description is not worker.description:
             return None
         return self.of_worker[worker]
 
     def rows_of(self, served: ServedModel) -> TargetRows:
-        """The rows of the targets that serve a model."""
+        """Return the rows of the targets that serve a model."""
         rows = self._rows_of.get(served)
         if rows is None:
             row_of = {rank.target: rank.row for rank in self.ranks if rank.served is served}
@@ -72,9 +76,9 @@ class ModelTargets:
         return rows
 
     def unsettled(self, health_version: int) -> list[Worker]:
-        """The workers to which not every request may go: they warm up, or a circuit of theirs is not closed.
+        """Return the workers that may not receive every request: they warm up, or have a circuit that is not closed.
 
-        `health_version`: the fleet's. Until it grows the same ones are left to look at, and usually there are none.
+        - `health_version`: the fleet's. Until it grows, the list stays the same.
         """
         if self._unsettled_version != health_version:
             self._unsettled_version = health_version
@@ -82,7 +86,7 @@ class ModelTargets:
         return self._unsettled
 
     def usable(self, workers: Iterable[Worker]) -> list[RoutableRank]:
-        """The ranks of some of the workers that requests may go to now."""
+        """Return the ranks of some workers that may receive requests now."""
         usable: list[RoutableRank] = []
         for worker in workers:
             ranks = self.of_worker[worker]
@@ -94,18 +98,18 @@ class ModelTargets:
 
 
 class TargetDirectory:
-    """The workers of a fleet by the names they serve."""
+    """The targets of a fleet by the names that they serve."""
 
     def __init__(self, fleet: RoutedFleet, load: LoadTable) -> None:
         self._fleet = fleet
         self._load = load
         self._version = -1
-        # By name: of workers that answer, and of those that compute prompts for others.
+        # By name: the targets that answer requests, and those that only prefill.
         self._targets: list[dict[str | None, ModelTargets]] = [{}, {}]
-        self._before = self._targets  # of the last version
+        self._before = self._targets  # of the version before
 
     def of(self, name: str | None, prefill: bool = False) -> ModelTargets:
-        """Those that take requests of a name."""
+        """Return the targets of a name. `prefill`: those that only compute prompts."""
         if self._version != self._fleet.version:
             self._version = self._fleet.version
             self._before, self._targets = self._targets, [{}, {}]
@@ -113,7 +117,7 @@ class TargetDirectory:
         if targets is None:
             before = self._before[prefill].pop(name, None)
             targets = ModelTargets(self._fleet.able(name, prefill), name, self._load, before)
-            if targets.workers:  # else no worker serves it, and there is no end of such names
+            if targets.workers:  # names without workers are not cached: clients make them up
                 self._targets[prefill][name] = targets
         return targets
 
@@ -126,7 +130,7 @@ def _settled(worker: Worker) -> bool:
 
 
 def _served(worker: Worker, name: str | None) -> tuple[str, str | None, str | None]:
-    """The model and adapter that a worker serves under a name, and where the adapter comes from if it replaced one."""
+    """Return the model and adapter behind a name on a worker, and the path of an adapter that replaced another."""
     known = worker.served(name) if name is not None else None
     if known is None:
         return "", None, None
