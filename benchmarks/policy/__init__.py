@@ -1,9 +1,14 @@
-"""`make bench-policy`: our policy beside its peers', in a simulated fleet that replays a trace
-(`simulator.fleet`).
+"""`make bench-policy`: this project's policy and its peers, which replay the same traces on a simulated fleet.
 
-workloads    traces made up: conversations, agents, tools
-grid         the cells: workloads, fleets, caches, loads; every policy in each
-decisions    what a decision itself costs
-tail         why the slowest requests waited
-report       tables in Markdown, and a plot
+- `workloads`: generated traces: conversations, agents, tools.
+- `sides`: the routers that are compared.
+- `grid`: the cells: workloads, fleets, caches and loads.
+- `measures`: the figures of a run.
+- `decisions`: the processor time of a decision.
+- `tail`: the waits of the slowest requests.
+- `slos`: the share of SLOs met.
+- `headroom`: llm-d's predicted-latency scheduling, a peer of `slos`.
+- `hints`: the effect of agents' hints.
+- `report`: tables in Markdown.
+- `plot`: a picture of a run.
 """

@@ -20,30 +20,28 @@ from benchmarks.policy.tail import compare_tails
 from simulator.fleet.sides import OURS
 
 _HOW = f"""\
-Each policy replays the same requests on the same simulated fleet: paged caches whose leaves are evicted first, chunked
-prefill, batches, events that the router sees 3 to 280 ms late. All policies have the same exact knowledge of the caches
-and of the requests in flight. Figures are medians over {{seeds}} seeds, the first half of each run left out. TTFT and
-TPOT are times to the first token and for each one after it; goodput is answers a second that begin within
-{TTFT_GOAL:g} s and go on at {1000 * TPOT_GOAL:g} ms a token or less. A load is a share of what the fleet could do if it
-never computed a prefix twice; of a recorded trace, it is requests a second and worker."""
+The router's own selection and admission run in virtual time before simulated engines. These have paged caches that
+evict leaves first, chunked prefill, batches, and events that reach the router after 3 to 280 ms. All policies receive
+the same events and metrics. Figures are medians over {{seeds}} seeds, without the first half of each run. Goodput is
+the answers a second that begin within {TTFT_GOAL:g} s and continue at {1000 * TPOT_GOAL:g} ms a token or less. A load
+is a share of what the fleet could serve if it never computed a prefix twice. The load of a recorded trace is in
+requests a second and worker."""
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="Three cells, two seeds: less than a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Three cells, two seeds: some minutes.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Replay this trace (Mooncake's format, .gz or not).")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each policy in each cell.")] = None,
-    without_events: Annotated[
-        bool, typer.Option(help="Compare what is known of workers by what was sent to them alone.")
-    ] = False,
+    without_events: Annotated[bool, typer.Option(help="Compare routers whose workers report no events.")] = False,
     slos: Annotated[
-        bool, typer.Option("--promises", help="Compare how many promises are kept, by classes of requests.")
+        bool, typer.Option("--promises", help="Compare the share of SLOs met, by classes of requests.")
     ] = False,
-    hints: Annotated[bool, typer.Option("--hints", help="Say what agents' hints are worth.")] = False,
-    tail: Annotated[bool, typer.Option("--tail", help="Say why the slowest requests waited.")] = False,
+    hints: Annotated[bool, typer.Option("--hints", help="Show the effect of agents' hints.")] = False,
+    tail: Annotated[bool, typer.Option("--tail", help="Show the waits of the slowest requests.")] = False,
     output: Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw TTFT p90 (needs the extra bench).")] = None,
 ) -> None:
-    """Compare policies on a simulated fleet, and say what a decision costs."""
+    """Compare policies on a simulated fleet, and measure the processor time of a decision."""
     count = seeds or (2 if quick else 3)
     show = partial(print, flush=True)
     if slos or hints or tail:
@@ -53,7 +51,7 @@ def main(
             title, table = "Agents' hints", compare_hints(quick, count, show)
         else:
             title, table = "The slowest requests", compare_tails(trace, quick, count, show)
-        if slos or hints:  # the tables of the other were shown as they came
+        if slos or hints:  # the other tables were shown when each was done
             print(f"\n{table}\n")
         print(f"The run took {_cpu_seconds():.0f} s of one core.")
         if output:
@@ -81,7 +79,7 @@ def main(
 
 
 def _cpu_seconds() -> float:
-    """What this process and those that it started have computed."""
+    """Return the processor time of this process and of its ended children."""
     return sum(os.times()[:4])
 
 

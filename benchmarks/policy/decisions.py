@@ -1,4 +1,4 @@
-"""What a decision costs, made as the router does: a tenth of the targets hold part of the prompt, all have a load."""
+"""The processor time of a decision, as the router makes it. A tenth of the targets hold part of the prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = 0.3
 
 
 def candidates(count: int, random: Random) -> list[Candidate]:
-    """A number of targets in the middle of a busy day."""
+    """Return candidates with random loads."""
     return [
         Candidate(
             Target(f"http://10.0.{number // 256}.{number % 256}:8000", 0, "model"),
@@ -34,7 +34,7 @@ def candidates(count: int, random: Random) -> list[Candidate]:
 
 
 def decision_seconds(count: int) -> dict[str, float]:
-    """Seconds a decision among this many targets takes, by policy: the median of many."""
+    """Return the median seconds of a decision among `count` targets, by policy."""
     costs: dict[str, float] = {}
     for side in (OURS, *PEERS):
         random = Random(1)
@@ -52,7 +52,7 @@ def decision_seconds(count: int) -> dict[str, float]:
 
 
 def _decider(policy: Policy, among: list[Candidate]) -> Callable[[Request], object]:
-    """Decides as the router does: by the columns of a linear policy, else with all candidates."""
+    """Return a function that decides as the router does: by the columns of a linear policy, or by all candidates."""
     if not isinstance(policy, LinearPolicy):
         return lambda request: policy(among, request)
     columns, held = CostColumns(len(among)), array("I", [candidate.overlap for candidate in among])

@@ -1,7 +1,7 @@
-"""The cells of a run: what is replayed, on which fleet, with how much cache, how fast. Every policy plays in each.
+"""The cells of a run: a workload on a fleet at a load. Every router runs in each cell.
 
-Loads are shares of what the fleet could do if it never computed a prefix twice; near saturation is where caches are too
-small for that, so each workload and cache has loads of its own. A recorded trace is replayed at several speeds.
+A load is a share of what the fleet could serve if it never computed a prefix twice. Saturation depends on the size of
+the caches, so each workload and cache size has its own loads. A recorded trace is replayed at several speeds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from simulator.fleet.trace import TracedRequest, TraceLine, read_trace, requests
 
 T = TypeVar("T")
 
-# Requests that decode together in a busy engine, and the context of each in tokens.
+# The requests that decode together in a busy engine, and the context of each in tokens.
 _BATCH, _CONTEXT = 24, 6000
 _SAMPLE_SECONDS = 600.0
 _TRACE_REQUESTS_A_WORKER = 900
@@ -29,7 +29,12 @@ _TRACE_REQUESTS_A_WORKER = 900
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One comparison. `kv_tokens` of cache a worker; `load` as above, of a trace: requests a second and worker."""
+    """One comparison.
+
+    - `kv_tokens`: the cache of each worker.
+    - `load`: a share of what the fleet could serve; of a recorded trace, requests a second and worker.
+    - `seconds`: the length of a generated trace.
+    """
 
     workload: Workload | Path
     profile: Profile
@@ -57,7 +62,7 @@ class Cell:
         return f"{self.workers} of {self.profile.name}, {self.kv_tokens / 1e6:g} M tokens"
 
     def requests(self, seed: int) -> list[TracedRequest]:
-        """The requests to replay."""
+        """Return the requests to replay."""
         if isinstance(self.workload, Path):
             lines = read_trace(self.workload, _TRACE_REQUESTS_A_WORKER * self.workers).lines
             seconds = (lines[-1].timestamp - lines[0].timestamp) / 1000
@@ -65,7 +70,7 @@ class Cell:
         return requests_of(self.lines(seed))
 
     def lines(self, seed: int) -> list[TraceLine]:
-        """A made-up trace at this load."""
+        """Return a generated trace at this load."""
         assert isinstance(self.workload, Workload)
         sample = sessions(self.workload, 1.0, _SAMPLE_SECONDS, Random(0))
         work = ideal_seconds(sample, *_prices(self.profile))
@@ -74,13 +79,13 @@ class Cell:
 
 
 def _prices(profile: Profile) -> tuple[float, float]:
-    """Seconds of work for a prompt token, some attention included, and for a token of an answer."""
+    """Return the seconds of work for a prompt token, with some attention, and for a token of an answer."""
     rates = profile.rates
     return 1.1 * rates.token, rates.step / _BATCH + rates.token + rates.context_token * _CONTEXT
 
 
 def play(cell: Cell, requests: Sequence[TracedRequest], side: Side, seed: int) -> Measures:
-    """One policy in one cell."""
+    """Replay the requests of a cell before one router, and return the figures."""
     return measured(Simulation(cell.fleet, side, Random(seed)).run(requests))
 
 
@@ -90,7 +95,7 @@ def play_all(
     seeds: int,
     play: Callable[[Cell, Sequence[TracedRequest], Side, int], T],
 ) -> dict[str, list[T]]:
-    """What `play` makes of each policy in one cell, seed by seed."""
+    """Return the results of `play` for each router in one cell, seed by seed."""
     runs: dict[str, list[T]] = {side.name: [] for side in sides}
     for seed in range(seeds):
         requests = cell.requests(seed)
@@ -100,7 +105,7 @@ def play_all(
 
 
 def full_grid() -> Iterator[Cell]:
-    """Two workloads, large and small caches, moderate load to saturation; then other engines and a larger fleet."""
+    """Yield two workloads on large and small caches up to saturation, then other engines and a larger fleet."""
     for workload, kv_tokens, loads in (
         (CONVERSATION, 1_200_000, (0.6, 1.2, 1.7)),
         (CONVERSATION, 300_000, (0.5, 0.8, 1.05)),
@@ -114,12 +119,12 @@ def full_grid() -> Iterator[Cell]:
 
 
 def quick_grid() -> Iterator[Cell]:
-    """An easy cell, and both workloads near saturation."""
+    """Yield a cell at low load, and both workloads near saturation."""
     yield from (Cell(CONVERSATION, LLAMA_70B, 8, 300_000, load) for load in (0.5, 1.05))
     yield Cell(AGENT, LLAMA_70B, 8, 300_000, 0.4)
 
 
 def trace_grid(trace: Path, quick: bool) -> Iterator[Cell]:
-    """A recorded trace on small and large caches."""
+    """Yield a recorded trace on small and large caches."""
     for kv_tokens, rates in ((1_200_000, (0.8, 1.2, 1.35)), (4_000_000, (1.0, 1.5, 1.65))):
         yield from (Cell(trace, LLAMA_70B, 8, kv_tokens, rate) for rate in (rates[-1:] if quick else rates))

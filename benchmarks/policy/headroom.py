@@ -128,7 +128,7 @@ def _headroom(prediction: Prediction, slo: RequestSLO | None) -> tuple[float, fl
 
 
 def _sticky(scored: list[_Scored], affinity: float, random: Random) -> list[_Scored]:
-    """Return the candidates that hold at least `affinity` of the prompt; all if there are none, or if they are slow."""
+    """Return the candidates that hold at least `affinity` of the prompt; all if none does, or if they are slow."""
     sticky = [each for each in scored if each.prefix >= affinity]
     others = [each for each in scored if each.prefix < affinity]
     if not sticky or not others or random.random() < _EXPLORES:

@@ -1,7 +1,7 @@
 """The effect of agents' hints: this project's default with and without them, on the same generated traces.
 
 Every request reports whether its session continues, and after which pause. The reported pauses are off by half. In the
-mixed cells, half of the work is single requests with long prompts, each of which reports that it is the last of its
+mixed cells, half of the work is single requests with long prompts. Each of them reports that it is the last of its
 session.
 """
 

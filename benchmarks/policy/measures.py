@@ -55,7 +55,7 @@ def after_warm_up(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def in_time(outcome: Outcome, ttft: float | None, tpot: float | None) -> bool:
-    """Return whether an answer came within these times in seconds. None: any time. A refused request did not."""
+    """Return whether an answer arrived within these times in seconds. None: any time. A refused request did not."""
     if outcome.refused:
         return False
     first = outcome.begun - outcome.request.arrival

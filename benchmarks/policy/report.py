@@ -1,4 +1,4 @@
-"""The tables of a run, in Markdown that is readable as it is: medians over the seeds, with the spread of TTFT p90."""
+"""The tables of a run in aligned Markdown: medians over the seeds, with the spread of TTFT p90."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _COLUMNS = ("hit rate", "TTFT p50", "p90", "(spread)", "p99", "TPOT p50", "p90",
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """What every policy did in a cell, a value for each seed."""
+    """The figures of every router in a cell, for each seed."""
 
     name: str
     by_side: Mapping[str, Sequence[Measures]]
 
     def ttft_p90(self, side: str) -> list[float]:
-        """The measure that cells are judged by, for each seed."""
+        """Return the TTFT p90 of a router, for each seed."""
         return [measures.ttft_p90 for measures in self.by_side[side]]
 
     def table(self) -> str:
-        """The cell as a table: a policy a row."""
+        """Return the cell as a table with a row for each router."""
         rows = [[self.name, *_COLUMNS]]
         for side, runs in self.by_side.items():
             p90 = self.ttft_p90(side)
@@ -45,8 +45,10 @@ class CellResult:
         return markdown(rows)
 
     def lost_to(self, ours: str) -> list[str]:
-        """The peers that beat a side of ours: their TTFT p90 is more than 5 % lower in the median, and lower for more
-        than half of the seeds by more than that."""
+        """Return the peers that beat a router of ours.
+
+        Their TTFT p90 is more than 5% lower in the median, and for more than half of the seeds.
+        """
         mine = self.ttft_p90(ours)
         return [
             side
@@ -58,7 +60,7 @@ class CellResult:
 
 
 def verdict(results: Iterable[CellResult]) -> str:
-    """Each cell in a line: ours against the best peer, TTFT p90."""
+    """Return a table of TTFT p90 with a row for each cell: ours, and the best peer."""
     rows = [["TTFT p90", OURS.name, OURS_AT_ONCE.name, "best peer", "", "ours / best peer"]]
     for result in results:
         ours, at_once = (median(result.ttft_p90(side.name)) for side in (OURS, OURS_AT_ONCE))
@@ -73,7 +75,7 @@ def verdict(results: Iterable[CellResult]) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as a table; the first is its head, and all columns but the first are aligned to the right."""
+    """Return rows as a table. The first row is its head. All columns but the first are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |" for row in rows]
     rule = "| " + " | ".join(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]) + " |"

@@ -52,12 +52,12 @@ class Mix:
     shares: tuple[tuple[float, RequestSLO | None], ...]
 
 
-PROMISED = Mix("all promised", ((0.5, INTERACTIVE), (0.25, AGENTS), (0.25, BATCH)))
+PROMISED = Mix("all with SLOs", ((0.5, INTERACTIVE), (0.25, AGENTS), (0.25, BATCH)))
 REFUSING = Mix(
-    "all promised, late interactive and agents refused",
+    "all with SLOs, late interactive and agents refused",
     ((0.5, replace(INTERACTIVE, refuses_late=True)), (0.25, replace(AGENTS, refuses_late=True)), (0.25, BATCH)),
 )
-HALF = Mix("half promised", ((0.25, INTERACTIVE), (0.125, AGENTS), (0.125, BATCH), (0.5, None)))
+HALF = Mix("half with SLOs", ((0.25, INTERACTIVE), (0.125, AGENTS), (0.125, BATCH), (0.5, None)))
 
 
 @dataclass(frozen=True, slots=True)

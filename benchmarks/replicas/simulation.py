@@ -32,7 +32,7 @@ from simulator.fleet.trace import TracedRequest
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How routers share their load.
+    """A way in which routers share their load.
 
     - `routers`: the number of routers.
     - `delay`: the seconds until the others know of a change; None: they never do.
@@ -99,7 +99,7 @@ class _Channel:
         await asyncio.Event().wait()
 
     async def flush(self) -> None:
-        """Do nothing: no message waits here."""
+        """Return at once: no message waits here."""
 
 
 class SeveralRouters(Simulation):

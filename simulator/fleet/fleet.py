@@ -46,7 +46,7 @@ class Outcome:
     """A request's times in seconds of the run, its tokens from the cache, and the number of its worker.
 
     - `sent`: when its worker received it.
-    - `begun`, `ended`: when its first and its last token came. A refused request never begins.
+    - `begun`, `ended`: the times of its first and its last token. A refused request never begins.
     """
 
     request: TracedRequest
@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def refused(self) -> bool:
-        """Whether no worker received it, once the run has ended."""
+        """True if no worker received the request. Valid once the run has ended."""
         return self.worker < 0
 
 
@@ -120,11 +120,11 @@ class Simulation:
         return build_router(self._make_workers(), self._index, self.side, self.random, self.loop.time, channels)
 
     def router_of(self, outcome: Outcome) -> SimulatedRouter:  # noqa: ARG002
-        """Return the router that a request comes to."""
+        """Return the router that receives a request."""
         return self.routers[0]
 
     def arriving(self, outcome: Outcome, prompt: RoutedPrompt, router: SimulatedRouter) -> None:
-        """Do nothing. Called before a request is placed, for runs that watch choices."""
+        """Receive a request before it is placed. Subclasses that record choices override this method."""
 
     def _make_workers(self) -> SimulatedWorkers:
         capacity = self.spec.kv_tokens // self.spec.block_tokens

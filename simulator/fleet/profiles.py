@@ -1,10 +1,10 @@
 """The rates of the simulated engines, computed from hardware figures at the efficiencies that engines reach.
 
-token          2 FLOP a parameter, at half of the peak
-attention      4 FLOP a layer and hidden dimension for each pair of tokens, at 0.4 of the peak
-step           reading the weights at 0.7 of the bandwidth, and the engine's own overhead
-context_token  reading the KV state of a token at 0.7 of the bandwidth
-kv_tokens      the memory that remains for the KV cache
+- `token`: 2 FLOP a parameter, at half of the peak.
+- `attention`: 4 FLOP a layer and hidden dimension for each pair of tokens, at 0.4 of the peak.
+- `step`: reading the weights at 0.7 of the bandwidth, and the engine's own overhead.
+- `context_token`: reading the KV state of a token at 0.7 of the bandwidth.
+- `kv_tokens`: the memory that remains for the KV cache.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import asyncio
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """An event loop for code that uses only timers, callbacks, futures and tasks.
 
-    Timers, callbacks and futures run in the order of asyncio's own loops. The clock starts at 0, and stands still while
-    a callback runs.
+    Timers, callbacks and futures run in the order of asyncio's own loops. The clock starts at 0, and does not
+    advance while a callback runs.
     """
 
     def __init__(self) -> None:
@@ -32,4 +32,4 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return []
 
     def _process_events(self, events: list[None]) -> None:
-        """Do nothing: the loop watches no file descriptors."""
+        """Return at once: the loop watches no file descriptors."""
