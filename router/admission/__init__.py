@@ -1,1 +1,1 @@
-"""Who waits in the router, and who goes on first."""
+"""The queue of requests that no worker has capacity for."""

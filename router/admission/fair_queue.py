@@ -1,12 +1,11 @@
-"""The order of requests that wait: by priority, then those in time, then fairly between tenants, then each tenant's own
-order.
+"""The order of waiting requests: by priority, then those whose SLO can be met, then fairly between tenants.
 
-Fairness is in tokens, by start-time fair queueing (Goyal, Vin, Cheng 1996): every tenant has a clock that goes on by
-the tokens it got. Whose clock is behind is next. One that had nothing to wait for begins at the clock of the one
-that was served last, so that none saves up.
+Fairness is in tokens, by start-time fair queueing (Goyal, Vin, Cheng 1996). Every tenant has a clock that advances by
+the tokens of its served requests, and the tenant with the lowest clock is next. A tenant without waiting requests
+starts again at the clock of the tenant that was served last, so that it cannot save up.
 
     lane = (priority, slo_missed, tenant, name)        the requests of a lane are sorted by their `order`
-    next = the lane with the lowest (priority, slo_missed, clock of its tenant, order of its first)
+    next = the lane with the lowest (priority, slo_missed, clock of its tenant, order of its first request)
 """
 
 from __future__ import annotations
@@ -25,8 +24,14 @@ _numbers = count()
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request that waits. `name`: what it asks for; `order`: its place in its lane, the lowest first; `tokens`: what
-    its tenant is charged; `size`: the bytes it keeps in memory; `slo_missed`: all others of its priority go first."""
+    """A waiting request.
+
+    - `name`: the model or adapter that it asks for.
+    - `order`: its position in its lane, where the lowest is first.
+    - `tokens`: the tokens that its tenant is charged.
+    - `size`: the bytes that it keeps in memory.
+    - `slo_missed`: whether all other requests of its priority are served first.
+    """
 
     priority: int
     tenant: str
@@ -40,7 +45,7 @@ class Waiting:
 
     @property
     def sort_key(self) -> tuple[int, bool]:
-        """The lowest comes first, and the highest is the first to give way."""
+        """The key that sorts requests across tenants: the lowest is served first, the highest is dropped first."""
         return self.priority, self.slo_missed
 
 
@@ -59,7 +64,7 @@ W = TypeVar("W", bound=Waiting)
 
 
 class FairQueue(Generic[W]):
-    """At most `max_requests` that keep `max_bytes` in memory."""
+    """A queue of at most `max_requests` requests, which keep at most `max_bytes` bytes in memory."""
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
@@ -76,17 +81,17 @@ class FairQueue(Generic[W]):
         return self.length
 
     def fits(self, size: int) -> bool:
-        """Whether a request that keeps `size` bytes can be added."""
+        """Return whether a request of `size` bytes can be added."""
         return self.length < self._max_requests and self.size + size <= self._max_bytes
 
     def can_fit(self, request: W) -> bool:
-        """Whether it could be if all gave way that come behind it."""
+        """Return whether a request could be added if all requests behind it were dropped."""
         kept = [queue for lane, queue in self._lanes.items() if lane.sort_key <= request.sort_key]
         size = sum(each.size for queue in kept for each in queue)
         return sum(map(len, kept)) < self._max_requests and size + request.size <= self._max_bytes
 
     def add(self, request: W) -> None:
-        """Let a request wait."""
+        """Add a request."""
         self._put_in(request)
         if not self._of_tenant[request.tenant]:
             self._clocks[request.tenant] = max(self._clocks.get(request.tenant, 0.0), self._clock)
@@ -97,7 +102,7 @@ class FairQueue(Generic[W]):
         request.queued = True
 
     def remove(self, request: W) -> None:
-        """A request waits no longer, whatever became of it. Only the first call counts."""
+        """Remove a request. Only the first call counts."""
         if not request.queued:
             return
         request.queued = False
@@ -117,13 +122,13 @@ class FairQueue(Generic[W]):
             del self._clocks[request.tenant]
 
     def let_others_first(self, request: W, order: float) -> None:
-        """A waiting request is late from now on, and gets its place among those that are."""
+        """Move a request to the lane of requests whose SLO is missed, at position `order`."""
         self._take_out(request)
         request.slo_missed, request.order = True, order
         self._put_in(request)
 
     def served(self, tenant: str, tokens: int) -> None:
-        """A tenant got something, waited for or not. Counts while any request waits."""
+        """Charge a tenant for a request of `tokens` tokens that was served. Ignored while no request waits."""
         if not self.length:
             return
         waits = tenant in self._of_tenant
@@ -132,8 +137,11 @@ class FairQueue(Generic[W]):
         self._clocks[tenant] = start + max(tokens, 1)
 
     def in_order(self, without: Container[str | None] = (), most_missed: int | None = None) -> Iterator[W]:
-        """The requests, the next one first. They may be removed and served meanwhile, which changes what comes next.
-        Names may be added to `without` meanwhile as well. `most_missed`: a lane of late ones ends when so many stay."""
+        """Return the requests in order. They may be removed and served meanwhile, which changes the order of the rest.
+
+        - `without`: names to skip; names may be added meanwhile.
+        - `most_missed`: the requests that may stay in a lane of missed SLOs before the rest of the lane is skipped.
+        """
         heap = [(self._key(lane, queue[0]), lane, 0) for lane, queue in self._lanes.items()]
         heapify(heap)
         while heap:
@@ -152,7 +160,7 @@ class FairQueue(Generic[W]):
                 heappush(heap, (key, lane, stay))
 
     def last(self) -> W | None:
-        """The one that would come last, which is the first to give way."""
+        """Return the last request, which is the first to be dropped; None if the queue is empty."""
         if not self._lanes:
             return None
         lowest = max(lane.sort_key for lane in self._lanes)
@@ -162,15 +170,15 @@ class FairQueue(Generic[W]):
         return max(ends, key=lambda end: self._key(*end))[1]
 
     def best_priority(self, name: str | None) -> int | None:
-        """The highest priority, which is the lowest number, among those that wait for a name."""
+        """Return the highest priority, which is the lowest number, of the requests for a name."""
         return min((lane.priority for lane in self._lanes if lane.name == name), default=None)
 
     def lengths(self) -> dict[int, int]:
-        """How many requests wait, by priority."""
+        """Return the number of waiting requests by priority."""
         return dict(self._of_priority)
 
     def ahead_of(self, priority: int) -> int:
-        """How many would come before a request of this priority that comes last in it."""
+        """Return the number of requests before one of this priority that is added now."""
         return sum(waiting for known, waiting in self._of_priority.items() if known <= priority)
 
     def _put_in(self, request: W) -> None:

@@ -1,4 +1,4 @@
-"""What the router itself has in flight on each target: reserved with the choice, released exactly once."""
+"""The load that this router has in flight on each target: reserved with the choice, released exactly once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# Changes that are remembered. A reader that is further behind reads all loads again.
+# Maximum number of remembered changes. A reader that is further behind reads all loads again.
 _JOURNAL_LENGTH = 8192
 
 
 class LoadJournal:
-    """Which loads of a table changed, by their slots, so that readers of thousands catch up with those alone."""
+    """The changes of a table's loads, by slot, so that readers of thousands of loads read only the changed ones."""
 
     def __init__(self) -> None:
         self._slots: list[int] = []
@@ -19,22 +19,22 @@ class LoadJournal:
 
     @property
     def end(self) -> int:
-        """How many changes there were."""
+        """The number of all changes so far."""
         return self._forgotten + len(self._slots)
 
     def __len__(self) -> int:
-        """How many of them are remembered."""
+        """Return the number of remembered changes."""
         return len(self._slots)
 
     def add(self, slot: int) -> None:
-        """A load changed."""
+        """Add a change of the load in a slot."""
         if len(self._slots) >= _JOURNAL_LENGTH:
             self._forgotten += len(self._slots)
             self._slots.clear()
         self._slots.append(slot)
 
     def since(self, end: int) -> list[int] | None:
-        """The slots of the changes after the first `end`; None where these are forgotten."""
+        """Return the slots of the changes after the first `end` changes; None if some of them are forgotten."""
         if end < self._forgotten:
             return None
         return self._slots[end - self._forgotten :] if end - self._forgotten < len(self._slots) else []
@@ -68,12 +68,12 @@ class TargetLoad:
 
     @property
     def waiting(self) -> int:
-        """Requests whose first byte has not come."""
+        """The number of requests without a first byte."""
         return len(self.prefills)
 
     @property
     def backlog(self) -> float:
-        """Seconds until the prefills are expected to be done."""
+        """The predicted seconds until all prefills are done."""
         if not self.prefills:
             return 0.0
         return max(sum(self.prefills.values()) - (self.clock() - self.head_since), 0.0)
@@ -88,7 +88,7 @@ class TargetLoad:
         return oldest.streamed, self.clock() - self.head_since, self.prefills[oldest]
 
     def changed(self) -> None:
-        """Something of it changed."""
+        """Notify the journal and the listeners of a change."""
         if self.journal is not None:
             self.journal.add(self.slot)
         for on_change in self.on_change:
@@ -131,11 +131,11 @@ class Reservation:
 
     @property
     def backlog(self) -> float:
-        """Seconds until its target's prefills, of which its own is one, are expected to be done."""
+        """The predicted seconds until all prefills of its target are done, its own included."""
         return self._load.backlog
 
     def first_byte(self, now: float | None = None) -> None:
-        """The prefill is done."""
+        """Release the share of the prefill, because it is done."""
         load = self._load
         if self in load.prefills:
             self._end_prefill(load, now)
@@ -144,7 +144,7 @@ class Reservation:
                 on_first_byte()
 
     def release(self, now: float | None = None) -> None:
-        """The request ended, however it did."""
+        """Release the whole share, because the request ended. Only the first call counts."""
         if not self._held:
             return
         self._held = False
@@ -184,7 +184,7 @@ class LoadTable:
         self._loads: dict[tuple[str, int], TargetLoad] = {}
 
     def of(self, worker: str, dp_rank: int) -> TargetLoad:
-        """A rank's load now."""
+        """Return the load of a DP rank, which is added if it is new."""
         load = self._loads.get((worker, dp_rank))
         if load is None:
             self._slots += 1
@@ -201,16 +201,16 @@ class LoadTable:
         return load
 
     def changed(self, worker: str, dp_rank: int) -> None:
-        """Something else than requests of ours changed what a rank has to do."""
+        """Mark the load of a DP rank as changed by something other than this router's requests."""
         load = self._loads.get((worker, dp_rank))
         if load is not None:
             self.journal.add(load.slot)
 
     def in_flight(self) -> list[tuple[str, int]]:
-        """The ranks that have any load."""
+        """Return the DP ranks that have requests in flight."""
         return [rank for rank, load in self._loads.items() if load.requests]
 
     def forget(self, worker: str) -> None:
-        """A worker was removed. What it still has in flight is released all the same."""
+        """Forget a worker that was removed. Its requests in flight may still be released."""
         for known in [known for known in self._loads if known[0] == worker]:
             self._loads.pop(known).on_change = []

@@ -1,13 +1,13 @@
-"""Predictions of TTFT and TPOT: what the learned rates say, put right by how far such predictions were off before.
+"""Predictions of TTFT and TPOT: the times by the learned rates, corrected by the errors of earlier predictions.
 
-The last ratios of what came to what the rates said are kept for each worker and model, apart for short, middling and
-long times, since what is short is off by more. Where a worker has too few, those of all workers of the model count.
+The last ratios of measured to predicted times are kept for each worker and model, apart for short, medium and long
+times, because short times have larger errors. If a worker has too few ratios, those of all workers of the model count.
 
-    TTFT = prefills that wait there + this one's own
+    TTFT = waiting prefills + the prompt's own
     TPOT = step / (1 - share of the last seconds in which the worker computed prompts)
 
-Every promised answer is watched, and of the others a few a second. What is promised on a target, and the share, are
-kept from the first promise on: without any this costs nothing.
+Every answer with an SLO is watched, and a few others a second. The objectives on each target, and its share of
+prefills, are kept from the first SLO on. Without SLOs they cost nothing.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from router.prediction.slo import (
 )
 
 _ENOUGH: Final = 16
-# Seconds by the rates at which the next kind of ratios begins.
+# The predicted seconds at which medium and long times begin.
 _KINDS: Final[tuple[float, ...]] = (0.1, 1.0)
-# Between answers without a promise that are watched, in seconds.
+# The least seconds between two watched answers without an SLO.
 _SELDOM: Final = 0.05
 _LEAST_SECONDS: Final = 1e-6
-# Over which the share of prefills is averaged: about what an answer takes.
+# Seconds over which the share of prefills is averaged: about the duration of an answer.
 _HORIZON: Final = 10.0
 
 
 class _Errors:
-    """How far off predictions of one time, TTFT or TPOT, were: by model and kind, and by worker as well."""
+    """The errors of earlier predictions of TTFT or TPOT, by model and length, and by worker as well."""
 
     def __init__(self) -> None:
         self._of_model: dict[tuple[str, int], Ratios] = {}
         self._of_worker: dict[tuple[str, str, int], Ratios] = {}
 
     def add(self, target: Target, predicted: float, seconds: float) -> None:
-        """What came, after what the rates said."""
+        """Add a measured time. `predicted`: the time by the rates."""
         ratio, kind = seconds / predicted, bisect_right(_KINDS, predicted)
         self._of_model.setdefault((target.model, kind), Ratios()).add(ratio)
         self._of_worker.setdefault((target.worker, target.model, kind), Ratios()).add(ratio)
 
     def estimate(self, target: Target, predicted: float) -> Estimate:
-        """What is to be expected, after what the rates say."""
+        """Return the corrected estimate of a time. `predicted`: the time by the rates."""
         predicted = max(predicted, _LEAST_SECONDS)
         kind = bisect_right(_KINDS, predicted)
         ratios = self._of_worker.get((target.worker, target.model, kind))
@@ -68,13 +68,13 @@ class _Errors:
         return Estimate(predicted, ratios)
 
     def forget(self, worker: str) -> None:
-        """A worker was removed."""
+        """Forget a worker that was removed."""
         for known in [known for known in self._of_worker if known[0] == worker]:
             del self._of_worker[known]
 
 
 class _Busy:
-    """What a target does: the prefills it got, in seconds that fade, and the times per token promised there."""
+    """The work of a target: its recent prefills in seconds, and the number of answers by TPOT objective."""
 
     __slots__ = ("at", "prefills", "promised")
 
@@ -84,21 +84,21 @@ class _Busy:
         self.promised: dict[float, int] = {}
 
     def prefill_share(self, now: float) -> float:
-        """The share of the time in which it computes prompts."""
+        """Return the share of the time in which it computes prompts."""
         return self.prefills * exp((self.at - now) / _HORIZON) / _HORIZON
 
     def add(self, seconds: float, now: float) -> None:
-        """It got a prefill."""
+        """Add a prefill."""
         self.prefills = self.prefills * exp((self.at - now) / _HORIZON) + seconds
         self.at = now
 
 
 class Predictions:
-    """Predicts, and learns from what comes.
+    """Predicts latencies, and learns from watched answers.
 
-    `cpu_token`, `disk_token`: what loading a cached token takes, as a share of computing it. `due`: from when on the
-    next answer without a promise is watched. `promising`: whether anything was ever promised. `on_first_token` and
-    `on_answered` are called with each watched answer as it begins and ends.
+    - `due`: the time from which the next answer without an SLO is watched.
+    - `promising`: whether any request had an SLO so far.
+    - `on_first_token`, `on_answered`: called with each watched answer when it begins and when it is complete.
     """
 
     def __init__(
@@ -121,9 +121,11 @@ class Predictions:
         self._busy: dict[Target, _Busy] = {}
 
     def of(self, candidate: Candidate, tokens: int, output_tokens: float, backlog: float) -> Prediction:
-        """What a candidate would take for a prompt of `tokens` whose answer is expected to have `output_tokens`.
+        """Return the predicted latency of a prompt on a candidate.
 
-        `backlog`: seconds until the prefills that it has are done.
+        - `tokens`: the tokens of the prompt.
+        - `output_tokens`: the expected tokens of its answer.
+        - `backlog`: the seconds until the candidate's prefills are done.
         """
         target = candidate.target
         rates = self._rates.likely(target.worker, target.model)
@@ -147,26 +149,25 @@ class Predictions:
         return Prediction(ttft, tpot, broken_by(promised, unpromised, before, after))
 
     def slo(self) -> None:
-        """Something is promised: from now on it is kept what targets do. What is known of times per token was learned
-        without that."""
+        """Begin to keep the work of targets, because a request has an SLO. TPOT errors start again from there."""
         if not self.promising:
             self.promising = True
             self._tpot = _Errors()
 
     def promised_on(self, target: Target) -> bool:
-        """Whether any answer of a target was promised a time per token."""
+        """Return whether any answer on a target has a TPOT objective."""
         busy = self._busy.get(target)
         return busy is not None and bool(busy.promised)
 
     def placed(self, target: Target, seconds: float, now: float) -> None:
-        """A target got a prefill that takes so long."""
+        """Add a prefill of `seconds` seconds to a target."""
         busy = self._busy.get(target)
         if busy is None:
             busy = self._busy[target] = _Busy()
         busy.add(seconds, now)
 
     def hold(self, target: Target, tpot: float) -> ReleaseCallback:
-        """A time per token is promised on a target, until what is returned is called."""
+        """Count a TPOT objective on a target. Returns the callback that ends it."""
         promised = self._busy.setdefault(target, _Busy()).promised
         promised[tpot] = promised.get(tpot, 0) + 1
 
@@ -178,25 +179,25 @@ class Predictions:
         return end
 
     def watch(self, target: Target, prediction: Prediction, slo: SLO | None, sent: float) -> WatchedAnswer:
-        """Watch a streamed answer to a request that is sent now."""
+        """Return the watch of a streamed answer to a request that is sent now."""
         self.due = max(self.due, sent + _SELDOM)
         return WatchedAnswer(self, target, prediction, slo, sent)
 
     def first_token(self, answer: WatchedAnswer, seconds: float) -> None:
-        """A watched answer began, so long after it was sent."""
+        """Learn from a watched answer that began `seconds` seconds after it was sent."""
         self._ttft.add(answer.target, answer.prediction.ttft.by_rates, seconds)
         for on_first_token in self.on_first_token:
             on_first_token(answer)
 
     def answered(self, answer: WatchedAnswer, tpot: float | None) -> None:
-        """A watched answer ended. `tpot`: seconds for each token after the first; None where it has no other."""
+        """Learn from a complete watched answer. `tpot`: its seconds per token; None if it has only one token."""
         if tpot is not None:
             self._tpot.add(answer.target, answer.prediction.tpot.by_rates, tpot)
         for on_answered in self.on_answered:
             on_answered(answer)
 
     def forget(self, worker: str) -> None:
-        """A worker was removed."""
+        """Forget a worker that was removed."""
         self._ttft.forget(worker)
         self._tpot.forget(worker)
         for target in [target for target in self._busy if target.worker == worker]:
@@ -204,10 +205,11 @@ class Predictions:
 
 
 class WatchedAnswer:
-    """One streamed answer and what was predicted of it.
+    """A streamed answer and its prediction.
 
-    `predicted_ttft`, `predicted_tpot`: the bands as they were then. `sent`, `begun`: by the clock. `ttft` from its
-    sending on, and `tpot`: None until they are known.
+    - `predicted_ttft`, `predicted_tpot`: the predicted percentiles.
+    - `sent`, `begun`: by the clock.
+    - `ttft`, `tpot`: the measured times; None until they are known.
     """
 
     __slots__ = (
@@ -238,14 +240,14 @@ class WatchedAnswer:
         self.tpot: float | None = None
 
     def first_token(self, now: float | None) -> None:
-        """It began. Only the first call counts. `now`: the time by the clock, where it was just read."""
+        """Record the first token. Only the first call counts. `now`: the clock's time, if it was just read."""
         if self.ttft is None:
             self.begun = self._predictions.clock() if now is None else now
             self.ttft = self.begun - self.sent
             self._predictions.first_token(self, self.ttft)
 
     def ended(self, output_tokens: int) -> None:
-        """It is complete, with so many tokens; 0: that is not known."""
+        """Record the end of the answer. `output_tokens`: its tokens; 0 if they are not known."""
         if self.ttft is not None:
             if output_tokens > 1:
                 self.tpot = (self._predictions.clock() - self.begun) / (output_tokens - 1)
@@ -253,7 +255,7 @@ class WatchedAnswer:
 
     @property
     def kept(self) -> bool:
-        """Whether what was promised was kept, as far as it is known. There is a promise."""
+        """True if the SLO was met, as far as it is known. The answer needs an SLO."""
         slo = self.slo
         assert slo is not None
         in_time = slo.first_token_by is None or (self.ttft is not None and self.begun <= slo.first_token_by)

@@ -62,7 +62,7 @@ class Selection:
 
     @property
     def slo_missed(self) -> bool:
-        """Whether the request's SLO is expected to be missed there."""
+        """True if the request's SLO is expected to be missed there."""
         return self.slo_missed_by > 0
 
     @property
@@ -122,7 +122,7 @@ class Assignment:
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the token counts of the answer are needed to learn from."""
+        """True if anything is learned from the token counts of the answer."""
         return (
             self.timing is not None
             or self.sample is not None

@@ -1,4 +1,4 @@
-"""Whether a target may receive one more request: the limits on what it has in flight, and late binding's rule."""
+"""The capacity of targets for one more request: their limits, and late binding's rule."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ soon. A prefill that exceeds twice its expected duration counts in full, because
 prefills count in full while more requests are held than there are targets, because then the order matters.
 
 While the fleet has spare capacity, a request never queues behind a busy worker if an idle worker exists. A request
-whose target has more than one step to compute goes to the cheapest idle target, if that has less to compute:
+whose target has more than one step to compute is sent to the cheapest idle target, if that has less to compute:
 
     pending' + u' < (1 - prefilling / 0.45) · (pending + u)
 
@@ -71,7 +71,7 @@ def _done(under_way: int, elapsed: float, expected: float) -> float:
 
 
 def is_sooner(there: Candidate, here: Candidate, tokens: int, prefilling: float) -> bool:
-    """Return whether a request goes to the idle target `there` instead of waiting for its target `here`.
+    """Return whether a request is sent to the idle target `there` instead of waiting for its target `here`.
 
     - `tokens`: the tokens of its prompt.
     - `prefilling`: the average share of the targets that compute prompts.

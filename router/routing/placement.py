@@ -1,4 +1,4 @@
-"""What a placed request holds until it ends: a share of its target's load, and its prompts as cached there soon.
+"""The placement of a selected request: a share of its target's load, and its prompts as cached there soon.
 
 reserve            the share of the load, in the same step as the choice
 record_in_flight   the prompts count as cached soon

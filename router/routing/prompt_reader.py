@@ -31,7 +31,7 @@ class PromptReader:
 
     @property
     def needs_prompts(self) -> bool:
-        """Whether anything reads prompts now: the policy, or a recording."""
+        """True while the policy or a recording reads prompts."""
         return self._state.needs_prompts
 
     def look_at_prompts(self, wanted: bool) -> None:

@@ -12,8 +12,8 @@ class ServedModel:
     """A model or adapter behind a name: one object for all workers that serve it.
 
     - `root`: the hash before the first chunk of prompts without a cache salt.
-    - `replacement`: the path of an adapter that took the name of another while the worker ran. Its events do not tell
-      the two apart, so its holdings are predicted from the prompts that were sent.
+    - `replacement`: the path of an adapter that replaced another of its name while the worker ran. Its events do not
+      distinguish the two, so its holdings are predicted from the prompts that were sent.
     """
 
     def __init__(self, model: str, adapter: str | None, replacement: str | None = None) -> None:

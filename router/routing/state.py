@@ -1,4 +1,4 @@
-"""What the parts of routing share, and what they ask of the fleet and of the index."""
+"""The state that the parts of routing share, and their view of the fleet and of the index."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RoutedFleet(Protocol):
 
     @property
     def disaggregated(self) -> bool:
-        """Whether some workers only prefill or only decode."""
+        """True if some workers only prefill or only decode."""
 
     def able(self, name: str | None, prefill: bool = False) -> Sequence[Worker]:
         """Return the workers that may receive new requests for a name, whatever became of their last ones."""
@@ -75,7 +75,7 @@ class RoutedIndex(Protocol):
 class RoutingState:
     """The one state that the selector, the placement and the prompt reader work on.
 
-    - `clock`: the time in seconds that everything here goes by.
+    - `clock`: returns the time in seconds, for all parts.
     - `needs_prompts`: whether anything reads prompts: the policy, or a recording. If not, no prompt is tokenized.
     """
 
