@@ -1,4 +1,4 @@
-"""The wire: KV-cache events, the forms engines send them in, stream frames and replay."""
+"""KV-cache events on the wire: event types, engines' dialects, stream frames and replay."""
 
 from kvevents.decode import MalformedBatchError, decode_batch
 from kvevents.dialects import WireForm

@@ -1,4 +1,4 @@
-"""CurveZMQ: encrypted streams between parties that know each other by their keys.
+"""CurveZMQ: encryption of event streams between parties that know each other's public keys.
 
 A publisher is the CURVE server of its PUB and its ROUTER, a subscriber the client of both. Keys are in the files that
 `zmq.auth.create_certificates` writes (so does `kvrouter keygen`): `NAME.key` holds the public one, `NAME.key_secret`
@@ -25,9 +25,9 @@ class KeyPair(NamedTuple):
 
 
 def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write `NAME.key` and `NAME.key_secret`, the latter for its owner only; makes the folder if need be.
+    """Write `NAME.key` and `NAME.key_secret`, and create the folder if it is missing. Returns both paths.
 
-    Raises OSError; FileExistsError when one of them is there already.
+    Only the owner may read the secret key. Raises OSError, and FileExistsError if one of the files exists.
     """
     public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,17 +44,17 @@ def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def temporary_key_pair() -> KeyPair:
-    """A key pair of this process alone, for a client that servers need not know."""
+    """Return a new key pair, for a client whose key servers need not know."""
     return KeyPair(*zmq.curve_keypair())
 
 
 def load_public_key(path: Path | str, field: str) -> str:
-    """The public key in a file. Raises ValueError naming `field`, the setting that the path comes from."""
+    """Return the public key in a file. Raises ValueError, which names `field`, the setting with the path."""
     return checked_key(_load(path, field)[0], f"{field}: {path}").decode()
 
 
 def load_key_pair(path: Path | str, field: str) -> KeyPair:
-    """The key pair in a secret key file. Raises ValueError naming `field`, the setting that the path comes from."""
+    """Return the key pair in a secret key file. Raises ValueError, which names `field`, the setting with the path."""
     public, secret = _load(path, field)
     if secret is None:
         raise ValueError(f"{field}: {path} holds no secret key; name the file that ends in .key_secret")
@@ -65,14 +65,14 @@ def load_key_pair(path: Path | str, field: str) -> KeyPair:
 
 
 def load_public_keys(folder: Path | str, field: str) -> set[bytes]:
-    """The public keys in all `*.key` files of a folder. Raises ValueError naming `field`, as for one file."""
+    """Return the public keys in all `*.key` files of a folder. Raises ValueError, which names the setting `field`."""
     if not Path(folder).is_dir():
         raise ValueError(f"{field}: {folder}: no such folder")
     return {load_public_key(path, field).encode() for path in sorted(Path(folder).glob("*.key"))}
 
 
 def checked_key(key: bytes | str, field: str) -> bytes:
-    """A key's bytes. Raises ValueError naming `field` for what is no key of 40 characters."""
+    """Return the bytes of a key. Raises ValueError, which names `field`, if it is not a key of 40 characters."""
     try:
         text = key.encode("ascii") if isinstance(key, str) else key
         if len(text) == 40 and len(z85.decode(text)) == 32:
@@ -83,13 +83,13 @@ def checked_key(key: bytes | str, field: str) -> bytes:
 
 
 def be_server(socket: zmq.Socket[Any], pair: KeyPair) -> None:
-    """Take only encrypted connections on a socket. Before it is bound or connected."""
+    """Accept only encrypted connections on a socket. Call this before it is bound or connected."""
     socket.curve_server = 1
     socket.curve_publickey, socket.curve_secretkey = pair
 
 
 def be_client(socket: zmq.Socket[Any], server_key: str, pair: KeyPair) -> None:
-    """Connect a socket only to the holder of a public key. Before it is connected."""
+    """Connect a socket only to the owner of a public key. Call this before it is connected."""
     socket.curve_serverkey = server_key.encode()
     socket.curve_publickey, socket.curve_secretkey = pair
 

@@ -1,7 +1,7 @@
-"""Decode event batches, each event in whichever of `kvevents.dialects` it is written.
+"""Decoding of event batches. Each event may have any dialect of `kvevents.dialects`.
 
-A batch is the msgpack array `[ts, events, dp_rank]`. Missing, null and unknown fields are tolerated. An event that
-cannot be read is set aside in `EventBatch.rejected`; the others stay.
+A batch is the msgpack array `[ts, events, dp_rank]`. Missing, null and unknown fields are accepted. An unreadable event
+is listed in `EventBatch.rejected`, and the other events are decoded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, 
 
 
 class MalformedBatchError(ValueError):
-    """The payload of a stream frame is no event batch at all."""
+    """A payload that is not an event batch."""
 
 
 class _MapBatch(msgspec.Struct, array_like=True):
@@ -32,7 +32,7 @@ class _RawBatch(msgspec.Struct, array_like=True):
     dp_rank: int | None = None
 
 
-# msgspec refuses what is nested too deep with a RecursionError.
+# msgspec raises RecursionError for data that is nested too deep.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _decode_maps = msgspec.msgpack.Decoder(_MapBatch).decode
@@ -45,15 +45,15 @@ class _Outline(msgspec.Struct, array_like=True):
     events: msgspec.Raw
 
 
-# Of a batch, in unix seconds: the year 5138. What is later, negative or NaN is no time.
+# Latest valid time of a batch in unix seconds: the year 5138. A later, negative or NaN time is invalid.
 LATEST_TIME = 1e11
 _FLOAT = Struct(">d")
-_LONG_ARRAYS = (0xDC, 0xDD)  # how they begin; short ones begin with 0x9.
+_LONG_ARRAYS = (0xDC, 0xDD)  # first bytes of long msgpack arrays; short ones begin with 0x9
 _decode_outline = msgspec.msgpack.Decoder(_Outline).decode
 
 
 def batch_time(payload: bytes) -> float | None:
-    """The engine's time of a batch (unix seconds); None when the payload is no event batch, or has no time in it."""
+    """Return the engine's time of a batch in unix seconds; None if the payload is no batch or has no valid time."""
     if len(payload) > 10 and payload[0] & 0xF0 == 0x90 and payload[1] == 0xCB:  # an array that begins with a float
         (ts,) = _FLOAT.unpack_from(payload, 2)
         events = payload[10]
@@ -70,7 +70,7 @@ def batch_time(payload: bytes) -> float | None:
 def decode_batch(payload: bytes) -> EventBatch:
     """Decode the payload of one stream frame.
 
-    Raises MalformedBatchError when the payload is not an event batch; a single bad event never raises.
+    Raises MalformedBatchError if the payload is not an event batch. An unreadable event does not raise.
     """
     try:
         batch = _decode_maps(payload)
@@ -79,19 +79,19 @@ def decode_batch(payload: bytes) -> EventBatch:
     return EventBatch(batch.ts, batch.events, batch.dp_rank)
 
 
-# Bytes, and a few less than it takes. A batch of more events than that would cost many times what it is.
+# Fewer bytes than any event takes. A batch with more events than fit would cost many times its size to reject.
 _SHORTEST_EVENT = 16
 _FEW_EVENTS = 1024
 
 
 def _decode_one_by_one(payload: bytes) -> EventBatch:
-    """The path for tagged arrays, and for batches with an event that does not fit."""
+    """Decode a batch with tagged arrays, or with an event that is no valid map of vLLM or SGLang."""
     try:
         batch = _decode_raw(payload)
     except _UNREADABLE as error:
         raise MalformedBatchError(f"not an event batch [ts, events, dp_rank]: {error}") from error
     if len(batch.events) > max(len(payload) // _SHORTEST_EVENT, _FEW_EVENTS):
-        raise MalformedBatchError(f"{len(batch.events)} events in {len(payload)} bytes: most can be none")
+        raise MalformedBatchError(f"{len(batch.events)} events in {len(payload)} bytes: too many to be valid")
     events: list[Event] = []
     rejected: list[RejectedEvent] = []
     for index, raw in enumerate(batch.events):
@@ -104,7 +104,7 @@ def _decode_one_by_one(payload: bytes) -> EventBatch:
 
 
 def decode_event(index: int, raw: RawEvent) -> Event | RejectedEvent:
-    """One event of a batch, by its number there; or why it cannot be read."""
+    """Decode one event of a batch. Returns the reason if it is unreadable. `index` is its place in the batch."""
     try:
         return _decode_event(raw)
     except _UNREADABLE as error:
@@ -135,9 +135,9 @@ _decode_array_pairs = msgspec.msgpack.Decoder(_ArrayPairs).decode
 
 
 def _reason(raw: RawEvent, reason: str) -> str:
-    """Why an event is set aside. SGLang with EAGLE sends pairs of tokens, for a cache that keeps pairs."""
+    """Return why an event is rejected. SGLang with EAGLE sends pairs of tokens, because its cache has pairs."""
     try:
         _decode_map_pairs(raw) if is_map(raw) else _decode_array_pairs(raw)
     except _UNREADABLE:
         return reason
-    return "token_ids are pairs, as EAGLE's cache keeps them: they name no prefix of a prompt"
+    return "token_ids are pairs, as in EAGLE's cache: they identify no prefix of a prompt"

@@ -1,6 +1,6 @@
-"""Encode event batches in the dialects of vLLM's, SGLang's and Mooncake's own publishers.
+"""Encoding of event batches in the dialects of vLLM's, SGLang's and Mooncake's publishers.
 
-Each can be read back by `decode_batch`, and by the engines' own decoders of that generation.
+`decode_batch` reads all of them, and so do the decoders of the engines' matching releases.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode_batch(batch: EventBatch, form: WireForm = WireForm.VLLM_MAPS) -> bytes:
-    """Encode a batch as msgpack `[ts, events, dp_rank]` in the given form."""
+    """Encode a batch as msgpack `[ts, events, dp_rank]` in the given dialect."""
     write = DIALECTS[form].write
     return _encode([batch.ts, [write(event, batch.dp_rank) for event in batch.events], batch.dp_rank])

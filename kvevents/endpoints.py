@@ -1,6 +1,6 @@
-"""ZeroMQ endpoints: how one is written, where a DP rank's stream is, and which side binds.
+"""ZeroMQ endpoints: their syntax, the endpoint of each DP rank, and the side that binds.
 
-Only what has one meaning is an endpoint: `tcp://host:port`, `ipc://path` and `inproc://name`. ZeroMQ itself reads more,
+Only unambiguous endpoints are valid: `tcp://host:port`, `ipc://path` and `inproc://name`. ZeroMQ itself accepts more,
 such as `tcp://source:0;host:port`, which looks like one host and connects to another.
 """
 
@@ -13,13 +13,13 @@ from ipaddress import AddressValueError, IPv4Address, IPv6Address
 _LONGEST_HOST = 253
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.ASCII)
 _PORT = re.compile(r"0|[1-9][0-9]{0,4}", re.ASCII)
-_LOCAL_NAME = re.compile(r"[!-~]{1,104}", re.ASCII)  # a Unix socket's path has at most 107 bytes, with what is added
+_LOCAL_NAME = re.compile(r"[!-~]{1,104}", re.ASCII)  # a Unix socket's path has at most 107 bytes, including a suffix
 _WILDCARDS = ("*", "0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A ZeroMQ endpoint. `address`: the host of a tcp endpoint (IPv6 without brackets), else the path or name."""
+    """A ZeroMQ endpoint. `address` is the host of a tcp endpoint (IPv6 without brackets), else the path or name."""
 
     scheme: str
     address: str
@@ -32,12 +32,12 @@ class Endpoint:
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether it says where a publisher listens, and not how to reach it."""
+        """Whether the address only says where a publisher listens, and not how to reach it."""
         return self.scheme == "tcp" and self.address in _WILDCARDS
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Read an endpoint; its text is then the only way to write it. Raises ValueError."""
+    """Parse an endpoint. The text of the result is its canonical form. Raises ValueError."""
     scheme, separator, rest = text.partition("://")
     if scheme in ("ipc", "inproc") and _LOCAL_NAME.fullmatch(rest):
         return Endpoint(scheme, rest)
@@ -53,15 +53,15 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def parse_host(text: str) -> str:
-    """Read a host as endpoints and URLs have it: an IPv4 address, an IPv6 address in brackets, or a DNS name.
+    """Parse the host of an endpoint or a URL: an IPv4 address, an IPv6 address in brackets, or a DNS name.
 
-    Returns its canonical form, without the brackets. Raises ValueError for anything else, numbers that resolvers would
-    take as an address (`127.1`, `0x7f000001`) and zones of IPv6 addresses too.
+    Returns its canonical form, without the brackets. Raises ValueError for anything else. That includes numbers that
+    resolvers accept as an address (`127.1`, `0x7f000001`) and IPv6 addresses with a zone.
     """
     try:
         if text.startswith("[") and text.endswith("]"):
             if "%" in text:
-                raise ValueError(f"{_short(text)} has a zone: give an address that is the same everywhere")
+                raise ValueError(f"{_short(text)} has a zone: give an address that is valid on every machine")
             address = IPv6Address(text[1:-1])
             return str(address.ipv4_mapped or address)
         name = text.lower()
@@ -69,27 +69,27 @@ def parse_host(text: str) -> str:
         if labels[-1].isdigit() or labels[-1].startswith("0x"):
             return str(IPv4Address(text))
     except AddressValueError as error:
-        raise ValueError(f"{_short(text)} is no IP address") from error
+        raise ValueError(f"{_short(text)} is not an IP address") from error
     if not text.isascii() or len(name) > _LONGEST_HOST or not all(map(_LABEL.fullmatch, labels)):
-        raise ValueError(f"{_short(text)} is no host: give an IP address or a DNS name")
+        raise ValueError(f"{_short(text)} is not a host: give an IP address or a DNS name")
     return name
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands before a port."""
+    """Return a host in the form that precedes a port: IPv6 addresses get brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def rank_endpoint(endpoint: str, dp_rank: int) -> str:
-    """The endpoint of a DP rank, given rank 0's: the TCP port moves by the rank, other names get a suffix.
+    """Return the endpoint of a DP rank, given rank 0's: the rank is added to the TCP port; other names get a suffix.
 
-    Raises ValueError for what is no endpoint, and when the shifted port is out of range.
+    Raises ValueError for an invalid endpoint, and for a port above 65535.
     """
     read = parse_endpoint(endpoint)
     if read.port is None:
         return endpoint if dp_rank == 0 else f"{endpoint}_dp{dp_rank}"
     if read.port == 0:
-        return str(read)  # any free port: nothing to offset
+        return str(read)  # any free port, so no offset is needed
     shifted = read.port + dp_rank
     if shifted > 65535:
         raise ValueError(f"endpoint {_short(endpoint)}: port {shifted} of DP rank {dp_rank} is above 65535")
@@ -97,21 +97,21 @@ def rank_endpoint(endpoint: str, dp_rank: int) -> str:
 
 
 def publisher_binds(endpoint: str) -> bool:
-    """Whether a publisher binds this endpoint (wildcards, ipc, inproc) or connects to it."""
+    """Return whether a publisher binds this endpoint (wildcards, ipc, inproc) and does not connect to it."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 def connectable(endpoint: str, host: str) -> str:
-    """The endpoint a subscriber connects to: `host` in place of a wildcard address. Raises ValueError.
+    """Return the endpoint that a subscriber connects to, with `host` in place of a wildcard. Raises ValueError.
 
-    `tcp://*:5557` and `tcp://0.0.0.0:5557` say where a publisher listens, not how to reach it.
+    `tcp://*:5557` and `tcp://0.0.0.0:5557` only say where a publisher listens.
     """
     read = parse_endpoint(endpoint)
     if read.port == 0:
-        raise ValueError(f"endpoint {_short(endpoint)}: nothing can be reached at port 0")
+        raise ValueError(f"endpoint {_short(endpoint)}: port 0 cannot be reached")
     return str(Endpoint("tcp", host.strip("[]"), read.port) if read.is_wildcard else read)
 
 
 def _short(text: str) -> str:
-    """What was given, for an error."""
+    """Return a text, shortened, for an error message."""
     return repr(text if len(text) <= 100 else f"{text[:100]}…")

@@ -1,7 +1,7 @@
-"""The KV-cache events an engine sends, as plain records.
+"""Records of the KV-cache events that an engine sends.
 
-Field names are vLLM's; SGLang's `cache_salt` is kept beside them. Sizes are in tokens. A block hash is the engine's
-own name for a block: opaque, and only meaningful within one DP rank of one worker.
+Field names are vLLM's; SGLang's `cache_salt` is added. Sizes are in tokens. A block hash is the engine's own name
+of a block: it is opaque, and valid only within one DP rank of one worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=Fals
     """Consecutive full blocks that an engine put into its cache, first block first.
 
     `token_ids` is flat: `block_size` ids for each hash. `parent_block_hash` names the block before the first one,
-    None at the start of a sequence. `extra_keys` has one entry a block: what besides tokens tells it apart.
+    None at the start of a sequence. `extra_keys` has one entry per block, which distinguishes equal tokens.
     """
 
     block_hashes: list[EngineHash]
@@ -53,16 +53,16 @@ Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class RejectedEvent(msgspec.Struct, frozen=True):
-    """An event of a batch that could not be read: its place in the batch and why."""
+    """An unreadable or invalid event: its place in the batch, and the reason."""
 
     index: int
     reason: str
 
 
 class EventBatch(msgspec.Struct):
-    """What one engine step changed in one DP rank's cache, in order.
+    """Changes that one engine step made in one DP rank's cache, in order.
 
-    `ts` is the engine's clock (unix seconds). `rejected` lists the events that could not be read.
+    `ts` is the engine's clock (unix seconds). `rejected` lists the unreadable events.
     """
 
     ts: float

@@ -1,4 +1,4 @@
-"""The frames of an event stream and of its replay.
+"""Frames of an event stream and of its replay.
 
 A publisher sends `[topic, sequence number, payload]` on a PUB socket. A subscriber that missed something sends
 `[empty, start]` from a DEALER to the publisher's ROUTER and gets the batches from `start` on, as
@@ -19,11 +19,11 @@ from collections.abc import Sequence
 import msgspec
 
 END_OF_REPLAY = b"\xff" * 8
-SNAPSHOT_START = 2**64 - 2  # what asks for a snapshot, in place of a sequence number
+SNAPSHOT_START = 2**64 - 2  # requests a snapshot, in place of a sequence number
 
 
 class MalformedFrameError(ValueError):
-    """A multipart message that is no frame of an event stream."""
+    """A multipart message that is not a frame of an event stream."""
 
 
 class StreamFrame(msgspec.Struct, frozen=True, gc=False):
@@ -34,46 +34,46 @@ class StreamFrame(msgspec.Struct, frozen=True, gc=False):
 
 
 def encode_seq(seq: int) -> bytes:
-    """A sequence number as it travels."""
+    """Return the wire form of a sequence number."""
     return seq.to_bytes(8, "big")
 
 
 def live_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
-    """The multipart message that publishes one batch."""
+    """Return the multipart message that publishes one batch."""
     return [topic, encode_seq(seq), payload]
 
 
 def parse_live(parts: Sequence[bytes]) -> StreamFrame:
-    """Read a PUB message. Raises MalformedFrameError."""
+    """Parse a PUB message. Raises MalformedFrameError."""
     if len(parts) != 3:
         raise MalformedFrameError(f"a stream message has 3 frames, this one {len(parts)}")
     return StreamFrame(_parse_seq(parts[1]), parts[2])
 
 
 def replay_request(start: int) -> list[bytes]:
-    """What a DEALER sends to ask for every batch from `start` on."""
+    """Return the message of a DEALER that requests every batch from `start` on."""
     return [b"", encode_seq(start)]
 
 
 def parse_replay_request(parts: Sequence[bytes]) -> tuple[bytes, int]:
-    """Read a replay request on the ROUTER side: the client's identity and the first sequence number wanted."""
+    """Parse a replay request on the ROUTER side: the client's identity and the first requested sequence number."""
     if len(parts) != 3:
         raise MalformedFrameError(f"a replay request has 3 frames, this one {len(parts)}")
     return parts[0], _parse_seq(parts[2])
 
 
 def replay_frames(client: bytes, topic: bytes, seq: int, payload: bytes) -> list[bytes]:
-    """What a ROUTER sends to a client for one replayed batch."""
+    """Return the message of a ROUTER to a client for one replayed batch."""
     return [client, b"", topic, encode_seq(seq), payload]
 
 
 def end_of_replay_frames(client: bytes, topic: bytes) -> list[bytes]:
-    """What a ROUTER sends to a client after the last replayed batch."""
+    """Return the message of a ROUTER to a client after the last replayed batch."""
     return [client, b"", topic, END_OF_REPLAY, b""]
 
 
 def parse_replay(parts: Sequence[bytes]) -> StreamFrame | None:
-    """Read one message that a DEALER received: a batch, or None for the end marker. Raises MalformedFrameError."""
+    """Parse a replay message of a DEALER: a batch, or None for the end marker. Raises MalformedFrameError."""
     if len(parts) not in (3, 4):
         raise MalformedFrameError(f"a replay message has 3 or 4 frames, this one {len(parts)}")
     seq, payload = parts[-2], parts[-1]
@@ -83,17 +83,17 @@ def parse_replay(parts: Sequence[bytes]) -> StreamFrame | None:
 
 
 def snapshot_frames(client: bytes, topic: bytes, part: int, frame: StreamFrame) -> list[bytes]:
-    """What a ROUTER sends to a client for one part of a snapshot; the last part has an empty payload."""
+    """Return the message of a ROUTER for one part of a snapshot; the last part has an empty payload."""
     return [client, b"", topic, encode_seq(frame.seq), frame.payload, part.to_bytes(4, "big")]
 
 
 def is_snapshot(parts: Sequence[bytes]) -> bool:
-    """Whether a message that a DEALER received is part of a snapshot."""
+    """Return whether a message of a DEALER is part of a snapshot."""
     return len(parts) == 5
 
 
 def parse_snapshot(parts: Sequence[bytes]) -> tuple[int, StreamFrame]:
-    """Read a part of a snapshot: its number, and what it says. Raises MalformedFrameError."""
+    """Parse a part of a snapshot: its number and its batch. Raises MalformedFrameError."""
     if len(parts) != 5 or len(parts[4]) != 4:
         raise MalformedFrameError("a part of a snapshot has 5 frames, the last of 4 bytes")
     return int.from_bytes(parts[4], "big"), StreamFrame(_parse_seq(parts[2]), parts[3])

@@ -1,7 +1,7 @@
-"""What tells apart two blocks with the same tokens: the adapter, the cache salt, and per-block keys such as images.
+"""Identity of blocks beyond their tokens: the adapter, the cache salt, and keys of single blocks, such as images.
 
 vLLM names the adapter in `lora_name` and again in every block's extra keys, and puts the salt into the extra keys of a
-sequence's first block; SGLang sends the salt as `cache_salt`. Here both become one adapter, one salt and what is left.
+sequence's first block. SGLang sends the salt as `cache_salt`. `identity_of` reads both forms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class BlockIdentity(NamedTuple):
-    """Adapter and salt of a sequence, and one encoded key a block where something else (an image, say) takes part.
+    """Adapter and salt of a sequence, and one encoded key per block if other keys, such as images, take part.
 
     Adapter and salt are only known for events that start a sequence; later blocks inherit them from their parent.
     """
@@ -28,10 +28,10 @@ class BlockIdentity(NamedTuple):
 
 
 def identity_of(event: BlockStored, adapters: Collection[str] = ()) -> BlockIdentity:
-    """Read the identity of an event's blocks. Raises ValueError when `extra_keys` has not one entry a block.
+    """Return the identity of an event's blocks. Raises ValueError if `extra_keys` does not have one entry per block.
 
-    `adapters` are those already known: an event that goes on from a parent may name one in no other way than by a
-    string that could as well be an image's.
+    `adapters` are the known ones. An event with a parent may name its adapter only by a string among the extra keys,
+    which could also be the name of an image.
     """
     extra = event.extra_keys
     adapter = event.lora_name
@@ -57,15 +57,15 @@ def identity_of(event: BlockStored, adapters: Collection[str] = ()) -> BlockIden
 
 
 def encode_keys(keys: list[Any]) -> bytes | None:
-    """The canonical bytes of a block's remaining keys; None when there are none."""
+    """Return the canonical bytes of a block's remaining keys; None if there are none."""
     return _encode(keys) if keys else None
 
 
 def _adapter_in_keys(event: BlockStored, keys_by_block: list[list[Any]], adapters: Collection[str]) -> str | None:
-    """The adapter's name when an engine gives it only among the extra keys.
+    """Return the adapter's name if it is only among the extra keys, or a name made of its id; None without adapter.
 
-    It stands first in every block's keys. So may a salt, in a sequence that starts with a single block, and so may an
-    image, further on: there, only an adapter id or a name already known tells.
+    The name comes first in every block's keys. So may a salt, in a sequence that starts with a single block. So may an
+    image, in later blocks. Then only an adapter id or a known name shows that the key is an adapter.
     """
     first = [keys[0] if keys and isinstance(keys[0], str) else None for keys in keys_by_block]
     name = first[0]

@@ -1,4 +1,4 @@
-"""Recordings of event streams (`.kvrec` files): every message a subscriber received, with its time.
+"""Recordings of event streams (`.kvrec` files): every message that a subscriber received, with its time.
 
 Big-endian, records one after another: receive time (f64, unix seconds), channel (u8: 0 live, 1 replay), source (u8:
 worker or DP rank), number of frames (u8), then for each frame its length (u32) and its bytes.
@@ -19,7 +19,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class Channel(IntEnum):
-    """Which socket a message came from."""
+    """The socket that received a message."""
 
     LIVE = 0
     REPLAY = 1
@@ -36,20 +36,20 @@ class Record:
 
 
 class TornRecordingError(ValueError):
-    """A recording that ends in the middle of a record, or is no recording."""
+    """A file that ends in the middle of a record, or is not a recording."""
 
 
 class RecordingWriter(AbstractContextManager["RecordingWriter"]):
-    """Writes a new recording, each record flushed as it comes: what was written survives any end.
+    """Writer of a new recording. Each record is flushed, so that it survives the end of the process.
 
-    Raises OSError for a file that exists or cannot be written.
+    Raises OSError if the file exists or cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb")
 
     def write(self, record: Record) -> None:
-        """Append a record. Raises ValueError for one with more than 255 frames or a source above 255."""
+        """Append a record. Raises ValueError for more than 255 frames or a source above 255."""
         frames = record.frames
         if len(frames) > 255 or not 0 <= record.source <= 255:
             raise ValueError(f"a record has at most 255 frames and a source up to 255, this one {len(frames)} frames")
@@ -66,10 +66,10 @@ class RecordingWriter(AbstractContextManager["RecordingWriter"]):
 
 
 def read_recording(path: Path, *, torn_end: bool = False) -> Iterator[Record]:
-    """Read a recording's records in the order they were received.
+    """Yield the records of a recording in the order in which they were received.
 
-    With `torn_end` a last record that was cut off is left out; without, it raises TornRecordingError, as what is no
-    recording does in any case.
+    Raises TornRecordingError for a file that is not a recording, and for a last record that is cut off. With
+    `torn_end`, the cut-off record is skipped instead.
     """
     data = path.read_bytes()
     offset = 0

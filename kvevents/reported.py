@@ -1,4 +1,4 @@
-"""What a server says of itself, read field by field: what makes no sense is left out, and noted."""
+"""Fields that a server reports about itself. Invalid fields are skipped, with a note for each."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import msgspec
 
 _LONGEST_FIELD = 8192  # bytes, as JSON
 _LONGEST_TEXT = 2048  # characters
-_MOST_NOTES = 8  # what is wrong with thousands of fields is said of the first
+_MOST_NOTES = 8  # the notes cover only the first invalid fields, of which there may be thousands
 
 T = TypeVar("T")
 
 
 class ReportedFields:
-    """Reads fields that are given as raw JSON. `refused` tells, in words, what could not be used."""
+    """Reader of fields in raw JSON. `refused` has a note for each invalid field."""
 
     def __init__(self) -> None:
         self.refused: list[str] = []
 
     def refuse(self, name: str, reason: str) -> None:
-        """A field cannot be used."""
+        """Note that a field is invalid."""
         if len(self.refused) < _MOST_NOTES:
             self.refused.append(f"{name}: {reason}")
 
     def integer(self, name: str, raw: msgspec.Raw, lowest: int, highest: int, missing: int | None = None) -> int | None:
-        """A number within bounds, digits in a string too; `missing` when it is null or left out."""
+        """Return an integer within limits, which may also be a string of digits; `missing` if it is null or absent."""
         value = self._value(name, raw, int)
         if value is None:
             return missing if _is_missing(raw) else None
@@ -35,7 +35,7 @@ class ReportedFields:
         return None
 
     def text(self, name: str, raw: msgspec.Raw, longest: int = _LONGEST_TEXT) -> str | None:
-        """A string of printable characters; None when it is null or left out."""
+        """Return a string of printable characters; None if it is null or absent."""
         value = self._value(name, raw, str)
         if value is None or (len(value) <= longest and value.isprintable()):
             return value
@@ -44,7 +44,7 @@ class ReportedFields:
         return None
 
     def struct(self, name: str, raw: msgspec.Raw, kind: type[T]) -> T | None:
-        """An object; None when it is null or left out."""
+        """Return an object; None if it is null or absent."""
         return self._value(name, raw, kind)
 
     def _value(self, name: str, raw: msgspec.Raw, kind: type[T]) -> T | None:

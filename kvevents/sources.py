@@ -1,4 +1,4 @@
-"""Where an engine says its event streams are.
+"""Event streams of an engine, read from its own report.
 
 vLLM (from 0.32) answers `GET /kv_event_sources` with `{rank: {endpoint, replay_endpoint, topic, …}}`. SGLang answers
 `GET /server_info` with a `kv_events` object: the endpoint of rank 0, the number of ranks and the block size.
@@ -19,9 +19,11 @@ MOST_BLOCK_SIZE = 65_536  # tokens
 
 
 class EventSource(msgspec.Struct, frozen=True):
-    """The event stream of one DP rank: where its PUB and, if it has one, its replay ROUTER are.
+    """The event stream of one DP rank.
 
-    `curve_server_key`: the publisher's public key, for a stream that is encrypted.
+    - `endpoint`: endpoint of the publisher's PUB socket.
+    - `replay_endpoint`: endpoint of its ROUTER socket for replays; None if it has none.
+    - `curve_server_key`: the publisher's public key; None if the stream is not encrypted.
     """
 
     dp_rank: int
@@ -35,14 +37,14 @@ LONGEST_TOPIC = 256  # characters
 
 
 def canonical_source(source: EventSource) -> EventSource:
-    """The same stream, its endpoints in the one form that there is of each.
+    """Return a source with its endpoints in canonical form.
 
-    Raises ValueError, which begins with the field, for what is no endpoint or cannot be connected to.
+    Raises ValueError, whose text begins with the wrong field, for an invalid rank, topic or endpoint.
     """
     if source.dp_rank < 0 or source.dp_rank > HIGHEST_RANK:
-        raise ValueError(f"dp_rank: {source.dp_rank} is no rank; one is from 0 to {HIGHEST_RANK}")
+        raise ValueError(f"dp_rank: {source.dp_rank} is not from 0 to {HIGHEST_RANK}")
     if len(source.topic) > LONGEST_TOPIC:
-        raise ValueError(f"topic: it has {len(source.topic)} characters; at most {LONGEST_TOPIC} are read")
+        raise ValueError(f"topic: it has {len(source.topic)} characters; at most {LONGEST_TOPIC} are allowed")
     replay = source.replay_endpoint
     return msgspec.structs.replace(
         source,
@@ -57,15 +59,19 @@ def _reachable(text: str, field: str) -> str:
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from error
     if endpoint.is_wildcard or endpoint.port == 0:
-        raise ValueError(f"{field}: {endpoint} says where a publisher listens; give the address that it has from here")
+        raise ValueError(
+            f"{field}: {endpoint} is where a publisher listens; give the address that subscribers connect to"
+        )
     return str(endpoint)
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedStreams:
-    """What an engine says of its streams: those that make sense, by rank, and all ranks that it has streams of.
+    """Streams that an engine reports.
 
-    `block_size` in tokens, where it is said.
+    - `sources`: the valid streams.
+    - `ranks`: all DP ranks with a stream, valid or not.
+    - `block_size`: block size in tokens; None if the engine does not report it.
     """
 
     sources: list[EventSource] = field(default_factory=list)
@@ -91,9 +97,9 @@ class _SglangServer(msgspec.Struct):
 
 
 def vllm_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: int) -> ReportedStreams:
-    """The streams in the JSON answer of `/kv_event_sources`; wildcard addresses become `host`.
+    """Return the streams in the JSON answer of `/kv_event_sources`. `host` replaces wildcard addresses.
 
-    Raises msgspec.MsgspecError for what is no JSON object. What of it makes no sense is left out, as `fields` tells.
+    Invalid streams are skipped, with a note in `fields`. Raises msgspec.MsgspecError if the body is not a JSON object.
     """
     found = ReportedStreams()
     by_rank = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -113,7 +119,10 @@ def vllm_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: int
 
 
 def sglang_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: int) -> ReportedStreams:
-    """The streams in the JSON answer of `/server_info`, and the block size. Raises as `vllm_sources` does."""
+    """Return the streams and the block size in the JSON answer of `/server_info`.
+
+    Invalid streams are skipped, with a note in `fields`. Raises msgspec.MsgspecError if the body is not a JSON object.
+    """
     server = msgspec.json.decode(body, type=_SglangServer)
     page_size = fields.integer("page_size", server.page_size, 1, MOST_BLOCK_SIZE)
     events = fields.struct("kv_events", server.kv_events, _SglangEvents)
@@ -139,7 +148,7 @@ def _publishes_nothing(source: _VllmSource, fields: ReportedFields) -> bool:
 def _add(
     found: ReportedStreams, source: _VllmSource, rank: int, of_rank: Callable[[str], str], fields: ReportedFields
 ) -> None:
-    """Add the stream of a rank, if it makes sense. `of_rank` makes an endpoint that of the rank, seen from here."""
+    """Add the stream of a rank if it is valid. `of_rank` turns an endpoint into the one that subscribers connect to."""
     refused = len(fields.refused)
     endpoint = fields.text("endpoint", source.endpoint)
     replay = fields.text("replay_endpoint", source.replay_endpoint)

@@ -1,4 +1,4 @@
-"""Memory tiers: what engines' names for a medium mean, fastest first."""
+"""Memory tiers, fastest first, and the engines' names of media."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Tier(IntEnum):
     UNKNOWN = 3
 
 
-# vLLM: GPU, CPU, STORAGE. SGLang: GPU, CPU_PINNED, DISK, EXTERNAL. No medium at all is the engine's own cache.
+# vLLM: GPU, CPU, STORAGE. SGLang: GPU, CPU_PINNED, DISK, EXTERNAL. An event without medium is about GPU memory.
 _TIER_OF_MEDIUM = {
     None: Tier.GPU,
     "GPU": Tier.GPU,
@@ -27,5 +27,5 @@ _TIER_OF_MEDIUM = {
 
 
 def tier_of(medium: str | None) -> Tier:
-    """The tier of a medium; UNKNOWN, the slowest, for a name that no engine we know sends."""
+    """Return the tier of a medium; UNKNOWN, the slowest, for an unknown name."""
     return _TIER_OF_MEDIUM.get(medium, Tier.UNKNOWN)

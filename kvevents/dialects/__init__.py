@@ -1,4 +1,4 @@
-"""The dialects that engines' events are written in: a module each, and their registry.
+"""Dialects of engines' events, with a module each, and their registry.
 
 maps      tagged maps: vLLM, SGLang
 arrays    tagged arrays: their earlier releases
@@ -14,7 +14,7 @@ from kvevents.dialects.dialect import Dialect
 
 
 class WireForm(StrEnum):
-    """The dialects by the names that settings use."""
+    """Names of the dialects in settings."""
 
     VLLM_MAPS = "vllm"
     VLLM_ARRAYS = "vllm-arrays"
@@ -23,7 +23,7 @@ class WireForm(StrEnum):
     STANDARD = "rfc1527"
 
 
-# An event is read by the first that knows it.
+# The first dialect that recognizes an event decodes it.
 DIALECTS: dict[WireForm, Dialect] = {
     WireForm.VLLM_MAPS: maps.VLLM,
     WireForm.VLLM_ARRAYS: arrays.VLLM,

@@ -46,7 +46,7 @@ class _Stored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
     block_size: int | None = 0
     lora_id: int | None = None
     medium: str | None = None
-    # vLLM's lora_name; SGLang 0.5.18 and 0.5.19 put a map with the cache salt in the same place.
+    # vLLM's lora_name. SGLang 0.5.18 and 0.5.19 have a map with the cache salt at this position.
     lora_name_or_salt: str | _SglangExtras | None = None
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
@@ -93,7 +93,7 @@ _decode = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared).decode
 
 
 def read(raw: RawEvent) -> Event | None:
-    """One tagged array, of either engine."""
+    """Decode a tagged array of either engine; None for other data."""
     if is_map(raw):
         return None
     listed: _Stored | _Removed | _Cleared = _decode(raw)

@@ -1,4 +1,4 @@
-"""What a dialect is: how one generation of an engine's publisher writes an event, and how it is read back."""
+"""The interface of a dialect: how one generation of an engine's publisher writes events, and how to read them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _as_it_is(event: BlockStored) -> BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One way to write the events of a batch.
+    """One form of the events in a batch.
 
-    `read`: the event in a piece of msgpack; None when it is not of this dialect. Raises msgspec.DecodeError when it is,
-    and cannot be read. `write`: what stands for an event in the batch of a DP rank.
-
-    `expressible`: a stored event as the dialect can tell it, None when it has no words for it. An index that hears of a
-    block without all that tells it apart would take it for another one: such blocks are better not spoken of.
-    `hash_types`: what a block hash may be.
+    - `read`: decodes an event from msgpack. Returns None for another dialect. Raises msgspec.DecodeError if it is
+      unreadable.
+    - `write`: returns the data that represents an event in the batch of a DP rank.
+    - `expressible`: returns a stored event in a form that the dialect can express; None if there is none. Without its
+      whole identity, an index would mistake a block for another one, so the block must not be published.
+    - `hash_types`: types of block hashes.
     """
 
     read: Callable[[RawEvent], Event | None]
@@ -36,13 +36,13 @@ class Dialect:
 
 
 def is_map(raw: RawEvent) -> bool:
-    """Whether a piece of msgpack is a map."""
+    """Return whether msgpack data is a map."""
     first = memoryview(raw)[0]
     return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
 
 
 def salt_in_first_keys(event: BlockStored) -> BlockStored:
-    """vLLM names the salt in the extra keys of a sequence's first block, after all others."""
+    """Move the salt to the extra keys of a sequence's first block, behind all others, as vLLM does."""
     if event.cache_salt is None:
         return event
     keys = event.extra_keys
@@ -53,7 +53,7 @@ def salt_in_first_keys(event: BlockStored) -> BlockStored:
 
 
 def only_full_attention(event: BlockStored, *, adapter: bool) -> BlockStored | None:
-    """The event where it needs no extra keys, no cache group, and no adapter of the kind that cannot be named."""
+    """Return the event if its identity needs no extra keys, no cache group and no inexpressible adapter; else None."""
     other_keys = event.extra_keys is not None and any(event.extra_keys)
     if other_keys or adapter or event.group_idx or event.kv_cache_spec_kind not in (None, "full_attention"):
         return None

@@ -9,7 +9,7 @@ import msgspec
 from kvevents.dialects.dialect import Dialect, RawEvent, is_map, salt_in_first_keys
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
-# The engines' decoders require these fields in a map, null or not.
+# Fields that the engines' decoders require in a map, even if they are null.
 _REQUIRED: dict[type[Event], tuple[str, ...]] = {
     BlockStored: ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
     BlockRemoved: ("block_hashes", "medium"),
@@ -21,7 +21,7 @@ _decode_fields = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
 class _Tags(msgspec.Struct):
-    """`event_type` is the standard's tag, which stands alone or beside `type`."""
+    """Tags of a map. `event_type` is the tag of RFC 1527, with or without `type`."""
 
     type: Any = None
     event_type: Any = None
@@ -32,7 +32,7 @@ _NAMES = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 
 def read(raw: RawEvent) -> Event | None:
-    """One tagged map. A field that is null is as good as one that is missing."""
+    """Decode a tagged map; None for other data. A null field equals a missing one."""
     if not is_map(raw):
         return None
     try:

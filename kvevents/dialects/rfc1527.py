@@ -1,4 +1,4 @@
-"""Mooncake's standard event maps (RFC 1527), as their own publisher sends them: maps with an `event_type`."""
+"""Mooncake's standard events (RFC 1527), in the form of Mooncake's publisher: maps with an `event_type`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ class _Kind(msgspec.Struct):
 
 
 class _StandardEvent(msgspec.Struct):
-    """`backend_id` says who owns the cache, not who to route to, and is left out. Mooncake's master sends null for what
-    it does not know."""
+    """One event. `backend_id` is ignored, because it names the owner of the cache and not a target.
+
+    Mooncake's master sends null for unknown fields.
+    """
 
     event_type: Literal["stored", "removed", "cleared"]
     seq_hashes: list[EngineHash] | None = None
@@ -34,7 +36,7 @@ _decode = msgspec.msgpack.Decoder(_StandardEvent).decode
 
 
 def read(raw: RawEvent) -> Event | None:
-    """One event map."""
+    """Decode an event map of RFC 1527; None for other data."""
     if not is_map(raw) or _decode_kind(raw).event_type is None:
         return None
     event = _decode(raw)
@@ -59,7 +61,7 @@ def read(raw: RawEvent) -> Event | None:
 
 
 def _write(event: Event, dp_rank: int | None) -> dict[str, Any]:
-    """What the standard has no place for (cache groups, extra keys, LoRA numbers) is left out."""
+    """Return the map of an event, without cache groups, extra keys and LoRA numbers, which the standard lacks."""
     medium = event.medium.lower() if event.medium else None
     if isinstance(event, AllBlocksCleared):
         return {"event_type": "cleared", "medium": medium, "dp_rank": dp_rank}

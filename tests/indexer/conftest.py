@@ -15,7 +15,7 @@ from indexer.streams.reader import StreamStatus
 from indexer.streams.sequence import SequenceSettings, StreamState
 
 # These have no index, or one of each core.
-_ONCE = {"test_cores", "test_inbox", "test_hashing", "test_sequence"}
+_ONCE = {"test_implementations", "test_inbox", "test_hashing", "test_sequence"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -135,7 +135,7 @@ def test_sglangs_page_size_stands_in_for_the_block_size() -> None:
     [
         ({"endpoint": 5}, "endpoint"),
         ({"endpoint": None}, "endpoint"),
-        ({"endpoint": "tcp://w:0;other:5557"}, "no host"),
+        ({"endpoint": "tcp://w:0;other:5557"}, "not a host"),
         ({"endpoint": "tcp://*:0"}, "port 0"),
         ({"endpoint": "tcp://w:5557", "replay_endpoint": "tcp://*"}, "port"),
         ({"endpoint": "tcp://w:5557", "topic": ["kv"]}, "topic"),
