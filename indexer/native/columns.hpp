@@ -1,4 +1,4 @@
-// Targets in rows: what each holds of a prompt, and what it costs there.
+// Targets in rows: the tokens of a prompt that each holds, and the cost of the prompt there.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@ namespace kvrouter {
 using i32 = std::int32_t;
 using i64 = std::int64_t;
 
-// Write the tokens of matches where they are more. Calls `other` for rows whose tokens, now or before, are not all in the
-// GPU's memory: with those in CPU memory and on disk.
+// Write the tokens of matches to rows with fewer tokens. Calls `other` with the tokens in CPU memory and on disk, for the
+// rows whose tokens are, or were, partly outside GPU memory.
 template <typename Other>
 void for_better_rows(
     std::string_view matches, u64 block_size, std::span<const i32> row_of, std::span<u32> tokens, const Other& other) {
@@ -43,7 +43,7 @@ inline u32 highest(std::span<const u32> column) {
     return column.empty() ? 0 : *std::max_element(column.begin(), column.end());
 }
 
-// The rows that cost at most `near` more than the lowest, as a share of it; none that is infinite.
+// Return the rows whose finite cost exceeds the lowest by at most the share `near`.
 inline std::vector<u32> lowest_rows(std::span<const double> costs, double near) {
     std::vector<u32> rows;
     if (costs.empty()) return rows;

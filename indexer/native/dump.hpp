@@ -1,4 +1,4 @@
-// A target's blocks as they are written out, and read again: MessagePack of indexer/dump.py's runs and holders.
+// Dump and restoration of a target's blocks: MessagePack of the runs and holders in indexer/dump.py.
 #pragma once
 
 #include <charconv>
@@ -26,11 +26,11 @@ inline void write_name(Writer& out, const NameTable& names, u32 number) {
     }
 }
 
-// `[runs, holders]`. The caller owns the target.
+// Return `[runs, holders]` as MessagePack. The caller owns the target.
 inline std::string dump(const Holdings& holdings, Shared& shared) {
     Writer out;
     Turns turns(shared.lock);
-    std::unordered_map<u32, u32> places;  // of runs in the dump
+    std::unordered_map<u32, u32> places;  // the place of each run in the dump
     std::vector<std::pair<u32, u32>> runs;  // by depth: parents first
     for (const Holder* holder : holdings.holders()) {
         for (u32 number = 0; number < holder->names.end(); ++number) {
@@ -91,13 +91,13 @@ inline std::string dump(const Holdings& holdings, Shared& shared) {
     return std::move(out.bytes);
 }
 
-// Reads what `dump` wrote, or msgspec of the same. The caller owns the target, which holds nothing.
+// Reader of a dump, written by `dump` or by msgspec. The caller owns the target, which has no blocks.
 class Restoring {
    public:
     Restoring(Holdings& holdings, Shared& shared, std::string_view bytes)
         : holdings_(holdings), shared_(shared), in_(bytes), turns_(shared.lock) {}
 
-    // False when it makes no sense; some of it may be held then.
+    // Returns false for an invalid dump; a part of it may be restored then.
     bool restore() {
         u32 fields;
         bool whole = in_.read_array(fields) && fields == 2 && read_runs();
@@ -142,7 +142,7 @@ class Restoring {
                 behind = span.start + span.count - 1;
                 done += span.count;
             }
-            // No turn ends before the blocks are held: until then anybody might free them.
+            // The turn must not end before the blocks are held, because another thread could free them.
         }
         return true;
     }

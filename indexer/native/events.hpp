@@ -1,7 +1,7 @@
 // Event batches from MessagePack: `[time, events, rank]`, each event a tagged map or a tagged array (kvevents/events.py).
 //
-// What is read here is read as kvevents/decode.py reads it. Whatever else there may be is left to that: such an event is
-// FOREIGN, a batch like that is not read at all.
+// The results equal those of kvevents/decode.py, which decodes everything else: an event that this code cannot read is
+// FOREIGN, and a batch that it cannot read is rejected as a whole.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace kvrouter {
 
-// An engine's name for a block: a number, or bytes, for which a digest with a secret seed stands.
+// An engine's name of a block: a number, or bytes, which are represented by a digest with a secret seed.
 struct Name {
     enum Kind : u8 { kNumber, kNegative, kBytes };
 
@@ -41,13 +41,13 @@ struct Event {
     bool trusted = false;    // of `Decoder`
     Name parent;
     Range names, tokens;
-    Range keys;  // one list of extra keys a block; none at all if all are empty
+    Range keys;  // one list of extra keys per block; no lists if all are empty
     Integer block_size, lora_id, group, window;
     std::string_view medium, lora_name, cache_salt;  // without data: none
     std::string_view raw;                            // as it came
 };
 
-// Sequences that all events of a batch share.
+// Arrays that all events of a batch share.
 struct Batch {
     std::vector<Event> events;
     std::vector<Name> names;
@@ -61,7 +61,7 @@ struct Batch {
         tokens.clear();
         keys.clear();
         key_parts.clear();
-        if (tokens.capacity() > kKeptTokens) *this = {};  // a large one is not kept for the small ones after it
+        if (tokens.capacity() > kKeptTokens) *this = {};  // the memory of a large batch is not kept
     }
 
    private:
@@ -74,7 +74,7 @@ class Decoder {
     // its only form and any text is UTF-8.
     Decoder(Batch& batch, u64 seed, bool trusted) : batch_(batch), seed_(seed), trusted_(trusted) {}
 
-    // False when the payload is no batch that is known here.
+    // Returns false if the payload is not a batch of a known form.
     bool decode_batch(std::string_view payload) {
         Reader in(payload);
         u32 fields, count, more;
@@ -89,7 +89,7 @@ class Decoder {
         return in.done();
     }
 
-    // False when the bytes are cut off; what is not known is foreign.
+    // Returns false if the bytes are cut off. An event of an unknown form is foreign.
     bool decode_event(Reader& in) {
         const u8* begin = in.at();
         batch_.events.emplace_back();
@@ -114,7 +114,7 @@ class Decoder {
    private:
     bool read_map(Reader& in, Event& event, u32 count) {
         std::string_view field, kind;
-        // The tag comes first, wherever msgspec wrote the map.
+        // msgspec writes the tag first.
         if (count == 0 || !in.read_text(field) || field != "type" || !in.read_text(kind)) return false;
         if (!read_kind(kind, event)) return false;
         for (u32 number = 1; number < count; ++number)
@@ -320,7 +320,7 @@ class Decoder {
         return true;
     }
 
-    // A value of which msgspec would write the very same bytes: text, bytes, numbers and lists of them.
+    // Read a value that msgspec would encode to the same bytes: text, bytes, numbers and lists of them.
     static bool skip_plain(Reader& in, int deepest) {
         const u8* begin = in.at();
         const u8 kind = in.peek();

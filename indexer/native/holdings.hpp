@@ -1,5 +1,5 @@
-// What one target holds: its blocks' places in the prefix tree, counted by group and medium (indexer/holdings.py says
-// why each thing is as it is).
+// Holdings of one target: the positions of its blocks in the prefix tree, by cache group and medium. The reasons are in
+// indexer/reference/holdings.py, the specification of this code.
 #pragma once
 
 #include <map>
@@ -19,12 +19,12 @@ inline Tier tier_of(std::string_view medium) {
     return medium == "STORAGE" || medium == "DISK" || medium == "EXTERNAL" ? kDisk : kUnknownTier;
 }
 
-// These are the same in indexer/holdings.py.
+// indexer/reference/holdings.py has the same limits.
 inline constexpr std::size_t kMostHolders = 64, kMostBlockSizes = 8, kMostAdaptersInKeys = 1024;
 
 class Holdings;
 
-// The blocks a target holds in one medium for one cache group.
+// The blocks that a target holds in one medium for one cache group.
 struct Holder {
     Holder(u32 number, Holdings* owner, Integer group, std::string_view medium, u64 seed)
         : number(number), owner(owner), group(group), medium(medium), tier(tier_of(medium)), names(seed) {}
@@ -38,11 +38,11 @@ struct Holder {
     u64 window = 0;
     u64 told = 0;  // stored events
     NameTable names;
-    std::unordered_map<u64, u32> namesakes;  // names of one block to us beyond the first, by its place
-    u32 swept = 0;                           // entries, of a holder that is given up
+    std::unordered_map<u64, u32> namesakes;  // engine names beyond the first of equal blocks, by place
+    u32 swept = 0;                           // number of freed entries of a dropped holder
 };
 
-// What a match has to know of a holder.
+// The part of a holder that matches need.
 struct Standing {
     u32 target = 0;
     Tier tier = kUnknownTier;
@@ -56,7 +56,7 @@ struct Counters {
     bool operator==(const Counters&) const = default;
 };
 
-// What other threads may know of a target.
+// State of a target for other threads.
 struct Status {
     u64 blocks[kTiers] = {};
     u64 orphans = 0;
@@ -67,7 +67,7 @@ struct Status {
     bool operator==(const Status&) const = default;
 };
 
-// What all targets share.
+// State that all targets share.
 struct Shared {
     Shared(std::string secret, u64 seed, std::size_t orphan_blocks, u64 most_blocks)
         : secret(std::move(secret)), seed(seed), orphan_blocks(orphan_blocks), most_blocks(most_blocks), tree(seed) {}
@@ -86,14 +86,14 @@ struct Shared {
         return holders[number].get();
     }
 
-    // Give a holder up: it matches no more, and is freed little by little.
+    // Drop a holder: it stops matching at once, and its memory is freed in steps.
     void retire(Holder* holder) {
         standings[holder->number].alive = false;
         holder->names.forget_names();
         given_up.push_back(holder);
     }
 
-    // Free up to so many blocks of what was given up.
+    // Free up to `blocks` blocks of dropped holders.
     void sweep(std::size_t blocks) {
         while (!given_up.empty()) {
             Holder& holder = *given_up.front();
@@ -121,7 +121,7 @@ struct Shared {
     std::list<Holder*> given_up;
 };
 
-// Whoever calls what changes something owns the target and has the turn.
+// Callers of functions that change something own the target and have the turn.
 class Holdings {
    public:
     Holdings(Shared& shared, std::string model, std::string tenant, std::optional<std::string> adapter,
@@ -137,8 +137,8 @@ class Holdings {
     const std::vector<Holder*>& holders() const { return holders_; }
     const std::vector<u64>& block_sizes() const { return block_sizes_; }
 
-    // Whether a cache group is one of the model's: told of about as often as the others. `seen`: it holds some of the
-    // prompt in question.
+    // Return whether a cache group belongs to the model: it has about as many stored events as the others. `seen`: it
+    // holds a part of the prompt in question.
     bool counts(const Integer& group, bool seen) const {
         u64 told = 0, most = 0;
         std::map<std::pair<bool, u64>, u64> by_group;
@@ -151,13 +151,13 @@ class Holdings {
         return told * 8 >= most && (told > 1 || seen);
     }
 
-    // Make room for what an event may bring. Takes as long as there are names, and needs no turn.
+    // Reserve memory for the names of an event. Takes time in proportion to the number of names, and needs no turn.
     void reserve(const Event& event) {
         if (event.kind != EventKind::kStored) return;
         if (Holder* holder = find_holder(event)) holder->names.reserve(event.names.count);
     }
 
-    // Throws UnusableEvent; the holdings are then as before.
+    // Throws UnusableEvent for an invalid event, which changes nothing.
     void apply(const Event& event, const Batch& batch, Turns& turns) {
         if (event.kind == EventKind::kStored) {
             store(event, batch, turns);
@@ -188,18 +188,18 @@ class Holdings {
         ++counters_.cleared;
     }
 
-    // Forget everything, the target itself included.
+    // Remove all blocks and the target itself.
     void drop() {
         clear();
         alive = false;
     }
 
-    // Give back memory that is not used any more. Takes as long as there are names, and needs no turn.
+    // Free unused memory. Takes time in proportion to the number of names, and needs no turn.
     void shrink() {
         for (Holder* holder : holders_) holder->names.shrink();
     }
 
-    // Drop the oldest blocks beyond what the engine's memory holds, or any engine's: their removal got lost.
+    // Drop the oldest blocks beyond the capacity of the engine, or of any engine: their removal was lost.
     void keep_within_capacity(Turns& turns) {
         if (capacity_ && !hybrid_)
             for (Holder* holder : holders_)
@@ -208,7 +208,7 @@ class Holdings {
         u64 blocks = 0;
         for (const Holder* holder : holders_) blocks += holder->names.size();
         if (blocks <= shared_.most_blocks) return;
-        const u64 kept = shared_.most_blocks - shared_.most_blocks / 16;  // so that this is rare
+        const u64 kept = shared_.most_blocks - shared_.most_blocks / 16;  // a margin, so that this is rare
         while (blocks > kept) {
             Holder* largest = holders_.front();
             for (Holder* holder : holders_)
@@ -237,7 +237,7 @@ class Holdings {
         return status;
     }
 
-    // For a dump that is read: these holdings must be empty.
+    // For restoring a dump: these holdings must be empty.
     void know_block_size(u64 size) {
         if (std::find(block_sizes_.begin(), block_sizes_.end(), size) == block_sizes_.end() &&
             block_sizes_.size() < kMostBlockSizes)
@@ -313,7 +313,7 @@ class Holdings {
         }
     }
 
-    // Put an event's blocks into the tree; false when its parent is unknown.
+    // Add an event's blocks to the tree. Returns false if its parent is unknown.
     bool place(const Event& event, const Batch& batch, Turns& turns) {
         const u32 count = event.names.count;
         const Name* names = batch.names.data() + event.names.first;
@@ -366,7 +366,7 @@ class Holdings {
         return true;
     }
 
-    // The seed of blocks that start a prompt, and their keys.
+    // Return the seed and the extra keys of blocks that start a prompt.
     u64 start(const Event& event, const Batch& batch, u64 block_size, std::vector<std::optional<std::string>>& keys) {
         Identity identity = identity_of(event, batch, adapters_in_keys_);
         if (std::find(block_sizes_.begin(), block_sizes_.end(), block_size) == block_sizes_.end()) {
@@ -413,10 +413,10 @@ class Holdings {
         return true;
     }
 
-    // Place the orphans that waited for these blocks, and those that waited for them.
+    // Add the orphans whose parents are these blocks, and the orphans whose parents are those.
     void adopt(const Event& event, const Batch& batch, Turns& turns) {
         Orphans::Taken pending;
-        std::vector<Removal> removals;  // last, so that what hangs from a removed block finds its place
+        std::vector<Removal> removals;  // applied last, so that children of a removed block find their parent
         for (u32 index = 0; index < event.names.count; ++index)
             orphans_.adopt(batch.names[event.names.first + index], pending);
         Batch own;
@@ -448,7 +448,7 @@ class Holdings {
         }
     }
 
-    // Take away one copy of a block; false when it is not known at all.
+    // Remove one copy of a block. Returns false if the block is unknown.
     bool remove(const Name& name, const Integer& group, std::string_view medium, Holder* holder) {
         if (auto* entry = holder == nullptr ? nullptr : holder->names.find(name)) {
             if (entry->copies > 0) {
@@ -468,7 +468,7 @@ class Holdings {
         return false;
     }
 
-    // An event without tokens: blocks that are known by now have one more copy, offloaded to another medium.
+    // Add the blocks of an event without tokens: copies of known blocks, offloaded to another medium.
     void store_known(const Event& event, const Batch& batch, Turns& turns) {
         Holder& holder = holder_of(event.group, medium_of(event));
         holder.names.reserve(event.names.count);
@@ -484,7 +484,7 @@ class Holdings {
         }
     }
 
-    // Blocks of a group that keeps only the last ones: their places are known from a whole-prefix group.
+    // Add blocks of a group that keeps only the last ones. A whole-prefix group has their positions.
     void store_window(const Event& event, const Batch& batch, Turns& turns) {
         const auto window = window_of(event);
         const Holder* known = find_holder(event);
@@ -512,10 +512,10 @@ class Holdings {
         }
     }
 
-    // A longer window is as good as full attention, and is what a dump can hold.
+    // Maximum window. A longer one is equivalent to full attention, and does not fit into a dump.
     static constexpr u64 kMostWindow = u64{1} << 31;
 
-    // How many of the last blocks an event's group needs for a hit; none for a kind of group we do not know.
+    // Return the number of last blocks that a hit needs in an event's group; nullopt for an unknown kind of group.
     static std::optional<u64> window_of(const Event& event) {
         if (event.group_kind == GroupKind::kState) return 1;
         if (event.group_kind != GroupKind::kSliding || !event.has_window) return std::nullopt;
@@ -568,13 +568,13 @@ class Holdings {
         for (const Place left : left_) vacate(holder, left);
     }
 
-    // These names will be looked up one after another, each of which may lie anywhere: begin with the first ones.
+    // Prefetch the first names, because the following lookups access memory at random.
     static void fetch_first(const Holder& holder, const Name* names, u32 count) {
         for (u32 index = 0; index < std::min(count, kAhead); ++index) holder.names.prefetch(names[index]);
     }
 
-    // Mark blocks as held; one that is held already is another copy if `recounts`. `left_` gets the places where the
-    // names were before, if not here. There is room for the names.
+    // Mark blocks as held. If `recounts`, a block that is held already counts as another copy. `left_` gets the former
+    // places of names that were elsewhere. The caller has reserved memory for the names.
     void hold(Holder& holder, Span span, const Name* names, bool recounts) {
         Held& mine = tree_.held_or_new(span.run, holder.number);
         const bool overlaps = mine.has_any(span.start, span.count);
@@ -598,7 +598,7 @@ class Holdings {
         mine.add(span.start, span.count);
     }
 
-    // A name is at a place no longer; with the last one the place is free.
+    // Remove a name from a place. With its last name, the holder no longer holds the place.
     void vacate(Holder& holder, Place place) {
         if (!holder.namesakes.empty()) {
             if (const auto found = holder.namesakes.find(key_of(place)); found != holder.namesakes.end()) {
@@ -609,7 +609,7 @@ class Holdings {
         tree_.vacate(place.run, place.offset, holder.number);
     }
 
-    // Drop at least one and at most so many blocks, the oldest first, but none before those that follow it.
+    // Drop at least one and at most `limit` blocks: the oldest first, but each block after its children.
     void drop_oldest(Holder& holder, u64 limit, Turns& turns) {
         u64 dropped = 0;
         std::vector<u32> passed;
@@ -636,7 +636,7 @@ class Holdings {
         counters_.over_capacity += dropped;
     }
 
-    static constexpr u32 kAhead = 16;  // names that are on their way from memory
+    static constexpr u32 kAhead = 16;  // number of prefetched names
     static constexpr std::size_t kKeptHashes = 1 << 16;
 
     Shared& shared_;
@@ -650,9 +650,9 @@ class Holdings {
     Counters counters_;
     Adapters adapters_in_keys_;
     Orphans orphans_;
-    std::unordered_map<Name, std::vector<Holder*>, NameHash> early_;  // window blocks that came before their prefix
+    std::unordered_map<Name, std::vector<Holder*>, NameHash> early_;  // window blocks that were stored before their prefix
     std::size_t early_size_ = 0;
-    // Kept so that they need not be made for each event.
+    // Kept between events, to save allocations.
     std::vector<u64> hashes_;
     std::vector<Place> left_;
     std::vector<u32> seen_;

@@ -1,5 +1,4 @@
-// What tells apart two blocks with the same tokens: adapter, cache salt, and keys of single blocks
-// (kvevents/identity.py).
+// Identity of blocks beyond their tokens: adapter, cache salt, and keys of single blocks (kvevents/identity.py).
 #pragma once
 
 #include <optional>
@@ -10,14 +9,14 @@
 
 namespace kvrouter {
 
-// An event that was read but makes no sense.
+// An event that is readable but invalid.
 struct UnusableEvent {
     std::string reason;
 };
 
 struct Identity {
     std::optional<std::string> adapter, salt;
-    std::vector<std::optional<std::string>> keys;  // encoded, one a block; none at all if all are empty
+    std::vector<std::optional<std::string>> keys;  // encoded, one per block; empty if no block has keys
 };
 
 using Adapters = std::set<std::string, std::less<>>;
@@ -26,7 +25,7 @@ inline std::optional<std::string> optional_text(std::string_view text) {
     return text.data() == nullptr ? std::nullopt : std::optional<std::string>(text);
 }
 
-// The text that an encoded value is.
+// Return the text of an encoded value.
 inline std::optional<std::string> text_of(std::string_view encoded) {
     std::string_view text;
     return Reader(encoded).read_text(text) ? std::optional<std::string>(text) : std::nullopt;
@@ -94,7 +93,7 @@ inline Identity identity_of(const Event& event, const Batch& batch, const Adapte
     return identity;
 }
 
-// The root of a namespace's prefix hashes (indexer/hashing.py).
+// Return the root of a namespace's prefix hashes (indexer/hashing.py).
 inline u64 namespace_hash(
     std::string_view secret, std::string_view model, std::string_view tenant, const std::optional<std::string>& adapter,
     const std::optional<std::string>& salt, u64 block_size) {

@@ -1,4 +1,4 @@
-// From the walk of a prompt to what each target would serve of it (indexer/matching.py).
+// Matches of a prompt, from its path in the tree (indexer/reference/matching.py).
 #pragma once
 
 #include <numeric>
@@ -7,17 +7,17 @@
 
 namespace kvrouter {
 
-// What one target holds of a prompt, in blocks; each in the fastest tier that has it.
+// The blocks of a prompt that one target holds, each counted in the fastest tier that has it.
 struct Match {
     u32 target;
     u32 blocks;
     u32 tiers[kTiers];
 };
 
-// The prefix hashes of a prompt, made no further than they are asked for.
+// The prefix hashes of a prompt, computed on demand.
 class PromptHashes {
    public:
-    // `known`: the first ones, if any were made before. `block_size` in tokens.
+    // `known`: the hashes that were computed before. `block_size` is in tokens.
     PromptHashes(u64 root, u64 block_size, std::string_view tokens, std::vector<u64> known)
         : root_(root), step_(block_size * sizeof(u32)), tokens_(tokens), hashes_(std::move(known)),
           known_(hashes_.size()) {}
@@ -30,7 +30,7 @@ class PromptHashes {
         return hashes_[block];
     }
 
-    // Those that were made just now.
+    // Return the hashes beyond the known ones.
     std::string_view made() const {
         return {reinterpret_cast<const char*>(hashes_.data() + known_), (hashes_.size() - known_) * sizeof(u64)};
     }
@@ -43,12 +43,12 @@ class PromptHashes {
     std::size_t known_;
 };
 
-// Follows targets along the runs of prompts. For one prompt at a time, with the turn.
+// Follower of targets along the runs of a prompt. For one prompt at a time; the caller has the turn.
 class Matcher {
    public:
     explicit Matcher(Shared& shared) : shared_(shared) {}
 
-    // What targets hold of a prompt's first `limit` blocks.
+    // Return the matches of a prompt's first `limit` blocks.
     void match(PromptHashes& hashes, std::size_t limit, std::vector<Match>& matches) {
         followers_.clear();
         records_.clear();
@@ -94,14 +94,14 @@ class Matcher {
         u32 next;  // of the same follower
     };
 
-    // What a hybrid target has in one span.
+    // The blocks of a hybrid target in one span.
     struct Record {
         u32 before;  // of the same follower
         u32 reach;
         std::vector<std::pair<const Holder*, Held>> held;
     };
 
-    // Take the next span; false when nobody follows further.
+    // Follow the targets through the next span. Returns false if none matches all of it.
     bool follow(const Run& run, u32 count, bool first) {
         ++span_;
         shares_.clear();
@@ -141,7 +141,7 @@ class Matcher {
 
     const Holdings& owner_of(const Follower& follower) const { return *shared_.holders[follower.holder]->owner; }
 
-    // How many of a span's blocks a follower holds from the first one on; they are counted.
+    // Return and count the blocks of a span that a follower holds without a gap.
     u32 reach(Follower& follower, u32 count) {
         if (shared_.standings[follower.holder].hybrid) return reach_hybrid(follower, count);
         if (follower.count == 0) return 0;
@@ -191,7 +191,7 @@ class Matcher {
         return records_.back().reach;
     }
 
-    // Shorten a hit to where every window group still has the blocks it needs, and count its tiers.
+    // Shorten a hit to the longest one after which every window group has its last blocks, and count its tiers.
     void settle_hybrid(Follower& follower) {
         std::vector<const Record*> trail;
         for (u32 at = follower.last_record; at != kNobody; at = records_[at].before) trail.push_back(&records_[at]);
@@ -237,7 +237,7 @@ class Matcher {
         }
     }
 
-    // Count a span's matched blocks, each in the fastest tier that has it.
+    // Count a span's matched blocks in the fastest tier that has each.
     static void count_tiers(Follower& follower, std::vector<std::pair<const Holder*, Held>> held, u32 matched) {
         if (held.size() == 1) {
             follower.tiers[held[0].first->tier] += matched;
@@ -273,7 +273,7 @@ class Matcher {
     u64 span_ = 0;
     std::vector<Slot> slots_;  // by target
     std::vector<Follower> followers_;
-    std::vector<u32> following_;  // those that hold all so far
+    std::vector<u32> following_;  // the targets that hold all blocks so far
     std::vector<Share> shares_;
     std::vector<Record> records_;
     std::vector<std::pair<const Holder*, Held>> held_;

@@ -1,4 +1,4 @@
-// The index as a Python module (indexer/_native.pyi says what each thing is).
+// The Python module of the native index (documented in indexer/_native.pyi).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>

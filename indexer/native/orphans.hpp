@@ -1,4 +1,4 @@
-// Stored events whose parent is not known: they wait, within a bound, until it comes (indexer/orphans.py).
+// Orphans: stored events whose parent is unknown. A limited number waits for it (indexer/reference/orphans.py).
 #pragma once
 
 #include <list>
@@ -16,7 +16,7 @@ struct NameHash {
     u64 seed;
 };
 
-// A removal of a block that waits, and how often it came.
+// A removal of a waiting block, with its count.
 struct Removal {
     Name name;
     Integer group;
@@ -25,7 +25,7 @@ struct Removal {
 };
 
 struct Orphan {
-    std::string event;  // as it came
+    std::string event;  // the encoded event
     bool trusted;       // of `Decoder`
     Name parent;
     std::vector<Name> names;
@@ -55,7 +55,7 @@ class Orphans {
         size_ = bytes_ = 0;
     }
 
-    // Returns how many older blocks had to go.
+    // Returns the number of older blocks that were dropped.
     u64 park(std::unique_ptr<Orphan> orphan) {
         const auto [found, added] = by_parent_.try_emplace(orphan->parent);
         if (added) found->second = groups_.insert(groups_.end(), Group{orphan->parent, {}});
@@ -66,7 +66,7 @@ class Orphans {
         return keep_limit();
     }
 
-    // The events that wait for a block; they wait no longer.
+    // Remove and return the events whose parent is this block.
     void adopt(const Name& parent, Taken& taken) {
         const auto found = by_parent_.find(parent);
         if (found == by_parent_.end()) return;
@@ -84,7 +84,7 @@ class Orphans {
         groups_.erase(group);
     }
 
-    // Note that a waiting block was removed; false when it does not wait here. Older blocks may have to go.
+    // Record the removal of a waiting block. Returns false if it does not wait here. Older blocks may be dropped.
     bool remove(const Name& name, const Event& event, std::string_view medium, u64& dropped) {
         const auto found = by_block_.find(name);
         if (found == by_block_.end()) return false;
@@ -131,7 +131,7 @@ class Orphans {
 
     u64 seed_;
     std::size_t limit_, size_ = 0, bytes_ = 0;
-    std::list<Group> groups_;  // the longest waiting first
+    std::list<Group> groups_;  // the oldest first
     std::unordered_map<Name, std::list<Group>::iterator, NameHash> by_parent_;
     std::unordered_map<Name, Orphan*, NameHash> by_block_;
 };

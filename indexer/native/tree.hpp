@@ -1,4 +1,4 @@
-// The radix tree of prefix hashes, shared by all targets (indexer/tree.py says what it is).
+// The radix tree of prefix hashes, which all targets share (described in indexer/reference/tree.py).
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,7 @@ inline void* allocated(void* old, std::size_t bytes) {
     return memory;
 }
 
-// Which blocks of a run somebody holds: the first `lead`, and, where there are any behind a gap, a bit for each.
+// The blocks of a run that a holder has: the first `lead` ones, and a bit per block if there are any behind a gap.
 struct Held {
     u32 holder;
     u16 lead;
@@ -50,7 +50,7 @@ struct Held {
         return lead >= before + 64 ? ~u64{0} : lead > before ? (u64{1} << (lead - before)) - 1 : 0;
     }
 
-    // The number of blocks up to the last one held.
+    // Return the number of blocks up to the last held one.
     u32 end() const {
         if (bits == nullptr) return lead;
         for (u32 index = kWords; index-- > 0;)
@@ -93,7 +93,7 @@ struct Held {
         bits = words;
     }
 
-    // Find where the first gap is, and do without bits when nothing is behind it.
+    // Find the first gap, and free the bits if no block is held behind it.
     void gather() {
         u32 index = 0;
         while (index < kWords && bits[index] == ~u64{0}) ++index;
@@ -141,7 +141,7 @@ class PrefixTree {
     Run& run(u32 number) { return chunks_[number / kChunk][number % kChunk]; }
     const Run& run(u32 number) const { return chunks_[number / kChunk][number % kChunk]; }
 
-    // The run that begins with a hash behind a run, or the root for none.
+    // Return the child of a run that begins with a hash, or the root if there is none.
     u32 child(u32 parent, u64 first_hash) const {
         const u32 tag = tag_of(parent, first_hash);
         const Shard& shard = shards_[tag >> kShardShift];
@@ -155,8 +155,8 @@ class PrefixTree {
         return kRoot;
     }
 
-    // Find or make the place of the first of some blocks behind block `offset` of a run (behind the root: -1).
-    // Returns the span that as many of them lie in as one run takes.
+    // Find or add the first of some blocks after block `offset` of a run (-1: after the root).
+    // Returns a span of as many of them as one run takes.
     Span insert(u32 number, std::int64_t offset, const u64* hashes, std::size_t count) {
         u32 start = static_cast<u32>(offset + 1);
         for (;;) {
@@ -184,7 +184,7 @@ class PrefixTree {
         }
     }
 
-    // What a holder has of a run; null for nothing.
+    // Return the blocks of a run that a holder has; null if it has none.
     Held* held(u32 number, u32 holder) {
         Run& here = run(number);
         Held* found = std::lower_bound(here.held, here.held + here.held_count, holder, before);
@@ -208,7 +208,7 @@ class PrefixTree {
         return *found;
     }
 
-    // A holder gives up one block; what nobody holds any more is freed.
+    // Remove a holder from one block, and free the blocks without holders.
     void vacate(u32 number, u32 offset, u32 holder) {
         Held* mine = held(number, holder);
         assert(mine != nullptr && mine->has(offset));
@@ -218,7 +218,7 @@ class PrefixTree {
         if (!left || offset + 1u == run(number).size) release(number);
     }
 
-    // A holder gives up all of a run. Runs whose holder has gone may have another use by now.
+    // Remove a holder from a whole run. A run that the holder has left may be reused already.
     void vacate_all(u32 number, u32 holder) {
         Held* mine = number < end_ ? held(number, holder) : nullptr;
         if (mine == nullptr) return;
@@ -226,7 +226,7 @@ class PrefixTree {
         release(number);
     }
 
-    // Free what nobody holds any more at the end of a run, and the run itself, and its parents.
+    // Free the blocks at the end of a run that no target holds. If none is left, free the run and its parents.
     void release(u32 number) {
         while (number != kRoot && run(number).parent != kNobody) {
             Run& here = run(number);
@@ -250,12 +250,12 @@ class PrefixTree {
         }
     }
 
-    // Whether a holder has a block that follows this one.
+    // Return whether a holder has a child of this block.
     bool is_followed(u32 number, u32 offset, u32 holder) {
         const Held* mine = held(number, holder);
         if (offset + 1 < kRunBlocks && mine != nullptr && mine->has(offset + 1)) return true;
         const Run& here = run(number);
-        if (here.children > kLookedAt) return true;  // what so much follows is in use
+        if (here.children > kLookedAt) return true;  // a block with this many children is in use
         for (u32 child = here.first_child; child != kRoot; child = run(child).next) {
             if (run(child).depth != here.depth + offset + 1) continue;
             const Held* theirs = held(child, holder);
@@ -264,7 +264,7 @@ class PrefixTree {
         return false;
     }
 
-    // What must always be true (for tests).
+    // Return whether the invariants hold (for tests).
     bool is_sound() const {
         std::size_t seen = 0, in_shards = 0;
         for (u32 number = 1; number < end_; ++number) {
@@ -273,7 +273,7 @@ class PrefixTree {
             ++seen;
             const Run& parent = run(here.parent);
             if (here.size == 0 || here.size > kRunBlocks || here.size > here.room) return false;
-            if (here.held_count == 0 && here.children == 0) return false;  // a run that nobody needs
+            if (here.held_count == 0 && here.children == 0) return false;  // a run without holders and children
             if (child(here.parent, here.hashes[0]) != number) return false;
             if (here.parent != kRoot && (here.depth < parent.depth || here.depth > parent.depth + parent.size))
                 return false;
@@ -304,7 +304,7 @@ class PrefixTree {
 
     static constexpr u32 kChunk = 4096;
     static constexpr int kShardShift = 24;  // the upper bits of a tag choose the shard, the lower ones the slot
-    static constexpr u32 kLookedAt = 64;    // children; indexer/tree.py has the same
+    static constexpr u32 kLookedAt = 64;    // children; indexer/reference/holdings.py has the same limit
     static constexpr u32 kManyChildren = 16;
 
     static bool before(const Held& held, u32 holder) { return held.holder < holder; }

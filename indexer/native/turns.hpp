@@ -1,4 +1,4 @@
-// A lock that is taken in turns: whoever holds it for long lets those that wait come in between.
+// A lock with turns: a thread that needs it for long releases it regularly for waiting threads.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ class TurnLock {
     std::atomic<int> waiting_ = 0;
 };
 
-// The turns of somebody who has much to do. Between two of them anything may change that is not its own.
+// The turns of a long operation. Between two turns, other threads may change everything that the operation does not own.
 class Turns {
    public:
     explicit Turns(TurnLock& lock) : lock_(lock) { lock_.lock(); }
@@ -34,7 +34,7 @@ class Turns {
     Turns& operator=(const Turns&) = delete;
     ~Turns() { lock_.unlock(); }
 
-    // So much was done: after some of it, the others have their turn.
+    // Count finished work. After a certain amount, other threads have their turn.
     void did(std::size_t blocks) {
         done_ += blocks;
         if (done_ >= kBlocksATurn) end();
