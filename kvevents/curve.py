@@ -67,7 +67,7 @@ def load_key_pair(path: Path | str, field: str) -> KeyPair:
 def load_public_keys(folder: Path | str, field: str) -> set[bytes]:
     """Return the public keys in all `*.key` files of a folder. Raises ValueError, which names the setting `field`."""
     if not Path(folder).is_dir():
-        raise ValueError(f"{field}: {folder}: no such folder")
+        raise ValueError(f"{field}: {folder}: the folder does not exist")
     return {load_public_key(path, field).encode() for path in sorted(Path(folder).glob("*.key"))}
 
 

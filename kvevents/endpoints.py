@@ -32,7 +32,7 @@ class Endpoint:
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether the address only says where a publisher listens, and not how to reach it."""
+        """True for an address that a publisher listens on, but that subscribers cannot connect to."""
         return self.scheme == "tcp" and self.address in _WILDCARDS
 
 

@@ -1,15 +1,16 @@
 """Frames of an event stream and of its replay.
 
-A publisher sends `[topic, sequence number, payload]` on a PUB socket. A subscriber that missed something sends
-`[empty, start]` from a DEALER to the publisher's ROUTER and gets the batches from `start` on, as
-`[empty, topic, sequence number, payload]` or, from older engines, without the topic; then an end marker. Sequence
-numbers are 8 bytes, big-endian.
+A publisher sends `[topic, sequence number, payload]` on a PUB socket. Sequence numbers
+are 8 bytes, big-endian.
 
-When a replay cannot bring what is missing, a subscriber may ask for a snapshot: for the batches from
-`SNAPSHOT_START` on. No engine has such batches, and each answers with the end marker alone. A publisher that knows what
-its engine holds answers with `[empty, topic, sequence number, payload, part]` first: batches that announce everything
-held after the batch with that sequence number, the first of them with a clear, and at last an empty payload. Parts are
-numbered from 0 (4 bytes, big-endian), so that a broken snapshot shows.
+A subscriber that missed batches sends `[empty, start]` from a DEALER to the publisher's ROUTER. It receives the batches
+from `start` on as `[empty, topic, sequence number, payload]`, and then an end marker. Older engines omit the topic.
+
+If a replay does not have the missing batches, a subscriber may request a snapshot: the batches from `SNAPSHOT_START`
+on. Engines do not have these batches, and answer with only the end marker. A publisher that knows its engine's cache
+first sends `[empty, topic, sequence number, payload, part]` messages. Their batches announce all blocks that are cached
+after the batch with this sequence number. The first batch has a clear, and the last payload is empty. Parts are
+numbered from 0 (4 bytes, big-endian), so that a subscriber detects a missing part.
 """
 
 from __future__ import annotations

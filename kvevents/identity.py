@@ -1,6 +1,6 @@
 """Identity of blocks beyond their tokens: the adapter, the cache salt, and keys of single blocks, such as images.
 
-vLLM names the adapter in `lora_name` and again in every block's extra keys, and puts the salt into the extra keys of a
+vLLM names the adapter in `lora_name` and again in every block's extra keys. It puts the salt into the extra keys of a
 sequence's first block. SGLang sends the salt as `cache_salt`. `identity_of` reads both forms.
 """
 
@@ -30,8 +30,8 @@ class BlockIdentity(NamedTuple):
 def identity_of(event: BlockStored, adapters: Collection[str] = ()) -> BlockIdentity:
     """Return the identity of an event's blocks. Raises ValueError if `extra_keys` does not have one entry per block.
 
-    `adapters` are the known ones. An event with a parent may name its adapter only by a string among the extra keys,
-    which could also be the name of an image.
+    `adapters` are the known ones. An event with a parent may name its adapter only among the extra keys. There, its
+    name could also be that of an image.
     """
     extra = event.extra_keys
     adapter = event.lora_name
@@ -57,15 +57,15 @@ def identity_of(event: BlockStored, adapters: Collection[str] = ()) -> BlockIden
 
 
 def encode_keys(keys: list[Any]) -> bytes | None:
-    """Return the canonical bytes of a block's remaining keys; None if there are none."""
+    """Return the canonical bytes of a block's remaining keys; None without keys."""
     return _encode(keys) if keys else None
 
 
 def _adapter_in_keys(event: BlockStored, keys_by_block: list[list[Any]], adapters: Collection[str]) -> str | None:
     """Return the adapter's name if it is only among the extra keys, or a name made of its id; None without adapter.
 
-    The name comes first in every block's keys. So may a salt, in a sequence that starts with a single block. So may an
-    image, in later blocks. Then only an adapter id or a known name shows that the key is an adapter.
+    The name is the first key of every block. The first key may also be a salt, in a sequence that starts with a single
+    block, or an image, in later blocks. Then only an adapter id or a known name shows that the key is an adapter.
     """
     first = [keys[0] if keys and isinstance(keys[0], str) else None for keys in keys_by_block]
     name = first[0]

@@ -8,7 +8,7 @@ import msgspec
 
 _LONGEST_FIELD = 8192  # bytes, as JSON
 _LONGEST_TEXT = 2048  # characters
-_MOST_NOTES = 8  # the notes cover only the first invalid fields, of which there may be thousands
+_MOST_NOTES = 8  # a report may have thousands of invalid fields
 
 T = TypeVar("T")
 

@@ -1,15 +1,24 @@
-"""Where a request goes, and how it gets there.
+"""The router: it chooses a worker for each request, and proxies the request to it.
 
-app, settings   everything put together, by what config.yaml says
+- `app`: services in their order of start; the routes beside the proxy.
+- `settings`: every setting of config.yaml, with its checks.
+- `http`: HTTP/1.1 as bytes.
+- `server`: sockets, HTTP connections, processes, signals.
+- `auth`: canonical targets, routes, tenants and their rates.
+- `apis`: the request formats of OpenAI, Anthropic and SGLang.
+- `tokens`: prompts to tokens, as the engine makes them.
+- `routing`: prompt, candidates, selection, assignment; prefill and decode on two workers.
+- `policies`: pure functions from candidates and a request to a decision.
+- `admission`: the queue of requests that no worker has capacity for.
+- `forwarding`: one request: proxied, retried, continued after a failure, answered.
+- `upstream`: connections to workers.
 
-    a request comes     forwarding  one request on its way, whichever way it came in; upstream  connections to workers
-    who may ask         access      tenants and their rates; admission  who waits, and who goes on first
-    what is asked       apis        the bodies of each API; tokens  from prompts to token ids
-    who could take it   fleet       the workers and how they do; holdings  what they hold beside what events tell
-    who takes it        routing     from a prompt to a reserved worker; policies  what each costs; learning  their rates
-                        disaggregation  prefill and decode on different workers
+- `fleet`: workers: discovery, health, ejection.
+- `cache_state`: in-flight prefixes, sent prefixes, session locations, the hit audit.
+- `load`: requests and tokens in flight on each target.
+- `prediction`: rates, output lengths and latency, learned from answers; SLOs.
+- `sharing`: load shared between processes and replicas.
 
-    several routers     sharing     their load is each other's
-    Envoy in front      picker      it asks where to send what it carries
-    to look at          live        the page and what it shows; telemetry  metrics, traces and logs; findings, explain
+- `observability`: metrics, traces, logs, findings, the live page's data.
+- `picker`: Envoy's endpoint picker.
 """

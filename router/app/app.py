@@ -31,9 +31,10 @@ from router.sharing.worker_processes import WorkerProcesses
 async def running_router(
     settings: Settings, file: SettingsFile | None = None, worker_processes: WorkerProcesses | None = None
 ) -> AsyncIterator[FastAPI]:
-    """The application with everything behind it started; all of it ends with the context.
+    """Start all services, yield the application over them, and stop them when the context ends.
 
-    The workers follow the `file` that the settings came from. `worker_processes`: those that share its port.
+    - `file`: the file of the settings, whose workers are followed; None: no file is followed.
+    - `worker_processes`: the other processes that share this process's port; None: there are no others.
     """
     async with running_services(settings, file, worker_processes) as services:
         yield router_app(services)
@@ -52,8 +53,7 @@ def router_app(services: Services) -> FastAPI:
         app, services.proxy.contexts, services.proxy.settings, questions, services.proxy.services
     )
     token = services.settings.server.token
-    # Routes are added as they are: those of an included router FastAPI makes anew when the first request comes, which
-    # waits for that with all others.
+    # FastAPI would rebuild the routes of an included router at the first request, which would delay all requests.
     app.router.routes += index_routes(services.indexer, questions, services.registered_streams.admit, token).routes
     for routes in (
         adapter_routes,

@@ -1,4 +1,4 @@
-"""The indexer as the settings want it: it begins with a snapshot or another's dump, and writes snapshots."""
+"""The indexer of a router: it starts with a snapshot or another router's dump, and writes snapshots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from router.sharing.worker_processes import WorkerProcesses
 
 @contextmanager
 def running_indexer(settings: Settings, worker_processes: WorkerProcesses | None = None) -> Iterator[Indexer]:
-    """An indexer that reads its streams until the context ends. Of several processes the first writes snapshots."""
+    """Yield an indexer that reads its streams until the context ends.
+
+    It starts with the index of another process, else with the snapshot, else with the dump of `index.peer`. Of several
+    processes, only the first writes snapshots.
+    """
     index = settings.index
     key_file = settings.events.curve_secret_key_file
     keys = load_key_pair(key_file, "events.curve_secret_key_file") if key_file else None

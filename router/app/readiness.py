@@ -1,4 +1,4 @@
-"""Whether to send requests here: a worker answers, and the index knows what the workers hold."""
+"""Readiness for requests: a worker answers, and the index has the workers' cached blocks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from router.fleet.fleet import Fleet
 
 
 class Readiness:
-    """Not ready at first; once the index has caught up it stays so, and only the workers matter.
+    """The readiness of the router. It depends on the workers, and at first also on the index.
 
-    A stream that cannot be reached would keep it from that for ever: it is waited for `patience` seconds. `stopping` is
-    set when the router is asked to stop: it still serves, but should get nothing more.
+    The index counts as complete once it has all events of the workers that answer, or after `patience` seconds, because
+    a stream may be unreachable. `stopping` is set when the router is asked to stop. It still serves requests then, but
+    should receive no new ones.
     """
 
     def __init__(
@@ -24,7 +25,11 @@ class Readiness:
         without_workers: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`without_workers`: requests are taken in, and wait for the first."""
+        """Create the readiness of a fleet.
+
+        - `patience`: seconds to wait for the index.
+        - `without_workers`: the router is ready without a worker, because requests wait for the first one.
+        """
         self._fleet = fleet
         self._indexer = indexer
         self._patience = patience
@@ -35,7 +40,7 @@ class Readiness:
         self.stopping = False
 
     def problem(self) -> str | None:
-        """Why this is not ready; None when it is."""
+        """Return why the router is not ready; None if it is ready."""
         if self.stopping:
             return "shutting down"
         up = {worker.url for worker in self._fleet.workers if worker.up}
@@ -49,7 +54,7 @@ class Readiness:
         return None if self._caught_up else "the index is catching up"
 
     def _index_caught_up(self, workers: set[str]) -> bool:
-        """Whether all events so far of these workers are known."""
+        """Return whether the index has applied all events that these workers have sent."""
         followed = (
             self._indexer.stream_status(registration.target)
             for registration in self._indexer.registered()

@@ -1,4 +1,4 @@
-"""Everything behind the application: made, subscribed to each other's events, started, and stopped in reverse."""
+"""All services behind the application: they are built, subscribed, started, and stopped in reverse order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from router.upstream.build import build_upstreams, client_session
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What the application's routes use. All of it runs.
+    """The running services that the application's routes use.
 
     - `session`: sends probes and commands to workers.
     - `started`: when the services were started, in seconds since the epoch.

@@ -1,4 +1,4 @@
-"""Heads that were read before: the same head comes again and again, but for the body's length, and a worker's date."""
+"""Parsed heads of messages, kept because most heads differ only in the body's length and a worker's date."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ _DATE_BYTES: Final = 29  # RFC 9110, 5.6.7
 _END = b"\r\n\r\n"
 _LONGEST: Final = 15  # digits
 _ZERO: Final = 48  # b"0"
-# How many heads of different clients are tried for one that speaks for the first time.
+# Cached heads of other clients that are compared with the first message of a connection.
 _RECENT: Final = 4
 
 
 def head_size(data: bytes) -> int:
-    """How many bytes the head takes of a message that has all of it."""
+    """Return the size of a message's head in bytes. The head must be complete."""
     return data.find(_END) + len(_END)
 
 
 class HeadPrefix:
-    """Bytes that messages begin with; `dated`: with whatever date, where they have a header of it.
+    """The bytes at the beginning of a message, up to the value of its length.
 
-    `seen`: as they came the last time.
+    - `seen`: the bytes of the latest message.
+    - `dated`: the value of a `date` header may differ.
     """
 
     __slots__ = ("_date_at", "seen", "size")
@@ -37,7 +38,7 @@ class HeadPrefix:
         self._date_at = dates[0] if len(dates) == 1 else -1
 
     def of(self, data: bytes) -> bool:
-        """Whether `data` begins so."""
+        """Return whether `data` begins with these bytes."""
         return data[: self.size] == self.seen or (self._date_at >= 0 and self._of_another_date(data))
 
     def _of_another_date(self, data: bytes) -> bool:
@@ -47,15 +48,16 @@ class HeadPrefix:
             return False
         date = data[start:end]
         if date.find(b"\r") >= 0 or date.find(b"\n") >= 0:
-            return False  # it is another header in part
+            return False  # the date's place has the end of a line
         self.seen = data[:size]
         return True
 
 
 class CachedHead(Generic[T]):
-    """The bytes before and after the one length that a head tells, and what the parser `said` of such a head.
+    """A head of which all bytes but the digits of its length are known, and its parsed form.
 
-    The parser reads the same bytes in the same way, from the beginning of a message. So they need not be parsed again.
+    The parser starts at the beginning of each message, so equal bytes have equal results and need no second parse.
+    `said` is the parsed form.
     """
 
     __slots__ = ("_after", "_before", "said")
@@ -67,9 +69,11 @@ class CachedHead(Generic[T]):
 
     @classmethod
     def of(cls, data: bytes, said: T, dated: bool = False) -> CachedHead[T] | None:
-        """That of a message which is all of `data`, and was parsed; None when it is no such message.
+        """Return the head of a parsed message; None if the head has not one length, or `data` is not one whole message.
 
-        `dated`: whatever date stands before the length.
+        - `data`: the bytes of the message.
+        - `said`: the parsed form of its head.
+        - `dated`: later messages may have another date before their length.
         """
         end = head_size(data)
         lengths = list(_LENGTH.finditer(data, 0, end))
@@ -78,7 +82,7 @@ class CachedHead(Generic[T]):
         return cls(HeadPrefix(data[: lengths[0].start(1)], dated), data[lengths[0].end(1) : end], said)
 
     def read(self, data: bytes) -> bytes | None:
-        """The message's body, when `data` is a message with this head; None when the parser has to look."""
+        """Return the body of a message with this head; None if the message must be parsed."""
         before, after = self._before, self._after
         if not before.of(data):
             return None
@@ -97,12 +101,12 @@ class CachedHead(Generic[T]):
         return data[body:]
 
     def same(self, other: CachedHead[T]) -> bool:
-        """Whether they know the same bytes."""
+        """Return whether both heads have the same bytes."""
         return self._before.seen == other._before.seen and self._after == other._after
 
 
 class RecentHeads(Generic[T]):
-    """The heads that clients sent last, over whatever connection: those of one kind of client are often the same."""
+    """The latest heads of all connections. Clients of one kind often send equal heads."""
 
     __slots__ = ("_heads",)
 
@@ -110,7 +114,7 @@ class RecentHeads(Generic[T]):
         self._heads: list[CachedHead[T]] = []  # the latest first
 
     def read(self, data: bytes) -> tuple[CachedHead[T], bytes] | None:
-        """The head of a message and its body; None when the head is none of these."""
+        """Return a message's cached head and its body; None if its head is not cached."""
         for known in self._heads:
             body = known.read(data)
             if body is not None:
@@ -118,7 +122,7 @@ class RecentHeads(Generic[T]):
         return None
 
     def add(self, head: CachedHead[T]) -> CachedHead[T]:
-        """Remember a head. The one to go on with: that which was known already, if it was."""
+        """Keep a head. Return the cached head with the same bytes, if there is one, else this head."""
         for known in self._heads:
             if known.same(head):
                 return known

@@ -269,7 +269,7 @@ def test_restarted_indexer_keeps_keys_of_streams(publisher: Publish, reader: Rea
         ({"curve_client_keys": "{keys}"}, "curve_client_keys: also set curve_secret_key_file"),
         (
             {"curve_secret_key_file": "{keys}/worker.key_secret", "curve_client_keys": "{keys}/worker.key"},
-            "curve_client_keys: .*worker.key: no such folder",
+            "curve_client_keys: .*worker.key: the folder does not exist",
         ),
     ],
 )

@@ -1,9 +1,9 @@
-"""LoRA adapters over HTTP, on all workers of a model or on some. They want the operator's token.
+"""Routes that load and unload LoRA adapters, on all workers of a model or on named ones. They require the admin token.
 
 `POST /v1/load_lora_adapter`      {"lora_name", "lora_path", "model"?, "workers"?: [URL, …], …}
 `POST /v1/unload_lora_adapter`    {"lora_name", "model"?, "workers"?}
 
-`model` and `workers` are for the router; all else goes to the engines, vLLM or SGLang.
+The router reads `model` and `workers`. All other fields are forwarded to the engines, vLLM or SGLang.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class UnloadBody(msgspec.Struct):
 
 
 def adapter_routes(services: Services) -> APIRouter:
-    """The routes that load and unload adapters."""
+    """Return the routes that load and unload adapters."""
     routes = APIRouter()
     fleet, adapters = services.fleet, services.adapters
 
@@ -51,7 +51,7 @@ def adapter_routes(services: Services) -> APIRouter:
         "/v1/load_lora_adapter", openapi_extra=json_body(LoadBody), responses=errors(400, 401, 403, 404, 502, 503)
     )
     async def load(request: Request) -> JSONResponse:
-        """Load a LoRA adapter. The answer tells of each worker; it is 200 when it went well at all of them."""
+        """Load a LoRA adapter. The answer has the result of each worker; its status is 200 if all succeeded."""
         asked = _Asked(fleet, await request.body(), ("lora_name", "lora_path"))
         results = await adapters.load(asked.workers, asked.body, None if asked.chosen else asked.model)
         return await _answer(services.prober, asked.body["lora_name"], results)
@@ -60,7 +60,7 @@ def adapter_routes(services: Services) -> APIRouter:
         "/v1/unload_lora_adapter", openapi_extra=json_body(UnloadBody), responses=errors(400, 401, 403, 404, 502, 503)
     )
     async def unload(request: Request) -> JSONResponse:
-        """Unload one. The same answer."""
+        """Unload a LoRA adapter. The answer has the result of each worker; its status is 200 if all succeeded."""
         asked = _Asked(fleet, await request.body(), ("lora_name",))
         results = await adapters.unload(asked.workers, asked.body)
         return await _answer(services.prober, asked.body["lora_name"], results)
@@ -69,9 +69,12 @@ def adapter_routes(services: Services) -> APIRouter:
 
 
 class _Asked:
-    """What is asked: the body for engines, the base model, the workers, and whether they were chosen by the client.
+    """A parsed command for adapters. Raises RequestError, which names the invalid field.
 
-    Raises RequestError naming the field at fault.
+    - `body`: the body for engines.
+    - `chosen`: the client named the workers.
+    - `model`: the base model; None if the client named the workers.
+    - `workers`: the workers that receive the command.
     """
 
     def __init__(self, fleet: Fleet, data: bytes, wanted: tuple[str, ...]) -> None:
@@ -98,6 +101,6 @@ class _Asked:
 async def _answer(prober: Prober, name: str, results: Sequence[CommandResult]) -> JSONResponse:
     for each in results:
         if each.succeeded:
-            await prober.probe(each.worker)  # Its list of models has changed.
+            await prober.probe(each.worker)  # its list of models has changed
     status, fields = report(results, "adapter")
     return JSONResponse({"lora_name": name, **fields}, status)

@@ -19,12 +19,12 @@ _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
 def cache_routes(services: Services) -> APIRouter:
-    """The route that changes what workers hold; it wants the admin token."""
+    """Return the route that resets caches. It requires the admin token."""
     routes = APIRouter(dependencies=[Depends(token_check(services.settings.server.token))])
 
     @routes.post("/reset_prefix_cache", responses=errors(401))
     async def reset_prefix_cache() -> dict[str, Any]:
-        """Reset the cache of every worker, and forget what they held."""
+        """Reset the cache of every worker, and drop the workers' blocks from the router's state."""
         workers = services.fleet.workers
         statuses = await asyncio.gather(*(_reset(services, worker) for worker in workers))
         return {"workers": dict(zip((worker.name for worker in workers), statuses, strict=True))}

@@ -1,4 +1,4 @@
-"""The workers that an operator's request is for: some that it names, or all that serve a model."""
+"""The workers that an operator's command is for: named ones, or all that serve a model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from router.fleet.worker_commands import CommandResult
 
 
 def chosen(fleet: Fleet, named: Sequence[object]) -> list[Worker]:
-    """Those with these URLs or names. Raises RequestError (404)."""
+    """Return the workers with these URLs or names. Raises RequestError (404) for an unknown one."""
     return [_find(fleet, each) for each in named]
 
 
 def serving(fleet: Fleet, model: str) -> list[Worker]:
-    """Those that serve a base model and answer. Raises RequestError (503)."""
+    """Return the workers that serve a base model and answer. Raises RequestError (503) if no worker does."""
     workers = [worker for worker in fleet.workers if worker.up and model in worker.models()]
     if not workers:
         raise RequestError(
@@ -30,7 +30,10 @@ def serving(fleet: Fleet, model: str) -> list[Worker]:
 
 
 def base_model(fleet: Fleet, name: str | None) -> str:
-    """The model behind a name; without one the only model there is. Raises RequestError."""
+    """Return the base model of a name. None as name means the only model of the workers.
+
+    Raises RequestError for an unknown name, and for None if the workers do not serve exactly one model.
+    """
     models = sorted({model for worker in fleet.workers for model in worker.models()})
     if name is not None:
         model = fleet.model_of(fleet.aliases.get(name, name))
@@ -45,14 +48,14 @@ def base_model(fleet: Fleet, name: str | None) -> str:
         return model
     if len(models) != 1:
         raise RequestError(
-            f"The workers serve {', '.join(models) or 'no model yet'}. Say in model which one is meant.",
+            f"The workers serve {', '.join(models) or 'no model yet'}. Send the name of one in model.",
             param="model",
         )
     return models[0]
 
 
 def report(results: Sequence[CommandResult], code: str) -> tuple[int, dict[str, Any]]:
-    """Return the status and the fields of an answer with the results of a command. `code`: of the error, if any."""
+    """Return the status and the fields of an answer with the results of a command. `code` is the code of an error."""
     fields: dict[str, Any] = {
         "workers": [{"worker": each.worker.name, "status": each.status, "message": each.message} for each in results]
     }

@@ -1,4 +1,4 @@
-"""`POST /explain`: the decision a request would get now, term by term, without sending it or reserving anything."""
+"""`POST /explain`: the decision for a request with its terms. The request is not sent, and no load is reserved."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from router.settings import LimitSettings
 
 
 def explain_routes(services: Services) -> APIRouter:
-    """The route that explains a decision."""
+    """Return the route that explains a decision."""
     routes = APIRouter()
     names, limits, levels = services.indexer.names, services.settings.limits, services.proxy.services.service_levels
     sessions = services.routing.state.learned.places
 
     @routes.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
     async def explain_decision(request: Request) -> dict[str, Any]:
-        """The decision a request would get now, without sending it."""
+        """Explain the decision that a request would get now. The request is not sent."""
         body, headers = await request.body(), request.scope["headers"]
         routing = services.routing
         return await explain(
@@ -74,9 +74,12 @@ async def explain(
     headers: HeaderItems,
     levels: ServiceLevels | None = None,
 ) -> dict[str, Any]:
-    """The answer to `/explain`, the best candidate first. `levels`: the classes in the settings.
+    """Return the answer to `/explain`, with the best candidate first.
 
-    Raises RequestError naming the field at fault.
+    - `body`, `headers`: those of the request to `/explain`.
+    - `levels`: the service levels in the settings; None if they have no levels.
+
+    Raises RequestError, which names the invalid field.
     """
     call, request = await aside_if_long(body, partial(_asked, limits, headers))
     prompt = await reader.read(request, len(call.body))
@@ -86,7 +89,7 @@ async def explain(
     now = time.monotonic()
     slo = read_slo(headers, levels, "", prompt.name, now)
     usual = selector.choose(prompt, now=now, slo=slo)
-    assert usual is not None  # nothing is at a limit where there is none
+    assert usual is not None  # without limits there is always a candidate
     begins = admission.preview(prompt, slo)
     selection = usual if isinstance(begins, WaitReason) else begins
     chosen = selection.decision.chosen
@@ -112,7 +115,7 @@ async def explain(
 
 
 def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Call, RoutedRequest]:
-    """The request to explain. Raises RequestError naming the field at fault, or the limit."""
+    """Return the request to explain. Raises RequestError, which names the invalid field or the exceeded limit."""
     fields = read_body(body, _ExplainFields)
     if not isinstance(fields.request, dict):
         raise RequestError(
@@ -126,7 +129,7 @@ def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Ca
 
 
 def _hints(prompt: RoutedPrompt, hints: AgentHints, places: SessionLocations, names: WorkerNames) -> dict[str, Any]:
-    """What the agent tells, in tokens and seconds, and where its session has its place."""
+    """Return an agent's hints, in tokens and seconds, and the location of its session."""
     place = None if prompt.session is None else places.of((prompt.cache_salt, prompt.session))
     return {
         "output_tokens": hints.output_tokens,
@@ -154,7 +157,7 @@ def _candidate(names: WorkerNames, cost: Cost, wanted: int) -> dict[str, Any]:
 
 
 def _slo(slo: SLO, prediction: Prediction, now: float) -> dict[str, Any]:
-    """Whether the choice would keep a promise, and with how many seconds to spare: below 0 where it is late."""
+    """Return whether the choice is predicted to meet an SLO, and the seconds to spare, which are negative if late."""
     ttft, tpot = slo.ttft, slo.tpot
     kept = prediction.slo_missed_by(slo, now, 1.0) <= 0
     return {
@@ -170,7 +173,7 @@ def _slo(slo: SLO, prediction: Prediction, now: float) -> dict[str, Any]:
 
 
 def _prediction(prediction: Prediction, slo: SLO | None, now: float) -> dict[str, Any]:
-    """What a candidate would take, in seconds."""
+    """Return the predicted latency of a candidate in seconds, and whether it meets the SLO."""
     told: dict[str, Any] = {
         "ttft": _estimate(prediction.ttft),
         "tpot": _estimate(prediction.tpot),

@@ -1,4 +1,4 @@
-"""`GET /live`: the fleet as server-sent events. `GET /ui`: the page for it. `GET /requests`: requests as they pass."""
+"""`GET /live`: the fleet as server-sent events. `GET /ui`: its page. `GET /requests`: a recording of requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from router.observability.request_recorder import (
 )
 
 _PAGE = Path(__file__).parents[2] / "observability" / "page.html"
-# The page loads nothing from anywhere else, and nothing may frame it.
+# The page loads nothing from other origins, and other pages cannot frame it.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -35,7 +35,7 @@ _PAGE_HEADERS = {
 
 
 def live_routes(services: Services) -> APIRouter:
-    """The page is anybody's; what it shows wants the admin token where there is one."""
+    """Return the routes of the page and its data. Only the data requires the admin token, if one is set."""
     routes = APIRouter()
     snapshot, request_recorder = services.observability.snapshot, services.observability.recorder
     worker_processes, token = services.worker_processes, services.settings.server.token
@@ -44,11 +44,11 @@ def live_routes(services: Services) -> APIRouter:
 
     @routes.get("/", include_in_schema=False)
     async def start() -> RedirectResponse:
-        return RedirectResponse("ui")  # not /ui: a proxy may have put something before
+        return RedirectResponse("ui")  # not /ui: a proxy may add a prefix to the path
 
     @routes.get("/ui", response_class=HTMLResponse)
     async def ui() -> HTMLResponse:
-        """A page that shows the fleet as it is now."""
+        """Return the page that shows the current state of the fleet."""
         return HTMLResponse(page, headers=_PAGE_HEADERS)
 
     @routes.get(
@@ -58,9 +58,10 @@ def live_routes(services: Services) -> APIRouter:
         responses={200: {"content": {"text/event-stream": {}}}, **errors(401, 503)},
     )
     async def live() -> StreamingResponse:
-        """The state of the fleet as server-sent events: first all of it, then once a second what changed."""
+        """Stream the state of the fleet as server-sent events: first the whole state, then each second's changes."""
         if snapshot.full:
-            raise RequestError(f"{MAX_VIEWERS} look on already. Close one.", status=503, type="service_unavailable")
+            message = f"{MAX_VIEWERS} viewers are connected already. Close one."
+            raise RequestError(message, status=503, type="service_unavailable")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(_events(snapshot), media_type="text/event-stream", headers=headers)
 
@@ -74,9 +75,9 @@ def live_routes(services: Services) -> APIRouter:
         request: Request,
         block_tokens: Annotated[int, Query(ge=16, le=65_536)] = DEFAULT_BLOCK_TOKENS,
     ) -> StreamingResponse:
-        """The requests that pass from now on, as a trace in Mooncake's format: lengths and hashes, never text."""
+        """Stream a trace of all later requests in Mooncake's format. It has lengths and hashes, never text."""
         if request_recorder.full:
-            message = f"{MAX_LISTENERS} record already. End one of them."
+            message = f"{MAX_LISTENERS} recordings are running already. End one of them."
             raise RequestError(message, status=503, type="service_unavailable")
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         if (recording := recording_of(request, worker_processes)) is not None:

@@ -1,4 +1,4 @@
-"""Reading `/match`: the prompt of the question, tokenized as a request's would be."""
+"""Reading of `/match` requests, whose prompts are tokenized like those of other requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from router.apis.requests import ChatPrompt, MatchRequest
 from router.forwarding.long_bodies import LONG_BODY
 from router.tokens.tokenizers import Tokenized, Tokenizers, TokenizerUnavailableError
 
-# The model and adapter behind a name. Raises RequestError (404) for a name that no worker serves.
+# Returns the model and adapter of a (name, tenant). Raises RequestError (404) for a name that no worker serves.
 Resolve = Callable[[str, str], tuple[str, str | None]]
 
 
 def match_reader(tokenizers: Tokenizers, resolve: Resolve) -> ReadMatch:
-    """What the index API needs to answer `/match` for prompts and messages; `resolve` takes a name and a tenant."""
+    """Return the reader with which the index API answers `/match` for prompts and messages.
+
+    `resolve` returns the model and adapter of a name and a tenant.
+    """
 
     def read(body: bytes) -> MatchQuery | Awaitable[MatchQuery]:
         return read_long(body) if len(body) > LONG_BODY else tokenized(decode_match(body), len(body))
@@ -29,7 +32,7 @@ def match_reader(tokenizers: Tokenizers, resolve: Resolve) -> ReadMatch:
         return query if isinstance(query, MatchQuery) else await query
 
     def tokenized(asked: MatchRequest, size: int) -> MatchQuery | Awaitable[MatchQuery]:
-        """The query, at once unless its prompt takes long. `size`: of its body."""
+        """Return the query, or an awaitable of it if its prompt is long. `size` is the body's size in bytes."""
         model, adapter = resolve(asked.model, asked.tenant_id or DEFAULT_TENANT)
         with _explained(asked, model):
             now = tokenizers.tokenize_now(model, asked.prompt, size)
@@ -43,7 +46,7 @@ def match_reader(tokenizers: Tokenizers, resolve: Resolve) -> ReadMatch:
 
 
 def _query(asked: MatchRequest, model: str, adapter: str | None, tokenized: Tokenized) -> MatchQuery:
-    """Raises ValueError unless there is one prompt."""
+    """Return the query of a tokenized prompt. Raises ValueError unless there is exactly one prompt."""
     (token_ids,) = tokenized.token_ids
     tenant = asked.tenant_id or DEFAULT_TENANT
     return MatchQuery(model, token_ids, asked.lora_name or adapter, asked.cache_salt, tenant)
@@ -51,7 +54,7 @@ def _query(asked: MatchRequest, model: str, adapter: str | None, tokenized: Toke
 
 @contextmanager
 def _explained(asked: MatchRequest, model: str) -> Iterator[None]:
-    """What is wrong with a prompt, in words for who asks. Raises RequestError."""
+    """Convert errors of tokenization to RequestErrors that say what to send instead."""
     try:
         yield
     except TokenizerUnavailableError as error:

@@ -1,4 +1,4 @@
-"""`/v1/models`: what all workers together serve, as OpenAI's clients expect it."""
+"""`/v1/models`: the models of all workers, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from router.forwarding.request_context import context_of
 
 
 def model_routes(services: Services) -> APIRouter:
-    """The routes of the models that are served."""
+    """Return the routes that list the served models."""
     routes = APIRouter()
 
     @routes.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
-        """Every model and adapter that a worker serves; a tenant sees those it may use."""
+        """List every model and adapter that a worker serves. A tenant sees only those that it may use."""
         tenant = context_of(request.scope).tenant
         return {"object": "list", "data": list(model_cards(services.fleet, services.started, tenant).values())}
 
     @routes.get("/v1/models/{name:path}", responses=errors(400, 404))
     async def model(name: str, request: Request) -> dict[str, Any]:
-        """One of them."""
+        """Return the card of one model or adapter."""
         return model_card(services.fleet, services.started, name, context_of(request.scope).tenant)
 
     return routes
 
 
 def model_cards(fleet: Fleet, created: int, tenant: Tenant | None = None) -> dict[str, dict[str, Any]]:
-    """A card for every model and adapter that a worker serves and the tenant may use, by name; for aliases too.
+    """Return the cards of all models and adapters that workers serve, and of their aliases, by name.
 
-    `created`: since when, for all of them.
+    - `created`: the value of `created` in all cards, in seconds since the epoch.
+    - `tenant`: only models that it may use are listed; None: all models.
     """
     cards: dict[str, dict[str, Any]] = {}
     for worker in fleet.workers:
@@ -63,7 +64,7 @@ def model_cards(fleet: Fleet, created: int, tenant: Tenant | None = None) -> dic
 
 
 def model_card(fleet: Fleet, created: int, name: str, tenant: Tenant | None = None) -> dict[str, Any]:
-    """One of them. Raises RequestError (404) when there is none."""
+    """Return the card of one model or adapter. Raises RequestError (404) for an unknown name."""
     cards = model_cards(fleet, created, tenant)
     if name not in cards:
         raise RequestError(

@@ -1,6 +1,6 @@
-"""Sleep and wake over HTTP, with the fields of vLLM's own routes. They want the operator's token.
+"""Routes that put workers to sleep and wake them, with the fields of vLLM's routes. They require the admin token.
 
-`POST /sleep?level=1&mode=wait`   `POST /wake_up`     of all workers of `model`, or of each `worker`, by URL or name
+`POST /sleep?level=1&mode=wait` and `POST /wake_up` are for all workers of `model`, or for each `worker` (URL or name).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Level = Annotated[int, Query(ge=0, le=2)]
 
 
 def sleep_routes(services: Services) -> APIRouter:
-    """The routes that put workers to sleep and wake them."""
+    """Return the routes that put workers to sleep and wake them."""
     routes = APIRouter()
     fleet, session = services.fleet, services.session
 
@@ -32,13 +32,13 @@ def sleep_routes(services: Services) -> APIRouter:
     async def sleep(
         worker: _Workers = (), model: str | None = None, level: _Level = 1, mode: SleepMode = "wait"
     ) -> JSONResponse:
-        """Put workers to sleep: they get no requests until they are woken. The answer tells of each worker."""
+        """Put workers to sleep: they receive no requests until they are woken. The answer has each worker's result."""
         status, fields = report(await put_to_sleep(fleet, session, asked(worker, model), level, mode), "sleep")
         return JSONResponse(fields, status)
 
     @routes.post("/wake_up", responses=errors(400, 401, 403, 404, 502, 503))
     async def wake_up(worker: _Workers = (), model: str | None = None) -> JSONResponse:
-        """Wake workers. The same answer."""
+        """Wake workers that sleep. The answer has each worker's result."""
         status, fields = report(await wake(fleet, session, asked(worker, model)), "sleep")
         return JSONResponse(fields, status)
 

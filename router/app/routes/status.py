@@ -1,4 +1,4 @@
-"""What the router tells of itself: `/health`, `/ready` and `/metrics`."""
+"""The router's state: `/health`, `/ready` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from router.app.services import Services
 
 
 def status_routes(services: Services) -> APIRouter:
-    """The routes that anyone may ask."""
+    """Return the routes of the router's state, which require no token."""
     routes = APIRouter()
     fleet, admission = services.fleet, services.admission
 
     @routes.get("/health")
     async def health() -> Response:
-        """Whether the router runs, how many of its workers answer, and what is wrong."""
+        """Report the number of workers that answer, the queue's length, and the findings."""
         up = sum(worker.up for worker in fleet.workers)
         report = {
             "status": "ok" if up else "no worker answers",
@@ -30,13 +30,13 @@ def status_routes(services: Services) -> APIRouter:
 
     @routes.get("/ready")
     async def ready() -> Response:
-        """200 when a worker answers and the index knows what the workers hold, else 503."""
+        """Respond with 200 if a worker answers and the index has caught up, else with 503."""
         problem = services.readiness.problem()
         return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
 
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus metrics."""
+        """Return Prometheus metrics."""
         return Response(generate_latest(services.observability.registry), media_type=CONTENT_TYPE_LATEST)
 
     return routes

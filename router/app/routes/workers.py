@@ -1,9 +1,9 @@
-"""Workers over HTTP: to see, add, drain and remove them. What changes something wants the admin token.
+"""Routes that list, add, drain and remove workers. All but `GET` require the admin token.
 
-`GET    /workers`           whether each is used, its load, its streams and what it holds
-`POST   /workers`           {"url", "name"?, "api_key"?, "model"?, "block_size"?, "streams"?, "weight"?, "role"?}
-`DELETE /workers?url=…`     one that was added so; or `?name=…`
-`POST   /workers/drain`     {"url"} or {"name"}: no new requests          `POST /workers/undrain`   as before
+- `GET /workers` lists the state, load, streams and cached blocks of each worker.
+- `POST /workers` adds a worker. The body has the fields of `WorkerSettings`, such as `url`, `name` and `model`.
+- `DELETE /workers?url=…` or `?name=…` removes a worker that was added by `POST /workers`.
+- `POST /workers/drain` with `{"url"}` or `{"name"}` sends a worker no new requests. `POST /workers/undrain` reverts it.
 """
 
 from __future__ import annotations
@@ -31,26 +31,25 @@ from router.settings import WorkerSettings
 
 MAX_ADDED = 1024
 
-
-# Over HTTP nobody has the router read its files and its environment.
+# Clients must not make the router read its files or its environment.
 _NOT_OVER_HTTP = ("api_key_file", "api_key_env")
 
 
 class _Named(msgspec.Struct):
-    """A worker by its URL or its name: each field takes either."""
+    """A worker by its URL or its name. Each field accepts both."""
 
     url: str = ""
     name: str = ""
 
 
 def worker_routes(services: Services) -> APIRouter:
-    """The routes that tell of the workers, and those that change which there are."""
+    """Return the routes that list workers, and those that add, drain and remove them."""
     routes = APIRouter()
     routes.routes += _changes(services).routes
 
     @routes.get("/workers")
     async def workers() -> dict[str, Any]:
-        """Every worker: whether it is used, its load, its streams and what it holds."""
+        """List all workers with their state, load, streams and cached blocks."""
         return {"workers": _report(services), "tokenizers": services.tokenizer_source.report()}
 
     return routes
@@ -79,8 +78,11 @@ def _rank_load(services: Services, worker: Worker, dp_rank: int) -> dict[str, An
 
 
 def _learned(services: Services, target: Target) -> dict[str, Any]:
-    """What a rank without events was seen to keep of what it was sent, null where no bound is known; and how much of a
-    hit a rank was seen to compute again. Neither is there while nothing was learned."""
+    """Return the learned facts about a DP rank's cache. A fact that is not learned yet is absent.
+
+    - `retention`: bounds of what a rank without events keeps of sent prefixes; null for an unknown bound.
+    - `recomputed_tokens`: tokens of each hit that the rank computes again.
+    """
     found: dict[str, Any] = {}
     if (kept := services.routing.state.audit.retention(target)) is not None:
         found["retention"] = {"tokens": kept.tokens, "seconds": kept.seconds and round(kept.seconds, 1)}
@@ -100,7 +102,7 @@ def _changes(services: Services) -> APIRouter:
         responses=errors(400, 401, 403, 409),
     )
     async def add(request: Request) -> dict[str, Any]:
-        """Add a worker; one that was added before takes these settings."""
+        """Add a worker. If its URL was added before, its settings are replaced."""
         settings = _worker_settings(await request.body())
         await _check_addresses(settings, services.networks)
         added = [known for known in fleet.assigned("api") if known.url != settings.url]
@@ -116,7 +118,7 @@ def _changes(services: Services) -> APIRouter:
 
     @routes.delete("/workers", responses=errors(400, 401, 404, 409))
     async def remove(url: str = "", name: str = "") -> dict[str, Any]:
-        """Remove a worker that was added. The requests it has go on."""
+        """Remove a worker that was added by this API. Its requests in flight continue."""
         worker = _find(fleet, url or name)
         if worker.source != "api":
             raise _foreign(worker)
@@ -125,14 +127,14 @@ def _changes(services: Services) -> APIRouter:
 
     @routes.post("/workers/drain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
     async def drain(request: Request) -> dict[str, Any]:
-        """Send a worker no new requests. When it is `drained`, those it had are done."""
+        """Send a worker no new requests. Its state is `drained` once its requests in flight have ended."""
         worker = _find(fleet, _which(await request.body()))
         fleet.drain(worker, True)
         return named(worker) | worker_status(worker)
 
     @routes.post("/workers/undrain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
     async def undrain(request: Request) -> dict[str, Any]:
-        """Use a worker again."""
+        """Send requests to a drained worker again."""
         worker = _find(fleet, _which(await request.body()))
         fleet.drain(worker, False)
         return named(worker) | worker_status(worker)
@@ -141,12 +143,12 @@ def _changes(services: Services) -> APIRouter:
 
 
 def named(worker: Worker) -> dict[str, Any]:
-    """Which worker is meant: its name, and where it is."""
+    """Return the fields that identify a worker: its name and its URL."""
     return {"worker": worker.name, "url": worker.url}
 
 
 def worker_status(worker: Worker) -> dict[str, Any]:
-    """Where a worker stands, for `GET /workers`."""
+    """Return the state of a worker, for `GET /workers`."""
     return {
         "up": worker.up,
         "state": worker.state,
@@ -170,7 +172,7 @@ def _which(body: bytes) -> str:
 
 def _find(fleet: Fleet, url_or_name: str) -> Worker:
     if not url_or_name:
-        raise RequestError("Neither url nor name says which worker is meant. Send one of them.", param="url")
+        raise RequestError("url and name are empty. Send the URL or the name of a worker.", param="url")
     worker = fleet.find(url_or_name)
     if worker is None:
         shown = split_user_info(url_or_name)[0]
@@ -181,7 +183,7 @@ def _find(fleet: Fleet, url_or_name: str) -> Worker:
 
 
 def _check_name(fleet: Fleet, settings: WorkerSettings) -> None:
-    """See that no other worker has the name of one that is added. Raises RequestError."""
+    """Check that no other worker has the name of an added worker. Raises RequestError (409)."""
     if settings.name is None:
         return
     known = fleet.find(settings.name)
@@ -193,7 +195,7 @@ def _check_name(fleet: Fleet, settings: WorkerSettings) -> None:
 
 def _foreign(worker: Worker) -> RequestError:
     return RequestError(
-        f"The worker {worker.name!r} comes from {worker.source}. Change it there, or drain it.", status=409, param="url"
+        f"The worker {worker.name!r} is from {worker.source}. Change it there, or drain it.", status=409, param="url"
     )
 
 
@@ -204,7 +206,7 @@ def _worker_settings(body: bytes) -> WorkerSettings:
         raise RequestError(f'The body is not JSON: {error}. Send {{"url": "http://…"}}.') from error
     for name in _NOT_OVER_HTTP:
         if isinstance(given, dict) and given.get(name) is not None:
-            raise RequestError(f"{name} is for the settings file alone. Send api_key.", param=name)
+            raise RequestError(f"{name} is valid only in the settings file. Send api_key.", param=name)
     try:
         return WorkerSettings.model_validate_json(body)
     except ValidationError as error:
@@ -215,14 +217,14 @@ def _worker_settings(body: bytes) -> WorkerSettings:
 
 
 async def _check_addresses(settings: WorkerSettings, networks: AllowedNetworks) -> None:
-    """See that everything that a worker's settings have the router connect to is allowed. Raises RequestError."""
+    """Check that the router may connect to all addresses in a worker's settings. Raises RequestError."""
     try:
         await networks.check(host_of(str(settings.url).rstrip("/")))
     except AddressNotAllowedError as error:
         raise _not_allowed("url", error) from error
     for stream in settings.streams or []:
         if any(each and not each.startswith("tcp://") for each in (stream.endpoint, stream.replay_endpoint)):
-            raise RequestError(f"streams: {stream.endpoint} is no tcp:// endpoint. Send one.", param="streams")
+            raise RequestError(f"streams: {stream.endpoint} is not a tcp:// endpoint. Send one.", param="streams")
         try:
             await allowed_source(networks, EventSource(stream.dp_rank, stream.endpoint, stream.replay_endpoint))
         except ValueError as error:
