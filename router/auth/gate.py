@@ -14,7 +14,7 @@ from router.auth.engine_fields import control_header, refusal, without_control_h
 from router.auth.hosts import check_host, check_site, is_loopback
 from router.auth.routes import Access, Route, Routes
 from router.auth.tenants import AccessControl, Tenant, without_credentials
-from router.http.headers import Headers
+from router.http.headers import Headers, asking_uncompressed
 from router.http.strict_requests import TargetError, canonical_path
 from router.settings import EngineFields, Settings, WorkerKeys
 
@@ -116,10 +116,13 @@ class AuthGate:
         return not (self.access.has_tenants or self._always_add_worker_key or self._add_worker_key)
 
     def headers_for_workers(self, admitted: Admitted, headers: Headers) -> Headers:
-        """Return the headers to forward: without engine control headers, and without credentials for the router."""
+        """Return the headers to forward, without engine control headers and without credentials for the router.
+
+        They do not ask for compressed answers.
+        """
         if admitted.engine_fields is not EngineFields.PASS:
             headers = without_control_headers(headers)
-        return headers if admitted.keeps_credentials else without_credentials(headers)
+        return asking_uncompressed(headers if admitted.keeps_credentials else without_credentials(headers))
 
     def body(self, admitted: Admitted, body: bytes) -> tuple[bytes, bytes]:
         """Return the body to forward, and the body that routing by load parses. Raises RequestError (400, 413)."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from router.fleet.health import Outcome
-from router.http.headers import RANK_HEADER, Headers, forwarded_lines
+from router.http.headers import RANK_HEADER, UNCOMPRESSED, Headers, forwarded_lines, lines_of
 from router.routing.assignment import Assignment
 from router.routing.disaggregation.adapters import Adapter, AnsweredError, PreparedRequest, WorkerEndpoint
 from router.upstream import ResponseHandler, ResponseHead, UpstreamError, UpstreamRequest, Upstreams
@@ -135,7 +135,8 @@ class DisaggregatedRequest(ResponseHandler):
             self._query = None
             self._prefill_failed(f"{url}: {reason}")
 
-        self._query = upstream.send(_Collected(on_answer, on_failed), "GET", parts.path.encode(), b"", b"")
+        lines = lines_of([UNCOMPRESSED])
+        self._query = upstream.send(_Collected(on_answer, on_failed), "GET", parts.path.encode(), lines, b"")
 
     def _send_first(self) -> None:
         adapter = self._adapter

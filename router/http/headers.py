@@ -22,6 +22,8 @@ HOP_BY_HOP = frozenset(
 _NOT_FORWARDED: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
 # The DP rank that a request is for; vLLM and SGLang read it.
 RANK_HEADER: Final = b"x-data-parallel-rank"
+# Workers are asked for uncompressed answers, because the router reads ids and usage in them.
+UNCOMPRESSED: Final = (b"accept-encoding", b"identity")
 _LONGEST_LENGTH: Final = 18  # digits
 _NAMING_NOTHING = frozenset((b"keep-alive", b"close"))
 
@@ -58,6 +60,12 @@ def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     if naming:
         dropped |= {part.strip().lower() for part in b",".join(naming).split(b",")}
     return [header for header in headers if header[0] not in dropped]
+
+
+def asking_uncompressed(headers: Headers) -> Headers:
+    """Return the headers with a request for an uncompressed answer in place of the codings that the client accepts."""
+    name, _ = UNCOMPRESSED
+    return [UNCOMPRESSED if header[0] == name else header for header in headers]
 
 
 REQUEST_ID = b"x-request-id"

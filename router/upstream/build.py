@@ -32,8 +32,9 @@ def client_session(settings: UpstreamSettings, networks: AllowedNetworks) -> aio
         ),
         middlewares=(refuse_redirects,),
         cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"Accept-Encoding": "identity"},
         auto_decompress=False,
-        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
     )
 
 
