@@ -12,7 +12,8 @@ that finds no capacity keeps the requests behind it waiting, so that a large pro
 
 After `timeout` seconds a request is sent to its target, however busy that is, or refused if all targets are at their
 limits. A request that waits for a worker is refused after `cold_start_timeout` seconds. Requests without a worker fill
-at most half of the queue.
+at most half of the queue. It does not matter how a request finds its model without a worker: it may have been refused a
+connection, or its last worker may end while it waits for capacity. A worker that starts again may receive the request.
 
 A request whose TTFT objective can no longer be met is served late: while its target is busy, all other requests go
 first, for `LATE_TIMEOUTS` times the timeout. If it were sent after the timeout, it would delay requests that can still
@@ -116,7 +117,7 @@ class Admission:
         try:
             placed = self._try(prompt, tried, ticket.slo, now)
         except RequestError:
-            if self._awaits_worker(prompt, tried):
+            if self._awaits_worker(prompt, ticket):
                 return None
             raise
         if isinstance(placed, _Held):
@@ -132,7 +133,9 @@ class Admission:
         deadline has passed.
         """
         has_capacity = self._selector.any_has_capacity(prompt, tried, self.limits)
-        cold = self._awaits_worker(prompt, tried)
+        cold = self._awaits_worker(prompt, ticket)
+        if cold:
+            tried = ()  # All of these are gone. One that comes back was started again.
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
             raise self.refusals.no_worker(prompt.name)
         now, loop = self._clock(), asyncio.get_running_loop()
@@ -160,7 +163,7 @@ class Admission:
                 return assignment
             raise self._too_many("queue_full", request)
         self.queue.add(request)
-        until = now + (self._cold_start_timeout if cold else self._timeout)
+        until = self._cold_until(ticket) if cold else now + self._timeout
         if slo is not None and slo.first_token_by is not None and not cold:
             until = slo.first_token_by if slo.refuses_late else max(until, slo.first_token_by)
         self._wait_until(request, until)
@@ -326,8 +329,12 @@ class Admission:
         try:
             if request.until_deadline:
                 raise self.refusals.deadline()
-            if self._awaits_worker(request.prompt, request.tried):
-                raise self.refusals.no_worker(request.name)
+            if self._selector.awaits_worker(request.prompt):
+                if not self._awaits_worker(request.prompt, request.ticket):
+                    raise self.refusals.no_worker(request.name)
+                request.reason, request.tried = WaitReason.NO_WORKER, ()
+                self._wait_until(request, self._cold_until(request.ticket))
+                return
             slo = request.ticket.slo
             if slo is not None and slo.first_token_by is not None and self._may_be_later(request, slo):
                 return
@@ -357,8 +364,17 @@ class Admission:
         self._wait_until(request, request.since + self._late_timeout)
         return True
 
-    def _awaits_worker(self, prompt: RoutedPrompt, tried: Collection[Worker]) -> bool:
-        return not tried and self._selector.awaits_worker(prompt)
+    def _awaits_worker(self, prompt: RoutedPrompt, ticket: Ticket) -> bool:
+        """Return whether a request may still wait for a worker of its model, because there is none now."""
+        if not self._selector.awaits_worker(prompt):
+            return False
+        return ticket.cold_until is None or self._clock() < ticket.cold_until
+
+    def _cold_until(self, ticket: Ticket) -> float:
+        """Return when a request has waited long enough for a worker. Later waits of the request end then, too."""
+        if ticket.cold_until is None:
+            ticket.cold_until = self._clock() + self._cold_start_timeout
+        return ticket.cold_until
 
     def _free_queue_space(self, request: WaitingRequest) -> bool:
         """Return whether the queue has space for a request, after placing or refusing the last requests if needed."""

@@ -48,6 +48,7 @@ class Ticket:
     - `place_by`: when sending it is of no more use, at `deadline` at the latest; None: never.
     - `slo`: its service-level objective; None for most requests.
     - `hints`: what its headers announce of the answer and the session.
+    - `cold_until`: when it stops to wait for a worker; None before it first waits for one.
     """
 
     priority: int = 0
@@ -59,6 +60,7 @@ class Ticket:
     place_by: float | None = None
     slo: SLO | None = None
     hints: AgentHints | None = None
+    cold_until: float | None = None
 
     def left(self, now: float) -> float | None:
         """Return the seconds until the answer is due; None if it has no deadline."""

@@ -94,6 +94,7 @@ class Prober:
         if worker.up and not is_new:
             return
         if not worker.up:
+            worker.starts += 1
             self._streams.resume(worker)
         self._describe(worker, description)
         worker.problem = None

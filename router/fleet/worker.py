@@ -73,6 +73,7 @@ class Worker:
     - `description`: its answer to the last successful probe.
     - `problem`: why it is down; None while it is up.
     - `failed_probes`: failed probes in a row.
+    - `starts`: the number of times that it answered a probe after it was new or down.
     - `targets`: its targets that are registered with the index.
     - `draining`: it receives no new requests.
     - `asleep`: its engine sleeps.
@@ -92,6 +93,7 @@ class Worker:
     description: WorkerDescription | None = None
     problem: str | None = "not asked yet"
     failed_probes: int = 0
+    starts: int = 0
     targets: set[Target] = field(default_factory=set)
     draining: bool = False
     asleep: bool = False

@@ -92,14 +92,16 @@ class Attempts:
         self._without = without
         self._most = services.attempts if transport is None else 1
         self.tried: list[Worker] = []
+        self._left: dict[Worker, int] = {}  # the workers that failed, and how often each had started then
         self.sent: SentRequest | None = None  # not on the class: mypyc does not support defaults of Protocols
         if context.head.path == RESPONSES:
             self._not_stored = not asks_to_store(body)
 
     def for_rest(self, prompt: RoutedPrompt, body: bytes) -> Attempts:
-        """Return the attempts for the rest of a stream, which exclude all workers that were tried."""
-        without = [*self._without, *self.tried]
-        return Attempts(self._services, self._context, prompt, self._ticket, body, self._transport, without)
+        """Return the attempts for the rest of a stream, which exclude the workers that failed."""
+        rest = Attempts(self._services, self._context, prompt, self._ticket, body, self._transport, self._without)
+        rest._left = self._left
+        return rest
 
     @property
     def _repeatable(self) -> bool:
@@ -124,7 +126,7 @@ class Attempts:
         if self._sends >= self._most:
             raise self.exhausted()
         self._span = span = self._context.trace and self._context.trace.span("decide")
-        excluded = self._excluded() if self._without else self.tried
+        excluded = self._excluded() if self._left or self._without else ()
         try:
             assignment = self._services.admission.place(self.prompt, excluded, self._ticket, now)
         except RequestError as error:
@@ -149,8 +151,9 @@ class Attempts:
             raise
 
     def _excluded(self) -> Collection[Worker]:
-        """Return the workers to which the request is not sent again, or may not be sent."""
-        return [*self.tried, *self._without] if self._without else self.tried
+        """Return the workers that may not receive the request: a worker that failed may if it started again since."""
+        failed = [worker for worker, starts in self._left.items() if worker.starts == starts]
+        return [*failed, *self._without]
 
     def exhausted(self) -> RequestError:
         """Return the error for a client when no further attempt is allowed."""
@@ -193,15 +196,18 @@ class Attempts:
                 lines, request_id = context.lines_for_workers(), context.id
             upstream = services.upstreams.get(worker.url)
             add_worker_key = context.admitted.add_worker_key
+            # A retry opens a connection: a kept one to another worker that stopped would count as a second break.
+            once = bool(self._left) or self._once
             self.sent = upstream.send(
-                handler, head.method, head.target, lines, self._body, request_id, now, self._once, add_worker_key
+                handler, head.method, head.target, lines, self._body, request_id, now, once, add_worker_key
             )
         if assignment is not self.assignment:
             return  # it failed at once
         # The following steps must not delay the request.
         services.placement.record_in_flight(prompt, assignment, now)
         services.metrics.placed(prompt.name or "", now - arrived, assignment.decision, assignment.cache_prediction)
-        self.others = self._sends < self._most and self._repeatable and services.selector.has_others(prompt, tried)
+        excluded = [*self._excluded(), worker] if self._left or self._without else tried
+        self.others = self._sends < self._most and self._repeatable and services.selector.has_others(prompt, excluded)
         # A request that hung one worker may be the cause, so it is not sent to a second one for that reason.
         if self.others and not self._hung and assignment.prefill is None:
             assignment.attempt.give_up = handler.give_up
@@ -221,7 +227,7 @@ class Attempts:
         endpoints = [WorkerEndpoint.of(each.worker, each.target.dp_rank) for each in (prefill, assignment)]
         requests = adapter.of(head.path, self._body, *endpoints)
         others = self._repeatable and services.selector.has_others(
-            self.prompt, [*self.tried, prefill.worker], prefill=True
+            self.prompt, [*self._excluded(), assignment.worker, prefill.worker], prefill=True
         )
         if others and not self._hung:
             prefill.attempt.give_up = handler.give_up_prefill
@@ -323,7 +329,7 @@ class Attempts:
         if assignment is None or assignment.prefill is None:
             return False
         prefill = assignment.prefill.worker
-        known = [*self._excluded(), prefill]
+        known = [*self._excluded(), assignment.worker, prefill]
         other_prefill = self._sends < self._most and self._services.selector.has_others(
             self.prompt, known, prefill=True
         )
@@ -344,6 +350,7 @@ class Attempts:
         assignment, sent = self.assignment, self.sent
         assert assignment is not None
         self.assignment = self.sent = None
+        self._left[self.tried[-1]] = self.tried[-1].starts
         if sent is not None:
             sent.abort()
         assignment.release()

@@ -1,0 +1,186 @@
+"""Requests that find the last worker of their model gone: they wait for its return like those that come later."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from router_under_test import Reply, RouterUnderTest, router, until
+from scripted_worker import Exchange, ScriptedWorker, scripted_worker
+
+from benchmarks.ports import free_port
+from kvrouter.processes import KvrouterProcess
+
+pytestmark = pytest.mark.anyio
+
+BODY = {"model": "m", "prompt": "x", "max_tokens": 2}
+# Probes do not find out by themselves that a worker is gone.
+UNPROBED = {"probe_interval": 60.0, "retry_interval": 0.1, "probe_timeout": 1.0, "stall_seconds": 30.0}
+COLD = {"cold_start_timeout": 25.0}
+
+Gone = Callable[[RouterUnderTest, ScriptedWorker], Awaitable["asyncio.Task[Reply]"]]
+
+
+async def asked(routed: RouterUnderTest) -> asyncio.Task[Reply]:
+    return asyncio.create_task(routed.call("/v1/completions", BODY))
+
+
+async def waiting(routed: RouterUnderTest) -> int:
+    return sum((await routed.call("/health")).json()["queue"].values())
+
+
+async def until_waiting(routed: RouterUnderTest, requests: int = 1) -> None:
+    async def reached() -> bool:
+        return await waiting(routed) == requests
+
+    await until(reached, 5)
+
+
+async def refused(routed: RouterUnderTest, worker: ScriptedWorker) -> asyncio.Task[Reply]:
+    await worker.stop()
+    return await asked(routed)
+
+
+async def kept_connection_closed(routed: RouterUnderTest, worker: ScriptedWorker) -> asyncio.Task[Reply]:
+    assert (await routed.call("/v1/completions", BODY)).status == 200
+    return await refused(routed, worker)
+
+
+async def killed_over_the_request(routed: RouterUnderTest, worker: ScriptedWorker) -> asyncio.Task[Reply]:
+    worker.script = hang
+    before = len(worker.exchanges)
+    request = await asked(routed)
+    await received(worker, before + 1)
+    await worker.stop()
+    return request
+
+
+async def reset_at_connect(routed: RouterUnderTest, worker: ScriptedWorker) -> asyncio.Task[Reply]:
+    worker.answers_questions, worker.script = False, Exchange.hang_up
+    request = await asked(routed)
+    await until_waiting(routed)
+    return request
+
+
+async def removed_and_gone(routed: RouterUnderTest, worker: ScriptedWorker) -> asyncio.Task[Reply]:
+    request = asyncio.create_task(killed_over_the_request(routed, worker))
+    await received(worker, 1)
+    assert (await routed.call(f"/workers?url={worker.url}", method="DELETE")).status == 200
+    return await request
+
+
+async def ejected(routed: RouterUnderTest, worker: ScriptedWorker) -> asyncio.Task[Reply]:
+    worker.script = fail
+    for _ in range(3):
+        assert (await routed.call("/v1/completions", BODY)).status == 500
+    assert [each["state"] for each in await routed.workers()] == ["left_out"]
+    return await refused(routed, worker)
+
+
+async def hang(_: Exchange) -> None:
+    await asyncio.sleep(60)
+
+
+async def fail(exchange: Exchange) -> None:
+    await exchange.answer(b"{}", status="500 Internal Server Error")
+
+
+async def received(worker: ScriptedWorker, requests: int) -> None:
+    async def seen() -> bool:
+        return len(worker.exchanges) >= requests
+
+    await until(seen, 5)
+
+
+async def come_back(routed: RouterUnderTest, worker: ScriptedWorker) -> None:
+    await worker.stop()
+    worker.answers_questions, worker.script = True, Exchange.answer
+    await worker.start()
+    if not await routed.workers():
+        await routed.call("/workers", {"url": worker.url})
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [refused, kept_connection_closed, killed_over_the_request, reset_at_connect, removed_and_gone, ejected],
+)
+async def test_a_request_that_finds_the_last_worker_gone_is_held(gone: Gone) -> None:
+    async with scripted_worker() as worker, router(fleet=UNPROBED, admission=COLD) as routed:
+        await routed.call("/workers", {"url": worker.url})
+
+        async def up() -> bool:
+            return [each["state"] for each in await routed.workers()] in (["ready"], ["warming"])
+
+        await until(up)
+        first = await gone(routed, worker)
+        await until_waiting(routed)
+        later = await asked(routed)
+        await until_waiting(routed, 2)
+        await come_back(routed, worker)
+        assert [(await each).status for each in (first, later)] == [200, 200]
+        await routed.until_released()
+
+
+async def test_a_request_goes_to_a_worker_that_refused_it_and_started_again() -> None:
+    async with scripted_worker(hang) as first, scripted_worker(hang) as second:
+        fleet = UNPROBED | {"slow_start": 0.0}
+        async with router(first.url, second.url, fleet=fleet, admission=COLD) as routed:
+            await first.stop()
+            requests = [await asked(routed) for _ in range(2)]  # one of them is refused first
+            await received(second, 2)
+            await come_back(routed, first)
+
+            async def both_up() -> bool:
+                return all(each["state"] == "ready" for each in await routed.workers())
+
+            await until(both_up, 5)
+            await second.stop()
+            assert [(await each).status for each in requests] == [200, 200]
+
+
+async def test_a_queued_request_whose_last_worker_ends_is_held() -> None:
+    admission = COLD | {"requests": 1, "timeout": 0.5, "late_binding": False}
+    async with scripted_worker(hang) as worker, router(worker.url, fleet=UNPROBED, admission=admission) as routed:
+        first = await asked(routed)
+        await received(worker, 1)
+        queued = await asked(routed)
+        await until_waiting(routed)
+        await worker.stop()
+        await asyncio.sleep(1.0)
+        assert not first.done()
+        assert not queued.done()
+        await come_back(routed, worker)
+        assert [(await each).status for each in (first, queued)] == [200, 200]
+
+
+async def test_a_request_that_is_refused_again_and_again_waits_no_longer_than_others() -> None:
+    admission = {"cold_start_timeout": 0.6}
+    async with scripted_worker() as worker, router(worker.url, fleet=UNPROBED, admission=admission) as routed:
+        worker.answers_questions, worker.script = False, Exchange.hang_up
+        began = asyncio.get_running_loop().time()
+        reply = await routed.call("/v1/completions", BODY)
+        assert (reply.status, reply.error["code"]) == (503, "no_worker_available")
+        assert 0.5 < asyncio.get_running_loop().time() - began < 10
+
+
+async def test_no_request_is_lost_when_every_process_is_killed_and_started_again() -> None:
+    arguments: list[list[str]] = [["simulate", "--port", str(free_port())] for _ in range(2)]
+    body: dict[str, Any] = BODY | {"model": "simulated", "max_tokens": 20}
+    fleet = UNPROBED | {"slow_start": 0.0}
+    with KvrouterProcess(arguments[0]) as one, KvrouterProcess(arguments[1]) as other:
+        urls = [await asyncio.to_thread(each.wait_until_listening) for each in (one, other)]
+        async with router(*urls, fleet=fleet, admission=COLD) as routed:
+            replies: list[asyncio.Task[Reply]] = []
+            for number in range(40):
+                if number == 20:
+                    one.send_signal(signal.SIGKILL)
+                    other.send_signal(signal.SIGKILL)
+                replies.append(asyncio.create_task(routed.call("/v1/completions", body)))
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(one.__exit__, None, None, None)
+            with KvrouterProcess(arguments[0]) as again:
+                await asyncio.to_thread(again.wait_until_listening)
+                assert [(await each).status for each in replies] == [200] * 40
