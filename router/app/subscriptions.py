@@ -21,13 +21,13 @@ from router.tokens.tokenizer_source import TokenizerSource
 def subscribe_routing(routing: Routing, fleet: Fleet) -> None:
     """Subscribe routing to the fleet and to other routers, and other routers to the load and responses here."""
     state, selector, placement = routing.state, routing.selector, routing.placement
-    load, sharing, responses, draft_blocks = state.load, state.sharing, state.responses, state.audit.recomputed
+    load, sharing, responses, draft_blocks = state.load, state.sharing, state.responses, state.audit.draft_blocks
 
     def scraped(worker: Worker) -> None:
-        draft_blocks.worker_said(worker.url, worker.metrics.drafts)
+        draft_blocks.set_drafting(worker.url, worker.metrics.drafts)
 
     def removed(worker: Worker) -> None:
-        draft_blocks.worker_said(worker.url, drafts=False)
+        draft_blocks.set_drafting(worker.url, drafts=False)
 
     fleet.on_scrape += [selector.scraped, scraped]
     fleet.on_replaced.append(placement.replaced)

@@ -15,7 +15,7 @@ from indexer import Target
 _ANSWERS = 2
 
 
-class RecomputedBlocks:
+class DraftBlockCorrections:
     """What to leave out of a hit. `tokens`: those of a block, by target, for such targets alone. `drafting`: the URLs
     of workers that say that they draft, of which the first hit is believed, and by others of the same model, too."""
 
@@ -25,40 +25,40 @@ class RecomputedBlocks:
         self._in_a_row: dict[Target, int] = {}
         self._whole: set[Target] = set()  # that found all of what they hold
 
-    def worker_said(self, url: str, drafts: bool) -> None:
+    def set_drafting(self, url: str, drafts: bool) -> None:
         """Whether a worker's engine drafts; one that is removed does not."""
         if drafts:
             self.drafting.add(url)
         else:
             self.drafting.discard(url)
 
-    def answered(self, target: Target, predicted: int, cached: int, block_size: int) -> bool:
+    def record(self, target: Target, predicted: int, cached: int, block_size: int) -> bool:
         """A target found `cached` tokens. Whether something was learned: predictions before tell nothing any more."""
-        left_out = target in self.tokens
-        if predicted - cached != (-block_size if left_out else block_size):
+        corrected = target in self.tokens
+        if predicted - cached != (-block_size if corrected else block_size):
             if predicted or cached:  # else there was nothing to leave out
                 self._in_a_row.pop(target, None)
-                if predicted == cached and not left_out:
+                if predicted == cached and not corrected:
                     self._whole.add(target)
             return False
         answers = self._in_a_row[target] = self._in_a_row.get(target, 0) + 1
-        if answers < (1 if not left_out and self._may_recompute(target) else _ANSWERS):
+        if answers < (1 if not corrected and self._may_have_draft_block(target) else _ANSWERS):
             return False
         del self._in_a_row[target]
-        if left_out:
+        if corrected:
             del self.tokens[target]
             self._whole.add(target)
         else:
             self.tokens[target] = block_size
         return True
 
-    def teach(self, target: Target, others: Iterable[Target]) -> list[Target]:
+    def extend(self, target: Target, others: Iterable[Target]) -> list[Target]:
         """Let others of a model do as one of it was seen to, where both draft; those that had not been seen to."""
         if target.worker not in self.drafting:
             return []
-        taught = [each for each in others if each not in self.tokens and self._may_recompute(each)]
-        self.tokens.update(dict.fromkeys(taught, self.tokens[target]))
-        return taught
+        extended = [each for each in others if each not in self.tokens and self._may_have_draft_block(each)]
+        self.tokens.update(dict.fromkeys(extended, self.tokens[target]))
+        return extended
 
     def forget(self, target: Target) -> None:
         """A target was removed."""
@@ -71,5 +71,5 @@ class RecomputedBlocks:
         for each in (self.tokens.keys() | self._in_a_row.keys() | self._whole) - set(known):
             self.forget(each)
 
-    def _may_recompute(self, target: Target) -> bool:
+    def _may_have_draft_block(self, target: Target) -> bool:
         return target.worker in self.drafting and target not in self._whole

@@ -25,7 +25,7 @@ from indexer.streams.sequence import StreamState
 from indexer.streams.session import StreamSession
 from indexer.targets import WorkerNames
 from router.apis.usage import Usage
-from router.cache_state.draft_blocks import RecomputedBlocks
+from router.cache_state.draft_blocks import DraftBlockCorrections
 from router.cache_state.sent_prefixes import Retention, SentPrefixes
 from router.settings import AuditSettings
 
@@ -37,7 +37,7 @@ class Basis(StrEnum):
 
     EVENTS = "events"
     RESYNCED = "resynced"
-    HISTORY = "history"
+    SENT_PREFIXES = "history"
 
 
 # Members of an enumeration are looked up in it each time.
@@ -197,13 +197,13 @@ class HitAudit:
         self._tolerance = settings.tolerance
         self._audits: dict[Target, TargetAudit] = {}
         self.distrusted: set[Target] = set()  # targets whose events are known to mislead
-        self.recomputed = RecomputedBlocks()
+        self.draft_blocks = DraftBlockCorrections()
 
     def forget(self, target: Target) -> None:
         """A target was removed."""
         self._audits.pop(target, None)
         self.distrusted.discard(target)
-        self.recomputed.forget(target)
+        self.draft_blocks.forget(target)
 
     def events_complete(self, target: Target) -> bool:
         """Whether a target's events so far were read, as far as they can be had."""
@@ -218,7 +218,7 @@ class HitAudit:
             self._sent_prefixes.forget(cache_prediction.target)
             return
         if cache_prediction.comparable and usage is not None and usage.prompt and not cache_prediction.windowed:
-            self._teach_sent_prefixes(cache_prediction, usage)
+            self._learn_retention(cache_prediction, usage)
         for hashes in cache_prediction.hashes:
             self._sent_prefixes.remember(cache_prediction.target, hashes, cache_prediction.capacity)
 
@@ -226,7 +226,7 @@ class HitAudit:
         """What a target's holdings are predicted from now."""
         stream = self._stream(target)
         if stream is None or stream.state is _CONNECTING:
-            return Basis.HISTORY
+            return Basis.SENT_PREFIXES
         audit = self._audits.get(target)
         return audit.basis if audit is not None else _EVENTS
 
@@ -257,14 +257,14 @@ class HitAudit:
         audit.wrong_tokens += abs(overlap - cached)
         audit.errors.add(overlap - cached, usage.prompt)
         if cache_prediction.by_events is not None and cache_prediction.made_at > self._known_since(target, audit):
-            if self._learns_recomputed(target, cache_prediction.by_events, cached):
-                self._judge_anew(audit)
+            if self._learn_draft_blocks(target, cache_prediction.by_events, cached):
+                self._restart_judgement(audit)
                 return
             audit.event_errors.add(cache_prediction.by_events - cached, usage.prompt)
             audit.last_event_errors.add(cache_prediction.by_events - cached, usage.prompt)
             self._choose_basis(target, audit)
 
-    def _teach_sent_prefixes(self, cache_prediction: CachePrediction, usage: Usage) -> None:
+    def _learn_retention(self, cache_prediction: CachePrediction, usage: Usage) -> None:
         """Let an answer tell how much and how long its target keeps what it was sent."""
         audit = self._audits.get(cache_prediction.target)
         if audit is None or not audit.reports_cached:
@@ -290,45 +290,48 @@ class HitAudit:
         errors = audit.event_errors
         if not errors.enough:
             errors = audit.last_event_errors
-            promised_too_much = errors.excess > _FAR * self._tolerance
-            if not errors.enough or (audit.basis is _EVENTS and not promised_too_much):
+            overpredicted = errors.excess > _FAR * self._tolerance
+            if not errors.enough or (audit.basis is _EVENTS and not overpredicted):
                 return
         drift = errors.share
         right = drift <= self._tolerance
         match audit.basis:
             case Basis.EVENTS if not right:
-                audit.basis = Basis.RESYNCED if self._indexer.resync(target) else Basis.HISTORY
+                audit.basis = Basis.RESYNCED if self._indexer.resync(target) else Basis.SENT_PREFIXES
             case Basis.RESYNCED:
-                audit.basis = Basis.EVENTS if right else Basis.HISTORY
-            case Basis.HISTORY if right:
+                audit.basis = Basis.EVENTS if right else Basis.SENT_PREFIXES
+            case Basis.SENT_PREFIXES if right:
                 audit.basis = Basis.EVENTS
             case _:
                 return
-        self._judge_anew(audit)
-        if audit.basis is Basis.HISTORY:
+        self._restart_judgement(audit)
+        if audit.basis is Basis.SENT_PREFIXES:
             self.distrusted.add(target)
         else:
             self.distrusted.discard(target)
-        say, what = (log.info, "are as predicted again") if right else (log.warning, "are not as predicted")
-        say(
-            f"cached tokens {what}", drift=round(drift, 3), predicted_from=audit.basis.value, **self.names.about(target)
+        log_change, change = (log.info, "are as predicted again") if right else (log.warning, "are not as predicted")
+        log_change(
+            f"cached tokens {change}",
+            drift=round(drift, 3),
+            predicted_from=audit.basis.value,
+            **self.names.about(target),
         )
 
-    def _learns_recomputed(self, target: Target, predicted: int, cached: int) -> bool:
+    def _learn_draft_blocks(self, target: Target, predicted: int, cached: int) -> bool:
         block_size = self._indexer.block_size(target)
-        if block_size is None or not self.recomputed.answered(target, predicted, cached, block_size):
+        if block_size is None or not self.draft_blocks.record(target, predicted, cached, block_size):
             return False
-        left_out = self.recomputed.tokens.get(target, 0)
+        left_out = self.draft_blocks.tokens.get(target, 0)
         log.info("the last tokens of each hit are computed again", tokens=left_out, **self.names.about(target))
         if left_out:
             registered = (registration.target for registration in self._indexer.registered())
             same_model = [each for each in registered if (each.model, each.tenant) == (target.model, target.tenant)]
-            for each in self.recomputed.teach(target, same_model):
+            for each in self.draft_blocks.extend(target, same_model):
                 if (audit := self._audits.get(each)) is not None:
-                    self._judge_anew(audit)
+                    self._restart_judgement(audit)
         return True
 
-    def _judge_anew(self, audit: TargetAudit) -> None:
+    def _restart_judgement(self, audit: TargetAudit) -> None:
         audit.judged_at = self._clock()
         audit.event_errors.clear()
         audit.last_event_errors.clear()
@@ -360,7 +363,7 @@ class HitAudit:
         known = {registration.target for registration in self._indexer.registered()} | {target}
         self._audits = {each: audit for each, audit in self._audits.items() if each in known}
         self.distrusted &= known
-        self.recomputed.keep(known)
+        self.draft_blocks.keep(known)
         for each in self._sent_prefixes.targets():
             if each not in known:
                 self._sent_prefixes.removed(each)

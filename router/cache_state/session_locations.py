@@ -4,7 +4,7 @@
     weight(w) = 1 + STEEP · (wanted(w) - mean of the model's targets) / capacity(w)      at least 0
 
 What evicting costs on a target is weighted by this: what many will come back for is dear, what nobody wants is cheap.
-Without a word of any session every weight is 1. A session's place is wanted from its request on until the next one
+Without a word of any session every weight is 1. A session's location is wanted from its request on until the next one
 comes, or twice the pause that was announced, an hour at most, has passed since the answer.
 """
 
@@ -19,24 +19,24 @@ from typing import Final, TypeAlias
 from indexer import Target
 
 STEEP: Final = 2.0
-# Seconds that a place is kept after the answer: so many times the pause that was announced, and some more.
+# Seconds that a location is kept after the answer: so many times the pause that was announced, and some more.
 _PAUSES: Final = 2.0
-_LEAST: Final = 5.0
-_NOT_TOLD: Final = 60.0
+_SHORTEST: Final = 5.0
+_DEFAULT_PAUSE: Final = 60.0
 _LONGEST: Final = 3600.0  # whatever is announced: to announce costs nothing
-_MOST_PLACES: Final = 1 << 16
+_MOST_LOCATIONS: Final = 1 << 16
 
 # What a session is known by: the salt of its prompts, and its name.
 SessionKey: TypeAlias = tuple[str | None, str]
 
 
-class Place:
+class SessionLocation:
     """One session's. `until`: when it is not wanted any more; None while a request of it is in flight."""
 
-    __slots__ = ("_places", "key", "pause", "target", "tokens", "until")
+    __slots__ = ("_locations", "key", "pause", "target", "tokens", "until")
 
-    def __init__(self, places: SessionLocations, key: SessionKey, target: Target, tokens: int, pause: float) -> None:
-        self._places = places
+    def __init__(self, locations: SessionLocations, key: SessionKey, target: Target, tokens: int, pause: float) -> None:
+        self._locations = locations
         self.key = key
         self.target = target
         self.tokens = tokens
@@ -45,90 +45,90 @@ class Place:
 
     def __call__(self, failed: bool = False) -> None:
         """The request ended: the tool runs now. `failed`: it was not computed there."""
-        self._places.answered(self, failed)
+        self._locations.answered(self, failed)
 
 
 class SessionLocations:
-    """The places of the sessions that were said to go on, the last `_MOST_PLACES` of them."""
+    """The locations of the sessions that were said to go on, the last `_MOST_LOCATIONS` of them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._places: dict[SessionKey, Place] = {}
-        self._wanted: dict[Target, int] = {}
-        self._of_model: dict[str, int] = {}
-        self._due: list[tuple[float, int, Place]] = []
+        self._locations: dict[SessionKey, SessionLocation] = {}
+        self._retained: dict[Target, int] = {}
+        self._retained_of_model: dict[str, int] = {}
+        self._due: list[tuple[float, int, SessionLocation]] = []
         self._numbers = count()
 
     def __len__(self) -> int:
         """How many there are."""
-        return len(self._places)
+        return len(self._locations)
 
-    def keep(self, key: SessionKey, target: Target, tokens: int, next_call: float | None) -> Place:
+    def record(self, key: SessionKey, target: Target, tokens: int, next_call: float | None) -> SessionLocation:
         """A session's request with a prompt of `tokens` goes to a target, and it comes back `next_call` seconds after
         the answer, if that is known. Returns what to call when the request ended."""
-        self.leave(key)
-        pause = _NOT_TOLD if next_call is None else min(max(_PAUSES * next_call, _LEAST), _LONGEST)
-        place = self._places[key] = Place(self, key, target, tokens, pause)
-        self._count(place, tokens)
-        if len(self._places) > _MOST_PLACES:
-            self.leave(next(iter(self._places)))
-        return place
+        self.drop(key)
+        pause = _DEFAULT_PAUSE if next_call is None else min(max(_PAUSES * next_call, _SHORTEST), _LONGEST)
+        location = self._locations[key] = SessionLocation(self, key, target, tokens, pause)
+        self._count(location, tokens)
+        if len(self._locations) > _MOST_LOCATIONS:
+            self.drop(next(iter(self._locations)))
+        return location
 
-    def leave(self, key: SessionKey) -> None:
-        """A session's place is not wanted any more."""
-        place = self._places.pop(key, None)
-        if place is not None:
-            self._count(place, -place.tokens)
+    def drop(self, key: SessionKey) -> None:
+        """A session's location is not wanted any more."""
+        location = self._locations.pop(key, None)
+        if location is not None:
+            self._count(location, -location.tokens)
 
-    def answered(self, place: Place, failed: bool) -> None:
-        """The request that a place was made by has ended."""
-        if self._places.get(place.key) is not place or place.until is not None:
+    def answered(self, location: SessionLocation, failed: bool) -> None:
+        """The request that a location was made by has ended."""
+        if self._locations.get(location.key) is not location or location.until is not None:
             return
         if failed:
-            self.leave(place.key)
+            self.drop(location.key)
             return
-        place.until = self._clock() + place.pause
-        heappush(self._due, (place.until, next(self._numbers), place))
-        if len(self._due) > 2 * _MOST_PLACES:  # most of them are places that sessions have left since
-            self._due = [each for each in self._due if self._places.get(each[2].key) is each[2]]
+        location.until = self._clock() + location.pause
+        heappush(self._due, (location.until, next(self._numbers), location))
+        if len(self._due) > 2 * _MOST_LOCATIONS:  # most of them are locations that sessions have left since
+            self._due = [each for each in self._due if self._locations.get(each[2].key) is each[2]]
             heapify(self._due)
 
     def expire(self, now: float) -> None:
-        """Let go of the places of sessions that did not come back. `now`: by the clock."""
+        """Let go of the locations of sessions that did not come back. `now`: by the clock."""
         while self._due and self._due[0][0] <= now:
-            place = heappop(self._due)[2]
-            if self._places.get(place.key) is place:
-                self.leave(place.key)
+            location = heappop(self._due)[2]
+            if self._locations.get(location.key) is location:
+                self.drop(location.key)
 
     def forget(self, worker: str) -> None:
         """A worker is gone, or holds nothing any more."""
-        for key in [key for key, place in self._places.items() if place.target.worker == worker]:
-            self.leave(key)
+        for key in [key for key, location in self._locations.items() if location.target.worker == worker]:
+            self.drop(key)
 
-    def wanted(self, target: Target) -> int:
+    def retained_tokens(self, target: Target) -> int:
         """Tokens on a target that sessions will come back for."""
-        return self._wanted.get(target, 0)
+        return self._retained.get(target, 0)
 
-    def of(self, key: SessionKey) -> Target | None:
-        """Where a session has its place, if it has one."""
-        place = self._places.get(key)
-        return None if place is None else place.target
+    def get(self, key: SessionKey) -> Target | None:
+        """Where a session has its location, if it has one."""
+        location = self._locations.get(key)
+        return None if location is None else location.target
 
     def weight(self, target: Target, targets: int, capacity: int | None) -> float:
         """What evicting there costs, compared with elsewhere: see above.
 
         `targets`: how many the model has; `capacity`: tokens that this one can hold, None: not known.
         """
-        if not self._places or not capacity:
+        if not self._locations or not capacity:
             return 1.0
-        mean = min(self._of_model.get(target.model, 0) / targets, capacity)
-        return max(1 + STEEP * (min(self.wanted(target), capacity) - mean) / capacity, 0.0)
+        mean = min(self._retained_of_model.get(target.model, 0) / targets, capacity)
+        return max(1 + STEEP * (min(self.retained_tokens(target), capacity) - mean) / capacity, 0.0)
 
-    def _count(self, place: Place, tokens: int) -> None:
-        target = place.target
-        left = self._wanted.get(target, 0) + tokens
-        if left:
-            self._wanted[target] = left
+    def _count(self, location: SessionLocation, tokens: int) -> None:
+        target = location.target
+        retained = self._retained.get(target, 0) + tokens
+        if retained:
+            self._retained[target] = retained
         else:
-            self._wanted.pop(target, None)
-        self._of_model[target.model] = self._of_model.get(target.model, 0) + tokens
+            self._retained.pop(target, None)
+        self._retained_of_model[target.model] = self._retained_of_model.get(target.model, 0) + tokens

@@ -100,7 +100,7 @@ def build_observability(
         AdmissionMetrics(admission, registry),
         predictions,
         snapshot,
-        RequestRecorder(routing.reader.look_at_prompts),
+        RequestRecorder(routing.reader.require_prompts),
         about,
         all_findings,
     )

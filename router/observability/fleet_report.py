@@ -125,7 +125,7 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
     return found
 
 
-_BASES = {Basis.RESYNCED: "events replayed from the start", Basis.HISTORY: "sent prefixes"}
+_BASES = {Basis.RESYNCED: "events replayed from the start", Basis.SENT_PREFIXES: "sent prefixes"}
 
 
 def _finding(names: WorkerNames, target: Target, finding: str, detail: str) -> dict[str, Any]:

@@ -57,18 +57,18 @@ class OutputLengths:
         count += 1
         self._means[model] = (mean + max(1 / (count + 1), _ANSWER_WEIGHT) * (tokens - mean), count)
 
-    def expected(self, model: str, max_tokens: int | None, told: int | None = None) -> float:
+    def expected(self, model: str, max_tokens: int | None, announced: int | None = None) -> float:
         """Return the expected tokens of an answer.
 
         - `max_tokens`: the most that the answer may have; None: no limit.
-        - `told`: the tokens that the agent announced; None if it did not.
+        - `announced`: the tokens that the agent announced; None if it did not.
         """
-        mean = self._means.get(model, (_FIRST_OUTPUT_TOKENS, 0))[0] if told is None else told
+        mean = self._means.get(model, (_FIRST_OUTPUT_TOKENS, 0))[0] if announced is None else announced
         return mean if max_tokens is None else min(mean, max_tokens)
 
 
 # The interval in seconds at which the counters of evictions are read.
-_LOOK_SECONDS = 1.0
+_READ_SECONDS = 1.0
 
 
 class EvictionCounts(Protocol):
@@ -90,7 +90,7 @@ class Learned:
     - `outputs`: the length of answers.
     - `turns`: the turns of sessions.
     - `pressure`: the price of evictions.
-    - `places`: the targets to which sessions return.
+    - `session_locations`: the targets to which sessions return.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class Learned:
         self.outputs = OutputLengths()
         self.turns = SessionTurns()
         self.pressure = EvictionPressure(CHUNK_TOKENS, clock=clock)
-        self.places = SessionLocations(clock)
+        self.session_locations = SessionLocations(clock)
         self._clock = clock
-        self._next_look = 0.0
+        self._next_reading = 0.0
 
     def timing(self, chosen: Candidate, tokens: int) -> RequestTiming:
         """Return a timing of the streamed answer to a prompt of `tokens` tokens that is sent now."""
@@ -117,22 +117,22 @@ class Learned:
         """Forget a worker that was removed."""
         self.rates.forget(worker)
         self.predictions.forget(worker)
-        self.places.forget(worker)
+        self.session_locations.forget(worker)
 
     def seconds_per_token(self) -> float:
         """Return the mean seconds in which workers compute a token of a prompt."""
         return self.rates.mean_token()
 
-    def look_at_evictions(self, index: EvictionCounts, now: float | None = None) -> None:
+    def read_evictions(self, index: EvictionCounts, now: float | None = None) -> None:
         """Read the evicted tokens of all targets that have an event stream, at most once a second.
 
         - `now`: the clock's time, if it was just read.
         """
         if now is None:
             now = self._clock()
-        if now < self._next_look:
+        if now < self._next_reading:
             return
-        self._next_look = now + _LOOK_SECONDS
+        self._next_reading = now + _READ_SECONDS
         removed: dict[Target, int] = {}
         for registration in index.registered():
             status = index.index.status(registration.target) if registration.source else None

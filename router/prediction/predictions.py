@@ -27,7 +27,7 @@ from router.prediction.slo import (
     Estimate,
     Prediction,
     Ratios,
-    broken_by,
+    expected_misses,
     step_by_rates,
     tpot_by_rates,
     ttft_by_rates,
@@ -76,12 +76,12 @@ class _Errors:
 class _Busy:
     """The work of a target: its recent prefills in seconds, and the number of answers by TPOT objective."""
 
-    __slots__ = ("at", "prefills", "promised")
+    __slots__ = ("at", "objectives", "prefills")
 
     def __init__(self) -> None:
         self.prefills = 0.0
         self.at = 0.0
-        self.promised: dict[float, int] = {}
+        self.objectives: dict[float, int] = {}
 
     def prefill_share(self, now: float) -> float:
         """Return the share of the time in which it computes prompts."""
@@ -97,7 +97,7 @@ class Predictions:
     """Predicts latencies, and learns from watched answers.
 
     - `due`: the time from which the next answer without an SLO is watched.
-    - `promising`: whether any request had an SLO so far.
+    - `tracks_slos`: whether any request had an SLO so far.
     - `on_first_token`, `on_answered`: called with each watched answer when it begins and when it is complete.
     """
 
@@ -109,7 +109,7 @@ class Predictions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.due = 0.0
-        self.promising = False
+        self.tracks_slos = False
         self.clock = clock
         self.on_first_token: list[Callable[[WatchedAnswer], None]] = []
         self.on_answered: list[Callable[[WatchedAnswer], None]] = []
@@ -132,32 +132,32 @@ class Predictions:
         transfer = self._cpu_token * candidate.cpu + self._disk_token * candidate.disk
         ttft = self._ttft.estimate(target, ttft_by_rates(candidate, rates, tokens, backlog, transfer))
         step = step_by_rates(candidate, rates, tokens, output_tokens)
-        if not self.promising:
+        if not self.tracks_slos:
             return Prediction(ttft, self._tpot.estimate(target, step))
         busy = self._busy.get(target)
         share = 0.0 if busy is None else busy.prefill_share(self.clock())
         own = prefill_seconds(rates, tokens, candidate.overlap, candidate.requests, candidate.context) / _HORIZON
         tpot = self._tpot.estimate(target, tpot_by_rates(step, share + own))
-        promised = {} if busy is None else busy.promised
-        unpromised = max(candidate.requests - sum(promised.values()), 0)
-        if not promised and not unpromised:
+        objectives = {} if busy is None else busy.objectives
+        without_objective = max(candidate.requests - sum(objectives.values()), 0)
+        if not objectives and not without_objective:
             return Prediction(ttft, tpot)
         # By its prompt alone: wherever it goes its answer is decoded.
         others_step = max(step_by_rates(candidate, rates, 0, 0.0), _LEAST_SECONDS)
         off = 1.0 if tpot.ratios is None else tpot.ratios.at(0.5)
         before, after = (off * tpot_by_rates(others_step, each) for each in (share, share + own))
-        return Prediction(ttft, tpot, broken_by(promised, unpromised, before, after))
+        return Prediction(ttft, tpot, expected_misses(objectives, without_objective, before, after))
 
-    def slo(self) -> None:
+    def track_slos(self) -> None:
         """Begin to keep the work of targets, because a request has an SLO. TPOT errors start again from there."""
-        if not self.promising:
-            self.promising = True
+        if not self.tracks_slos:
+            self.tracks_slos = True
             self._tpot = _Errors()
 
-    def promised_on(self, target: Target) -> bool:
+    def has_tpot_objective(self, target: Target) -> bool:
         """Return whether any answer on a target has a TPOT objective."""
         busy = self._busy.get(target)
-        return busy is not None and bool(busy.promised)
+        return busy is not None and bool(busy.objectives)
 
     def placed(self, target: Target, seconds: float, now: float) -> None:
         """Add a prefill of `seconds` seconds to a target."""
@@ -168,13 +168,13 @@ class Predictions:
 
     def hold(self, target: Target, tpot: float) -> ReleaseCallback:
         """Count a TPOT objective on a target. Returns the callback that ends it."""
-        promised = self._busy.setdefault(target, _Busy()).promised
-        promised[tpot] = promised.get(tpot, 0) + 1
+        objectives = self._busy.setdefault(target, _Busy()).objectives
+        objectives[tpot] = objectives.get(tpot, 0) + 1
 
         def end(failed: bool = False) -> None:  # noqa: ARG001
-            promised[tpot] -= 1
-            if not promised[tpot]:
-                del promised[tpot]
+            objectives[tpot] -= 1
+            if not objectives[tpot]:
+                del objectives[tpot]
 
         return end
 

@@ -55,7 +55,7 @@ def read_slo(
         name = _text(named)
     if name is not None:
         level = _level_named(name, levels)
-    ttft, tpot = _promised(given, _TTFT_HEADERS, level.ttft), _promised(given, _TPOT_HEADERS, level.tpot)
+    ttft, tpot = _objective(given, _TTFT_HEADERS, level.ttft), _objective(given, _TPOT_HEADERS, level.tpot)
     if ttft is None and tpot is None:
         return None
     return SLO(ttft, tpot, arrived, name or "", level.when_late is WhenLate.REFUSE)
@@ -70,9 +70,9 @@ def _level_named(name: str, levels: ServiceLevels | None) -> ServiceLevelSetting
     return known[name]
 
 
-def _promised(given: dict[bytes, bytes], names: tuple[bytes, ...], otherwise: float | None) -> float | None:
+def _objective(given: dict[bytes, bytes], names: tuple[bytes, ...], otherwise: float | None) -> float | None:
     """Seconds, of the last of these headers that is there."""
-    promised = otherwise
+    objective = otherwise
     for name in names:
         if (value := given.get(name)) is not None:
             milliseconds = number_of(value)
@@ -80,9 +80,9 @@ def _promised(given: dict[bytes, bytes], names: tuple[bytes, ...], otherwise: fl
                 raise RequestError(
                     f"{_text(name)} is {_text(value)[:64]!r}. Send milliseconds, or leave it out.", param=_text(name)
                 )
-            if milliseconds:  # 0: no promise, as in llm-d
-                promised = milliseconds / 1000
-    return promised
+            if milliseconds:  # 0: no objective, as in llm-d
+                objective = milliseconds / 1000
+    return objective
 
 
 def _text(value: bytes) -> str:

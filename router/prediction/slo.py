@@ -59,8 +59,8 @@ class Ratios:
 
 
 # The weight of others' SLOs for a request without an SLO, and the weight of an answer without an SLO for others.
-_FOR_UNPROMISED: Final = 0.3
-_OF_UNPROMISED: Final = 0.5
+_FOR_NO_SLO: Final = 0.3
+_OF_NO_SLO: Final = 0.5
 # Up to this loss the policy's choice is kept, and no other candidate is predicted.
 LITTLE: Final = 0.05
 # Standard deviation of the logarithm of an answer's final TPOT, given its present TPOT.
@@ -152,15 +152,15 @@ class Prediction:
 
     - `ttft`: the time to the first token, from now on.
     - `tpot`: the time per token after it.
-    - `others_broken`: the expected number of other requests whose SLO it makes miss there.
+    - `others_missed`: the expected number of other requests whose SLO it makes miss there.
     """
 
-    __slots__ = ("others_broken", "tpot", "ttft")
+    __slots__ = ("others_missed", "tpot", "ttft")
 
-    def __init__(self, ttft: Estimate, tpot: Estimate, others_broken: float = 0.0) -> None:
+    def __init__(self, ttft: Estimate, tpot: Estimate, others_missed: float = 0.0) -> None:
         self.ttft = ttft
         self.tpot = tpot
-        self.others_broken = others_broken
+        self.others_missed = others_missed
 
     @property
     def measured(self) -> bool:
@@ -187,7 +187,7 @@ class Prediction:
 
     def loss(self, slo: SLO, now: float) -> float:
         """Return the expected number of missed SLOs, its own and those of others."""
-        return 1.0 - self.chance(slo, now) + self.others_broken
+        return 1.0 - self.chance(slo, now) + self.others_missed
 
 
 def ttft_by_rates(candidate: Candidate, rates: Rates, tokens: int, backlog: float, transfer_tokens: float) -> float:
@@ -212,23 +212,23 @@ def tpot_by_rates(step: float, prefill_share: float) -> float:
     return step / (1 - min(prefill_share, _MOST_SHARE))
 
 
-def broken_by(promised: Mapping[float, int], unpromised: int, before: float, after: float) -> float:
+def expected_misses(objectives: Mapping[float, int], without_objective: int, before: float, after: float) -> float:
     """Return the expected number of SLOs that a prefill makes miss, when it changes the TPOT of a target.
 
     An SLO that seems missed may still be met, so it counts as well, but less. If it did not count, every prompt would
     go to the worker with the most missed SLOs.
 
-    - `promised`: the number of answers in flight by their TPOT objective.
-    - `unpromised`: the number of answers in flight without one.
+    - `objectives`: the number of answers in flight by their TPOT objective.
+    - `without_objective`: the number of answers in flight without one.
     - `before`, `after`: the TPOT without and with the prefill.
     """
-    broken = sum(count * (_kept(tpot, before) - _kept(tpot, after)) for tpot, count in promised.items())
-    return broken + _OF_UNPROMISED * unpromised * (0.5 - _kept(before, after))
+    misses = sum(count * (_kept(tpot, before) - _kept(tpot, after)) for tpot, count in objectives.items())
+    return misses + _OF_NO_SLO * without_objective * (0.5 - _kept(before, after))
 
 
-def _kept(promised: float, expected: float) -> float:
+def _kept(objective: float, expected: float) -> float:
     """Return the probability that a TPOT objective is met in the end."""
-    return (1 + erf(log(promised / expected) / (_DEVIATION * sqrt(2)))) / 2
+    return (1 + erf(log(objective / expected) / (_DEVIATION * sqrt(2)))) / 2
 
 
 def counts_in_prefill(unit: CostUnit) -> bool:
@@ -241,27 +241,27 @@ def choose_for_slo(
     predictions: list[Prediction],
     slo: SLO,
     now: float,
-    broken_promise: float,
+    slo_miss_cost: float,
     turns: float = 1.0,
 ) -> int:
     """Return the position of the candidate with the lowest J', as the module describes it.
 
     - `decision`: the policy's decision without the SLO.
     - `predictions`: the predicted latency of each of its candidates.
-    - `broken_promise`: ω, in prefill tokens.
+    - `slo_miss_cost`: ω, in prefill tokens.
     - `turns`: the mean turns of a session.
     """
     candidates = decision.candidates
-    places = list(range(len(candidates)))
+    positions = list(range(len(candidates)))
     if slo.refuses_late:
-        places_in_time = [place for place in places if predictions[place].slo_missed_by(slo, now, 1.0) <= 0]
-        places = places_in_time or places
-    worth = _worth(decision.unit, broken_promise * (_FOR_UNPROMISED if slo is NO_SLO else turns))
+        in_time = [position for position in positions if predictions[position].slo_missed_by(slo, now, 1.0) <= 0]
+        positions = in_time or positions
+    worth = _worth(decision.unit, slo_miss_cost * (_FOR_NO_SLO if slo is NO_SLO else turns))
     losses = [prediction.loss(slo, now) for prediction in predictions]
     totals = [sum(decision.terms(candidate).values()) for candidate in candidates]
     if worth is None:  # no SLO penalty can be added in the policy's unit
-        return min(places, key=lambda place: (losses[place], totals[place]))
-    return min(places, key=lambda place: totals[place] + worth * losses[place])
+        return min(positions, key=lambda position: (losses[position], totals[position]))
+    return min(positions, key=lambda position: totals[position] + worth * losses[position])
 
 
 def _worth(unit: CostUnit, tokens: float) -> float | None:

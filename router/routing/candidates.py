@@ -185,7 +185,7 @@ class CandidateFinder:
         served = found.rank_of(found.candidates[0]).served
         hashes = found.hashes.get(served, NO_HASHES)
         beginning = hashes[0][min(len(hashes[0]), _SESSION_CHUNKS) - 1] if hashes and hashes[0] else None
-        expected = self._learned.outputs.expected(served.model, prompt.max_tokens, prompt.output_told)
+        expected = self._learned.outputs.expected(served.model, prompt.max_tokens, prompt.announced_output)
         return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning)
 
     def with_rates(self, found: CandidateSet, row: int, record: Candidate) -> Candidate:

@@ -63,7 +63,7 @@ class LoadView:
         self._journal = load.journal
         self._peer_load = peer_load
         self._pressure = learned.pressure
-        self._places = learned.places
+        self._session_locations = learned.session_locations
         self._policy = policy
         self._row_of_slot = {rank.load.slot: rank.row for rank in ranks}
         self._read_to = -1
@@ -90,7 +90,7 @@ class LoadView:
         if self._swept >= rows and now >= self._sweep_at:
             self._sweep_at = now + _SWEEP_SECONDS
             self._swept = 0
-            self._places.expire(now)
+            self._session_locations.expire(now)
             price = self._pressure.price()
             if abs(price - self._price) > _PRICE_CHANGE * self._price:
                 self._price = price
@@ -144,6 +144,6 @@ class LoadView:
         target = rank.target
         if not self._pressure.evicting(target):
             return 0.0
-        if not len(self._places):
+        if not len(self._session_locations):
             return self._price
-        return self._price * self._places.weight(target, len(self._ranks), rank.worker.capacity_tokens)
+        return self._price * self._session_locations.weight(target, len(self._ranks), rank.worker.capacity_tokens)

@@ -105,12 +105,12 @@ class OverlapFinder:
                         sent = self._sent_prefixes.resumable(target, chunks, window)
                 if shared >= held[rank.row] or sent or not trusted:
                     self._correct(found, by_events, rank, shared, sent, trusted, tokens)
-            for target, recomputed in self._audit.recomputed.tokens.items():
+            for target, block in self._audit.draft_blocks.tokens.items():
                 rank = of_target.get(target)
                 if rank is not None and rank.served is served:
-                    _leave_out(found, by_events, rank.row, recomputed)
+                    _subtract_draft_block(found, by_events, rank.row, block)
             if self.uncached:
-                self._leave_uncached_out(targets, found, by_events)
+                self._clear_uncached(targets, found, by_events)
             overlaps.add(found, by_events)
 
     def _correct(
@@ -145,7 +145,7 @@ class OverlapFinder:
         if overlap != expected:
             by_events[row] = expected
 
-    def _leave_uncached_out(self, targets: ModelTargets, found: RowMatches, by_events: dict[int, int]) -> None:
+    def _clear_uncached(self, targets: ModelTargets, found: RowMatches, by_events: dict[int, int]) -> None:
         for rank in targets.ranks:
             if rank.worker.url in self.uncached:
                 found.tokens[rank.row] = 0
@@ -178,7 +178,7 @@ class OverlapFinder:
         return shared - shared % (self._indexer.block_size(target) or CHUNK_TOKENS)
 
 
-def _leave_out(found: RowMatches, by_events: dict[int, int], row: int, tokens: int) -> None:
+def _subtract_draft_block(found: RowMatches, by_events: dict[int, int], row: int, tokens: int) -> None:
     """Subtract the last `tokens` tokens of a row's overlap, because the engine computes them again."""
     found.tokens[row] = max(found.tokens[row] - tokens, 0)
     if row in by_events:

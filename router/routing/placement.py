@@ -109,7 +109,7 @@ class Placement:
             work += self._sharing.peer_load.of(worker.url, target.dp_rank).pending
         attempt = worker.health.begin(work, target.dp_rank, prompt.streamed, one_of_many=rank.one_of_many, now=now)
         assignment = Assignment(selection, reservation, attempt)
-        if self._predictions.promising:
+        if self._predictions.tracks_slos:
             self._predictions.placed(target, seconds, now)
             self._learned.turns.seen(target.model, selection.best_overlap, prompt.tokens)
             slo = selection.slo
@@ -143,11 +143,11 @@ class Placement:
 
     def _record_session(self, prompt: RoutedPrompt, hints: AgentHints, session: str, assignment: Assignment) -> None:
         """Keep the location of a session that continues, and drop that of a session that ends."""
-        places, key = self._learned.places, (prompt.cache_salt, session)
+        locations, key = self._learned.session_locations, (prompt.cache_salt, session)
         if hints.returns:
-            assignment.when_released(places.keep(key, assignment.target, prompt.tokens, hints.next_call))
+            assignment.when_released(locations.record(key, assignment.target, prompt.tokens, hints.next_call))
         else:
-            places.leave(key)
+            locations.drop(key)
 
     def _record_prompts(self, prompt: RoutedPrompt, assignment: Assignment, now: float, whole: bool) -> None:
         """Count known prompts as cached soon, and predict the cached tokens that the answer will report.
@@ -164,14 +164,14 @@ class Placement:
         if windowed:
             hashes = [reusable_hashes(chunks, len(prompt.identities[number])) for number, chunks in enumerate(hashes)]
         by_events = self._audit.basis(target) is Basis.EVENTS
-        untold = prompt.by_text or selection.rank.served.replacement is not None
+        without_events = prompt.by_text or selection.rank.served.replacement is not None
         one_answer = len(prompt.token_ids) == prompt.answers == 1
         assignment.cache_prediction = CachePrediction(
             target,
             hashes,
             prompt.tokens,
             chosen.overlap,
-            selection.by_events if not untold and self._audit.events_complete(target) else None,
+            selection.by_events if not without_events and self._audit.events_complete(target) else None,
             one_answer and (prompt.exact or prompt.by_text) and whole,
             selection.rank.worker.capacity_tokens,
             now,
@@ -182,7 +182,7 @@ class Placement:
         )
         for number, chunks in enumerate(hashes):
             # No event reports blocks with media, of texts, or of replaced adapters: these prefixes have to last.
-            lasting = by_events and (untold or prompt.identities[number] is not prompt.token_ids[number])
+            lasting = by_events and (without_events or prompt.identities[number] is not prompt.token_ids[number])
             assignment.when_released(self._in_flight_prefixes.hold(target, chunks, lasting=lasting))
             if self._sharing.channels and (on_release := self._sharing.sent(target, chunks)):
                 assignment.when_released(on_release)
@@ -217,7 +217,7 @@ class Placement:
             self._in_flight_prefixes.forget(target)
             self._sharing.peer_load.forget_prompts(target)
             self._sent_prefixes.forget(target)
-        self._learned.places.forget(worker.url)
+        self._learned.session_locations.forget(worker.url)
 
     def removed(self, worker: Worker) -> None:
         """Forget a worker that was removed."""

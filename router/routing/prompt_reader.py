@@ -34,7 +34,7 @@ class PromptReader:
         """True while the policy or a recording reads prompts."""
         return self._state.needs_prompts
 
-    def look_at_prompts(self, wanted: bool) -> None:
+    def require_prompts(self, wanted: bool) -> None:
         """Set whether anything beside the policy reads prompts."""
         self._state.needs_prompts = wanted or self._state.policy.spec.reads_prompts
 

@@ -52,7 +52,7 @@ class RoutedPrompt:
     hints: AgentHints | None = None
 
     @property
-    def output_told(self) -> int | None:
+    def announced_output(self) -> int | None:
         """Tokens of the answer that its agent announces; None if it does not."""
         return None if self.hints is None else self.hints.output_tokens
 

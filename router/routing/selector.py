@@ -82,7 +82,7 @@ class Selector:
         if now is None:
             now = self._clock()
         if not by_load:
-            self._learned.look_at_evictions(self._state.indexer, now)
+            self._learned.read_evictions(self._state.indexer, now)
         found = self._candidates.find(prompt, excluded, limits, now, by_load=by_load)
         if found.count:
             selection = self._cheapest(prompt, excluded, found, now)
@@ -90,7 +90,7 @@ class Selector:
                 selection.slo = slo
             elif slo is not None:
                 return self._slo_selector.select(found, selection, prompt, slo, now)
-            elif self._learned.predictions.promising:
+            elif self._learned.predictions.tracks_slos:
                 return self._slo_selector.spare_others(found, selection, prompt, now)
             return selection
         if without(self._fleet.able(prompt.name), excluded):

@@ -19,19 +19,19 @@ from router.routing.routed_prompt import RoutedPrompt
 class SLOSelector:
     """Selects by predicted latencies.
 
-    - `broken_promise`: the cost of a missed SLO, in prefill tokens.
+    - `slo_miss_cost`: the cost of a missed SLO, in prefill tokens.
     """
 
-    def __init__(self, learned: Learned, peer_load: PeerLoad, broken_promise: float) -> None:
+    def __init__(self, learned: Learned, peer_load: PeerLoad, slo_miss_cost: float) -> None:
         self._predictions = learned.predictions
         self._outputs = learned.outputs
         self._turns = learned.turns
         self._peer_load = peer_load
-        self._broken_promise = broken_promise
+        self._slo_miss_cost = slo_miss_cost
 
     def select(self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, slo: SLO, now: float) -> Selection:
         """Return the selection for a request with an SLO. `usual`: the policy's selection without the SLO."""
-        self._predictions.slo()
+        self._predictions.track_slos()
         selection, prediction = self._choose(found, usual, prompt, slo, now)
         selection.slo, selection.prediction = slo, prediction
         selection.slo_missed_by = prediction.slo_missed_by(slo, now, self._output(selection.rank, prompt))
@@ -39,7 +39,7 @@ class SLOSelector:
 
     def spare_others(self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, now: float) -> Selection:
         """Return the selection for a request without an SLO: not `usual` if other requests would miss theirs by it."""
-        if not self._predictions.promised_on(usual.rank.target) or not counts_in_prefill(usual.decision.unit):
+        if not self._predictions.has_tpot_objective(usual.rank.target) or not counts_in_prefill(usual.decision.unit):
             return usual
         return self._choose(found, usual, prompt, NO_SLO, now)[0]
 
@@ -53,9 +53,9 @@ class SLOSelector:
         candidates = decision.candidates
         predictions = [self.prediction(found.rank_of(each), each, prompt) for each in candidates]
         turns = self._turns.expected(usual.rank.target.model)
-        place = choose_for_slo(decision, predictions, slo, now, self._broken_promise, turns)
-        chosen = Decision(candidates[place], candidates, decision.terms, unit=decision.unit)
-        return found.select(chosen), predictions[place]
+        position = choose_for_slo(decision, predictions, slo, now, self._slo_miss_cost, turns)
+        chosen = Decision(candidates[position], candidates, decision.terms, unit=decision.unit)
+        return found.select(chosen), predictions[position]
 
     def prediction(self, rank: RoutableRank, candidate: Candidate, prompt: RoutedPrompt) -> Prediction:
         """Return the predicted latency of a prompt that a candidate receives now."""
@@ -63,4 +63,4 @@ class SLOSelector:
         return self._predictions.of(candidate, prompt.tokens, self._output(rank, prompt), backlog)
 
     def _output(self, rank: RoutableRank, prompt: RoutedPrompt) -> float:
-        return self._outputs.expected(rank.served.model, prompt.max_tokens, prompt.output_told) * prompt.answers
+        return self._outputs.expected(rank.served.model, prompt.max_tokens, prompt.announced_output) * prompt.answers

@@ -146,7 +146,9 @@ def replace_slo(asked: TracedRequest, slo: RequestSLO) -> TracedRequest:
     )
 
 
-@pytest.mark.parametrize(("knowledge", "basis"), [(Knowledge.EVENTS, Basis.EVENTS), (Knowledge.SENT, Basis.HISTORY)])
+@pytest.mark.parametrize(
+    ("knowledge", "basis"), [(Knowledge.EVENTS, Basis.EVENTS), (Knowledge.SENT, Basis.SENT_PREFIXES)]
+)
 def test_knowledge_of_caches_comes_from_events_or_from_sent_prompts(knowledge: Knowledge, basis: Basis) -> None:
     run = Simulation(FLEET, Side("side", OURS.policy, knowledge=knowledge), Random(0))
     outcomes = run.run([request(2.0 * number, (1, 2, 3, 4)) for number in range(4)])

@@ -37,7 +37,7 @@ def explain_routes(services: Services) -> APIRouter:
     """Return the route that explains a decision."""
     routes = APIRouter()
     names, limits, levels = services.indexer.names, services.settings.limits, services.proxy.services.service_levels
-    sessions = services.routing.state.learned.places
+    sessions = services.routing.state.learned.session_locations
 
     @routes.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
     async def explain_decision(request: Request) -> dict[str, Any]:
@@ -106,7 +106,7 @@ async def explain(
         "choice": {"worker": names.get(chosen.target.worker), "dp_rank": chosen.target.dp_rank},
         "unit": usual.decision.unit,
         "candidates": [
-            _candidate(names, cost, sessions.wanted(cost.candidate.target))
+            _candidate(names, cost, sessions.retained_tokens(cost.candidate.target))
             | {"forecast": _prediction(selector.predict(cost.candidate, prompt), slo, now)}
             for cost in costs
         ],
@@ -128,9 +128,9 @@ def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Ca
     return call, read_call(call)
 
 
-def _hints(prompt: RoutedPrompt, hints: AgentHints, places: SessionLocations, names: WorkerNames) -> dict[str, Any]:
+def _hints(prompt: RoutedPrompt, hints: AgentHints, sessions: SessionLocations, names: WorkerNames) -> dict[str, Any]:
     """Return an agent's hints, in tokens and seconds, and the location of its session."""
-    place = None if prompt.session is None else places.of((prompt.cache_salt, prompt.session))
+    place = None if prompt.session is None else sessions.get((prompt.cache_salt, prompt.session))
     return {
         "output_tokens": hints.output_tokens,
         "next_call": hints.next_call,
@@ -182,7 +182,7 @@ def _prediction(prediction: Prediction, slo: SLO | None, now: float) -> dict[str
     if slo is not None:
         told["kept"] = prediction.slo_missed_by(slo, now, 1.0) <= 0
         told["chance"] = round(prediction.chance(slo, now), 3)
-        told["others_broken"] = round(prediction.others_broken, 3)
+        told["others_broken"] = round(prediction.others_missed, 3)
     return told
 
 

@@ -86,8 +86,8 @@ def _learned(services: Services, target: Target) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if (kept := services.routing.state.audit.retention(target)) is not None:
         found["retention"] = {"tokens": kept.tokens, "seconds": kept.seconds and round(kept.seconds, 1)}
-    if recomputed := services.routing.state.audit.recomputed.tokens.get(target):
-        found["recomputed_tokens"] = recomputed
+    if tokens := services.routing.state.audit.draft_blocks.tokens.get(target):
+        found["recomputed_tokens"] = tokens
     return found
 
 

@@ -113,7 +113,7 @@ def test_wrong_predictions_lead_to_a_resync_and_then_to_history(
         answers(audit, 1, predict, cached)
         assert (audit.basis(TARGET), streams.resyncs, TARGET in audit.distrusted) == (Basis.RESYNCED, 1, False)
         answers(audit, SAMPLES, predict, cached)
-        assert (audit.basis(TARGET), streams.resyncs, TARGET in audit.distrusted) == (Basis.HISTORY, 1, True)
+        assert (audit.basis(TARGET), streams.resyncs, TARGET in audit.distrusted) == (Basis.SENT_PREFIXES, 1, True)
     # Of what a worker keeps finding nothing, its history promises nothing either.
     assert sent_prefixes.overlaps(HASHES[0]).get(TARGET, 0) == (96 if cached else 0)
     assert [(line["log_level"], line["drift"], line["predicted_from"]) for line in logs] == [
@@ -125,37 +125,37 @@ def test_wrong_predictions_lead_to_a_resync_and_then_to_history(
 def test_a_block_less_than_promised_each_time_is_left_out_from_then_on(audit: HitAudit, streams: Streams) -> None:
     answers(audit, 1, 64, 48, 400)
     answers(audit, 2, 0, 0, 400)  # there was nothing to leave out
-    assert not audit.recomputed.tokens
+    assert not audit.draft_blocks.tokens
     answers(audit, 1, 80, 64, 400)
-    assert audit.recomputed.tokens == {TARGET: 16}
+    assert audit.draft_blocks.tokens == {TARGET: 16}
     answers(audit, SAMPLES, 48, 48, 400)
     assert (audit.basis(TARGET), streams.resyncs, audit.audits()[0][1].errors.share) == (Basis.EVENTS, 0, 0.0)
     answers(audit, 2, 48, 64, 400)  # started again without it
-    assert not audit.recomputed.tokens
+    assert not audit.draft_blocks.tokens
 
 
 def test_engines_that_draft_teach_each_other_by_the_first_hit(audit: HitAudit, streams: Streams) -> None:
     ranks = [Target(f"http://{name}", 0, "m") for name in ("w", "drafts", "has hit whole", "does not draft")]
     streams.registrations = [Registration(rank, None) for rank in [*ranks, Target("http://drafts", 0, "another")]]
     for rank in ranks[:3]:
-        audit.recomputed.worker_said(rank.worker, drafts=True)
+        audit.draft_blocks.set_drafting(rank.worker, drafts=True)
     audit.answered(predicted(64, 64, ranks[2]), Usage(100, 1, 64))
     answers(audit, 1, 64, 48, 400)
-    assert audit.recomputed.tokens == dict.fromkeys(ranks[:2], 16)
+    assert audit.draft_blocks.tokens == dict.fromkeys(ranks[:2], 16)
     audit.answered(predicted(64, 64, ranks[2]), Usage(100, 1, 48))
-    assert ranks[2] not in audit.recomputed.tokens
+    assert ranks[2] not in audit.draft_blocks.tokens
     for rank in ranks:
         audit.forget(rank)
-        audit.recomputed.worker_said(rank.worker, drafts=False)
+        audit.draft_blocks.set_drafting(rank.worker, drafts=False)
     answers(audit, 1, 64, 48, 400)
-    assert not audit.recomputed.tokens
+    assert not audit.draft_blocks.tokens
 
 
 def test_other_misses_leave_nothing_out(audit: HitAudit) -> None:
     for _ in range(3):
         answers(audit, 1, 96, 80, 400)
         answers(audit, 1, 96, 96, 400)
-    assert not audit.recomputed.tokens
+    assert not audit.draft_blocks.tokens
 
 
 def test_a_resync_that_helps_ends_the_suspicion(audit: HitAudit, sent_prefixes: SentPrefixes) -> None:
@@ -169,7 +169,7 @@ def test_a_resync_that_helps_ends_the_suspicion(audit: HitAudit, sent_prefixes: 
 def test_without_a_replay_history_is_next(audit: HitAudit, streams: Streams) -> None:
     streams.replays = False
     answers(audit, SAMPLES, 64, 0)
-    assert audit.basis(TARGET) is Basis.HISTORY
+    assert audit.basis(TARGET) is Basis.SENT_PREFIXES
 
 
 def test_events_that_prove_right_again_are_trusted_again(audit: HitAudit) -> None:
@@ -202,9 +202,9 @@ def test_a_target_without_events_is_predicted_by_history(
 ) -> None:
     streams.known = None
     audit.answered(predicted(0, None, comparable=False), None)
-    assert (audit.basis(TARGET), sent_prefixes.overlaps(HASHES[0]).get(TARGET, 0)) == (Basis.HISTORY, 96)
+    assert (audit.basis(TARGET), sent_prefixes.overlaps(HASHES[0]).get(TARGET, 0)) == (Basis.SENT_PREFIXES, 96)
     streams.known = Stream(StreamState.CONNECTING)
-    assert audit.basis(TARGET) is Basis.HISTORY
+    assert audit.basis(TARGET) is Basis.SENT_PREFIXES
     streams.known = Stream()
     audit.answered(predicted(0, 0), None)
     assert (audit.basis(TARGET), len(sent_prefixes)) == (Basis.EVENTS, 0)

@@ -72,12 +72,12 @@ def test_evictions_are_read_from_the_index(clock: Clock, indexer: Indexer) -> No
     hashes = [100 + place for place in range(512)]
     stored = BlockStored(hashes, None, tokens, CHUNK_TOKENS)
     indexer.index.apply(TARGET, EventBatch(0.0, [stored], 0))
-    learned.look_at_evictions(indexer)
+    learned.read_evictions(indexer)
     assert not learned.pressure.evicting(TARGET)
     assert learned.pressure.evicting(Target("http://silent:1", 0, "m"))
     indexer.index.apply(TARGET, EventBatch(0.0, [BlockRemoved(hashes[256:])], 0))
     clock.now += 2
-    learned.look_at_evictions(indexer)
+    learned.read_evictions(indexer)
     assert learned.pressure.evicting(TARGET)
     prompt = array("Q", hashes)
     learned.pressure.routed(prompt, 0)

@@ -19,8 +19,8 @@ from router.prediction.slo import (
     Estimate,
     Prediction,
     Ratios,
-    broken_by,
     choose_for_slo,
+    expected_misses,
     step_by_rates,
     tpot_by_rates,
 )
@@ -54,7 +54,7 @@ def test_cheapest_candidate_that_meets_its_slo_and_breaks_no_other_wins(
     near: Prediction, far: Prediction, chosen: str
 ) -> None:
     decision = decided(Candidate(NEAR, overlap=900), Candidate(FAR))
-    place = choose_for_slo(decision, [near, far], SLO(1.0, 0.05, 0.0), 0.0, broken_promise=15_000)
+    place = choose_for_slo(decision, [near, far], SLO(1.0, 0.05, 0.0), 0.0, slo_miss_cost=15_000)
     assert decision.candidates[place].target.worker == chosen
 
 
@@ -64,7 +64,7 @@ def test_what_was_promised_nothing_breaks_no_promise_of_others_unless_that_costs
 ) -> None:
     decision = decided(Candidate(NEAR, overlap=400), Candidate(FAR))
     predictions = [prediction(9.0, 9.0, others), prediction(99.0, 99.0)]
-    place = choose_for_slo(decision, predictions, NO_SLO, 0.0, broken_promise=5_000)
+    place = choose_for_slo(decision, predictions, NO_SLO, 0.0, slo_miss_cost=5_000)
     assert decision.candidates[place].target.worker == goes
 
 
@@ -73,7 +73,7 @@ def test_what_is_refused_when_late_goes_where_it_is_in_time_whatever_that_costs(
     predictions = [prediction(2.0), prediction(0.5)]
     for refuses_late, place in ((False, 0), (True, 1)):
         slo = SLO(1.0, None, 0.0, refuses_late=refuses_late)
-        assert choose_for_slo(decision, predictions, slo, 0.0, broken_promise=15_000) == place
+        assert choose_for_slo(decision, predictions, slo, 0.0, slo_miss_cost=15_000) == place
 
 
 @pytest.mark.parametrize(("turns", "goes"), [(1.0, "near"), (8.0, "far")])
@@ -81,7 +81,7 @@ def test_a_session_leaves_its_prefix_for_the_promises_of_all_its_turns(turns: fl
     decision = decided(Candidate(NEAR, overlap=20_000), Candidate(FAR))
     predictions = [prediction(0.1, others=0.5), prediction(0.2)]
     for slo, there in ((SLO(1.0, 0.05, 0.0), goes), (NO_SLO, "near")):
-        place = choose_for_slo(decision, predictions, slo, 0.0, broken_promise=40_000, turns=turns)
+        place = choose_for_slo(decision, predictions, slo, 0.0, slo_miss_cost=40_000, turns=turns)
         assert decision.candidates[place].target.worker == there
 
 
@@ -128,22 +128,22 @@ def test_prefills_slow_what_decodes_beside_them_and_break_its_promises() -> None
     clock = 0.0
     predictions = Predictions(RateTable(Rates(), lambda: clock), clock=lambda: clock)
     candidate, prompt = Candidate(NEAR, requests=1, context=4000), 50_000
-    predictions.slo()
+    predictions.track_slos()
     quiet = predictions.of(candidate, 100, 100, 0.0).tpot.expected
     end = predictions.hold(NEAR, tpot=1.05 * quiet)
-    assert 0 < predictions.of(candidate, 100, 100, 0.0).others_broken < 0.02
+    assert 0 < predictions.of(candidate, 100, 100, 0.0).others_missed < 0.02
     kept = predictions.of(candidate, prompt, 100, 0.0)
-    assert 0.2 < kept.others_broken < 0.5
+    assert 0.2 < kept.others_missed < 0.5
     predictions.placed(NEAR, 5.0, clock)  # half of the last seconds
     busy = predictions.of(candidate, 100, 100, 0.0)
     assert busy.tpot.expected == pytest.approx(2 * quiet, rel=0.05)
-    assert 0 < busy.others_broken < 0.02
+    assert 0 < busy.others_missed < 0.02
     # It seems to be broken already, but to make it later still is not for nothing.
-    assert 0.05 < predictions.of(candidate, prompt, 100, 0.0).others_broken < kept.others_broken
+    assert 0.05 < predictions.of(candidate, prompt, 100, 0.0).others_missed < kept.others_missed
     end(False)
     clock += 100
-    assert 0 < predictions.of(candidate, prompt, 100, 0.0).others_broken < kept.others_broken  # without a promise
-    assert predictions.of(Candidate(NEAR), prompt, 100, 0.0).others_broken == 0
+    assert 0 < predictions.of(candidate, prompt, 100, 0.0).others_missed < kept.others_missed  # without a promise
+    assert predictions.of(Candidate(NEAR), prompt, 100, 0.0).others_missed == 0
     predictions.forget("near")
     assert predictions.of(candidate, 100, 100, 0.0).tpot.expected == pytest.approx(quiet)
 
@@ -151,11 +151,11 @@ def test_prefills_slow_what_decodes_beside_them_and_break_its_promises() -> None
 def test_what_is_promised_loosely_is_hardly_ever_broken_by_a_prompt() -> None:
     strict, loose = ({tpot: 10} for tpot in (0.05, 0.2))
     for before in (0.03, 0.05, 0.06):
-        assert broken_by(loose, 0, before, 1.1 * before) < 0.4 * broken_by(strict, 0, before, 1.1 * before)
-    assert broken_by(strict, 0, 0.1, 0.11) < broken_by(loose, 0, 0.1, 0.11)  # there is less to lose
-    assert broken_by(strict, 10, 0.05, 0.05) == 0
+        assert expected_misses(loose, 0, before, 1.1 * before) < 0.4 * expected_misses(strict, 0, before, 1.1 * before)
+    assert expected_misses(strict, 0, 0.1, 0.11) < expected_misses(loose, 0, 0.1, 0.11)  # there is less to lose
+    assert expected_misses(strict, 10, 0.05, 0.05) == 0
     # An answer without a promise counts half of one that was promised what it has.
-    assert broken_by({}, 20, 0.05, 0.055) == pytest.approx(broken_by(strict, 0, 0.05, 0.055))
+    assert expected_misses({}, 20, 0.05, 0.055) == pytest.approx(expected_misses(strict, 0, 0.05, 0.055))
 
 
 def test_a_worker_that_only_computes_prompts_decodes_slowly_but_not_never() -> None:

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.make_routing import MODEL, make_fleet, make_routing
 from indexer import Indexer, Target
 from indexer.hashing import MediaSpan, PackedPrompt
-from router.cache_state.draft_blocks import RecomputedBlocks
+from router.cache_state.draft_blocks import DraftBlockCorrections
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
@@ -47,7 +47,7 @@ def with_router(
     play: Callable[[Routing, Fleet], Coroutine[None, None, None]],
     peer_load: PeerLoad | None = None,
     policy: PolicyName = PolicyName.KV_AWARE,
-    recomputed: RecomputedBlocks | None = None,
+    draft_blocks: DraftBlockCorrections | None = None,
     **more: float,
 ) -> None:
     async def run() -> None:
@@ -57,7 +57,7 @@ def with_router(
         settings = Settings(policy=PolicySettings(name=policy))
         routing = make_routing(fleet, indexer, settings, peer_load=peer_load)
         audit = routing.state.audit
-        audit.recomputed = recomputed or audit.recomputed
+        audit.draft_blocks = draft_blocks or audit.draft_blocks
         try:
             await play(routing, fleet)
         finally:
@@ -181,15 +181,15 @@ def test_what_was_sent_is_expected_until_it_failed() -> None:
 
 
 def test_a_block_that_is_computed_again_is_not_promised() -> None:
-    recomputed = RecomputedBlocks()
+    draft_blocks = DraftBlockCorrections()
 
     async def play(routing: Routing, _: Fleet) -> None:
         sent = routing.placement.place(prompt(1))
         for _ in range(2):
-            recomputed.answered(Target(sent.worker.url, 0, MODEL), SHARED, SHARED - 16, 16)
+            draft_blocks.record(Target(sent.worker.url, 0, MODEL), SHARED, SHARED - 16, 16)
         assert candidates(routing, prompt(2))[sent.worker.url].overlap == SHARED - 16
 
-    with_router(play, recomputed=recomputed)
+    with_router(play, draft_blocks=draft_blocks)
 
 
 def test_a_decision_keeps_what_it_was_made_with() -> None:
@@ -330,9 +330,9 @@ def test_prompts_in_flight_are_the_same_where_their_images_are() -> None:
 def test_prompts_that_were_read_for_a_recording_are_placed_by_load_after_its_end() -> None:
     async def play(routing: Routing, _: Fleet) -> None:
         assert not routing.reader.needs_prompts
-        routing.reader.look_at_prompts(True)
+        routing.reader.require_prompts(True)
         assert routing.reader.needs_prompts
-        routing.reader.look_at_prompts(False)
+        routing.reader.require_prompts(False)
         placed = routing.placement.place(prompt(1))
         assert placed.cache_prediction is None
         placed.release()

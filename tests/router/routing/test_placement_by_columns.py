@@ -1,4 +1,4 @@
-"""A real router places by columns just as its policy would with a record of every candidate, whatever happens."""
+"""A real router locations by columns just as its policy would with a record of every candidate, whatever happens."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def step(fixture: Fixture, random: Random, in_flight: list[Assignment], number: 
             worker.health.forget()
         case "session":
             key = None, str(random.randrange(40))
-            fixture.learned.places.keep(key, worker.target(0, MODEL), random.randrange(1, CAPACITY), 0.0)
+            fixture.learned.session_locations.record(key, worker.target(0, MODEL), random.randrange(1, CAPACITY), 0.0)
 
 
 def test_the_router_places_as_the_formula_does(indexer: Indexer) -> None:
@@ -163,7 +163,7 @@ def test_the_router_places_as_the_formula_does(indexer: Indexer) -> None:
 @pytest.mark.derives
 def test_what_sessions_come_back_for_is_dear_to_evict(indexer: Indexer, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture = Fixture(indexer)
-    pressure, places = fixture.learned.pressure, fixture.learned.places
+    pressure, locations = fixture.learned.pressure, fixture.learned.session_locations
     monkeypatch.setattr(pressure, "price", lambda: 0.5)
     monkeypatch.setattr(pressure, "evicting", lambda target: target.worker != "http://w3:1")
     prompt = prompt_of(Random(1))
@@ -177,12 +177,12 @@ def test_what_sessions_come_back_for_is_dear_to_evict(indexer: Indexer, monkeypa
     assert set(evictions().values()) == {0.0, 0.5}
     kept = fixture.routing.placement.place(prompt)
     assert kept.target.worker == "http://w3:1"  # it evicts nothing
-    assert places.wanted(kept.target) == prompt.tokens
-    places.keep((None, "other"), Target("http://w4:1", 0, MODEL), CAPACITY // 2, None)
+    assert locations.retained_tokens(kept.target) == prompt.tokens
+    locations.record((None, "other"), Target("http://w4:1", 0, MODEL), CAPACITY // 2, None)
     fixture.loads.changed("http://w4:1", 0)
     after = evictions()
     assert after["http://w4:1"] > 0.9 > 0.5 == after["http://w6:1"] > after["http://w3:1"] == 0.0
     prompt.hints = AgentHints(final=True)
     fixture.routing.placement.place(prompt)
     kept.release()
-    assert [places.wanted(kept.target), len(places)] == [0, 1]
+    assert [locations.retained_tokens(kept.target), len(locations)] == [0, 1]
