@@ -13,7 +13,7 @@ class RequestError(Exception):
     - `type`: error type in OpenAI's body.
     - `param`: name of the wrong field; None if the whole body is wrong, or no field is.
     - `code`: machine-readable reason in OpenAI's body.
-    - `retry_after`: seconds after which the client may try again; None sends no such header.
+    - `retry_after`: seconds after which the client may try again; None leaves the header out.
     """
 
     def __init__(

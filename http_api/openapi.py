@@ -49,12 +49,12 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the `responses` of a route: its error statuses, each with OpenAI's error body."""
     described = {
-        400: "The body is not as described.",
+        400: "The request body is invalid.",
         401: "The token is missing or wrong.",
-        403: "It cannot be changed here.",
-        404: "Nothing of this name is known.",
-        409: "There is no room for it.",
-        502: "A worker did not do it.",
+        403: "The tenant, host or address is not allowed.",
+        404: "The named resource does not exist.",
+        409: "The change conflicts with the current state.",
+        502: "A worker failed to carry out the request.",
         503: "No worker can be reached.",
     }
     return {

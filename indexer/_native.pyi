@@ -1,4 +1,4 @@
-"""The native core, made of `indexer/native`. Targets are numbers; events and dumps are MessagePack."""
+"""The native core, built from `indexer/native`. Targets are numbers; events and dumps are MessagePack."""
 
 from array import array
 from collections.abc import Sequence
@@ -7,108 +7,172 @@ from typing import TypeAlias
 _Outcome: TypeAlias = tuple[bool, bool, bool, list[tuple[int, str]], list[tuple[int, bytes]]]
 
 def xxh3_64(data: bytes, seed: int) -> int:
-    """XXH3-64 with a seed."""
+    """Return the XXH3-64 hash of `data` with a seed."""
 
 def prefix_hashes(seed: int, tokens: bytes, block_size: int, start: int, end: int) -> bytes:
-    """The prefix hashes of blocks `start` to `end` (not included) of a packed prompt, as an `array("Q")` has them."""
+    """Return the prefix hashes of blocks `start` to `end` (not included) of a packed prompt.
+
+    The result is the bytes of an `array("Q")`. `seed` is the prefix hash of the block before `start`.
+    """
 
 def common(one: str | bytes, other: str | bytes) -> int:
-    """How many characters, or bytes, both begin alike. Raises TypeError for one of each kind."""
+    """Return the length of the common prefix of two texts or of two byte strings.
+
+    Raises TypeError for a text and a byte string.
+    """
 
 def token_places(tokens: bytes, token: int, start: int) -> list[int]:
-    """Where a token is in a packed prompt, in bytes, from byte `start` on."""
+    """Return the byte positions of a token in a packed prompt, from byte `start` on."""
 
 def packed_numbers(json: bytes) -> bytes | None:
-    """A list of integers from 0 to 2^32-1, as JSON, packed as `pack_tokens` does; None for anything else."""
+    """Return a JSON list of integers from 0 to 2^32-1 in the packed form of `pack_tokens`, or None for other JSON."""
 
 def spread(matches: bytes, block_size: int, rows: array[int], tokens: array[int]) -> list[tuple[int, int, int]]:
-    """Write the tokens of `Index.match`'s matches where they are more: `tokens` is an `array("I")` by row, `rows` an
-    `array("i")` of each target's row, or -1. The rows, of those written, whose tokens are or were in other tiers than
-    the GPU's, or had any tokens before: with their tokens in CPU memory and on disk."""
+    """Write the matched tokens of each target to its row, unless the row has at least as many tokens.
+
+    - `matches`: the matches of `Index.match`.
+    - `rows`: an `array("i")` of each target's row; -1 for targets without a row.
+    - `tokens`: an `array("I")` of tokens by row.
+
+    Returns (row, tokens in CPU memory, tokens on disk) for the written rows that had tokens before or have tokens
+    outside GPU memory.
+    """
 
 def costs(
     fixed: array[float], per_token: array[float], held: array[int], tokens: int, least: int, costs: array[float]
 ) -> None:
-    """Write each row's cost: `fixed + per_token · max(tokens - held, least)`. `held` is an `array("I")`, the others are
-    `array("d")`."""
+    """Write each row's cost to `costs`: `fixed + per_token · max(tokens - held, least)`.
+
+    `held` is an `array("I")`; the other arrays are `array("d")`.
+    """
 
 def lowest(costs: array[float], near: float) -> list[int]:
-    """The rows that cost at most `near` more than the lowest, as a share of it, in order; none that is infinite."""
+    """Return the rows whose finite cost exceeds the lowest by at most the share `near`, in order."""
 
 def highest(held: array[int]) -> int:
-    """The highest number of an `array("I")`; 0 where there is none."""
+    """Return the highest number of an `array("I")`, or 0 if it is empty."""
 
 class JsonCheck:
+    """A check that accepts only plain JSON objects, which every parser reads alike."""
+
     def __init__(self, names: list[str], kept: Sequence[str], elements: int, values: int, small: int) -> None:
-        """`names`: fields that are not plain at the top of a body. `kept`: fields there that `named` keeps. `elements`:
-        the most that a list there may have, but for one of numbers. `values`: the most that a body may have in all,
-        names, lists and objects counting as several, where it has more than `small` bytes."""
+        """Create a check.
+
+        - `names`: top-level fields whose presence makes a body be rejected.
+        - `kept`: top-level fields that `named` returns.
+        - `elements`: maximum length of a list in a top-level field, unless it is a list of numbers.
+        - `values`: maximum number of values in a body; names, lists and objects count as several.
+        - `small`: bodies of at most this number of bytes may have any number of values.
+        """
     def named(self, body: bytes) -> bytes | None:
-        """An object of the kept fields of a body that is surely one JSON object which every parser reads alike, with
-        nothing rare in it; else None."""
+        """Return a JSON object of the body's kept fields, or None if the body is not plain."""
 
 def json_outline(body: bytes, most: int) -> tuple[bytes, list[tuple[int, int, int, int]], int] | None:
-    """The same JSON with `""` for every string that is no name; where its outermost fields are: name, its end, value,
-    its end; and how many values it has, as `JsonCheck` counts them. Beyond `most` it is cut off. None where a string is
-    not as every parser reads it. Of other mistakes the outline has the same. Others run meanwhile."""
+    """Return the outline of a body: its JSON with `""` in place of every string that is no name.
+
+    Further results are the positions of the outermost fields (start and end of the name, start and end of the value)
+    and the number of values, as `JsonCheck` counts them. The outline is cut off beyond `most` values. Returns None if
+    parsers may disagree about a string; other invalid JSON has an invalid outline. Releases Python's lock.
+    """
 
 class Index:
-    def __init__(self, secret: str, orphan_blocks: int, most_blocks: int) -> None: ...
+    """An index of the blocks that targets hold. Its methods are thread-safe."""
+
+    def __init__(self, secret: str, orphan_blocks: int, most_blocks: int) -> None:
+        """Create an index.
+
+        - `secret`: the secret of the prefix hashes.
+        - `orphan_blocks`: maximum number of a target's blocks that wait for their parent.
+        - `most_blocks`: maximum number of blocks that one target may hold.
+        """
     def add(self, model: str, tenant: str, adapter: str | None, capacity: int | None) -> int:
-        """A new target's number."""
+        """Register a target and return its number."""
     def apply(
         self, target: int, payload: bytes, known: list[tuple[int, bytes]] | None = None, trusted: bool = False
     ) -> int | _Outcome:
-        """Apply a batch. 0, or bits: 1, it cleared the cache; 2, it brought a new block size. Else: whether it is a
-        batch; those two; rejected events with their reasons; foreign events, because of which nothing was applied: they
-        may come again as `known`. `trusted`: msgspec wrote it."""
-    def clear(self, target: int) -> None: ...
-    def drop(self, target: int) -> None: ...
+        """Apply a batch, and return its outcome.
+
+        - `known`: the foreign events of an earlier call that the caller could decode, by their number.
+        - `trusted`: whether msgspec encoded the batch.
+
+        An ordinary outcome is a number: 0, plus 1 if the batch cleared the cache, plus 2 for a new block size. Any
+        other outcome is a tuple: whether the payload is a batch, whether it cleared the cache, whether it has a new
+        block size, the rejected events with their reasons, and the foreign events. If there are foreign events, nothing
+        was applied: the caller calls again with `known`.
+        """
+    def clear(self, target: int) -> None:
+        """Remove all blocks of a target."""
+    def drop(self, target: int) -> None:
+        """Remove a target. Its number may be reused."""
     def match(self, root: int, block_size: int, tokens: bytes, known: array[int], blocks: int) -> tuple[bytes, bytes]:
-        """Matches, each of six native u32: target, blocks, and the blocks of each tier; and the prefix hashes that were
-        made beyond those `known`."""
-    def match_hashes(self, known: array[int]) -> bytes: ...
-    def dump(self, target: int) -> bytes: ...
-    def restore(self, target: int, dump: bytes, block_sizes: list[int]) -> bool: ...
+        """Return the matches of a prompt's first `blocks` blocks, and the prefix hashes that are not in `known`.
+
+        A match is six native unsigned 32-bit integers: target, matched blocks, and the blocks in each of four tiers.
+        """
+    def match_hashes(self, known: array[int]) -> bytes:
+        """Return the matches of blocks with these prefix hashes, in the form of `match`."""
+    def dump(self, target: int) -> bytes:
+        """Return a target's blocks in the format of `indexer.dump`."""
+    def restore(self, target: int, dump: bytes, block_sizes: list[int]) -> bool:
+        """Restore an empty target from a dump. Returns False for an invalid dump, after which the target is empty."""
     def status(
         self, target: int
-    ) -> tuple[tuple[int, int, int, int], int, tuple[int, ...], list[int], int | None] | None: ...
-    def sweep(self) -> None: ...
-    def runs(self) -> int: ...
-    def is_sound(self) -> bool: ...
+    ) -> tuple[tuple[int, int, int, int], int, tuple[int, ...], list[int], int | None] | None:
+        """Return the state of a target, or None if it is not registered.
+
+        The state is its blocks by tier, orphans, counters, block sizes, and smallest window.
+        """
+    def sweep(self) -> None:
+        """Free a part of the memory of cleared and dropped blocks."""
+    def runs(self) -> int:
+        """Return the number of runs in the prefix tree."""
+    def is_sound(self) -> bool:
+        """Return whether the prefix tree's invariants hold (for tests)."""
 
 class LiveReader:
-    """ZeroMQ's live sockets, by their file descriptors, and what comes there on its way to an index. For one thread;
-    others run while it reads and applies."""
+    """A reader of live ZeroMQ sockets, named by their file descriptors, that applies their batches to an index.
+
+    It is not safe for use by several threads. It releases Python's lock while it reads and applies.
+    """
 
     def __init__(self, functions: Sequence[int], index: Index, others: int) -> None:
-        """`functions`: where libzmq's zmq_msg_init, _recv, _data, _size, _more and _close are; `others`: a file
-        descriptor that tells of whatever else there is to do."""
-    def follow(self, fd: int, socket: int) -> None: ...
-    def leave(self, fd: int) -> None: ...
+        """Create a reader.
+
+        - `functions`: addresses of libzmq's zmq_msg_init, _recv, _data, _size, _more, _copy and _close.
+        - `index`: the index to which batches are applied.
+        - `others`: a file descriptor that becomes readable when the caller has other work.
+        """
+    def follow(self, fd: int, socket: int) -> None:
+        """Begin to read a socket. `socket` is its address in libzmq."""
+    def leave(self, fd: int) -> None:
+        """Stop reading a socket."""
     def look_again(self, fd: int) -> None:
-        """What a socket has may not be told any more."""
+        """Read a socket in the next round even if its file descriptor does not signal."""
     def expect(self, fd: int, target: int, seq: int, largest: int) -> None:
-        """Batches of a socket from `seq` on are to be applied to a target, as long as none has more than `largest`
-        bytes."""
+        """Apply a socket's batches from number `seq` on to a target, until one has more than `largest` bytes."""
     def expect_nothing(self, fd: int) -> None:
-        """Whatever comes is for the caller."""
+        """Leave all of a socket's messages to the caller."""
     def read(self, seconds: float) -> int:
-        """Wait so long, at most, for something to come, and receive it in rounds, as long as they follow each other
-        closely and have what is expected, and nothing else. What is left of the last one: 0, nothing; 1, the rest of
-        what is to be applied, with something to tell; 2, what was received."""
+        """Wait at most `seconds` for messages, and read rounds while they hold expected batches only.
+
+        Returns the part of the last round that the caller must handle: 0, nothing; 1, an applied batch to report and
+        the batches after it, by `apply`; 2, all messages, by `received`.
+        """
     def has_untold(self) -> bool:
-        """Whether something was taken, and not told of by the last reading."""
+        """Return whether batches were applied that the last `read` did not report in `taken`."""
     def rest(self) -> None:
-        """What was taken and not told of is told of now."""
+        """Report in `taken` all applied batches that were not reported yet."""
     def taken(self) -> list[tuple[int, int, int, bytes, int, float]]:
-        """Of the sockets that had what was expected, and are told of: what `indexer.inbox.Taken` says."""
+        """Return the applied batches that `read` or `rest` reports: the fields of `indexer.inbox.Taken`, by socket."""
     def received(self) -> list[tuple[int, int, int, int, int | None, bytes]]:
-        """Of the sockets that had their turn in the last round, by place: what `indexer.inbox.Received` says."""
+        """Return the turns of the last round: the fields of `indexer.inbox.Received`, by place in the round."""
     def messages(self, place: int) -> list[list[bytes]]:
-        """The frames of a socket's messages."""
+        """Return the frames of the messages of one turn, by message."""
     def address(self, runs: Sequence[tuple[int, int]]) -> None:
-        """What came at these places is to be applied to these targets. It must be in order."""
+        """Choose turns (by place) and the targets to which `apply` will apply them. Each turn must be in order."""
     def apply(self) -> tuple[int, int, bytes, int | _Outcome] | None:
-        """Apply what is addressed and not applied yet, up to the first batch that there is something to tell of: its
-        place, its sequence number, its payload, and what `Index.apply` says of it. None when all is applied."""
+        """Apply the addressed batches until one must be reported.
+
+        Returns that batch's place, sequence number, payload, and outcome as in `Index.apply`. Returns None once all
+        batches are applied.
+        """

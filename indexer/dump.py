@@ -186,7 +186,7 @@ def written_hash(engine_hash: EngineHash) -> int | str:
 
 
 def read_hash(dumped: int | str) -> EngineHash:
-    """Return the engine hash of a JSON value. Raises DumpError if it is none."""
+    """Return the engine hash of a JSON value. Raises DumpError for any other value."""
     if isinstance(dumped, int):
         return dumped
     try:

@@ -109,7 +109,7 @@ _extend: Callable[[array[int], int, bytes, int, int], None] = (
 
 
 class MediaSpan(NamedTuple):
-    """Tokens `start` to `end` (not included) that stand for an image or other media, which the engine calls `name`."""
+    """Tokens `start` to `end` (not included) that represent an image or other media, which the engine calls `name`."""
 
     start: int
     end: int

@@ -64,7 +64,7 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class TargetReport:
-    """State of one registered target. `stream` is None if the target has no stream."""
+    """State of one registered target. `stream` is `None` if the target has no stream."""
 
     registration: Registration
     stream: StreamStatus | None
@@ -310,7 +310,7 @@ class Indexer:
         return TargetReport(registration, self._reader.status(target), holdings)
 
     def targets(self, model: str, tenant: str = DEFAULT_TENANT) -> Collection[Target]:
-        """Return the registered targets that serve a model for a tenant. Raises UnknownModelError if there are none."""
+        """Return the registered targets that serve a model for a tenant. Raises UnknownModelError if no target does."""
         served = self._served.get((tenant, model))
         if served is None:
             raise UnknownModelError(f"no registered worker serves model {model!r} for tenant {tenant!r}")

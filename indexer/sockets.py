@@ -132,14 +132,14 @@ class SocketPoller:
 
     @property
     def ready(self) -> bool:
-        """Whether any socket is known to have messages."""
+        """True if any socket is known to have messages."""
         return bool(self._ready)
 
     def add(self, socket: zmq.Socket[bytes], read: Callable[[], bool]) -> None:
-        """Add a socket. `read` handles one message and returns False if there is none."""
+        """Add a socket. `read` handles one message and returns False if no message is waiting."""
         self._handlers[socket] = read
         self._selector.register(int(socket.fd), EVENT_READ, socket)
-        self.recheck(socket)  # its first notification may have come already
+        self.recheck(socket)  # its first notification may have been sent already
 
     def remove(self, socket: zmq.Socket[bytes]) -> None:
         """Remove a socket, which must still be open."""

@@ -20,7 +20,7 @@ class Target(NamedTuple):
 
 @dataclass(slots=True)
 class HoldingsCounters:
-    """What happened to a target's blocks since the target was registered."""
+    """Counters of the events and blocks of a target since its registration."""
 
     stored: int = 0
     removed: int = 0

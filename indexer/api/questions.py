@@ -1,10 +1,8 @@
-"""Queries of the index API, which arrive by the thousand: from the JSON of a body to the JSON of its answer.
+"""Queries of the index API: from the JSON of a body to the JSON of its answer.
 
-| query | answer |
-|---|---|
-| `POST /match` | cached tokens of a prompt, by target |
-| `POST /query` | cached tokens of a token sequence, by tenant and instance |
-| `POST /query_by_hash` | cached tokens of a prefix that is given by hashes |
+- `POST /match`: return the cached tokens of a prompt, by target.
+- `POST /query`: return the cached tokens of a token sequence, by tenant and instance.
+- `POST /query_by_hash`: return the cached tokens of a prefix that is given by hashes.
 """
 
 from __future__ import annotations

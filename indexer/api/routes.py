@@ -1,13 +1,11 @@
 """Routes of the index API, in the form of Mooncake's RFC 1403.
 
-| route | meaning |
-|---|---|
-| `POST /match` | cached tokens of a prompt, by target |
-| `POST /query` | cached tokens of a token sequence, by tenant and instance |
-| `POST /query_by_hash` | cached tokens of a prefix that is given by hashes |
-| `POST /register` | follow the event stream of one DP rank |
-| `POST /unregister` | stop following an instance |
-| `GET /dump` | the whole index, for another indexer that starts |
+- `POST /match`: return the cached tokens of a prompt, by target.
+- `POST /query`: return the cached tokens of a token sequence, by tenant and instance.
+- `POST /query_by_hash`: return the cached tokens of a prefix that is given by hashes.
+- `POST /register`: follow the event stream of one DP rank.
+- `POST /unregister`: stop following an instance.
+- `GET /dump`: return the whole index, for another indexer that starts.
 """
 
 from __future__ import annotations

@@ -249,8 +249,8 @@ class Restoring {
     Shared& shared_;
     Reader in_;
     Turns turns_;
-    std::vector<std::vector<Span>> spans_;  // of each run of the dump
-    std::string name_;                      // the last one that is bytes
+    std::vector<std::vector<Span>> spans_;  // by run of the dump
+    std::string name_;                      // the last name that is bytes
 };
 
 }  // namespace kvrouter

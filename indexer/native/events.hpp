@@ -20,7 +20,7 @@ struct Name {
     enum Kind : u8 { kNumber, kNegative, kBytes };
 
     u64 key = 0;
-    std::string_view bytes;  // of those that are bytes; lies in the payload
+    std::string_view bytes;  // the name, if it is bytes; points into the payload
     Kind kind = kNumber;
 
     bool operator==(const Name& other) const { return key == other.key && kind == other.kind; }
@@ -38,13 +38,13 @@ struct Event {
     GroupKind group_kind = GroupKind::kWhole;
     bool has_parent = false, has_lora_id = false, has_window = false, has_hashes = false;
     bool tokens_fit = true;  // each is an unsigned 32-bit number
-    bool trusted = false;    // of `Decoder`
+    bool trusted = false;    // see `Decoder`
     Name parent;
     Range names, tokens;
     Range keys;  // one list of extra keys per block; no lists if all are empty
     Integer block_size, lora_id, group, window;
-    std::string_view medium, lora_name, cache_salt;  // without data: none
-    std::string_view raw;                            // as it came
+    std::string_view medium, lora_name, cache_salt;  // null data: absent
+    std::string_view raw;                            // the event's bytes, unchanged
 };
 
 // Arrays that all events of a batch share.
@@ -52,7 +52,7 @@ struct Batch {
     std::vector<Event> events;
     std::vector<Name> names;
     std::vector<u32> tokens;
-    std::vector<Range> keys;                 // a range of `key_parts` each
+    std::vector<Range> keys;                 // by block: a range of `key_parts`
     std::vector<std::string_view> key_parts;  // encoded values
 
     void clear() {
@@ -70,8 +70,8 @@ struct Batch {
 
 class Decoder {
    public:
-    // `seed`: of the digests of names. `trusted`: events were made by msgspec from what it had read, so any value is in
-    // its only form and any text is UTF-8.
+    // - `seed`: seed of the digests of names.
+    // - `trusted`: msgspec encoded the events, so that each value has its only form and each text is UTF-8.
     Decoder(Batch& batch, u64 seed, bool trusted) : batch_(batch), seed_(seed), trusted_(trusted) {}
 
     // Returns false if the payload is not a batch of a known form.
@@ -350,7 +350,7 @@ class Decoder {
 
     static u64 head_size(u64 size) { return size < 32 ? 1 : size < 0x100 ? 2 : size < 0x10000 ? 3 : 5; }
 
-    // The shortest event takes more; so what is read takes no more than some times what came.
+    // Maximum number of events in a payload, to bound the memory for them. The shortest event has more than 16 bytes.
     static constexpr u64 most_events(u64 bytes) { return std::max<u64>(bytes / 16, 1024); }
 
     static constexpr u64 kMostBytes = u64{1} << 30;

@@ -36,7 +36,7 @@ struct Holder {
     std::string medium;
     Tier tier;
     u64 window = 0;
-    u64 told = 0;  // stored events
+    u64 told = 0;  // number of stored events
     NameTable names;
     std::unordered_map<u64, u32> namesakes;  // engine names beyond the first of equal blocks, by place
     u32 swept = 0;                           // number of freed entries of a dropped holder
@@ -62,7 +62,7 @@ struct Status {
     u64 orphans = 0;
     Counters counters;
     std::vector<u64> block_sizes;
-    std::optional<u64> window;  // the fewest last blocks that a group keeps, where one keeps no more
+    std::optional<u64> window;  // the smallest window of the groups that keep only the last blocks
 
     bool operator==(const Status&) const = default;
 };
@@ -113,10 +113,10 @@ struct Shared {
     const u64 seed;
     const std::size_t orphan_blocks;
     const u64 most_blocks;
-    TurnLock lock;  // of all that follows
+    TurnLock lock;  // guards all fields below
     PrefixTree tree;
     std::vector<std::unique_ptr<Holder>> holders;  // by number
-    std::vector<Standing> standings;  // of them: together, as a match may ask for thousands
+    std::vector<Standing> standings;  // by number; contiguous, because a match may read thousands
     std::vector<u32> free_numbers;
     std::list<Holder*> given_up;
 };
@@ -132,7 +132,7 @@ class Holdings {
 
     bool alive = true;
     u32 number = 0;
-    std::mutex changing;  // of who changes these holdings
+    std::mutex changing;  // held by the thread that changes these holdings
 
     const std::vector<Holder*>& holders() const { return holders_; }
     const std::vector<u64>& block_sizes() const { return block_sizes_; }

@@ -1,4 +1,4 @@
-// Live messages on their way from streams' sockets to the index: what takes long of it needs no lock of Python's.
+// Receives live messages from the streams' sockets and applies them to the index, without holding Python's lock.
 #pragma once
 
 #include <cerrno>
@@ -9,18 +9,19 @@
 
 namespace kvrouter {
 
-// Functions of the libzmq that made the sockets.
+// The functions of the libzmq library that created the sockets.
 struct Zmq {
     int (*init)(void* message);
     int (*receive)(void* message, void* socket, int flags);
     void* (*data)(void* message);
     std::size_t (*size)(const void* message);
     int (*more)(const void* message);
-    int (*copy)(void* to, void* from);  // what both share
+    int (*copy)(void* to, void* from);  // shares the bytes
     int (*close)(void* message);
 };
 
-// A zmq_msg_t: what came is kept without being copied. It stays where it is, as short frames lie within.
+// A zmq_msg_t that holds one received frame without a copy. It cannot be moved, because it contains the bytes of a
+// short frame itself.
 class Frame {
    public:
     explicit Frame(const Zmq& zmq) : zmq_(zmq) { zmq_.init(memory_); }
@@ -46,26 +47,26 @@ class Frame {
     static constexpr int kDontWait = 1;  // ZMQ_DONTWAIT
 
     const Zmq& zmq_;
-    alignas(void*) mutable unsigned char memory_[64];  // `mutable`: libzmq wants it so, even of what is only looked at
+    alignas(void*) mutable unsigned char memory_[64];  // `mutable`: libzmq's getters take no const pointer
 };
 
-// A turn's messages of one socket.
+// The messages that one socket delivered in one turn.
 struct Received {
-    bool drained = false;  // nothing is left
-    std::size_t first = 0, count = 0;  // of the messages
+    bool drained = false;  // the socket has no more messages
+    std::size_t first = 0, count = 0;  // numbers of messages in the inbox
     std::size_t bytes = 0, largest = 0;
-    bool in_order = true;  // batches that follow one another, and nothing else
+    bool in_order = true;  // all messages are batches with consecutive sequence numbers
 };
 
-// For one thread.
+// The messages of one round over the live sockets. Not safe for use by several threads.
 class Inbox {
    public:
-    static constexpr std::size_t kMessagesATurn = 64, kBytesATurn = 64 << 10;  // of one socket before the others
-    static constexpr std::size_t kBytesARound = 256 << 10;  // of live messages before whatever else there is to do
+    static constexpr std::size_t kMessagesATurn = 64, kBytesATurn = 64 << 10;  // limits of one socket's turn
+    static constexpr std::size_t kBytesARound = 256 << 10;  // limit of a round, so that other work is not delayed
 
     explicit Inbox(const Zmq& zmq) : zmq_(zmq) {}
 
-    // Receive what has come on sockets, in place of what was here: a round of them, each for a turn.
+    // Drop the previous round, and receive one turn of messages from each socket until the round is full.
     void receive(const std::vector<void*>& sockets) {
         clear();
         for (void* const socket : sockets) {
@@ -74,10 +75,10 @@ class Inbox {
         }
     }
 
-    // By place: those of the sockets that had their turn.
+    // The turns of the last round, in the order of the sockets. Sockets beyond the round's limit have no turn.
     const std::vector<Received>& received() const { return received_; }
 
-    // The sequence number of a message that is in order.
+    // Return the sequence number of a message. It is valid only in a turn that is in order.
     u64 seq(std::size_t message) const { return messages_[message].seq; }
 
     const Frame& payload(std::size_t message) const { return frames_[messages_[message].last_frame]; }
@@ -89,13 +90,13 @@ class Inbox {
         for (; at <= messages_[message].last_frame; ++at) call(frames_[at].bytes());
     }
 
-    // What came at a place, and for which target it is.
+    // The messages of one turn (`place` in the round) and the target to which they apply.
     struct Run {
         std::size_t place;
         std::shared_ptr<Holdings> holdings;
     };
 
-    // These are to be applied. What came there is in order.
+    // Choose the turns that `apply` will apply. Each must be in order.
     void address(const std::vector<Run>& runs) {
         addressed_.clear();
         origins_.clear();
@@ -113,8 +114,8 @@ class Inbox {
         std::size_t place, message;
     };
 
-    // Apply what is addressed and not applied yet, up to the first that there is something to tell of: that one, and in
-    // `last` what became of it.
+    // Apply addressed batches until one must be reported to the caller. Return that batch, with its outcome in `last`,
+    // or nothing once all are applied.
     std::optional<Origin> apply(Index& index, Applied& last) {
         const auto left = std::span(addressed_).subspan(applied_);
         if (left.empty()) return std::nullopt;
@@ -129,7 +130,7 @@ class Inbox {
         std::size_t last_frame;
     };
 
-    static constexpr std::size_t kKeptFrames = 4096;  // for the next messages
+    static constexpr std::size_t kKeptFrames = 4096;  // empty frames that are reused in the next round
 
     void clear() {
         addressed_.clear();
@@ -140,7 +141,7 @@ class Inbox {
         bytes_ = 0;
     }
 
-    // Of those that came, keep so many.
+    // Clear all received frames but the first `kept`.
     void drop_frames(std::size_t kept) {
         while (came_ > kept) frames_[--came_].clear();
     }
@@ -161,7 +162,7 @@ class Inbox {
         received_.push_back(turn);
     }
 
-    // False when there is none.
+    // Receive one message. Return false if the socket has no whole message.
     bool receive_message(void* socket, Received& turn) {
         const std::size_t first = came_, before = bytes_;
         bool is_followed;
@@ -169,7 +170,7 @@ class Inbox {
             if (came_ == frames_.size()) frames_.emplace_back(zmq_);
             Frame& frame = frames_[came_];
             if (!frame.receive(socket)) {
-                drop_frames(first);  // the rest of half a message never comes
+                drop_frames(first);  // the rest of an incomplete message never arrives
                 bytes_ = before;
                 return false;
             }
@@ -191,12 +192,12 @@ class Inbox {
     }
 
     const Zmq zmq_;
-    std::deque<Frame> frames_;  // kept to be used again
-    std::size_t came_ = 0, bytes_ = 0;  // of those that hold something
+    std::deque<Frame> frames_;  // reused in every round
+    std::size_t came_ = 0, bytes_ = 0;  // number and bytes of the frames that hold a received frame
     std::vector<Message> messages_;
     std::vector<Received> received_;
     std::vector<Index::Addressed> addressed_;
-    std::vector<Origin> origins_;  // of those
+    std::vector<Origin> origins_;  // by addressed batch
     std::size_t applied_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// The index: which target holds which prefix. Any thread may call anything; none needs Python's lock.
+// The index: which target holds which prefix. All methods are thread-safe and need no lock of Python's.
 #pragma once
 
 #include <random>
@@ -14,26 +14,28 @@ struct RejectedEvent {
     std::string reason;
 };
 
-// What became of a batch. When it has events that are not known here nothing was applied: they come again, read by
-// whoever knows them.
+// The outcome of one batch. If `foreign` is not empty, nothing was applied: the caller decodes those events and applies
+// the batch again with them.
 struct Applied {
     bool is_batch = true;
-    bool cleared = false;  // the whole cache is empty now, or was in between
+    bool cleared = false;  // the batch cleared the whole cache, perhaps before further events
     bool new_block_size = false;
     std::vector<RejectedEvent> rejected;
-    std::vector<std::pair<u32, std::string_view>> foreign;  // number and bytes
+    std::vector<std::pair<u32, std::string_view>> foreign;  // number and bytes of events of unknown kinds
 
+    // Return whether the caller must look at this outcome.
     bool tells() const { return !is_batch || cleared || new_block_size || !rejected.empty() || !foreign.empty(); }
 };
 
 class Index {
    public:
-    // `secret`: of the prefix hashes. `orphan_blocks`: how many of a target may wait for their parent. `most_blocks`:
-    // how many any target may hold.
+    // - `secret`: the secret of the prefix hashes.
+    // - `orphan_blocks`: maximum number of a target's blocks that wait for their parent.
+    // - `most_blocks`: maximum number of blocks that one target may hold.
     Index(std::string secret, std::size_t orphan_blocks, u64 most_blocks)
         : shared_(std::move(secret), random_seed(), orphan_blocks, most_blocks), matcher_(shared_) {}
 
-    // Make a target known; its number is free again once it is dropped.
+    // Register a target and return its number. The number is reused once the target is dropped.
     u32 add(std::string model, std::string tenant, std::optional<std::string> adapter, std::optional<u64> capacity) {
         auto holdings = std::make_shared<Holdings>(
             shared_, std::move(model), std::move(tenant), std::move(adapter), capacity);
@@ -49,14 +51,16 @@ class Index {
         return static_cast<u32>(free - targets_.begin());
     }
 
-    // Apply a batch. `known`: the foreign events, as read by somebody else, where any could be; others are left out.
-    // `trusted`: of `Decoder`, for the batch.
+    // Apply a batch of events to a target.
+    // - `known`: the batch's foreign events that the caller could decode, by number; null on the first attempt. Foreign
+    //   events that are not in this list are skipped.
+    // - `trusted`: passed to `Decoder`.
     Applied apply(u32 number, std::string_view payload, const std::vector<std::pair<u32, std::string>>* known, bool trusted) {
         return apply(holdings(number), payload, known, trusted);
     }
 
-    // What a target holds; none when it is not known. Whoever has it before the target is dropped changes nothing of
-    // another that gets its number.
+    // Return a target's holdings, or null if it is not registered. Holdings of a dropped target ignore later changes:
+    // they cannot affect another target with the same number.
     std::shared_ptr<Holdings> holdings(u32 number) {
         const std::lock_guard guard(targets_lock_);
         return number < targets_.size() ? targets_[number].holdings : nullptr;
@@ -67,8 +71,8 @@ class Index {
         std::string_view payload;
     };
 
-    // Apply batches, up to the first that there is something to tell of. How many, that one included; `last` is what
-    // became of the last one.
+    // Apply batches until one must be reported to the caller. Return the number of batches applied, that one included;
+    // `last` receives the outcome of the last one.
     std::size_t apply_all(std::span<const Addressed> batches, Applied& last) {
         for (std::size_t place = 0; place < batches.size(); ++place) {
             last = apply(batches[place].holdings, batches[place].payload, nullptr, false);
@@ -95,7 +99,7 @@ class Index {
         if (number < targets_.size()) targets_[number] = {};
     }
 
-    // The targets that hold something of a prompt's first `limit` blocks.
+    // Return the targets that hold at least one of a prompt's first `limit` blocks.
     std::vector<Match> match(PromptHashes& hashes, std::size_t limit) {
         std::vector<Match> matches;
         const std::lock_guard turn(shared_.lock);
@@ -109,7 +113,7 @@ class Index {
         return bytes;
     }
 
-    // False when a dump makes no sense; the target then holds nothing. It must hold nothing before.
+    // Restore an empty target from a dump. Return false if the dump is invalid; the target then stays empty.
     bool restore(u32 number, std::string_view bytes, const std::vector<u64>& block_sizes) {
         bool restored = false;
         change(holdings(number), [&](Holdings& holdings) {
@@ -129,7 +133,7 @@ class Index {
         return targets_[number].status;
     }
 
-    // Free a part of what was cleared or dropped.
+    // Free a part of the blocks that were cleared or dropped.
     void sweep() {
         const std::lock_guard turn(shared_.lock);
         shared_.sweep(kSweepBlocks);
@@ -158,7 +162,7 @@ class Index {
         return static_cast<u64>(random()) << 32 | random();
     }
 
-    // One batch a thread, kept for the next.
+    // Borrow the thread's own batch, whose memory is reused for the next one.
     static std::unique_ptr<Batch, void (*)(Batch*)> borrow() {
         thread_local Batch batch;
         return {&batch, [](Batch* used) { used->clear(); }};
@@ -195,7 +199,7 @@ class Index {
         return applied;
     }
 
-    // Call `call` with a target that is known, as the only one who changes it; then show its status to others.
+    // Call `call` with a registered target while no other thread can change it, then publish the target's new status.
     template <typename Call>
     void change(const std::shared_ptr<Holdings>& holdings, Call call) {
         if (!holdings) return;
@@ -211,7 +215,7 @@ class Index {
     void apply_events(Holdings& holdings, const Batch& batch, Applied& applied) {
         const u32 count = static_cast<u32>(batch.events.size());
         for (u32 first = 0, last; first < count; first = last) {
-            // Tables grow here, where nobody waits for it.
+            // Tables grow here, before the lock is taken, so that no other thread waits meanwhile.
             std::size_t names = 0;
             for (last = first; last < count && names < kNamesAtOnce; ++last) {
                 holdings.reserve(batch.events[last]);
@@ -238,7 +242,7 @@ class Index {
     static constexpr std::size_t kNamesAtOnce = 256;
 
     Shared shared_;
-    Matcher matcher_;  // with the turn
+    Matcher matcher_;  // guarded by `shared_.lock`
     std::mutex targets_lock_;
     std::vector<Target> targets_;
 };

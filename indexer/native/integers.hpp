@@ -1,4 +1,4 @@
-// The integers that hashes, tokens and counts are.
+// Short names of the integer types of hashes, tokens and counts.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Whether a body is surely one JSON object that every parser reads alike, without making anything of it.
+// Checks that a body is one JSON object that every JSON parser reads alike, without building objects from it.
 #pragma once
 
 #include <array>
@@ -15,10 +15,10 @@
 
 namespace kvrouter {
 
-// How many numbers take about as long to read as a name, and as a list or an object.
+// The cost of parsing a name, and a list or an object, in units of the cost of one number.
 constexpr u64 kOfAName = 4, kOfAList = 8;
 
-// Reads JSON's white space and strings.
+// A cursor over JSON's white space and strings.
 struct JsonReader {
     using Bytes = signed char __attribute__((vector_size(16)));
 
@@ -31,7 +31,7 @@ struct JsonReader {
 
     static bool is_space(char byte) { return byte == ' ' || byte == '\n' || byte == '\r' || byte == '\t'; }
 
-    // Over a string that every parser reads alike; false where it is none.
+    // Skip one string. Return false if it is no string that every parser reads alike.
     bool string(bool& escaped) {
         ++at;
         while (true) {
@@ -47,18 +47,18 @@ struct JsonReader {
                 if (!escape()) return false;
             } else {
                 do
-                    if (byte < 0x80 || !beyond_ascii()) return false;  // a control character, or no UTF-8
+                    if (byte < 0x80 || !beyond_ascii()) return false;  // a control character, or invalid UTF-8
                 while (at != end && static_cast<unsigned char>(*at) >= 0x80);
             }
         }
     }
 
-    // Over ASCII that means itself, sixteen bytes at a time.
+    // Skip ASCII that needs no unescaping, 16 bytes at a time.
     void skip_plain() {
         while (end - at >= 16) {
             Bytes bytes;
             std::memcpy(&bytes, at, 16);
-            const auto special = (bytes < 0x20) | (bytes == '"') | (bytes == '\\');  // what is no ASCII is below 0
+            const auto special = (bytes < 0x20) | (bytes == '"') | (bytes == '\\');  // bytes beyond ASCII are negative
             u64 halves[2];
             std::memcpy(halves, &special, 16);
             if (halves[0] | halves[1]) {
@@ -70,18 +70,19 @@ struct JsonReader {
         while (at != end && is_plain(static_cast<unsigned char>(*at))) ++at;
     }
 
-    // Which byte is the first, as they lie in memory, that is not 0.
+    // Return the number of the first byte, in memory order, that is not 0.
     static int first_byte(u64 bytes) {
         return (std::endian::native == std::endian::little ? std::countr_zero(bytes) : std::countl_zero(bytes)) / 8;
     }
 
     static bool is_plain(unsigned char byte) { return byte >= 0x20 && byte < 0x80 && byte != '"' && byte != '\\'; }
 
+    // Skip one escape sequence. Return false if it is invalid or half of a surrogate pair.
     bool escape() {
         if (end - at < 2) return false;
         const char kind = at[1];
         at += 2;
-        if (kind == 'n' || kind == '"' || kind == '\\') return true;  // as nearly all are
+        if (kind == 'n' || kind == '"' || kind == '\\') return true;  // nearly all escapes are of these kinds
         if (kind != 'u') return std::string_view("\"\\/bfnrt").find(kind) != std::string_view::npos;
         u32 unit = 0;
         if (!hex(unit) || (unit >= 0xDC00 && unit < 0xE000)) return false;
@@ -106,7 +107,8 @@ struct JsonReader {
         return true;
     }
 
-    // A character of two to four bytes: none that is longer than it need be, no surrogate, none above U+10FFFF.
+    // Skip one character of two to four bytes. Return false for an overlong form, a surrogate, or a code point above
+    // U+10FFFF.
     bool beyond_ascii() {
         const unsigned char first = static_cast<unsigned char>(*at);
         const int length = first >= 0xC2 && first < 0xE0 ? 2 : first >= 0xE0 && first < 0xF0 ? 3 : first >= 0xF0 && first < 0xF5 ? 4 : 0;
@@ -122,20 +124,23 @@ struct JsonReader {
     }
 };
 
-// Says yes where all is plain: UTF-8, no name twice in an object, no number that a parser might round or refuse, no
-// surrogate alone, nothing deep. Whatever is rare gets a no, and is read by somebody who knows why.
+// A check that accepts only plain JSON: valid UTF-8, distinct names in each object, numbers that every parser reads
+// exactly, paired surrogates, and at most `kDepth` levels. A rejected body may still be valid: a complete parser reads
+// it next, and names the mistake.
 class JsonCheck {
 public:
-    // `names`: of fields that are not plain at the top of a body. `kept`: of those that `named` keeps. `elements`: the
-    // most that a list there may have, but for one of numbers. `values`: the most that a body may have in all, names, lists
-    // and objects counting as several, where it has more than `small` bytes.
+    // - `names`: top-level fields whose presence makes a body be rejected.
+    // - `kept`: top-level fields that `named` returns.
+    // - `elements`: maximum length of a list in a top-level field, unless it is a list of numbers.
+    // - `values`: maximum number of values of a body; a name counts as `kOfAName`, a list or an object as `kOfAList`.
+    // - `small`: bodies of at most this number of bytes may have any number of values.
     JsonCheck(std::vector<std::string> names, std::vector<std::string> kept, u64 elements, u64 values, u64 small)
         : elements_(elements), values_(values), small_(small) {
         for (auto& name : names) fields_.emplace(std::move(name), false);
         for (auto& name : kept) fields_.emplace(std::move(name), true);
     }
 
-    // Of a plain body an object of the kept fields alone; nothing of any other.
+    // Return an object of a plain body's kept fields, or nothing if the body is not plain.
     std::optional<std::string> named(std::string_view body) const {
         Reader reader{{body.data(), body.data() + body.size()}, body.data(), *this, {}, 0, "{"};
         reader.names.reserve(kUsualNames);
@@ -149,16 +154,16 @@ public:
 
 private:
     static constexpr int kDepth = 64;
-    static constexpr std::size_t kUsualNames = 16;  // in all objects that are open
-    static constexpr std::size_t kNames = 64;  // of an object: beyond it they are not compared here
-    static constexpr std::size_t kDigits = 15;  // an integer or a fraction of no more is the same double everywhere
+    static constexpr std::size_t kUsualNames = 16;  // room reserved for the names of all open objects
+    static constexpr std::size_t kNames = 64;  // limit of an object's names, as each is compared with all others
+    static constexpr std::size_t kDigits = 15;  // a number of 15 characters is the same double in every parser
 
     struct Reader : JsonReader {
         const char* begin;
         const JsonCheck& check;
-        std::vector<std::string_view> names;  // of all objects that are open
+        std::vector<std::string_view> names;  // the names of all open objects, outermost first
         u64 values;
-        std::string kept;  // of what was read the kept fields, but for the last brace
+        std::string kept;  // the object of the kept fields read until now, without its closing brace
 
         bool next_is(char expected) {
             skip_space();
@@ -273,7 +278,7 @@ private:
         using is_transparent = void;
     };
 
-    std::unordered_map<std::string, bool, Hash, std::equal_to<>> fields_;  // by name, whether they are kept; else they are not plain
+    std::unordered_map<std::string, bool, Hash, std::equal_to<>> fields_;  // by name: true if kept, false if rejected
     u64 elements_, values_, small_;
 };
 

@@ -1,4 +1,4 @@
-// Token ids as JSON has them, packed as an index reads them, without an object for each.
+// Packs a JSON list of token ids into four bytes each, the form that the index reads, without a Python object for each.
 #pragma once
 
 #include <limits>
@@ -10,7 +10,7 @@
 
 namespace kvrouter {
 
-// The numbers of a list of integers from 0 to 2^32-1, four bytes each; nothing of whatever is not just that.
+// Return the packed numbers of a JSON list of integers from 0 to 2^32-1, or nothing if `json` is anything else.
 inline std::optional<std::string> packed_numbers(std::string_view json) {
     const char* at = json.data();
     const char* const end = at + json.size();
@@ -19,7 +19,7 @@ inline std::optional<std::string> packed_numbers(std::string_view json) {
     };
     const auto is_digit = [&] { return at < end && *at >= '0' && *at <= '9'; };
     std::string packed;
-    packed.reserve(json.size());  // most have three digits or more
+    packed.reserve(json.size());  // enough for nearly all lists: most ids have at least three digits
     skip_space();
     if (at == end || *at++ != '[') return std::nullopt;
     skip_space();

@@ -1,4 +1,4 @@
-// What a long body holds beside the contents of its strings.
+// Shortens a long JSON body by leaving out the contents of its strings.
 #pragma once
 
 #include <string>
@@ -9,27 +9,27 @@
 
 namespace kvrouter {
 
-// Where a field of an object is in its bytes.
+// The position of an object's field in the body's bytes.
 struct JsonField {
     std::size_t name, name_end, value, value_end;
 };
 
-// The same JSON with `""` for every string that is no name, and its outermost fields. Of the grammar it knows only where
-// strings begin and end: what is no JSON has an outline that is none.
+// A body's JSON with `""` in place of every string that is no name, and the positions of the outermost fields. Only
+// strings are parsed, so the outline of invalid JSON is invalid too.
 class JsonOutline {
 public:
     std::string text;
     std::vector<JsonField> fields;
-    // As `JsonCheck` counts them, and long numbers as one more for each eight bytes.
+    // The number of values, counted as `JsonCheck` does, plus one for each eight bytes of a number.
     u64 values = 0;
 
-    // False where a string is not as every parser reads it. Beyond `most` values it stops.
+    // Read a body. Return false if parsers may disagree about one of its strings. Reading stops after `most` values.
     bool read(std::string_view body, u64 most) {
         JsonReader in{body.data(), body.data() + body.size()};
-        const char* last = in.at;  // the end of what was read, but for white space
+        const char* last = in.at;  // the end of the last token that is not white space
         const auto place = [&](const char* at) { return static_cast<std::size_t>(at - body.data()); };
         int depth = 0;
-        bool open = false;  // an outermost field, whose value is being read
+        bool open = false;  // the value of an outermost field is being read
         while (in.at != in.end && values <= most) {
             const char* start = in.at;
             const char byte = *start;
@@ -51,7 +51,7 @@ public:
                         ++in.at;
                         in.skip_space();
                         text += ':';
-                        last = in.at;  // of what is no JSON the value may be nothing
+                        last = in.at;  // in invalid JSON the value may be missing
                         fields.back().value = place(last);
                         open = true;
                     }

@@ -1,4 +1,4 @@
-// Live sockets, read round after round: what is expected of them is applied, anything else is left to the caller.
+// Reads the live sockets in rounds. Expected batches are applied to the index; anything else is left to the caller.
 #pragma once
 
 #include <algorithm>
@@ -14,30 +14,32 @@
 
 namespace kvrouter {
 
-// What was received of a socket and applied: batches that follow one another.
+// Batches with consecutive sequence numbers that were received from one socket and applied.
 struct Taken {
     int fd;
     u64 first, last;  // sequence numbers
-    std::unique_ptr<Frame> payload;  // of the last one
-    std::chrono::steady_clock::time_point since;  // the first one was received
-    std::size_t bytes = 0;  // of all of them
-    double received_at = 0;  // the last one (unix seconds)
+    std::unique_ptr<Frame> payload;  // of the last batch
+    std::chrono::steady_clock::time_point since;  // when the first batch was received
+    std::size_t bytes = 0;  // of all batches
+    double received_at = 0;  // when the last batch was received (Unix time in seconds)
 };
 
-// For one thread.
+// A reader of all live sockets. Not safe for use by several threads.
 class LiveReader {
    public:
-    // `others`: a file descriptor of whatever else the caller has to look at.
+    // `others`: a file descriptor that becomes readable when the caller has other work.
     LiveReader(const Zmq& zmq, Index& index, int others) : zmq_(zmq), index_(index), inbox_(zmq_), others_(others) {
         poller_.add(others);
     }
 
+    // Begin to read a socket, which is found by the file descriptor that signals its messages.
     void follow(int fd, void* socket) {
         poller_.add(fd);
         live_[fd].socket = socket;
-        look_again(fd);  // it may have told before
+        look_again(fd);  // its descriptor may have signalled before it was polled
     }
 
+    // Stop reading a socket.
     void leave(int fd) {
         poller_.remove(fd);
         live_.erase(fd);
@@ -45,14 +47,14 @@ class LiveReader {
         std::erase(untold_, fd);
     }
 
-    // What a socket has may not be told any more.
+    // Read a socket in the next round even if its file descriptor does not signal: libzmq signals an arrival only once.
     void look_again(int fd) {
         Live& live = live_.at(fd);
         if (!live.is_ready) ready_.push_back(fd);
         live.is_ready = true;
     }
 
-    // Batches of a socket from `seq` on are for a target, as long as none has more bytes than `largest`.
+    // Apply a socket's batches from sequence number `seq` on to a target, until one has more than `largest` bytes.
     void expect(int fd, u32 number, u64 seq, std::size_t largest) {
         Live& live = live_.at(fd);
         live.holdings = index_.holdings(number);
@@ -60,17 +62,18 @@ class LiveReader {
         live.largest = largest;
     }
 
-    // Whatever comes is for the caller.
+    // Leave all of a socket's messages to the caller.
     void expect_nothing(int fd) { live_.at(fd).holdings = nullptr; }
 
+    // The part of the last round that the caller must handle.
     enum class Left {
         kNothing,
-        kToTell,  // batches to be applied, the first of which there is something to tell of
-        kReceived,  // what was received
+        kToTell,  // an applied batch that must be reported, and the batches after it, which are not applied yet
+        kReceived,  // all messages; nothing of the round was applied
     };
 
-    // Wait so long, at most, for something to come, and receive it in rounds, as long as they have what is expected, and
-    // nothing else: until there is a pause, or of much that comes until the time is up. What is left of the last round.
+    // Wait at most `seconds` for messages, and read rounds while they hold expected batches only. Reading ends at a
+    // pause in the traffic or, under heavy traffic, after `seconds`. Return the part of the last round that is left.
     Left read(double seconds) {
         const bool had_many = std::exchange(batches_, 0) >= kMany;
         reading_threads_.begin(had_many);
@@ -79,31 +82,31 @@ class LiveReader {
         return left;
     }
 
-    // Whether something was taken, and not told of by the last reading.
+    // Return whether batches were applied that the last `read` did not report in `taken`.
     bool has_untold() const { return !untold_.empty(); }
 
-    // That is told of now.
+    // Report in `taken` all applied batches that were not reported yet.
     void rest() {
         taken_.clear();
         told_of(Left::kNothing);
     }
 
-    // By socket, what was expected and is told of.
+    // The applied batches that the last `read` or `rest` reports, by socket.
     const std::vector<Taken>& taken() const { return taken_; }
 
-    // The sockets of the last round, by place.
+    // The file descriptors of the sockets that had a turn in the last round, in order.
     const std::vector<int>& round() const { return round_; }
 
     const Inbox& inbox() const { return inbox_; }
 
-    // What came at these places of the last round is for these targets, to be applied.
+    // Choose turns of the last round (by place) and the targets to which `apply` will apply them.
     void address(const std::vector<std::pair<std::size_t, u32>>& runs) {
         std::vector<Inbox::Run> addressed;
         for (const auto& [place, number] : runs) addressed.push_back({place, index_.holdings(number)});
         inbox_.address(addressed);
     }
 
-    // See `Inbox::apply`.
+    // Apply the next batches, as `Inbox::apply` does, starting with the outcome that `read` left to report.
     std::optional<Inbox::Origin> apply(Applied& last) {
         if (!told_) return inbox_.apply(index_, last);
         last = std::move(applied_);
@@ -112,27 +115,28 @@ class LiveReader {
 
    private:
     using Clock = std::chrono::steady_clock;
-    // A fleet's streams are not in step, and each batch that is read alone takes a processor from whoever has it.
+    // Minimum time between rounds. Streams send at different times, and each wake-up for a single batch interrupts
+    // another thread.
     static constexpr std::chrono::milliseconds kRound{1}, kLongRound{4};
-    // The caller hears of what came when nothing has come for so long: it needs Python's lock, and so does the answer of
-    // who asks for what has just come.
+    // Applied batches are reported once nothing has arrived for this time: a report needs Python's lock, which a query
+    // for the same blocks needs too.
     static constexpr std::chrono::milliseconds kPause{5};
-    // Of batches that come closely: where there are so many rounds are long, and no pause is waited for.
+    // From this number of batches in quick succession on, traffic is heavy: rounds are long, and no pause is awaited.
     static constexpr std::size_t kMany = 32;
-    // There the caller need not hear of each stream more often than this.
+    // Under heavy traffic, the minimum time between two reports of one stream.
     static constexpr std::chrono::milliseconds kUntold{500};
     static constexpr Clock::time_point kAll = Clock::time_point::max();
 
     struct Live {
         void* socket = nullptr;
         bool is_ready = false;
-        std::shared_ptr<Holdings> holdings;  // of whom batches are expected; none: of nobody
+        std::shared_ptr<Holdings> holdings;  // the target of expected batches; null if none is expected
         u64 next = 0;
         std::size_t largest = 0;
-        std::optional<Taken> taken;  // and not told of
+        std::optional<Taken> taken;  // applied batches that are not reported yet
     };
 
-    // What `read` does. `had_many`: the last time.
+    // Read rounds for `read`. `had_many`: whether traffic was heavy in the previous `read`.
     Left read_rounds(double seconds, bool had_many) {
         const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
         taken_.clear();
@@ -145,7 +149,8 @@ class LiveReader {
             bool others = look(waits ? pause : Clock::time_point{});
             const auto began = Clock::now();
             const std::size_t came = receive();
-            if (came > 0) others |= look({});  // a reconnection must be known before what came by it
+            // The caller must learn of a reconnection before it handles the messages that followed it.
+            if (came > 0) others |= look({});
             busy_ = came > 0 && began - began_ < 2 * round;
             if (came > 0) began_ = began;
             if (came > 0 && (others || !is_expected())) return told_of(Left::kReceived);
@@ -156,7 +161,7 @@ class LiveReader {
         }
     }
 
-    // What was taken until then is told of.
+    // Move the applied batches whose first one was received until `until` to `taken_`, and return `left`.
     Left told_of(Left left, Clock::time_point until = kAll) {
         std::erase_if(untold_, [&](int fd) {
             std::optional<Taken>& taken = live_.at(fd).taken;
@@ -168,7 +173,7 @@ class LiveReader {
         return left;
     }
 
-    // Wait until then for something to come, and learn where. Whether at the others.
+    // Wait until `until` for file descriptors to signal. Return whether `others_` did.
     bool look(Clock::time_point until) {
         const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
         bool others = false;
@@ -179,7 +184,7 @@ class LiveReader {
         return others;
     }
 
-    // Receive a round. How many messages came.
+    // Receive a round. Return its number of messages.
     std::size_t receive() {
         std::vector<void*> sockets;
         for (const int fd : ready_) sockets.push_back(live_.at(fd).socket);
@@ -191,11 +196,12 @@ class LiveReader {
         for (std::size_t place = 0; place < turns.size(); ++place) {
             came += turns[place].count;
             live_.at(round_[place]).is_ready = !turns[place].drained;
-            if (!turns[place].drained) ready_.push_back(round_[place]);  // behind the others
+            if (!turns[place].drained) ready_.push_back(round_[place]);  // after the sockets that wait for their turn
         }
         return came;
     }
 
+    // Return whether the round consists of expected batches only.
     bool is_expected() const {
         for (std::size_t place = 0; place < round_.size(); ++place) {
             const Received& turn = inbox_.received()[place];
@@ -207,7 +213,7 @@ class LiveReader {
         return true;
     }
 
-    // Apply a round. Whether there is something to tell of it.
+    // Apply a round of expected batches. Return whether one of them must be reported at once.
     bool take() {
         const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
         std::vector<Inbox::Run> runs;
@@ -227,7 +233,7 @@ class LiveReader {
             taken.bytes += turn.bytes;
             taken.received_at = now.count();
             live.next = taken.last + 1;
-            if (live.next == 0) live.holdings = nullptr;  // that was the last number
+            if (live.next == 0) live.holdings = nullptr;  // no sequence number is left
         }
         inbox_.address(runs);
         told_ = inbox_.apply(index_, applied_);
@@ -241,15 +247,15 @@ class LiveReader {
     ReadingThreads reading_threads_;
     const int others_;
     std::unordered_map<int, Live> live_;
-    std::vector<int> ready_;  // nothing tells again of what is left there
+    std::vector<int> ready_;  // sockets with unread messages, for which libzmq signals no second time
     std::vector<int> round_;
     std::vector<Taken> taken_;
-    std::vector<int> untold_;  // sockets of which something was taken that is not there yet
-    std::optional<Inbox::Origin> told_;  // not told yet, and what became of it
+    std::vector<int> untold_;  // sockets with applied batches that are not in `taken_` yet
+    std::optional<Inbox::Origin> told_;  // the batch that must be reported at once; its outcome is `applied_`
     Applied applied_;
-    Clock::time_point began_;  // the last round in which something came
-    bool busy_ = false;  // that one followed another closely
-    std::size_t batches_ = 0;  // of this reading, that came closely
+    Clock::time_point began_;  // the start of the last round that had messages
+    bool busy_ = false;  // that round followed the previous one in quick succession
+    std::size_t batches_ = 0;  // batches in quick succession during this `read`
 };
 
 }  // namespace kvrouter

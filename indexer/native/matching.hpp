@@ -80,23 +80,23 @@ class Matcher {
     struct Follower {
         explicit Follower(u32 holder) : holder(holder) {}
 
-        u32 holder;  // any of its target
+        u32 holder;  // any holder of the target
         u32 blocks = 0;
         u32 tiers[kTiers] = {};
-        u64 span = 0;              // the last one in which it has a share, counted from 1
-        u64 reached = 0;           // the last one that it holds whole
-        u32 first = 0, count = 0;  // its holders there
+        u64 span = 0;              // the last span with blocks of the target, counted from 1
+        u64 reached = 0;           // the last span that the target holds whole
+        u32 first = 0, count = 0;  // the target's holders in that span
         u32 last_record = kNobody;
     };
 
     struct Share {
         const Held* held;
-        u32 next;  // of the same follower
+        u32 next;  // the next one of the same follower
     };
 
     // The blocks of a hybrid target in one span.
     struct Record {
-        u32 before;  // of the same follower
+        u32 before;  // the previous one of the same follower
         u32 reach;
         std::vector<std::pair<const Holder*, Held>> held;
     };
@@ -197,7 +197,7 @@ class Matcher {
         for (u32 at = follower.last_record; at != kNobody; at = records_[at].before) trail.push_back(&records_[at]);
         std::reverse(trail.begin(), trail.end());
         std::vector<bool> possible(follower.blocks + 1, true);
-        std::vector<std::pair<Integer, u64>> windows;  // as in Python, the last holder of a group tells its window
+        std::vector<std::pair<Integer, u64>> windows;  // by group; the last holder of a group defines it, as in Python
         for (const Holder* holder : owner_of(follower).holders()) {
             if (!holder->windowed) continue;
             const auto known = std::find_if(

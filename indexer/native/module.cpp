@@ -20,7 +20,7 @@ std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.siz
 
 nb::bytes as_bytes(std::string_view bytes) { return nb::bytes(bytes.data(), bytes.size()); }
 
-// The numbers of an `array("Q")`, which may be growing: a copy.
+// Return a copy of the numbers of an `array("Q")`, which the caller may extend later.
 std::vector<u64> numbers(nb::handle array) {
     Py_buffer buffer;
     if (PyObject_GetBuffer(array.ptr(), &buffer, PyBUF_CONTIG_RO) != 0) throw nb::python_error();
@@ -30,6 +30,7 @@ std::vector<u64> numbers(nb::handle array) {
     return copy;
 }
 
+// Return a batch's outcome in the form that `Index.apply` documents.
 nb::object as_outcome(const Applied& applied) {
     if (applied.is_batch && applied.rejected.empty() && applied.foreign.empty())
         return nb::int_((applied.cleared ? 1 : 0) + (applied.new_block_size ? 2 : 0));
@@ -56,7 +57,7 @@ nb::object apply(
     return as_outcome(applied);
 }
 
-// `functions`: where libzmq's are, as in `Zmq`.
+// Return libzmq's functions. `functions` has their addresses, in the order of `Zmq`'s fields.
 Zmq zmq_of(const std::vector<std::uintptr_t>& functions) {
     if (functions.size() != 7) throw nb::value_error("seven functions");
     return {
@@ -110,7 +111,7 @@ nb::object apply_received(LiveReader& reader) {
     return nb::make_tuple(told->place, inbox.seq(told->message), as_bytes(inbox.payload(told->message).bytes()), as_outcome(applied));
 }
 
-// Bodies of more bytes are read while other threads run.
+// Python's lock is released while a body of more bytes is read.
 constexpr std::size_t kLongBody = 256 * 1024;
 
 nb::object named(const JsonCheck& check, const nb::bytes& body) {
@@ -144,7 +145,7 @@ nb::tuple match(
     Index& index, u64 root, u64 block_size, const nb::bytes& tokens, nb::handle known, std::size_t blocks) {
     const std::size_t most = block_size == 0 ? 0 : tokens.size() / sizeof(u32) / block_size;
     PromptHashes hashes(root, block_size, view(tokens), numbers(known));
-    // Python's lock is kept: what there is to wait for is a turn, which ends without it.
+    // Python's lock is kept: the index's lock is held for a short time only, by threads that need no lock of Python's.
     const auto matches = index.match(hashes, std::min(blocks, most));
     return nb::make_tuple(
         as_bytes({reinterpret_cast<const char*>(matches.data()), matches.size() * sizeof(Match)}), as_bytes(hashes.made()));
@@ -179,7 +180,7 @@ nb::bytes prefix_hashes(u64 seed, const nb::bytes& tokens, u64 block_size, std::
     return as_bytes({reinterpret_cast<const char*>(hashes.data()), hashes.size() * sizeof(u64)});
 }
 
-// An `array` of Python's, of so many things of one kind.
+// The memory of a Python `array` with elements of type T. Throws if it has fewer than `rows` elements.
 template <typename T>
 class Column {
 public:
@@ -229,7 +230,7 @@ u32 highest_of(nb::handle held) {
     return highest({column.data(), column.size()});
 }
 
-// How many bytes two pieces of memory begin alike.
+// Return the number of equal bytes at the start of two memory areas of `size` bytes.
 std::size_t common_bytes(const char* one, const char* other, std::size_t size) {
     std::size_t at = 0;
     for (const std::size_t step : {std::size_t{4096}, std::size_t{64}})
@@ -256,7 +257,7 @@ std::size_t common(nb::handle one, nb::handle other) {
     return at;
 }
 
-// Where a token is in a packed prompt, in bytes, from byte `start` on.
+// Return the byte positions of a token in a packed prompt, from byte `start` on.
 std::vector<std::size_t> token_places(const nb::bytes& tokens, u32 token, std::size_t start) {
     std::vector<std::size_t> places;
     const auto* bytes = reinterpret_cast<const u8*>(tokens.c_str());

@@ -1,4 +1,4 @@
-// Reading and writing MessagePack, as little of it as events and dumps need.
+// A reader and a writer of MessagePack, limited to the types that events and dumps use.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvrouter {
 
-// An integer as MessagePack has them: from -2^63 to 2^64 - 1.
+// An integer in the range of MessagePack: from -2^63 to 2^64 - 1.
 struct Integer {
     u64 bits = 0;
     bool negative = false;
@@ -22,7 +22,8 @@ struct Integer {
     }
 };
 
-// A cursor over bytes. Each `read_…` is false, and the cursor anywhere, for what is something else or cut off.
+// A cursor over bytes. Each `read_…` returns false for a value of another type or one that is cut off; the cursor's
+// position is undefined then.
 class Reader {
    public:
     Reader(const u8* begin, const u8* end) : at_(begin), end_(end) {}
@@ -32,7 +33,7 @@ class Reader {
     const u8* at() const { return at_; }
     std::size_t left() const { return static_cast<std::size_t>(end_ - at_); }
     bool done() const { return at_ == end_; }
-    u8 peek() const { return at_ < end_ ? *at_ : 0xc1; }  // 0xc1: what MessagePack never uses
+    u8 peek() const { return at_ < end_ ? *at_ : 0xc1; }  // MessagePack never uses 0xc1
 
     bool read_nil() { return peek() == 0xc0 && advance(1); }
 
@@ -87,7 +88,7 @@ class Reader {
         return false;
     }
 
-    // Any number: only whether it is one.
+    // Skip a number of any type. Return false if the value is no number.
     bool skip_number() {
         const u8 kind = peek();
         if (kind == 0xca) return advance(5);
@@ -96,11 +97,11 @@ class Reader {
         return read_integer(integer);
     }
 
-    // One value of whatever kind, however deep.
+    // Skip one value of any type and depth.
     bool skip() {
         u64 values = 1;
         while (values > 0) {
-            if (values > left()) return false;  // each takes a byte at least
+            if (values > left()) return false;  // each value has at least one byte
             --values;
             const u8 kind = *at_;
             u64 size = 0;
@@ -143,7 +144,7 @@ class Reader {
         return true;
     }
 
-    // A kind's byte and 1, 2, 4 or 8 bytes, whose number is 2^log.
+    // Read a type's byte and the unsigned integer of 2^log bytes (1, 2, 4 or 8) that follows.
     bool read_size(int log, u64& size) {
         const std::size_t bytes = std::size_t{1} << log;
         if (left() < 1 + bytes) return false;
@@ -166,7 +167,7 @@ class Reader {
         } else {
             return false;
         }
-        return count <= left();  // each takes a byte at least
+        return count <= left();  // each value has at least one byte
     }
 
     bool take(u64 size, std::string_view& bytes) {
@@ -180,7 +181,7 @@ class Reader {
     const u8* end_;
 };
 
-// Appends values, each in its shortest form.
+// A writer that appends values to `bytes`, each in its shortest form.
 class Writer {
    public:
     std::string bytes;
@@ -220,7 +221,7 @@ class Writer {
             put(static_cast<u8>(0xdc + log - 1), count, 1 << log);
         }
     }
-    void map(u8 count) { put(0x80 | count); }  // of fewer than 16
+    void map(u8 count) { put(0x80 | count); }  // `count` is below 16
 
    private:
     void put(u8 byte) { bytes.push_back(static_cast<char>(byte)); }
@@ -230,7 +231,7 @@ class Writer {
     }
 };
 
-// Whether bytes are what Python takes for UTF-8.
+// Return whether bytes are UTF-8 that Python decodes without an error.
 inline bool is_utf8(std::string_view text) {
     const auto* at = reinterpret_cast<const u8*>(text.data());
     const auto* end = at + text.size();

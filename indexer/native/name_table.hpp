@@ -1,7 +1,7 @@
-// Engines' names of the blocks that somebody holds, each with its place in the tree, in the order they came.
+// The engine's names of the blocks that a holder has, each with its block's place in the tree, in order of arrival.
 //
-// Entries stand one behind another; an index of numbers finds them: open addressing, with as many bits of a name's hash
-// as a slot has left. An entry that is taken out leaves a gap until all are moved together.
+// Entries are stored in pages. A hash table with open addressing finds an entry's number by its name; the unused bits
+// of a slot hold a part of the name's hash. A removed entry leaves a gap until the table is rebuilt.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@
 
 namespace kvrouter {
 
-// A block of a run.
+// The position of a block in the tree.
 struct Place {
     u32 run = kRoot, offset = 0;
 
@@ -24,8 +24,8 @@ class NameTable {
         u64 key;
         u32 run;
         u32 offset : 10;
-        u32 kind : 2;    // of Name; kGone: a gap
-        u32 copies : 20;  // beyond the first; so many are not told apart any more
+        u32 kind : 2;    // a `Name::Kind`, or kGone for a gap
+        u32 copies : 20;  // copies beyond the first, up to `kMostCopies`
     };
     static constexpr u32 kMostCopies = (1u << 20) - 1;
 
@@ -35,15 +35,16 @@ class NameTable {
     ~NameTable() { std::free(slots_); }
 
     u32 size() const { return live_; }
-    u32 end() const { return end_; }  // of the entries, with gaps
+    u32 end() const { return end_; }  // number of entries, gaps included
 
     Entry& entry(u32 number) { return pages_[number / kPage]->entries[number % kPage]; }
     const Entry& entry(u32 number) const { return pages_[number / kPage]->entries[number % kPage]; }
     static bool is_gap(const Entry& entry) { return entry.kind == kGone; }
 
-    // The bytes of a name that is no number.
+    // Return the bytes of an entry's name that is no number.
     std::string_view bytes(u32 number) const { return pages_[number / kPage]->long_names[number % kPage]; }
 
+    // Return the entry of a name, or null.
     Entry* find(const Name& name) {
         if (live_ == 0) return nullptr;
         const u64 hash = mixed(name.key ^ seed_);
@@ -57,15 +58,15 @@ class NameTable {
 
     void prefetch(const Name& name) const {
         if (slots_ != nullptr) __builtin_prefetch(slots_ + (mixed(name.key ^ seed_) & mask()));
-        asm volatile("");  // else GCC finds no effect, and leaves the calls out
+        asm volatile("");  // keeps GCC from removing calls of this function
     }
 
-    // Make room for so many more names. Takes as long as there are names.
+    // Reserve room for `more` names. Takes time in proportion to the number of names.
     void reserve(std::size_t more) {
         if (end_ + more > limit()) rebuild(live_ + more);
     }
 
-    // Add a name that is not there; there is room for it.
+    // Add a new name. The caller has reserved room for it.
     void add(const Name& name, Place place) {
         if (end_ == pages_.size() * kPage) pages_.push_back(std::make_unique<Page>());
         Page& page = *pages_[end_ / kPage];
@@ -83,12 +84,12 @@ class NameTable {
         --live_;
     }
 
-    // Give back memory when most entries are gaps.
+    // Free memory if most entries are gaps.
     void shrink() {
         if (end_ > kPage && live_ < end_ / 4) rebuild(live_);
     }
 
-    // Of a table that is given up: only its entries are wanted any more.
+    // Free the hash table of names. Only entries can be read afterwards, page by page.
     void forget_names() {
         std::free(slots_);
         slots_ = nullptr;
@@ -117,7 +118,7 @@ class NameTable {
         slots_[slot] = tag(hash) << log_ | (number + 1);
     }
 
-    // Close the gaps, and make the index as large as so many names need, and some more.
+    // Close the gaps, and make the hash table large enough for `names` names and a margin.
     void rebuild(std::size_t names) {
         u32 kept = 0;
         for (u32 number = 0; number < end_; ++number) {
@@ -148,7 +149,7 @@ class NameTable {
 
     u64 seed_;
     std::vector<std::unique_ptr<Page>> pages_;
-    u32* slots_ = nullptr;  // a tag and the number of an entry, from 1; 0 is free
+    u32* slots_ = nullptr;  // a part of the hash, and the number of an entry plus one; 0: free
     int log_ = 0;           // the number of slots is 2^log
     u32 end_ = 0, live_ = 0;
 };

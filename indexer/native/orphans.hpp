@@ -10,7 +10,7 @@
 
 namespace kvrouter {
 
-// What finds a name again; the digest of one that is bytes has a secret seed.
+// The key of a name in hash tables. The digest of a name that is bytes has a secret seed.
 struct NameHash {
     std::size_t operator()(const Name& name) const { return mixed(name.key ^ seed); }
     u64 seed;
@@ -26,7 +26,7 @@ struct Removal {
 
 struct Orphan {
     std::string event;  // the encoded event
-    bool trusted;       // of `Decoder`
+    bool trusted;       // see `Decoder`
     Name parent;
     std::vector<Name> names;
     std::vector<Removal> removals;

@@ -1,4 +1,4 @@
-// Waiting for file descriptors that have something to read.
+// Waits until file descriptors are readable.
 #pragma once
 
 #ifdef __linux__
@@ -35,10 +35,10 @@ class Poller {
 
     void remove(int fd) { epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr); }
 
-    // Wait so long for something; `call` with each that has some.
+    // Wait at most `milliseconds`, and call `call` with each readable file descriptor.
     template <typename Call>
     void wait(int milliseconds, Call call) {
-        epoll_event events[kAtOnce];  // the others come next time
+        epoll_event events[kAtOnce];  // further file descriptors are reported by the next call
         const int count = epoll_wait(epoll_, events, kAtOnce, milliseconds);
         for (int at = 0; at < count; ++at) call(events[at].data.fd);
     }
@@ -61,7 +61,7 @@ class Poller {
         std::erase_if(polled_, [fd](const pollfd& each) { return each.fd == fd; });
     }
 
-    // Wait so long for something; `call` with each that has some.
+    // Wait at most `milliseconds`, and call `call` with each readable file descriptor.
     template <typename Call>
     void wait(int milliseconds, Call call) {
         if (poll(polled_.data(), static_cast<nfds_t>(polled_.size()), milliseconds) <= 0) return;

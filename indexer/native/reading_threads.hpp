@@ -1,4 +1,4 @@
-// The threads that read streams, and whom they may take a processor from.
+// Scheduling of the threads that read event streams, relative to the threads that answer requests.
 #pragma once
 
 #include <chrono>
@@ -19,10 +19,12 @@
 
 namespace kvrouter {
 
-// ZeroMQ's, of which each packet wakes one, and the one that receives from them, which wakes for each round: the kernel
-// lets them have the processor of whoever answers a request there. Where much comes, they wait for that one's pause, or
-// for the end of its time: messages gather until the next round anyway. But not for Python's lock: who has it gives it up
-// for moments only, and has it again by the end of its time.
+// Scheduling policy of ZeroMQ's I/O threads, which wake for each packet, and of the thread that receives from them.
+//
+// A thread that wakes interrupts another one on its processor, which may be answering a request. Under heavy traffic,
+// the reading threads therefore wait until that thread pauses or its time slice ends: messages are collected until the
+// next round anyway. Before the receiving thread asks for Python's lock, it becomes urgent instead: other threads release
+// that lock only for moments.
 class ReadingThreads {
    public:
     ReadingThreads() = default;
@@ -32,7 +34,7 @@ class ReadingThreads {
         if (patient_) schedule_others(Turns::kUsual);
     }
 
-    // The thread that calls begins to receive. `much`: whether much came of late.
+    // Start to receive in the calling thread. `much`: whether traffic is heavy.
     void begin(bool much) {
         const auto now = std::chrono::steady_clock::now();
         if (much) last_ = now;
@@ -43,22 +45,23 @@ class ReadingThreads {
         patient_ = patient;
     }
 
-    // It is about to ask for Python's lock.
+    // Make the calling thread urgent, before it asks for Python's lock.
     void end() const {
         if (patient_) schedule(kThisThread, Turns::kPrompt);
     }
 
    private:
-    static constexpr std::chrono::seconds kCalm{1};  // nothing much came for so long
+    static constexpr std::chrono::seconds kCalm{1};  // traffic is light again after this time without heavy traffic
     static constexpr int kThisThread = 0;
 
+    // kPatient: does not interrupt others. kPrompt: runs soon after it wakes.
     enum class Turns { kUsual, kPatient, kPrompt };
 
 #ifdef __linux__
-    // As short as Linux allows: who asks for shorter turns than others goes first (6.12; before it, that is for nothing).
+    // The shortest time slice that Linux allows. From Linux 6.12 on, threads with a shorter slice run earlier.
     static constexpr u64 kShortNs = 100'000;
 
-    // As sched_setattr(2) has it; not every C library does.
+    // `struct sched_attr` of sched_setattr(2), which not every C library declares.
     struct Attributes {
         u32 size, policy;
         u64 flags;
@@ -67,7 +70,7 @@ class ReadingThreads {
         u64 turn_ns, deadline, period;
     };
 
-    // ZeroMQ's.
+    // Set the policy of ZeroMQ's I/O threads.
     static void schedule_others(Turns turns) {
         std::error_code failed;
         auto thread = std::filesystem::directory_iterator("/proc/self/task", failed);
@@ -78,7 +81,7 @@ class ReadingThreads {
         }
     }
 
-    // Where it is not allowed, all stays as it is; so does a thread that somebody gave another policy.
+    // Set a thread's policy, if the process may. A thread that has a special policy keeps it.
     static void schedule(int thread, Turns turns) {
         Attributes its{};
         if (syscall(SYS_sched_getattr, thread, &its, sizeof its, 0) != 0) return;
@@ -93,7 +96,7 @@ class ReadingThreads {
 #endif
 
     bool patient_ = false;
-    std::chrono::steady_clock::time_point last_;  // that much came
+    std::chrono::steady_clock::time_point last_;  // the last time of heavy traffic
 };
 
 }  // namespace kvrouter

@@ -19,7 +19,7 @@ inline constexpr u32 kRunBlocks = 1024;
 inline constexpr u32 kRoot = 0;
 inline constexpr u32 kNobody = ~u32{0};
 
-// Spreads a number over 64 bits.
+// Return a number's bits mixed over 64 bits.
 inline u64 mixed(u64 x) {
     x ^= x >> 32;
     x *= 0xd6e8feb86659fd93ULL;
@@ -38,7 +38,7 @@ inline void* allocated(void* old, std::size_t bytes) {
 struct Held {
     u32 holder;
     u16 lead;
-    u64* bits;  // of kWords words, the first blocks among them; null: only the first ones
+    u64* bits;  // kWords words for all blocks of the run; null if no block is held behind a gap
 
     static constexpr u32 kWords = kRunBlocks / 64;
 
@@ -114,7 +114,7 @@ struct Held {
 struct Run {
     u64* hashes;
     Held* held;  // by holder
-    u32* children_at;  // of a run with many children: how many there are behind each number of blocks
+    u32* children_at;  // for a run with many children: their number by the block that they follow
     u16 size, room;
     u32 held_count, held_room;
     u32 parent, depth;
@@ -141,7 +141,7 @@ class PrefixTree {
     Run& run(u32 number) { return chunks_[number / kChunk][number % kChunk]; }
     const Run& run(u32 number) const { return chunks_[number / kChunk][number % kChunk]; }
 
-    // Return the child of a run that begins with a hash, or the root if there is none.
+    // Return the child of a run that begins with a hash, or the root if it has no child like that.
     u32 child(u32 parent, u64 first_hash) const {
         const u32 tag = tag_of(parent, first_hash);
         const Shard& shard = shards_[tag >> kShardShift];

@@ -21,7 +21,7 @@ class TurnLock {
     bool is_wanted() const { return waiting_.load(std::memory_order_relaxed) > 0; }
 
    private:
-    std::mutex next_;  // of the one who is next: it comes before who has just had the lock
+    std::mutex next_;  // held by the next owner, so that the last one cannot overtake it
     std::mutex held_;
     std::atomic<int> waiting_ = 0;
 };

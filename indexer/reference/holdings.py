@@ -552,7 +552,7 @@ def _kind(event: BlockStored | BlockRemoved) -> tuple[int, str]:
 
 
 def _place_at(places: list[list[Place]], number: int, offset: int) -> Place:
-    """Return the place of a block of a dump. Raises IndexError if there is none."""
+    """Return the place of a block of a dump. Raises IndexError if the dump has no block there."""
     if number < 0 or offset < 0:
         raise IndexError("negative run or offset")  # Python would count from the end
     return places[number][offset]
@@ -582,7 +582,7 @@ def _all_in(engine_hashes: Sequence[EngineHash], positions: dict[EngineHash, int
 
 
 def _take_one(counts: dict[K, int], key: K) -> bool:
-    """Decrement a count, and remove it at 0. Returns False if there is none."""
+    """Decrease a count by one, and remove it at 0. Returns False if `counts` has no count for `key`."""
     count = counts.pop(key, 0)
     if count > 1:
         counts[key] = count - 1

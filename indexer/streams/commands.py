@@ -53,7 +53,7 @@ class CommandQueue:
         return answer.result(_ANSWER_TIMEOUT)
 
     def run_next(self) -> bool:
-        """Run the next command. Returns False if there is none."""
+        """Run the next command. Returns False if no command is waiting."""
         if receive(self.socket) is None:
             return False
         with suppress(Empty):

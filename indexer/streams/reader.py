@@ -242,7 +242,7 @@ class StreamReader:
         self._index.clear(target)  # the target may have been added again while this session was still read
 
     def _receive(self, session: StreamSession, receive: Callable[[], bool]) -> bool:
-        """Let a session receive one message of its replay or monitor socket. Returns False if there is none."""
+        """Let a session receive one message of its replay or monitor socket. Returns False if no message is waiting."""
         before = session.replayed_bytes
         received = receive()
         if received:

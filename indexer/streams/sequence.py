@@ -40,7 +40,7 @@ class StreamState(StrEnum):
 
     @property
     def waits(self) -> bool:
-        """Whether the stream still waits for batches that its publisher sent before."""
+        """True if the stream still waits for batches that its publisher sent before."""
         return self in (StreamState.CONNECTING, StreamState.REPLAYING)
 
 
@@ -218,7 +218,7 @@ class StreamSequence:
 
     @property
     def complete(self) -> bool:
-        """Whether no batch before the last one is known to be missing."""
+        """True if no batch before the last one is known to be missing."""
         return self._missing is None and self._unconfirmed in (None, self._last_frame)
 
     def resume(self, last: StreamFrame, complete: bool = True) -> None:
@@ -322,12 +322,12 @@ class StreamSequence:
             self._unended = max(self._unended - 1, 0)
         replay = self._replay
         if replay is None:
-            return []  # it belongs to a replay that was given up
+            return []  # it belongs to a replay that was cancelled
         replay.heard_at = now
         replay.heard = True
         if frame is None:
             return [] if self._unended else self._end_of_round(replay, now, ended=True)
-        if replay.snapshot:  # the batch belongs to a replay that was given up
+        if replay.snapshot:  # the batch belongs to a replay that was cancelled
             self._pending.add(frame)
             return []
         replay.answered = True
@@ -350,7 +350,7 @@ class StreamSequence:
         """Handle a part of a snapshot; the last one is empty. `frame.seq` is the last batch that it includes."""
         replay = self._replay
         if replay is None or not replay.snapshot or part != replay.parts:
-            return []  # the part belongs to a snapshot that was given up, or an earlier part is missing
+            return []  # the part belongs to a snapshot that was cancelled, or an earlier part is missing
         replay.heard_at = now
         replay.heard = True
         if frame.payload:
@@ -406,7 +406,7 @@ class StreamSequence:
         return self._can_replay and self._replay_answers and now >= self._snapshot_at
 
     def _ask_snapshot(self, now: float, rounds_left: int = 0) -> list[Action]:
-        """Ask for a snapshot. If there is none, `rounds_left` further replays are possible."""
+        """Ask for a snapshot. If the publisher has no snapshot, `rounds_left` further replays are possible."""
         self._snapshot_at = now + self._settings.snapshot_interval
         if self._behind or self.state is StreamState.CONNECTING:
             self.state = StreamState.REPLAYING
@@ -417,7 +417,7 @@ class StreamSequence:
         return [AskReplay(SNAPSHOT_START)]
 
     def _drop_snapshot(self) -> list[Action]:
-        """Undo a snapshot of which only a part was applied."""
+        """Clear the blocks of a snapshot of which only a part was applied."""
         if self._replay is None or not self._replay.parts:
             return []
         self._begin_again()
@@ -539,7 +539,7 @@ class StreamSequence:
 
     @property
     def _behind(self) -> bool:
-        """Whether the publisher has sent batches that are neither applied nor skipped."""
+        """True if the publisher has sent batches that are neither applied nor skipped."""
         return bool(self._pending) or (self._heard is not None and self._heard.seq >= self._next_seq)
 
     @property

@@ -113,7 +113,7 @@ class StreamSession:
     check_at: float = inf  # monotonic time at which the reader checks `due`
     largest_message: int = USUAL_MESSAGE
     replayed_bytes: int = 0
-    removed: bool = False  # another thread removed the session; messages and actions change nothing any more
+    removed: bool = False  # another thread removed the session; messages and actions no longer change anything
     suspended: bool = False  # the worker does not answer
     disconnected: bool = False  # the publisher was connected, and is not now
     reached_at: float = 0.0  # monotonic time of the last TCP connection
@@ -125,7 +125,7 @@ class StreamSession:
 
     @property
     def due(self) -> float:
-        """Monotonic time at which the session has something to do even if no message comes."""
+        """Monotonic time at which the session has something to do even if no message arrives."""
         reconnect_at = inf if self.reconnect_at is None else self.reconnect_at
         # A disconnected publisher cannot be asked for a replay.
         return reconnect_at if self.disconnected else min(reconnect_at, self.sequence.due)
@@ -184,7 +184,7 @@ class StreamSession:
         return frame
 
     def receive_replay(self) -> bool:
-        """Receive one message of a replay or a snapshot. Returns False if there is none."""
+        """Receive one message of a replay or a snapshot. Returns False if no message is waiting."""
         assert self.replay is not None
         parts = receive(self.replay)
         if parts is None:
@@ -205,7 +205,7 @@ class StreamSession:
         return True
 
     def receive_connection_event(self) -> bool:
-        """Receive one connection event of the live socket. Returns False if there is none."""
+        """Receive one connection event of the live socket. Returns False if no event is waiting."""
         if not has_message(self.monitor):
             return False
         match read_monitor(self.monitor):
