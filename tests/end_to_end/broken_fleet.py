@@ -1,4 +1,4 @@
-"""What stands between a router and a sound worker, and breaks it: a proxy for requests, a relay for events."""
+"""Faults between a router and a healthy worker: a proxy of requests and a relay of events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ async def request_proxy(
     key: str | None = None,
     buffered: bool = False,
 ) -> AsyncIterator[str]:
-    """A proxy that changes bodies by their path, or lets only one key through, or keeps answers until they end."""
+    """Run a proxy in front of a worker.
+
+    `change` changes the body of a request by its path, `key` is the only accepted API key, and `buffered` delays a
+    response until its end.
+    """
 
     async def handle(request: web.Request) -> web.StreamResponse:
         if key and request.method == "POST" and request.headers.get("Authorization") != f"Bearer {key}":
@@ -56,18 +60,18 @@ async def request_proxy(
 
 @asynccontextmanager
 async def event_relay(endpoint: str, change: Callable[[Frames], Frames | None]) -> AsyncIterator[str]:
-    """A relay of a stream that changes its messages, or drops those that `change` makes None of."""
+    """Run a relay of a stream that changes every message, and drops it if `change` returns None."""
     context: Any = zmq.asyncio.Context()
-    heard, told = context.socket(zmq.SUB), context.socket(zmq.PUB)
-    heard.subscribe(b"")
-    monitor = heard.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-    heard.connect(endpoint)
-    port = told.bind_to_random_port("tcp://127.0.0.1")
+    subscriber, publisher = context.socket(zmq.SUB), context.socket(zmq.PUB)
+    subscriber.subscribe(b"")
+    monitor = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    subscriber.connect(endpoint)
+    port = publisher.bind_to_random_port("tcp://127.0.0.1")
 
     async def relay() -> None:
         while True:
-            if (frames := change(await heard.recv_multipart())) is not None:
-                await told.send_multipart(frames)
+            if (frames := change(await subscriber.recv_multipart())) is not None:
+                await publisher.send_multipart(frames)
 
     await monitor.recv_multipart()
     relaying = asyncio.create_task(relay())
@@ -76,6 +80,6 @@ async def event_relay(endpoint: str, change: Callable[[Frames], Frames | None]) 
     finally:
         relaying.cancel()
         await asyncio.gather(relaying, return_exceptions=True)
-        heard.disable_monitor()
+        subscriber.disable_monitor()
         monitor.close(0)
         context.destroy(0)

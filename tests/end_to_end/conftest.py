@@ -1,9 +1,12 @@
+"""Fixtures of the end-to-end tests: the event loop, workers and routers."""
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 
 import pytest
+from router_under_test import RouterUnderTest, router
+from scripted_worker import ScriptedWorker, scripted_worker
 
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
@@ -11,12 +14,26 @@ from simulator.worker.serve import running
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """One event loop for all tests, so that servers may outlive one."""
+    """Use one event loop for all tests, so that servers can outlive a test."""
     return "asyncio"
 
 
 @pytest.fixture
 async def urls() -> AsyncIterator[list[str]]:
     """Two simulated workers."""
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(running(SimulatedWorkerSettings())) for _ in range(2)]
+    async with running(SimulatedWorkerSettings()) as one, running(SimulatedWorkerSettings()) as two:
+        yield [one, two]
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[ScriptedWorker]:
+    """A scripted worker."""
+    async with scripted_worker() as worker:
+        yield worker
+
+
+@pytest.fixture
+async def routed(worker: ScriptedWorker) -> AsyncIterator[RouterUnderTest]:
+    """A router in front of the scripted worker."""
+    async with router(worker.url) as routed:
+        yield routed

@@ -1,10 +1,11 @@
-"""A real router on a free port of this process, and the ways its users talk to it."""
+"""A real router on a free port of this process, and clients of it."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +23,14 @@ from router.server.sockets import listen
 from router.settings import Settings, SettingsFile
 
 TIMEOUT = 60.0
-# A machine that pauses for seconds makes no worker look dead or hung.
+# Timeouts that a busy machine does not exceed, so that no worker counts as dead or hung.
 PATIENT = {"probe_timeout": 30.0, "stall_seconds": 30.0}
 QUICK = {"probe_interval": 0.2, "retry_interval": 0.1, **PATIENT}
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole answer."""
+    """A complete response."""
 
     status: int
     headers: CIMultiDictProxy[str]
@@ -40,7 +41,7 @@ class Reply:
 
     @property
     def error(self) -> Any:
-        """The error of OpenAI's error body."""
+        """The `error` object of OpenAI's error body."""
         return self.json()["error"]
 
     @property
@@ -49,12 +50,12 @@ class Reply:
 
     @property
     def overlap(self) -> int:
-        """Tokens of the prompt that the router expected in the worker's cache."""
+        """The prompt tokens that the router predicted in the worker's cache."""
         return int(self.headers["x-kvrouter-overlap-tokens"])
 
     @property
     def cached(self) -> int:
-        """Tokens of the prompt that the worker found in its cache."""
+        """The prompt tokens that the worker reports as cached."""
         return int(self.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
@@ -69,7 +70,7 @@ class RouterUnderTest:
     def request(
         self, path: str, body: Any = None, method: str | None = None, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """A request whose answer is read as it comes; bytes are sent as they are, anything else as JSON."""
+        """Send a request and return its response before the body is read. A body that is not bytes is sent as JSON."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         method = method or ("GET" if body is None else "POST")
         url = URL(self.url + path, encoded=True)
@@ -77,33 +78,29 @@ class RouterUnderTest:
         return self.session.request(method, url, data=data, headers=headers, allow_redirects=False)
 
     async def call(self, path: str, body: Any = None, method: str | None = None, **options: Any) -> Reply:
-        """A request and its whole answer."""
+        """Send a request and return its complete response."""
         async with self.request(path, body, method, **options) as response:
             return Reply(response.status, response.headers, await response.read())
 
     async def workers(self) -> list[dict[str, Any]]:
-        """What `/workers` tells."""
+        """Return the workers of the report `/workers`."""
         workers: list[dict[str, Any]] = (await self.call("/workers")).json()["workers"]
         return workers
 
     async def loads(self) -> list[Mapping[str, int]]:
-        """The load of every rank of every worker."""
+        """Return the load of every rank of every worker."""
         return [rank["load"] for worker in await self.workers() for rank in worker["ranks"]]
 
     async def requests_in_flight(self) -> int:
         return sum(load["requests"] for load in await self.loads())
 
     async def until_released(self) -> None:
-        """Wait until nothing is in flight, and see that nothing else is left of it."""
-
-        async def released() -> bool:
-            return await self.requests_in_flight() == 0
-
-        await until(released)
+        """Wait until no request is in flight, and assert that no load is left."""
+        await until(self.requests_in_flight, lambda count: count == 0)
         assert all(load == {"requests": 0, "pending": 0, "context": 0} for load in await self.loads())
 
     async def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels."""
+        """Return the sum of the samples of a metric with these labels."""
         text = (await self.call("/metrics")).body.decode()
         return sum(
             sample.value
@@ -112,20 +109,66 @@ class RouterUnderTest:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
+    async def until_metric(self, value: float, name: str, **labels: str) -> None:
+        """Wait until a metric has a value."""
+        await until(lambda: self.metric(name, **labels), lambda found: found == value)
+
+    async def until_live(self) -> None:
+        """Wait until the event stream of every rank is live."""
+
+        def live(workers: list[dict[str, Any]]) -> bool:
+            ranks = [each["ranks"] for each in workers]
+            return bool(ranks) and all(each and all(rank["state"] == "live" for rank in each) for each in ranks)
+
+        await until(self.workers, live)
+
+    async def until_up(self, count: int = 1) -> None:
+        """Wait until a number of workers answers."""
+        await until(self.health, lambda health: health["workers_up"] == count)
+
+    async def until_queued(self, count: int) -> None:
+        """Wait until a number of requests waits in the queue."""
+        await until(self.queued, lambda queued: queued == count)
+
+    async def queued(self) -> int:
+        """Return the number of requests in the queue."""
+        return sum((await self.health())["queue"].values())
+
+    async def health(self) -> Any:
+        """Return the report `/health`."""
+        return (await self.call("/health")).json()
+
+    async def findings(self) -> list[dict[str, Any]]:
+        """Return the findings of the report `/health`."""
+        found: list[dict[str, Any]] = (await self.health())["findings"]
+        return found
+
 
 def plain_client(url: str) -> openai.AsyncOpenAI:
-    """OpenAI's own client, without the certificates that plain HTTP does not need: reading them takes 20 ms."""
+    """Make an OpenAI client without certificates, because reading them takes 20 ms."""
     http = openai.DefaultAsyncHttpxClient(verify=False, timeout=TIMEOUT)
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT, http_client=http)
 
 
 @asynccontextmanager
 async def router(*workers: str, file: SettingsFile | None = None, **sections: Any) -> AsyncIterator[RouterUnderTest]:
-    """A router in front of workers. `sections` are those of the settings, `file` where they can be read again."""
+    """Run a router in front of workers.
+
+    `sections` are sections of the settings, `file` is a settings file that is read again when it changes.
+    """
     settings = Settings(**{"workers": [{"url": url} for url in workers], "fleet": QUICK, **sections})
     async with (
         running_router(settings, file) as app,
         serving(HttpServer(app, shutdown_timeout=1)) as url,
+        clients_of(url) as routed,
+    ):
+        yield routed
+
+
+@asynccontextmanager
+async def clients_of(url: str) -> AsyncIterator[RouterUnderTest]:
+    """Connect clients to the URL of a running router."""
+    async with (
         aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(TIMEOUT)) as session,
         plain_client(url) as client,
     ):
@@ -134,7 +177,7 @@ async def router(*workers: str, file: SettingsFile | None = None, **sections: An
 
 @asynccontextmanager
 async def serving(server: HttpServer) -> AsyncIterator[str]:
-    """Run a server on a free port; its URL."""
+    """Run a server on a free port and yield its URL."""
     listening = listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
     running = asyncio.create_task(server.serve(sockets=[listening]))
@@ -146,7 +189,7 @@ async def serving(server: HttpServer) -> AsyncIterator[str]:
 
 
 async def raw(routed: RouterUnderTest, request: bytes, half_close: bool = False) -> bytes:
-    """Send bytes; everything that comes until the connection is closed."""
+    """Send bytes, and return all bytes received until the connection is closed."""
     address = urlsplit(routed.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
@@ -161,8 +204,11 @@ async def raw(routed: RouterUnderTest, request: bytes, half_close: bool = False)
         writer.close()
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 60) -> None:
-    """Wait until a condition holds."""
+async def until(get: Callable[[], Any], satisfied: Callable[[Any], object] = bool, *, seconds: float = TIMEOUT) -> None:
+    """Call `get` until its result, awaited if it is awaitable, satisfies a condition."""
     async with asyncio.timeout(seconds):
-        while not await condition():  # noqa: ASYNC110 - the condition is another's
+        while True:
+            found = get()
+            if satisfied(await found if inspect.isawaitable(found) else found):
+                return
             await asyncio.sleep(0.01)

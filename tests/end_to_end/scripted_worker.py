@@ -1,4 +1,4 @@
-"""A worker whose every byte the test decides, and which keeps every byte it got."""
+"""A worker whose responses are scripted byte by byte, and which records every request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = "m"
 
 @dataclass
 class Exchange:
-    """One request, and the connection to answer it on. `connection` numbers the connections from 0."""
+    """A request, and the connection of its response. `connection` numbers the connections from 0."""
 
     method: str
     target: str
@@ -25,16 +25,16 @@ class Exchange:
     writer: StreamWriter
 
     def header(self, name: str) -> list[bytes]:
-        """The values of a header."""
+        """Return the values of a header."""
         return [value for known, value in self.headers if known == name]
 
     async def send(self, data: bytes) -> None:
-        """Bytes, as they are."""
+        """Send bytes."""
         self.writer.write(data)
         await self.writer.drain()
 
     async def answer(self, body: bytes = b"{}", status: str = "200 OK", headers: bytes = b"") -> None:
-        """A whole answer; `headers` with their line ends."""
+        """Send a complete response. `headers` end with line ends."""
         head = b"HTTP/1.1 %b\r\ncontent-length: %d\r\n%b\r\n" % (status.encode(), len(body), headers)
         await self.send(head if self.method == "HEAD" else head + body)
 
@@ -43,14 +43,14 @@ class Exchange:
         await self.send(head.encode())
 
     async def chunk(self, data: bytes) -> None:
-        """A chunk; an empty one ends the answer."""
+        """Send a chunk. An empty one ends the response."""
         await self.send(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def hang_up(self) -> None:
-        """Close the connection, whatever is missing."""
+        """Abort the connection."""
         self.writer.transport.abort()
 
-    async def left(self) -> None:
+    async def until_closed(self) -> None:
         """Wait until the router closes the connection."""
         with suppress(ConnectionError):
             assert await self.reader.read() == b""
@@ -60,15 +60,16 @@ Script = Callable[[Exchange], Awaitable[None]]
 
 
 class ScriptedWorker:
-    """Serves the model `m`, without events; `script` answers all but the questions of what it is.
+    """A worker that serves the model `m` without events, and answers requests by its script.
 
-    It has `metrics` when a test gives it some, and without `answers_questions` the script has those too.
+    It answers the router's discovery itself, unless `answers_discovery` is False.
+    `metrics` is the response to `/metrics`; None answers 404.
     """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.metrics: bytes | None = None
-        self.answers_questions = True
+        self.answers_discovery = True
         self.exchanges: list[Exchange] = []
         self._server: asyncio.Server | None = None
         self._port = 0
@@ -84,7 +85,7 @@ class ScriptedWorker:
         return self.exchanges[-1]
 
     async def start(self) -> None:
-        """Listen; after a stop at the same address."""
+        """Listen, after a stop at the same address."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
 
@@ -95,7 +96,7 @@ class ScriptedWorker:
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
-        for writer in self._writers:  # also of those whose task had not begun
+        for writer in self._writers:  # including those whose task has not started
             writer.transport.abort()
         await asyncio.sleep(0)
 
@@ -110,7 +111,7 @@ class ScriptedWorker:
     async def _serve(self, reader: StreamReader, writer: StreamWriter, number: int) -> None:
         try:
             while exchange := await _receive(reader, writer, number):
-                if not (self.answers_questions and await self._discovery(exchange)):
+                if not (self.answers_discovery and await self._answer_discovery(exchange)):
                     self.exchanges.append(exchange)
                     await self.script(exchange)
         except (ConnectionError, asyncio.CancelledError):
@@ -118,8 +119,8 @@ class ScriptedWorker:
         finally:
             writer.transport.abort()
 
-    async def _discovery(self, exchange: Exchange) -> bool:
-        """Answer what a router asks every worker; False for any other request."""
+    async def _answer_discovery(self, exchange: Exchange) -> bool:
+        """Answer a request of the router's discovery. Return False for any other request."""
         match exchange.method, exchange.target:
             case "GET", "/v1/models":
                 await exchange.answer(json.dumps({"data": [{"id": MODEL}]}).encode())
@@ -139,17 +140,26 @@ class ScriptedWorker:
 
 @asynccontextmanager
 async def scripted_worker(script: Script = Exchange.answer) -> AsyncIterator[ScriptedWorker]:
-    """A running worker."""
-    worker = ScriptedWorker(script)
-    await worker.start()
-    try:
+    """Run a worker."""
+    async with scripted_workers(script) as [worker]:
         yield worker
+
+
+@asynccontextmanager
+async def scripted_workers(*scripts: Script) -> AsyncIterator[list[ScriptedWorker]]:
+    """Run a worker for each script."""
+    workers = [ScriptedWorker(script) for script in scripts]
+    try:
+        for worker in workers:
+            await worker.start()
+        yield workers
     finally:
-        await worker.stop()
+        for worker in workers:
+            await worker.stop()
 
 
 async def _receive(reader: StreamReader, writer: StreamWriter, connection: int) -> Exchange | None:
-    """The next request of a connection; None at its end."""
+    """Return the next request of a connection, or None at its end."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError:

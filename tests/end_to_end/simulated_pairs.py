@@ -1,4 +1,4 @@
-"""Simulated prefill and decode workers, and what their /metrics tell after a request."""
+"""Simulated prefill and decode workers, and their metrics after a request."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from router_under_test import RouterUnderTest, router, until
-
-from simulator.worker import SimulatedWorkerSettings
-from simulator.worker.serve import running
+from simulated_workers import simulated_workers
 
 MODEL = "simulated"
-FAST = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
 STYLES = ["sglang", "nixl"]
 
 
 @dataclass
 class Pairs:
-    """Workers of one style by their URLs, and whoever asks them."""
+    """The URLs of prefill and decode workers of one style, and a client session."""
 
     style: str
     prefills: list[str]
@@ -30,23 +27,23 @@ class Pairs:
 
     @property
     def known(self) -> list[dict[str, str]]:
-        """The workers as the router's settings name them: SGLang's say their role themselves."""
+        """The workers as in the router's settings. SGLang's workers report their role themselves."""
         roles = {url: role for role, urls in (("prefill", self.prefills), ("decode", self.decodes)) for url in urls}
         return [{"url": url} if self.style == "sglang" else {"url": url, "role": role} for url, role in roles.items()]
 
     async def ask(self, url: str, **body: Any) -> tuple[int, Any]:
-        """A completion of one worker; the status and the answer."""
+        """Send a completion to one worker, and return the status and the answer."""
         async with self.session.post(f"{url}/v1/completions", json={"model": MODEL, **body}) as response:
             return response.status, await response.json()
 
     async def room(self, number: int | list[int]) -> dict[str, Any]:
-        """What an SGLang router adds to a request for the first prefill worker."""
+        """Return the fields that an SGLang router adds to a request for the first prefill worker."""
         async with self.session.get(f"{self.prefills[0]}/server_info") as response:
             port = (await response.json())["disaggregation_bootstrap_port"]
         return {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": number}
 
     async def metric(self, name: str, *urls: str) -> float:
-        """The sum of a metric over these workers; over all, when none is named."""
+        """Return the sum of a metric over the given workers, or over all."""
         total = 0.0
         for url in urls or (*self.prefills, *self.decodes):
             async with self.session.get(f"{url}/metrics") as response:
@@ -63,30 +60,26 @@ class Pairs:
         async def nothing() -> bool:
             return not any([await self.metric(name) for name in names])
 
-        await until(nothing, seconds)
+        await until(nothing, seconds=seconds)
 
 
 @asynccontextmanager
 async def simulated_pairs(
     style: str, prefills: int = 1, decodes: int = 1, prefill: Any = None, decode: Any = None, **settings: Any
 ) -> AsyncIterator[Pairs]:
-    """Workers on this event loop. `prefill`, `decode`: settings of one kind of them."""
+    """Run workers on this event loop. `prefill` and `decode` are settings of one role only."""
     async with AsyncExitStack() as stack:
         urls: dict[str, list[str]] = {}
         for role, count, more in (("prefill", prefills, prefill), ("decode", decodes, decode)):
-            each = SimulatedWorkerSettings(**FAST | settings | (more or {}), disaggregation=style, role=role)
-            urls[role] = [await stack.enter_async_context(running(each)) for _ in range(count)]
+            each = settings | (more or {}) | {"disaggregation": style, "role": role}
+            urls[role] = await stack.enter_async_context(simulated_workers(count, **each))
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(20)))
         yield Pairs(style, urls["prefill"], urls["decode"], session)
 
 
 @asynccontextmanager
 async def routed(pairs: Pairs, **sections: Any) -> AsyncIterator[RouterUnderTest]:
-    """A router in front of them that follows their events."""
+    """Run a router in front of pairs, and wait until it follows their events."""
     async with router(workers=pairs.known, **sections) as front:
-
-        async def live() -> bool:
-            return all(rank["state"] == "live" for worker in await front.workers() for rank in worker["ranks"])
-
-        await until(live)
+        await front.until_live()
         yield front

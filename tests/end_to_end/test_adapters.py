@@ -40,7 +40,7 @@ async def ask(routed: RouterUnderTest) -> Reply:
     return await routed.call("/v1/completions", {"model": "poet", "prompt": "x", "max_tokens": 1})
 
 
-async def test_all_workers_load_it_and_it_can_be_asked_at_once(routed: RouterUnderTest, urls: list[str]) -> None:
+async def test_adapter_is_loaded_on_all_workers_and_served_at_once(routed: RouterUnderTest, urls: list[str]) -> None:
     assert (await ask(routed)).status == 404
     reply = await load(routed)
     assert reply.status == 200, reply.body
@@ -52,7 +52,7 @@ async def test_all_workers_load_it_and_it_can_be_asked_at_once(routed: RouterUnd
     assert (await ask(routed)).status == 404
 
 
-async def test_only_some_of_them(routed: RouterUnderTest, urls: list[str]) -> None:
+async def test_adapter_is_loaded_on_listed_workers_only(routed: RouterUnderTest, urls: list[str]) -> None:
     assert (await load(routed, workers=urls[1:])).status == 200
     assert [await names(routed, url) for url in urls] == [{"simulated"}, {"simulated", "poet"}]
     assert (await ask(routed)).worker == urls[1]
@@ -62,7 +62,7 @@ async def test_only_some_of_them(routed: RouterUnderTest, urls: list[str]) -> No
     assert "already been loaded" in reply.json()["workers"][1]["message"]
 
 
-async def test_what_is_asked_wrongly(routed: RouterUnderTest) -> None:
+async def test_invalid_adapter_requests_name_the_field(routed: RouterUnderTest) -> None:
     for body, field in (
         ({"lora_name": "poet"}, "lora_path"),
         ({"lora_path": "x"}, "lora_name"),
@@ -76,22 +76,19 @@ async def test_what_is_asked_wrongly(routed: RouterUnderTest) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
-async def test_it_wants_the_operators_token(routed: RouterUnderTest, path: str, urls: list[str]) -> None:
+async def test_adapter_changes_need_admin_token(routed: RouterUnderTest, path: str, urls: list[str]) -> None:
     assert (await routed.call(path, ADAPTER)).status == 401
     async with router(*urls) as open_to_all:
         assert (await open_to_all.call(path, ADAPTER)).status == 403
     assert await names(routed, urls[0]) == {"simulated"}
 
 
-async def test_a_worker_that_comes_later_loads_it_too(urls: list[str]) -> None:
+async def test_worker_added_later_loads_adapter(urls: list[str]) -> None:
     async with router(urls[0], server={"token": "t"}, fleet=QUICK) as routed:
         assert (await load(routed)).status == 200
         assert (await routed.call("/workers", {"url": urls[1]}, headers=TOKEN)).status == 201
 
-        async def loaded() -> bool:
-            return "poet" in await names(routed, urls[1])
-
-        await until(loaded)
+        await until(lambda: names(routed, urls[1]), lambda found: "poet" in found)
         await unload(routed)
         async with running(SimulatedWorkerSettings()) as third:
             await routed.call("/workers", {"url": third}, headers=TOKEN)
@@ -103,7 +100,7 @@ async def test_a_worker_that_comes_later_loads_it_too(urls: list[str]) -> None:
             assert await names(routed, third) == {"simulated"}
 
 
-async def test_a_fleet_of_several_models_has_to_be_told_which() -> None:
+async def test_adapter_needs_model_in_fleet_of_several_models() -> None:
     async with (
         running(SimulatedWorkerSettings(model="a")) as first,
         running(SimulatedWorkerSettings(model="b")) as second,

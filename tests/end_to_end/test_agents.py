@@ -21,11 +21,11 @@ async def explained(routed: RouterUnderTest, request: Any, headers: dict[str, st
     return (await routed.call("/explain", {"path": PATH, "request": request}, headers=headers)).json()
 
 
-def wanted(answer: Any) -> dict[str, int]:
+def retained_tokens(answer: Any) -> dict[str, int]:
     return {each["worker"]: each["load"]["wanted"] for each in answer["candidates"]}
 
 
-async def test_a_session_keeps_its_place_until_its_last_request() -> None:
+async def test_session_keeps_its_location_until_its_last_request() -> None:
     settings = SimulatedWorkerSettings(base_step_s=0.001)
     async with running(settings) as one, running(settings) as two, router(one, two) as routed:
         bad = await routed.call(PATH, CHAT, headers={"x-kvrouter-next-call-ms": "soon"})
@@ -36,7 +36,7 @@ async def test_a_session_keeps_its_place_until_its_last_request() -> None:
         session = {"x-session-id": "agent-7"}
         answer = await explained(routed, CHAT, session)
         assert answer["hints"] is None
-        assert set(wanted(answer).values()) == {0}
+        assert set(retained_tokens(answer).values()) == {0}
 
         pausing = session | {"x-kvrouter-next-call-ms": "3600000", "x-kvrouter-output-tokens": "40"}
         reply = await routed.call(PATH, CHAT, headers=pausing)
@@ -44,18 +44,18 @@ async def test_a_session_keeps_its_place_until_its_last_request() -> None:
         answer = await explained(routed, CHAT, pausing)
         place = {"worker": reply.worker, "dp_rank": 0}
         assert answer["hints"] == {"output_tokens": 40, "next_call": 3600.0, "final": None, "place": place}
-        assert wanted(answer)[reply.worker] == answer["tokens"]
-        assert sum(wanted(answer).values()) == answer["tokens"]
+        assert retained_tokens(answer)[reply.worker] == answer["tokens"]
+        assert sum(retained_tokens(answer).values()) == answer["tokens"]
 
         closing = CHAT | {"nvext": {"session_control": {"session_id": "agent-7", "action": "close"}}}
         assert (await explained(routed, closing, {}))["hints"]["place"] == place
         assert (await routed.call(PATH, closing)).status == 200
         answer = await explained(routed, closing, {})
         assert answer["hints"] == {"output_tokens": None, "next_call": None, "final": True, "place": None}
-        assert set(wanted(answer).values()) == {0}
+        assert set(retained_tokens(answer).values()) == {0}
 
 
-async def test_an_expected_length_counts_in_what_is_predicted() -> None:
+async def test_expected_output_length_changes_predicted_tpot() -> None:
     settings = SimulatedWorkerSettings(base_step_s=0.001)
     async with running(settings) as one, router(one, rates={"context_token": 1e-4}) as routed:
         request = CHAT | {"max_tokens": 5000}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -21,12 +20,14 @@ MODELS = {"simulated": {"aliases": ["gpt-4o", "default"]}, "poet": {"aliases": [
 
 @pytest.fixture
 async def routed() -> AsyncIterator[RouterUnderTest]:
-    async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(running(SimulatedWorkerSettings(adapters=("poet",))))
-        yield await stack.enter_async_context(router(url, models=MODELS))
+    async with (
+        running(SimulatedWorkerSettings(adapters=("poet",))) as url,
+        router(url, models=MODELS) as routed,
+    ):
+        yield routed
 
 
-async def test_clients_ask_for_an_alias(routed: RouterUnderTest) -> None:
+async def test_alias_is_answered_by_its_model(routed: RouterUnderTest) -> None:
     message = [{"role": "user", "content": "Hello"}]
     for alias, name in (("gpt-4o", "simulated"), ("default", "simulated"), ("bard", "poet")):
         answers = [
@@ -37,14 +38,14 @@ async def test_clients_ask_for_an_alias(routed: RouterUnderTest) -> None:
         assert answers[0].model == name
 
 
-async def test_models_are_listed_with_their_aliases(routed: RouterUnderTest) -> None:
+async def test_models_are_listed_with_aliases(routed: RouterUnderTest) -> None:
     models = {model.id: model async for model in routed.openai.models.list()}
     assert set(models) == {"simulated", "poet", "gpt-4o", "default", "bard"}
     assert models["bard"].parent == "simulated"  # type: ignore[attr-defined]
     assert (await routed.openai.models.retrieve("gpt-4o")).id == "gpt-4o"
 
 
-async def test_questions_about_an_alias_are_about_its_model(routed: RouterUnderTest) -> None:
+async def test_match_and_explain_resolve_aliases(routed: RouterUnderTest) -> None:
     chat = {"messages": [{"role": "user", "content": "Hello " * 50}], "max_tokens": 1}
     await routed.call("/v1/chat/completions", {"model": "simulated", **chat})
     explained = (await routed.call("/explain", {"request": {"model": "gpt-4o", **chat}})).json()
@@ -53,16 +54,13 @@ async def test_questions_about_an_alias_are_about_its_model(routed: RouterUnderT
     async def matched(name: str) -> Any:
         return (await routed.call("/match", {"model": name, **chat})).json()
 
-    async def held() -> bool:
-        return bool((await matched("simulated"))["matches"][0]["matched_tokens"])
-
-    await until(held)
+    await until(lambda: matched("simulated"), lambda matched: matched["matches"][0]["matched_tokens"])
     assert await matched("default") == await matched("simulated")
     error = (await routed.call("/v1/chat/completions", {"model": "gpt-5", **chat})).error
     assert "default, gpt-4o" in error["message"]
 
 
-async def test_tenants_may_be_given_an_alias() -> None:
+async def test_tenant_may_be_limited_to_an_alias() -> None:
     key = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of "secret"
     tenants = {"named": {"a": {"keys": [key], "models": ["gpt-4o"]}}}
     async with (
@@ -79,7 +77,7 @@ async def served(exchange: Exchange) -> None:
     await exchange.answer(exchange.body)
 
 
-async def test_all_else_of_a_body_stays_as_it_came() -> None:
+async def test_alias_changes_only_the_model_field() -> None:
     models = {"m": {"aliases": ["x"]}}
     async with scripted_worker(served) as worker, router(worker.url, models=models) as routed:
         body = b'{ "input": "\\u00e9",  "model" : "x", "float": 1.0e5 }'

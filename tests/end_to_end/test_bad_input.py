@@ -1,4 +1,4 @@
-"""Requests that cannot be served: the router, and the indexer on its own, name the field in OpenAI's error body."""
+"""Invalid requests: the router and the standalone indexer name the field in OpenAI's error body."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 async def indexer_url(config: Path) -> AsyncIterator[str]:
-    """`kvrouter indexer`, told of a worker of a model it can tokenize, and of one it cannot."""
+    """`kvrouter indexer` with a worker of a model that it can tokenize, and one of a model that it cannot."""
     command = [sys.executable, "-m", "kvrouter", "indexer", "--port=0", f"--config={config}"]
     process = await asyncio.create_subprocess_exec(*command, stderr=PIPE)
     assert process.stderr is not None
@@ -59,7 +59,7 @@ async def indexer_url(config: Path) -> AsyncIterator[str]:
 
 
 async def refusal(url: str, body: Any) -> tuple[int, str | None]:
-    """The status and the field of a refusal, which says what is wrong."""
+    """Post a body, and return the status and the field of its refusal."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with aiohttp.ClientSession() as session, session.post(url, data=data) as response:
         answer = await response.json()
@@ -119,27 +119,33 @@ MATCH: list[tuple[Any, int, str | None]] = [
 
 
 @pytest.mark.parametrize(("body", "status", "param"), ANY_PROMPT)
-async def test_completions(routed: RouterUnderTest, body: Any, status: int, param: str | None) -> None:
+async def test_invalid_completions_name_the_field(
+    routed: RouterUnderTest, body: Any, status: int, param: str | None
+) -> None:
     assert await refusal(f"{routed.url}/v1/completions", body) == (status, param)
 
 
 @pytest.mark.parametrize(("body", "status", "param"), CHAT)
-async def test_chats(routed: RouterUnderTest, body: Any, status: int, param: str | None) -> None:
+async def test_invalid_chats_name_the_field(routed: RouterUnderTest, body: Any, status: int, param: str | None) -> None:
     assert await refusal(f"{routed.url}/v1/chat/completions", body) == (status, param)
 
 
 @pytest.mark.parametrize(("body", "status", "param"), MATCH)
-async def test_matches_of_the_router(routed: RouterUnderTest, body: Any, status: int, param: str | None) -> None:
+async def test_invalid_matches_of_router_name_the_field(
+    routed: RouterUnderTest, body: Any, status: int, param: str | None
+) -> None:
     assert await refusal(f"{routed.url}/match", body) == (status, param)
 
 
 @pytest.mark.parametrize(("body", "status", "param"), MATCH)
-async def test_matches_of_the_indexer(indexer_url: str, body: Any, status: int, param: str | None) -> None:
+async def test_invalid_matches_of_indexer_name_the_field(
+    indexer_url: str, body: Any, status: int, param: str | None
+) -> None:
     assert await refusal(f"{indexer_url}/match", body) == (status, param)
 
 
 @pytest.mark.parametrize("field", ["prompt", "messages"])
-async def test_a_model_that_cannot_be_tokenized_is_asked_about_by_token_ids(indexer_url: str, field: str) -> None:
+async def test_match_of_model_without_tokenizer_needs_token_ids(indexer_url: str, field: str) -> None:
     body = {"model": "opaque", field: "hi" if field == "prompt" else MESSAGES}
     assert await refusal(f"{indexer_url}/match", body) == (400, field)
     async with aiohttp.ClientSession() as session:
@@ -149,7 +155,7 @@ async def test_a_model_that_cannot_be_tokenized_is_asked_about_by_token_ids(inde
             assert [match["worker"] for match in (await response.json())["matches"]] == ["w"]
 
 
-async def test_the_openai_client_raises_what_it_should(routed: RouterUnderTest) -> None:
+async def test_openai_client_raises_typed_errors(routed: RouterUnderTest) -> None:
     with pytest.raises(openai.NotFoundError, match=r"'nobody' does not exist\. Send one of: simulated") as unknown:
         await routed.openai.completions.create(model="nobody", prompt="hi")
     assert (unknown.value.param, unknown.value.code) == ("model", "model_not_found")
@@ -158,11 +164,11 @@ async def test_the_openai_client_raises_what_it_should(routed: RouterUnderTest) 
     assert refused.value.param == "prompt"
 
 
-async def test_a_request_that_only_the_worker_can_judge_is_refused_by_it(routed: RouterUnderTest) -> None:
+async def test_invalid_value_is_refused_by_worker(routed: RouterUnderTest) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens") as refused:
         await routed.openai.completions.create(model=MODEL, prompt="hi", max_tokens=0)
     assert "x-kvrouter-worker" in refused.value.response.headers
 
 
-async def test_an_unknown_model_is_unknown_on_every_path(routed: RouterUnderTest) -> None:
+async def test_unknown_model_is_404_on_embeddings(routed: RouterUnderTest) -> None:
     assert await refusal(f"{routed.url}/v1/embeddings", {"model": "nobody", "input": "hi"}) == (404, "model")

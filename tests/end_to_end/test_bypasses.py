@@ -1,7 +1,7 @@
-"""Requests that an engine computes from their start although it has their blocks: none of them is promised.
+"""Requests that bypass an engine's prefix cache are predicted without overlap.
 
-The engine does as vLLM 0.32: prompts whose tokens' probabilities are asked for are not looked up, and an adapter's
-blocks are its name's and its path's (`SamplingParams.skip_reading_prefix_cache`, `_gen_lora_extra_hash_keys`).
+The engine behaves like vLLM 0.32: prompts with prompt logprobs are not looked up, and an adapter's blocks depend on its
+name and path (`SamplingParams.skip_reading_prefix_cache`, `_gen_lora_extra_hash_keys`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHAT = {"messages": [{"role": "user", "content": "x" * 1200}]}
 
 
 class Engine:
-    """Serves `m` and the adapter `poet`, of which it tells the path. Chats have a token for each letter."""
+    """A worker that serves `m` and the adapter `poet` with its path. Chats have one token per letter."""
 
     def __init__(self) -> None:
         self.publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True)
@@ -52,7 +52,7 @@ class Engine:
         if "/embed" in str(body.get("prompt_embeds")):
             prompt, cached = PROMPT, 0
         else:
-            prompt = body.get("prompt") or body.get("input_ids") or [ord(letter) for letter in _said(body)]
+            prompt = body.get("prompt") or body.get("input_ids") or [ord(letter) for letter in _text_of(body)]
             cached = self._cached(prompt, body["model"] if body["model"] == "poet" else None, body)
         usage = {
             "prompt_tokens": len(prompt),
@@ -82,7 +82,7 @@ class Engine:
         return 0 if computes else cached * BLOCK
 
 
-def _said(body: dict[str, Any]) -> str:
+def _text_of(body: dict[str, Any]) -> str:
     return "".join(message["content"] for message in body["messages"])
 
 
@@ -90,21 +90,17 @@ def _said(body: dict[str, Any]) -> str:
 async def routed() -> AsyncIterator[RouterUnderTest]:
     engine = Engine()
     async with scripted_worker(engine.answer) as worker:
-        worker.answers_questions = False
+        worker.answers_discovery = False
         streams = [{"endpoint": engine.publisher.endpoint, "replay_endpoint": engine.publisher.replay_endpoint}]
         given = [{"url": worker.url, "block_size": BLOCK, "streams": streams}]
         async with router(workers=given, proxy={"more_routes": ["POST /v1/load_lora_adapter"]}) as routed:
-
-            async def live() -> bool:
-                return await routed.metric("kvrouter_stream_state", state="live") == 1
-
-            await until(live)
+            await routed.until_live()
             yield routed
     engine.publisher.shutdown()
 
 
 async def ask(routed: RouterUnderTest, path: str = "/v1/completions", **body: Any) -> tuple[int, int]:
-    """What was promised of a prompt, and what was found."""
+    """Send a request, and return its predicted and its cached tokens."""
     reply = await routed.call(path, {"model": "m", **body})
     assert reply.status == 200, reply.body
     return int(reply.overlap or 0), reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -114,40 +110,38 @@ async def ask(routed: RouterUnderTest, path: str = "/v1/completions", **body: An
     "asked",
     [{"prompt_logprobs": 0}, {"prompt_logprobs": 3}, {"echo": True, "logprobs": 0}, {"echo": True, "logprobs": 2}],
 )
-async def test_whose_tokens_probabilities_are_asked_for_is_computed(
-    routed: RouterUnderTest, asked: dict[str, Any]
-) -> None:
+async def test_prompt_logprobs_are_predicted_without_cache(routed: RouterUnderTest, asked: dict[str, Any]) -> None:
     assert await ask(routed, prompt=PROMPT) == (0, 0)
     assert await ask(routed, prompt=PROMPT, **asked) == (0, 0)
     assert await ask(routed, prompt=PROMPT) == (WHOLE, WHOLE)
 
 
 @pytest.mark.parametrize("asked", [{"echo": True}, {"logprobs": 1}, {"prompt_logprobs": None}])
-async def test_what_else_may_be_asked_for_is_found(routed: RouterUnderTest, asked: dict[str, Any]) -> None:
+async def test_other_sampling_fields_use_cache(routed: RouterUnderTest, asked: dict[str, Any]) -> None:
     assert await ask(routed, prompt=PROMPT) == (0, 0)
     assert await ask(routed, prompt=PROMPT, **asked) == (WHOLE, WHOLE)
 
 
-async def test_a_chat_that_is_echoed_is_computed(routed: RouterUnderTest) -> None:
+async def test_echoed_chat_is_predicted_without_cache(routed: RouterUnderTest) -> None:
     await ask(routed, "/v1/chat/completions", **CHAT)
-    promised, found = await ask(routed, "/v1/chat/completions", **CHAT, echo=True)
-    assert (promised, found) == (0, 0)
+    predicted, found = await ask(routed, "/v1/chat/completions", **CHAT, echo=True)
+    assert (predicted, found) == (0, 0)
     assert (await ask(routed, "/v1/chat/completions", **CHAT))[0] > 200
 
 
-async def test_tokens_in_are_computed_too(routed: RouterUnderTest) -> None:
+async def test_generate_with_prompt_logprobs_is_predicted_without_cache(routed: RouterUnderTest) -> None:
     assert await ask(routed, "/generate", input_ids=PROMPT) == (0, 0)
     assert await ask(routed, "/generate", input_ids=PROMPT, sampling_params={"prompt_logprobs": 1}) == (0, 0)
     assert await ask(routed, "/generate", input_ids=PROMPT, sampling_params={}) == (WHOLE, WHOLE)
 
 
 @pytest.mark.parametrize("prompt", [None, ""])
-async def test_embeddings_are_no_tokens(routed: RouterUnderTest, prompt: str | None) -> None:
+async def test_prompt_embeddings_are_predicted_without_cache(routed: RouterUnderTest, prompt: str | None) -> None:
     for _ in range(2):
         assert await ask(routed, prompt=prompt, prompt_embeds="/embedded/") == (0, 0)
 
 
-async def test_an_adapter_that_takes_anothers_name_finds_none_of_its_blocks(routed: RouterUnderTest) -> None:
+async def test_replaced_adapter_finds_no_blocks_of_its_predecessor(routed: RouterUnderTest) -> None:
     assert await ask(routed, prompt=PROMPT) == (0, 0)
     assert await ask(routed, model="poet", prompt=PROMPT) == (0, 0)
     assert await ask(routed, model="poet", prompt=PROMPT) == (WHOLE, WHOLE)
@@ -167,19 +161,16 @@ async def test_an_adapter_that_takes_anothers_name_finds_none_of_its_blocks(rout
     assert await ask(routed, prompt=PROMPT) == (WHOLE, WHOLE)
 
 
-async def test_an_engine_that_keeps_no_prefixes_is_promised_none() -> None:
+async def test_worker_without_prefix_caching_has_no_predicted_overlap() -> None:
     async with (
         running(SimulatedWorkerSettings(prefix_caching=False)) as url,
         router(url, fleet={"metrics_interval": 0.05}) as routed,
     ):
 
-        async def promised() -> int:
+        async def predicted() -> int:
             body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 1}
             return (await routed.call("/v1/completions", body)).overlap
 
-        async def nothing() -> bool:
-            return not await promised()
-
-        await promised()
-        await until(nothing)  # it has said so
-        assert [await promised() for _ in range(3)] == [0, 0, 0]
+        await predicted()
+        await until(predicted, lambda found: not found)  # it has said so
+        assert [await predicted() for _ in range(3)] == [0, 0, 0]

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.anyio
 SMALL = Plan(workers=3, streams=24, seconds=3.0, tokens=10, step_ms=50.0)
 
 
-async def test_no_request_is_lost_that_had_not_begun_and_nothing_stays_reserved() -> None:
+async def test_faults_lose_no_waiting_request_and_release_all_load() -> None:
     result = await run_chaos(SMALL, [HANG, KILL])
     for phase in result.phases:
         assert len(phase.streams) > SMALL.streams

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from itertools import count
 from typing import Any
 
@@ -13,15 +12,14 @@ import openai
 import pytest
 from router_under_test import Reply, RouterUnderTest, router, until
 from scripted_worker import MODEL as SCRIPTED
-from scripted_worker import Exchange, scripted_worker
+from scripted_worker import Exchange, scripted_worker, scripted_workers
+from simulated_workers import simulated_workers
 
 from simulator.worker import SimulatedWorkerSettings
-from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 
 MODEL, ADAPTER, BLOCK = "simulated", "poet", 16
-FAST: dict[str, Any] = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
 
 numbers = count()
 
@@ -29,15 +27,11 @@ numbers = count()
 @pytest.fixture(scope="module")
 async def routed() -> AsyncIterator[RouterUnderTest]:
     """A router whose predictions come from the workers' events alone."""
-    async with AsyncExitStack() as stack:
-        settings = SimulatedWorkerSettings(**FAST, adapters=(ADAPTER,))
-        urls = [await stack.enter_async_context(running(settings)) for _ in range(2)]
-        routed = await stack.enter_async_context(router(*urls, proxy={"speculation_seconds": 0}))
-
-        async def followed() -> bool:
-            return all(rank["state"] == "live" for worker in await routed.workers() for rank in worker["ranks"])
-
-        await until(followed)
+    async with (
+        simulated_workers(2, adapters=(ADAPTER,)) as urls,
+        router(*urls, proxy={"speculation_seconds": 0}) as routed,
+    ):
+        await routed.until_live()
         yield routed
 
 
@@ -72,7 +66,7 @@ async def sent_again(routed: RouterUnderTest, path: str, body: dict[str, Any]) -
 # /v1/responses
 
 
-async def test_a_response_and_its_stream(routed: RouterUnderTest) -> None:
+async def test_streamed_response_equals_whole_response(routed: RouterUnderTest) -> None:
     prompt = text()
     whole = await routed.openai.responses.create(
         model=MODEL, input=prompt, instructions="Be brief.", max_output_tokens=8
@@ -94,7 +88,7 @@ async def test_a_response_and_its_stream(routed: RouterUnderTest) -> None:
     assert final.output_text == whole.output_text
 
 
-async def test_a_response_is_found_in_the_cache(routed: RouterUnderTest) -> None:
+async def test_repeated_response_hits_cache(routed: RouterUnderTest) -> None:
     body = {
         "model": MODEL,
         "instructions": text(),
@@ -105,7 +99,7 @@ async def test_a_response_is_found_in_the_cache(routed: RouterUnderTest) -> None
     assert again.json()["usage"]["input_tokens_details"]["cached_tokens"] == again.overlap
 
 
-async def test_what_goes_on_from_a_response_goes_to_its_worker(routed: RouterUnderTest) -> None:
+async def test_following_response_is_sent_to_the_same_worker(routed: RouterUnderTest) -> None:
     for stream in (False, True, False, True):
         first = await routed.openai.responses.with_raw_response.create(
             model=MODEL, input=text(), max_output_tokens=4, stream=stream
@@ -123,7 +117,7 @@ async def test_what_goes_on_from_a_response_goes_to_its_worker(routed: RouterUnd
         assert (await routed.openai.responses.retrieve(name)).id == name
 
 
-async def test_a_response_that_nobody_made(routed: RouterUnderTest) -> None:
+async def test_unknown_response_is_404(routed: RouterUnderTest) -> None:
     with pytest.raises(openai.NotFoundError):
         await routed.openai.responses.create(model=MODEL, input="hi", previous_response_id="resp_none")
     with pytest.raises(openai.NotFoundError):
@@ -133,7 +127,7 @@ async def test_a_response_that_nobody_made(routed: RouterUnderTest) -> None:
 # /v1/messages
 
 
-async def test_a_message_and_its_stream(routed: RouterUnderTest, claude: anthropic.AsyncAnthropic) -> None:
+async def test_streamed_message_equals_whole_message(routed: RouterUnderTest, claude: anthropic.AsyncAnthropic) -> None:
     prompt: list[anthropic.types.MessageParam] = [{"role": "user", "content": text()}]
     whole = await claude.messages.create(model=MODEL, max_tokens=8, system="Be brief.", messages=prompt)
     (block,) = whole.content
@@ -146,7 +140,7 @@ async def test_a_message_and_its_stream(routed: RouterUnderTest, claude: anthrop
     assert await routed.requests_in_flight() == 0
 
 
-async def test_a_message_is_found_in_the_cache(routed: RouterUnderTest) -> None:
+async def test_repeated_message_hits_cache(routed: RouterUnderTest) -> None:
     tool = {"name": "weather", "description": "Says it", "input_schema": {"type": "object", "properties": {}}}
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
@@ -158,14 +152,12 @@ async def test_a_message_is_found_in_the_cache(routed: RouterUnderTest) -> None:
     assert again.json()["usage"]["cache_read_input_tokens"] == again.overlap
 
 
-async def test_tokens_of_a_message_are_counted(claude: anthropic.AsyncAnthropic) -> None:
+async def test_count_tokens_counts_message(claude: anthropic.AsyncAnthropic) -> None:
     counted = await claude.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": text()}])
     assert counted.input_tokens > 50
 
 
-async def test_errors_are_what_the_anthropic_client_raises(
-    routed: RouterUnderTest, claude: anthropic.AsyncAnthropic
-) -> None:
+async def test_anthropic_client_raises_typed_errors(routed: RouterUnderTest, claude: anthropic.AsyncAnthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="does not exist") as unknown:
         await claude.messages.create(model="nobody", max_tokens=1, messages=[{"role": "user", "content": "hi"}])
     body = unknown.value.body
@@ -178,7 +170,7 @@ async def test_errors_are_what_the_anthropic_client_raises(
     assert (await routed.call("/v1/messages", b"{")).json()["type"] == "error"
 
 
-async def test_a_message_broken_off_is_an_error_of_the_stream() -> None:
+async def test_broken_message_stream_raises_error() -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.begin_chunks()
         await exchange.chunk(b'event: ping\ndata: {"type": "ping"}\n\n')
@@ -200,7 +192,7 @@ async def test_a_message_broken_off_is_an_error_of_the_stream() -> None:
 
 
 @pytest.mark.parametrize("field", ["text", "input_ids"])
-async def test_generate(routed: RouterUnderTest, field: str) -> None:
+async def test_repeated_generate_hits_cache(routed: RouterUnderTest, field: str) -> None:
     prompt: Any = text()
     if field == "input_ids":
         prompt = (await routed.call("/tokenize", {"model": MODEL, "prompt": prompt})).json()["tokens"]
@@ -208,7 +200,7 @@ async def test_generate(routed: RouterUnderTest, field: str) -> None:
     assert again.json()["meta_info"]["cached_tokens"] == again.overlap
 
 
-async def test_embeddings(routed: RouterUnderTest) -> None:
+async def test_embeddings_are_deterministic(routed: RouterUnderTest) -> None:
     made = await routed.openai.embeddings.create(model=MODEL, input=["one", "two", "one"])
     vectors = [each.embedding for each in made.data]
     assert vectors[0] == vectors[2] != vectors[1]
@@ -216,7 +208,7 @@ async def test_embeddings(routed: RouterUnderTest) -> None:
     assert floats.data[0].embedding == pytest.approx(vectors[0], rel=1e-6)
 
 
-async def test_rerank_and_score(routed: RouterUnderTest) -> None:
+async def test_rerank_and_score_are_forwarded(routed: RouterUnderTest) -> None:
     documents = ["the sun shines", "a cache holds blocks"]
     ranked = await routed.call("/v1/rerank", {"model": MODEL, "query": "a cache of blocks", "documents": documents})
     assert [result["index"] for result in ranked.json()["results"]] == [1, 0]
@@ -224,42 +216,43 @@ async def test_rerank_and_score(routed: RouterUnderTest) -> None:
     assert scored.json()["data"][0]["score"] == pytest.approx(1.0)
 
 
-async def test_tokens_there_and_back(routed: RouterUnderTest) -> None:
+async def test_detokenize_inverts_tokenize(routed: RouterUnderTest) -> None:
     tokens = (await routed.call("/tokenize", {"model": MODEL, "prompt": "there and back"})).json()["tokens"]
     assert (await routed.call("/detokenize", {"model": MODEL, "tokens": tokens})).json() == {"prompt": "there and back"}
 
 
-async def test_several_answers_and_an_adapter(routed: RouterUnderTest) -> None:
+async def test_adapter_returns_several_choices(routed: RouterUnderTest) -> None:
     messages: list[Any] = [{"role": "user", "content": text()}]
     answer = await routed.openai.chat.completions.create(model=ADAPTER, messages=messages, n=3, max_tokens=4)
     assert len(answer.choices) == 3
 
 
-async def test_a_sound_goes_to_the_worker_that_serves_its_model() -> None:
+async def test_transcription_is_sent_to_worker_of_its_model() -> None:
     async def script(exchange: Exchange) -> None:
         assert b"RIFF" * 5000 in exchange.body
         await exchange.answer(b'{"text": "hello"}', headers=b"content-type: application/json\r\n")
 
     async with scripted_worker(script) as worker, router(worker.url) as routed:
         sound = ("speech.wav", b"RIFF" * 5000)
-        heard = await routed.openai.audio.transcriptions.create(model=SCRIPTED, file=sound)
-        assert heard.text == "hello"
+        transcription = await routed.openai.audio.transcriptions.create(model=SCRIPTED, file=sound)
+        assert transcription.text == "hello"
         with pytest.raises(openai.NotFoundError) as unknown:
             await routed.openai.audio.transcriptions.create(model="nobody", file=sound)
         assert unknown.value.param == "model"
 
 
-async def test_a_conversation_about_an_image_stays_with_its_worker() -> None:
+async def test_conversation_about_image_stays_with_its_worker() -> None:
     answer = json.dumps({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}}).encode()
 
     async def script(exchange: Exchange) -> None:
         await exchange.answer(answer)
 
-    async with AsyncExitStack() as stack:
-        workers = [await stack.enter_async_context(scripted_worker(script)) for _ in range(3)]
-        models = {SCRIPTED: {"tokenizer": SimulatedWorkerSettings().tokenizer}}
-        routed = await stack.enter_async_context(router(*(worker.url for worker in workers), models=models))
-        went: dict[str, set[str]] = {}
+    models = {SCRIPTED: {"tokenizer": SimulatedWorkerSettings().tokenizer}}
+    async with (
+        scripted_workers(*[script] * 3) as workers,
+        router(*(worker.url for worker in workers), models=models) as routed,
+    ):
+        workers_by_picture: dict[str, set[str]] = {}
         for _ in range(3):
             for picture in ("data:,one", "data:,two"):
                 parts = [
@@ -267,14 +260,16 @@ async def test_a_conversation_about_an_image_stays_with_its_worker() -> None:
                     {"type": "text", "text": "What do you see? " * 10},
                 ]
                 body = {"model": SCRIPTED, "messages": [{"role": "user", "content": parts}]}
-                went.setdefault(picture, set()).add((await routed.call("/v1/chat/completions", body)).worker)
-        assert [len(urls) for urls in went.values()] == [1, 1]
+                workers_by_picture.setdefault(picture, set()).add(
+                    (await routed.call("/v1/chat/completions", body)).worker
+                )
+        assert [len(urls) for urls in workers_by_picture.values()] == [1, 1]
 
 
 # /v1/models
 
 
-async def test_models_and_one_of_them(routed: RouterUnderTest) -> None:
+async def test_models_are_listed_and_retrieved(routed: RouterUnderTest) -> None:
     listed = {model.id: model async for model in await routed.openai.models.list()}
     assert set(listed) == {MODEL, ADAPTER}
     one = await routed.openai.models.retrieve(ADAPTER)
@@ -315,7 +310,7 @@ BAD: list[tuple[str, Any, int, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "field"), BAD)
-async def test_a_bad_request_is_refused_by_name(
+async def test_invalid_request_names_the_field(
     routed: RouterUnderTest, path: str, body: Any, status: int, field: str
 ) -> None:
     reply = await routed.call(path, body)

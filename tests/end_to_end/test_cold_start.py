@@ -25,18 +25,15 @@ async def demand(routed: RouterUnderTest) -> float:
     return await routed.metric("kvrouter_model_demand", model="simulated")
 
 
-async def test_requests_wait_for_the_first_worker_of_a_model() -> None:
+async def test_requests_wait_for_first_worker_of_model() -> None:
     async with router(**cold()) as routed:
         assert (await routed.call("/ready")).status == 200
         assert await demand(routed) == 0
         models = ("simulated", "small", "simulated")
         waiting = [asyncio.create_task(routed.call("/v1/completions", BODY | {"model": each})) for each in models]
 
-        async def all_wait() -> bool:
-            return await demand(routed) == len(models)
-
-        await until(all_wait)
-        assert (await routed.call("/health")).json()["queue"] == {"no_worker": len(models)}
+        await until(lambda: demand(routed), lambda found: found == len(models))
+        assert (await routed.health())["queue"] == {"no_worker": len(models)}
         async with running(SimulatedWorkerSettings()) as url:
             assert (await routed.call("/workers", {"url": url})).status == 201
             assert {reply.status for reply in await asyncio.gather(*waiting)} == {200}
@@ -45,28 +42,22 @@ async def test_requests_wait_for_the_first_worker_of_a_model() -> None:
             assert await routed.metric("kvrouter_admission_wait_seconds_count", reason="no_worker") == len(models)
 
 
-async def test_a_model_whose_workers_are_gone_is_waited_for_too() -> None:
+async def test_request_waits_for_model_whose_workers_were_removed() -> None:
     async with router(admission={"cold_start_timeout": 20}) as routed:
         async with running(SimulatedWorkerSettings()) as url:
             await routed.call("/workers", {"url": url})
 
-            async def answered() -> bool:
-                return (await routed.call("/v1/completions", BODY)).status == 200
-
-            await until(answered)
+            await until(lambda: routed.call("/v1/completions", BODY), lambda reply: reply.status == 200)
         await routed.call(f"/workers?url={url}", method="DELETE")
         waiting = asyncio.create_task(routed.call("/v1/completions", BODY))
 
-        async def waits() -> bool:
-            return await demand(routed) == 1
-
-        await until(waits)
+        await until(lambda: demand(routed), lambda found: found == 1)
         async with running(SimulatedWorkerSettings()) as url:
             await routed.call("/workers", {"url": url})
             assert (await waiting).status == 200
 
 
-async def test_nobody_waits_for_a_name_that_nobody_knows() -> None:
+async def test_unknown_model_is_refused_at_once() -> None:
     async with router(**cold()) as routed:
         reply = await routed.call("/v1/completions", BODY | {"model": "made up"})
         assert reply.status == 503
@@ -74,7 +65,7 @@ async def test_nobody_waits_for_a_name_that_nobody_knows() -> None:
         assert "made up" not in (await routed.call("/metrics")).body.decode()
 
 
-async def test_the_wait_has_an_end() -> None:
+async def test_cold_start_wait_times_out() -> None:
     async with router(**cold(0.2)) as routed:
         reply = await routed.call("/v1/completions", BODY)
         assert (reply.status, reply.error["code"]) == (503, "no_worker_available")
@@ -83,26 +74,20 @@ async def test_the_wait_has_an_end() -> None:
         assert deadline.status == 504
 
 
-async def test_so_has_their_number() -> None:
+async def test_number_of_cold_start_waits_is_bounded() -> None:
     async with router(**cold(queue=4)) as routed:
         waiting = [asyncio.create_task(routed.call("/v1/completions", BODY)) for _ in range(2)]
 
-        async def both_wait() -> bool:
-            return await demand(routed) == 2
-
-        await until(both_wait)
+        await until(lambda: demand(routed), lambda found: found == 2)
         assert (await routed.call("/v1/completions", BODY)).status == 503
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
 
-        async def none_waits() -> bool:
-            return await demand(routed) == 0
-
-        await until(none_waits)
+        await until(lambda: demand(routed), lambda found: found == 0)
 
 
-async def test_without_the_setting_they_are_refused_at_once() -> None:
+async def test_requests_are_refused_at_once_without_cold_start_timeout() -> None:
     async with router(models=MODELS) as routed:
         assert (await routed.call("/ready")).status == 503
         assert (await routed.call("/v1/completions", BODY)).status == 503

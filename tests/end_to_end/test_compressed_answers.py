@@ -1,4 +1,4 @@
-"""Answers behind a compressing proxy are read: ids of stored responses, usage, and what workers report."""
+"""Responses behind a compressing proxy: ids of stored responses, usage, probes and prefills are read."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ import pytest
 from aiohttp import web
 from envoy_client import set_headers
 from grpc_call import channel_to
-from picker_under_test import BODY, JSON, PATH, Asked, picker
+from picker_under_test import PickerUnderTest, picker
 from router_under_test import router
 from scripted_worker import scripted_worker
 from simulated_pairs import MODEL, simulated_pairs
+from simulated_workers import simulated_workers
 
 from router.auth import hashed_key
-from simulator.worker import SimulatedWorkerSettings
-from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 
-FAST: dict[str, Any] = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
 # The header of openai-python.
 ACCEPTED = {"accept-encoding": "gzip, deflate, br, zstd"}
 
 
 @asynccontextmanager
 async def compressing(worker: str, default: str = "identity") -> AsyncIterator[str]:
-    """A proxy in front of a worker that compresses answers, unless the request asks for none of it.
+    """Run a proxy in front of a worker that compresses responses, unless the request accepts identity only.
 
-    `default`: how a request without `accept-encoding` is read.
+    `default` is the encoding of a request without `accept-encoding`.
     """
     async with aiohttp.ClientSession(auto_decompress=False) as session:
 
@@ -60,12 +58,11 @@ async def compressing(worker: str, default: str = "identity") -> AsyncIterator[s
 
 @asynccontextmanager
 async def compressed_workers(count: int) -> AsyncIterator[list[str]]:
-    async with AsyncExitStack() as stack:
-        workers = [await stack.enter_async_context(running(SimulatedWorkerSettings(**FAST))) for _ in range(count)]
+    async with AsyncExitStack() as stack, simulated_workers(count) as workers:
         yield [await stack.enter_async_context(compressing(worker)) for worker in workers]
 
 
-async def test_a_stored_response_is_found_behind_a_compressing_proxy() -> None:
+async def test_stored_response_is_found_behind_compressing_proxy() -> None:
     async with compressed_workers(4) as urls, router(*urls) as routed:
         for turn in range(4):
             made = await routed.openai.responses.create(model="simulated", input=f"turn {turn}", max_output_tokens=2)
@@ -80,7 +77,7 @@ async def test_a_stored_response_is_found_behind_a_compressing_proxy() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_usage_is_counted_behind_a_compressing_proxy(path: str, stream: bool) -> None:
+async def test_usage_is_counted_behind_compressing_proxy(path: str, stream: bool) -> None:
     body: dict[str, Any] = {"model": "simulated", "max_tokens": 3, "stream": stream}
     body |= {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
     if stream:
@@ -92,10 +89,10 @@ async def test_usage_is_counted_behind_a_compressing_proxy(path: str, stream: bo
         assert await routed.metric("kvrouter_completion_tokens_total") == 3
 
 
-async def test_probes_are_read_behind_a_compressing_proxy() -> None:
+async def test_probes_are_read_behind_compressing_proxy() -> None:
     # RFC 9110, 12.5.3: without `accept-encoding`, any coding is acceptable.
     async with (
-        running(SimulatedWorkerSettings(**FAST)) as worker,
+        simulated_workers(1) as [worker],
         compressing(worker, default="gzip") as url,
         router(url) as routed,
     ):
@@ -104,7 +101,7 @@ async def test_probes_are_read_behind_a_compressing_proxy() -> None:
 
 
 @pytest.mark.parametrize("style", ["sglang", "nixl"])
-async def test_the_prefill_is_read_behind_a_compressing_proxy(style: str) -> None:
+async def test_prefill_is_read_behind_compressing_proxy(style: str) -> None:
     async with simulated_pairs(style) as pairs, compressing(pairs.prefills[0]) as prefill:
         known = [{**each, "url": prefill if each["url"] in pairs.prefills else each["url"]} for each in pairs.known]
         async with router(workers=known) as front:
@@ -114,12 +111,10 @@ async def test_the_prefill_is_read_behind_a_compressing_proxy(style: str) -> Non
             assert "x-kvrouter-prefill-worker" in reply.headers
 
 
-async def test_envoy_is_told_to_ask_for_no_compression() -> None:
+async def test_picker_sets_accept_encoding_to_identity() -> None:
     async with scripted_worker() as worker, picker(worker.url) as (side, port), channel_to(port) as channel:
-        stream = Asked(side, channel, [worker.url]).stream()
-        await stream.head(PATH, JSON, *ACCEPTED.items())
-        await stream.body(BODY)
-        head = await stream.hears()
+        stream = await PickerUnderTest(side, channel, [worker.url]).sent(headers=ACCEPTED.items())
+        head = await stream.receive()
         assert set_headers(head.request_headers.response.header_mutation)["accept-encoding"] == "identity"
-        await stream.hears()
-        await stream.ends()
+        await stream.receive()
+        await stream.finish()

@@ -1,4 +1,4 @@
-"""Workers that die, hang and come back: what is said of their streams meanwhile."""
+"""The state of the event streams of workers that die, hang and return."""
 
 from __future__ import annotations
 
@@ -25,14 +25,11 @@ async def states(routed: RouterUnderTest) -> set[str]:
 
 
 async def until_streams_are(routed: RouterUnderTest, state: str) -> None:
-    async def reached() -> bool:
-        return await states(routed) == {state}
-
-    await until(reached)
+    await until(lambda: states(routed), lambda found: found == {state})
 
 
-async def row(routed: RouterUnderTest) -> Any:
-    """What the page and `top` are told of the worker's rank."""
+async def live_row(routed: RouterUnderTest) -> Any:
+    """Return the worker's rank from the feed of the live page."""
     async with routed.request("/live") as live:
         while True:
             line = (await live.content.readline()).decode()
@@ -41,7 +38,7 @@ async def row(routed: RouterUnderTest) -> Any:
                 return rank
 
 
-async def test_a_killed_workers_stream_is_stale_until_it_comes_back() -> None:
+async def test_stream_of_killed_worker_is_stale_until_restart() -> None:
     port = free_port()
     arguments = ["simulate", "--port", str(port)]
     with capture_logs() as logs, KvrouterProcess(arguments) as killed:
@@ -50,25 +47,24 @@ async def test_a_killed_workers_stream_is_stale_until_it_comes_back() -> None:
             await until_streams_are(routed, "live")
             assert (await routed.call("/v1/completions", PROMPT)).status == 200
 
-            async def heard() -> bool:
-                return await routed.metric("kvrouter_index_blocks", worker="gpu", tier="gpu") > 0
-
-            await until(heard)
+            await until(
+                lambda: routed.metric("kvrouter_index_blocks", worker="gpu", tier="gpu"), lambda value: value > 0
+            )
             killed.send_signal(signal.SIGKILL)
             await until_streams_are(routed, "stale")
             assert await routed.metric("kvrouter_stream_state", worker="gpu", state="live") == 0
             assert await routed.metric("kvrouter_stream_state", worker="gpu", state="stale") == 1
-            told = await row(routed)
-            assert (told["stream"], told["held"]["gpu"] > 0) == ("stale", True)
+            shown = await live_row(routed)
+            assert (shown["stream"], shown["held"]["gpu"] > 0) == ("stale", True)
 
             with KvrouterProcess(arguments) as another:
                 await asyncio.to_thread(another.wait_until_listening)
                 await until_streams_are(routed, "live")
-                assert (await row(routed))["stream"] == "live"
+                assert (await live_row(routed))["stream"] == "live"
     assert not any("agreement" in line["event"] for line in logs if line.get("worker") == "gpu")
 
 
-async def test_a_stopped_workers_stream_is_stale_and_not_encrypted() -> None:
+async def test_stream_of_stopped_worker_is_stale_and_not_encrypted() -> None:
     with KvrouterProcess(["simulate"]) as stopped, capture_logs() as logs:
         url = await asyncio.to_thread(stopped.wait_until_listening)
         async with router(url, fleet=PROBED) as routed:
@@ -76,7 +72,7 @@ async def test_a_stopped_workers_stream_is_stale_and_not_encrypted() -> None:
             stopped.send_signal(signal.SIGSTOP)
             try:
                 await until_streams_are(routed, "stale")
-                found = (await routed.call("/health")).json()["findings"]
+                found = await routed.findings()
                 assert {each["finding"] for each in found} == {"worker_down"}
             finally:
                 stopped.send_signal(signal.SIGCONT)
@@ -84,16 +80,13 @@ async def test_a_stopped_workers_stream_is_stale_and_not_encrypted() -> None:
     assert not any("encrypted" in str(line) for line in logs if line.get("worker") == url)
 
 
-async def test_silences_that_were_looked_into_are_no_replays() -> None:
+async def test_idle_checks_are_not_counted_as_replays() -> None:
     with KvrouterProcess(["simulate"]) as worker:
         url = await asyncio.to_thread(worker.wait_until_listening)
         async with router(url, events={"idle_check": 0.2}) as routed:
             await until_streams_are(routed, "live")
 
-            async def checked() -> bool:
-                return await routed.metric("kvrouter_stream_idle_checks_total") >= 2
-
-            await until(checked)
+            await until(lambda: routed.metric("kvrouter_stream_idle_checks_total"), lambda value: value >= 2)
             assert await routed.metric("kvrouter_stream_replays_total") == 1
             ((rank,),) = [each["ranks"] for each in await routed.workers()]
             assert rank["batches"]["idle_checks"] >= 2

@@ -1,17 +1,17 @@
-"""Prefill and decode on different workers: what each is sent, and what becomes of both when something goes wrong."""
+"""Prefill and decode on different workers: the requests of both, and their failures."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 from router_under_test import RouterUnderTest, router, until
-from scripted_worker import Exchange, Script, ScriptedWorker, scripted_worker
+from scripted_worker import Exchange, Script, ScriptedWorker, scripted_worker, scripted_workers
 
 pytestmark = pytest.mark.anyio
 
@@ -31,7 +31,7 @@ class Fleet:
         self.decodes = decodes
 
     def sent(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The bodies that the prefill and the decode workers got."""
+        """Return the bodies that the prefill and the decode workers received."""
         prefills, decodes = (
             [
                 json.loads(exchange.body)
@@ -44,27 +44,21 @@ class Fleet:
         return prefills, decodes
 
     async def nothing_is_left(self) -> None:
-        """Neither load nor connections."""
+        """Wait until no load is left."""
         await self.routed.until_released()
 
 
 @asynccontextmanager
 async def fleet(backend: str, prefills: list[Script], decodes: list[Script], **sections: Any) -> AsyncIterator[Fleet]:
-    async with AsyncExitStack() as stack:
-        made = [
-            [await stack.enter_async_context(scripted_worker(script)) for script in scripts]
-            for scripts in (prefills, decodes)
-        ]
-        for worker in (*made[0], *made[1]):
+    async with scripted_workers(*prefills) as first, scripted_workers(*decodes) as second:
+        for worker in (*first, *second):
             worker.metrics = METRICS
-        workers = [
-            {"url": worker.url, "role": role}
-            for role, each in zip(("prefill", "decode"), made, strict=True)
-            for worker in each
-        ]
-        settings = {"workers": workers, "disaggregation": {"backend": backend}, "fleet": QUICK, **sections}
-        routed = await stack.enter_async_context(router(**settings))
-        yield Fleet(routed, *made)
+        workers = [{"url": worker.url, "role": "prefill"} for worker in first]
+        workers += [{"url": worker.url, "role": "decode"} for worker in second]
+        async with router(
+            **{"workers": workers, "disaggregation": {"backend": backend}, "fleet": QUICK, **sections}
+        ) as routed:
+            yield Fleet(routed, first, second)
 
 
 async def prefill(exchange: Exchange) -> None:
@@ -86,21 +80,21 @@ async def refused(exchange: Exchange) -> None:
 
 
 async def silent(exchange: Exchange) -> None:
-    await exchange.left()
+    await exchange.until_closed()
 
 
 async def head_alone(exchange: Exchange) -> None:
     await exchange.begin_chunks()
-    await exchange.left()
+    await exchange.until_closed()
 
 
 async def one_event(exchange: Exchange) -> None:
     await exchange.begin_chunks()
     await exchange.chunk(b"data: 1\n\n")
-    await exchange.left()
+    await exchange.until_closed()
 
 
-async def test_sglang_gets_both_at_once() -> None:
+async def test_sglang_workers_receive_request_at_once() -> None:
     waits = asyncio.Event()
 
     async def prefill_waits(exchange: Exchange) -> None:
@@ -122,7 +116,7 @@ async def test_sglang_gets_both_at_once() -> None:
         await both.nothing_is_left()
 
 
-async def test_nixl_hands_over_what_the_prefill_answered() -> None:
+async def test_nixl_decode_receives_params_of_prefill() -> None:
     async with fleet("nixl", [prefill], [stream]) as both:
         reply = await both.routed.call(PATH, BODY)
         assert (reply.status, reply.body) == (200, b"data: 1\n\n")
@@ -133,7 +127,7 @@ async def test_nixl_hands_over_what_the_prefill_answered() -> None:
         await both.nothing_is_left()
 
 
-async def test_mooncake_asks_for_the_engine_first() -> None:
+async def test_mooncake_engine_id_is_queried_first() -> None:
     async def bootstrap(exchange: Exchange) -> None:
         await exchange.answer(b'{"0": {"engine_id": "e-1"}}')
 
@@ -149,13 +143,13 @@ async def test_mooncake_asks_for_the_engine_first() -> None:
             await routed.until_released()
         (to_prefill,), (to_decode,) = both.sent()
         assert service.last.target == "/query"
-        told = to_decode["kv_transfer_params"]
-        assert told["remote_engine_id"] == "e-1"
-        assert told["transfer_id"] == to_prefill["kv_transfer_params"]["transfer_id"]
+        params = to_decode["kv_transfer_params"]
+        assert params["remote_engine_id"] == "e-1"
+        assert params["transfer_id"] == to_prefill["kv_transfer_params"]["transfer_id"]
         assert both.prefills[0].last.header("x-data-parallel-rank") == [b"0"]
 
 
-async def test_tensorrt_goes_on_from_the_context_or_stops_there() -> None:
+async def test_tensorrt_decodes_after_context_or_stops() -> None:
     answers = [
         {"choices": [{"finish_reason": "length", "disaggregated_params": {"opaque": 1}}], "prompt_token_ids": [5]},
         {"choices": [{"finish_reason": "stop", "text": "!"}]},
@@ -174,17 +168,17 @@ async def test_tensorrt_goes_on_from_the_context_or_stops_there() -> None:
         await both.nothing_is_left()
 
 
-async def test_a_sidecar_is_told_where_to_prefill() -> None:
+async def test_sidecar_receives_prefill_address() -> None:
     async with fleet("sidecar", [silent], [stream]) as both:
         assert (await both.routed.call(PATH, BODY)).status == 200
-        (told,) = both.decodes[0].last.header("x-prefiller-host-port")
-        assert f"http://{told.decode()}" == both.prefills[0].url
+        (address,) = both.decodes[0].last.header("x-prefiller-host-port")
+        assert f"http://{address.decode()}" == both.prefills[0].url
         assert both.prefills[0].exchanges == []
         await both.nothing_is_left()
 
 
 @pytest.mark.parametrize("backend", ["sglang", "nixl"])
-async def test_a_prefill_that_fails_closes_the_decode_and_another_pair_takes_over(backend: str) -> None:
+async def test_failed_prefill_closes_decode_and_retries_on_another_pair(backend: str) -> None:
     async with fleet(backend, [broken, prefill], [stream]) as both:
         if backend == "sglang":
             both.decodes[0].script = decode_when_prefilled(both)
@@ -194,21 +188,21 @@ async def test_a_prefill_that_fails_closes_the_decode_and_another_pair_takes_ove
         await both.nothing_is_left()
 
 
-async def test_an_answer_whose_head_was_passed_on_does_not_begin_again_when_its_prefill_fails() -> None:
-    head_came = asyncio.Event()
+async def test_response_is_not_retried_after_its_head_was_sent() -> None:
+    head_received = asyncio.Event()
 
     async def fails_late(exchange: Exchange) -> None:
-        await head_came.wait()
+        await head_received.wait()
         await exchange.answer(b"a bug", "500 Internal Server Error")
 
     async def json_head_alone(exchange: Exchange) -> None:
         await exchange.begin_chunks("application/json")
-        await exchange.left()
+        await exchange.until_closed()
 
     async with fleet("sglang", [fails_late, fails_late], [json_head_alone, json_head_alone]) as both:
         async with both.routed.request(PATH, BODY) as response:
             assert response.status == 200
-            head_came.set()
+            head_received.set()
             with pytest.raises(aiohttp.ClientPayloadError):
                 await response.read()
         _, to_decodes = both.sent()
@@ -217,7 +211,7 @@ async def test_an_answer_whose_head_was_passed_on_does_not_begin_again_when_its_
 
 
 @pytest.mark.parametrize("backend", ["sglang", "nixl"])
-async def test_what_the_prefill_refuses_is_the_clients_to_know(backend: str) -> None:
+async def test_refusal_of_prefill_is_returned(backend: str) -> None:
     async with fleet(backend, [refused], [head_alone]) as both:
         reply = await both.routed.call(PATH, BODY)
         assert (reply.status, reply.error["message"]) == (400, "too long")
@@ -225,9 +219,9 @@ async def test_what_the_prefill_refuses_is_the_clients_to_know(backend: str) -> 
 
 
 @pytest.mark.parametrize("backend", ["sglang", "nixl"])
-async def test_a_prefill_that_hangs_is_left_alone(backend: str) -> None:
+async def test_hanging_prefill_worker_is_skipped(backend: str) -> None:
     async with fleet(backend, [silent, prefill], [stream]) as both:
-        both.prefills[0].answers_questions = False
+        both.prefills[0].answers_discovery = False
         if backend == "sglang":
             both.decodes[0].script = decode_when_prefilled(both)
         replies = [await both.routed.call(PATH, BODY) for _ in range(3)]
@@ -237,7 +231,7 @@ async def test_a_prefill_that_hangs_is_left_alone(backend: str) -> None:
 
 
 def decode_when_prefilled(both: Fleet) -> Script:
-    """Answers when the pair's prefill is the one that works, the second."""
+    """Return a script that answers once the second prefill worker has received the request's room."""
     good = both.prefills[1]
 
     async def decode(exchange: Exchange) -> None:
@@ -246,7 +240,7 @@ def decode_when_prefilled(both: Fleet) -> Script:
             return
         room = json.loads(exchange.body)["bootstrap_room"]
         await exchange.begin_chunks()
-        left = asyncio.create_task(exchange.left())
+        left = asyncio.create_task(exchange.until_closed())
         while not any(
             each.target == PATH and room == json.loads(each.body)["bootstrap_room"] for each in good.exchanges
         ):
@@ -261,7 +255,7 @@ def decode_when_prefilled(both: Fleet) -> Script:
 
 
 @pytest.mark.parametrize("backend", ["sglang", "nixl"])
-async def test_a_decode_that_fails_closes_the_prefill_and_another_takes_over(backend: str) -> None:
+async def test_failed_decode_closes_prefill_and_retries_on_another(backend: str) -> None:
     async def hang_up(exchange: Exchange) -> None:
         await exchange.hang_up()
 
@@ -273,7 +267,7 @@ async def test_a_decode_that_fails_closes_the_prefill_and_another_takes_over(bac
 
 
 def at_first(first: Script, then: Script) -> Script:
-    """Another script for the first request."""
+    """Return a script that runs `first` for the first request and `then` for the others."""
     scripts = [first]
 
     async def script(exchange: Exchange) -> None:
@@ -286,7 +280,7 @@ def at_first(first: Script, then: Script) -> Script:
 
 
 @pytest.mark.parametrize("backend", ["sglang", "nixl"])
-async def test_a_decode_that_answers_an_error_makes_way_for_another(backend: str) -> None:
+async def test_decode_error_is_retried_on_another_decode_worker(backend: str) -> None:
     async with fleet(backend, [silent if backend == "sglang" else prefill], [broken, stream]) as both:
         replies = [await both.routed.call(PATH, BODY) for _ in range(4)]
         assert {(reply.status, reply.worker) for reply in replies} == {(200, both.decodes[1].url)}
@@ -294,7 +288,7 @@ async def test_a_decode_that_answers_an_error_makes_way_for_another(backend: str
 
 
 @pytest.mark.parametrize("backend", ["sglang", "nixl"])
-async def test_the_only_decode_that_answers_an_error_is_tried_with_another_prefill(backend: str) -> None:
+async def test_error_of_only_decode_is_retried_with_another_prefill(backend: str) -> None:
     script = silent if backend == "sglang" else prefill
     async with fleet(backend, [script, script], [at_first(broken, stream)]) as both:
         reply = await both.routed.call(PATH, BODY)
@@ -302,8 +296,8 @@ async def test_the_only_decode_that_answers_an_error_is_tried_with_another_prefi
         await both.nothing_is_left()
 
 
-async def test_the_only_decode_that_answers_an_error_computes_the_prompt_itself() -> None:
-    """As vLLM's does whose prefill worker died before the KV was fetched."""
+async def test_error_of_only_pair_is_retried_without_prefill() -> None:
+    """vLLM's decode worker answers 500 if its prefill worker dies before the KV is fetched."""
     async with fleet("nixl", [prefill], [at_first(broken, stream)]) as both:
         reply = await both.routed.call(PATH, BODY)
         assert (reply.status, reply.headers["x-kvrouter-attempts"]) == (200, "2")
@@ -313,7 +307,7 @@ async def test_the_only_decode_that_answers_an_error_computes_the_prompt_itself(
         await both.nothing_is_left()
 
 
-async def test_the_only_prefill_that_answers_an_error_is_tried_with_another_decode() -> None:
+async def test_error_of_only_prefill_is_retried_with_another_decode() -> None:
     waiting = at_first(silent, stream)
     async with fleet("sglang", [at_first(broken, silent)], [waiting, waiting]) as both:
         reply = await both.routed.call(PATH, BODY)
@@ -323,7 +317,7 @@ async def test_the_only_prefill_that_answers_an_error_is_tried_with_another_deco
 
 
 @pytest.mark.parametrize("backend", ["sglang", "nixl"])
-async def test_a_client_that_leaves_closes_both(backend: str) -> None:
+async def test_disconnect_closes_both_requests(backend: str) -> None:
     left: list[str] = []
 
     def noted(name: str, script: Script) -> Script:
@@ -371,16 +365,16 @@ async def read_some(routed: RouterUnderTest, only_one: bool) -> None:
             await response.read()
 
 
-async def test_the_explanation_has_the_inputs() -> None:
+async def test_explain_shows_disaggregation_inputs() -> None:
     async with fleet("nixl", [prefill], [stream]) as both:
-        told = (await both.routed.call("/explain", {"path": PATH, "request": json.loads(BODY)})).json()
-        assert told["choice"]["worker"] == both.decodes[0].url
-        assert told["disaggregation"]["remote_prefill"] is True
-        assert told["disaggregation"]["prefill"]["worker"] == both.prefills[0].url
-        assert {"tokens", "uncached", "decode_load_known"} <= told["disaggregation"].keys()
+        explained = (await both.routed.call("/explain", {"path": PATH, "request": json.loads(BODY)})).json()
+        assert explained["choice"]["worker"] == both.decodes[0].url
+        assert explained["disaggregation"]["remote_prefill"] is True
+        assert explained["disaggregation"]["prefill"]["worker"] == both.prefills[0].url
+        assert {"tokens", "uncached", "decode_load_known"} <= explained["disaggregation"].keys()
 
 
-async def test_without_prefill_workers_some_can_and_others_cannot_go_on() -> None:
+async def test_nixl_decodes_alone_and_sglang_refuses_without_prefill_workers() -> None:
     async with fleet("nixl", [prefill], [stream]) as both:
         await both.prefills[0].stop()
 
@@ -398,7 +392,7 @@ async def test_without_prefill_workers_some_can_and_others_cannot_go_on() -> Non
         await both.nothing_is_left()
 
 
-async def test_paths_that_are_no_part_of_it_go_to_decode_workers_whole() -> None:
+async def test_other_paths_are_sent_to_decode_workers() -> None:
     async with fleet("nixl", [prefill], [stream]) as both:
         assert (await both.routed.call("/v1/embeddings", b'{"model": "m", "input": "x"}')).status == 200
         assert both.prefills[0].exchanges == []

@@ -1,4 +1,4 @@
-"""Fleets that are each broken in one way: the doctor names that way, and nothing else."""
+"""The doctor on fleets with one fault each: it names the fault, and nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PATIENCE = 1.5
 
 
 class Sound:
-    """A worker with nothing wrong, and where its events are."""
+    """A healthy worker and the endpoints of its events."""
 
     def __init__(self, url: str, source: dict[str, Any]) -> None:
         self.url = url
@@ -57,19 +57,19 @@ async def sound() -> AsyncIterator[Sound]:
 async def found(
     *workers: dict[str, Any], api_key: str | None = None, patience: float = PATIENCE, **sections: Any
 ) -> list[list[Cause]]:
-    """What the doctor finds of each worker. `patience`: long where nothing is waited for in vain."""
+    """Return the causes that the doctor finds per worker. `patience` is the wait for events in seconds."""
     examined = await examine(Settings(workers=list(workers), **sections), api_key, patience)
     for each in examined:
         print(each.url, *each.passed, *each.findings, sep="\n  ")  # shown when a test fails
     return [[finding.cause for finding in each.findings] for each in examined]
 
 
-async def test_nothing_is_found_in_a_sound_fleet(sound: Sound) -> None:
+async def test_healthy_fleet_has_no_findings(sound: Sound) -> None:
     async with running(SimulatedWorkerSettings(dp_size=2, prefill_s_per_token=1e-6)) as two_ranks:
         assert await found({"url": sound.url}, {"url": two_ranks}, patience=60.0) == [[], []]
 
 
-async def test_each_broken_worker_is_found_to_be_broken_in_its_way(sound: Sound) -> None:
+async def test_each_fault_is_found_as_its_cause(sound: Sound) -> None:
     broken: dict[Cause, list[dict[str, Any]]] = {}
     async with AsyncExitStack() as stack:
 
@@ -121,13 +121,13 @@ async def test_each_broken_worker_is_found_to_be_broken_in_its_way(sound: Sound)
 
         workers = [(cause, worker) for cause, each in broken.items() for worker in each]
         causes = await found(*(worker for _, worker in workers))
-    for (cause, _), told in zip(workers, causes, strict=True):
+    for (cause, _), reported in zip(workers, causes, strict=True):
         # Where numbers go back, what one conversation brought can be taken for another's.
-        assert told == [cause] or (cause is Cause.SEQUENCE and cause in told)
+        assert reported == [cause] or (cause is Cause.SEQUENCE and cause in reported)
 
 
-async def test_a_replay_endpoint_that_is_none_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeroMQ may know before it is asked, and has nobody to send to from then on."""
+async def test_endpoint_without_publisher_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ may detect a refused connection before the request, and then has no peer to send to."""
     monkeypatch.setattr(doctor_stream, "_connect", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
@@ -137,12 +137,12 @@ async def test_a_replay_endpoint_that_is_none_is_not_waited_for(monkeypatch: pyt
         await stream.close()
 
 
-async def test_a_key_opens_the_worker(sound: Sound) -> None:
+async def test_api_key_is_accepted_by_worker(sound: Sound) -> None:
     async with request_proxy(sound.url, key="secret") as url:
         assert await found({"url": url}, api_key="secret", patience=60.0) == [[]]
 
 
-async def test_another_tokenizer(sound: Sound, tmp_path: Path) -> None:
+async def test_other_tokenizer_is_a_finding(sound: Sound, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -154,12 +154,12 @@ async def test_another_tokenizer(sound: Sound, tmp_path: Path) -> None:
     assert await found({"url": sound.url}, models=models) == [[Cause.TOKENIZER]]
 
 
-async def test_another_chat_template(sound: Sound, tmp_path: Path) -> None:
+async def test_other_chat_template_is_a_finding(sound: Sound, tmp_path: Path) -> None:
     models = {"simulated": {"tokenizer": with_chats_beginning("You are new. ", tmp_path)}}
     assert await found({"url": sound.url}, models=models) == [[Cause.PROMPTS_DIFFER]]
 
 
-async def test_what_all_conversations_begin_with_may_be_cached(tmp_path: Path) -> None:
+async def test_cached_common_beginning_is_no_finding(tmp_path: Path) -> None:
     tokenizer = with_chats_beginning("You are new here. " * 8, tmp_path)
     models = {"simulated": {"tokenizer": tokenizer}}
     async with running(SimulatedWorkerSettings(tokenizer=tokenizer, prefill_s_per_token=1e-6)) as url:
@@ -167,7 +167,7 @@ async def test_what_all_conversations_begin_with_may_be_cached(tmp_path: Path) -
             assert await found({"url": url}, models=models, patience=60.0) == [[]]
 
 
-async def test_the_command_prints_json_and_tells_by_its_exit_status(sound: Sound) -> None:
+async def test_command_prints_json_and_sets_exit_status(sound: Sound) -> None:
     command = [sys.executable, "-m", "kvrouter", "doctor", "--json", "--worker"]
     for url, status, causes in (
         (sound.url, 0, []),
@@ -182,7 +182,7 @@ async def test_the_command_prints_json_and_tells_by_its_exit_status(sound: Sound
         assert all(finding["evidence"] and finding["fix"] for finding in answer["findings"])
 
 
-def test_there_is_a_fix_for_every_cause() -> None:
+def test_every_cause_has_a_fix() -> None:
     assert set(FIXES) == set(Cause)
 
 
@@ -221,6 +221,6 @@ def an_hour_early(frames: Frames) -> Frames:
     return [*frames[:2], encode_batch(batch, WireForm.VLLM_MAPS)]
 
 
-def test_the_docs_tell_of_every_cause() -> None:
+def test_docs_describe_every_cause() -> None:
     docs = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
     assert {cause for cause in Cause if f"| `{cause}` |" in docs} == set(Cause)

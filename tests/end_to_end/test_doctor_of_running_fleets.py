@@ -1,11 +1,10 @@
-"""The doctor of a fleet that runs: what its router tells; and of the workers that a cluster has."""
+"""The doctor on a running fleet: the findings of its router, and the workers of a cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,8 +13,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 from router_under_test import router, until
+from typer.testing import CliRunner
 
 from benchmarks.ports import free_port
+from kvrouter.cli import app
 from kvrouter.tools.doctor import NoWorkersError
 from kvrouter.tools.doctor.run import run_doctor
 from kvrouter.tools.doctor.running_fleet import ROUTER_FIXES
@@ -32,28 +33,15 @@ TROUBLESHOOTING = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 QUICK = SimulatedWorkerSettings(prefill_s_per_token=1e-6, base_step_s=0.005)
 
 
-async def doctor(*arguments: str) -> tuple[int | None, str, str]:
-    """The command's exit status, and what it printed."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "kvrouter",
-        "doctor",
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await asyncio.wait_for(process.communicate(), 60)
-    return process.returncode, out.decode(), err.decode()
+async def doctor(*arguments: str) -> tuple[int, str, str]:
+    """Run the command, and return its exit status and its output."""
+    ended = await asyncio.to_thread(CliRunner().invoke, app, ["doctor", *arguments], terminal_width=200)
+    return ended.exit_code, ended.stdout, ended.stderr
 
 
-async def test_a_sound_fleet() -> None:
+async def test_healthy_fleet_exits_with_zero() -> None:
     async with running(QUICK) as worker, router(worker) as routed:
-
-        async def is_ready() -> bool:
-            return bool((await routed.call("/ready")).status == 200)
-
-        await until(is_ready)
+        await until(lambda: routed.call("/ready"), lambda reply: reply.status == 200)
         status, printed, _ = await doctor("--url", routed.url)
     assert status == 0, printed
     assert re.search(r"ok  kvrouter \S+, \w+ index, policy kv_aware", printed)
@@ -63,26 +51,26 @@ async def test_a_sound_fleet() -> None:
     assert printed.splitlines()[-1] == "no findings"
 
 
-async def test_what_the_router_finds_is_told_with_what_to_do() -> None:
+async def test_router_findings_are_printed_with_fixes() -> None:
     gone = f"http://127.0.0.1:{free_port()}"
     async with running(QUICK) as worker, router(worker, gone) as routed:
         status, printed, _ = await doctor("--url", routed.url, "--json")
     assert status == 1
-    told = json.loads(printed)
-    assert {worker, gone, routed.url} <= set(told["workers"])
-    [found] = [each for each in told["findings"] if each["worker"] == gone]
+    report = json.loads(printed)
+    assert {worker, gone, routed.url} <= set(report["workers"])
+    [found] = [each for each in report["findings"] if each["worker"] == gone]
     assert (found["cause"], found["fix"]) == ("worker_down", ROUTER_FIXES["worker_down"])
     assert "refused the connection" in found["evidence"]
 
 
-async def test_a_router_that_is_not_ready() -> None:
+async def test_unready_router_is_a_finding() -> None:
     async with router(f"http://127.0.0.1:{free_port()}") as routed:
         status, printed, _ = await doctor("--url", routed.url)
     assert status == 1
     assert "not_ready  no worker answers" in printed
 
 
-async def test_the_token_is_asked_for_and_given() -> None:
+async def test_missing_token_is_reported_and_option_accepted() -> None:
     tenants = {"named": {"one": {"keys": ["0" * 64]}}}
     async with running(QUICK) as worker, router(worker, server={"token": "admin"}, tenants=tenants) as routed:
         status, _, complaint = await doctor("--url", routed.url)
@@ -93,7 +81,7 @@ async def test_the_token_is_asked_for_and_given() -> None:
         assert status in (0, 1)
 
 
-async def test_what_is_no_router() -> None:
+async def test_url_without_router_is_reported() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     assert await doctor("--url", url) == (2, "", f"kvrouter: {url} refused the connection\n")
     async with running(QUICK) as worker:
@@ -102,13 +90,13 @@ async def test_what_is_no_router() -> None:
     assert "is this a router's URL?" in complaint or "is not a router" in complaint
 
 
-async def test_a_router_is_asked_alone() -> None:
+async def test_url_excludes_worker_option() -> None:
     status, _, complaint = await doctor("--url", "http://127.0.0.1:1", "--worker", "http://127.0.0.1:2")
     assert status == 2
     assert "omit --config and --worker" in complaint
 
 
-def test_there_is_a_fix_for_every_finding_of_a_router() -> None:
+def test_every_router_finding_has_a_fix() -> None:
     section = TROUBLESHOOTING.read_text().partition("## Findings")[2].partition("\n## ")[0]
     documented = set(re.findall(r"^\| `([a-z_]+)` \|", section, re.MULTILINE))
     assert documented
@@ -139,7 +127,7 @@ async def cluster(**objects: list[dict[str, Any]]) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("by", ["selector", "service"])
-async def test_the_workers_of_a_cluster_are_examined(
+async def test_workers_of_cluster_are_examined(
     by: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with running(QUICK) as worker:
@@ -155,7 +143,7 @@ async def test_the_workers_of_a_cluster_are_examined(
     assert json.loads(capsys.readouterr().out) == {"workers": [named], "findings": []}
 
 
-async def test_a_cluster_without_workers_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cluster_without_workers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster() as api:
         monkeypatch.setattr(ClusterAccess, "in_cluster", lambda _: ClusterAccess(api, "inference"))
         with pytest.raises(NoWorkersError, match="namespace inference has no workers for 'app=vllm'"):
@@ -165,7 +153,7 @@ async def test_a_cluster_without_workers_is_told_of(monkeypatch: pytest.MonkeyPa
         await run_doctor(Settings(kubernetes={"selector": "app=vllm"}), None, 1.0, True)
 
 
-async def test_outside_of_a_cluster_it_says_where_to_ask(tmp_path: Path) -> None:
+async def test_kubernetes_settings_outside_cluster_suggest_url(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("kubernetes: {selector: app=vllm}")
     status, _, complaint = await doctor("--config", str(file))

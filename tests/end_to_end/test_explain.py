@@ -1,4 +1,4 @@
-"""`/explain`, `kvrouter explain` and the header: decisions told, not made."""
+"""`/explain`, `kvrouter explain` and the header describe decisions without changing state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def explained(routed: RouterUnderTest, request: Any, **options: Any) -> di
     return answer
 
 
-async def test_a_decision_is_told_and_nothing_happens(routed: RouterUnderTest) -> None:
+async def test_explain_changes_no_load(routed: RouterUnderTest) -> None:
     before = await routed.loads()
     answer = await explained(routed, CHAT | {"user": "me"})
     assert (answer["model"], answer["session"], answer["exact"]) == (MODEL, "me", True)
@@ -46,12 +46,12 @@ async def test_a_decision_is_told_and_nothing_happens(routed: RouterUnderTest) -
     assert await routed.loads() == before
 
 
-async def test_what_was_sent_is_explained_by_what_it_left(routed: RouterUnderTest) -> None:
+async def test_explain_header_and_route_describe_sent_request(routed: RouterUnderTest) -> None:
     sent = await routed.call("/v1/chat/completions", CHAT | {"max_tokens": 2}, headers={"x-kvrouter-explain": "1"})
-    told = dict(pair.split("=") for pair in sent.headers["x-kvrouter-explain"].split())
-    assert (told["candidates"], told["unit"]) == ("2", "tokens")
-    assert float(told["total"]) == pytest.approx(
-        sum(float(value) for name, value in told.items() if name not in ("total", "unit", "candidates")), rel=1e-3
+    terms = dict(pair.split("=") for pair in sent.headers["x-kvrouter-explain"].split())
+    assert (terms["candidates"], terms["unit"]) == ("2", "tokens")
+    assert float(terms["total"]) == pytest.approx(
+        sum(float(value) for name, value in terms.items() if name not in ("total", "unit", "candidates")), rel=1e-3
     )
     answer = await explained(routed, CHAT)
     assert answer["choice"]["worker"] == sent.worker
@@ -70,14 +70,14 @@ async def test_what_was_sent_is_explained_by_what_it_left(routed: RouterUnderTes
         ("/v1/embeddings", {"model": MODEL, "input": "hi"}),
     ],
 )
-async def test_any_path_is_explained(routed: RouterUnderTest, path: str, request_: Any) -> None:
+async def test_explain_accepts_every_inference_path(routed: RouterUnderTest, path: str, request_: Any) -> None:
     answer = await explained(routed, request_, path=path)
     assert answer["path"] == path
     assert answer["tokens"] > 0
     assert answer["exact"] is (path != "/v1/embeddings")
 
 
-async def test_the_command_prints_a_table(routed: RouterUnderTest) -> None:
+async def test_command_prints_table(routed: RouterUnderTest) -> None:
     arguments = ["explain", "hi", "--model", MODEL, "--url", routed.url]
     environment = {"COLUMNS": "80", "NO_COLOR": "1"}
     shown = await asyncio.to_thread(CliRunner().invoke, app, arguments, env=environment)

@@ -1,16 +1,15 @@
-"""Workers that fail, hang and come back, as clients see it."""
+"""Workers that fail, hang and recover, as clients see it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
-from contextlib import AsyncExitStack
 from itertools import cycle
 
 import pytest
 from router_under_test import RouterUnderTest, router, until
-from scripted_worker import Exchange, Script, ScriptedWorker, scripted_worker
+from scripted_worker import Exchange, Script, ScriptedWorker, scripted_worker, scripted_workers
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +32,7 @@ async def head_then_hang_up(exchange: Exchange) -> None:
 
 async def head_then_nothing(exchange: Exchange) -> None:
     await exchange.begin_chunks()
-    await exchange.left()
+    await exchange.until_closed()
 
 
 async def overloaded(exchange: Exchange) -> None:
@@ -48,7 +47,7 @@ async def state(routed: RouterUnderTest, worker: ScriptedWorker) -> str:
     return next(str(known["state"]) for known in await routed.workers() if known["worker"] == worker.url)
 
 
-async def test_a_stream_that_never_got_beyond_its_head_goes_elsewhere() -> None:
+async def test_stream_without_events_is_retried_on_another_worker() -> None:
     async with (
         scripted_worker(head_then_hang_up) as bad,
         scripted_worker(stream) as good,
@@ -60,7 +59,7 @@ async def test_a_stream_that_never_got_beyond_its_head_goes_elsewhere() -> None:
         await routed.until_released()
 
 
-async def test_an_overloaded_worker_is_passed_over_and_left_out_when_it_goes_on() -> None:
+async def test_overloaded_worker_is_retried_elsewhere_and_ejected() -> None:
     async with (
         scripted_worker(overloaded) as bad,
         scripted_worker(stream) as good,
@@ -72,14 +71,14 @@ async def test_an_overloaded_worker_is_passed_over_and_left_out_when_it_goes_on(
         assert await state(routed, bad) == "left_out"
 
 
-async def test_the_only_worker_says_itself_that_it_is_overloaded() -> None:
+async def test_503_of_only_worker_is_returned() -> None:
     async with scripted_worker(overloaded) as worker, router(worker.url) as routed:
-        for _ in range(6):  # it goes on being asked
+        for _ in range(6):  # it is still used
             reply = await routed.call(PATH, BODY)
             assert (reply.status, reply.body) == (503, b"too much")
 
 
-async def test_an_error_of_the_worker_is_passed_on_and_counts_against_it() -> None:
+async def test_500_of_worker_is_returned_and_counts_as_failure() -> None:
     async with (
         scripted_worker(broken) as bad,
         scripted_worker(stream) as good,
@@ -89,7 +88,7 @@ async def test_an_error_of_the_worker_is_passed_on_and_counts_against_it() -> No
         assert statuses == {500: 3, 200: 9}
 
 
-async def test_a_worker_that_recovers_is_used_again() -> None:
+async def test_recovered_worker_is_used_again() -> None:
     async with (
         scripted_worker(broken) as bad,
         scripted_worker(stream) as good,
@@ -99,15 +98,12 @@ async def test_a_worker_that_recovers_is_used_again() -> None:
             await routed.call(PATH, BODY)
         bad.script = stream
 
-        async def used() -> bool:
-            return (await routed.call(PATH, BODY)).worker == bad.url
-
-        await until(used)
+        await until(lambda: routed.call(PATH, BODY), lambda reply: reply.worker == bad.url)
         assert await state(routed, bad) == "ready"
 
 
-@pytest.mark.parametrize("hang", [Exchange.left, head_then_nothing])
-async def test_a_worker_that_hangs_is_left_out_and_what_waits_goes_elsewhere(hang: object) -> None:
+@pytest.mark.parametrize("hang", [Exchange.until_closed, head_then_nothing])
+async def test_hanging_worker_is_ejected_and_requests_are_retried(hang: object) -> None:
     async with (
         scripted_worker(stream) as hung,
         scripted_worker(stream) as one,
@@ -126,7 +122,7 @@ async def test_a_worker_that_hangs_is_left_out_and_what_waits_goes_elsewhere(han
         await routed.until_released()
 
 
-async def test_the_last_worker_is_never_left_out() -> None:
+async def test_last_worker_is_never_ejected() -> None:
     finish = asyncio.Event()
 
     async def late(exchange: Exchange) -> None:
@@ -143,9 +139,9 @@ async def test_the_last_worker_is_never_left_out() -> None:
         assert (await waiting).status == 200
 
 
-async def test_a_request_that_hangs_its_workers_is_moved_once() -> None:
+async def test_request_that_hangs_workers_is_retried_once() -> None:
     async def hang(exchange: Exchange) -> None:
-        await exchange.left()
+        await exchange.until_closed()
 
     async with (
         scripted_worker(stream) as one,
@@ -163,7 +159,7 @@ async def test_a_request_that_hangs_its_workers_is_moved_once() -> None:
         assert sum(len(worker.exchanges) for worker in workers) - before == 2
 
 
-async def test_retries_end_with_their_budget() -> None:
+async def test_retries_stop_when_budget_is_spent() -> None:
     async with (
         scripted_worker(overloaded) as bad,
         scripted_worker(stream) as good,
@@ -171,13 +167,10 @@ async def test_retries_end_with_their_budget() -> None:
     ):
         assert (await routed.call(PATH, BODY)).status == 200
 
-        async def refused() -> bool:
-            return (await routed.call(PATH, BODY)).status == 503
-
-        await until(refused)
+        await until(lambda: routed.call(PATH, BODY), lambda reply: reply.status == 503)
 
 
-async def test_the_requests_of_others_count_as_load() -> None:
+async def test_requests_of_other_routers_count_as_load() -> None:
     metrics = b'vllm:num_requests_running{engine="0"} 7.0\n'
     async with (
         scripted_worker(stream) as busy,
@@ -186,37 +179,28 @@ async def test_the_requests_of_others_count_as_load() -> None:
     ):
         busy.metrics = metrics
 
-        async def known() -> bool:
-            return await routed.metric("kvrouter_requests_of_others", worker=busy.url) == 7
-
-        await until(known)
+        await routed.until_metric(7, "kvrouter_requests_of_others", worker=busy.url)
         assert {(await routed.call(PATH, BODY)).worker for _ in range(8)} == {idle.url}
 
 
-async def test_a_restarted_worker_begins_slowly() -> None:
+async def test_restarted_worker_is_warming() -> None:
     async with scripted_worker(stream) as worker, router(worker.url, fleet={"retry_interval": 0.1}) as routed:
         assert await state(routed, worker) == "ready"
         await worker.stop()
         await routed.call(PATH, BODY)
 
-        async def down() -> bool:
-            return await routed.metric("kvrouter_worker_state", worker=worker.url, state="down") == 1
-
-        await until(down)
+        await routed.until_metric(1, "kvrouter_worker_state", worker=worker.url, state="down")
         await asyncio.sleep(0.3)  # for a probe to fail
         await worker.start()
 
-        async def warming() -> bool:
-            return await state(routed, worker) == "warming"
-
-        await until(warming)
+        await until(lambda: state(routed, worker), lambda found: found == "warming")
 
 
-async def test_a_rank_that_hangs_is_left_out_alone() -> None:
-    """The worker has nobody to give its requests to: they stay, and new ones go to its other rank."""
+async def test_hanging_rank_is_ejected_alone() -> None:
+    """Requests of the hanging rank stay, and new requests are sent to the other rank of the worker."""
 
     async def one_rank_hangs(exchange: Exchange) -> None:
-        await (Exchange.left if exchange.header("x-data-parallel-rank") == [b"1"] else stream)(exchange)
+        await (Exchange.until_closed if exchange.header("x-data-parallel-rank") == [b"1"] else stream)(exchange)
 
     async with scripted_worker(stream) as worker:
         streams = [{"dp_rank": rank, "endpoint": "tcp://127.0.0.1:1"} for rank in range(2)]
@@ -228,7 +212,7 @@ async def test_a_rank_that_hangs_is_left_out_alone() -> None:
             stuck = asyncio.create_task(routed.call(PATH, BODY)), asyncio.create_task(routed.call(PATH, BODY))
 
             async def found() -> bool:
-                findings = (await routed.call("/health")).json()["findings"]
+                findings = await routed.findings()
                 return any((each["finding"], each.get("dp_rank")) == ("rank_left_out", 1) for each in findings)
 
             await until(found)
@@ -255,20 +239,20 @@ async def slow(exchange: Exchange) -> None:
 @pytest.mark.parametrize(
     ("script", "reason"), [(fails_every_other, "of its requests fail"), (slow, "first bytes take")]
 )
-async def test_a_worker_far_worse_than_the_others_is_left_out(script: Script, reason: str) -> None:
-    async with AsyncExitStack() as stack:
-        worse = await stack.enter_async_context(scripted_worker(script))
-        others = [await stack.enter_async_context(scripted_worker(stream)) for _ in range(3)]
-        urls = [worker.url for worker in (worse, *others)]
-        routed = await stack.enter_async_context(router(*urls, **TURNS, fleet={"backoff": 30, "slow_start": 0}))
+async def test_outlier_worker_is_ejected(script: Script, reason: str) -> None:
+    async with (
+        scripted_workers(script, *[stream] * 3) as workers,
+        router(*(worker.url for worker in workers), **TURNS, fleet={"backoff": 30, "slow_start": 0}) as routed,
+    ):
+        worse = workers[0]
 
-        async def left_out_after_more() -> bool:
+        async def ejected_after_more() -> bool:
             # Never three failures in a row: that would be another reason.
             await asyncio.gather(*(routed.call(PATH, BODY) for _ in range(16)))
             return await state(routed, worse) == "left_out"
 
-        await until(left_out_after_more, 30)
-        found = (await routed.call("/health")).json()["findings"]
+        await until(ejected_after_more, seconds=30)
+        found = await routed.findings()
         found = [finding for finding in found if finding["finding"] != "prompts_by_text"]
         assert [(each["finding"], each["worker"]) for each in found] == [("worker_left_out", worse.url)]
         assert reason in found[0]["detail"]

@@ -1,4 +1,4 @@
-"""Workers that report what they found in their caches, and what a router makes of it."""
+"""The audit of predicted overlaps against the cached tokens that workers report."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Engine:
             await exchange.chunk(byte)
 
     def _cached(self, prompt: list[int]) -> int:
-        """How much of a prompt is cached; then all of it is."""
+        """Return the cached tokens of a prompt, and cache the whole prompt."""
         prefixes = [tuple(prompt[:end]) for end in range(BLOCK, len(prompt) + 1, BLOCK)]
         cached = sum(prefix in self._blocks for prefix in prefixes if len(prefix) < len(prompt))
         for prefix in prefixes:
@@ -91,11 +91,7 @@ async def worker(engine: Engine) -> AsyncIterator[ScriptedWorker]:
 @pytest.fixture
 async def routed(engine: Engine, worker: ScriptedWorker) -> AsyncIterator[RouterUnderTest]:
     async with router(workers=[{"url": worker.url, "block_size": BLOCK, "streams": engine.streams()}], **NOW) as routed:
-
-        async def live() -> bool:
-            return await routed.metric("kvrouter_stream_state", state="live") == 1
-
-        await until(live)
+        await routed.until_live()
         yield routed
 
 
@@ -130,12 +126,12 @@ async def basis(routed: RouterUnderTest) -> str:
 
 async def findings(routed: RouterUnderTest) -> list[str]:
     """But for that there is no tokenizer: prompts are token ids here."""
-    found = [finding["finding"] for finding in (await routed.call("/health")).json()["findings"]]
+    found = [finding["finding"] for finding in await routed.findings()]
     return [finding for finding in found if finding != "prompts_by_text"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_predictions_are_compared_with_what_the_worker_found(routed: RouterUnderTest, stream: bool) -> None:
+async def test_audit_compares_predicted_with_reported_hits(routed: RouterUnderTest, stream: bool) -> None:
     for _ in range(3):
         await ask_and_see(routed, prompt(1), stream=stream)
     assert await routed.metric("kvrouter_audit_answers_total") == 3
@@ -147,7 +143,7 @@ async def test_predictions_are_compared_with_what_the_worker_found(routed: Route
 
 
 @pytest.mark.parametrize("asks", [False, True])
-async def test_usage_is_asked_for_on_the_clients_behalf(asks: bool) -> None:
+async def test_usage_is_requested_for_the_client_if_enabled(asks: bool) -> None:
     settings = SimulatedWorkerSettings(base_step_s=0.001, prefill_s_per_token=0.0, model="m")
     async with running(settings) as url, router(url, proxy={"ask_usage": asks}) as routed:
         stream = {"model": "m", "prompt": prompt(1), "max_tokens": 3, "stream": True}
@@ -159,7 +155,7 @@ async def test_usage_is_asked_for_on_the_clients_behalf(asks: bool) -> None:
         assert b'"usage"' in reply.body
 
 
-async def test_events_that_tell_nothing_are_replaced_by_history_until_they_are_right(
+async def test_missing_events_are_replaced_by_sent_prefixes_until_fixed(
     engine: Engine, routed: RouterUnderTest
 ) -> None:
     engine.tells = False
@@ -188,7 +184,7 @@ async def test_events_that_tell_nothing_are_replaced_by_history_until_they_are_r
     assert (await basis(routed), await findings(routed)) == ("events", [])
 
 
-async def test_a_block_that_the_worker_computes_again_is_not_promised(engine: Engine, routed: RouterUnderTest) -> None:
+async def test_recomputed_draft_block_is_not_predicted(engine: Engine, routed: RouterUnderTest) -> None:
     engine.drafts = True
     for _ in range(3):  # of the first nothing is held
         await ask_and_see(routed, prompt(1))
@@ -201,9 +197,7 @@ async def test_a_block_that_the_worker_computes_again_is_not_promised(engine: En
     assert await ask(routed, prompt(1)) == 96
 
 
-async def test_the_first_hit_of_a_worker_that_says_that_it_drafts_is_believed(
-    engine: Engine, worker: ScriptedWorker
-) -> None:
+async def test_first_hit_of_drafting_worker_sets_correction(engine: Engine, worker: ScriptedWorker) -> None:
     engine.drafts = True
     worker.metrics = b'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:spec_decode_num_drafts_total{engine="0"} 0\n'
     streams = {"url": worker.url, "block_size": BLOCK, "streams": engine.streams()}
@@ -218,7 +212,7 @@ async def test_the_first_hit_of_a_worker_that_says_that_it_drafts_is_believed(
         assert [await ask(routed, prompt(1)) for _ in range(2)] == [96, 80]
 
 
-async def test_prompts_that_the_worker_counts_otherwise_are_found(engine: Engine, routed: RouterUnderTest) -> None:
+async def test_different_prompt_length_is_a_finding(engine: Engine, routed: RouterUnderTest) -> None:
     engine.extra = 5
     for _ in range(SAMPLES):
         await ask_and_see(routed, prompt(1))
@@ -230,7 +224,7 @@ async def test_prompts_that_the_worker_counts_otherwise_are_found(engine: Engine
     assert await findings(routed) == []
 
 
-async def test_a_worker_without_events_is_predicted_by_what_was_sent_to_it(worker: ScriptedWorker) -> None:
+async def test_worker_without_events_is_predicted_by_sent_prefixes(worker: ScriptedWorker) -> None:
     async with scripted_worker(worker.script) as other, router(worker.url, other.url, **NOW) as routed:
         assert await ask(routed, prompt(1)) == 0
         first = await routed.call("/v1/completions", {"model": "m", "prompt": prompt(1)})

@@ -1,4 +1,4 @@
-"""What a client, or a tenant with a key, tries that is not its to do: none of it reaches a worker, on either way in."""
+"""Requests of clients and tenants beyond their rights: they never reach a worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from router_under_test import RouterUnderTest, raw, router, until
-from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker
+from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker, scripted_workers
 
 from router.auth import hashed_key
 from router.auth.engine_fields import CONTROL_FIELDS, CONTROL_HEADERS
@@ -36,7 +36,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": MODEL, "input": "x"},
     "/v1/embeddings": {"model": MODEL, "input": "x"},
 }
-# Of vLLM and SGLang; and what neither has, yet.
+# Routes of vLLM and SGLang, and unknown ones.
 ENGINE_ROUTES = [
     *(("POST", f"/{name}") for name in ("sleep", "wake_up", "pause", "resume", "shutdown", "flush_cache")),
     *(("POST", f"/{name}") for name in ("load_lora_adapter", "v1/load_lora_adapter", "v1/unload_lora_adapter")),
@@ -46,12 +46,6 @@ ENGINE_ROUTES = [
     ("POST", "/some_new_way_to_stop_an_engine"),
     ("GET", "/v1/secrets"),
 ]
-
-
-@pytest.fixture
-async def worker() -> AsyncIterator[ScriptedWorker]:
-    async with scripted_worker() as worker:
-        yield worker
 
 
 @pytest.fixture
@@ -110,7 +104,7 @@ TARGETS = [
 ]
 
 
-async def test_a_target_in_another_form_is_refused(worker: ScriptedWorker, guarded: RouterUnderTest) -> None:
+async def test_non_canonical_target_is_refused(worker: ScriptedWorker, guarded: RouterUnderTest) -> None:
     body = json.dumps(COMPLETION).encode()
     for target in TARGETS:
         for method in ("GET", "POST", "PUT"):
@@ -119,7 +113,7 @@ async def test_a_target_in_another_form_is_refused(worker: ScriptedWorker, guard
     assert worker.exchanges == []
 
 
-async def test_a_tenants_key_opens_methods_that_are_its_own(worker: ScriptedWorker, guarded: RouterUnderTest) -> None:
+async def test_tenant_key_allows_only_its_methods(worker: ScriptedWorker, guarded: RouterUnderTest) -> None:
     paths = (*BODIES, "/v1/models", f"/v1/models/{MODEL}", "/health", "/ready", "/metrics", "/ui")
     methods = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
     for method, path in product(methods, paths):
@@ -134,7 +128,7 @@ async def test_a_tenants_key_opens_methods_that_are_its_own(worker: ScriptedWork
     assert [(each.method, each.target) for each in worker.exchanges] == [("POST", path) for path in BODIES]
 
 
-async def test_what_watches_the_router_never_passes_to_a_worker(plain: RouterUnderTest, worker: ScriptedWorker) -> None:
+async def test_monitoring_routes_are_never_forwarded(plain: RouterUnderTest, worker: ScriptedWorker) -> None:
     for path in ("/health", "/ready", "/metrics", "/ui", "/workers", "/match"):
         for method in ("PUT", "PATCH", "HEAD", "OPTIONS"):
             reply = await plain.call(path, method=method)
@@ -143,7 +137,7 @@ async def test_what_watches_the_router_never_passes_to_a_worker(plain: RouterUnd
     assert worker.exchanges == []
 
 
-async def test_what_only_engines_know_wants_the_token(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
+async def test_engine_routes_need_admin_token(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
     for method, path in ENGINE_ROUTES:
         reply = await plain.call(path, {}, method=method)
         assert (reply.status, "server.token" in reply.error["message"]) == (403, True)
@@ -162,7 +156,7 @@ async def test_what_only_engines_know_wants_the_token(worker: ScriptedWorker, pl
     assert not any(exchange.header("authorization") for exchange in worker.exchanges)
 
 
-async def test_more_routes_may_be_named(worker: ScriptedWorker) -> None:
+async def test_more_routes_are_forwarded(worker: ScriptedWorker) -> None:
     proxy = {"more_routes": ["POST /v1/mine/{id}"]}
     async with router(worker.url, proxy=proxy) as routed:
         assert (await routed.call("/v1/mine/1", {})).status == 200
@@ -170,7 +164,7 @@ async def test_more_routes_may_be_named(worker: ScriptedWorker) -> None:
         assert (await routed.call("/v1/mine/1/2", {})).status == 403
 
 
-async def test_the_token_never_reaches_a_worker(worker: ScriptedWorker) -> None:
+async def test_admin_token_is_never_forwarded(worker: ScriptedWorker) -> None:
     async with router(worker.url, server={"token": TOKEN}) as routed:
         assert (await routed.call("/v1/completions", COMPLETION, headers=ADMIN)).status == 200
         assert worker.last.header("authorization") == []
@@ -178,10 +172,10 @@ async def test_the_token_never_reaches_a_worker(worker: ScriptedWorker) -> None:
         assert worker.last.header("authorization") == [b"Bearer key-a"]
 
 
-# Who may change the router
+# Changes of the router
 
 
-async def test_off_loopback_nothing_is_changed_without_a_token(worker: ScriptedWorker) -> None:
+async def test_changes_off_loopback_need_a_token(worker: ScriptedWorker) -> None:
     async with router(worker.url, server={"host": "0.0.0.0"}) as routed:
         for path in ("/workers", "/workers/drain", "/workers/undrain", "/register", "/unregister"):
             reply = await routed.call(path, {"url": "http://127.0.0.1:1"})
@@ -191,7 +185,7 @@ async def test_off_loopback_nothing_is_changed_without_a_token(worker: ScriptedW
         assert (await routed.call("/v1/completions", COMPLETION)).status == 200
 
 
-async def test_the_page_of_another_site_changes_nothing(plain: RouterUnderTest) -> None:
+async def test_cross_site_requests_change_nothing(plain: RouterUnderTest) -> None:
     evil = {"origin": "http://evil.example"}
     before = len(await plain.workers())
     for headers in (
@@ -218,7 +212,7 @@ async def test_the_page_of_another_site_changes_nothing(plain: RouterUnderTest) 
 
 
 @pytest.mark.parametrize("host", ["evil.example:80", "127.0.0.1.evil.example"])
-async def test_another_host_is_refused(plain: RouterUnderTest, worker: ScriptedWorker, host: str) -> None:
+async def test_unknown_host_is_refused(plain: RouterUnderTest, worker: ScriptedWorker, host: str) -> None:
     for method, path in (("POST", "/workers"), ("GET", "/workers"), ("GET", "/dump"), ("POST", "/match")):
         assert (await plain.call(path, {} if method == "POST" else None, headers={"host": host})).status == 421
     for own in ("localhost", "127.0.0.1:1", "[::1]:1", "router", "router.svc"):
@@ -227,8 +221,8 @@ async def test_another_host_is_refused(plain: RouterUnderTest, worker: ScriptedW
         assert (await routed.call("/workers", headers={"host": host})).status == 200
 
 
-async def test_the_operators_port(worker: ScriptedWorker) -> None:
-    """In one process both ports lead to the same application: what is not the operator's is told apart by the port."""
+async def test_admin_routes_are_closed_on_client_port(worker: ScriptedWorker) -> None:
+    """In one process, both ports lead to the same application, which distinguishes them by the port."""
     async with router(worker.url, server={"admin_port": 1}) as routed:
         for path in ("/metrics", "/workers", "/dump", "/ui"):
             assert (await routed.call(path)).error["code"] == "admin_port"
@@ -237,17 +231,17 @@ async def test_the_operators_port(worker: ScriptedWorker) -> None:
         assert (await routed.call("/v1/completions", COMPLETION)).status == 200
 
 
-# What steers engines
+# Engine control fields
 
 
 def with_field(body: dict[str, Any], name: str, value: str = '{"remote_host": "1.2.3.4"}') -> bytes:
     return json.dumps(body).encode()[:-1] + b', "%b": %b}' % (name.encode(), value.encode())
 
 
-async def test_fields_that_steer_engines_are_the_routers(
+async def test_engine_fields_of_clients_are_refused_or_stripped(
     worker: ScriptedWorker, guarded: RouterUnderTest, plain: RouterUnderTest
 ) -> None:
-    """A tenant's are refused; those of others do not come through."""
+    """Engine control fields of tenants are refused, and those of other clients are stripped."""
     for path in BODIES:
         for name in (*CONTROL_FIELDS, "\\u006bv_transfer_params", "r\\u0069d"):
             inside = with_field(BODIES[path], "vllm_xargs", f'{{"{name}": 1}}')
@@ -269,7 +263,7 @@ async def test_fields_that_steer_engines_are_the_routers(
     assert worker.last.body == body
 
 
-async def test_they_are_stripped_or_passed_where_the_settings_say_so(worker: ScriptedWorker) -> None:
+async def test_engine_fields_are_stripped_or_passed_by_setting(worker: ScriptedWorker) -> None:
     extra = {"vllm_xargs": {"kv_transfer_params": 1, "x": [1]}, "rid": "r", "user": "é", "kv_transfer_params": {"a": 1}}
     headers = {"x-data-parallel-rank": "1", "x-mine": "2"}
     for mode in ("strip", "pass"):
@@ -281,7 +275,7 @@ async def test_they_are_stripped_or_passed_where_the_settings_say_so(worker: Scr
         assert worker.last.header("x-mine") == [b"2"]
 
 
-async def test_a_form_does_not_steer_either(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
+async def test_engine_fields_in_forms_are_refused(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
     def form(name: str) -> bytes:
         return f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\nm\r\n--b--\r\n'.encode()
 
@@ -301,17 +295,21 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("said", FORMS)
+@pytest.mark.parametrize("disposition", FORMS)
 @pytest.mark.parametrize("before", ["", "\r\n", "preamble\r\n"])
-async def test_a_form_has_one_meaning(worker: ScriptedWorker, plain: RouterUnderTest, said: str, before: str) -> None:
-    body = f"{before}--b\r\nContent-Disposition: {said}\r\n\r\nm\r\n--b--\r\n".encode()
+async def test_ambiguous_form_is_refused(
+    worker: ScriptedWorker, plain: RouterUnderTest, disposition: str, before: str
+) -> None:
+    body = f"{before}--b\r\nContent-Disposition: {disposition}\r\n\r\nm\r\n--b--\r\n".encode()
     headers = {"content-type": "multipart/form-data; boundary=b"}
     assert (await plain.call("/v1/audio/transcriptions", body, headers=headers)).status == 400
     assert worker.exchanges == []
 
 
-async def test_other_kinds_of_bodies_do_not_steer_either(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
-    """Of routes that take forms and files: engines read JSON in any UTF, and forms in the way of pages."""
+async def test_engine_fields_in_other_bodies_are_refused_or_stripped(
+    worker: ScriptedWorker, plain: RouterUnderTest
+) -> None:
+    """On routes with forms and files, engines read JSON in any UTF, and forms like browsers."""
     urlencoded = {"content-type": "application/x-www-form-urlencoded"}
     for body in (b"request_id=1", b"x=1&r%69d=2", b"x=1;rid=2"):
         assert (await plain.call("/v1/files", body, headers=urlencoded)).status == 400
@@ -355,7 +353,7 @@ def ambiguous(text: str) -> list[bytes]:
     ]
 
 
-async def test_a_body_that_can_be_read_in_two_ways_is_refused(
+async def test_ambiguous_body_is_refused(
     worker: ScriptedWorker, guarded: RouterUnderTest, plain: RouterUnderTest
 ) -> None:
     for routed, path in product((guarded, plain), BODIES):
@@ -364,43 +362,23 @@ async def test_a_body_that_can_be_read_in_two_ways_is_refused(
     assert worker.exchanges == []
 
 
-async def test_a_priority_that_is_no_integer_is_refused(guarded: RouterUnderTest) -> None:
+async def test_non_integer_priority_is_refused(guarded: RouterUnderTest) -> None:
     for priority in ('" -9 "', '"-9"', "-9.0", "[-9]", "true", '"0x1"', "-9e0"):
         reply = await guarded.call("/v1/completions", with_field(COMPLETION, "priority", priority), headers=KEY)
         assert (reply.status, reply.error["param"]) == (400, "priority")
 
 
-async def test_no_priority_is_better_than_the_tenants(worker: ScriptedWorker, guarded: RouterUnderTest) -> None:
+async def test_priority_is_bounded_by_tenant(worker: ScriptedWorker, guarded: RouterUnderTest) -> None:
     headers = {"authorization": "Bearer key-later"}
     for asked, sent in ((0, 5), (-9, 5), (5, 5), (7, 7), (None, None)):
         reply = await guarded.call("/v1/completions", COMPLETION | {"priority": asked}, headers=headers)
         assert (reply.status, json.loads(worker.last.body)["priority"]) == (200, sent)
 
 
-# How much
+# Bounds
 
 
-OWN = ("/match", "/query", "/query_by_hash", "/explain", "/register", "/unregister", "/workers", "/workers/drain")
-
-
-async def test_own_endpoints_have_the_same_bounds(worker: ScriptedWorker) -> None:
-    server = {"max_body_bytes": 1000, "body_timeout": 0.3}
-    async with router(worker.url, server=server) as routed:
-        for path in OWN:
-            assert (await routed.call(path, b"x" * 1001)).status == 413
-            head = b"POST %b HTTP/1.1\r\nHost: r\r\n" % path.encode()
-            chunk = b"%x\r\n%b\r\n" % (600, b"x" * 600)
-            answer = await raw(routed, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + chunk)
-            assert answer.startswith(b"HTTP/1.1 413 ")
-        slow = [
-            raw(routed, b"POST %b HTTP/1.1\r\nHost: r\r\n%b" % (path.encode(), begun))
-            for path in OWN
-            for begun in (b"Content-Length: 900\r\n\r\nx", b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
-        ]
-        assert {answer[:13] for answer in await asyncio.gather(*slow)} == {b"HTTP/1.1 408 "}
-
-
-async def test_all_arriving_bodies_together_are_bounded(worker: ScriptedWorker) -> None:
+async def test_sum_of_arriving_bodies_is_bounded(worker: ScriptedWorker) -> None:
     mebibyte = 2**20
     async with router(worker.url, limits={"arriving_bytes": 4 * mebibyte}) as routed:
         address = urlsplit(routed.url)
@@ -411,7 +389,7 @@ async def test_all_arriving_bodies_together_are_bounded(worker: ScriptedWorker) 
         refused = [asyncio.create_task(reader.read(12)) for reader, _ in opened]
         done, waiting = await asyncio.wait(refused, timeout=5, return_when=asyncio.FIRST_COMPLETED)
         assert {task.result() for task in done} == {b"HTTP/1.1 503"}
-        # Who sends little is not held up.
+        # Small requests are still accepted.
         assert (await routed.call("/v1/completions", COMPLETION)).status == 200
         for task in waiting:
             task.cancel()
@@ -446,19 +424,19 @@ async def post(routed: RouterUnderTest, path: str, body: bytes) -> int:
         return response.status
 
 
-async def test_work_that_one_request_makes_is_bounded(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
+async def test_values_of_one_request_are_bounded(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
     for path, body in MUCH:
         assert await post(plain, path, body) in (400, 413)
     assert worker.exchanges == []
 
 
-async def test_brackets_in_a_long_text_are_no_work(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
+async def test_brackets_in_long_text_are_accepted(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
     body = json.dumps({"model": MODEL, "prompt": '[{"a": [1, 2]}, ' * 250_000}).encode()
     assert await post(plain, "/v1/completions", body) == 200
     assert worker.last.body == body
 
 
-# What is sent again
+# Retries
 
 
 def answers(status: str) -> Any:
@@ -470,7 +448,7 @@ def answers(status: str) -> Any:
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/responses", "/v1/embeddings", "/load_lora_adapter"])
 @pytest.mark.parametrize("script", [answers("502 Bad Gateway"), answers("503 No"), Exchange.hang_up])
-async def test_what_is_not_safe_to_repeat_is_sent_once(path: str, script: Any) -> None:
+async def test_unsafe_request_is_sent_once(path: str, script: Any) -> None:
     async with scripted_worker(script) as one, scripted_worker(script) as two:
         server = {"token": TOKEN}
         async with router(one.url, two.url, server=server, policy={"name": "round_robin"}) as routed:
@@ -480,7 +458,7 @@ async def test_what_is_not_safe_to_repeat_is_sent_once(path: str, script: Any) -
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/completions", "/v1/responses"])
-async def test_a_worker_that_cannot_be_reached_did_not_get_it(path: str) -> None:
+async def test_request_is_retried_if_connection_fails(path: str) -> None:
     async with scripted_worker() as one, scripted_worker() as two:
         async with router(one.url, two.url, policy={"name": "round_robin"}) as routed:
             await one.stop()
@@ -491,7 +469,7 @@ async def test_a_worker_that_cannot_be_reached_did_not_get_it(path: str) -> None
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
-async def test_a_kept_connection_that_closes_sends_nothing_twice(path: str) -> None:
+async def test_unsafe_request_is_not_resent_on_closed_connection(path: str) -> None:
     async def once_then_hang_up(exchange: Exchange) -> None:
         if len(worker.exchanges) == 1:
             await exchange.answer()
@@ -504,62 +482,49 @@ async def test_a_kept_connection_that_closes_sends_nothing_twice(path: str) -> N
         assert len(worker.exchanges) == 2
 
 
-async def test_a_request_that_kills_its_worker_takes_no_more_than_two() -> None:
-    workers = [ScriptedWorker(Exchange.hang_up) for _ in range(5)]
-    for worker in workers:
-        await worker.start()
-    try:
-        urls = [worker.url for worker in workers]
-        async with router(*urls, proxy={"attempts": 5}) as routed:
-            reply = await routed.call("/v1/completions", COMPLETION)
-            assert reply.status == 503
-            assert sum(len(worker.exchanges) for worker in workers) == 2
-    finally:
-        for worker in workers:
-            await worker.stop()
+async def test_request_that_kills_workers_is_sent_to_at_most_two() -> None:
+    async with (
+        scripted_workers(*[Exchange.hang_up] * 5) as workers,
+        router(*(worker.url for worker in workers), proxy={"attempts": 5}) as routed,
+    ):
+        assert (await routed.call("/v1/completions", COMPLETION)).status == 503
+        assert sum(len(worker.exchanges) for worker in workers) == 2
 
 
-async def test_requests_that_no_worker_answered_find_a_healthy_one() -> None:
-    """Four of eight workers die under waiting requests, more than any budget of retries would let go on."""
+async def test_requests_of_dead_workers_are_retried_without_budget() -> None:
+    """Four of eight workers die under waiting requests, which exceeds any budget of retries."""
     waiting = asyncio.Event()
 
     async def wait(exchange: Exchange) -> None:
         if waiting.is_set():
             await exchange.answer()
         else:
-            await exchange.left()
+            await exchange.until_closed()
 
-    workers = [ScriptedWorker(wait) for _ in range(8)]
-    for worker in workers:
-        await worker.start()
-    try:
-        proxy = {"retry_minimum": 0, "retry_share": 0}
-        urls = [worker.url for worker in workers]
-        async with router(*urls, proxy=proxy, policy={"name": "round_robin"}) as routed:
-            asked = [asyncio.create_task(routed.call("/v1/completions", COMPLETION)) for _ in range(80)]
-
-            async def all_there() -> bool:
-                return sum(len(worker.exchanges) for worker in workers) == 80
-
-            await until(all_there)
-            waiting.set()
-            await asyncio.gather(*(worker.stop() for worker in workers[:4]))  # at once: else some die of two
-            lost = [exchange for worker in workers[4:] for exchange in worker.exchanges[:10]]
-            await asyncio.gather(*(exchange.answer() for exchange in lost))
-            replies = await asyncio.gather(*asked)
-        assert [reply.status for reply in replies] == [200] * 80
-    finally:
-        for worker in workers:
-            await worker.stop()
+    sections = {"proxy": {"retry_minimum": 0, "retry_share": 0}, "policy": {"name": "round_robin"}}
+    async with (
+        scripted_workers(*[wait] * 8) as workers,
+        router(*(worker.url for worker in workers), **sections) as routed,
+    ):
+        asked = [asyncio.create_task(routed.call("/v1/completions", COMPLETION)) for _ in range(80)]
+        await until(lambda: sum(len(worker.exchanges) for worker in workers) == 80)
+        waiting.set()
+        await asyncio.gather(*(worker.stop() for worker in workers[:4]))  # at once: else some die of two
+        lost = [exchange for worker in workers[4:] for exchange in worker.exchanges[:10]]
+        await asyncio.gather(*(exchange.answer() for exchange in lost))
+        replies = await asyncio.gather(*asked)
+    assert [reply.status for reply in replies] == [200] * 80
 
 
-# What workers say
+# Responses of workers
 
 
-async def test_the_routers_own_headers_are_its_own(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
+async def test_worker_cannot_set_router_headers(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
     async def script(exchange: Exchange) -> None:
-        said = b"x-kvrouter-worker: evil\r\nX-KvRouter-Attempts: 9\r\nx-kvrouter-new: 1\r\nX_KVRouter_Worker: evil\r\n"
-        await exchange.answer(headers=said)
+        forged = (
+            b"x-kvrouter-worker: evil\r\nX-KvRouter-Attempts: 9\r\nx-kvrouter-new: 1\r\nX_KVRouter_Worker: evil\r\n"
+        )
+        await exchange.answer(headers=forged)
 
     worker.script = script
     for path in ("/v1/completions", "/v1/embeddings"):
@@ -574,7 +539,7 @@ async def test_the_routers_own_headers_are_its_own(worker: ScriptedWorker, plain
 # Connections
 
 
-async def test_a_head_that_parsers_read_differently_is_refused(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
+async def test_ambiguous_transfer_encoding_is_refused(worker: ScriptedWorker, plain: RouterUnderTest) -> None:
     for headers in (
         b"Transfer-Encoding: gzip, chunked\r\n",
         b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n",
@@ -588,7 +553,7 @@ async def test_a_head_that_parsers_read_differently_is_refused(worker: ScriptedW
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/files", "/health"])
-async def test_a_client_that_half_closes_gets_its_answer(plain: RouterUnderTest, path: str) -> None:
+async def test_half_closed_client_receives_response(plain: RouterUnderTest, path: str) -> None:
     method = "GET" if path == "/health" else "POST"
     body = b"" if method == "GET" else json.dumps(COMPLETION).encode()
     answer = await raw(plain, request_bytes(method, path.encode(), body), half_close=True)
@@ -596,12 +561,12 @@ async def test_a_client_that_half_closes_gets_its_answer(plain: RouterUnderTest,
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/files"])
-async def test_a_client_that_is_gone_is_not_waited_for(worker: ScriptedWorker, path: str) -> None:
-    gone = asyncio.Event()
+async def test_disconnect_closes_worker_connection(worker: ScriptedWorker, path: str) -> None:
+    closed = asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
-        await exchange.left()
-        gone.set()
+        await exchange.until_closed()
+        closed.set()
 
     worker.script = script
     async with router(worker.url) as routed:
@@ -609,16 +574,13 @@ async def test_a_client_that_is_gone_is_not_waited_for(worker: ScriptedWorker, p
         _, writer = await asyncio.open_connection(address.hostname, address.port)
         writer.write(request_bytes("POST", path.encode(), json.dumps(COMPLETION).encode()))
 
-        async def there() -> bool:
-            return bool(worker.exchanges)
-
-        await until(there)
+        await until(lambda: worker.exchanges)
         writer.close()
         async with asyncio.timeout(60):
-            await gone.wait()
+            await closed.wait()
 
 
-async def test_a_status_that_http_does_not_have_is_no_answer(worker: ScriptedWorker) -> None:
+async def test_invalid_status_of_worker_is_503(worker: ScriptedWorker) -> None:
     worker.script = answers("999 Odd")
     async with router(worker.url) as routed:
         assert (await routed.call("/v1/completions", COMPLETION)).status == 503

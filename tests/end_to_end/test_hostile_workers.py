@@ -1,4 +1,4 @@
-"""Workers that say of themselves what makes no sense, or lead elsewhere: each costs itself alone, with a finding."""
+"""Workers with invalid or malicious descriptions: each affects only itself, and is a finding."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ STREAM = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:9", "topic": "kv"}
 SERVER_INFO = {"kv_events": {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:9", "dp_size": 1, "block_size": 16}}
 
 
-def worker_that_says(answers: dict[str, Any]) -> Callable[[Exchange], Any]:
-    """A script that answers these paths so, and requests as a worker does. Bytes are sent as they are."""
+def worker_describing(answers: dict[str, Any]) -> Callable[[Exchange], Any]:
+    """Return a script with the given answers by path, as JSON or bytes, which answers requests like a worker."""
 
     async def script(exchange: Exchange) -> None:
         known = {"/v1/models": {"data": [{"id": MODEL}]}} | answers
@@ -41,16 +41,16 @@ def worker_that_says(answers: dict[str, Any]) -> Callable[[Exchange], Any]:
 
 
 @asynccontextmanager
-async def beside_a_good_one(answers: dict[str, Any], **sections: Any) -> AsyncIterator[tuple[RouterUnderTest, str]]:
-    """A router with a well-behaved worker, and one that says these things of itself; its URL."""
-    async with scripted_worker(worker_that_says(answers)) as bad, scripted_worker() as good:
-        bad.answers_questions = False
+async def with_healthy_worker(answers: dict[str, Any], **sections: Any) -> AsyncIterator[tuple[RouterUnderTest, str]]:
+    """Run a router with a healthy worker and one that gives these answers, and yield the URL of the latter."""
+    async with scripted_worker(worker_describing(answers)) as bad, scripted_worker() as good:
+        bad.answers_discovery = False
         async with router(good.url, bad.url, **sections) as routed:
             yield routed, bad.url
 
 
-async def serves(routed: RouterUnderTest, requests: int = 6) -> None:
-    """Requests of every kind are answered, and soon."""
+async def check_serves(routed: RouterUnderTest, requests: int = 6) -> None:
+    """Assert that requests of every kind are answered within 30 seconds."""
     began = time.monotonic()
     for number in range(requests):
         assert (await routed.call(PATH, {**BODY, "prompt": list(range(number, number + 64))})).status == 200
@@ -62,8 +62,8 @@ async def serves(routed: RouterUnderTest, requests: int = 6) -> None:
 
 
 async def finding(routed: RouterUnderTest, url: str) -> dict[str, Any]:
-    """What is found of a worker's description."""
-    found = (await routed.call("/health")).json()["findings"]
+    """Return the finding about a worker's description."""
+    found = await routed.findings()
     return next(
         each for each in found if each["worker"] == url and each["finding"] in ("worker_description", "worker_down")
     )
@@ -111,9 +111,9 @@ def vllm_metrics(**labels: Any) -> dict[str, Any]:
         ({"/v1/models": b'{"data": [{"id": "\xff"}]}'}, None),
     ],
 )
-async def test_what_makes_no_sense_costs_that_worker_alone(answers: dict[str, Any], named: str | None) -> None:
-    async with beside_a_good_one(answers) as (routed, bad):
-        await serves(routed)
+async def test_invalid_description_affects_only_its_worker(answers: dict[str, Any], named: str | None) -> None:
+    async with with_healthy_worker(answers) as (routed, bad):
+        await check_serves(routed)
         found = await finding(routed, bad)
         assert named is None or named in found["detail"]
 
@@ -129,16 +129,16 @@ async def test_what_makes_no_sense_costs_that_worker_alone(answers: dict[str, An
     ],
     ids=["rank", "huge", "nan", "long", "tokens"],
 )
-async def test_senseless_metrics_cost_that_worker_alone(metrics: bytes) -> None:
-    async with beside_a_good_one({"/metrics": metrics}, fleet={"metrics_interval": 0.05}) as (routed, bad):
+async def test_invalid_metrics_affect_only_their_worker(metrics: bytes) -> None:
+    async with with_healthy_worker({"/metrics": metrics}, fleet={"metrics_interval": 0.05}) as (routed, bad):
         await asyncio.sleep(0.3)  # a few scrapes
-        await serves(routed)
+        await check_serves(routed)
         (asked,) = (worker for worker in await routed.workers() if worker["worker"] == bad)
         assert asked["up"]
 
 
-async def test_no_question_of_ours_follows_a_redirect() -> None:
-    """A prompt that a worker should tokenize, and a reset, go nowhere else."""
+async def test_requests_to_workers_follow_no_redirects() -> None:
+    """A prompt to tokenize and a reset are sent to the worker alone."""
 
     async def redirect(exchange: Exchange) -> None:
         if exchange.target == "/v1/models":
@@ -152,7 +152,7 @@ async def test_no_question_of_ours_follows_a_redirect() -> None:
             await exchange.answer(b"", "307 Temporary Redirect", headers)
 
     async with scripted_worker() as elsewhere, scripted_worker(redirect) as worker:
-        worker.answers_questions = elsewhere.answers_questions = False
+        worker.answers_discovery = elsewhere.answers_discovery = False
         async with router(worker.url) as routed:
             await routed.call(PATH, {**BODY, "prompt": "a secret that nobody else should read"})
             reset = await routed.call("/reset_prefix_cache", b"", "POST")
@@ -163,8 +163,8 @@ async def test_no_question_of_ours_follows_a_redirect() -> None:
         assert elsewhere.exchanges == []
 
 
-async def test_an_answer_without_a_body_has_no_length(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever its worker says: a client would wait for what does not come."""
+async def test_bodiless_response_has_no_content_length(caplog: pytest.LogCaptureFixture) -> None:
+    """A client would wait for a body that a 204 or 304 response does not have."""
     status = ""
 
     async def script(exchange: Exchange) -> None:
@@ -203,7 +203,7 @@ async def test_an_answer_without_a_body_has_no_length(caplog: pytest.LogCaptureF
         "http://ⓛocalhost:80",
     ],
 )
-async def test_a_url_that_has_two_meanings_is_refused(empty: RouterUnderTest, url: str) -> None:
+async def test_ambiguous_url_is_refused(empty: RouterUnderTest, url: str) -> None:
     reply = await empty.call("/workers", {"url": url})
     assert (reply.status, reply.error["param"]) == (400, "url")
     assert await empty.workers() == []
@@ -225,8 +225,8 @@ ELSEWHERE = [
 
 
 @pytest.mark.parametrize("endpoint", [*ELSEWHERE, "ipc:///tmp/kv", "inproc://wake", "tcp://8.8.8.8:{port}"])
-async def test_an_endpoint_that_leads_elsewhere_is_refused(empty: RouterUnderTest, endpoint: str) -> None:
-    """At the door of `/register` and of `POST /workers`; nothing is connected to."""
+async def test_endpoint_with_foreign_address_is_refused(empty: RouterUnderTest, endpoint: str) -> None:
+    """`/register` and `POST /workers` refuse the endpoint, and connect to nothing."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         socket = context.socket(zmq.PUB)
@@ -252,14 +252,14 @@ async def empty() -> Any:
         yield routed
 
 
-async def test_a_name_is_checked_each_time_it_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that was allowed may later stand for an address that is not; it is not connected to then."""
-    stands_for = "127.0.0.1"
+async def test_resolved_address_is_checked_at_every_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that resolved to an allowed address may later resolve to a forbidden one."""
+    resolved_address = "127.0.0.1"
     loop = asyncio.get_running_loop()
     resolve = loop.getaddrinfo
 
     async def getaddrinfo(host: Any, port: Any, **options: Any) -> Any:
-        return await resolve(stands_for if host == "worker.test" else host, port, **options)
+        return await resolve(resolved_address if host == "worker.test" else host, port, **options)
 
     monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
 
@@ -272,25 +272,21 @@ async def test_a_name_is_checked_each_time_it_is_connected_to(monkeypatch: pytes
         url = worker.url.replace("127.0.0.1", "worker.test")
         assert (await routed.call("/workers", {"url": url})).status == 201
 
-        async def up() -> bool:
-            return any(each["up"] for each in await routed.workers())
-
-        await until(up)
+        await until(routed.workers, lambda workers: any(each["up"] for each in workers))
         assert (await routed.call(PATH, BODY)).status == 200
-        stands_for = "127.0.0.2"  # where nothing that listens on 127.0.0.1 answers, and nothing may be asked
+        resolved_address = "127.0.0.2"  # where nothing that listens on 127.0.0.1 answers, and nothing may be asked
         await worker.stop()
         await worker.start()
         reply = await routed.call(PATH, BODY)
         assert reply.status >= 500
         assert not any(exchange.target == PATH for exchange in worker.exchanges[1:])
 
-        async def refused() -> bool:
-            return any("allowed_networks" in (each.get("problem") or "") for each in await routed.workers())
+        await until(
+            routed.workers, lambda workers: any("allowed_networks" in (each.get("problem") or "") for each in workers)
+        )
 
-        await until(refused)
 
-
-# What a worker may answer instead of what is asked: any JSON, or what is nearly right.
+# Possible answers of a worker: any JSON, and nearly valid descriptions.
 scalars = st.one_of(
     st.none(),
     st.booleans(),
@@ -322,32 +318,32 @@ descriptions = st.fixed_dictionaries(
 )
 
 
-async def test_any_description_leaves_the_others_served() -> None:
+async def test_random_description_affects_only_its_worker() -> None:
     said: dict[str, Any] = {}
 
     async def script(exchange: Exchange) -> None:
-        await worker_that_says(said)(exchange)
+        await worker_describing(said)(exchange)
 
     async with scripted_worker(script) as bad, scripted_worker() as good:
-        bad.answers_questions = False
+        bad.answers_discovery = False
         quick = {"probe_interval": 0.01, "retry_interval": 0.01, "metrics_interval": 0.01, "failed_probes": 1}
         async with router(good.url, bad.url, fleet=quick) as routed:
             loop = asyncio.get_running_loop()
 
-            async def once(description: dict[str, Any]) -> None:
+            async def apply_description(description: dict[str, Any]) -> None:
                 said.clear()
                 said.update(description)
                 asked = len(bad.exchanges)
-                await until(lambda: _grown(bad, asked + 4))
-                await serves(routed, requests=1)
+                await until(lambda: _received(bad, asked + 4))
+                await check_serves(routed, requests=1)
 
             @given(descriptions)
             @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
             def run(description: dict[str, Any]) -> None:
-                asyncio.run_coroutine_threadsafe(once(description), loop).result(60)
+                asyncio.run_coroutine_threadsafe(apply_description(description), loop).result(60)
 
             await asyncio.to_thread(run)
 
 
-async def _grown(worker: ScriptedWorker, exchanges: int) -> bool:
+async def _received(worker: ScriptedWorker, exchanges: int) -> bool:
     return len(worker.exchanges) >= exchanges

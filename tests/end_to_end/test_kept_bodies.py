@@ -1,4 +1,4 @@
-"""Nothing of a request's body is kept once it is answered: not by its connection, nor as garbage that waits.
+"""A request's body is released once it is answered, by its connection and without the garbage collector.
 
 Garbage is looked for rarely (`router.server.memory`): what is part of a cycle would stay for thousands of requests.
 """
@@ -20,7 +20,7 @@ from scripted_worker import MODEL, Exchange, scripted_worker
 pytestmark = pytest.mark.anyio
 
 MARK = "kept" * 8
-ASKED = [
+REQUESTS = [
     ("/v1/completions", {"prompt": MARK * 2000}),
     ("/v1/completions", {"prompt": MARK * 20_000}),  # long ones are read in a thread
     ("/v1/completions", {"prompt": 1, "x": MARK * 20_000}),  # refused
@@ -30,7 +30,7 @@ ASKED = [
 
 
 def holders() -> list[str]:
-    """The types of what refers to a large part of such a body."""
+    """Return the types of the objects that refer to a large part of a request's body."""
     marks = (MARK, MARK.encode())
 
     def is_kept(held: object) -> bool:
@@ -40,7 +40,7 @@ def holders() -> list[str]:
     return [kind for kind in found if kind != "Exchange"]  # which is the worker's
 
 
-async def test_no_body_is_kept() -> None:
+async def test_router_keeps_no_body_after_response() -> None:
     async def forgetting(exchange: Exchange) -> None:
         exchange.body = b""
         await exchange.answer()
@@ -52,7 +52,7 @@ async def test_no_body_is_kept() -> None:
         gc.freeze()  # what is there already is not looked at
         gc.disable()
         try:
-            for path, fields in ASKED:
+            for path, fields in REQUESTS:
                 body = json.dumps({"model": MODEL, **fields}).encode()
                 reader, writer = await asyncio.open_connection(address.hostname, address.port)
                 opened.append(writer)
@@ -75,7 +75,7 @@ async def test_no_body_is_kept() -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.FULL_DUPLEX_STREAMED, Mode.BUFFERED], ids=["streamed", "buffered"])
-async def test_no_body_is_kept_by_the_picker(mode: int) -> None:
+async def test_picker_keeps_no_body_after_response(mode: int) -> None:
     body = json.dumps({"model": MODEL, "prompt": MARK * 2000}).encode()
     async with (
         scripted_worker() as worker,
@@ -90,15 +90,15 @@ async def test_no_body_is_kept_by_the_picker(mode: int) -> None:
                 stream = EnvoyStream(channel, mode)
                 await stream.head(PATH, JSON)
                 if mode == Mode.BUFFERED:
-                    await stream.hears()
+                    await stream.receive()
                 await stream.body(body)
-                await stream.hears()
+                await stream.receive()
                 if mode != Mode.BUFFERED:
-                    await stream.hears()
+                    await stream.receive()
                 if answered:
                     await stream.answer_head(200, STREAM)
-                    await stream.hears()
-                await stream.ends()
+                    await stream.receive()
+                await stream.finish()
             del stream
             await side.until_released()
             del body

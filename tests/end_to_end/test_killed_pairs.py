@@ -67,7 +67,7 @@ def prompts() -> Iterator[list[int]]:
 
 
 async def ask(front: RouterUnderTest, prompt: list[int], tokens: int) -> tuple[bool, str | None]:
-    """A streamed request: whether something of an answer came, and what went wrong."""
+    """Stream a completion, and return whether a part of it was received, and the error."""
     begun = False
     try:
         stream = await front.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=tokens, stream=True)
@@ -78,14 +78,11 @@ async def ask(front: RouterUnderTest, prompt: list[int], tokens: int) -> tuple[b
     return begun, None
 
 
-async def test_a_prefill_that_is_killed_loses_nothing(workers: Processes) -> None:
+async def test_killed_prefill_worker_loses_no_request(workers: Processes) -> None:
     pairs, front = workers.pairs, workers.front
     asking = [asyncio.create_task(ask(front, prompt, 8)) for prompt in prompts()]
 
-    async def computing() -> bool:
-        return await pairs.metric("vllm:num_requests_running", pairs.prefills[0]) > 0
-
-    await until(computing)
+    await until(lambda: pairs.metric("vllm:num_requests_running", pairs.prefills[0]), lambda value: value > 0)
     workers.kill(pairs.prefills[0])
     assert await asyncio.gather(*asking) == [(True, None)] * REQUESTS
     assert await pairs.metric("simulated:kv_pages_wrong_total") == 0
@@ -93,22 +90,21 @@ async def test_a_prefill_that_is_killed_loses_nothing(workers: Processes) -> Non
     await front.until_released()
 
 
-async def test_a_decode_that_is_killed_loses_only_what_it_had_begun(workers: Processes) -> None:
+async def test_killed_decode_worker_loses_only_started_streams(workers: Processes) -> None:
     pairs, front = workers.pairs, workers.front
     asking = [asyncio.create_task(ask(front, prompt, 60)) for prompt in prompts()]
 
-    async def decoding() -> bool:
-        return await pairs.metric("simulated:kv_transfers_received_total", pairs.decodes[0]) > 1
-
-    await until(decoding)
+    await until(
+        lambda: pairs.metric("simulated:kv_transfers_received_total", pairs.decodes[0]), lambda value: value > 1
+    )
     workers.kill(pairs.decodes[0])
     ended = await asyncio.gather(*asking)
     assert [error for begun, error in ended if not begun] == []
     assert sum(error is None for _, error in ended) > REQUESTS / 3
     assert await pairs.metric("simulated:kv_pages_wrong_total") == 0
     await front.until_released()
-    await pairs.until_nothing_is_left(LEASE_S + 10)  # some blocks nobody pulled
+    await pairs.until_nothing_is_left(LEASE_S + 10)  # some blocks were never pulled
 
 
-def test_the_demo() -> None:
+def test_disaggregated_demo_succeeds() -> None:
     assert run_disaggregated_demo(conversations=8)

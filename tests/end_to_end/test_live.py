@@ -1,4 +1,4 @@
-"""The state of a fleet as it is told to those who look on."""
+"""The feed of the live page: the state of a fleet, and its changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def worker() -> AsyncIterator[str]:
 
 
 async def updates(routed: RouterUnderTest, **options: Any) -> AsyncIterator[dict[str, Any]]:
-    """What `/live` tells, until the router ends it."""
+    """Yield the updates of `/live` until the router ends the stream."""
     async with routed.request("/live", **options) as response:
         assert response.status == 200
         assert response.content_type == "text/event-stream"
@@ -37,66 +37,68 @@ async def updates(routed: RouterUnderTest, **options: Any) -> AsyncIterator[dict
                 yield json.loads(line[6:])
 
 
-async def test_a_viewer_is_told_everything_and_then_what_changes(worker: str) -> None:
-    async with router(worker) as routed, aclosing(updates(routed)) as told, asyncio.timeout(60):
-        first = await anext(told)
+async def test_live_sends_snapshot_then_changes(worker: str) -> None:
+    async with router(worker) as routed, aclosing(updates(routed)) as feed, asyncio.timeout(60):
+        first = await anext(feed)
         assert {(row["worker"], row["dp_rank"]) for row in first["ranks"].values()} == {(worker, 0), (worker, 1)}
         assert {row["stream"] for row in first["ranks"].values()} <= {"live", "replaying", "connecting"}
         assert first["totals"]["up"] == 1
         answer = await routed.call("/v1/chat/completions", CHAT)
         held, requests, prefixes = 0, {}, []
-        while not (held and prefixes and all(seen["whole_ms"] for seen in requests.values()) and requests):
-            update = await anext(told)
+        while not (held and prefixes and all(request["whole_ms"] for request in requests.values()) and requests):
+            update = await anext(feed)
             held = held or sum(row["held"]["gpu"] for row in update["ranks"].values())
-            requests |= {seen["number"]: seen for seen in update["requests"]}
+            requests |= {request["number"]: request for request in update["requests"]}
             prefixes = update.get("prefixes") or prefixes
-        (seen,) = requests.values()
-        assert seen["worker"] == answer.worker
-        assert seen["tokens"] == answer.json()["usage"]["prompt_tokens"]
-        assert seen["first_byte_ms"] <= seen["whole_ms"]
+        (request,) = requests.values()
+        assert request["worker"] == answer.worker
+        assert request["tokens"] == answer.json()["usage"]["prompt_tokens"]
+        assert request["first_byte_ms"] <= request["whole_ms"]
         assert prefixes[0]["share"] == 1
-        assert "a prompt" not in json.dumps([seen, prefixes])
+        assert "a prompt" not in json.dumps([request, prefixes])
 
 
-async def seen(told: AsyncIterator[dict[str, Any]], condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+async def first_point(
+    feed: AsyncIterator[dict[str, Any]], condition: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
     """The first point of the series for which a condition holds."""
-    async for update in told:
+    async for update in feed:
         for point in update["series"]:
             if condition(point):
                 return point
     raise AssertionError("the feed ended")
 
 
-async def test_tokens_and_what_the_cache_saved_are_drawn(worker: str) -> None:
-    async with router(worker) as routed, aclosing(updates(routed)) as told, asyncio.timeout(60):
+async def test_live_series_has_tokens_and_cache_savings(worker: str) -> None:
+    async with router(worker) as routed, aclosing(updates(routed)) as feed, asyncio.timeout(60):
         for _ in range(2):
             await routed.call("/v1/chat/completions", CHAT)
-        point = await seen(told, lambda point: point["generated"])
+        point = await first_point(feed, lambda point: point["generated"])
         assert point["prompt"] > 0
         assert (point["errors"], point["refused"], point["retried"]) == (0, 0, 0)
         while True:  # what the second one found is in the index
             await routed.call("/v1/chat/completions", CHAT)
-            point = await seen(told, lambda point: point["requests"])
+            point = await first_point(feed, lambda point: point["requests"])
             if point["overlap"]:
                 break
         assert point["saved"] > 0
         assert await routed.metric("kvrouter_completion_tokens_total", model="simulated") >= 4
 
 
-async def test_refusals_are_drawn_and_a_model_without_workers_is_counted() -> None:
+async def test_live_series_has_refusals() -> None:
     async with running(SimulatedWorkerSettings()) as gone, router(gone) as routed:
         assert await routed.metric("kvrouter_model_workers", model="simulated") == 1
-        async with aclosing(updates(routed)) as told, asyncio.timeout(60):
+        async with aclosing(updates(routed)) as feed, asyncio.timeout(60):
             await routed.call("/workers/drain", {"url": gone})
             assert (await routed.call("/v1/chat/completions", CHAT)).status == 503
-            point = await seen(told, lambda point: point["refused"])
+            point = await first_point(feed, lambda point: point["refused"])
             assert point["errors"] == 0
 
 
-async def test_a_viewer_is_told_who_answers_and_what_is_wrong(worker: str) -> None:
-    async with router(worker, "http://127.0.0.1:9") as routed, aclosing(updates(routed)) as told, asyncio.timeout(60):
-        first = await anext(told)
-        health = (await routed.call("/health")).json()
+async def test_live_has_version_and_findings(worker: str) -> None:
+    async with router(worker, "http://127.0.0.1:9") as routed, aclosing(updates(routed)) as feed, asyncio.timeout(60):
+        first = await anext(feed)
+        health = await routed.health()
         assert {name: first["about"][name] for name in ("version", "core", "policy")} == {
             name: health[name] for name in ("version", "core", "policy")
         }
@@ -105,35 +107,35 @@ async def test_a_viewer_is_told_who_answers_and_what_is_wrong(worker: str) -> No
         assert [found["worker"] for found in first["findings"]] == ["http://127.0.0.1:9"]
 
 
-async def test_nothing_is_told_without_the_token(worker: str) -> None:
+async def test_live_needs_admin_token(worker: str) -> None:
     async with router(worker, server={"token": "admin"}) as routed:
         assert (await routed.call("/live")).status == 401
         assert (await routed.call("/ui")).status == 200
         headers = {"Authorization": "Bearer admin"}
-        async with aclosing(updates(routed, headers=headers)) as told, asyncio.timeout(60):
-            assert (await anext(told))["ranks"]
+        async with aclosing(updates(routed, headers=headers)) as feed, asyncio.timeout(60):
+            assert (await anext(feed))["ranks"]
 
 
-async def test_a_tenant_is_told_nothing(worker: str) -> None:
+async def test_live_is_closed_to_tenants(worker: str) -> None:
     tenants = {"named": {"one": {"keys": ["0" * 64]}}}
     async with router(worker, server={"token": "admin"}, tenants=tenants) as routed:
         assert (await routed.call("/ui")).status == 200
         assert (await routed.call("/live")).status == 401
 
 
-async def test_a_worker_that_is_gone_is_told_of(worker: str) -> None:
+async def test_live_reports_removed_worker(worker: str) -> None:
     started = running(SimulatedWorkerSettings())
-    async with started as other, router(worker) as routed, aclosing(updates(routed)) as told, asyncio.timeout(60):
+    async with started as other, router(worker) as routed, aclosing(updates(routed)) as feed, asyncio.timeout(60):
         assert await routed.call("/workers", {"url": other})
-        update = await anext(told)
+        update = await anext(feed)
         while not any(key.startswith(other) for key in update["ranks"]):
-            update = await anext(told)
+            update = await anext(feed)
         await routed.call(f"/workers?url={other}", method="DELETE")
         while not any(key.startswith(other) for key in update["gone"]):
-            update = await anext(told)
+            update = await anext(feed)
 
 
-async def test_only_so_many_may_look_on(worker: str) -> None:
+async def test_number_of_viewers_is_bounded(worker: str) -> None:
     async with router(worker) as routed, asyncio.timeout(60):
         viewers = [updates(routed) for _ in range(MAX_VIEWERS)]
         await asyncio.gather(*map(anext, viewers))
@@ -142,7 +144,7 @@ async def test_only_so_many_may_look_on(worker: str) -> None:
         await asyncio.gather(*(viewer.aclose() for viewer in viewers))
 
 
-async def test_viewers_do_not_hold_up_the_end(worker: str) -> None:
+async def test_viewers_do_not_delay_shutdown(worker: str) -> None:
     async with aiohttp.ClientSession() as session:
         async with router(worker) as routed:
             response = await session.get(f"{routed.url}/live")
@@ -150,7 +152,7 @@ async def test_viewers_do_not_hold_up_the_end(worker: str) -> None:
         assert await asyncio.wait_for(response.read(), 60) is not None
 
 
-async def test_the_page_loads_nothing_from_elsewhere(worker: str) -> None:
+async def test_page_loads_no_external_files(worker: str) -> None:
     async with router(worker) as routed:
         reply = await routed.call("/ui")
     page = reply.body.decode()

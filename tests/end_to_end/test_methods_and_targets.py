@@ -1,4 +1,4 @@
-"""Every method with every target and every credential: what reaches a worker is what the list of routes says."""
+"""Every method with every target and credential: only the listed routes reach a worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.auth import hashed_key
 
 pytestmark = pytest.mark.anyio
 
-OF_ENVOY = ["GET", "POST", "DELETE", "SLEEP"]
+ENVOY_METHODS = ["GET", "POST", "DELETE", "SLEEP"]
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "SLEEP"]
 TOKEN = "admin"
 CREDENTIALS = {"nobody": "", "tenant": "key-a", "operator": TOKEN}
@@ -57,11 +57,11 @@ REFUSED = [
 ]
 
 
-def expected(who: str, behind_envoy: bool = False) -> set[tuple[str, str]]:
-    """What of all that may reach a worker. `behind_envoy`: it reads the methods itself."""
-    if who == "nobody":
+def expected(caller: str, behind_envoy: bool = False) -> set[tuple[str, str]]:
+    """Return the methods and targets that may reach a worker. Behind Envoy, any method may."""
+    if caller == "nobody":
         return set()
-    if who == "tenant":
+    if caller == "tenant":
         return {("POST", target) for target in INFERENCE}
     listed = {(method, target) for target, methods in PASSED.items() for method in [*methods, "OPTIONS"]}
     listed |= {("HEAD", target) for method, target in listed if method == "GET"}
@@ -69,7 +69,7 @@ def expected(who: str, behind_envoy: bool = False) -> set[tuple[str, str]]:
     return listed | {(method, target) for target in UNKNOWN for method in methods}
 
 
-class Kept:
+class KeptConnection:
     """A connection that is kept as long as the router keeps it. One request after the other."""
 
     def __init__(self, url: str) -> None:
@@ -105,29 +105,29 @@ async def guarded() -> AsyncIterator[tuple[RouterUnderTest, ScriptedWorker]]:
             yield routed, worker
 
 
-async def test_a_worker_sees_what_the_list_says() -> None:
+async def test_router_forwards_exactly_the_listed_routes() -> None:
     async with guarded() as (routed, worker):
-        for who, key in CREDENTIALS.items():
-            kept = Kept(routed.url)
-            allowed = expected(who)
+        for caller, key in CREDENTIALS.items():
+            kept = KeptConnection(routed.url)
+            allowed = expected(caller)
             worker.exchanges.clear()
             for target in (*REFUSED, *OWN, *PASSED, *UNKNOWN):
                 for method in METHODS:
                     status = await kept.status(method, target, key)
                     if (method, target) in allowed:
-                        assert status == 200, (who, method, target)
+                        assert status == 200, (caller, method, target)
                     elif target in REFUSED:
-                        assert status == 400, (who, method, target)
+                        assert status == 400, (caller, method, target)
                     else:
-                        assert status < 500, (who, method, target)
+                        assert status < 500, (caller, method, target)
             await kept.close()
             seen = [(exchange.method, exchange.target) for exchange in worker.exchanges]
             assert len(seen) == len(set(seen))
             assert set(seen) == allowed
 
 
-async def test_a_gateway_is_sent_to_a_worker_by_the_same_list() -> None:
-    """The picker answers what is refused itself; what it lets through goes to the worker as it came."""
+async def test_picker_routes_exactly_the_listed_routes() -> None:
+    """The picker answers refused requests itself, and leaves all others unchanged."""
 
     async def asked(method: str, target: str, key: str, passes: bool) -> int:
         """The status of an answer of the picker's own; 0 where it names a worker."""
@@ -137,22 +137,26 @@ async def test_a_gateway_is_sent_to_a_worker_by_the_same_list() -> None:
         if passes:
             await stream.body(BODY.encode())
         async with asyncio.timeout(60):
-            heard = await stream.hears()
+            heard = await stream.receive()
             if passes and heard.HasField("request_headers"):
-                await stream.hears()  # its body
-        await stream.ends()
+                await stream.receive()  # its body
+        await stream.finish()
         return heard.immediate_response.status.code if heard.HasField("immediate_response") else 0
 
     async with scripted_worker() as worker:
         server = {"token": TOKEN}
         async with picker(worker.url, server=server, tenants=TENANTS) as (_, port), channel_to(port) as channel:
-            for (who, key), target in product(CREDENTIALS.items(), (*REFUSED, *PASSED, *UNKNOWN)):
-                allowed = expected(who, behind_envoy=True)
-                told = await asyncio.gather(
-                    *(asked(method, target, key, (method, target) in allowed) for method in OF_ENVOY)
+            for (caller, key), target in product(CREDENTIALS.items(), (*REFUSED, *PASSED, *UNKNOWN)):
+                allowed = expected(caller, behind_envoy=True)
+                statuses = await asyncio.gather(
+                    *(asked(method, target, key, (method, target) in allowed) for method in ENVOY_METHODS)
                 )
-                for method, status in zip(OF_ENVOY, told, strict=True):
+                for method, status in zip(ENVOY_METHODS, statuses, strict=True):
                     if (method, target) in allowed:
-                        assert status == 0, (who, method, target)
+                        assert status == 0, (caller, method, target)
                     else:
-                        assert status == 400 if target in REFUSED else status in (401, 403, 405), (who, method, target)
+                        assert status == 400 if target in REFUSED else status in (401, 403, 405), (
+                            caller,
+                            method,
+                            target,
+                        )

@@ -1,4 +1,4 @@
-"""Another model behind the URL and the name of a worker: told, and nothing of the old one expected any more."""
+"""A changed model behind the URL and name of a worker: a finding, and no prediction from the old model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = {"model": "m", "prompt": list(range(1, 400))}
 
 
 @pytest.mark.parametrize("other", [{"root": "/models/b"}, {"max_model_len": 2048}])
-async def test_it_is_told_and_what_was_sent_is_forgotten(other: dict[str, Any]) -> None:
+async def test_changed_model_is_a_finding_and_drops_sent_prefixes(other: dict[str, Any]) -> None:
     card = {"id": "m", "root": "/models/a", "max_model_len": 8192}
 
     async def script(exchange: Exchange) -> None:
@@ -27,11 +27,11 @@ async def test_it_is_told_and_what_was_sent_is_forgotten(other: dict[str, Any]) 
             await exchange.answer(b'{"choices": [], "usage": {"prompt_tokens": 399, "completion_tokens": 1}}')
 
     async with scripted_worker(script) as worker:
-        worker.answers_questions = False
+        worker.answers_discovery = False
         async with router(worker.url) as routed:
 
             async def found() -> list[dict[str, Any]]:
-                findings: list[dict[str, Any]] = (await routed.call("/health")).json()["findings"]
+                findings: list[dict[str, Any]] = await routed.findings()
                 return [each for each in findings if each["finding"] == "model_changed"]
 
             await routed.call("/v1/completions", PROMPT)
@@ -39,10 +39,7 @@ async def test_it_is_told_and_what_was_sent_is_forgotten(other: dict[str, Any]) 
             assert await found() == []
             card |= other
 
-            async def told() -> bool:
-                return bool(await found())
-
-            await until(told)
+            await until(found)
             (finding,) = await found()
             assert (finding["worker"], finding["model"]) == (worker.url, "m")
             assert str(next(iter(other.values()))) in finding["detail"]

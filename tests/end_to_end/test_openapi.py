@@ -74,7 +74,7 @@ OPERATIONS = [
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
-def test_whatever_is_sent_is_answered_as_documented(
+def test_generated_requests_are_answered_as_documented(
     document: Document, method: str, path: str, mode: GenerationMode
 ) -> None:
     @given(document.schema[path][method].as_strategy(generation_mode=mode))

@@ -1,4 +1,4 @@
-"""What gateways of the Inference Extension ask of a picker, and llm-d: objectives, rewrites, subsets, sidecars, TLS."""
+"""Features for gateways of the Inference Extension and llm-d: objectives, rewrites, subsets, sidecars and TLS."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 import trustme
 from envoy_client import DESTINATION, METHOD, EnvoyStream, Mode, headers, set_headers, streamed
 from grpc_call import channel_to
-from picker_under_test import BODY, JSON, PATH, STREAM, Asked, picker
-from router_under_test import RouterUnderTest, until
-from scripted_worker import MODEL, ScriptedWorker, scripted_worker
+from picker_under_test import BODY, JSON, PATH, STREAM, PickerUnderTest, picker
+from router_under_test import until
+from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker, scripted_workers
 
 from router.auth import hashed_key
 from router.fleet.kubernetes import ClusterAccess
@@ -42,11 +42,7 @@ async def worker() -> AsyncIterator[ScriptedWorker]:
 # Objectives
 
 
-async def _waiting(side: RouterUnderTest, number: int) -> bool:
-    return sum((await side.call("/health")).json()["queue"].values()) == number
-
-
-async def test_an_objective_with_a_higher_priority_goes_first(worker: ScriptedWorker) -> None:
+async def test_objective_with_higher_priority_is_routed_first(worker: ScriptedWorker) -> None:
     """InferenceObjectives count upwards, requests of engines downwards."""
     async with (
         picker(
@@ -56,26 +52,26 @@ async def test_an_objective_with_a_higher_priority_goes_first(worker: ScriptedWo
         ) as (side, port),
         channel_to(port) as channel,
     ):
-        asked = Asked(side, channel, [])
+        asked = PickerUnderTest(side, channel, [])
         first, _ = await asked.routed()
         waiting: dict[str, EnvoyStream] = {}
         for number, objective in enumerate(("batch", "unknown", "premium"), 1):
             stream = waiting[objective] = asked.stream()
             await stream.head(PATH, JSON, (OBJECTIVE, objective))
             await stream.body(BODY)
-            await until(lambda number=number: _waiting(side, number))  # type: ignore[misc]
+            await side.until_queued(number)
         before = first
         for objective in ("premium", "unknown", "batch"):
-            await before.ends()
-            mutation = (await waiting[objective].hears()).request_headers.response.header_mutation
+            await before.finish()
+            mutation = (await waiting[objective].receive()).request_headers.response.header_mutation
             assert OBJECTIVE in mutation.remove_headers
-            await waiting[objective].hears()
+            await waiting[objective].receive()
             before = waiting[objective]
-        await before.ends()
+        await before.finish()
         await side.until_released()
 
 
-async def test_the_clusters_objectives_go_before_those_of_the_settings() -> None:
+async def test_cluster_objectives_override_settings() -> None:
     objectives = Objectives({"a": 1, "b": 2})
     assert [objectives.priority(name) for name in "abc"] == [1, 2, None]
     await objectives.follow(
@@ -93,21 +89,21 @@ async def test_the_clusters_objectives_go_before_those_of_the_settings() -> None
 
 
 @pytest.mark.parametrize("group", ["inference.networking.x-k8s.io", "llm-d.ai"])
-async def test_inference_objectives_of_the_cluster_are_followed(
+async def test_inference_objectives_of_cluster_are_followed(
     worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch, group: str
 ) -> None:
     """A server that answers as Kubernetes' does: a list, and a watch that adds to it."""
-    asked_for: list[str] = []
+    targets: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         target = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
-        asked_for.append(target)
+        targets.append(target)
         head = b"HTTP/1.1 200 OK\r\nconnection: close\r\n"
         if "watch=1" in target:
             found = {"metadata": {"name": "premium", "resourceVersion": "2"}, "spec": {"priority": 3}}
             data = json.dumps({"type": "ADDED", "object": found}).encode() + b"\n"
             writer.write(head + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(data), data))
-            await reader.read()  # the watch goes on
+            await reader.read()  # the watch stays open
         else:
             data = json.dumps({"metadata": {"resourceVersion": "1"}, "items": []}).encode()
             writer.write(head + b"content-length: %d\r\n\r\n%b" % (len(data), data))
@@ -125,60 +121,54 @@ async def test_inference_objectives_of_the_cluster_are_followed(
             ) as (side, port),
             channel_to(port) as channel,
         ):
-            await until(lambda: _done(len(asked_for) > 1))
-            asked = Asked(side, channel, [])
+            await until(lambda: len(targets) > 1)
+            asked = PickerUnderTest(side, channel, [])
             first, _ = await asked.routed()
             usual, premium = asked.stream(), asked.stream()
             for number, (stream, more) in enumerate(((usual, ()), (premium, ((OBJECTIVE, "premium"),))), 1):
                 await stream.head(PATH, JSON, *more)
                 await stream.body(BODY)
-                await until(lambda number=number: _waiting(side, number))  # type: ignore[misc]
-            await first.ends()
-            await premium.hears()
-            await premium.hears()
-            await premium.ends()
-            await usual.hears()
-            await usual.hears()
-            await usual.ends()
+                await side.until_queued(number)
+            await first.finish()
+            await premium.receive()
+            await premium.receive()
+            await premium.finish()
+            await usual.receive()
+            await usual.receive()
+            await usual.finish()
         path = f"/apis/{group}/v1alpha2/namespaces/default/inferenceobjectives"
-        assert all(target.startswith(path) for target in asked_for)
-
-
-async def _done(value: bool) -> bool:
-    return value
+        assert all(target.startswith(path) for target in targets)
 
 
 # The model
 
 
 @pytest.mark.parametrize("mode", [Mode.FULL_DUPLEX_STREAMED, Mode.BUFFERED])
-async def test_a_model_is_rewritten_in_the_body(worker: ScriptedWorker, mode: int) -> None:
+async def test_model_is_rewritten_in_body(worker: ScriptedWorker, mode: int) -> None:
     async with picker(worker.url) as (side, port), channel_to(port) as channel:
-        stream = Asked(side, channel, []).stream(mode)
+        stream = PickerUnderTest(side, channel, []).stream(mode)
         asked = {"model": "public-name", "prompt": "some words", "nested": {"model": "untouched"}}
         await stream.head(PATH, JSON, (REWRITE, MODEL))
         if mode == Mode.BUFFERED:
-            await stream.hears()
+            await stream.receive()
         await stream.body(json.dumps(asked).encode())
-        head = await stream.hears()
+        head = await stream.receive()
         if mode == Mode.BUFFERED:
             common = head.request_body.response
             sent = common.body_mutation.body
         else:
             common = head.request_headers.response
-            sent, _ = streamed((await stream.hears()).request_body)
+            sent, _ = streamed((await stream.receive()).request_body)
         assert json.loads(sent) == asked | {"model": MODEL}
         assert set_headers(common.header_mutation)["content-length"] == str(len(sent))
         assert REWRITE in common.header_mutation.remove_headers
-        await stream.ends()
+        await stream.finish()
 
 
-async def test_a_body_that_cannot_be_rewritten_is_refused(worker: ScriptedWorker) -> None:
+async def test_body_that_cannot_be_rewritten_is_refused(worker: ScriptedWorker) -> None:
     async with picker(worker.url) as (side, port), channel_to(port) as channel:
-        stream = Asked(side, channel, []).stream()
-        await stream.head(PATH, JSON, (REWRITE, MODEL))
-        await stream.body(b"[1]")
-        answer = (await stream.hears()).immediate_response
+        stream = await PickerUnderTest(side, channel, []).sent(headers=[(REWRITE, MODEL)], body=b"[1]")
+        answer = (await stream.receive()).immediate_response
         assert answer.status.code == 400
         assert json.loads(answer.body)["error"]["message"]
 
@@ -186,57 +176,55 @@ async def test_a_body_that_cannot_be_rewritten_is_refused(worker: ScriptedWorker
 # Prefill and decode by llm-d's sidecar
 
 
-async def test_the_sidecar_hears_where_the_prefill_goes() -> None:
-    async with AsyncExitStack() as stack:
-        prefill, decode = [await stack.enter_async_context(scripted_worker()) for _ in range(2)]
+async def test_sidecar_receives_prefill_address() -> None:
+    async with scripted_worker() as prefill, scripted_worker() as decode:
         workers = [{"url": prefill.url, "role": "prefill"}, {"url": decode.url, "role": "decode"}]
         settings = {"workers": workers, "disaggregation": {"backend": "sidecar", "skip_tokens": 0}}
-        side, port = await stack.enter_async_context(picker(**settings))
-        channel = await stack.enter_async_context(channel_to(port))
-        request = Asked(side, channel, []).stream()
-        body = json.dumps({"model": MODEL, "prompt": "word " * 2000}).encode()
-        await request.head(PATH, JSON, (PREFILLER, "10.6.6.6:1"))
-        await request.body(body)
-        told = set_headers((await request.hears()).request_headers.response.header_mutation)
-        assert told[DESTINATION] == decode.url.removeprefix("http://")
-        assert told[PREFILLER] == prefill.url.removeprefix("http://")
-        await request.hears()
-        await request.answer_head(200, STREAM)
-        await request.hears()
-        await request.ends()
-        await side.until_released()
-        assert prefill.exchanges == []  # the sidecar asks it, not the picker
+        async with picker(**settings) as (side, port), channel_to(port) as channel:
+            request = PickerUnderTest(side, channel, []).stream()
+            body = json.dumps({"model": MODEL, "prompt": "word " * 2000}).encode()
+            await request.head(PATH, JSON, (PREFILLER, "10.6.6.6:1"))
+            await request.body(body)
+            routing_headers = set_headers((await request.receive()).request_headers.response.header_mutation)
+            assert routing_headers[DESTINATION] == decode.url.removeprefix("http://")
+            assert routing_headers[PREFILLER] == prefill.url.removeprefix("http://")
+            await request.receive()
+            await request.answer_head(200, STREAM)
+            await request.receive()
+            await request.finish()
+            await side.until_released()
+            assert prefill.exchanges == []  # the sidecar asks it, not the picker
 
 
 # Subsets
 
 
 @pytest.mark.parametrize("named", ["127.0.0.1", "127.0.0.1:1,127.0.0.1"])
-async def test_an_address_without_a_port_is_all_of_its_ports(worker: ScriptedWorker, named: str) -> None:
+async def test_subset_address_without_port_matches_all_ports(worker: ScriptedWorker, named: str) -> None:
     async with picker(worker.url) as (side, port), channel_to(port) as channel:
-        stream, endpoint = await Asked(side, channel, []).routed(subset=named)
+        stream, endpoint = await PickerUnderTest(side, channel, []).routed(subset=named)
         assert f"http://{endpoint}" == worker.url
-        await stream.ends()
+        await stream.finish()
 
 
 async def test_fallbacks_are_within_the_subset() -> None:
-    async with AsyncExitStack() as stack:
-        each = [await stack.enter_async_context(scripted_worker()) for _ in range(4)]
-        urls = [worker.url for worker in each]
-        side, port = await stack.enter_async_context(picker(*urls, picker={"fallbacks": 3}))
-        channel = await stack.enter_async_context(channel_to(port))
-        allowed = [url.removeprefix("http://") for url in urls[:2]]
+    async with (
+        scripted_workers(*[Exchange.answer] * 4) as each,
+        picker(*(worker.url for worker in each), picker={"fallbacks": 3}) as (side, port),
+        channel_to(port) as channel,
+    ):
+        allowed = [worker.url.removeprefix("http://") for worker in each[:2]]
         for _ in range(4):
-            stream, named = await Asked(side, channel, []).routed(subset=allowed)
+            stream, named = await PickerUnderTest(side, channel, []).routed(subset=allowed)
             assert sorted(named.split(",")) == sorted(allowed)
-            await stream.ends()
+            await stream.finish()
 
 
 # TLS
 
 
 class Pair:
-    """A certificate's files, and who issues them."""
+    """The files of a certificate, and the bytes of its authority."""
 
     def __init__(self, folder: Path) -> None:
         self.crt, self.key = folder / "crt", folder / "key"
@@ -249,19 +237,19 @@ class Pair:
         self.trusted = authority.cert_pem.bytes()
 
 
-async def test_a_certificate_that_is_rotated_is_used_without_a_restart(
+async def test_rotated_certificate_is_used_without_restart(
     worker: ScriptedWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls, "LOOK_SECONDS", 0.02)
     pair = Pair(tmp_path)
     section = {"certificate": pair.crt, "key": pair.key}
     async with picker(worker.url, picker=section) as (side, port), channel_to(port, pair.trusted) as before:
-        begun, _ = await Asked(side, before, []).routed()
+        begun, _ = await PickerUnderTest(side, before, []).routed()
         pair.key.write_bytes(b"half a rotation")
         await asyncio.sleep(0.1)
         async with channel_to(port, pair.trusted) as meanwhile:
-            stream, _ = await Asked(side, meanwhile, []).routed()
-            await stream.ends()
+            stream, _ = await PickerUnderTest(side, meanwhile, []).routed()
+            await stream.finish()
         pair.write(trustme.CA())
 
         async def served() -> bool:
@@ -270,15 +258,15 @@ async def test_a_certificate_that_is_rotated_is_used_without_a_restart(
                     await asyncio.to_thread(grpc.channel_ready_future(after).result, 0.5)
                 except grpc.FutureTimeoutError:
                     return False
-                stream, _ = await Asked(side, after, []).routed()
-                await stream.ends()
+                stream, _ = await PickerUnderTest(side, after, []).routed()
+                await stream.finish()
                 return True
 
         await until(served)
-        await begun.ends()  # what was connected stays so
+        await begun.finish()  # what was connected stays so
 
 
-async def test_a_peer_that_does_not_offer_http2_is_not_served(worker: ScriptedWorker, tmp_path: Path) -> None:
+async def test_tls_peer_without_http2_is_closed(worker: ScriptedWorker, tmp_path: Path) -> None:
     import ssl
 
     pair = Pair(tmp_path)
@@ -290,7 +278,7 @@ async def test_a_peer_that_does_not_offer_http2_is_not_served(worker: ScriptedWo
         await writer.wait_closed()
 
 
-async def test_a_certificate_that_cannot_be_read_is_named(worker: ScriptedWorker, tmp_path: Path) -> None:
+async def test_unreadable_certificate_is_named(worker: ScriptedWorker, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="crt"):
         async with picker(worker.url, picker={"certificate": tmp_path / "crt", "key": tmp_path / "key"}):
             pass
@@ -299,18 +287,18 @@ async def test_a_certificate_that_cannot_be_read_is_named(worker: ScriptedWorker
 # Bodies that are not sent
 
 
-async def test_by_load_alone_headers_are_enough(worker: ScriptedWorker) -> None:
+async def test_least_loaded_routes_by_headers_alone(worker: ScriptedWorker) -> None:
     unseen = {"policy": {"name": "least_loaded"}, "proxy": {"engine_fields": "pass"}}
     async with picker(worker.url, **unseen) as (side, port), channel_to(port) as channel:
-        stream = Asked(side, channel, []).stream(Mode.NONE)
+        stream = PickerUnderTest(side, channel, []).stream(Mode.NONE)
         await stream.head(PATH, JSON, ("content-length", "77"))
-        mutation = (await stream.hears()).request_headers.response.header_mutation
+        mutation = (await stream.receive()).request_headers.response.header_mutation
         assert f"http://{set_headers(mutation)[DESTINATION]}" == worker.url
         assert "content-length" not in {*set_headers(mutation), *mutation.remove_headers}
         assert await side.requests_in_flight() == 1
         await stream.answer_head(200, STREAM)
-        await stream.hears()
-        await stream.ends()
+        await stream.receive()
+        await stream.finish()
         await side.until_released()
 
 
@@ -327,7 +315,7 @@ _BY_LOAD = {"policy": {"name": "least_loaded"}}
         ([{}], _BY_LOAD | {"tenants": {"named": {"a": {"keys": [hashed_key("k")]}}}}, b"tenants"),
     ],
 )
-async def test_without_bodies_what_needs_them_is_refused(
+async def test_settings_that_need_bodies_refuse_requests_without(
     workers: list[dict[str, str]], sections: dict[str, Any], why: bytes
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -335,9 +323,9 @@ async def test_without_bodies_what_needs_them_is_refused(
         server = {"server": {"token": "admin"}} if "tenants" in sections else {}
         side, port = await stack.enter_async_context(picker(workers=settings, **server, **sections))
         channel = await stack.enter_async_context(channel_to(port))
-        stream = Asked(side, channel, []).stream(Mode.NONE)
+        stream = PickerUnderTest(side, channel, []).stream(Mode.NONE)
         await stream.head(PATH, JSON, ("authorization", "Bearer k"))
-        answer = (await stream.hears()).immediate_response
+        answer = (await stream.receive()).immediate_response
         assert answer.status.code == 500
         assert why in answer.body
 
@@ -353,7 +341,7 @@ class Connection:
         windows = frames.settings({frames.INITIAL_WINDOW_SIZE: 2**20}) + frames.window_update(0, 2**30)
         writer.write(frames.PREFACE + windows)
 
-    def tell(self, stream: int, flags: int = 0, **message: Any) -> None:
+    def send(self, stream: int, flags: int = 0, **message: Any) -> None:
         data = pb.ProcessingRequest(**message).SerializeToString() if message else b""
         prefix = len(data).to_bytes(5, "big") if message else b""
         self._writer.write(frames.frame(frames.DATA, flags, stream, prefix + data))
@@ -361,7 +349,7 @@ class Connection:
     def write(self, data: bytes) -> None:
         self._writer.write(data)
 
-    async def taken(self) -> None:
+    async def acknowledged(self) -> None:
         """All that was sent has been taken, and what it led to is here."""
         self._writer.write(frames.frame(frames.PING, 0, 0, bytes(8)))
         async with asyncio.timeout(60):
@@ -373,7 +361,7 @@ class Connection:
                 assert kind != frames.GOAWAY or payload[4:8] == bytes(4), payload
 
 
-async def test_two_thousand_requests_in_flight_leave_nothing(worker: ScriptedWorker) -> None:
+async def test_two_thousand_requests_release_all_load(worker: ScriptedWorker) -> None:
     """On a few connections: bodies that come in parts, resets at every point, and a goaway in the middle."""
     number, few = 2000, 4
     async with AsyncExitStack() as stack:
@@ -388,8 +376,8 @@ async def test_two_thousand_requests_in_flight_leave_nothing(worker: ScriptedWor
         )
         modes = pb.ProtocolConfiguration(request_body_mode=Mode.FULL_DUPLEX_STREAMED)
 
-        async def all_taken() -> None:
-            await asyncio.gather(*(connection.taken() for connection in connections))
+        async def all_acknowledged() -> None:
+            await asyncio.gather(*(connection.acknowledged() for connection in connections))
 
         def leave(group: list[tuple[Connection, int]]) -> None:
             for connection, stream in group:
@@ -398,25 +386,21 @@ async def test_two_thousand_requests_in_flight_leave_nothing(worker: ScriptedWor
         for connection, stream in requests:
             connection.write(frames.frame(frames.HEADERS, frames.END_HEADERS, stream, block))
             head = headers([(":method", "POST"), (":path", PATH), JSON])
-            connection.tell(stream, request_headers=head, protocol_config=modes)
-            connection.tell(stream, request_body=pb.HttpBody(body=BODY[:10]))
-        await all_taken()
+            connection.send(stream, request_headers=head, protocol_config=modes)
+            connection.send(stream, request_body=pb.HttpBody(body=BODY[:10]))
+        await all_acknowledged()
         leave(requests[: number // 4])
         connections[0].write(frames.goaway(0, frames.NO_ERROR))
         for connection, stream in requests[number // 4 :]:
-            connection.tell(stream, request_body=pb.HttpBody(body=BODY[10:], end_of_stream=True))
-        await all_taken()
-        await until(lambda: _in_flight(side, number * 3 // 4))
+            connection.send(stream, request_body=pb.HttpBody(body=BODY[10:], end_of_stream=True))
+        await all_acknowledged()
+        await until(side.requests_in_flight, lambda count: count == number * 3 // 4)
         leave(requests[number // 4 : number // 2])
         for connection, stream in requests[number // 2 :]:
-            connection.tell(stream, response_headers=headers([(":status", "200"), STREAM]))
-        await all_taken()
-        await until(lambda: _in_flight(side, number // 2))
+            connection.send(stream, response_headers=headers([(":status", "200"), STREAM]))
+        await all_acknowledged()
+        await until(side.requests_in_flight, lambda count: count == number // 2)
         leave(requests[number // 2 : number * 3 // 4])
         for connection, stream in requests[number * 3 // 4 :]:
-            connection.tell(stream, frames.END_STREAM)
+            connection.send(stream, frames.END_STREAM)
         await side.until_released()
-
-
-async def _in_flight(side: RouterUnderTest, number: int) -> bool:
-    return await side.requests_in_flight() == number

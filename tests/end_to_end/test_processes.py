@@ -1,4 +1,4 @@
-"""`kvrouter serve --processes 2`: one port, one answer whoever is asked, and a process that dies is replaced."""
+"""`kvrouter serve --processes 2`: one port, the same answers from both processes, and a replacement of a dead one."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def two() -> Iterator[TwoProcesses]:
             yield TwoProcesses(router, router.wait_until_listening(), urls)
 
 
-def test_both_serve_and_every_figure_says_whose_it_is(two: TwoProcesses) -> None:
+def test_both_processes_serve_and_label_their_metrics(two: TwoProcesses) -> None:
     def both_served() -> bool:
         two.complete()
         served = [labels["process"] for name, labels, value in two.metrics() if name == "kvrouter_requests_total"]
@@ -88,7 +88,7 @@ def test_both_serve_and_every_figure_says_whose_it_is(two: TwoProcesses) -> None
     assert two.call("/health")["processes"] == {"running": 2, "of": 2}
 
 
-def test_changes_reach_all_and_a_process_that_takes_the_place_of_a_dead_one(two: TwoProcesses) -> None:
+def test_changes_reach_all_processes_and_a_replacement(two: TwoProcesses) -> None:
     added = two.workers[1]
     two.call("/workers", {"url": added})
     assert all(seen(two) == {"http" + each[4:] for each in two.workers} for _ in range(8))
@@ -126,7 +126,7 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def test_a_recording_has_the_requests_of_all_processes(two: TwoProcesses) -> None:
+def test_recording_has_requests_of_all_processes(two: TwoProcesses) -> None:
     lines: list[dict[str, Any]] = []
 
     def listen() -> None:
@@ -146,15 +146,15 @@ def test_a_recording_has_the_requests_of_all_processes(two: TwoProcesses) -> Non
         until(lambda: bool(lines))
 
         def all_of_both() -> bool:
-            """Of some requests every one is told, and both processes had some of them."""
-            told, before = len(recorded()), two.figures("kvrouter_requests_total")
+            """Return whether both processes served some of eight requests, and all eight were recorded."""
+            recorded_before, before = len(recorded()), two.figures("kvrouter_requests_total")
             for _ in range(8):
                 two.complete()
             after = two.figures("kvrouter_requests_total")
             with suppress(AssertionError):
-                until(lambda: len(recorded()) == told + 8, seconds=1)
+                until(lambda: len(recorded()) == recorded_before + 8, seconds=1)
             both = len(after) == 2 and all(after[process] > before.get(process, 0) for process in after)
-            return both and len(recorded()) == told + 8
+            return both and len(recorded()) == recorded_before + 8
 
         until(all_of_both)
     finally:

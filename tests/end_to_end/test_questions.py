@@ -167,7 +167,7 @@ def hold(indexer: Indexer) -> None:
 
 
 @pytest.mark.parametrize("name", SENT)
-async def test_router_and_index_answer_alike(both: tuple[str, str], name: str) -> None:
+async def test_router_and_indexer_answer_alike(both: tuple[str, str], name: str) -> None:
     router, index = [await answers(url, SENT[name]) for url in both]
     assert router  # something was answered
     for of_router, of_index in zip(router, index, strict=True):
@@ -177,7 +177,7 @@ async def test_router_and_index_answer_alike(both: tuple[str, str], name: str) -
             assert of_router == of_index
 
 
-async def test_what_is_held_is_told(both: tuple[str, str]) -> None:
+async def test_match_returns_held_tokens(both: tuple[str, str]) -> None:
     for url in both:
         held, again, match, last = await answers(url, [question(ASKED), question(ASKED), question(ASKED, "/match")])
         for answer in (held, again):
@@ -187,8 +187,8 @@ async def test_what_is_held_is_told(both: tuple[str, str]) -> None:
         assert last[0] == b"HTTP/1.1 405 Method Not Allowed"
 
 
-async def test_a_client_that_sends_nothing_more_gets_what_it_asked_for(both: tuple[str, str]) -> None:
-    """Of a body whose check takes a thread, so that the answer comes after the end."""
+async def test_half_closed_client_receives_response(both: tuple[str, str]) -> None:
+    """The body is checked in a thread, so that the response is sent after the end of the client's data."""
     for url in both:
         for body in (BODIES["long, spaces"], BODIES["too many values"]):
             ((first, _, _),) = await answers(url, [question(body)], half_close=True)
@@ -199,7 +199,7 @@ _BY_CHANCE = {"date", "x-request-id"}
 
 
 async def answers(url: str, sent: Sequence[bytes | tuple[bytes, ...]], half_close: bool = False) -> list[Answer]:
-    """What is answered on a connection, interim responses apart. A last request ends it, or the end of what is sent."""
+    """Return the final responses on a connection, which a last request or the client's half-close ends."""
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     found: list[Answer] = []
@@ -234,7 +234,7 @@ async def _answer(reader: asyncio.StreamReader, bodiless: bool = False) -> Answe
     return first, {name: value for name, value in headers.items() if name not in _BY_CHANCE or value == "mine"}, body
 
 
-# A connection without a socket: what it is sent comes at once, and what it does is seen
+# A connection without a socket, which is called directly
 
 
 class Transport(asyncio.Transport):
@@ -291,14 +291,14 @@ def unread(_: bytes) -> MatchQuery:
 OK = b"HTTP/1.1 200 OK"
 
 
-async def turns(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     """Let the loop go round until a condition holds."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - the condition is another's
             await asyncio.sleep(0)
 
 
-async def test_of_many_questions_at_once_each_waits_for_other_connections() -> None:
+async def test_pipelined_questions_yield_to_other_connections() -> None:
     with connected(unread) as (protocol, transport):
         protocol.data_received(question(ASKED) * 20)
         assert transport.statuses == [OK]
@@ -311,7 +311,7 @@ async def test_of_many_questions_at_once_each_waits_for_other_connections() -> N
         assert transport.reads
 
 
-async def test_who_does_not_read_is_answered_nothing_more() -> None:
+async def test_paused_client_receives_no_more_responses() -> None:
     with connected(unread) as (protocol, transport):
         protocol.data_received(question(ASKED))
         protocol.pause_writing()
@@ -321,57 +321,57 @@ async def test_who_does_not_read_is_answered_nothing_more() -> None:
             await asyncio.sleep(0)
         assert len(transport.written) == 1
         protocol.resume_writing()
-        await turns(lambda: len(transport.written) == 4)
+        await until(lambda: len(transport.written) == 4)
         assert transport.statuses == [OK] * 4
         assert transport.reads
 
 
 @pytest.mark.parametrize("later", [False, True])
-async def test_a_mistake_of_ours_is_answered_and_no_more(later: bool) -> None:
+async def test_internal_error_is_500_and_keeps_connection(later: bool) -> None:
     async def read(_: bytes) -> MatchQuery:
         raise NotImplementedError
 
     with connected(read if later else unread) as (protocol, transport):
         protocol.data_received(question(ASKED, "/match"))
-        await turns(lambda: bool(transport.written))
+        await until(lambda: bool(transport.written))
         assert transport.statuses == [b"HTTP/1.1 500 Internal Server Error"]
         assert b"This is a bug" in transport.written[0]
         protocol.data_received(question(ASKED))
-        await turns(lambda: len(transport.written) == 2)
+        await until(lambda: len(transport.written) == 2)
         assert transport.statuses[1] == OK
 
 
-async def test_a_question_in_flight_is_answered_when_the_server_stops() -> None:
+async def test_question_in_flight_is_answered_during_shutdown() -> None:
     read = asyncio.Event()
 
-    async def in_a_while(_: bytes) -> MatchQuery:
+    async def delayed_read(_: bytes) -> MatchQuery:
         await read.wait()
         return MatchQuery("m", HELD)
 
-    with connected(in_a_while) as (protocol, transport):
+    with connected(delayed_read) as (protocol, transport):
         protocol.data_received(question(ASKED, "/match"))
         protocol.shutdown()
         assert not transport.closing
         read.set()
-        await turns(lambda: bool(transport.written))
+        await until(lambda: bool(transport.written))
         assert transport.statuses == [OK]
         assert b"connection: close" in transport.written[0]
         assert transport.closing
 
 
-async def test_what_is_asked_by_a_client_that_leaves_is_not_gone_on_with() -> None:
+async def test_disconnect_cancels_question() -> None:
     left: list[str] = []
 
-    async def in_a_while(_: bytes) -> MatchQuery:
+    async def delayed_read(_: bytes) -> MatchQuery:
         try:
             await asyncio.Event().wait()
         finally:
             left.append("cancelled")
         raise AssertionError
 
-    with connected(in_a_while) as (protocol, transport):
+    with connected(delayed_read) as (protocol, transport):
         protocol.data_received(question(ASKED, "/match"))
         await asyncio.sleep(0)
         protocol.connection_lost(None)
-        await turns(lambda: bool(left))
+        await until(lambda: bool(left))
         assert not transport.written

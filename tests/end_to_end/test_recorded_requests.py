@@ -44,7 +44,7 @@ def chat(*messages: str, **fields: Any) -> dict[str, Any]:
 async def recorded(
     routed: RouterUnderTest, output: Path, *bodies: dict[str, Any], block_tokens: int = 64
 ) -> tuple[RecordedRequests, list[TraceLine]]:
-    """What a recording holds of some requests, one after the other."""
+    """Record requests that are sent one after the other, and return the recording and its lines."""
     begun, stopped = asyncio.Event(), asyncio.Event()
     recording = asyncio.create_task(record_requests(routed.url, "", output, block_tokens, stopped, begun.set))
     await asyncio.wait_for(begun.wait(), 60)
@@ -61,7 +61,7 @@ async def told(routed: RouterUnderTest, query: str = "") -> AsyncIterator[dict[s
             yield json.loads(line)
 
 
-async def test_ids_share_prefixes_as_the_prompts_do(worker: str, routed: RouterUnderTest, tmp_path: Path) -> None:
+async def test_hash_ids_share_prefixes_of_prompts(worker: str, routed: RouterUnderTest, tmp_path: Path) -> None:
     bodies = [
         chat(SYSTEM, "first question"),
         chat(SYSTEM, "first question", "an answer", "and another one"),
@@ -83,7 +83,7 @@ async def test_ids_share_prefixes_as_the_prompts_do(worker: str, routed: RouterU
     assert not any(line.failed for line in lines)
 
 
-async def test_nothing_of_a_prompt_is_in_a_trace(routed: RouterUnderTest, tmp_path: Path) -> None:
+async def test_trace_contains_no_prompt_text(routed: RouterUnderTest, tmp_path: Path) -> None:
     """Two recordings of the same requests have no hash in common either: each has a key of its own."""
     seen: list[set[int]] = []
     for number in range(2):
@@ -104,7 +104,7 @@ async def test_nothing_of_a_prompt_is_in_a_trace(routed: RouterUnderTest, tmp_pa
     assert not any(word in text for word in ("secret", "keeper", "question", "somebody"))
 
 
-async def test_a_policy_that_looks_at_no_prompts_does_while_somebody_records(worker: str, tmp_path: Path) -> None:
+async def test_recording_hashes_prompts_under_round_robin(worker: str, tmp_path: Path) -> None:
     async with router(worker, policy={"name": "round_robin"}) as routed:
         _, lines = await recorded(routed, tmp_path / "trace.jsonl", chat(SYSTEM, "a question"))
         assert lines[0].hash_ids
@@ -112,7 +112,7 @@ async def test_a_policy_that_looks_at_no_prompts_does_while_somebody_records(wor
         assert reply.overlap == 0
 
 
-async def test_what_fails_is_told(routed: RouterUnderTest, tmp_path: Path) -> None:
+async def test_failed_requests_are_recorded(routed: RouterUnderTest, tmp_path: Path) -> None:
     asked = [chat(SYSTEM, "refused", max_tokens=-1), chat(SYSTEM, "fine")]
     result, lines = await recorded(routed, tmp_path / "trace.jsonl", *asked, block_tokens=512)
     assert [line.failed for line in lines] == [True, False]
@@ -120,7 +120,7 @@ async def test_what_fails_is_told(routed: RouterUnderTest, tmp_path: Path) -> No
     assert "recorded 2 requests" in result.summary(tmp_path)[0]
 
 
-async def test_who_may_record(worker: str, tmp_path: Path) -> None:
+async def test_recording_needs_token_and_new_file(worker: str, tmp_path: Path) -> None:
     async with router(worker, server={"token": "admin"}) as routed:
         stopped = asyncio.Event()
         with pytest.raises(RecordingError, match="--token"):
@@ -133,7 +133,7 @@ async def test_who_may_record(worker: str, tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text() == "of another day"
 
 
-async def test_only_so_many_may_record_and_none_holds_up_the_end(worker: str, tmp_path: Path) -> None:
+async def test_number_of_recordings_is_bounded_and_shutdown_ends_them(worker: str, tmp_path: Path) -> None:
     async with router(worker) as routed:
         listeners = [told(routed) for _ in range(MAX_LISTENERS)]
         await asyncio.gather(*map(anext, listeners))

@@ -5,30 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from router_under_test import router
+from simulated_workers import simulated_workers
 from typer.testing import CliRunner
 
 from kvrouter.cli import app
 from kvrouter.tools.traces.live import LiveTarget, ReplayError, replay_live
 from kvrouter.tools.traces.results import Run
 from simulator.fleet.trace import Trace, TraceLine
-from simulator.worker import SimulatedWorkerSettings
-from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 
 BLOCK = 64
-FAST = SimulatedWorkerSettings(prefill_s_per_token=1e-6, base_step_s=0.001)
 
 
 @pytest.fixture(scope="module")
 async def workers() -> AsyncIterator[list[str]]:
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(running(FAST)) for _ in range(2)]
+    async with simulated_workers(2, prefill_s_per_token=1e-6) as urls:
+        yield urls
 
 
 def trace(*, conversations: int = 4, turns: int = 3, apart: float = 150.0) -> Trace:
@@ -48,14 +45,14 @@ def target(url: str, label: str = "router", **changes: object) -> LiveTarget:
 
 
 async def replayed(workers: list[str], live: LiveTarget | None = None, **sections: object) -> tuple[Run, int]:
-    """A replay through a router in front of these workers, and how often it told of progress."""
+    """Replay the trace through a router, and return the run and the number of its progress calls."""
     told: list[None] = []
     async with router(*workers, **sections) as routed:
         run = await replay_live(trace(), live or target(routed.url), lambda: told.append(None))
     return run, len(told)
 
 
-async def test_prompts_share_prefixes_as_the_trace_says(workers: list[str]) -> None:
+async def test_replayed_prompts_share_prefixes_of_trace(workers: list[str]) -> None:
     run, told = await replayed(workers)
     assert told == len(run.answers) == 12
     assert run.errors() == []
@@ -69,7 +66,7 @@ async def test_prompts_share_prefixes_as_the_trace_says(workers: list[str]) -> N
     assert sum(run.busy_seconds().values()) == pytest.approx(sum(answer.seconds for answer in run.answers))
 
 
-async def test_each_router_gets_prompts_of_its_own(workers: list[str]) -> None:
+async def test_routers_receive_different_prompts(workers: list[str]) -> None:
     async with router(workers[0]) as routed:
         runs = [
             await replay_live(trace(turns=1), target(routed.url, label), lambda: None)
@@ -80,7 +77,7 @@ async def test_each_router_gets_prompts_of_its_own(workers: list[str]) -> None:
     assert again
 
 
-async def test_a_server_that_takes_text_only(workers: list[str]) -> None:
+async def test_text_is_sent_to_server_without_token_ids(workers: list[str]) -> None:
     from aiohttp import ClientSession, web
 
     async def complete(request: web.Request) -> web.StreamResponse:
@@ -111,7 +108,7 @@ async def test_a_server_that_takes_text_only(workers: list[str]) -> None:
     assert all(0.7 < answer.prompt_tokens / line.input_length < 1.5 for answer, line in lengths)
 
 
-async def test_what_is_refused_is_told(workers: list[str]) -> None:
+async def test_refusals_and_unreachable_routers_are_reported(workers: list[str]) -> None:
     too_long = Trace([TraceLine(0, 100_000, 1, list(range(196))), *trace(turns=1).lines])
     async with router(*workers) as routed:
         run = await replay_live(too_long, target(routed.url), lambda: None)
@@ -123,7 +120,7 @@ async def test_what_is_refused_is_told(workers: list[str]) -> None:
         await replay_live(trace(), target("http://127.0.0.1:9"), lambda: None)
 
 
-async def test_the_command_compares_two_routers(workers: list[str], tmp_path: Path) -> None:
+async def test_command_compares_two_routers(workers: list[str], tmp_path: Path) -> None:
     path, page, results = tmp_path / "trace.jsonl", tmp_path / "report.html", tmp_path / "results.json"
     lines = [
         {"timestamp": line.timestamp, "input_length": 500, "output_length": 2, "hash_ids": line.hash_ids[:1]}

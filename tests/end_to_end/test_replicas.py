@@ -42,7 +42,7 @@ def redis() -> Iterator[RedisServer]:
 
 
 class Replica:
-    """What one router shares, without the rest of it."""
+    """The load sharing of one router, without the router."""
 
     def __init__(self, url: str, prefix: str = "kvrouter") -> None:
         self.table = LoadTable()
@@ -77,7 +77,7 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_replicas_see_each_other_and_one_that_leaves_or_dies_is_forgotten(redis: RedisServer) -> None:
+def test_replicas_share_load_and_forget_stopped_ones(redis: RedisServer) -> None:
     async def play() -> None:
         async with replicas(redis.url, redis.url, redis.url) as (one, two, three):
             held = Reservation(one.table.of("w", 0), 5, 10)
@@ -98,7 +98,7 @@ def test_replicas_see_each_other_and_one_that_leaves_or_dies_is_forgotten(redis:
     asyncio.run(play())
 
 
-def test_fleets_with_other_prefixes_are_strangers(redis: RedisServer) -> None:
+def test_prefixes_separate_fleets(redis: RedisServer) -> None:
     async def play() -> None:
         async with (
             replicas(redis.url, redis.url, prefix="blue") as (one, two),
@@ -111,7 +111,7 @@ def test_fleets_with_other_prefixes_are_strangers(redis: RedisServer) -> None:
     asyncio.run(play())
 
 
-def test_a_redis_that_dies_or_hangs_is_told_and_taken_back(redis: RedisServer) -> None:
+def test_lost_redis_is_reported_and_reconnected(redis: RedisServer) -> None:
     async def play() -> None:
         async with replicas(redis.url, redis.url) as (one, two):
             Reservation(one.table.of("w", 0), 5, 10)
@@ -130,13 +130,13 @@ def test_a_redis_that_dies_or_hangs_is_told_and_taken_back(redis: RedisServer) -
     asyncio.run(play())
 
 
-def test_passwords() -> None:
+def test_redis_password_is_used() -> None:
     with RedisServer(["--requirepass", "secret"]) as server:
         place = f"127.0.0.1:{server.port}/0"
         asyncio.run(share(f"redis://:secret@{place}", f"redis://:secret2@{place}", "invalid"))
 
 
-def test_tls(tmp_path: Path) -> None:
+def test_redis_tls_is_verified(tmp_path: Path) -> None:
     if not has_tls():
         pytest.skip("this Redis was built without TLS: install one that has it")
     authority = trustme.CA()
@@ -163,8 +163,11 @@ async def share(good: str, bad: str, why: str) -> None:
 
 
 def test_requests_survive_a_rolling_restart_under_load(redis: RedisServer, tmp_path: Path) -> None:
-    """Clients ask whoever says that it is ready, as a Kubernetes service has them do. Both routers are replaced while
-    streams are open: none breaks, nothing is refused, and the new one begins with the other's index."""
+    """Both routers are replaced while streams are open.
+
+    Clients use ready routers only, like clients of a Kubernetes service. No stream breaks, no request is refused, and a
+    new router starts with the index of a peer.
+    """
     config = tmp_path / "config.yaml"
 
     async def play() -> None:
@@ -230,7 +233,7 @@ class Pool:
         return list(self._routers)[-1]
 
     async def watch(self, session: aiohttp.ClientSession) -> None:
-        """Ask all for their readiness, as probes do: a router that is told to end is noticed late."""
+        """Poll the readiness of all routers, like probes, which detect a stopping router late."""
         while True:
             ready = []
             for url in list(self._routers):
@@ -244,7 +247,7 @@ class Pool:
 async def client(
     session: aiohttp.ClientSession, pool: Pool, stopped: asyncio.Event, tokens: int
 ) -> list[tuple[str, str]]:
-    """Stream one answer after the other; what was wrong with each, and who answered."""
+    """Stream one answer after the other, and return the problem and the router of each."""
     answers = []
     number = 0
     while not stopped.is_set():

@@ -20,7 +20,7 @@ async def served(exchange: Exchange) -> None:
 
 
 @pytest.mark.parametrize("root_path", ["/llm", "/a/b/"])
-async def test_paths_may_begin_with_the_root_path(root_path: str) -> None:
+async def test_root_path_is_removed_from_paths(root_path: str) -> None:
     server = {"root_path": root_path}
     async with scripted_worker(served) as worker, router(worker.url, server=server) as routed:
         root = root_path.rstrip("/")
@@ -47,7 +47,7 @@ async def preflight(routed: RouterUnderTest, origin: str, path: str = "/v1/chat/
 KEY = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of "secret"
 
 
-async def test_pages_of_listed_origins_may_ask() -> None:
+async def test_listed_origins_are_allowed() -> None:
     server = {"cors_origins": [PAGE], "token": "t"}
     tenants = {"named": {"a": {"keys": [KEY]}}}
     async with scripted_worker(served) as worker, router(worker.url, server=server, tenants=tenants) as routed:
@@ -75,7 +75,7 @@ async def test_pages_of_listed_origins_may_ask() -> None:
         assert (reply.status, reply.error["code"]) == (403, "cross_site")
 
 
-async def test_without_origins_there_is_no_such_header() -> None:
+async def test_cors_headers_are_absent_without_origins() -> None:
     async with scripted_worker(served) as worker, router(worker.url) as routed:
         reply = await routed.call("/v1/completions", BODY, headers={"origin": PAGE})
         assert "access-control-allow-origin" not in reply.headers

@@ -1,4 +1,4 @@
-"""What those who operate a router see of it: metrics, health, readiness, request ids, logs and traces."""
+"""Observability of a router: metrics, health, readiness, request ids, logs and traces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 from router_under_test import RouterUnderTest, router, until
-from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker
+from scripted_worker import MODEL, Exchange, ScriptedWorker
 from structlog.testing import LogCapture
 
 pytestmark = pytest.mark.anyio
@@ -38,12 +38,6 @@ async def stream(exchange: Exchange) -> None:
 
 
 @pytest.fixture
-async def worker() -> AsyncIterator[ScriptedWorker]:
-    async with scripted_worker() as worker:
-        yield worker
-
-
-@pytest.fixture
 async def routed(worker: ScriptedWorker) -> AsyncIterator[RouterUnderTest]:
     async with router(worker.url, logs={"access": True}) as routed:
         yield routed
@@ -51,7 +45,7 @@ async def routed(worker: ScriptedWorker) -> AsyncIterator[RouterUnderTest]:
 
 @pytest.fixture
 def logs() -> Iterator[list[Any]]:
-    """What is logged, at any level."""
+    """The log entries of all levels."""
     capture = LogCapture()
     before = structlog.get_config()
     structlog.configure(
@@ -64,19 +58,16 @@ def logs() -> Iterator[list[Any]]:
 
 
 async def request_lines(logs: list[Any], number: int = 1) -> list[Any]:
-    """Wait for the lines of so many requests: a client has its answer before."""
+    """Wait for the log lines of `number` requests, which are written after the responses."""
 
-    async def logged() -> bool:
-        return sum(line["event"] == "request" for line in logs) == number
-
-    await until(logged)
+    await until(lambda: sum(line["event"] == "request" for line in logs) == number)
     return [line for line in logs if line["event"] == "request"]
 
 
 # Metrics
 
 
-async def test_every_metric_is_there_and_says_what_it_is(routed: RouterUnderTest) -> None:
+async def test_every_documented_metric_is_exported(routed: RouterUnderTest) -> None:
     await routed.call(PATH, BODY)
     text = (await routed.call("/metrics")).body.decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -109,7 +100,7 @@ async def test_every_metric_is_there_and_says_what_it_is(routed: RouterUnderTest
     }.items() <= {name: family.type for name, family in families.items()}.items()
 
 
-async def test_a_stream_is_measured(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+async def test_stream_is_counted_in_metrics(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
     worker.script = stream
     for _ in range(2):
         await routed.call(PATH, BODY | {"stream": True})
@@ -125,7 +116,7 @@ async def test_a_stream_is_measured(worker: ScriptedWorker, routed: RouterUnderT
     assert await routed.metric("kvrouter_audit_wrong_tokens_total", **model) == 96
 
 
-async def test_names_that_nobody_serves_are_no_labels(routed: RouterUnderTest) -> None:
+async def test_unknown_models_are_no_labels(routed: RouterUnderTest) -> None:
     for number in range(20):
         assert (await routed.call(PATH, BODY | {"model": f"other-{number}"})).status == 404
         assert (await routed.call("/v1/moderations", {"model": f"other-{number}"})).status == 404
@@ -136,7 +127,7 @@ async def test_names_that_nobody_serves_are_no_labels(routed: RouterUnderTest) -
 # Health and readiness
 
 
-async def test_a_router_with_a_worker_is_ready(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+async def test_router_is_ready_while_a_worker_answers(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
     reply = await routed.call("/ready")
     assert (reply.status, reply.json()) == (200, {"status": "ready"})
     await worker.stop()
@@ -148,18 +139,15 @@ async def test_a_router_with_a_worker_is_ready(worker: ScriptedWorker, routed: R
     assert {found["finding"] for found in health.json()["findings"]} == {"worker_down", "prompts_by_text"}
 
 
-async def test_a_router_is_not_ready_until_the_index_has_caught_up_or_was_waited_for(worker: ScriptedWorker) -> None:
+async def test_router_is_ready_once_index_caught_up_or_timed_out(worker: ScriptedWorker) -> None:
     streams = [{"endpoint": "tcp://127.0.0.1:9", "replay_endpoint": "tcp://127.0.0.1:9"}]
     settings = {"workers": [{"url": worker.url, "streams": streams}], "events": {"catch_up_timeout": 0.3}}
     async with router(**settings) as routed:
         reply = await routed.call("/ready")
         assert (reply.status, reply.json()) == (503, {"status": "the index is catching up"})
 
-        async def ready() -> bool:
-            return (await routed.call("/ready")).status == 200
-
-        await until(ready)
-        (found, _) = (await routed.call("/health")).json()["findings"]  # and no tokenizer
+        await until(lambda: routed.call("/ready"), lambda reply: reply.status == 200)
+        (found, _) = await routed.findings()  # and no tokenizer
         assert (found["finding"], found["worker"], found["dp_rank"]) == ("events_missing", worker.url, 0)
         assert "tcp://127.0.0.1:9" in found["detail"]
 
@@ -167,7 +155,7 @@ async def test_a_router_is_not_ready_until_the_index_has_caught_up_or_was_waited
 # Request ids and logs
 
 
-async def test_an_id_is_forwarded_returned_and_logged(
+async def test_request_id_is_forwarded_returned_and_logged(
     worker: ScriptedWorker, routed: RouterUnderTest, logs: list[Any]
 ) -> None:
     reply = await routed.call(PATH, BODY, headers={"X-Request-Id": "mine-1"})
@@ -188,7 +176,7 @@ async def test_an_id_is_forwarded_returned_and_logged(
     }
 
 
-async def test_the_bytes_of_a_stream_are_counted_without_its_chunks(
+async def test_logged_bytes_exclude_chunk_framing(
     worker: ScriptedWorker, routed: RouterUnderTest, logs: list[Any]
 ) -> None:
     events = [b"data: %d\n\n" % number for number in range(5)]
@@ -208,7 +196,7 @@ async def test_the_bytes_of_a_stream_are_counted_without_its_chunks(
 
 
 @pytest.mark.parametrize("given", ["", "with space", "x" * 129, "é"])
-async def test_an_id_is_made_where_there_is_none_to_use(
+async def test_request_id_is_created_if_missing_or_invalid(
     worker: ScriptedWorker, routed: RouterUnderTest, given: str
 ) -> None:
     worker.script = lambda exchange: exchange.answer(headers=b"x-request-id: the-workers-own\r\n")
@@ -218,14 +206,14 @@ async def test_an_id_is_made_where_there_is_none_to_use(
     assert worker.last.header("x-request-id") == [made.encode()]
 
 
-async def test_refusals_have_an_id_and_a_line_too(routed: RouterUnderTest, logs: list[Any]) -> None:
+async def test_refusals_are_logged_with_request_id(routed: RouterUnderTest, logs: list[Any]) -> None:
     reply = await routed.call(PATH, b"{")
     (line,) = await request_lines(logs)
     assert (reply.status, line["status"], line["request_id"]) == (400, 400, reply.headers["x-request-id"])
     assert "worker" not in line
 
 
-async def test_no_word_of_a_prompt_or_an_answer_is_logged(
+async def test_prompts_and_responses_are_never_logged(
     worker: ScriptedWorker, routed: RouterUnderTest, logs: list[Any]
 ) -> None:
     async def break_off(exchange: Exchange) -> None:
@@ -295,7 +283,7 @@ async def collecting() -> AsyncIterator[Collector]:
 
 
 @pytest.mark.parametrize("parent", [None, PARENT])
-async def test_a_request_is_traced_to_its_worker(worker: ScriptedWorker, logs: list[Any], parent: str | None) -> None:
+async def test_request_is_traced_to_worker(worker: ScriptedWorker, logs: list[Any], parent: str | None) -> None:
     worker.script = stream
     async with collecting() as collector:
         async with router(worker.url, otel={"endpoint": collector.url}, logs={"access": True}) as routed:
@@ -325,7 +313,7 @@ async def test_a_request_is_traced_to_its_worker(worker: ScriptedWorker, logs: l
     assert {line["trace_id"] for line in logs if line["event"] == "request"} == {trace_id}
 
 
-async def test_a_trace_passes_untouched_when_nothing_is_traced(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+async def test_trace_context_is_forwarded_without_tracing(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
     await routed.call(PATH, BODY, headers={"traceparent": PARENT})
     assert worker.last.header("traceparent") == [PARENT.encode()]
     await routed.call(PATH, BODY)

@@ -1,4 +1,4 @@
-"""Promises of first and later tokens, as clients ask for them and operators see them: a real router and workers."""
+"""SLOs of first and later tokens, for clients and operators, with real routers and workers."""
 
 from __future__ import annotations
 
@@ -53,14 +53,12 @@ async def asked(routed: RouterUnderTest, headers: dict[str, str], **fields: Any)
         ({"x-kvrouter-service-level": "best"}, "x-kvrouter-service-level"),
     ],
 )
-async def test_a_promise_that_cannot_be_read_is_refused(
-    routed: RouterUnderTest, headers: dict[str, str], param: str
-) -> None:
+async def test_unreadable_slo_is_refused(routed: RouterUnderTest, headers: dict[str, str], param: str) -> None:
     reply = await asked(routed, headers)
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
-async def test_what_cannot_be_kept_is_refused_early(routed: RouterUnderTest) -> None:
+async def test_slo_that_cannot_be_met_is_refused(routed: RouterUnderTest) -> None:
     labels = {"model": MODEL, "service_level": "strict", "outcome": "refused"}
     before = await routed.metric("kvrouter_promises_total", **labels)
     with pytest.raises(openai.RateLimitError) as refusal:
@@ -79,12 +77,12 @@ async def test_what_cannot_be_kept_is_refused_early(routed: RouterUnderTest) -> 
     [
         ({"x-kvrouter-service-level": "late"}, "late", "late"),
         ({"x-kvrouter-service-level": "loose"}, "loose", "kept"),
-        # What headers say goes before the class, and llm-d's later names before the older ones.
+        # Headers override the class, and llm-d's newer names override the older ones.
         ({"x-kvrouter-service-level": "strict", "x-slo-ttft-ms": "3600000"}, "strict", "kept"),
         ({"x-slo-ttft-ms": "1", "x-llm-d-slo-ttft-ms": "3600000"}, "", "kept"),
     ],
 )
-async def test_what_is_served_is_counted_as_kept_or_late(
+async def test_served_requests_are_counted_as_kept_or_late(
     routed: RouterUnderTest, headers: dict[str, str], level: str, outcome: str
 ) -> None:
     labels = {"model": MODEL, "service_level": level, "outcome": outcome}
@@ -94,16 +92,15 @@ async def test_what_is_served_is_counted_as_kept_or_late(
     reply = await asked(routed, headers, prompt=prompt, **USAGE)
     assert reply.status == 200
 
-    async def counted() -> bool:
-        return await routed.metric("kvrouter_promises_total", **labels) == before + 1
-
-    await until(counted, 30)
+    await until(
+        lambda: routed.metric("kvrouter_promises_total", **labels), lambda value: value == before + 1, seconds=30
+    )
     assert await routed.metric("kvrouter_ttft_error_seconds_count", model=MODEL) == errors + 1
     assert await routed.metric("kvrouter_tpot_error_seconds_count", model=MODEL) >= 1
     await routed.until_released()
 
 
-async def test_explain_tells_whether_a_promise_would_be_kept_and_by_how_much(routed: RouterUnderTest) -> None:
+async def test_explain_predicts_whether_slo_is_met(routed: RouterUnderTest) -> None:
     async def explained(headers: dict[str, str]) -> Any:
         request = {"path": PATH, "request": STREAM | {"prompt": "Nobody has seen this before."}}
         return (await routed.call("/explain", request, headers=headers)).json()
@@ -124,8 +121,8 @@ async def test_explain_tells_whether_a_promise_would_be_kept_and_by_how_much(rou
     assert bad.status == 400
 
 
-async def test_predictions_learn_how_far_off_they_are() -> None:
-    """Rates that begin a hundred times too high: after some answers the band has what comes."""
+async def test_predictions_learn_from_errors() -> None:
+    """Rates start a hundred times too high, and are learned from some answers."""
     settings = SimulatedWorkerSettings(base_step_s=0.002)
     async with running(settings) as one, router(one, rates={"step": 0.2}, service_levels=LEVELS) as routed:
         for number in range(24):
@@ -139,7 +136,7 @@ async def test_predictions_learn_how_far_off_they_are() -> None:
 
 
 @pytest.mark.parametrize("by", ["model", "tenant"])
-async def test_a_class_may_be_that_of_a_model_or_a_tenant(by: str) -> None:
+async def test_service_level_of_model_or_tenant_applies(by: str) -> None:
     sections: dict[str, Any] = {"service_levels": LEVELS, "rates": {"token": 0.01}}
     headers = {}
     if by == "model":
@@ -153,12 +150,13 @@ async def test_a_class_may_be_that_of_a_model_or_a_tenant(by: str) -> None:
         assert (await asked(routed, headers | {"x-kvrouter-service-level": "loose"})).status == 200
 
 
-@pytest.mark.parametrize(("headers", "spared"), [({"x-slo-tpot-ms": "30"}, True), ({}, False)])
-async def test_a_request_without_a_promise_goes_where_it_breaks_none_of_others(
-    headers: dict[str, str], spared: bool
-) -> None:
-    """It is cheapest beside the answer whose prompt begins alike. That one takes a fifth of the worker's next ten
-    seconds, and both nearly half. Most of the prompt is new in either place."""
+@pytest.mark.parametrize(("headers", "moved"), [({"x-slo-tpot-ms": "30"}, True), ({}, False)])
+async def test_request_without_slo_avoids_missing_others(headers: dict[str, str], moved: bool) -> None:
+    """The cheapest worker is the one that streams an answer with a shared prefix.
+
+    That stream needs a fifth of the worker's next ten seconds, and both requests need nearly half. Most of the prompt
+    is new at either worker.
+    """
     stays = asyncio.Event()
 
     async def stream(exchange: Exchange) -> None:
@@ -176,10 +174,7 @@ async def test_a_request_without_a_promise_goes_where_it_breaks_none_of_others(
         body = {"model": "m", "prompt": list(range(4000)), "stream": True, "user": "beside"}
         beside = asyncio.create_task(routed.call(PATH, body, headers=headers))
 
-        async def arrived() -> bool:
-            return bool(one.exchanges or two.exchanges)
-
-        await until(arrived)
+        await until(lambda: one.exchanges or two.exchanges)
         reply = await routed.call(PATH, body | {"prompt": list(range(9000)), "user": "after"})
         stays.set()
-        assert (reply.worker != (await beside).worker) is spared
+        assert (reply.worker != (await beside).worker) is moved

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from typing import Any
 
@@ -16,55 +15,37 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from router_under_test import Reply, RouterUnderTest, router, until
 from scripted_worker import Exchange, scripted_worker
+from simulated_workers import simulated_workers
 
 from kvevents import BlockStored, EventBatch
-from simulator.worker import SimulatedWorkerSettings
-from simulator.worker.serve import running
 from worker import ZmqEventPublisher
 
 pytestmark = pytest.mark.anyio
 
 MODEL, ADAPTER, BLOCK = "simulated", "poet", 16
-FAST = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
 NO_IN_FLIGHT_PREFIXES = {"speculation_seconds": 0}
 
 numbers = count()
 
 
-@asynccontextmanager
-async def simulated(workers: int, **settings: Any) -> AsyncIterator[list[str]]:
-    async with AsyncExitStack() as stack:
-        each = SimulatedWorkerSettings(**(FAST | settings))
-        yield [await stack.enter_async_context(running(each)) for _ in range(workers)]
-
-
 @pytest.fixture(scope="module")
 async def workers() -> AsyncIterator[list[str]]:
-    async with simulated(2, adapters=(ADAPTER,)) as urls:
+    async with simulated_workers(2, adapters=(ADAPTER,)) as urls:
         yield urls
 
 
 @pytest.fixture(scope="module")
 async def routed(workers: list[str]) -> AsyncIterator[RouterUnderTest]:
-    """What it predicts comes from the workers' events alone."""
+    """A router that predicts from the workers' events alone."""
     async with router(*workers, proxy=NO_IN_FLIGHT_PREFIXES) as routed:
-        await until_followed(routed)
+        await routed.until_live()
         yield routed
 
 
 def text(words: int) -> str:
-    """So many words that no other text of these tests begins with."""
+    """Return a text of about `words` words that shares no prefix with other texts of these tests."""
     number = next(numbers)
     return f"{number} begins. " + " ".join(f"word {number} {place}" for place in range(words // 3))
-
-
-async def until_followed(routed: RouterUnderTest) -> None:
-    """Wait until every event stream is live."""
-
-    async def live() -> bool:
-        return all(rank["state"] == "live" for worker in await routed.workers() for rank in worker["ranks"])
-
-    await until(live)
 
 
 async def match(routed: RouterUnderTest, **question: Any) -> dict[str, Any]:
@@ -75,7 +56,7 @@ async def match(routed: RouterUnderTest, **question: Any) -> dict[str, Any]:
 
 
 async def until_held(routed: RouterUnderTest, reply: Reply, **prompt: Any) -> int:
-    """Wait until the index knows that a prompt's worker holds it; how many tokens of it a worker would reuse."""
+    """Wait until the index has a prompt's worker as its holder, and return the reusable tokens."""
 
     async def held() -> bool:
         answer = await match(routed, **prompt)
@@ -116,7 +97,7 @@ async def chat(routed: RouterUnderTest, messages: list[dict[str, Any]], **option
 # The OpenAI client
 
 
-async def test_a_completion(routed: RouterUnderTest, workers: list[str]) -> None:
+async def test_openai_client_receives_completion(routed: RouterUnderTest, workers: list[str]) -> None:
     raw = await routed.openai.completions.with_raw_response.create(model=MODEL, prompt=text(30), max_tokens=8)
     completion = raw.parse()
     assert completion.choices[0].text
@@ -126,14 +107,14 @@ async def test_a_completion(routed: RouterUnderTest, workers: list[str]) -> None
     assert raw.headers["x-kvrouter-overlap-tokens"] == "0"
 
 
-async def test_a_chat(routed: RouterUnderTest) -> None:
+async def test_openai_client_receives_chat(routed: RouterUnderTest) -> None:
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": text(30)}]
     answer = await routed.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=8)
     assert answer.choices[0].message.content
     assert answer.choices[0].finish_reason == "length"
 
 
-async def test_streams_tell_the_same_in_pieces(routed: RouterUnderTest) -> None:
+async def test_streams_equal_whole_responses(routed: RouterUnderTest) -> None:
     prompt = text(30)
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": prompt}]
     whole = await routed.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=8)
@@ -153,7 +134,7 @@ async def test_streams_tell_the_same_in_pieces(routed: RouterUnderTest) -> None:
     assert usage.prompt_tokens == whole_chat.usage.prompt_tokens
 
 
-async def test_the_models_are_those_of_the_workers(routed: RouterUnderTest) -> None:
+async def test_models_of_workers_are_listed(routed: RouterUnderTest) -> None:
     models = {model.id: model async for model in await routed.openai.models.list()}
     assert set(models) == {MODEL, ADAPTER}
     assert all(isinstance(model.created, int) for model in models.values())
@@ -164,7 +145,7 @@ async def test_the_models_are_those_of_the_workers(routed: RouterUnderTest) -> N
 # Prefixes
 
 
-async def test_what_is_predicted_is_what_the_worker_finds(routed: RouterUnderTest) -> None:
+async def test_predicted_overlap_equals_worker_report(routed: RouterUnderTest) -> None:
     prompt = text(300)
     first = await complete(routed, prompt)
     assert (first.overlap, first.cached) == (0, 0)
@@ -175,7 +156,7 @@ async def test_what_is_predicted_is_what_the_worker_finds(routed: RouterUnderTes
     assert held - BLOCK <= longer.cached <= held + BLOCK
 
 
-async def test_a_conversation_stays_with_its_worker_answers_included(routed: RouterUnderTest) -> None:
+async def test_conversation_stays_with_its_worker(routed: RouterUnderTest) -> None:
     messages: list[dict[str, Any]] = [{"role": "system", "content": text(200)}]
     replies: list[Reply] = []
     for _ in range(4):
@@ -191,12 +172,12 @@ async def test_a_conversation_stays_with_its_worker_answers_included(routed: Rou
     assert all(reply.cached > before for reply, before in zip(replies[1:], prompts, strict=False))
 
 
-async def test_prompts_that_share_nothing_are_spread(routed: RouterUnderTest, workers: list[str]) -> None:
+async def test_unrelated_prompts_are_spread(routed: RouterUnderTest, workers: list[str]) -> None:
     replies = await asyncio.gather(*(complete(routed, text(100)) for _ in range(16)))
     assert {reply.worker for reply in replies} == set(workers)
 
 
-async def test_token_ids_are_a_prompt_like_any_other(routed: RouterUnderTest) -> None:
+async def test_token_ids_match_the_same_text(routed: RouterUnderTest) -> None:
     prompt = text(100)
     token_ids = (await routed.call("/tokenize", {"model": MODEL, "prompt": prompt})).json()["tokens"]
     first = await complete(routed, token_ids)
@@ -205,7 +186,7 @@ async def test_token_ids_are_a_prompt_like_any_other(routed: RouterUnderTest) ->
     assert (second.worker, second.overlap, second.cached) == (first.worker, held, held)
 
 
-async def test_the_prompts_of_a_batch_go_together_and_all_count(routed: RouterUnderTest) -> None:
+async def test_batch_is_sent_together_and_overlaps_add_up(routed: RouterUnderTest) -> None:
     prompts = [text(100), text(50), text(70)]
     first = await complete(routed, prompts)
     held = [await until_held(routed, first, prompt=prompt) for prompt in prompts]
@@ -213,7 +194,7 @@ async def test_the_prompts_of_a_batch_go_together_and_all_count(routed: RouterUn
     assert (second.worker, second.overlap, second.cached) == (first.worker, sum(held), sum(held))
 
 
-async def test_an_adapter_shares_nothing_with_its_model(routed: RouterUnderTest) -> None:
+async def test_adapter_shares_no_blocks_with_model(routed: RouterUnderTest) -> None:
     prompt = text(200)
     plain = await complete(routed, prompt)
     await until_held(routed, plain, prompt=prompt)
@@ -224,7 +205,7 @@ async def test_an_adapter_shares_nothing_with_its_model(routed: RouterUnderTest)
     assert (second.worker, second.overlap, second.cached) == (first.worker, held, held)
 
 
-async def test_an_adapter_is_asked_about_by_its_name_or_by_field(routed: RouterUnderTest) -> None:
+async def test_match_accepts_adapter_as_model_or_field(routed: RouterUnderTest) -> None:
     prompt = text(100)
     answered = await complete(routed, prompt, model=ADAPTER)
     held = await until_held(routed, answered, prompt=prompt, model=ADAPTER)
@@ -233,7 +214,7 @@ async def test_an_adapter_is_asked_about_by_its_name_or_by_field(routed: RouterU
         assert (answer["model"], answer["matches"][0]["matched_tokens"]) == (MODEL, matched)
 
 
-async def test_a_cache_salt_keeps_prompts_apart(routed: RouterUnderTest) -> None:
+async def test_cache_salt_separates_prompts(routed: RouterUnderTest) -> None:
     prompt = text(200)
     plain = await complete(routed, prompt)
     await until_held(routed, plain, prompt=prompt)
@@ -249,9 +230,9 @@ async def test_a_cache_salt_keeps_prompts_apart(routed: RouterUnderTest) -> None
 
 
 async def burst(workers: list[str], shared: int, own: int, **proxy: Any) -> Counter[str]:
-    """How many of 8 prompts with a common start, sent at once, each worker got."""
+    """Send 8 prompts with a common start at once, and return the number of prompts per worker."""
     async with router(*workers, proxy=proxy) as routed:
-        await until_followed(routed)
+        await routed.until_live()
         start = text(shared)
         replies = await asyncio.gather(*(complete(routed, start + text(own)) for _ in range(8)))
         await routed.until_released()
@@ -261,24 +242,24 @@ async def burst(workers: list[str], shared: int, own: int, **proxy: Any) -> Coun
 @pytest.fixture(scope="module")
 async def slow_workers() -> AsyncIterator[list[str]]:
     """Their prefills outlast the sending of a burst."""
-    async with simulated(2, prefill_s_per_token=0.0002, base_step_s=0.001) as urls:
+    async with simulated_workers(2, prefill_s_per_token=0.0002, base_step_s=0.001) as urls:
         yield urls
 
 
-async def test_siblings_sent_at_once_stay_together(slow_workers: list[str]) -> None:
+async def test_prompts_sent_at_once_follow_shared_prefix(slow_workers: list[str]) -> None:
     assert list((await burst(slow_workers, shared=1500, own=6)).values()) == [8]
 
 
-async def test_until_their_own_parts_weigh_more_than_what_they_share(slow_workers: list[str]) -> None:
+async def test_prompts_sent_at_once_are_spread_if_own_parts_are_longer(slow_workers: list[str]) -> None:
     spread = await burst(slow_workers, shared=60, own=600)
     assert set(spread) == set(slow_workers)
     assert min(spread.values()) >= 2
 
 
 @pytest.mark.parametrize("tokens", [127, 128, 200])
-async def test_a_sibling_counts_on_the_full_blocks_of_a_prompt_that_just_ended(tokens: int) -> None:
-    """Also when no event ever tells of it."""
-    async with simulated(2, kv_events=None, block_size=64) as silent, router(*silent) as routed:
+async def test_full_blocks_of_finished_prompt_are_predicted(tokens: int) -> None:
+    """The workers publish no events."""
+    async with simulated_workers(2, kv_events=None, block_size=64) as silent, router(*silent) as routed:
         token_ids = list(range(1000, 1000 + tokens))
         first = await complete(routed, token_ids)
         second = await complete(routed, token_ids)
@@ -287,8 +268,8 @@ async def test_a_sibling_counts_on_the_full_blocks_of_a_prompt_that_just_ended(t
 
 
 @pytest.mark.parametrize("apart", [{"model": ADAPTER}, {"cache_salt": "pepper"}])
-async def test_prompts_in_flight_are_kept_apart_as_cached_ones_are(apart: dict[str, str]) -> None:
-    async with simulated(1, kv_events=None, adapters=(ADAPTER,)) as silent, router(*silent) as routed:
+async def test_in_flight_prefixes_are_separated_by_adapter_and_salt(apart: dict[str, str]) -> None:
+    async with simulated_workers(1, kv_events=None, adapters=(ADAPTER,)) as silent, router(*silent) as routed:
         prompt = text(100)
         await complete(routed, prompt)
         other = await complete(routed, prompt, **apart)
@@ -297,7 +278,7 @@ async def test_prompts_in_flight_are_kept_apart_as_cached_ones_are(apart: dict[s
         assert again.overlap == again.cached > 0
 
 
-async def test_short_prompts_at_once_are_answered(routed: RouterUnderTest) -> None:
+async def test_concurrent_short_prompts_have_no_overlap(routed: RouterUnderTest) -> None:
     replies = await asyncio.gather(*(complete(routed, "hi") for _ in range(20)))
     assert {reply.overlap for reply in replies} == {0}
 
@@ -308,12 +289,12 @@ async def test_short_prompts_at_once_are_answered(routed: RouterUnderTest) -> No
 @pytest.fixture(scope="module")
 async def ranked() -> AsyncIterator[RouterUnderTest]:
     """A router in front of one worker with two DP ranks."""
-    async with simulated(1, dp_size=2) as urls, router(*urls, proxy=NO_IN_FLIGHT_PREFIXES) as routed:
-        await until_followed(routed)
+    async with simulated_workers(1, dp_size=2) as urls, router(*urls, proxy=NO_IN_FLIGHT_PREFIXES) as routed:
+        await routed.until_live()
         yield routed
 
 
-async def test_a_prompt_goes_back_to_its_rank(ranked: RouterUnderTest) -> None:
+async def test_prompt_returns_to_its_rank(ranked: RouterUnderTest) -> None:
     prompts = [text(100) for _ in range(8)]
     replies = await asyncio.gather(*(complete(ranked, prompt) for prompt in prompts))
     ranks = [reply.headers["x-kvrouter-dp-rank"] for reply in replies]
@@ -345,9 +326,7 @@ async def ask_worker(url: str, path: str, body: Any = None) -> tuple[int, bytes]
         ("/v1/images/generations", {"model": MODEL, "prompt": "x"}),
     ],
 )
-async def test_other_paths_are_answered_by_a_worker(
-    routed: RouterUnderTest, workers: list[str], path: str, body: Any
-) -> None:
+async def test_other_paths_are_forwarded(routed: RouterUnderTest, workers: list[str], path: str, body: Any) -> None:
     reply = await routed.call(path, body)
     assert (reply.status, reply.body) == await ask_worker(workers[0], path, body)
     assert reply.worker in workers
@@ -356,7 +335,7 @@ async def test_other_paths_are_answered_by_a_worker(
 # The index
 
 
-async def test_a_question_may_be_asked_in_text_messages_or_token_ids(routed: RouterUnderTest) -> None:
+async def test_match_accepts_text_messages_and_token_ids(routed: RouterUnderTest) -> None:
     prompt, messages = text(100), [{"role": "user", "content": text(100)}]
     for form, tokenized, answered in (
         ({"prompt": prompt}, {"prompt": prompt}, await complete(routed, prompt)),
@@ -373,9 +352,9 @@ async def test_a_question_may_be_asked_in_text_messages_or_token_ids(routed: Rou
         assert other["matched_tokens"] == 0
 
 
-async def test_a_reset_empties_every_cache_and_the_index_at_once(workers: list[str]) -> None:
+async def test_reset_empties_caches_and_index(workers: list[str]) -> None:
     async with router(*workers) as routed:
-        await until_followed(routed)
+        await routed.until_live()
         prompts = [text(100) for _ in range(8)]
         replies = await asyncio.gather(*(complete(routed, prompt) for prompt in prompts))
         for prompt, reply in zip(prompts, replies, strict=True):
@@ -390,8 +369,8 @@ async def test_a_reset_empties_every_cache_and_the_index_at_once(workers: list[s
 @pytest.mark.parametrize(
     ("status", "outcome", "left"), [("200 OK", "reset", 0), ("404 Not Found", "refused with status 404", 32)]
 )
-async def test_a_reset_counts_once_the_worker_agreed(status: str, outcome: str, left: int) -> None:
-    """Not only when its events tell of it, which this one's never do."""
+async def test_reset_clears_index_if_worker_agrees(status: str, outcome: str, left: int) -> None:
+    """The index is cleared by the response, because this worker publishes no event of the reset."""
 
     async def script(exchange: Exchange) -> None:
         await exchange.answer(status=status)
@@ -412,10 +391,7 @@ async def test_a_reset_counts_once_the_worker_agreed(status: str, outcome: str, 
                 tokens: int = match_["matched_tokens"]
                 return tokens
 
-            async def known() -> bool:
-                return await matched() == 32
-
-            await until(known)
+            await until(matched, lambda matched: matched == 32)
             reset = await routed.call("/reset_prefix_cache", method="POST")
             assert reset.json() == {"workers": {worker.url: outcome}}
             assert await matched() == left
@@ -423,8 +399,8 @@ async def test_a_reset_counts_once_the_worker_agreed(status: str, outcome: str, 
         await asyncio.to_thread(publisher.shutdown)
 
 
-async def test_a_reset_tells_of_workers_it_did_not_reach(workers: list[str]) -> None:
-    async with simulated(1) as gone:
+async def test_reset_reports_unreachable_workers(workers: list[str]) -> None:
+    async with simulated_workers(1) as gone:
         pass
     async with router(workers[0], *gone) as routed:
         statuses = (await routed.call("/reset_prefix_cache", method="POST")).json()["workers"]
@@ -436,7 +412,7 @@ async def test_a_reset_tells_of_workers_it_did_not_reach(workers: list[str]) -> 
 # What operators see
 
 
-async def test_the_workers_and_what_they_hold(routed: RouterUnderTest, workers: list[str]) -> None:
+async def test_workers_report_lists_ranks(routed: RouterUnderTest, workers: list[str]) -> None:
     report = {worker["worker"]: worker for worker in await routed.workers()}
     assert set(report) == set(workers)
     for worker in report.values():
@@ -447,21 +423,21 @@ async def test_the_workers_and_what_they_hold(routed: RouterUnderTest, workers: 
         assert rank["block_sizes"] == [BLOCK]
 
 
-async def test_a_worker_that_never_answered_is_reported(workers: list[str]) -> None:
-    async with simulated(1) as gone:
+async def test_unreachable_worker_is_reported(workers: list[str]) -> None:
+    async with simulated_workers(1) as gone:
         pass
     async with router(workers[0], *gone) as routed:
         silent = next(worker for worker in await routed.workers() if worker["worker"] == gone[0])
         assert (silent["up"], silent["ranks"]) == (False, [])
         assert gone[0] in silent["problem"]
-        health = (await routed.call("/health")).json()
+        health = await routed.health()
         assert (health["status"], health["workers"], health["workers_up"]) == ("ok", 2, 1)
         assert await routed.metric("kvrouter_worker_up", worker=gone[0]) == 0
         assert await routed.metric("kvrouter_worker_up", worker=workers[0]) == 1
 
 
-async def test_without_a_worker_the_router_runs_and_says_so() -> None:
-    async with simulated(1) as gone:
+async def test_router_without_worker_runs_and_reports() -> None:
+    async with simulated_workers(1) as gone:
         pass
     async with router(*gone) as routed:
         health = await routed.call("/health")
@@ -471,9 +447,9 @@ async def test_without_a_worker_the_router_runs_and_says_so() -> None:
         assert (await routed.call("/version")).status == 503
 
 
-async def test_the_metrics_of_routing(workers: list[str]) -> None:
+async def test_routing_is_counted_in_metrics(workers: list[str]) -> None:
     async with router(*workers, proxy=NO_IN_FLIGHT_PREFIXES) as routed:
-        await until_followed(routed)
+        await routed.until_live()
         prompt = text(100)
         first = await complete(routed, prompt)
         held = await until_held(routed, first, prompt=prompt)

@@ -1,4 +1,4 @@
-"""Simulated prefill and decode workers, alone and behind a router: real KV bytes go from one to the other."""
+"""Simulated prefill and decode workers, alone and behind a router, which transfer real KV bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 from router_under_test import RouterUnderTest, router, until
-from simulated_pairs import FAST, MODEL, STYLES, Pairs, routed, simulated_pairs
+from simulated_pairs import MODEL, STYLES, Pairs, routed, simulated_pairs
+from simulated_workers import FAST
 
 from kvrouter.processes import KvrouterProcess
 from simulator.worker import SimulatedWorkerSettings
@@ -80,8 +81,8 @@ def a_room() -> int:
     return random.randrange(2**62) * 2
 
 
-async def prefilled(vllm: Pairs, prompt: list[int]) -> dict[str, Any]:
-    """What a vLLM prefill worker tells of a prompt it has computed."""
+async def prefill_params(vllm: Pairs, prompt: list[int]) -> dict[str, Any]:
+    """Compute a prompt on the vLLM prefill worker, and return its transfer params."""
     asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
     status, answer = await vllm.ask(vllm.prefills[0], prompt=prompt, max_tokens=1, kv_transfer_params=asked)
     assert status == 200
@@ -93,9 +94,7 @@ async def prefilled(vllm: Pairs, prompt: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_answer_is_that_of_a_worker_alone(
-    pairs: Pairs, front: RouterUnderTest, plain: str, stream: bool
-) -> None:
+async def test_pair_answers_like_single_worker(pairs: Pairs, front: RouterUnderTest, plain: str, stream: bool) -> None:
     prompt, length = fresh(333), 12
     status, alone = await pairs.ask(plain, prompt=prompt, max_tokens=length)
     assert status == 200
@@ -114,9 +113,7 @@ async def test_the_answer_is_that_of_a_worker_alone(
     await pairs.until_nothing_is_left()
 
 
-async def test_what_decode_holds_is_not_sent_again_and_both_tell_what_they_hold(
-    pairs: Pairs, front: RouterUnderTest
-) -> None:
+async def test_blocks_of_decode_worker_are_not_transferred_again(pairs: Pairs, front: RouterUnderTest) -> None:
     prompt = fresh(100 * BLOCK)
 
     async def ask(tokens: list[int]) -> Any:
@@ -140,7 +137,7 @@ async def test_what_decode_holds_is_not_sent_again_and_both_tell_what_they_hold(
     assert await pairs.metric("simulated:kv_bytes_received_total") - moved == 150 * BLOCK * 64
 
 
-async def test_a_batch_of_prompts(pairs: Pairs, front: RouterUnderTest, plain: str) -> None:
+async def test_batch_is_answered_like_single_worker(pairs: Pairs, front: RouterUnderTest, plain: str) -> None:
     body = {"model": MODEL, "prompt": [fresh(50), fresh(5), fresh(70)], "max_tokens": 6}
     _, alone = await pairs.ask(plain, **body)
     reply = await front.call("/v1/completions", body)
@@ -150,8 +147,8 @@ async def test_a_batch_of_prompts(pairs: Pairs, front: RouterUnderTest, plain: s
 
 
 @pytest.mark.parametrize("field", ["n", "best_of"])
-async def test_several_answers_to_a_prompt_keep_no_blocks(vllm: Pairs, field: str) -> None:
-    """What a prefill keeps for one answer, nobody would fetch for the others."""
+async def test_several_choices_hold_no_blocks(vllm: Pairs, field: str) -> None:
+    """A prefill worker leases blocks for one choice, so that blocks of other choices would never be fetched."""
     async with routed(vllm) as front:
         reply = await front.call("/v1/completions", {"model": MODEL, "prompt": fresh(50), "max_tokens": 4, field: 2})
         assert reply.status == 200, reply.body
@@ -160,7 +157,7 @@ async def test_several_answers_to_a_prompt_keep_no_blocks(vllm: Pairs, field: st
 
 
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1), (2, 3)])
-async def test_workers_of_unequal_ranks(prefill_ranks: int, decode_ranks: int, plain: str) -> None:
+async def test_pairs_with_unequal_ranks_use_every_rank(prefill_ranks: int, decode_ranks: int, plain: str) -> None:
     """Each of the two requests names a rank of its own worker."""
     ranks = {"prefill": {"dp_size": prefill_ranks}, "decode": {"dp_size": decode_ranks}}
     async with simulated_pairs("nixl", **ranks) as made, routed(made) as front:
@@ -180,7 +177,7 @@ async def test_workers_of_unequal_ranks(prefill_ranks: int, decode_ranks: int, p
         await until(asked)  # which of equal ranks gets a request is chance
 
 
-async def test_a_prefill_worker_answers_alone_where_no_decode_worker_is_left(plain: str) -> None:
+async def test_prefill_worker_serves_alone_without_decode_workers(plain: str) -> None:
     async with AsyncExitStack() as stack:
         settings = SimulatedWorkerSettings(**FAST, disaggregation="nixl", role="prefill")
         prefill = await stack.enter_async_context(running(settings))
@@ -205,22 +202,19 @@ async def test_a_prefill_worker_answers_alone_where_no_decode_worker_is_left(pla
         await front.until_released()
 
 
-async def test_a_client_that_leaves_before_the_answer_holds_nothing(pairs: Pairs) -> None:
+async def test_disconnect_before_response_releases_everything(pairs: Pairs) -> None:
     async with simulated_pairs(pairs.style, prefill={"prefill_s_per_token": 0.01}) as slow, routed(slow) as front:
         asking = asyncio.create_task(
             front.call("/v1/completions", {"model": MODEL, "prompt": fresh(3000), "max_tokens": 4})
         )
 
-        async def computing() -> bool:
-            return await slow.metric("vllm:num_requests_running", *slow.prefills) == 1
-
-        await until(computing)
+        await until(lambda: slow.metric("vllm:num_requests_running", *slow.prefills), lambda value: value == 1)
         asking.cancel()
         await slow.until_nothing_is_left()
         await front.until_released()
 
 
-async def test_a_client_that_leaves_a_stream_holds_nothing(pairs: Pairs, front: RouterUnderTest) -> None:
+async def test_disconnect_during_stream_releases_everything(pairs: Pairs, front: RouterUnderTest) -> None:
     body = {"model": MODEL, "prompt": fresh(40), "max_tokens": 20_000, "ignore_eos": True, "stream": True}
     async with front.request("/v1/completions", body) as response:
         assert response.status == 200
@@ -232,16 +226,16 @@ async def test_a_client_that_leaves_a_stream_holds_nothing(pairs: Pairs, front: 
 # SGLang's way, without a router
 
 
-async def test_a_worker_says_what_it_is(sglang: Pairs) -> None:
+async def test_sglang_worker_describes_its_role(sglang: Pairs) -> None:
     for url, role in ((sglang.prefills[0], "prefill"), (sglang.decodes[0], "decode")):
         async with sglang.session.get(f"{url}/server_info") as response:
-            told = await response.json()
-        assert (told["disaggregation_mode"], told["dp_size"], told["page_size"]) == (role, 2, BLOCK)
+            info = await response.json()
+        assert (info["disaggregation_mode"], info["dp_size"], info["page_size"]) == (role, 2, BLOCK)
         async with sglang.session.get(f"{url}/kv_event_sources") as response:
             assert response.status == 404  # it is no vLLM
 
 
-async def test_a_worker_that_says_it_is_sglang_may_do_both() -> None:
+async def test_sglang_worker_without_role_serves_alone() -> None:
     settings = SimulatedWorkerSettings(**FAST, disaggregation="sglang")
     async with running(settings) as url, router(url) as front:
         reply = await front.call("/v1/completions", {"model": MODEL, "prompt": fresh(40), "max_tokens": 2})
@@ -250,10 +244,9 @@ async def test_a_worker_that_says_it_is_sglang_may_do_both() -> None:
         (worker,) = await front.workers()
         assert worker["role"] == "both"
 
-        async def followed() -> bool:
-            return [rank["state"] for worker in await front.workers() for rank in worker["ranks"]] == ["live"]
-
-        await until(followed)  # its events, in SGLang's dialect
+        await until(
+            front.workers, lambda found: [rank["state"] for worker in found for rank in worker["ranks"]] == ["live"]
+        )  # its events, in SGLang's dialect
 
 
 @pytest.mark.parametrize(
@@ -264,10 +257,10 @@ async def test_a_worker_that_says_it_is_sglang_may_do_both() -> None:
         {"disaggregation": "mooncake"},
         {"transfer_timeout_s": 0},
         {"bootstrap_port": 65536},
-        {"disaggregation": "sglang", "dp_size": 2},  # its events would be on ports that nobody is told
+        {"disaggregation": "sglang", "dp_size": 2},  # the ports of its event streams would be unknown
     ],
 )
-def test_settings_that_do_not_go_together(settings: dict[str, Any]) -> None:
+def test_conflicting_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="|".join(settings) + "|kv_events"):
         SimulatedWorkerSettings(**settings)
 
@@ -283,13 +276,13 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any]) -> None:
         ({"n": 2}, "n"),
     ],
 )
-async def test_decode_wants_to_know_where_the_kv_is(sglang: Pairs, changed: dict[str, Any], field: str) -> None:
+async def test_decode_request_needs_bootstrap_fields(sglang: Pairs, changed: dict[str, Any], field: str) -> None:
     status, answer = await sglang.ask(sglang.decodes[0], prompt=[1, 2, 3], **await sglang.room(a_room()) | changed)
     assert (status, answer["error"]["param"].partition(".")[0]) == (400, field)
     await sglang.until_nothing_is_left()
 
 
-async def test_a_room_belongs_to_a_rank_of_the_prefill(sglang: Pairs) -> None:
+async def test_room_must_match_prefill_rank(sglang: Pairs) -> None:
     status, answer = await sglang.ask(sglang.prefills[0], prompt=[1, 2, 3], **await sglang.room(4), routed_dp_rank=1)
     assert (status, answer["error"]["param"]) == (400, "routed_dp_rank")
 
@@ -302,29 +295,26 @@ async def test_a_room_belongs_to_a_rank_of_the_prefill(sglang: Pairs) -> None:
     assert prefill[1]["usage"]["completion_tokens"] == 1  # the rest is the decode worker's
 
 
-async def test_kv_that_never_comes_is_a_failure_in_time(sglang: Pairs) -> None:
+async def test_missing_kv_times_out(sglang: Pairs) -> None:
     status, answer = await sglang.ask(sglang.decodes[0], prompt=fresh(40), stream=True, **await sglang.room(a_room()))
     assert status == 500
     assert "timed out" in answer["error"]["message"]
     await sglang.until_nothing_is_left()
 
 
-async def test_an_aborted_request_frees_both_workers(sglang: Pairs) -> None:
+async def test_abort_frees_both_workers(sglang: Pairs) -> None:
     for url in (sglang.decodes[0], sglang.prefills[0]):
         body = {"prompt": fresh(40), **await sglang.room(a_room()), "rid": "mine"}
         asking = asyncio.create_task(sglang.ask(url, **body))
 
-        async def waiting() -> bool:
-            return await sglang.metric("simulated:kv_rooms") == 1
-
-        await until(waiting)
+        await until(lambda: sglang.metric("simulated:kv_rooms"), lambda value: value == 1)
         async with sglang.session.post(f"{url}/abort_request", json={"rid": "mine"}) as response:
             assert response.status == 200
         assert (await asking)[0] >= 500
         await sglang.until_nothing_is_left()
 
 
-async def test_wrong_bytes_are_no_answer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_corrupted_kv_is_500(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     compute = KvMemory.compute
 
     def with_a_bad_byte(memory: KvMemory, sequence: CachedSequence, start: int, end: int) -> None:
@@ -356,9 +346,9 @@ def flip(memory: KvMemory, page: int) -> None:
 # vLLM's way, without a router
 
 
-async def test_leased_blocks_wait_for_whoever_pulls_them(vllm: Pairs) -> None:
+async def test_leased_blocks_are_kept_until_pulled(vllm: Pairs) -> None:
     prompt = fresh(100)
-    params = await prefilled(vllm, prompt)
+    params = await prefill_params(vllm, prompt)
     assert len(params["remote_block_ids"]) == 7
     assert await vllm.metric("vllm:kv_cache_usage_perc", *vllm.prefills) > 0
     body = {"prompt": prompt, "max_tokens": 3}
@@ -369,16 +359,16 @@ async def test_leased_blocks_wait_for_whoever_pulls_them(vllm: Pairs) -> None:
     assert status == 200
     await vllm.until_nothing_is_left()
     status, _ = await vllm.ask(vllm.decodes[0], **body, kv_transfer_params=params)
-    assert status == 500  # they are gone
+    assert status == 500  # the blocks are released
 
 
-async def test_a_lease_that_nobody_takes_ends(vllm: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unused_lease_expires(vllm: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "LEASE_S", 0.2)
-    await prefilled(vllm, fresh(100))
+    await prefill_params(vllm, fresh(100))
     await vllm.until_nothing_is_left()
 
 
-async def test_any_worker_can_compute_a_prompt_alone(vllm: Pairs, plain: str) -> None:
+async def test_pair_workers_answer_alone(vllm: Pairs, plain: str) -> None:
     body = {"prompt": fresh(60), "max_tokens": 5}
     answers = [await vllm.ask(url, **body) for url in (plain, vllm.prefills[0], vllm.decodes[0])]
     assert {status for status, _ in answers} == {200}
@@ -394,12 +384,12 @@ async def test_any_worker_can_compute_a_prompt_alone(vllm: Pairs, plain: str) ->
         ({"do_remote_decode": True}, "kv_transfer_params.do_remote_decode"),
     ],
 )
-async def test_params_that_make_no_sense(vllm: Pairs, changed: dict[str, Any], field: str) -> None:
+async def test_invalid_transfer_params_are_refused(vllm: Pairs, changed: dict[str, Any], field: str) -> None:
     status, answer = await vllm.ask(vllm.decodes[0], prompt=[1, 2], kv_transfer_params=HANDED_OVER | changed)
     assert (status, answer["error"]["param"]) == (400, field)
 
 
-async def test_a_prefill_that_is_gone_is_a_failure(vllm: Pairs) -> None:
+async def test_missing_prefill_worker_is_500(vllm: Pairs) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         gone = {"remote_port": listening.getsockname()[1]}
     status, answer = await vllm.ask(vllm.decodes[0], prompt=fresh(20), kv_transfer_params=HANDED_OVER | gone)

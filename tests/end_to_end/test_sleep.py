@@ -1,4 +1,4 @@
-"""Workers that sleep: put to sleep and woken through the router, or behind its back."""
+"""Workers that are put to sleep and woken, through the router or directly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def ask(routed: RouterUnderTest, tokens: int = 2) -> Reply:
     return await routed.call("/v1/completions", {**BODY, "max_tokens": tokens})
 
 
-async def tell(routed: RouterUnderTest, path: str) -> Reply:
+async def post(routed: RouterUnderTest, path: str) -> Reply:
     return await routed.call(path, {}, headers=TOKEN)
 
 
@@ -39,103 +39,88 @@ async def states(routed: RouterUnderTest) -> list[str]:
     return [worker["state"] for worker in await routed.workers()]
 
 
-async def test_who_sleeps_gets_no_requests_and_holds_nothing(routed: RouterUnderTest, urls: list[str]) -> None:
+async def test_sleeping_worker_receives_no_requests_and_holds_nothing(routed: RouterUnderTest, urls: list[str]) -> None:
     first = (await ask(routed)).worker
     (other,) = (url for url in urls if url != first)
-    reply = await tell(routed, f"/sleep?worker={first}")
+    reply = await post(routed, f"/sleep?worker={first}")
     assert [(each["worker"], each["status"]) for each in reply.json()["workers"]] == [(first, 200)]
     assert sorted(await states(routed)) == ["asleep", "ready"]
     assert [(await ask(routed)).worker for _ in range(4)] == [other] * 4
-    assert (await tell(routed, f"/wake_up?worker={first}")).status == 200
+    assert (await post(routed, f"/wake_up?worker={first}")).status == 200
     assert await states(routed) == ["ready", "ready"]
     matches = (await routed.call("/match", {"model": "simulated", "prompt": PROMPT})).json()["matches"]
     assert {match["worker"]: match["matched_tokens"] > 0 for match in matches} == {first: False, other: True}
 
 
-async def test_requests_wait_until_somebody_wakes(routed: RouterUnderTest) -> None:
+async def test_requests_wait_until_a_worker_wakes(routed: RouterUnderTest) -> None:
     under_way = asyncio.ensure_future(ask(routed, tokens=20))
 
-    async def sent() -> bool:
-        return any(worker["requests_in_flight"] for worker in await routed.workers())
-
-    await until(sent)
-    assert (await tell(routed, "/sleep")).status == 200
-    assert (await under_way).status == 200  # who had begun was waited for
+    await until(routed.workers, lambda workers: any(worker["requests_in_flight"] for worker in workers))
+    assert (await post(routed, "/sleep")).status == 200
+    assert (await under_way).status == 200  # the request in flight finishes first
     assert await states(routed) == ["asleep", "asleep"]
     waiting = asyncio.ensure_future(ask(routed))
 
-    async def counted() -> bool:
-        return await routed.metric("kvrouter_model_demand", model="simulated") == 1
-
-    await until(counted)
-    assert (await tell(routed, "/wake_up")).status == 200
+    await routed.until_metric(1, "kvrouter_model_demand", model="simulated")
+    assert (await post(routed, "/wake_up")).status == 200
     assert (await waiting).status == 200
 
 
-async def test_a_worker_is_told_once_the_requests_sent_to_it_have_ended() -> None:
-    came, may_end = list[str](), asyncio.Event()
+async def test_sleep_is_sent_after_requests_in_flight_end() -> None:
+    received, may_end = list[str](), asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
         if not exchange.target.startswith("/sleep"):
             await may_end.wait()
-        came.append(exchange.target)
+        received.append(exchange.target)
         await exchange.answer()
 
     async with scripted_worker(script) as worker, router(worker.url, server={"token": "t"}) as routed:
         under_way = asyncio.ensure_future(routed.call("/v1/completions", {"model": MODEL, "prompt": PROMPT}))
 
-        async def sent() -> bool:
-            return bool(worker.exchanges)
+        await until(lambda: worker.exchanges)
+        slept = asyncio.ensure_future(post(routed, "/sleep?level=2"))
 
-        await until(sent)
-        told = asyncio.ensure_future(tell(routed, "/sleep?level=2"))
-
-        async def asleep() -> bool:
-            return await states(routed) == ["asleep"]
-
-        await until(asleep)
+        await until(lambda: states(routed), lambda found: found == ["asleep"])
         may_end.set()
         assert (await under_way).status == 200
-        assert (await told).status == 200
-        assert came == ["/v1/completions", "/sleep?level=2&mode=wait"]
+        assert (await slept).status == 200
+        assert received == ["/v1/completions", "/sleep?level=2&mode=wait"]
 
 
-async def test_sleep_behind_the_routers_back_is_noticed(routed: RouterUnderTest) -> None:
-    async def tell_worker(url: str, path: str) -> None:
+async def test_sleep_at_worker_is_detected(routed: RouterUnderTest) -> None:
+    async def post_to_worker(url: str, path: str) -> None:
         async with routed.session.post(f"{url}{path}") as response:
             assert response.status == 200
 
-    async def says(url: str, expected: str) -> None:
-        async def said() -> bool:
-            return {each["url"]: each["state"] for each in await routed.workers()}[url] == expected
-
-        await until(said)
+    async def until_state(url: str, expected: str) -> None:
+        await until(routed.workers, lambda workers: {each["url"]: each["state"] for each in workers}[url] == expected)
 
     for level, keeps in ((0, True), (1, False)):
         reply = await routed.call("/v1/completions", {**BODY, "prompt": f"{level} {PROMPT}"})
         slept = reply.worker
-        await tell_worker(slept, f"/sleep?level={level}")
-        await says(slept, "asleep")
+        await post_to_worker(slept, f"/sleep?level={level}")
+        await until_state(slept, "asleep")
         assert (await ask(routed)).worker != slept
-        await tell_worker(slept, "/wake_up")
-        await says(slept, "ready")
+        await post_to_worker(slept, "/wake_up")
+        await until_state(slept, "ready")
         matched = await routed.call("/match", {"model": "simulated", "prompt": f"{level} {PROMPT}"})
         held = {match["worker"]: match["matched_tokens"] for match in matched.json()["matches"]}
         assert (held[slept] > 0) is keeps
 
 
-async def test_a_worker_that_cannot_sleep_goes_on() -> None:
+async def test_worker_without_sleep_stays_ready() -> None:
     async with (
         running(SimulatedWorkerSettings(disaggregation="sglang")) as sglang,
         router(sglang, server={"token": "t"}) as routed,
     ):
-        reply = await tell(routed, "/sleep")
+        reply = await post(routed, "/sleep")
         assert (reply.status, reply.error["code"]) == (502, "sleep")
         assert await states(routed) == ["ready"]
         assert (await ask(routed)).status == 200
 
 
 @pytest.mark.parametrize("path", ["/sleep", "/wake_up"])
-async def test_it_wants_the_operators_token(routed: RouterUnderTest, path: str) -> None:
+async def test_sleep_needs_admin_token(routed: RouterUnderTest, path: str) -> None:
     assert (await routed.call(path, {})).status == 401
     assert await states(routed) == ["ready", "ready"]

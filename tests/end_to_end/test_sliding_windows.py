@@ -1,8 +1,8 @@
-"""Models of which some layers keep but the last tokens of a prompt: what of it is predicted, and what is found.
+"""Predicted and cached tokens of models with sliding windows, whose layers keep only the last tokens of a prompt.
 
-The engine keeps what vLLM's does (SlidingWindowManager and replay_boundaries of 0.32): every block of a prompt in the
-group of full attention; in the sliding one those that a request needs which goes on from the prompt's end, or from
-where it parted from another.
+The engine keeps the same blocks as vLLM 0.32 (SlidingWindowManager and replay_boundaries). The group of full attention
+keeps every block of a prompt. The sliding group keeps the blocks that a request needs which continues from the prompt's
+end, or from its fork from another prompt.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
@@ -95,7 +95,7 @@ class WindowEngine:
         self._waiting = []
 
     def reset(self) -> None:
-        """As vLLM does: the event comes with the next step."""
+        """Clear the cache. Like vLLM, the event is published with the next step."""
         self.full.clear()
         self.sliding.clear()
         self._waiting.append(AllBlocksCleared())
@@ -103,18 +103,12 @@ class WindowEngine:
 
 @asynccontextmanager
 async def window_fleet(**sections: Any) -> AsyncIterator[tuple[RouterUnderTest, WindowEngine]]:
-    async with AsyncExitStack() as stack:
-        engine = WindowEngine()
-        stack.callback(engine.publisher.shutdown)
-        worker = await stack.enter_async_context(scripted_worker(engine.answer))
-        routed = await stack.enter_async_context(
-            router(workers=[{"url": worker.url, "block_size": BLOCK, "streams": engine.streams()}], **sections)
-        )
-
-        async def live() -> bool:
-            return await routed.metric("kvrouter_stream_state", state="live") == 1
-
-        await until(live)
+    engine = WindowEngine()
+    async with (
+        scripted_worker(engine.answer) as worker,
+        router(workers=[{"url": worker.url, "block_size": BLOCK, "streams": engine.streams()}], **sections) as routed,
+    ):
+        await routed.until_live()
         # From its first events the router knows that the engine has windows.
         await ask(routed, [7] * 100)
 
@@ -125,10 +119,11 @@ async def window_fleet(**sections: Any) -> AsyncIterator[tuple[RouterUnderTest, 
 
         await until(known)
         yield routed, engine
+    engine.publisher.shutdown()
 
 
 async def ask(routed: RouterUnderTest, prompt: list[int]) -> tuple[int, int]:
-    """What was promised of a prompt, and what was found."""
+    """Send a prompt, and return its predicted and its cached tokens."""
     reply = await routed.call("/v1/completions", {"model": "m", "prompt": prompt})
     return int(reply.overlap or 0), reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -138,7 +133,7 @@ def document(number: int, length: int = 640) -> list[int]:
 
 
 @pytest.mark.parametrize("tells", [True, False])
-async def test_what_prompts_have_in_common_is_found_from_the_third_on(tells: bool) -> None:
+async def test_shared_prefix_is_found_from_third_prompt_on(tells: bool) -> None:
     async with window_fleet() as (routed, engine):
         engine.tells = tells
         assert await ask(routed, document(0)) == (0, 0)
@@ -149,27 +144,27 @@ async def test_what_prompts_have_in_common_is_found_from_the_third_on(tells: boo
 
 @pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize("length", [640, 650])
-async def test_the_next_turn_finds_the_turn_before(tells: bool, length: int) -> None:
+async def test_next_turn_finds_previous_turn(tells: bool, length: int) -> None:
     async with window_fleet() as (routed, engine):
         engine.tells = tells
-        said = document(0, length)
-        assert await ask(routed, said) == (0, 0)
+        prompt = document(0, length)
+        assert await ask(routed, prompt) == (0, 0)
         for turn in range(4):
-            found = (len(said) - 1) // BLOCK * BLOCK
-            assert await ask(routed, said) == (found, found)
-            said = [*said, *document(turn + 1, 100)]
-            assert await ask(routed, said) == (found, found)
+            found = (len(prompt) - 1) // BLOCK * BLOCK
+            assert await ask(routed, prompt) == (found, found)
+            prompt = [*prompt, *document(turn + 1, 100)]
+            assert await ask(routed, prompt) == (found, found)
 
 
 @pytest.mark.parametrize("tells", [True, False])
-async def test_prompts_within_the_window_are_found_like_others(tells: bool) -> None:
+async def test_prompts_within_window_are_found(tells: bool) -> None:
     async with window_fleet() as (routed, engine):
         engine.tells = tells
         assert await ask(routed, [9] * 60) == (0, 0)
         assert await ask(routed, [9] * 40 + [8] * 20) == (32, 32)
 
 
-async def test_whatever_comes_little_too_much_is_promised_while_events_wait() -> None:
+async def test_prediction_error_is_small_while_events_are_delayed() -> None:
     random = Random(7)
     prompt_tokens = over = under = 0
     async with window_fleet() as (routed, engine):
@@ -179,30 +174,24 @@ async def test_whatever_comes_little_too_much_is_promised_while_events_wait() ->
             known = random.choice(prompts)
             prompt = [*known[: random.randrange(len(known) + 1)], *document(number, random.randrange(300))][:2000]
             prompts.append(prompt or [1])
-            promised, found = await ask(routed, prompts[-1])
+            predicted, found = await ask(routed, prompts[-1])
             prompt_tokens += len(prompt)
-            over += max(promised - found, 0)
-            under += max(found - promised, 0)
+            over += max(predicted - found, 0)
+            under += max(found - predicted, 0)
     assert over < 0.01 * prompt_tokens
     assert under < 0.05 * prompt_tokens
 
 
-async def test_after_a_reset_at_the_engine_one_answer_is_enough() -> None:
+async def test_reset_at_engine_is_learned_from_one_response() -> None:
     async with window_fleet() as (routed, engine):
         assert await ask(routed, document(0)) == (0, 0)
         assert await ask(routed, document(1)) == (0, 0)
 
-        async def known() -> bool:
-            return await routed.metric("kvrouter_index_blocks", tier="gpu") >= 2 * 40
-
-        await until(known)
+        await until(lambda: routed.metric("kvrouter_index_blocks", tier="gpu"), lambda value: value >= 2 * 40)
         engine.reset()
         assert (await ask(routed, document(2)))[1] == 0
 
-        async def cleared() -> bool:
-            return await routed.metric("kvrouter_index_blocks", tier="gpu") <= 40
-
-        await until(cleared)
+        await until(lambda: routed.metric("kvrouter_index_blocks", tier="gpu"), lambda value: value <= 40)
         assert await ask(routed, document(0)) == (0, 0)
         assert await ask(routed, document(1)) == (0, 0)
         assert await ask(routed, document(1)) == (624, 624)

@@ -1,33 +1,28 @@
-"""What one worker alone has — responses, conversations, files, batches — is found there under every policy."""
+"""Objects stored at one worker (responses, conversations, files, batches) are found there under every policy."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import asynccontextmanager
 
 import openai
 import pytest
 from router_under_test import Reply, RouterUnderTest, router
-from scripted_worker import Exchange, ScriptedWorker, scripted_worker
+from scripted_worker import Exchange, scripted_workers
+from simulated_workers import simulated_workers
 
 from router.settings import PolicyName
-from simulator.worker import SimulatedWorkerSettings
-from simulator.worker.serve import running
 
 pytestmark = pytest.mark.anyio
 
 WORKERS = 4
-FAST: dict[str, Any] = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
 
 
-# One that looks at prompts, one that has a selection ready, and one of each turn.
+# A policy that reads prompts, one by load, and one by turns.
 @pytest.mark.parametrize("policy", [PolicyName.KV_AWARE, PolicyName.LEAST_LOADED, PolicyName.ROUND_ROBIN])
 async def test_responses_are_found_under_every_policy(policy: PolicyName) -> None:
-    async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(running(SimulatedWorkerSettings(**FAST))) for _ in range(WORKERS)]
-        routed = await stack.enter_async_context(router(*urls, policy={"name": policy.value}))
+    async with simulated_workers(WORKERS) as urls, router(*urls, policy={"name": policy.value}) as routed:
         for _ in range(3):
             first = await routed.openai.responses.with_raw_response.create(
                 model="simulated", input="hi", max_output_tokens=2
@@ -91,12 +86,11 @@ def _named(body: bytes) -> str | None:
 
 @asynccontextmanager
 async def stores(policy: str) -> AsyncIterator[RouterUnderTest]:
-    async with AsyncExitStack() as stack:
-        workers: list[ScriptedWorker] = [
-            await stack.enter_async_context(scripted_worker(Store(number).answer)) for number in range(WORKERS)
-        ]
-        urls = (worker.url for worker in workers)
-        yield await stack.enter_async_context(router(*urls, policy={"name": policy}))
+    async with (
+        scripted_workers(*(Store(number).answer for number in range(WORKERS))) as workers,
+        router(*(worker.url for worker in workers), policy={"name": policy}) as routed,
+    ):
+        yield routed
 
 
 async def made(reply: Reply) -> str:
@@ -105,7 +99,7 @@ async def made(reply: Reply) -> str:
 
 
 @pytest.mark.parametrize("policy", ["kv_aware", "round_robin", "random", "least_loaded"])
-async def test_files_batches_and_conversations_are_found_too(policy: str) -> None:
+async def test_files_batches_and_conversations_are_found_under_every_policy(policy: str) -> None:
     async with stores(policy) as routed:
         for kind in ("files", "conversations", "uploads", "videos", "vector_stores"):
             name = await made(await routed.call(f"/v1/{kind}", {}))
@@ -121,7 +115,7 @@ async def test_files_batches_and_conversations_are_found_too(policy: str) -> Non
 
 @pytest.mark.parametrize("policy", ["kv_aware", "round_robin", "random", "least_loaded"])
 @pytest.mark.parametrize("whole", [True, False])
-async def test_a_response_goes_where_its_conversation_is(policy: str, whole: bool) -> None:
+async def test_response_is_sent_to_worker_of_its_conversation(policy: str, whole: bool) -> None:
     async with stores(policy) as routed:
         for _ in range(WORKERS):
             name = await made(await routed.call("/v1/conversations", {}))

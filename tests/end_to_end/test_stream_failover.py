@@ -1,4 +1,4 @@
-"""Streams whose worker dies in them, and that go on at another: the client's text is that of one worker alone."""
+"""Streams whose worker dies and that another worker continues: the client's text is that of a single worker."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 from router_under_test import PATIENT, RouterUnderTest, plain_client, router, until
-from scripted_worker import Exchange, ScriptedWorker, scripted_worker
-
-from simulator.worker import SimulatedWorkerSettings
-from simulator.worker.serve import running
+from scripted_worker import Exchange, ScriptedWorker, scripted_workers
+from simulated_workers import simulated_workers
 
 pytestmark = pytest.mark.anyio
 
 MODEL = "simulated"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-FAST: dict[str, Any] = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
 # Workers that break off stay in use, so that the next stream begins there too.
 TURNS: dict[str, Any] = {
     "policy": {"name": "round_robin"},
@@ -83,7 +80,7 @@ class CutWorker:
         if exchange.target in (CHAT, COMPLETIONS):
             self.bodies.append(json.loads(body))
             if self.hangs:
-                await exchange.left()
+                await exchange.until_closed()
                 return
             body = json.dumps({k: v for k, v in self.bodies[-1].items() if k not in self._forgets}).encode()
         headers = {"content-type": "application/json"}
@@ -110,23 +107,19 @@ class CutWorker:
 
 @asynccontextmanager
 async def cut_fleet(
-    forgets: tuple[str, ...] = (), worker: dict[str, Any] = FAST, **sections: Any
+    forgets: tuple[str, ...] = (), ranks: int = 1, **sections: Any
 ) -> AsyncIterator[tuple[RouterUnderTest, CutWorker, CutWorker, ScriptedWorker]]:
     """A router in front of a worker that is cut, and one that is not."""
-    async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        url = await stack.enter_async_context(running(SimulatedWorkerSettings(**worker)))
+    async with aiohttp.ClientSession() as session, simulated_workers(1, dp_size=ranks) as [url]:
         cut, sound = (CutWorker(url, session, forgets) for _ in range(2))
-        servers = []
-        for each in (cut, sound):
-            server = await stack.enter_async_context(scripted_worker(each.forward))
-            server.answers_questions = False
-            servers.append(server)
-        routed = await stack.enter_async_context(router(*(server.url for server in servers), **TURNS | sections))
-        yield routed, cut, sound, servers[0]
+        async with scripted_workers(cut.forward, sound.forward) as servers:
+            for server in servers:
+                server.answers_discovery = False
+            async with router(*(server.url for server in servers), **TURNS | sections) as routed:
+                yield routed, cut, sound, servers[0]
 
 
-async def begun_at(routed: RouterUnderTest, server: ScriptedWorker, path: str, body: dict[str, Any]) -> bytes:
+async def stream_from(routed: RouterUnderTest, server: ScriptedWorker, path: str, body: dict[str, Any]) -> bytes:
     """The stream of a request that began at a worker."""
     for _ in range(4):
         reply = await routed.call(path, body)
@@ -137,7 +130,7 @@ async def begun_at(routed: RouterUnderTest, server: ScriptedWorker, path: str, b
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
-    """What the chunks of a stream say, without what names it; it must be whole."""
+    """Return the chunks of a complete stream, without their id and time."""
     assert stream.endswith(b"data: [DONE]\n\n"), stream
     found = [line[5:].strip() for line in stream.splitlines() if line.startswith(b"data:")]
     chunks = [json.loads(each) for each in found if each != b"[DONE]"]
@@ -145,7 +138,7 @@ def events(stream: bytes) -> list[dict[str, Any]]:
     return [{k: v for k, v in chunk.items() if k not in ("id", "created", "system_fingerprint")} for chunk in chunks]
 
 
-def told(stream: bytes) -> tuple[str, list[Any], list[Any], int]:
+def summary(stream: bytes) -> tuple[str, list[Any], list[Any], int]:
     """A stream's text, its reasons to end, its usage, and how many chunks had a role."""
     text, reasons, usage, roles = "", [], [], 0
     for chunk in events(stream):
@@ -165,7 +158,7 @@ def told(stream: bytes) -> tuple[str, list[Any], list[Any], int]:
 # The same text, wherever the worker dies
 
 
-async def test_streams_of_a_killed_worker_go_on_elsewhere() -> None:
+async def test_streams_of_killed_worker_continue_elsewhere() -> None:
     """At every point of their way at once: they began one after the other."""
     async with (
         worker_process(0.02) as (killed, victim),
@@ -200,10 +193,7 @@ async def test_streams_of_a_killed_worker_go_on_elsewhere() -> None:
         numbers = range(24)
         streams = [asyncio.create_task(later(number)) for number in numbers]
 
-        async def all_begun() -> bool:
-            return begun == len(numbers)
-
-        await until(all_begun)
+        await until(lambda: begun == len(numbers))
         killed.send_signal(signal.SIGKILL)
         got = await asyncio.gather(*streams)
         expected = await asyncio.gather(*(texts(alone, number) for number in numbers))
@@ -226,20 +216,20 @@ async def test_streams_of_a_killed_worker_go_on_elsewhere() -> None:
         (CHAT, ("return_token_ids", "stream_options")),
     ],
 )
-async def test_a_stream_that_is_cut_anywhere_is_told_as_a_whole(path: str, forgets: tuple[str, ...]) -> None:
-    """Also by engines that tell no token ids, and no usage with each chunk."""
+async def test_stream_cut_at_any_byte_is_completed(path: str, forgets: tuple[str, ...]) -> None:
+    """Some engines send no token ids, or no usage with each chunk."""
     body = chat("x", max_tokens=5) if path == CHAT else completion("x", max_tokens=5)
     if "stream_options" not in forgets:
         body["stream_options"] = USAGE
     async with cut_fleet(forgets) as (routed, cut, sound, server):
-        expected = await begun_at(routed, server, path, body)
+        expected = await stream_from(routed, server, path, body)
         asked = cut.bodies[-1]
         whole = len(expected) + 100 * expected.count(b"data:")  # with what is asked for, and not passed on
         points = [1, *range(50, whole, 211)]
         for point in points:
             cut.cut = point
-            stream = await begun_at(routed, server, path, body)
-            assert told(stream) == told(expected), point
+            stream = await stream_from(routed, server, path, body)
+            assert summary(stream) == summary(expected), point
         assert asked["max_tokens"] == 5
         resumed = [each for each in sound.bodies if each["max_tokens"] < 5]
         assert {each["max_tokens"] for each in resumed} == {1, 2, 3, 4}
@@ -252,44 +242,44 @@ async def test_a_stream_that_is_cut_anywhere_is_told_as_a_whole(path: str, forge
         await routed.until_released()
 
 
-async def test_the_client_is_told_by_a_comment() -> None:
+async def test_failover_is_reported_in_a_comment() -> None:
     async with cut_fleet() as (routed, cut, _, server):
         cut.cut = 1500
-        stream = await begun_at(routed, server, CHAT, chat("x", max_tokens=20))
+        stream = await stream_from(routed, server, CHAT, chat("x", max_tokens=20))
         comments = [line for line in stream.splitlines() if line.startswith(b":")]
         assert len(comments) == 1
         assert b"goes on after" in comments[0]
         assert server.url.encode() not in comments[0]
 
 
-async def test_a_chat_that_ends_by_itself_goes_on_too() -> None:
+async def test_chat_without_token_limit_is_completed() -> None:
     async with cut_fleet() as (routed, cut, _, server):
         body = chat("without a limit")
-        expected = await begun_at(routed, server, CHAT, body)
+        expected = await stream_from(routed, server, CHAT, body)
         for cut.cut in (2000, len(expected) - 300, len(expected) + 1000):
-            assert told(await begun_at(routed, server, CHAT, body)) == told(expected)
-        assert told(expected)[1] == ["stop"]
+            assert summary(await stream_from(routed, server, CHAT, body)) == summary(expected)
+        assert summary(expected)[1] == ["stop"]
 
 
-async def test_what_the_client_asks_for_it_gets_of_the_whole() -> None:
+async def test_requested_usage_and_token_ids_cover_whole_stream() -> None:
     async with cut_fleet() as (routed, cut, _, server):
         options = {"include_usage": True, "continuous_usage_stats": True}
         body = chat("x", max_tokens=6, stream_options=options, return_token_ids=True)
-        expected = await begun_at(routed, server, CHAT, body)
+        expected = await stream_from(routed, server, CHAT, body)
         cut.cut = 2600
-        stream = await begun_at(routed, server, CHAT, body)
-        assert told(stream) == told(expected)
+        stream = await stream_from(routed, server, CHAT, body)
+        assert summary(stream) == summary(expected)
         assert [each["choices"][0]["token_ids"] for each in events(stream)[1:-1]] == [
             each["choices"][0]["token_ids"] for each in events(expected)[1:-1]
         ]
         assert sum("prompt_token_ids" in each for each in events(stream)) == 1
 
 
-async def test_it_is_off_unless_it_is_wanted() -> None:
+async def test_failover_is_off_by_default() -> None:
     async with cut_fleet(proxy={}) as (routed, cut, sound, server):
         cut.cut = 1500
         body = chat("x", max_tokens=20)
-        stream = await begun_at(routed, server, CHAT, body)
+        stream = await stream_from(routed, server, CHAT, body)
         assert b"broke off" in stream
         assert cut.bodies[-1] == body
         assert not any("continue_final_message" in each for each in sound.bodies)
@@ -310,28 +300,28 @@ async def test_it_is_off_unless_it_is_wanted() -> None:
         {"bad_words": ["x"]},
     ],
 )
-async def test_what_cannot_be_gone_on_with_exactly_ends_as_ever(field: dict[str, Any]) -> None:
+async def test_request_that_cannot_be_continued_exactly_ends_with_error(field: dict[str, Any]) -> None:
     async with cut_fleet() as (routed, cut, sound, server):
         cut.cut = 1200
         body = chat("x", max_tokens=20, **field)
-        stream = await begun_at(routed, server, CHAT, body)
+        stream = await stream_from(routed, server, CHAT, body)
         assert b"broke off" in stream
         assert b"DONE" not in stream
-        assert cut.bodies[-1] == body  # and is sent as it came
+        assert cut.bodies[-1] == body  # and is sent unchanged
         assert not any("continue_final_message" in each for each in sound.bodies)
 
 
-async def test_a_seed_that_nothing_draws_on_does_not_matter() -> None:
+async def test_unused_seed_allows_failover() -> None:
     async with cut_fleet() as (routed, cut, _, server):
         cut.cut = 1500
-        stream = await begun_at(routed, server, CHAT, chat("x", max_tokens=20, seed=1, temperature=0))
-        assert told(stream)[1] == ["length"]
+        stream = await stream_from(routed, server, CHAT, chat("x", max_tokens=20, seed=1, temperature=0))
+        assert summary(stream)[1] == ["length"]
 
 
-async def test_a_stream_ends_where_no_worker_is_left() -> None:
+async def test_stream_ends_with_error_without_another_worker() -> None:
     async with cut_fleet() as (routed, cut, sound, server):
         cut.cut, sound.cut = 1500, 500
-        stream = await begun_at(routed, server, CHAT, chat("x", max_tokens=20))
+        stream = await stream_from(routed, server, CHAT, chat("x", max_tokens=20))
         assert stream.count(b'"error"') == 1
         assert b"DONE" not in stream
         assert await routed.metric("kvrouter_stream_failovers_total", outcome="resumed") == 1
@@ -339,7 +329,7 @@ async def test_a_stream_ends_where_no_worker_is_left() -> None:
 
 
 @pytest.mark.parametrize("code", [500, 503])
-async def test_an_engine_that_says_it_died_is_one_that_died(code: int) -> None:
+async def test_error_event_of_dead_engine_starts_failover(code: int) -> None:
     error = {"error": {"message": "EngineCore died", "type": "InternalServerError", "param": None, "code": code}}
     chunks = [
         {"delta": {"role": "assistant", "content": ""}, "finish_reason": None},
@@ -361,34 +351,30 @@ async def test_an_engine_that_says_it_died_is_one_that_died(code: int) -> None:
             await (dies if exchange.target == COMPLETIONS or exchange.target == CHAT else forward)(exchange)
 
         server.script = script
-        stream = await begun_at(routed, server, CHAT, chat("x"))
-        # The tokens it told are none that this text has: no other worker could go on exactly, and the client hears why.
+        stream = await stream_from(routed, server, CHAT, chat("x"))
+        # The token ids do not match the text, so that no other worker can continue exactly, and the error is returned.
         assert b"EngineCore died" in stream
         chunks[1] = {"delta": {}, "finish_reason": None}
-        stream = await begun_at(routed, server, CHAT, chat("x"))
-        assert told(stream)[1] == ["stop"]
+        stream = await stream_from(routed, server, CHAT, chat("x"))
+        assert summary(stream)[1] == ["stop"]
         assert not cut.bodies
         assert sound.bodies
 
 
-async def test_a_client_that_leaves_between_two_workers_leaves_nothing() -> None:
+async def test_disconnect_during_failover_releases_load() -> None:
     async with cut_fleet() as (routed, cut, sound, server):
         cut.cut, sound.hangs = 1500, True
         body = chat("x", max_tokens=20)
         async with routed.request(CHAT, body) as reply:
             if reply.headers["x-kvrouter-worker"] == server.url:
-
-                async def goes_on() -> bool:
-                    return bool(sound.bodies)
-
-                await until(goes_on)
+                await until(lambda: sound.bodies)
         await routed.until_released()
         assert "continue_final_message" in sound.bodies[-1]
 
 
-async def test_it_goes_on_at_workers_with_several_ranks() -> None:
-    async with cut_fleet(worker=FAST | {"dp_size": 2}) as (routed, cut, _, server):
+async def test_failover_works_with_several_ranks() -> None:
+    async with cut_fleet(ranks=2) as (routed, cut, _, server):
         body = chat("x", max_tokens=12)
-        expected = await begun_at(routed, server, CHAT, body)
+        expected = await stream_from(routed, server, CHAT, body)
         cut.cut = 1500
-        assert told(await begun_at(routed, server, CHAT, body)) == told(expected)
+        assert summary(await stream_from(routed, server, CHAT, body)) == summary(expected)

@@ -1,7 +1,7 @@
-"""A client cannot tell an engine where to fetch KV blocks from: vLLM with NIXL calls whatever host a request names.
+"""Clients cannot set the host from which an engine fetches KV blocks, because vLLM with NIXL calls any host.
 
-However the name is written, and wherever in the body it stands, no worker is told of it: on either way in, to prefill
-and decode workers, and through Envoy.
+The fields never reach a worker, however they are written and wherever in the body: to prefill and decode workers,
+without tenants, and through Envoy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from envoy_client import EnvoyStream, streamed
 from grpc_call import channel_to
 from picker_under_test import JSON, picker
 from router_under_test import RouterUnderTest, router
-from scripted_worker import MODEL, Exchange, ScriptedWorker
+from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_workers
 
 from router.auth import hashed_key
 
@@ -65,7 +65,7 @@ def bodies(path: str) -> Iterator[bytes]:
         yield plain.encode(encoding)
 
 
-def is_told(worker: ScriptedWorker) -> bool:
+def received_host(worker: ScriptedWorker) -> bool:
     return any(HOST.encode() in exchange.body for exchange in worker.exchanges)
 
 
@@ -74,12 +74,8 @@ async def workers() -> AsyncIterator[list[ScriptedWorker]]:
     async def answer(exchange: Exchange) -> None:
         await exchange.answer(b'{"choices": [], "kv_transfer_params": {"remote_block_ids": [1]}}')
 
-    both = [ScriptedWorker(answer), ScriptedWorker(answer)]
-    for worker in both:
-        await worker.start()
-    yield both
-    for worker in both:
-        await worker.stop()
+    async with scripted_workers(answer, answer) as both:
+        yield both
 
 
 @pytest.fixture(scope="module")
@@ -93,40 +89,40 @@ async def pair(workers: list[ScriptedWorker]) -> AsyncIterator[RouterUnderTest]:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings"])
-async def test_no_host_of_a_tenants_reaches_a_pair(
+async def test_transfer_params_of_tenants_never_reach_pairs(
     pair: RouterUnderTest, workers: list[ScriptedWorker], path: str
 ) -> None:
     for body in bodies(path):
         assert (await pair.call(path, body, headers=KEY)).status == 400, body[:200]
-    assert not any(map(is_told, workers))
+    assert not any(map(received_host, workers))
     asked = f'{{"model": "{MODEL}", {PROMPTS[path]}}}'.encode()
     assert (await pair.call(path, asked, headers=KEY)).status == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/inference/v1/generate"])
-async def test_nor_that_of_anybody_where_there_are_none(workers: list[ScriptedWorker], path: str) -> None:
+async def test_transfer_params_never_reach_workers_without_tenants(workers: list[ScriptedWorker], path: str) -> None:
     async with router(workers[1].url) as routed:
         statuses = {(await routed.call(path, body)).status for body in bodies(path)}
     assert statuses == {200, 400}  # left out, or refused
-    assert not any(map(is_told, workers))
+    assert not any(map(received_host, workers))
 
 
 @pytest.mark.parametrize("tenants", [TENANTS, {}], ids=["tenants", "none"])
-async def test_nor_does_envoy_send_it(workers: list[ScriptedWorker], tenants: dict[str, object]) -> None:
+async def test_transfer_params_never_pass_the_picker(workers: list[ScriptedWorker], tenants: dict[str, object]) -> None:
     sections = {"tenants": tenants, "server": {"token": "operator"}}
     async with picker(workers[1].url, **sections) as (_, port), channel_to(port) as channel:
         for body in bodies("/v1/completions"):
             stream = EnvoyStream(channel)
             await stream.head("/v1/completions", JSON, *KEY.items())
             await stream.body(body)
-            heard = await stream.hears()
+            heard = await stream.receive()
             if heard.HasField("immediate_response"):
                 assert heard.immediate_response.status.code == 400
             else:
                 assert not tenants
                 sent = b""
                 while True:
-                    part, ended = streamed((await stream.hears()).request_body)
+                    part, ended = streamed((await stream.receive()).request_body)
                     sent += part
                     if ended:
                         break

@@ -18,21 +18,21 @@ pytestmark = pytest.mark.anyio
 COMMAND = [sys.executable, "-m", "kvrouter", "top", "--url"]
 
 
-async def test_once_prints_the_fleet() -> None:
+async def test_top_once_prints_fleet() -> None:
     async with running(SimulatedWorkerSettings()) as worker, router(worker, server={"token": "admin"}) as routed:
-        told = await printed(*COMMAND, routed.url, "--token", "admin", "--once")
-        assert worker.removeprefix("http://") in told
-        assert "ready" in told
-        assert "1 of 1" in told
+        output = await printed(*COMMAND, routed.url, "--token", "admin", "--once")
+        assert worker.removeprefix("http://") in output
+        assert "ready" in output
+        assert "1 of 1" in output
         refused = await printed(*COMMAND, routed.url, "--once", status=1)
         assert "--token" in refused
 
 
-async def test_a_router_that_is_not_there() -> None:
+async def test_top_reports_unreachable_router() -> None:
     assert "http://127.0.0.1:9" in await printed(*COMMAND, "http://127.0.0.1:9", status=1)
 
 
-async def test_the_screen_updates_and_keys_work() -> None:
+async def test_top_updates_and_reacts_to_keys() -> None:
     async with running(SimulatedWorkerSettings()) as worker, router(worker) as routed:
         ours, theirs = pty.openpty()
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"}

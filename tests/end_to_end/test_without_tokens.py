@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from router_under_test import RouterUnderTest, router, until
-from scripted_worker import Exchange, ScriptedWorker, scripted_worker
+from scripted_worker import Exchange, ScriptedWorker, scripted_worker, scripted_workers
 
 from kvrouter.tools.doctor.run import run_doctor
 from router.settings import Settings, WorkerSettings
@@ -54,10 +54,10 @@ class Fleet:
         self.engines = engines
         self.workers = workers
 
-    async def chat(self, *said: str, system: str = LONG, **more: Any) -> str:
-        """Ask; who answered."""
+    async def chat(self, *turns: str, system: str = LONG, **more: Any) -> str:
+        """Send a chat, and return its worker."""
         roles = ("user", "assistant")
-        messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(said)]
+        messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(turns)]
         body = {"model": "m", "messages": [{"role": "system", "content": system}, *messages], **more}
         answer = await self.routed.call(CHAT, body)
         assert answer.status == 200, answer.body
@@ -65,21 +65,22 @@ class Fleet:
 
 
 async def first_event(routed: RouterUnderTest) -> dict[str, Any]:
-    """What `/live` tells first."""
+    """Return the first update of `/live`."""
     async with routed.request("/live") as response:
         async for line in response.content:
             if line.startswith(b"data: "):
                 event: dict[str, Any] = json.loads(line[6:])
                 return event
-    raise AssertionError("nothing was told")
+    raise AssertionError("the feed is empty")
 
 
 @asynccontextmanager
 async def fleet(count: int = 3, most: int = 1000, **sections: Any) -> AsyncIterator[Fleet]:
-    async with AsyncExitStack() as stack:
-        engines = [TextEngine(most) for _ in range(count)]
-        workers = [await stack.enter_async_context(scripted_worker(engine.answer)) for engine in engines]
-        routed = await stack.enter_async_context(router(*(worker.url for worker in workers), **sections))
+    engines = [TextEngine(most) for _ in range(count)]
+    async with (
+        scripted_workers(*(engine.answer for engine in engines)) as workers,
+        router(*(worker.url for worker in workers), **sections) as routed,
+    ):
 
         async def tried() -> bool:
             found = (await routed.call("/workers")).json()["tokenizers"]
@@ -89,7 +90,7 @@ async def fleet(count: int = 3, most: int = 1000, **sections: Any) -> AsyncItera
         yield Fleet(routed, engines, workers)
 
 
-async def test_requests_of_one_prompt_stay_together() -> None:
+async def test_requests_with_shared_text_stay_together() -> None:
     async with fleet() as served:
         answered = Counter([await served.chat("What is it?") for _ in range(12)])
         assert sorted(answered.values()) == [12]
@@ -102,7 +103,7 @@ async def test_requests_of_one_prompt_stay_together() -> None:
         assert sorted(completions.values()) == [12]
 
 
-async def test_conversations_go_on_where_they_began_and_others_elsewhere() -> None:
+async def test_conversations_stay_with_their_worker() -> None:
     async with fleet() as served:
         homes = {}
         for number in range(6):
@@ -112,7 +113,7 @@ async def test_conversations_go_on_where_they_began_and_others_elsewhere() -> No
                 assert await served.chat("First?", "Yes.", turn, system=f"{number} {LONG}") == home
 
 
-async def test_roles_adapters_and_salts_tell_prompts_apart() -> None:
+async def test_roles_and_salts_separate_prompts() -> None:
     async with fleet(1) as served:
 
         async def overlap(**more: Any) -> int:
@@ -126,25 +127,25 @@ async def test_roles_adapters_and_salts_tell_prompts_apart() -> None:
         assert await overlap(messages=[{"role": "system", "content": LONG}]) == 0
 
 
-async def test_it_is_said_how_prompts_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_routing_by_text_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     async with fleet(1) as served:
         await served.chat("What is it?")
-        health = (await served.routed.call("/health")).json()
+        health = await served.routed.health()
         (found,) = health["findings"]
         assert found["finding"] == "prompts_by_text"
-        told = await first_event(served.routed)
-        assert "by their text only" in told["about"]["models"]["m"]["tokens"]
+        event = await first_event(served.routed)
+        assert "by their text only" in event["about"]["models"]["m"]["tokens"]
         assert "routed by their text only" in found["detail"]
         assert "models.m.tokenizer" in found["detail"]
         tokenizer = (await served.routed.call("/workers")).json()["tokenizers"]["m"]
         assert (tokenizer["way"], tokenizer["prompts"]["text"]) == ("text", 1)
         assert await served.routed.metric("kvrouter_tokenizer", model="m", way="text") == 1
-        said = capsys.readouterr().out
-        assert "prompts are routed by their text only" in said
-        assert "a worker is asked" not in said
+        printed = capsys.readouterr().out
+        assert "prompts are routed by their text only" in printed
+        assert "a worker is asked" not in printed
 
 
-async def test_predictions_are_compared_as_shares_of_the_engines_own_tokens() -> None:
+async def test_audit_compares_shares_of_engine_tokens() -> None:
     async with fleet(1) as served:
         for turn in range(4):
             await served.chat("What is it?", *["Yes.", "And?"] * turn)
@@ -155,7 +156,7 @@ async def test_predictions_are_compared_as_shares_of_the_engines_own_tokens() ->
         assert 0.9 * cached < predicted <= cached
 
 
-async def test_what_a_worker_keeps_is_learned_from_what_it_reports() -> None:
+async def test_retained_tokens_are_learned_from_usage() -> None:
     # One prompt at a time, as an engine with a single slot does.
     async with fleet(1, most=1, proxy={"speculation_seconds": 0}) as served:
         (engine,) = served.engines
@@ -164,7 +165,7 @@ async def test_what_a_worker_keeps_is_learned_from_what_it_reports() -> None:
                 await served.chat("What is it?", system=f"{number} {LONG}")
         assert max(engine.cached) < 64
         wrong = await served.routed.metric("kvrouter_audit_wrong_tokens_total", model="m")
-        assert wrong < 2.5 * len(LONG)  # it was promised once or twice
+        assert wrong < 2.5 * len(LONG)  # it was predicted once or twice
         ranks = (await served.routed.call("/workers")).json()["workers"][0]["ranks"]
         assert 0 < ranks[0]["retention"]["tokens"] < 3 * len(LONG) / 4
 
@@ -183,37 +184,37 @@ async def unnamed() -> AsyncIterator[str]:
             await engine.answer(exchange)
 
     async with scripted_worker(script) as worker:
-        worker.answers_questions = False
+        worker.answers_discovery = False
         yield worker.url
 
 
-async def test_a_worker_that_lists_no_models_wants_one_named() -> None:
+async def test_worker_without_listed_models_needs_model_setting() -> None:
     async with unnamed() as url:
         async with router(url) as routed:
-            (found,) = (await routed.call("/health")).json()["findings"]
+            (found,) = await routed.findings()
             assert (found["finding"], found["worker"]) == ("no_models", url)
-            assert "set model:" in found["detail"]
+            assert "set `model` for it" in found["detail"]
         async with router(workers=[{"url": url, "model": "mine"}]) as routed:
             assert (await routed.call("/v1/completions", {"model": "mine", "prompt": "x"})).status == 200
 
             async def by_text() -> bool:
-                found = (await routed.call("/health")).json()["findings"]
+                found = await routed.findings()
                 return [each["finding"] for each in found] == ["prompts_by_text"]
 
             await until(by_text)
 
 
-async def test_the_doctor_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_doctor_reports_missing_models_and_text_routing(capsys: pytest.CaptureFixture[str]) -> None:
     async with unnamed() as url, fleet(1) as served:
         settings = Settings(workers=[WorkerSettings(url=each) for each in (url, served.workers[0].url)])
         capsys.readouterr()
         assert not await run_doctor(settings, None, 1.0, as_json=False)
-        said = capsys.readouterr().out
-        assert "no_models" in said
-        assert "prompts_by_text" in said
+        printed = capsys.readouterr().out
+        assert "no_models" in printed
+        assert "prompts_by_text" in printed
 
 
-async def test_a_tokenize_of_another_kind_is_none() -> None:
+async def test_incompatible_tokenize_route_is_ignored() -> None:
     engine = TextEngine()
 
     async def script(exchange: Exchange) -> None:  # as llama.cpp's server, which reads `content`
@@ -229,13 +230,9 @@ async def test_a_tokenize_of_another_kind_is_none() -> None:
             await engine.answer(exchange)
 
     async with scripted_worker(script) as worker:
-        worker.answers_questions = False
+        worker.answers_discovery = False
         async with router(worker.url) as routed:
-
-            async def by_text() -> bool:
-                return bool((await routed.call("/workers")).json()["tokenizers"]["m"]["way"] == "text")
-
-            await until(by_text)
+            await until(lambda: routed.call("/workers"), lambda reply: reply.json()["tokenizers"]["m"]["way"] == "text")
             body = {"model": "m", "prompt": LONG}
             await routed.call("/v1/completions", body)
             assert int((await routed.call("/v1/completions", body)).overlap or 0) > len(LONG) // 4 - 64

@@ -23,21 +23,18 @@ async def status(routed: RouterUnderTest, worker: ScriptedWorker) -> dict[str, A
 
 
 async def until_state(routed: RouterUnderTest, worker: ScriptedWorker, *states: str | None) -> None:
-    async def reached() -> bool:
-        return (await status(routed, worker)).get("state") in states
-
-    await until(reached)
+    await until(lambda: status(routed, worker), lambda status: status.get("state") in states)
 
 
-async def test_a_worker_is_added_used_and_removed() -> None:
+async def test_worker_is_added_used_and_removed() -> None:
     async with scripted_worker() as worker, router() as routed:
         assert (await routed.call(PATH, BODY)).status == 503
         added = await routed.call("/workers", {"url": worker.url, "weight": 2, "role": "decode"})
         assert added.status == 201
         assert added.json()["worker"] == worker.url
         await until_state(routed, worker, "warming")
-        told = await status(routed, worker)
-        assert (told["source"], told["weight"], told["role"]) == ("api", 2, "decode")
+        shown = await status(routed, worker)
+        assert (shown["source"], shown["weight"], shown["role"]) == ("api", 2, "decode")
         assert (await routed.call(PATH, BODY)).worker == worker.url
         removed = await routed.call(f"/workers?url={worker.url}", method="DELETE")
         assert removed.json() == {"worker": worker.url, "removed": True, "requests_in_flight": 0}
@@ -46,14 +43,14 @@ async def test_a_worker_is_added_used_and_removed() -> None:
         assert await routed.metric("kvrouter_requests_total", worker=worker.url) == 0
 
 
-async def test_adding_a_worker_again_changes_its_settings() -> None:
+async def test_worker_added_again_changes_its_settings() -> None:
     async with scripted_worker() as worker, router() as routed:
         for weight in (1, 3):
             assert (await routed.call("/workers", {"url": worker.url, "weight": weight})).status == 201
         assert [known["weight"] for known in await routed.workers()] == [3]
 
 
-async def test_the_requests_of_a_removed_worker_go_on() -> None:
+async def test_requests_of_removed_worker_finish() -> None:
     end = asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
@@ -74,7 +71,7 @@ async def test_the_requests_of_a_removed_worker_go_on() -> None:
         assert await routed.workers() == []
 
 
-async def test_a_worker_is_drained_and_used_again() -> None:
+async def test_drained_worker_finishes_and_is_used_again() -> None:
     end = asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
@@ -123,7 +120,7 @@ async def test_a_worker_is_drained_and_used_again() -> None:
         ("DELETE", "/workers?url=http://127.0.0.1:1", None, 404, "url"),
     ],
 )
-async def test_what_is_refused(
+async def test_invalid_changes_are_refused(
     empty: RouterUnderTest, method: str, path: str, body: Any, expected: int, param: str | None
 ) -> None:
     reply = await empty.call(path, body, method)
@@ -137,19 +134,19 @@ async def empty() -> Any:
         yield routed
 
 
-async def test_a_worker_cannot_send_the_router_elsewhere() -> None:
+async def test_redirect_of_worker_is_not_followed() -> None:
     async def redirect(exchange: Exchange) -> None:
         await exchange.answer(b"", "307 Temporary Redirect", b"location: " + peer_load.url.encode() + b"/secret\r\n")
 
     async with scripted_worker() as peer_load, scripted_worker(redirect) as worker, router() as routed:
-        worker.answers_questions = False
+        worker.answers_discovery = False
         await routed.call("/workers", {"url": worker.url})
         await until_state(routed, worker, "down")
         assert {exchange.target for exchange in worker.exchanges} == {"/v1/models", "/metrics"}
         assert peer_load.exchanges == []
 
 
-async def test_a_configured_worker_is_not_removed_over_http() -> None:
+async def test_configured_worker_cannot_be_changed_over_http() -> None:
     async with scripted_worker() as worker, router(worker.url) as routed:
         for reply in (
             await routed.call(f"/workers?url={worker.url}/", method="DELETE"),
@@ -160,7 +157,7 @@ async def test_a_configured_worker_is_not_removed_over_http() -> None:
         assert (await routed.call(PATH, BODY)).status == 200
 
 
-async def test_changes_want_the_token() -> None:
+async def test_changes_need_admin_token() -> None:
     async with scripted_worker() as worker, router(server={"token": "secret"}) as routed:
         for method, path in (
             ("POST", "/workers"),
@@ -173,7 +170,7 @@ async def test_changes_want_the_token() -> None:
         assert added.status == 201
 
 
-async def test_the_workers_follow_the_settings_file(tmp_path: Path) -> None:
+async def test_workers_follow_settings_file(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
 
     def write(*workers: ScriptedWorker) -> None:

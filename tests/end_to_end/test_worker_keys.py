@@ -47,7 +47,7 @@ class KeyedWorker:
 
     @property
     def asked(self) -> set[str]:
-        """The paths that came with the right key."""
+        """The paths that were requested with the right key."""
         return {path for path, shown in self.shown if shown == self.expected}
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -83,19 +83,12 @@ async def keyed_worker(expected: str = f"Bearer {KEY}") -> AsyncIterator[KeyedWo
         await runner.cleanup()
 
 
-async def until_up(routed: RouterUnderTest, count: int = 1) -> None:
-    async def up() -> bool:
-        return bool((await routed.call("/health")).json()["workers_up"] == count)
-
-    await until(up)
-
-
 async def everything_shown(routed: RouterUnderTest, headers: dict[str, str] | None = None) -> str:
-    """All that strangers and operators are shown."""
-    said = []
+    """Return the responses of all routes that show workers."""
+    texts = []
     for path in ("/health", "/metrics", "/workers", "/dump", "/openapi.json"):
         reply = await routed.call(path, headers=headers)
-        said.append(reply.body.decode() + str(reply.headers))
+        texts.append(reply.body.decode() + str(reply.headers))
     for path, body in (
         ("/match", CHAT),
         ("/explain", {"request": CHAT}),
@@ -103,17 +96,17 @@ async def everything_shown(routed: RouterUnderTest, headers: dict[str, str] | No
         ("/workers/drain", {"url": "http://nobody:of-interest@127.0.0.1:1"}),
     ):
         reply = await routed.call(path, body, headers=headers)
-        said.append(reply.body.decode() + str(reply.headers))
+        texts.append(reply.body.decode() + str(reply.headers))
     async with routed.request("/live", headers=headers) as live:
-        said.append((await live.content.readline()).decode())
-        said.append((await live.content.readline()).decode())
-    return "\n".join(said)
+        texts.append((await live.content.readline()).decode())
+        texts.append((await live.content.readline()).decode())
+    return "\n".join(texts)
 
 
 # Keys
 
 
-async def test_the_key_of_a_worker_goes_with_all_that_is_asked_of_it() -> None:
+async def test_worker_key_is_sent_with_every_request() -> None:
     async with (
         keyed_worker() as worker,
         router(workers=[{"url": worker.url, "api_key": KEY}]) as routed,
@@ -121,15 +114,12 @@ async def test_the_key_of_a_worker_goes_with_all_that_is_asked_of_it() -> None:
         assert (await routed.call(CHAT_PATH, CHAT)).status == 200
         wanted = {"/v1/models", "/kv_event_sources", "/metrics", "/v1/chat/completions/render", "/v1/chat/completions"}
 
-        async def asked() -> bool:
-            return wanted <= worker.asked
-
-        await until(asked)
+        await until(lambda: wanted <= worker.asked)
         assert (await routed.call("/reset_prefix_cache", {})).json() == {"workers": {worker.url: "reset"}}
         assert all(shown == worker.expected for _, shown in worker.shown)
 
 
-async def test_one_key_is_for_all_workers_and_a_worker_may_have_its_own() -> None:
+async def test_worker_key_overrides_fleet_key() -> None:
     async with (
         keyed_worker() as first,
         keyed_worker(f"Bearer {OTHER_KEY}") as second,
@@ -137,7 +127,7 @@ async def test_one_key_is_for_all_workers_and_a_worker_may_have_its_own() -> Non
             workers=[{"url": first.url}, {"url": second.url, "api_key": OTHER_KEY}], fleet={**QUICK, "api_key": KEY}
         ) as routed,
     ):
-        await until_up(routed, 2)
+        await routed.until_up(2)
         assert (await routed.call(CHAT_PATH, CHAT)).status == 200
 
 
@@ -153,7 +143,7 @@ def from_environment(_: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("given", [from_file, from_environment])
 @pytest.mark.parametrize("for_all", [True, False])
-async def test_keys_come_from_files_and_the_environment(
+async def test_keys_are_read_from_files_and_environment(
     given: Callable[[Path], dict[str, Any]], for_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVROUTER_TEST_KEY", "to be put back")
@@ -161,43 +151,40 @@ async def test_keys_come_from_files_and_the_environment(
     async with keyed_worker() as worker:
         worker_key, fleet_key = ({}, key) if for_all else (key, {})
         async with router(workers=[{"url": worker.url, **worker_key}], fleet={**QUICK, **fleet_key}) as routed:
-            await until_up(routed)
+            await routed.until_up()
 
 
-async def test_a_key_file_that_changes_is_read_again(tmp_path: Path) -> None:
+async def test_changed_key_file_is_read_again(tmp_path: Path) -> None:
     key = from_file(tmp_path)
     async with keyed_worker() as worker, router(workers=[{"url": worker.url, **key}]) as routed:
         assert (await routed.call(CHAT_PATH, CHAT)).status == 200
         worker.expected = f"Bearer {OTHER_KEY}"
         (tmp_path / "key").write_text(OTHER_KEY)
 
-        async def served() -> bool:
-            return (await routed.call(CHAT_PATH, CHAT)).status == 200
-
-        await until(served)
+        await until(lambda: routed.call(CHAT_PATH, CHAT), lambda reply: reply.status == 200)
 
 
 @pytest.mark.parametrize(
     ("user_info", "expected"),
     [("user:pass@", "Basic dXNlcjpwYXNz"), (f"{KEY}@", f"Bearer {KEY}"), (f":{KEY}@", f"Bearer {KEY}")],
 )
-async def test_user_info_in_a_url_is_the_key_and_no_part_of_the_name(user_info: str, expected: str) -> None:
+async def test_user_info_in_url_is_a_hidden_key(user_info: str, expected: str) -> None:
     async with keyed_worker(expected) as worker:
         given = worker.url.replace("http://", f"http://{user_info}")
         with capture_logs() as logs:
             async with router(given) as routed:
                 reply = await routed.call(CHAT_PATH, CHAT)
                 assert (reply.status, reply.worker) == (200, worker.url)
-                said = await everything_shown(routed)
+                shown = await everything_shown(routed)
                 assert (await routed.call("/workers/drain", {"url": given})).json()["worker"] == worker.url
         for secret in ("user", "pass@", KEY, "dXNlcjpwYXNz"):
-            assert f"//{secret}" not in said + repr(logs)
-        assert KEY not in said + repr(logs)
-        assert "dXNlcjpwYXNz" not in said + repr(logs)
-        assert "pass@" not in said + repr(logs)
+            assert f"//{secret}" not in shown + repr(logs)
+        assert KEY not in shown + repr(logs)
+        assert "dXNlcjpwYXNz" not in shown + repr(logs)
+        assert "pass@" not in shown + repr(logs)
 
 
-async def test_a_clients_own_key_passes_where_there_are_no_tenants() -> None:
+async def test_client_key_is_forwarded_without_tenants() -> None:
     async with (
         keyed_worker() as worker,
         router(workers=[{"url": worker.url, "api_key": KEY}]) as routed,
@@ -210,7 +197,7 @@ async def test_a_clients_own_key_passes_where_there_are_no_tenants() -> None:
                 assert sent == ([] if status == 200 else [own] * (number + 1))
 
 
-async def test_the_keys_of_tenants_and_the_operators_token_end_at_the_router() -> None:
+async def test_tenant_keys_and_admin_token_are_not_forwarded() -> None:
     server = TENANTS["server"]
     async with (
         keyed_worker() as worker,
@@ -235,7 +222,7 @@ async def test_the_keys_of_tenants_and_the_operators_token_end_at_the_router() -
         ("127.0.0.1", "never", None, 401),
     ],
 )
-async def test_a_router_without_tenants_opens_workers_to_a_network_only_where_that_is_said(
+async def test_worker_keys_setting_controls_keys_off_loopback(
     host: str, keys: str, own: str | None, status: int
 ) -> None:
     with capture_logs() as logs:
@@ -247,54 +234,51 @@ async def test_a_router_without_tenants_opens_workers_to_a_network_only_where_th
     withheld = keys == "never" or (host == "0.0.0.0" and keys == "auto")
     assert ("proxy.worker_keys" in {line.get("setting") for line in logs}) is withheld
     async with stack:
-        await until_up(routed)
+        await routed.until_up()
         headers = {"authorization": own} if own else {}
         assert (await routed.call(CHAT_PATH, CHAT, headers=headers)).status == status
 
 
-async def test_workers_added_over_http_get_the_key_of_all_only_from_an_operator() -> None:
+async def test_fleet_key_is_sent_to_added_workers_only_with_token() -> None:
     fleet = {**QUICK, "api_key": KEY}
     for server in ({}, {"token": TOKEN}):
         async with keyed_worker() as worker, router(fleet=fleet, server=server) as routed:
             operator = {"authorization": f"Bearer {TOKEN}"}
             assert (await routed.call("/workers", {"url": worker.url}, headers=operator)).status == 201
 
-            async def asked() -> bool:
-                return bool(worker.shown)
-
-            await until(asked)
+            await until(lambda: worker.shown)
             assert all(shown == (worker.expected if server else None) for _, shown in worker.shown)
 
 
-async def test_over_http_a_worker_has_its_own_key_and_no_file_of_the_routers(tmp_path: Path) -> None:
+async def test_added_worker_may_have_key_but_no_key_file(tmp_path: Path) -> None:
     async with keyed_worker() as worker, router() as routed:
         for more in (from_file(tmp_path), {"api_key_env": "HOME"}):
             refused = await routed.call("/workers", {"url": worker.url, **more})
             assert (refused.status, refused.error["param"]) == (400, next(iter(more)))
         added = await routed.call("/workers", {"url": worker.url, "api_key": KEY})
         assert added.status == 201
-        await until_up(routed)
+        await routed.until_up()
         assert KEY not in added.body.decode() + await everything_shown(routed)
 
 
 @pytest.mark.parametrize("style", STYLES)
-async def test_both_legs_of_a_disaggregated_request_show_the_key(style: str) -> None:
+async def test_key_is_sent_with_prefill_and_decode(style: str) -> None:
     async with (
         simulated_pairs(style, api_key=KEY) as pairs,
         router(workers=pairs.known, fleet={**QUICK, "api_key": KEY}, disaggregation={"skip_tokens": 0}) as routed,
     ):
-        await until_up(routed, 2)
+        await routed.until_up(2)
         body = {"model": "simulated", "prompt": "a b c d e f g h", "max_tokens": 2}
         reply = await routed.call("/v1/completions", body)
         assert reply.status == 200, reply.body
         assert reply.headers["x-kvrouter-prefill-worker"] == pairs.prefills[0]
 
 
-async def test_a_worker_that_refuses_is_a_finding_and_a_line_that_names_the_setting() -> None:
+async def test_refused_key_is_a_finding_and_one_log_line() -> None:
     for given in ({}, {"api_key": OTHER_KEY}):
         with capture_logs() as logs:
             async with keyed_worker() as worker, router(workers=[{"url": worker.url, **given}]) as routed:
-                found = (await routed.call("/health")).json()["findings"]
+                found = await routed.findings()
         keys = [each for each in found if each["finding"] == "worker_key"]
         assert [(each["worker"], "fleet.api_key" in each["detail"]) for each in keys] == [(worker.url, True)]
         lines = [line for line in logs if line["event"] == "worker refuses the router's API key"]
@@ -303,24 +287,24 @@ async def test_a_worker_that_refuses_is_a_finding_and_a_line_that_names_the_sett
         assert OTHER_KEY not in repr(logs) + json.dumps(found)
 
 
-async def test_a_worker_that_takes_its_key_again_is_no_finding() -> None:
+async def test_finding_ends_once_worker_accepts_key() -> None:
     async with (
         keyed_worker(f"Bearer {OTHER_KEY}") as worker,
         router(workers=[{"url": worker.url, "api_key": KEY}]) as routed,
     ):
         assert (await routed.call(CHAT_PATH, CHAT)).status == 503
         worker.expected = f"Bearer {KEY}"
-        await until_up(routed)
+        await routed.until_up()
 
         async def clean() -> bool:
-            found = (await routed.call("/health")).json()["findings"]
+            found = await routed.findings()
             return not [each for each in found if each["finding"] == "worker_key"]
 
         await until(clean)
 
 
 @pytest.mark.parametrize("where", ["workers", "fleet", "option"])
-async def test_the_doctor_shows_the_keys_that_the_router_does(where: str) -> None:
+async def test_doctor_uses_keys_of_settings_and_option(where: str) -> None:
     async with running(SimulatedWorkerSettings(api_key=KEY)) as url:
         worker = {"url": url, **({"api_key": KEY} if where == "workers" else {})}
         settings = Settings(workers=[worker], fleet={"api_key": KEY} if where == "fleet" else {})
@@ -328,7 +312,7 @@ async def test_the_doctor_shows_the_keys_that_the_router_does(where: str) -> Non
         assert [each.cause for each in examined[0].findings] == []
 
 
-async def test_the_doctor_tells_of_a_key_that_is_missing_or_wrong() -> None:
+async def test_doctor_reports_missing_or_wrong_key() -> None:
     async with running(SimulatedWorkerSettings(api_key=KEY)) as url:
         for given in ({}, {"api_key": OTHER_KEY}):
             (examined,) = await examine(Settings(workers=[{"url": url, **given}]), None, 4.0)
@@ -337,7 +321,7 @@ async def test_the_doctor_tells_of_a_key_that_is_missing_or_wrong() -> None:
 
 
 @pytest.mark.parametrize(("style", "refused"), [(None, {"/v1/models"}), ("sglang", {"/v1/models", "/server_info"})])
-async def test_a_simulated_worker_wants_its_key_where_its_engine_does(style: Any, refused: set[str]) -> None:
+async def test_simulated_worker_needs_key_like_its_engine(style: Any, refused: set[str]) -> None:
     settings = SimulatedWorkerSettings(api_key=KEY, disaggregation=style)
     assert KEY not in repr(settings)
     async with running(settings) as url, aiohttp.ClientSession() as session:
@@ -355,11 +339,11 @@ async def test_a_simulated_worker_wants_its_key_where_its_engine_does(style: Any
 # Names
 
 
-async def test_a_worker_is_called_by_its_name_wherever_it_is_shown() -> None:
+async def test_worker_name_is_shown_everywhere() -> None:
     async with running(SimulatedWorkerSettings(model="m")) as url:
         with capture_logs() as logs:
             async with router(workers=[{"url": url, "name": "gpu-a"}]) as routed:
-                await until_up(routed)
+                await routed.until_up()
                 reply = await routed.call(CHAT_PATH, CHAT)
                 assert reply.worker == "gpu-a"
                 matches = (await routed.call("/match", CHAT)).json()["matches"]
@@ -379,7 +363,7 @@ async def test_a_worker_is_called_by_its_name_wherever_it_is_shown() -> None:
         assert all(line.get("worker") != url for line in logs)
 
 
-async def test_a_worker_is_drained_and_removed_by_its_url_or_its_name() -> None:
+async def test_worker_is_drained_and_removed_by_url_or_name() -> None:
     async with running(SimulatedWorkerSettings(model="m")) as url, router() as routed:
         assert (await routed.call("/workers", {"url": url, "name": "gpu-a"})).json()["worker"] == "gpu-a"
         for which in ({"url": url}, {"name": "gpu-a"}, {"url": "gpu-a"}, {"url": f"{url}/"}):
@@ -390,7 +374,7 @@ async def test_a_worker_is_drained_and_removed_by_its_url_or_its_name() -> None:
         assert (await routed.call("/workers?name=gpu-a", method="DELETE")).json()["removed"]
 
 
-async def test_a_name_that_another_worker_has_is_refused() -> None:
+async def test_duplicate_worker_name_is_refused() -> None:
     async with (
         keyed_worker() as first,
         keyed_worker() as second,
@@ -400,12 +384,12 @@ async def test_a_name_that_another_worker_has_is_refused() -> None:
         assert (refused.status, refused.error["param"]) == (409, "name")
 
 
-async def test_requests_are_moved_and_counted_under_names() -> None:
+async def test_requests_are_counted_under_worker_names() -> None:
     async with running(SimulatedWorkerSettings(model="m")) as url:
         workers = [{"url": "http://127.0.0.1:9", "name": "gone"}, {"url": url, "name": "there"}]
         async with router(workers=workers) as routed:
-            await until_up(routed)
-            found = (await routed.call("/health")).json()["findings"]
+            await routed.until_up()
+            found = await routed.findings()
             assert "gone" in {each["worker"] for each in found if each["finding"] == "worker_down"}
             await asyncio.gather(*(routed.call(CHAT_PATH, CHAT) for _ in range(4)))
             assert await routed.metric("kvrouter_requests_total", worker="there") == 4

@@ -1,4 +1,4 @@
-"""How long a fuzzer goes on: so many examples in the suite, so many seconds by `make fuzz`, which tells the seed."""
+"""The budget of a fuzzer: a number of examples in the suite, and seconds in `make fuzz`, which prints the seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def examples(few: int, share: float = 1.0) -> Iterator[Random]:
 
 
 def damaged(random: Random, data: bytes) -> bytes:
-    """The same bytes, but for some."""
+    """Return the bytes with random damage."""
     found = bytearray(data)
     for _ in range(random.choice([1, 1, 2, 5])):
         place = random.randrange(len(found) + 1)

@@ -1,10 +1,10 @@
-"""Sends generated requests to a router by both ways in, and judges what reached its workers.
+"""Sends generated requests to a router, in the process or over sockets, and judges the requests that reach its workers.
 
-Whatever a worker gets has to be what an independent HTTP parser (h11) and a strict JSON decoder read in the bytes that
-the client sent; and both ways in must agree on whether anything was passed on.
+A forwarded request must mean the same as the client's bytes to an independent HTTP parser (h11) and a strict JSON
+decoder.
 
-Requests that h11 reads to their end follow each other over one connection, as many as there are; one that it does not,
-or after which it reads no further, is the last of its connection.
+Requests that h11 reads to their end follow each other over one connection. Another request is the last of its
+connection.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROUTES = Routes()
 _ONE_BY_ONE = 0.3
 # Of the others: how many are sent in which manner.
 _MANNERS = {Manner.AT_ONCE: 75, Manner.IN_PIECES: 20, Manner.HALF_CLOSED: 3, Manner.ONE_BY_ONE: 2}
-# One of so many connections is over sockets.
+# One of `_OVER_SOCKETS` connections uses sockets.
 _OVER_SOCKETS = 12
 _SPACED_LINE = re.compile(rb"\A([A-Za-z]+) +([!-~]+) +(HTTP/[0-9.]+\r\n)")
 _LAST = b"GET /health HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
@@ -57,10 +57,10 @@ class Read:
 
 @dataclass
 class Outcome:
-    """What became of the requests, each of which is sent by both ways.
+    """The counts of a run.
 
-    `passed`: how many reached a worker. The others were refused by the router, or answered by itself; or they never
-    came whole, and have no answer. `failed`: answers of 5xx, by the router: its workers give none.
+    `passed` requests reached a worker. The others were refused or answered by the router, or were incomplete and
+    `unanswered`. `failed` requests were answered with 5xx by the router, because its workers never do.
     """
 
     generated: int = 0
@@ -74,19 +74,19 @@ class Outcome:
 
     @property
     def answered_itself(self) -> int:
-        """How many the router answered from what it knows."""
+        """The number of requests that the router answered itself."""
         return self.sent - self.passed - self.refused - self.failed - self.unanswered
 
     def __str__(self) -> str:
-        told = ", ".join(f"{status}: {count}" for status, count in sorted(self.statuses.items()))
+        statuses = ", ".join(f"{status}: {count}" for status, count in sorted(self.statuses.items()))
         return (
             f"{self.generated} requests generated, {self.sent} sent over {self.connections} connections: "
             f"{self.passed} reached a worker, {self.refused} were refused, {self.answered_itself} answered by the "
-            f"router itself, {self.unanswered} never whole, {self.failed} failed with 5xx ({told})"
+            f"router itself, {self.unanswered} never whole, {self.failed} failed with 5xx ({statuses})"
         )
 
     def count(self, sent: int, statuses: list[int], passed: int) -> None:
-        """These requests were sent by one way."""
+        """Count requests that were sent."""
         self.sent += sent
         self.passed += passed
         self.refused += sum(400 <= status < 500 for status in statuses)
@@ -134,7 +134,7 @@ def strict_json(body: bytes) -> Any:
 
 
 def judge(read: Read | None, got: Got) -> str | None:
-    """What is wrong with a worker's getting this for the request that h11 read; None when it is right."""
+    """Return the problem of a request that a worker received for the one that h11 read, or None."""
     if read is None:
         return "h11 refuses what the client sent"
     path, _, query = read.target.partition(b"?")
@@ -160,7 +160,7 @@ def judge(read: Read | None, got: Got) -> str | None:
 
 
 def _steers(got: Got) -> str | None:
-    """Whether an engine that takes any JSON, or a form, would be steered by a body that went on as it came."""
+    """Return the control field that an engine would read in an unchanged body, as any JSON or a form, or None."""
     kind = b", ".join(value for name, value in got.headers if name == b"content-type")
     if not CONTROL_FIELDS.isdisjoint(_names_in_form(kind, got.body)):
         return "a field of a form steers the engine"
@@ -183,7 +183,7 @@ def _names_in_form(kind: bytes, body: bytes) -> set[str]:
 
 
 def statuses_in(answers: bytes, methods: list[bytes]) -> list[int]:
-    """The statuses of a connection's answers; 0 for one that is cut off or is none."""
+    """Return the statuses of a connection's responses, with 0 for a truncated or invalid one."""
     found: list[int] = []
     while answers:
         head, end, answers = answers.partition(b"\r\n\r\n")
@@ -210,7 +210,7 @@ def statuses_in(answers: bytes, methods: list[bytes]) -> list[int]:
 
 
 def _chunked_length(data: bytes) -> int:
-    """How many bytes a chunked body takes; -1 when it is not whole."""
+    """Return the length of a chunked body in bytes, or -1 if it is incomplete."""
     place = 0
     while (end := data.find(b"\r\n", place)) >= 0:
         size = int(data[place:end], 16)
@@ -224,7 +224,7 @@ class Comparison:
     """The ways in to routers with the same settings, and the worker behind each; any number of connections at once."""
 
     def __init__(self, in_process: list[InProcess], over_sockets: list[OverSockets]) -> None:
-        """Each: the ways that are compared. One of `_OVER_SOCKETS` connections goes over the latter."""
+        """Compare the routers of each list. One of `_OVER_SOCKETS` connections uses sockets."""
         self.outcome = Outcome()
         self._in_process = in_process
         self._over_sockets = over_sockets
@@ -299,7 +299,7 @@ class Comparison:
                 # What follows the last one may be no request.
                 assert statuses.pop() == (400 if ended else 200), f"{statuses} for {rest}"
             self.outcome.connections += 1
-            if not statuses and len(rest) == 1:  # it was not whole: nobody waits for an answer
+            if not statuses and len(rest) == 1:  # an incomplete request has no response
                 break
             assert statuses, f"no answer to {rest}"
             assert all(0 < status < 500 for status in statuses), f"{statuses}, {answers!r} for {rest}"

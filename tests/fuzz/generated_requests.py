@@ -182,7 +182,7 @@ _KNOWN_LENGTHS = [b"Content-Length: %d"] * 40 + [
 
 
 def request_with_known_head(random: Random, number: int) -> bytes:
-    """A request whose head is like that of others but for its length. What tells it from others is in its body."""
+    """Return a request whose head differs from others only in its length. Its number is in its body."""
     before, after = random.choice(_KNOWN_HEADS)
     body = json_body(random)
     if body.startswith(b"{"):
@@ -193,7 +193,7 @@ def request_with_known_head(random: Random, number: int) -> bytes:
 
 
 def request(random: Random, number: int) -> bytes:
-    """One request, which may be anything, with a header that tells it from others."""
+    """Return a random request, with its number in a header."""
     kind, body = form(random) if random.random() < 0.08 else ("", json_body(random))
     target = _target(random)
     if kind and random.random() < 0.8:

@@ -20,10 +20,10 @@ FEW = 5000
 ROUTE = Routes().find("POST", "/v1/completions")
 
 
-def test_a_body_that_is_accepted_has_one_meaning() -> None:
+def test_accepted_bodies_have_one_meaning() -> None:
     limits = LimitSettings()
     check = BodyCheck(limits)
-    count, accepted, plain_ones = 0, 0, 0
+    count, accepted, plain = 0, 0, 0
     for random in examples(FEW):
         body = json_body(random)
         count += 1
@@ -37,7 +37,7 @@ def test_a_body_that_is_accepted_has_one_meaning() -> None:
             assert check.model_body(body) is None, body
             continue
         if check.model_body(body) is not None:
-            plain_ones += 1
+            plain += 1
             assert control_fields(fields) == [], body
             assert "priority" not in fields, body
         accepted += 1
@@ -52,11 +52,11 @@ def test_a_body_that_is_accepted_has_one_meaning() -> None:
             assert check.checked(ROUTE, b"", body, None, EngineFields.REFUSE)[0] is body
         msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     assert accepted > count / 10
-    print(f"seed {SEED}: {count} bodies, {accepted} accepted, {plain_ones} of these plain")
+    print(f"seed {SEED}: {count} bodies, {accepted} accepted, {plain} of these plain")
 
 
 def check_long(body: bytes, fields: dict[str, Any] | None, limits: LimitSettings) -> None:
-    """The same body made long, which is read in another way, is as acceptable."""
+    """Assert that a long version of the body, which another parser reads, is accepted or refused alike."""
     start = body.find(b"{") + 1
     try:
         read = read_object(body[:start] + b'"":"%b",' % (b"x" * LONG) + body[start:], limits.values)

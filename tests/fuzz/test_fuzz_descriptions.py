@@ -1,4 +1,4 @@
-"""What workers say of themselves, bent in any way: a description within its bounds, or an error of ours."""
+"""Mutated descriptions of workers: each is read within its bounds, or raises an error of ours."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def bent(random: Random, value: Any) -> Any:
     return value
 
 
-def said(random: Random) -> dict[str, bytes]:
+def mutated_answers(random: Random) -> dict[str, bytes]:
     """The answers of a worker, by path; what is not there is answered with 404."""
     cards = [{"id": "m", "root": "/m", "max_model_len": 4096}, {"id": "a", "root": "/a", "parent": "m"}]
     whole: dict[str, Any] = {"/v1/models": {"data": cards}}
@@ -103,14 +103,14 @@ def check(description: WorkerDescription) -> None:
     json.dumps([*description.models, *description.refused], allow_nan=False).encode()
 
 
-async def test_any_description_is_within_its_bounds_or_an_error() -> None:
+async def test_mutated_descriptions_are_bounded_or_refused() -> None:
     answers: dict[str, bytes] = {}
     described = 0
     async with worker(answers) as url, aiohttp.ClientSession() as session:
         settings = WorkerSettings(url=url)
         for random in examples(FEW):
             answers.clear()
-            answers.update(said(random))
+            answers.update(mutated_answers(random))
             loads = read_engine_loads(answers["/metrics"].decode(errors="replace"))
             assert all(0 <= load.running <= 1e15 and 0 <= (load.kv_usage or 0) <= 1 for load in loads.values()), answers
             try:

@@ -48,7 +48,7 @@ def dump_of(indexer: Indexer, target: Target) -> TargetDump:
 
 
 def changed(random: Random, lines: list[bytes]) -> list[bytes]:
-    """The dump with damage, half of the time with a checksum that fits: somebody wrote it so."""
+    """Return the dump with damage, half of the time with a matching checksum, as an attacker would write it."""
     lines = list(lines)
     for _ in range(random.choice([1, 1, 2])):
         place = random.randrange(len(lines))
@@ -79,7 +79,7 @@ def changed(random: Random, lines: list[bytes]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("core", CORES)
-def test_a_damaged_dump_leaves_a_sound_index(core: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_dump_leaves_consistent_index(core: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CORE_VARIABLE, core)
     lines, read = dumped(), 0
     assert len(read_dump(lines, "")) == 3

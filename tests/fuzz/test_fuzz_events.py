@@ -85,7 +85,7 @@ def decoded(data: bytes) -> bool:
     return True
 
 
-def made(core: str) -> Index:
+def make_core_index(core: str) -> Index:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CORE_VARIABLE, core)
         index = make_index(orphan_blocks=ORPHANS, most_blocks=MOST_BLOCKS)
@@ -94,12 +94,12 @@ def made(core: str) -> Index:
     return index
 
 
-def test_any_payload_is_a_batch_or_malformed_to_both_cores() -> None:
+def test_cores_agree_on_any_payload() -> None:
     indexes: list[Index] = []
     batches = 0
     for count, random in enumerate(examples(FEW)):
         if count % LIFE == 0:
-            indexes = [made(core) for core in CORES]
+            indexes = [make_core_index(core) for core in CORES]
         target, data = random.choice(TARGETS), payload(random)
         outcomes = [applied(index, target, data) for index in indexes]
         assert all(each == outcomes[0] for each in outcomes), data
@@ -113,11 +113,11 @@ def test_any_payload_is_a_batch_or_malformed_to_both_cores() -> None:
 def check(random: Random, indexes: list[Index]) -> None:
     """The indexes are sound and bounded, and say the same."""
     namespace, prompt = Namespace("m", "default", None, None, 2), PackedPrompt.of(random.choices([1, 2], k=12))
-    said = []
+    reports = []
     for index in indexes:
         index.check_integrity()
         statuses = [index.status(target) for target in TARGETS]
         assert all(status is not None and sum(status.blocks.values()) <= MOST_BLOCKS for status in statuses)
         found = index.match(namespace, prompt)
-        said.append((statuses, sorted((each.target, each.matched_tokens, each.tiers) for each in found)))
-    assert all(each == said[0] for each in said), said
+        reports.append((statuses, sorted((each.target, each.matched_tokens, each.tiers) for each in found)))
+    assert all(each == reports[0] for each in reports), reports

@@ -56,7 +56,7 @@ MESSAGES: list[Any] = [
 
 
 @pytest.mark.parametrize("secret", ["", "shared"])
-def test_a_damaged_message_is_one_or_an_error_of_ours(secret: str) -> None:
+def test_damaged_message_decodes_or_raises_frame_error(secret: str) -> None:
     codec = FrameCodec(secret)
     frames = [codec.encode(message) for message in MESSAGES]
     for random in examples(FEW_FRAMES, 0.5):
@@ -70,7 +70,7 @@ def test_a_damaged_message_is_one_or_an_error_of_ours(secret: str) -> None:
         codec.encode(message)
 
 
-def test_a_damaged_write_lands_where_it_may_or_not_at_all() -> None:
+def test_damaged_write_stays_within_its_grant() -> None:
     receiver, sender = open_engine("tcp", "127.0.0.1", None), open_engine("tcp", "127.0.0.1", None)
     try:
         arena, source = receiver.allocate(SIZE), sender.allocate(SIZE)

@@ -12,7 +12,7 @@ import structlog
 from budget import damaged, examples
 from envoy_client import METHOD, EnvoyStream, headers
 from grpc_call import GrpcCall, channel_to
-from picker_under_test import Asked, picker
+from picker_under_test import PickerUnderTest, picker
 from scripted_worker import MODEL, scripted_worker
 from structlog.testing import capture_logs
 
@@ -49,15 +49,15 @@ def head(random: Random) -> Any:
 
 def message(random: Random, first: bool) -> bytes:
     kind = "request_headers" if first and random.random() < 0.9 else random.choice(list(_MADE))
-    told = pb.ProcessingRequest(**{kind: _MADE[kind](random)})
+    request = pb.ProcessingRequest(**{kind: _MADE[kind](random)})
     if random.random() < 0.7:
-        told.protocol_config.request_body_mode = random.randrange(6)
-        told.protocol_config.response_body_mode = random.randrange(6)
+        request.protocol_config.request_body_mode = random.randrange(6)
+        request.protocol_config.response_body_mode = random.randrange(6)
     if random.random() < 0.1:
-        told.metadata_context.filter_metadata["envoy.lb.subset_hint"].update(
+        request.metadata_context.filter_metadata["envoy.lb.subset_hint"].update(
             {"x-gateway-destination-endpoint-subset": random.choice([5, "", "x", ["127.0.0.1:1"], [None], {"a": 1}])}
         )
-    data: bytes = told.SerializeToString()
+    data: bytes = request.SerializeToString()
     return damaged(random, data) if random.random() < 0.2 else data
 
 
@@ -73,7 +73,7 @@ _MADE = {
 }
 
 
-async def test_any_messages_end_their_own_call_at_most() -> None:
+async def test_malformed_messages_end_only_their_own_call() -> None:
     unhandled: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
     with capture_logs([structlog.processors.format_exc_info]) as logged:
@@ -82,7 +82,7 @@ async def test_any_messages_end_their_own_call_at_most() -> None:
 
 async def _play_all(unhandled: list[Any], logged: list[Any]) -> None:
     async with scripted_worker() as worker, picker(worker.url) as (side, port), channel_to(port) as channel:
-        asked = Asked(side, channel, [worker.url.removeprefix("http://")])
+        asked = PickerUnderTest(side, channel, [worker.url.removeprefix("http://")])
         for random in examples(FEW):
             sent = [message(random, place == 0) for place in range(random.randrange(1, 5))]
             await _play(GrpcCall(channel, METHOD), sent)
@@ -92,12 +92,12 @@ async def _play_all(unhandled: list[Any], logged: list[Any]) -> None:
         stream: EnvoyStream
         stream, endpoint = await asked.routed()
         assert endpoint == asked.addresses[0]
-        await stream.ends()
+        await stream.finish()
         await side.until_released()
 
 
 async def _play(call: GrpcCall, messages: list[bytes]) -> None:
-    """Tell the picker all of them, and read what it says until the call is over."""
+    """Send messages to the picker, and read its responses until the call ends."""
     for each in messages:
         call.write(each)
     call.done_writing()

@@ -1,4 +1,4 @@
-"""Generated requests, over sockets and without: none reaches a worker in a form that others would read differently."""
+"""Generated requests, over sockets and in the process: none reaches a worker in an ambiguous form."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def resident_bytes() -> int:
 
 
 class _Memory:
-    """What is resident at three points of a run, as soon as its code and caches are there."""
+    """The resident memory at the start, after warm-up, and in the middle of a run."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -67,12 +67,12 @@ class _Memory:
             self.middle = resident_bytes()
 
 
-def _tell(outcome: Outcome, memory: _Memory) -> None:
+def _print_outcome(outcome: Outcome, memory: _Memory) -> None:
     sizes = " ".join(f"{size / 2**20:.0f}" for size in (memory.start, memory.middle, resident_bytes()))
     print(f"seed {SEED}: {outcome}; MiB resident at the start, in the middle and at the end: {sizes}")
 
 
-async def test_router_and_h11_agree_or_it_is_refused() -> None:
+async def test_forwarded_requests_mean_the_same_to_h11() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     ends, memory = time.monotonic() + SECONDS, _Memory()
     async with ways_in(RecordingWorker()) as (in_process, over_sockets):
@@ -80,7 +80,7 @@ async def test_router_and_h11_agree_or_it_is_refused() -> None:
         comparison = Comparison([in_process], [over_sockets])
         outcome = comparison.outcome
 
-        async def go_on(random: Random) -> None:
+        async def send_until_done(random: Random) -> None:
             while time.monotonic() < ends if SECONDS else outcome.generated < FEW:
                 await comparison.several(random)
                 memory.look(outcome.generated)
@@ -88,9 +88,9 @@ async def test_router_and_h11_agree_or_it_is_refused() -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for task in range(_AT_ONCE):
-                    tasks.create_task(go_on(Random(f"{SEED}-{task}")))
+                    tasks.create_task(send_until_done(Random(f"{SEED}-{task}")))
         finally:
-            _tell(outcome, memory)
+            _print_outcome(outcome, memory)
         assert await over_sockets.requests_in_flight() == 0
     assert outcome.passed > outcome.sent / 10  # or else nothing was tried
     assert outcome.failed == 0

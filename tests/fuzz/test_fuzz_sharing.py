@@ -1,4 +1,4 @@
-"""What routers tell each other, damaged and made up: it counts for nothing, or for something that can be."""
+"""Damaged and invented messages between routers: each is ignored, or counts with valid values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ODD: list[Any] = [-1, 2**63, 2**64 - 1, 1.5, float("nan"), float("inf"), -1e308,
 def message(random: Random) -> list[Any]:
     """One that a router may send, as lists."""
     numbers = random.choices(range(30), k=random.randrange(4))
-    told = Message(
+    sent = Message(
         random.choice("abc"),
         random.randrange(10**6),
         random.choice(list(Kind)),
@@ -39,7 +39,7 @@ def message(random: Random) -> list[Any]:
         [("t", random.randrange(5), random.randrange(500))],
         numbers[:1],
     )
-    raw: list[Any] = msgspec.msgpack.decode(encode(told))
+    raw: list[Any] = msgspec.msgpack.decode(encode(sent))
     return raw
 
 
@@ -53,7 +53,7 @@ def with_odd_value(random: Random, raw: list[Any]) -> list[Any]:
     return raw
 
 
-def test_any_message_is_one_or_counts_for_nothing() -> None:
+def test_malformed_messages_of_peers_count_for_nothing() -> None:
     counted = 0
     sharing = LoadSharing(LoadTable(), PeerLoad(60.0, 1.0), [])
     spent: list[tuple[str, int, int]] = []
@@ -66,7 +66,7 @@ def test_any_message_is_one_or_counts_for_nothing() -> None:
         if random.random() < 0.4:
             data = damaged(random, data)
         sharing.receive(data)
-        counted += _is_one(data)
+        counted += _is_valid(data)
         for worker in WORKERS:
             for rank in (0, 1):
                 load = sharing.peer_load.of(worker, rank)
@@ -81,7 +81,7 @@ def test_any_message_is_one_or_counts_for_nothing() -> None:
     assert counted > 100
 
 
-def _is_one(data: bytes) -> bool:
+def _is_valid(data: bytes) -> bool:
     try:
         decode(data)
     except ValueError:

@@ -26,7 +26,7 @@ from router.forwarding.proxy_services import ProxyContext
 from router.server.http_server import HttpServer
 
 _ANSWER_SECONDS = 30.0
-# It is quiet after so many rounds of the loop without an answer: a clock goes on where a loop stands.
+# Rounds of the loop without a response after which a connection counts as quiet. Rounds, unlike a clock, stop with it.
 _QUIET_ROUNDS = 20
 _ROUND_SECONDS = {True: 0.01, False: 0.05}  # in the process, or over sockets
 _PIECES = 8
@@ -35,7 +35,7 @@ Answered = Callable[[bytes], int]
 
 
 class Manner(Enum):
-    """How a connection's requests are sent."""
+    """The manner in which a connection's requests are sent."""
 
     AT_ONCE = auto()
     IN_PIECES = auto()  # of any size
@@ -44,10 +44,9 @@ class Manner(Enum):
 
 
 class _Client:
-    """Sends a connection's requests, and keeps the answers until the other side closes it.
+    """A client that sends a connection's requests, and keeps the responses until the other side closes.
 
-    Once nothing comes any more it says that nothing more follows: who closes first leaves a port behind that is taken
-    for a minute.
+    Once the connection is quiet, it half-closes, because the side that closes first leaves a port in TIME_WAIT.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class _Client:
             pieces = [data[start:end] for start, end in zip([0, *places], [*places, len(data)], strict=True)]
         self._pieces = [piece for piece in reversed(pieces) if piece]
         self._came: list[bytes] = []
-        self._since = b""  # what came since the last piece
+        self._since = b""  # the bytes received since the last piece
         self._quiet = 0
         self._over = False
         self._timer: asyncio.TimerHandle | None = None
@@ -130,7 +129,7 @@ class OverSockets:
         self._url = urlsplit(url)
 
     async def answers(self, requests: Sequence[bytes], random: Random, manner: Manner, answered: Answered) -> bytes:
-        """All that comes back over a connection with these requests, until the router closes it."""
+        """Send requests over a connection, and return all bytes received until the router closes it."""
         transport, client = await asyncio.get_running_loop().create_connection(
             lambda: _SocketClient(requests, random, manner, answered, in_process=False),
             self._url.hostname,
@@ -142,7 +141,7 @@ class OverSockets:
             transport.abort()
 
     async def requests_in_flight(self) -> int:
-        """As the router tells."""
+        """Return the number of requests in flight from the router's report."""
         ask = b"GET /workers HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
         answer = await self.answers([ask], Random(0), Manner.AT_ONCE, len)
         (worker,) = json.loads(answer.partition(b"\r\n\r\n")[2])["workers"]
@@ -184,7 +183,7 @@ class _WithoutRoutes:
 
 
 class InProcess:
-    """Connections that are none: to the protocol of a server, whose application has no routes."""
+    """Connections without sockets, to the protocol of a server whose application has no routes."""
 
     def __init__(self, app: FastAPI, worker: RecordingWorker) -> None:
         self.worker = worker
@@ -193,7 +192,7 @@ class InProcess:
         self._protocol = partial(config.http_protocol_class, config=config, server_state=ServerState(), app_state={})
 
     async def answers(self, requests: Sequence[bytes], random: Random, manner: Manner, answered: Answered) -> bytes:
-        """As over a socket."""
+        """Send requests to the protocol, and return all bytes written until it closes the connection."""
         client = _Memory(requests, random, manner, answered, in_process=True)
         client.connect(self._protocol())
         try:
@@ -203,7 +202,7 @@ class InProcess:
 
 
 class _StillThere:
-    """What is asked of the socket of a client that reads on."""
+    """The socket of a client that keeps reading."""
 
     def getsockopt(self, *_: int) -> bytes:
         return b"\1"  # established
@@ -252,7 +251,7 @@ class _Memory(_Client, asyncio.Transport):
         return True
 
     def write_eof(self) -> None:
-        """It sends on what it has."""
+        """Ignore the half-close."""
 
     def _lost(self) -> None:
         self._protocol.connection_lost(None)

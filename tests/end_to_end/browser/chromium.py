@@ -21,14 +21,14 @@ _SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-backg
 
 
 async def launched(drives: Any) -> Any:
-    """A browser that Playwright drives. The test fails where there is none."""
+    """Launch the browser. The test fails if Chromium is not installed."""
     if _CHROMIUM is None:
         pytest.fail("no Chromium on the PATH: install one, or say by CHROMIUM where it is")
     return await drives.chromium.launch(executable_path=_CHROMIUM, args=_SWITCHES)
 
 
 async def accessible(page: Any) -> None:
-    """Nothing serious is found by axe-core."""
+    """Assert that axe-core finds no serious violation."""
     found = (await axe.Axe().run(page)).response["violations"]
     serious = [each for each in found if each["impact"] in ("serious", "critical")]
     assert serious == [], json.dumps([(each["id"], [n["html"][:200] for n in each["nodes"][:3]]) for each in serious])

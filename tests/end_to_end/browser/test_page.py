@@ -25,7 +25,7 @@ SECONDS = 20_000  # milliseconds, as Playwright counts
 
 @asynccontextmanager
 async def opened(url: str, **options: Any) -> AsyncIterator[Any]:
-    """A page in a browser, which must not complain."""
+    """Open the page in a browser, and assert that it reports no errors."""
     errors: list[str] = []
     async with playwright.async_playwright() as drives:
         browser = await launched(drives)
@@ -49,7 +49,7 @@ async def workers(count: int, *options: str) -> AsyncIterator[list[tuple[Kvroute
 
 @asynccontextmanager
 async def traffic(routed: RouterUnderTest) -> AsyncIterator[None]:
-    """A few conversations that go on."""
+    """Keep a few conversations running."""
 
     async def converse(number: int) -> None:
         turn = 0
@@ -72,12 +72,12 @@ async def traffic(routed: RouterUnderTest) -> AsyncIterator[None]:
         await asyncio.gather(*talking, return_exceptions=True)
 
 
-async def shoot(page: Any, name: str) -> None:
+async def save_screenshot(page: Any, name: str) -> None:
     if folder := os.environ.get("SCREENSHOTS"):
         await page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
-async def test_ten_workers_one_of_which_dies_and_comes_back() -> None:
+async def test_page_follows_worker_that_dies_and_returns() -> None:
     async with (
         workers(10) as fleet,
         router(*(url for _, url in fleet)) as routed,
@@ -101,21 +101,21 @@ async def test_ten_workers_one_of_which_dies_and_comes_back() -> None:
         await page.locator("#explain button").press("Enter")
         await expect(page.locator("#explanation tbody tr")).to_have_count(10, timeout=SECONDS)
         await accessible(page)
-        await shoot(page, "ten-workers")
+        await save_screenshot(page, "ten-workers")
 
         process, url = fleet[3]
         row = rows.filter(has_text=url.removeprefix("http://"))
         process.send_signal(signal.SIGKILL)
         await expect(row.locator(".state.bad").first).to_have_text("down", timeout=SECONDS)
         await expect(rows.first).to_contain_text(url.removeprefix("http://"))  # the worst come first
-        await shoot(page, "a-worker-is-down")
+        await save_screenshot(page, "a-worker-is-down")
         port = url.rpartition(":")[2]
         async with workers(1, "--port", port):
             await expect(row.locator(".state").first).not_to_have_text("down", timeout=SECONDS)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_the_token_is_asked_for(scheme: str) -> None:
+async def test_page_asks_for_token(scheme: str) -> None:
     async with (
         workers(1) as fleet,
         router(fleet[0][1], server={"token": "admin"}) as routed,
@@ -132,7 +132,7 @@ async def test_the_token_is_asked_for(scheme: str) -> None:
         await accessible(page)
 
 
-async def test_a_thousand_ranks_stay_smooth() -> None:
+async def test_page_scrolls_smoothly_with_thousand_ranks() -> None:
     async with (
         workers(8, "--dp-size", "125", "--blocks", "2048") as fleet,
         router(*(url for _, url in fleet)) as routed,
@@ -154,13 +154,10 @@ async def test_a_thousand_ranks_stay_smooth() -> None:
         await page.fill("#filter", fleet[0][1].removeprefix("http://"))
         await expect(page.locator("#table")).to_have_attribute("aria-rowcount", "126", timeout=SECONDS)
         await accessible(page)
-        await shoot(page, "a-thousand-ranks")
+        await save_screenshot(page, "a-thousand-ranks")
         before = await routed.metric("kvrouter_requests_total")
 
-        async def goes_on() -> bool:
-            return await routed.metric("kvrouter_requests_total") > before
-
-        await until(goes_on)
+        await until(lambda: routed.metric("kvrouter_requests_total"), lambda value: value > before)
 
 
 MEASURE_FRAMES = """
@@ -173,8 +170,8 @@ MEASURE_FRAMES = """
 """
 
 
-async def test_the_picture_of_the_readme() -> None:
-    """SCREENSHOTS=docs/pictures makes it anew."""
+async def test_screenshot_of_readme() -> None:
+    """SCREENSHOTS=docs/pictures writes the picture again."""
     async with (
         workers(8, "--blocks", "512", "--max-model-len", "4096") as fleet,
         router(*(url for _, url in fleet)) as routed,
@@ -185,20 +182,17 @@ async def test_the_picture_of_the_readme() -> None:
         await expect(page.locator("#rows .row")).to_have_count(8, timeout=SECONDS)
         seconds = 90 if os.environ.get("SCREENSHOTS") else 5
 
-        async def drawn() -> bool:
-            return bool(await page.evaluate(f"series.length > {seconds / 2}"))
-
-        await until(drawn, seconds + 30)
+        await until(lambda: page.evaluate(f"series.length > {seconds / 2}"), seconds=seconds + 30)
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         if folder := os.environ.get("SCREENSHOTS"):
             await page.screenshot(path=Path(folder) / "page.png")
 
 
-# What is drawn, from a feed that a test makes up
+# Charts and rows of a given feed
 
 
 def rank(worker: str, requests: int = 0, **more: Any) -> dict[str, Any]:
-    """A rank as the feed tells of it."""
+    """Return a rank of the feed."""
     return {
         "worker": worker,
         "dp_rank": 0,
@@ -224,7 +218,7 @@ def rank(worker: str, requests: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def point(time: int, **more: Any) -> dict[str, Any]:
-    """A sample of the series."""
+    """Return a sample of the series."""
     nothing = dict.fromkeys(
         ("requests", "errors", "refused", "retried", "prompt", "overlap", "generated", "saved"), 0.0
     )
@@ -233,8 +227,10 @@ def point(time: int, **more: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def fed(series: list[dict[str, Any]], ranks: list[dict[str, Any]], width: int = 1280, **more: Any) -> Any:
-    """The page over a feed that says this, once."""
+async def page_with_feed(
+    series: list[dict[str, Any]], ranks: list[dict[str, Any]], width: int = 1280, **more: Any
+) -> Any:
+    """Open the page with a feed of one update."""
     update = {
         "time": 0,
         "ranks": {f"{each['worker']} {each['dp_rank']} {each['model']}": each for each in ranks},
@@ -260,12 +256,12 @@ async def fed(series: list[dict[str, Any]], ranks: list[dict[str, Any]], width: 
             await browser.close()
 
 
-async def test_samples_between_gaps_are_drawn_and_the_scale_is_theirs() -> None:
+async def test_single_samples_between_gaps_are_drawn_to_scale() -> None:
     series = [point(time) for time in range(0, 40, 2)]
     series[5] |= {"ttft_p50": 0.031, "ttft_p90": 0.045}  # a sample between gaps
     for place in (10, 11, 12):
         series[place] |= {"ttft_p50": 0.02}
-    async with fed(series, [rank("http://w-1")]) as page:
+    async with page_with_feed(series, [rank("http://w-1")]) as page:
         assert await page.locator("#ttft circle").count() == 2
         heights = await page.locator("#ttft circle").evaluate_all("all => all.map(each => +each.getAttribute('cy'))")
         # 45 ms is near the top of a scale that ends at 50 ms.
@@ -277,9 +273,9 @@ async def test_samples_between_gaps_are_drawn_and_the_scale_is_theirs() -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-async def test_labels_are_whole_and_keep_their_shape(width: int) -> None:
+async def test_chart_labels_are_neither_cut_nor_stretched(width: int) -> None:
     series = [point(time, ttft_p50=0.0123, ttft_p90=123.4, prompt=1234567.0, saved=0.003) for time in range(0, 40, 2)]
-    async with fed(series, [rank("http://w-1")], width) as page:
+    async with page_with_feed(series, [rank("http://w-1")], width) as page:
         texts = page.locator("svg.chart text")
         assert await texts.count() >= 6 * 4
         for measured in await texts.evaluate_all(MEASURE_TEXTS):
@@ -301,9 +297,9 @@ MEASURE_TEXTS = """
 """
 
 
-async def test_a_phone_shows_few_columns_and_a_row_tells_the_rest() -> None:
+async def test_phone_shows_few_columns_and_details_in_row() -> None:
     ranks = [rank(f"http://worker-with-a-long-name-{number}.inference.svc:8000", number) for number in range(3)]
-    async with fed([point(0), point(2)], ranks, 390) as page:
+    async with page_with_feed([point(0), point(2)], ranks, 390) as page:
         shown = page.locator("#columns [role=columnheader]:visible")
         assert await shown.all_text_contents() == ["worker", "state", "held: gpu, cpu, disk", "requests"]
         is_cut = "each.scrollWidth > each.clientWidth || each.scrollHeight > each.clientHeight + 1"
@@ -314,12 +310,12 @@ async def test_a_phone_shows_few_columns_and_a_row_tells_the_rest() -> None:
         await page.locator("#rows .row").first.click()
         await expect(page.locator("#detail")).to_contain_text("role both; holds 1,000 tokens (1,000 gpu)")
         await accessible(page)
-        await shoot(page, "phone")
+        await save_screenshot(page, "phone")
 
 
-async def test_rows_are_reached_by_keyboard() -> None:
+async def test_rows_are_reachable_by_keyboard() -> None:
     ranks = [rank(f"http://w-{number:03}") for number in range(200)]
-    async with fed([point(0), point(2)], ranks) as page:
+    async with page_with_feed([point(0), point(2)], ranks) as page:
         await page.focus("#filter")
         await page.keyboard.press("Tab")  # the region that scrolls
         for _ in range(12):  # the heads of the columns
@@ -341,13 +337,13 @@ async def test_rows_are_reached_by_keyboard() -> None:
         await accessible(page)
 
 
-async def test_the_page_says_who_answers_what_is_wrong_and_how_the_load_lies() -> None:
+async def test_page_shows_version_findings_and_load_balance() -> None:
     ranks = [rank("http://w-1", 8), rank("http://w-2", 0), rank("http://w-3", 1, state="down")]
     about = {"version": "1.2.3", "core": "native", "policy": "kv_aware", "python": "3.11.7"}
     about |= {"models": {"m": {"workers": 2, "tokens": "by fastokens"}}}
     findings = [{"finding": "worker_down", "worker": "http://w-3", "detail": "refused the connection"}]
     series = [point(0), point(2, errors=1.5, refused=3, retried=0.5, saved=2.0, waiting={"saturated": 4})]
-    async with fed(series, ranks, about=about, findings=findings) as page:
+    async with page_with_feed(series, ranks, about=about, findings=findings) as page:
         await expect(page.locator("#about")).to_have_text("1.2.3, native index, policy kv_aware")
         await expect(page.locator("#models")).to_have_text("m on 2 workers; tokens by fastokens")
         await expect(page.locator("#wrong-title")).to_have_text("1 finding")

@@ -35,7 +35,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def written(trace: Path, *options: str) -> Path:
-    """The report that the command writes."""
+    """Run the command and return the path of its report."""
     page = trace.with_suffix(".html")
     command = (sys.executable, "-m", "kvrouter", "replay-trace", str(trace), "-o", str(page), *options)
     process = await asyncio.create_subprocess_exec(
@@ -46,8 +46,8 @@ async def written(trace: Path, *options: str) -> Path:
     return page
 
 
-async def looked_at(page: Path, name: str, runs: int, title: str) -> None:
-    """Open a report in every way, and find nothing wrong with it."""
+async def check_report(page: Path, name: str, runs: int, title: str) -> None:
+    """Assert that a report is complete and accessible in light, dark and narrow browsers."""
     complaints: list[str] = []
     requested: list[str] = []
     async with playwright.async_playwright() as drives:
@@ -77,12 +77,12 @@ async def looked_at(page: Path, name: str, runs: int, title: str) -> None:
     assert {url.partition(":")[0] for url in requested} <= {"file", "data"}
 
 
-async def test_a_report_of_policies(trace: Path) -> None:
+async def test_report_compares_policies(trace: Path) -> None:
     page = await written(trace, "--workers", "4", "--kv-tokens", "30000")
-    await looked_at(page, "policies", 8, "Results of each policy")
+    await check_report(page, "policies", 8, "Results of each policy")
 
 
-async def test_a_report_of_routers(trace: Path) -> None:
+async def test_report_compares_routers(trace: Path) -> None:
     quick = SimulatedWorkerSettings(prefill_s_per_token=1e-5, base_step_s=0.001)
     async with (
         running(quick) as one,
@@ -91,4 +91,4 @@ async def test_a_report_of_routers(trace: Path) -> None:
         router(one, two, policy={"name": "round_robin"}) as theirs,
     ):
         page = await written(trace, "--url", f"ours={ours.url}", "--url", f"theirs={theirs.url}")
-    await looked_at(page, "routers", 2, "Results of each router")
+    await check_report(page, "routers", 2, "Results of each router")

@@ -1,6 +1,7 @@
-"""Run a command that ends with whoever started this, however that ends: it holds the other end of our standard input.
+"""Run a command that ends with the process that started this script, even if that process is killed.
 
-Ours is a process group of its own. Asked to end, the group has a while to do so.
+The parent holds the other end of this script's standard input. When it closes, the script's process group receives
+SIGTERM, and SIGKILL after `GRACE_SECONDS`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A user of the router: the `openai` client, streaming, and what it learned from each answer."""
+"""A user of the router: the streaming `openai` client, and its answers with times and usage."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Answer:
 
     @property
     def cached(self) -> int:
-        """What the engine itself took from its cache."""
+        """The prompt tokens that the engine reports as cached."""
         assert self.usage is not None
         details = self.usage.prompt_tokens_details
         return (details and details.cached_tokens) or 0
@@ -112,7 +112,7 @@ class Client:
         )
 
     def stream(self, messages: Iterable[dict[str, str]], answer_tokens: int) -> openai.Stream[ChatCompletionChunk]:
-        """Send one chat request; its answer comes as the client gives it."""
+        """Send one chat request and return the stream of the client."""
         return cast(
             openai.Stream[ChatCompletionChunk],
             self._openai.chat.completions.create(**self._request(messages, answer_tokens)),
@@ -133,7 +133,7 @@ class Client:
     def converse_all(
         self, conversations: Iterable[Conversation], users: int = 1, think_seconds: float = 0.0
     ) -> list[Answer]:
-        """Let so many users at a time go through the conversations. The answers, in the order they were asked for."""
+        """Send the conversations with `users` users at a time, and return the answers in request order."""
         waiting: SimpleQueue[Conversation] = SimpleQueue()
         for conversation in conversations:
             waiting.put(conversation)

@@ -38,7 +38,7 @@ def installation() -> Installation:
 
 @pytest.fixture(scope="session")
 def logs(installation: Installation) -> Path:
-    """Where the servers' logs stay."""
+    """The folder of the servers' logs."""
     return installation.directory / "logs"
 
 
@@ -62,11 +62,10 @@ def workers(fleet: list[VllmWorker]) -> list[VllmWorker]:
 
 @pytest.fixture(scope="session")
 def runs(fleet: list[VllmWorker], logs: Path) -> list[Run]:
-    """The same conversations, sent in every way of RUNS to empty caches."""
+    """The conversations, sent to empty caches for each entry of RUNS."""
     measured = []
     for policy, users, think_seconds in RUNS:
-        # Engines that share two cores pause for more than a second now and then. Where requests go while one is left
-        # out for that is not what is measured.
+        # Engines that share two cores pause for more than a second now and then, and must not be ejected for it.
         with RouterProcess(fleet, logs, "--policy", policy, patience=30.0) as router, Client(router) as client:
             router.reset_caches()
             answers = client.converse_all(conversations(), users, think_seconds)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-# Words are tokens of the model's vocabulary, with the space before them: an answer made of such tokens is tokenized in
-# the next turn as it was generated, which is the case for what a trained model says, and not for random tokens.
+# Each word is one token of the model's vocabulary, with the space before it. So an answer of these tokens is tokenized
+# in the next turn as it was generated, like an answer of a trained model and unlike random tokens.
 WORDS = """
     self return import class value error string list name file object default method data path size key index type from
     this that with when called other result call first module set number line should given time read source
@@ -20,14 +20,14 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a user says, turn by turn."""
+    """A system prompt and the questions of a user, turn by turn."""
 
     system: str
     questions: list[str]
 
 
 def conversations(seed: int = 0) -> list[Conversation]:
-    """Always the same ones for a seed; none of their texts is in another seed's."""
+    """Return the conversations of a seed. Conversations of different seeds share no text."""
     random = Random(seed)
     systems = [_text(random, f"Assistant {seed}.{number}:", 400) for number in range(SYSTEM_PROMPTS)]
     made = []

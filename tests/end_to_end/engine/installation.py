@@ -28,12 +28,12 @@ ADAPTERS = {"poet": 1, "clerk": 2}  # LoRA adapters of the tiny model, each with
 
 
 class InstallationError(Exception):
-    """What is missing, and what to do about it."""
+    """A part of the installation is missing. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Installation:
-    """Where everything is."""
+    """The paths of an installation."""
 
     directory: Path
 
@@ -50,7 +50,7 @@ class Installation:
 
     @property
     def other_python(self) -> Path:
-        """Of an environment that has the other engines, too."""
+        """The Python of the environment with the other engines."""
         return self.directory / "others" / "bin" / "python"
 
     @property
@@ -59,7 +59,7 @@ class Installation:
         return self.directory / "models" / "tiny.gguf"
 
     def complete(self) -> bool:
-        """Whether everything is there, in the right versions."""
+        """Return whether all parts are installed in the right versions."""
         made = all(map(self._made, MODELS)) and self._has_families() and all(map(self._has_adapter, ADAPTERS))
         return made and self.gguf.exists() and self._has_vllm()
 
@@ -129,7 +129,7 @@ class Installation:
 
 
 def python_311() -> str:
-    """Raises InstallationError when there is none."""
+    """Return the path of Python 3.11. Raises InstallationError."""
     python = os.environ.get("PYTHON311") or (
         sys.executable if sys.version_info[:2] == (3, 11) else shutil.which("python3.11")
     )

@@ -171,7 +171,7 @@ def llama3(folder: Path) -> None:
 
 
 def llama3_eagle(folder: Path) -> None:
-    """What drafts for llama3 by its hidden states (EAGLE): one layer like its first, and what brings both together."""
+    """A draft model of llama3 (EAGLE): one layer like its first, and a projection of its hidden states."""
     beside = folder.parent / "llama3"
     weights = load_file(beside / "model.safetensors")
     first = "model.layers.0."

@@ -1,4 +1,4 @@
-"""What a mode of an engine showed, as a row of a table."""
+"""The result of a mode of an engine, as a row of a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModeResult(Answered):
     beside: list[Answer]
 
     def over_share(self, but: int = 0) -> float:
-        """The tokens that were predicted and not found, of all prompts' tokens. `but`: not counting so many misses."""
+        """Return the share of prompt tokens predicted and not cached, without the `but` largest misses."""
         over = sorted(max(answer.predicted - answer.cached, 0) for answer in self.answers)
         return sum(over[: len(over) - but]) / sum(answer.prompt_tokens for answer in self.answers)
 

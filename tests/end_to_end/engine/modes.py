@@ -24,10 +24,12 @@ _UP_SECONDS = 60.0
 class Mode:
     """One row of the table.
 
-    `servers`: the flags of each, beside `flags`; `family`: a model of `make_families.py` in the place of the usual
-    one; `models`: those that requests name in turn, if not the one that is served; `acts`: what happens between equal
-    parts of the traffic; `hits`: whether caches are used at all; `learned_by`: the answers of each server that are off
-    before the router has learned what no event tells.
+    - `flags`, `servers`: the flags of all servers, and of each.
+    - `family`: a model of `make_families.py`, if not the usual one.
+    - `models`: the models that requests name in turn, if not the served one.
+    - `acts`: actions between equal parts of the traffic.
+    - `hits`: whether caches are used.
+    - `learned_by`: wrong predictions per server before the router has learned a change without events.
     """
 
     name: str
@@ -42,18 +44,18 @@ class Mode:
 
 
 def kill(workers: list[VllmWorker], router: RouterProcess) -> None:  # noqa: ARG001
-    """SIGKILL: what comes next finds out."""
+    """Kill the first worker. The router detects it at the next request."""
     workers[0].kill()
 
 
 def start_again(workers: list[VllmWorker], router: RouterProcess) -> None:
-    """With the same ports, and without what it held."""
+    """Restart the first worker with the same ports and an empty cache."""
     workers[0].start()
     _wait_until_used(workers, router)
 
 
 def put_to_sleep(workers: list[VllmWorker], router: RouterProcess) -> None:
-    """Through the router. On CPU nothing is freed, but the engine stops, and its cache is reset."""
+    """Put the first worker to sleep through the router. On CPU, this stops the engine and resets its cache."""
     post_json(f"{router.url}/sleep?worker={workers[0].url}", token=TOKEN)
     assert router.workers()[workers[0].url]["state"] == "asleep"
 
@@ -70,7 +72,7 @@ def _wait_until_used(workers: list[VllmWorker], router: RouterProcess) -> None:
 
 
 def swap_model(workers: list[VllmWorker], router: RouterProcess) -> None:
-    """Another model behind the same URL and name."""
+    """Restart the first worker with another model, behind the same URL and name."""
     workers[0].stop()
     workers[0].swap(workers[0].installation.model("small"))
     workers[0].start()
@@ -78,7 +80,7 @@ def swap_model(workers: list[VllmWorker], router: RouterProcess) -> None:
 
 
 def reset_at_the_engine(workers: list[VllmWorker], router: RouterProcess) -> None:  # noqa: ARG001
-    """A cache that is reset behind the router's back."""
+    """Reset the cache of the first worker directly."""
     post_json(f"{workers[0].url}/reset_prefix_cache")
 
 

@@ -1,4 +1,4 @@
-"""Real vLLMs that pass KV on over NIXL, what they are asked, and what their metrics tell."""
+"""Real vLLMs that transfer KV over NIXL, requests to them, and their metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.servers import MODEL, RouterProcess, VllmWorker
 from engine.web import post_reply
 
 SKIP_TOKENS = 128  # of a prompt, that a decode worker computes itself
-LEASE_SECONDS = 10  # for which a prefill worker keeps blocks that nobody fetches
+LEASE_SECONDS = 10  # for which a prefill worker keeps blocks that are not fetched
 _NIXL = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",
@@ -63,7 +63,7 @@ def prompts(seed: int | str) -> list[str]:
 
 
 def asked(prompt: str, tokens: int = 24, **more: Any) -> dict[str, Any]:
-    """A completion at temperature 0 that tells its tokens."""
+    """Return a completion request at temperature 0 with token ids in its response."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     return body | {"return_token_ids": True, "stream": False} | more
 
@@ -75,7 +75,7 @@ def completed(url: str, prompt: str, tokens: int = 24) -> tuple[list[int], dict[
 
 
 def metrics(worker: VllmWorker) -> dict[str, float]:
-    """Its metrics by name, and prompt tokens by their source, over all its ranks."""
+    """Return a worker's metrics by name, and its prompt tokens by source, over all its ranks."""
     found: dict[str, float] = defaultdict(float)
     with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as response:
         for name, source, value in _SAMPLE.findall(response.read().decode()):

@@ -19,7 +19,7 @@ _BOUND = Path(__file__).with_name("bound_to_parent.py")
 
 
 def wait_for(find: Callable[[], T | None], seconds: float, what: str) -> T:
-    """What `find` returns, as soon as that is neither None nor False. Raises TimeoutError."""
+    """Call `find` until its result is true, and return the result. Raises TimeoutError."""
     deadline = time.monotonic() + seconds
     while not (found := find()):
         if time.monotonic() > deadline:
@@ -41,7 +41,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self, command: list[str], environment: Mapping[str, str] | None = None) -> None:
-        """Start the command; what it prints goes to the end of the log."""
+        """Start the command and append its output to the log."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What a run of the traffic showed, as a line of a table."""
+"""The result of a run of the traffic, as a line of a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cached_share(answers: list[Answer]) -> float:
 
 
 class Answered:
-    """What its answers say of the predictions."""
+    """Answers, compared with the predictions."""
 
     answers: list[Answer]
 
@@ -50,7 +50,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Run(Answered):
-    """The same conversations, sent in one way."""
+    """The conversations, sent with one policy, number of users and think time."""
 
     policy: str
     users: int
@@ -59,7 +59,7 @@ class Run(Answered):
 
     @property
     def predicts(self) -> bool:
-        """Whether the policy looks at prompts; one that does not predicts nothing."""
+        """True if the policy predicts overlaps."""
         return any(answer.predicted for answer in self.answers)
 
     def explain_misses(self) -> str:

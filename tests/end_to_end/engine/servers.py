@@ -45,7 +45,7 @@ class Startable(Protocol):
 
 @contextmanager
 def running(*servers: Startable) -> Iterator[None]:
-    """They run, all at once."""
+    """Run servers at the same time."""
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.stop)
@@ -127,7 +127,7 @@ class VllmWorker:
         self._process.kill()
 
     def pause(self) -> None:
-        """It stands still, and its connections stay."""
+        """Stop the process with SIGSTOP. Its connections stay open."""
         self._process.pause()
 
     def go_on(self) -> None:
@@ -188,7 +188,7 @@ class RouterProcess:
         return get_json(f"{self.url}/health")
 
     def workers(self) -> dict[str, Any]:
-        """What it says of each worker, by URL."""
+        """Return the router's report of each worker, by URL."""
         return {worker["worker"]: worker for worker in get_json(f"{self.url}/workers")["workers"]}
 
     def matched(self, messages: list[dict[str, str]]) -> dict[str, int]:
@@ -197,12 +197,12 @@ class RouterProcess:
         return {match["worker"]: match["matched_tokens"] for match in matches}
 
     def tokenizer(self) -> dict[str, Any]:
-        """How it says that prompts become tokens."""
+        """Return the router's report of its tokenizer."""
         report: dict[str, Any] = get_json(f"{self.url}/workers")["tokenizers"][MODEL]
         return report
 
     def wait_until_compared(self) -> None:
-        """Until then it reads prompts by its best guess at the model's files."""
+        """Wait until the router has compared its tokens with the engine's."""
         wait_for(lambda: self.tokenizer()["shapes"], ROUTER_START_SECONDS, "its tokens are compared")
 
     def reset_caches(self) -> None:

@@ -17,9 +17,7 @@ pytestmark = pytest.mark.engine
 KEY = "sk-of-the-engine"
 
 
-def test_the_router_shows_the_engine_its_key_and_lets_a_clients_own_pass(
-    installation: Installation, logs: Path
-) -> None:
+def test_router_sends_engine_key_and_forwards_client_key(installation: Installation, logs: Path) -> None:
     worker = VllmWorker("keyed", installation, logs, api_key=KEY)
     worker.start()
     try:
@@ -40,7 +38,7 @@ def test_the_router_shows_the_engine_its_key_and_lets_a_clients_own_pass(
 
 
 def ask(router: RouterProcess, key: str) -> str | None:
-    """What a client with this key is answered."""
+    """Send a chat with an API key, and return the role of the answer."""
     with openai.OpenAI(base_url=f"{router.url}/v1", api_key=key, max_retries=0) as client:
         messages: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Hello!"}]
         answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)

@@ -1,4 +1,4 @@
-"""A real vLLM that gets another chat template behind the router's back: noticed, and its prompts are exact again."""
+"""A real vLLM whose chat template changes at a restart: the router detects it and predicts exactly again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATE = (
 )
 
 
-def test_another_template_is_noticed_and_prompts_are_exact_again(
+def test_changed_template_is_detected_and_predictions_stay_exact(
     installation: Installation, logs: Path, tmp_path: Path
 ) -> None:
     template = tmp_path / "other.jinja"

@@ -1,4 +1,4 @@
-"""However a run of tests ends, its servers end with it."""
+"""Servers end with the run of tests that started them, even if the run is killed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_servers_end_with_the_tests(tmp_path: Path, ended_by: signal.Signals) ->
 
 
 def pids_in(log: Path) -> list[int]:
-    """Those of the server and of its child, once it says so."""
+    """Return the process ids of the server and its child, once they are in the log."""
     words = log.read_text().split() if log.exists() else []
     return [int(word) for word in words[1:3]] if len(words) >= 3 else []
 

@@ -1,4 +1,4 @@
-"""A real vLLM dies in the middle of a stream, and another goes on with it."""
+"""A real vLLM dies in the middle of a stream, and another continues the stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASKED: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS}
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_another_engine_goes_on_where_one_was_killed(kind: str, workers: list[VllmWorker], logs: Path) -> None:
+def test_stream_continues_on_another_engine_after_kill(kind: str, workers: list[VllmWorker], logs: Path) -> None:
     with (
         RouterProcess(workers, logs, failovers=1) as router,
         openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=120) as client,

@@ -1,4 +1,4 @@
-"""Every family of tokenizers and chat templates, in every shape of prompt: is the overlap the one the engine reports?
+"""Predicted overlaps of every family of tokenizers and chat templates, compared with the engine's report.
 
 FAMILIES     those to try, by name, with commas; all by default
 FAMILY_TABLE a file to write the table to, as Markdown; its rows of other families stay
@@ -46,13 +46,13 @@ FLAGS: dict[str, tuple[str, ...]] = {
 _SEES = {"idefics3"}  # images
 # Cut into pieces of 112 x 112 pixels, each of which is as many tokens as a small image.
 _IN_PIECES = {"do_image_splitting": True, "max_image_size": {"longest_edge": 112}, "size": {"longest_edge": 672}}
-_THINK_SECONDS = 0.3  # the last blocks of an answer are told of meanwhile
+_THINK_SECONDS = 0.3  # time for the events of an answer's last blocks
 _LONG = "The worker that holds the longest prefix of a prompt answers it soonest, unless its queue is long. " * 6
 
 
 @dataclass
 class Result:
-    """What was seen with one family. Requests are (shape, predicted, cached, of so many tokens)."""
+    """The requests of one family, each as (probe kind, predicted tokens, cached tokens, prompt tokens)."""
 
     family: str
     report: dict[str, Any]
@@ -80,7 +80,7 @@ COLUMNS = ("family", "prompts become tokens", "requests", "exact", "over", "unde
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[list[Result]]:
-    """Those of all families, printed at the end."""
+    """The results of all families, printed at the end."""
     found: list[Result] = []
     yield found
     write_table(COLUMNS, [result.row() for result in found], os.environ.get("FAMILY_TABLE"))
@@ -90,7 +90,7 @@ def results() -> Iterator[list[Result]]:
 
 
 @pytest.mark.parametrize("family", os.environ.get("FAMILIES", ",".join(FLAGS)).split(","))
-def test_the_overlap_is_the_one_the_engine_reports(
+def test_predicted_overlap_equals_engine_report(
     installation: Installation, logs: Path, results: list[Result], family: str
 ) -> None:
     worker = VllmWorker(f"family-{family}", installation, logs, installation.family(family), FLAGS[family])
@@ -118,7 +118,7 @@ def test_the_overlap_is_the_one_the_engine_reports(
 
 
 def _named_images(worker: VllmWorker, logs: Path, results: list[Result], family: str) -> None:
-    """The same by an engine that tells the names of images; and once more by a router that was not there before."""
+    """Repeat the requests with images at an engine that names images, and again with a new router."""
     worker.stop()
     worker.add_flags("--enable-scale-out")
     worker.start()
@@ -209,7 +209,7 @@ def _check_images(result: Result) -> None:
 
 
 def _report(router: RouterProcess) -> dict[str, Any]:
-    """How the router says that prompts become tokens."""
+    """Return the router's report of its tokenizer."""
     report: dict[str, Any] = get_json(f"{router.url}/workers")["tokenizers"][MODEL]
     return report
 

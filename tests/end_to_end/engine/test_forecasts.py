@@ -1,6 +1,6 @@
-"""How far off the predicted times to the first token are on two real engines whose prefill takes time: printed.
+"""The errors of predicted times to the first token on two real engines with a slow prefill, printed.
 
-Each engine has a core, as each has an accelerator elsewhere: on shared ones each is as slow as the other makes it.
+Each engine has its own core, because engines on shared cores slow each other down.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def workers(installation: Installation, logs: Path) -> Iterator[list[VllmWorker]
 
 
 @pytest.mark.parametrize("users", USERS)
-def test_first_tokens_come_about_when_predicted(workers: list[VllmWorker], logs: Path, users: int) -> None:
+def test_ttft_predictions_are_reported(workers: list[VllmWorker], logs: Path, users: int) -> None:
     with RouterProcess(workers, logs, patience=60.0) as router, Client(router, words_are_tokens=False) as client:
         router.wait_until_compared()
         answers = client.converse_all(conversations(users)[:CONVERSATIONS], users, THINK_SECONDS)
@@ -51,10 +51,10 @@ def test_first_tokens_come_about_when_predicted(workers: list[VllmWorker], logs:
 
 
 def predictions(router: RouterProcess) -> list[dict[str, Any]]:
-    """What the live page is told of each model: the median of the last errors, as a share of the time."""
+    """Return the errors per model from the feed of the live page: the median of the last, as a share of the time."""
     with urlopen(f"{router.url}/live", timeout=30) as response:
         for line in response:
             if line.startswith(b"data: "):
                 found: list[dict[str, Any]] = json.loads(line.removeprefix(b"data: "))["forecasts"]
                 return found
-    raise AssertionError("the page is told nothing")
+    raise AssertionError("the feed is empty")

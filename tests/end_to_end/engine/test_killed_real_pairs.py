@@ -1,7 +1,7 @@
-"""Prefill and decode vLLMs that die, and clients that leave: what had not begun is not lost, and nothing is kept.
+"""Prefill and decode vLLMs that die, and clients that disconnect: no waiting request is lost, and no load is kept.
 
-`make test-engine-pd` runs these. A worker that stands still (SIGSTOP) takes connections, and its part of a request can
-be ended at any point.
+`make test-engine-pd` runs these tests. A worker stopped with SIGSTOP accepts connections, and its part of a request
+can be ended at any point.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine_pd
 
 TOKENS = 200
 MANY = 3000  # which are not there when the first is read
-PATIENCE = 60.0  # so that a worker that stands still is not taken for a hung one
+PATIENCE = 60.0  # so that a stopped worker does not count as hung
 Answer = tuple[list[int], dict[str, int]]
 
 
@@ -61,17 +61,21 @@ def all_tokens(url: str, some: list[str]) -> list[list[int]]:
 
 
 def is_sent(router: RouterProcess, worker: VllmWorker) -> bool:
-    """Whether the router has a request in flight there."""
+    """Return whether the router has a request in flight at a worker."""
     return bool(router.workers()[worker.url]["requests_in_flight"])
 
 
-def test_the_prefill_worker_is_killed_before_its_leg(pair: RouterProcess, vllms: dict[str, VllmWorker]) -> None:
+def test_answers_are_complete_if_prefill_worker_dies_before_prefill(
+    pair: RouterProcess, vllms: dict[str, VllmWorker]
+) -> None:
     long = prompts(1)[2:]
     vllms["prefill"].kill()
     assert all_tokens(pair.url, long) == all_tokens(vllms["alone"].url, long)
 
 
-def test_the_prefill_worker_is_killed_in_its_leg(pair: RouterProcess, vllms: dict[str, VllmWorker]) -> None:
+def test_answer_is_complete_if_prefill_worker_dies_during_prefill(
+    pair: RouterProcess, vllms: dict[str, VllmWorker]
+) -> None:
     prompt = prompts(2)[-2]
     vllms["prefill"].pause()
     with asking(pair, prompt) as answer:
@@ -80,7 +84,7 @@ def test_the_prefill_worker_is_killed_in_its_leg(pair: RouterProcess, vllms: dic
         assert answer.result(60)[0] == completed(vllms["alone"].url, prompt, TOKENS)[0]
 
 
-def test_the_prefill_worker_is_killed_before_its_blocks_are_fetched(
+def test_answer_is_complete_if_prefill_worker_dies_before_transfer(
     pair: RouterProcess, vllms: dict[str, VllmWorker]
 ) -> None:
     prompt = prompts(3)[-2]
@@ -97,7 +101,9 @@ def test_the_prefill_worker_is_killed_before_its_blocks_are_fetched(
         assert answer.result(60)[0] == completed(vllms["alone"].url, prompt, TOKENS)[0]
 
 
-def test_the_prefill_worker_is_killed_after_its_leg(pair: RouterProcess, vllms: dict[str, VllmWorker]) -> None:
+def test_stream_is_complete_if_prefill_worker_dies_after_transfer(
+    pair: RouterProcess, vllms: dict[str, VllmWorker]
+) -> None:
     prompt = prompts(4)[-2]
     with streamed(pair, prompt) as events:
         tokens = next(events)
@@ -107,7 +113,7 @@ def test_the_prefill_worker_is_killed_after_its_leg(pair: RouterProcess, vllms: 
     assert tokens == completed(vllms["alone"].url, prompt, TOKENS)[0]
 
 
-def test_the_prefill_worker_serves_alone_when_the_decode_worker_is_killed(
+def test_prefill_worker_serves_alone_after_decode_worker_dies(
     pair: RouterProcess, vllms: dict[str, VllmWorker]
 ) -> None:
     prompt, *others = prompts(5)[2:]
@@ -118,7 +124,7 @@ def test_the_prefill_worker_serves_alone_when_the_decode_worker_is_killed(
 
 
 @pytest.mark.parametrize("leaves", ["before the decode", "in the stream"])
-def test_a_client_that_leaves_leaves_nothing_behind(
+def test_disconnected_client_leaves_no_requests_or_blocks(
     pair: RouterProcess, vllms: dict[str, VllmWorker], leaves: str
 ) -> None:
     prompt = prompts(6 if leaves == "in the stream" else 7)[-2]
@@ -148,7 +154,7 @@ def left_in(worker: VllmWorker) -> dict[str, float]:
 
 @contextmanager
 def streamed(router: RouterProcess, prompt: str, tokens: int = TOKENS) -> Iterator[Iterator[list[int]]]:
-    """A completion as it comes, by the tokens of each event. Left when the context is."""
+    """Send a completion and yield the tokens of each event. The client disconnects at the end of the context."""
     address = urlsplit(router.url)
     body = json.dumps(asked(prompt, tokens, stream=True)).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"

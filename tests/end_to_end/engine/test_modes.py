@@ -1,4 +1,4 @@
-"""Every mode of vLLM that its CPU engine runs: is the overlap the one the engine reports, and what do caches save?
+"""Predicted overlaps and cache hits in every mode of vLLM that its CPU engine runs.
 
 MODES      those to try, by parts of their names, with commas; all by default
 MODE_TABLE a file to write the table to, as Markdown; its rows of other modes stay
@@ -25,7 +25,7 @@ from engine.table import write_table
 pytestmark = pytest.mark.engine
 
 CONVERSATIONS = 18
-THINK_SECONDS = 0.3  # the last blocks of an answer are told of meanwhile
+THINK_SECONDS = 0.3  # time for the events of an answer's last blocks
 LEAST_EXACT = 0.98
 MOST_OVER = 0.005  # of the prompts' tokens
 
@@ -35,7 +35,7 @@ _chosen = [mode for mode in MODES if not _wanted or any(part in mode.name for pa
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[list[ModeResult]]:
-    """Those of all modes, printed at the end."""
+    """The results of all modes, printed at the end."""
     found: list[ModeResult] = []
     yield found
     write_table(COLUMNS, [result.row() for result in found], os.environ.get("MODE_TABLE"))
@@ -44,7 +44,7 @@ def results() -> Iterator[list[ModeResult]]:
 
 
 @pytest.mark.parametrize("mode", _chosen, ids=lambda mode: mode.name)
-def test_the_overlap_is_the_one_the_engine_reports(
+def test_predicted_overlap_equals_engine_report(
     installation: Installation, logs: Path, results: list[ModeResult], mode: Mode
 ) -> None:
     with started(mode, installation, logs) as workers:

@@ -74,7 +74,7 @@ def settings(engines: list[OtherEngine], tmp_path: Path, policy: str = "kv_aware
 
 
 def chat(router: RouterProcess, model: str, *said: str, system: str = LONG) -> tuple[str, int, dict[str, Any]]:
-    """Who answered, what was promised, and what it said of its tokens."""
+    """Send a chat, and return its worker, the predicted overlap and the usage."""
     roles = ("user", "assistant")
     messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(said)]
     body = {
@@ -100,10 +100,8 @@ def test_requests_of_one_prompt_stay_together(engines: list[OtherEngine], logs: 
         assert get_json(f"{router.url}/workers")["tokenizers"][model]["way"] == way
 
 
-def test_more_is_found_in_the_caches_than_with_round_robin(
-    engines: list[OtherEngine], logs: Path, tmp_path: Path
-) -> None:
-    model, cached, prompted, promised, wrong = engines[0].model, Counter[str](), Counter[str](), 0, 0
+def test_kv_aware_hits_more_than_round_robin(engines: list[OtherEngine], logs: Path, tmp_path: Path) -> None:
+    model, cached, prompted, predicted, wrong = engines[0].model, Counter[str](), Counter[str](), 0, 0
     reports = False
     for policy in ("kv_aware", "round_robin"):
         with RouterProcess([], logs, *settings(engines, tmp_path, policy)) as router:
@@ -117,23 +115,23 @@ def test_more_is_found_in_the_caches_than_with_round_robin(
                     cached[policy] += found
                     prompted[policy] += usage["prompt_tokens"]
                     if policy == "kv_aware":
-                        # What is promised is estimated by the text: four bytes a token.
+                        # The prediction is estimated from the text: four bytes a token.
                         share = overlap / max(len(LONG) / 4, 1)
-                        promised += bool(overlap)
+                        predicted += bool(overlap)
                         wrong += abs(share - found / usage["prompt_tokens"]) > 0.25
     figures = {policy: round(cached[policy] / prompted[policy], 3) for policy in cached}
     print(
         json.dumps(
-            {"engine": model, "reports_cached": reports, "cached": figures, "promised": promised, "wrong": wrong}
+            {"engine": model, "reports_cached": reports, "cached": figures, "predicted": predicted, "wrong": wrong}
         )
     )
-    assert promised == 6  # all but the first turns
+    assert predicted == 6  # all but the first turns
     if reports:
         assert cached["kv_aware"] > cached["round_robin"]
         assert wrong == 0
 
 
-def test_a_worker_that_lists_no_models_wants_one_named(engines: list[OtherEngine], logs: Path, tmp_path: Path) -> None:
+def test_worker_without_listed_models_is_a_finding(engines: list[OtherEngine], logs: Path, tmp_path: Path) -> None:
     if os.path.isabs(engines[0].model):
         file = tmp_path / "unnamed.yaml"
         file.write_text(yaml.safe_dump({"workers": [{"url": engine.url} for engine in engines]}))

@@ -27,7 +27,7 @@ def workers(installation: Installation, logs: Path) -> Iterator[list[VllmWorker]
         yield found
 
 
-def test_embeddings_are_the_engines_and_go_to_both_workers(workers: list[VllmWorker], logs: Path) -> None:
+def test_embeddings_equal_engine_and_use_both_workers(workers: list[VllmWorker], logs: Path) -> None:
     texts = [f"{each.system} {question}" for each in conversations()[:9] for question in each.questions]
     with openai.OpenAI(base_url=f"{workers[0].url}/v1", api_key="none", max_retries=0, timeout=60) as alone:
         expected = [embedding(alone, text)[0] for text in texts]
@@ -51,7 +51,7 @@ def test_embeddings_are_the_engines_and_go_to_both_workers(workers: list[VllmWor
 
 
 def embedding(client: openai.OpenAI, text: str) -> tuple[list[float], str, str | None]:
-    """A text's embedding; who made it, and what was promised."""
+    """Return the embedding of a text, its worker and the predicted overlap."""
     answer = client.embeddings.with_raw_response.create(model=MODEL, input=text, encoding_format="float")
     headers = answer.headers
     worker = headers.get("x-kvrouter-worker", "")
@@ -59,6 +59,6 @@ def embedding(client: openai.OpenAI, text: str) -> tuple[list[float], str, str |
 
 
 def cached_tokens(worker: VllmWorker) -> float:
-    """What an engine took from its cache since it was started."""
+    """Return the tokens that an engine found in its cache since its start."""
     with urlopen(f"{worker.url}/metrics", timeout=30) as answer:
         return sum(map(float, _HITS.findall(answer.read().decode())))

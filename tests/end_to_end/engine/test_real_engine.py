@@ -22,26 +22,26 @@ def test_every_answer_is_complete(runs: list[Run]) -> None:
         assert all(answer.complete for answer in run.answers)
 
 
-def test_the_overlap_is_the_one_the_engine_reports(runs: list[Run]) -> None:
+def test_predicted_overlap_equals_engine_report(runs: list[Run]) -> None:
     run = kv_aware(runs, users=1, think_seconds=0.3)
     assert run.exact_share >= 0.95, run.explain_misses()
 
 
-def test_without_think_time_no_more_than_the_last_answer_is_missing(runs: list[Run]) -> None:
-    """Of generated tokens only events tell, and a client without think time may be faster than the last of them."""
+def test_prediction_without_think_time_misses_at_most_last_answer(runs: list[Run]) -> None:
+    """Generated tokens are known from events only, which a client without think time may overtake."""
     run = kv_aware(runs, users=1, think_seconds=0.0)
     assert run.exact_share >= 0.8, run.explain_misses()
     assert all(0 < miss.cached - miss.predicted <= ANSWER_TOKENS + BLOCK_SIZE for miss in run.misses)
 
 
 @pytest.mark.parametrize("users", [1, 8])
-def test_the_engines_caches_serve_more_than_with_round_robin(runs: list[Run], users: int) -> None:
+def test_kv_aware_hits_more_than_round_robin(runs: list[Run], users: int) -> None:
     shares = {(run.policy, run.think_seconds): run.cached_share for run in runs if run.users == users}
     think_seconds = 0.3 if users == 1 else 0.0
     assert shares["kv_aware", think_seconds] > shares["round_robin", think_seconds] + 0.05
 
 
-def test_a_router_that_starts_late_knows_what_warm_workers_hold(workers: list[VllmWorker], logs: Path) -> None:
+def test_late_router_knows_blocks_of_warm_workers(workers: list[VllmWorker], logs: Path) -> None:
     with RouterProcess(workers, logs) as router, Client(router) as client:
         warmed = conversations(seed=1)[:8]
         transcripts = [transcript(client, conversation) for conversation in warmed]
@@ -51,7 +51,7 @@ def test_a_router_that_starts_late_knows_what_warm_workers_hold(workers: list[Vl
     assert all(answer.cached > answer.prompt_tokens - 3 * BLOCK_SIZE for answer in answers)
 
 
-def test_a_killed_worker_is_left_out_and_comes_back_empty(workers: list[VllmWorker], logs: Path) -> None:
+def test_killed_worker_is_skipped_and_returns_empty(workers: list[VllmWorker], logs: Path) -> None:
     with RouterProcess(workers, logs) as router, Client(router) as client:
         conversation = conversations(seed=2)[0]
         messages = transcript(client, conversation)
@@ -79,7 +79,7 @@ def test_a_killed_worker_is_left_out_and_comes_back_empty(workers: list[VllmWork
         assert router.workers()[victim.url]["ranks"][0]["blocks"]["gpu"] == 0
 
         wait_for(lambda: router.workers()[victim.url]["state"] == "ready", 60, "it bears its full share again")
-        # Which one a system prompt that nobody has goes to is a matter of chance: there are six.
+        # The worker of an unknown system prompt is a matter of chance: there are six of them.
         fresh = client.converse_all(conversations(seed=3), think_seconds=0.3)
         assert {answer.worker for answer in fresh} == {victim.url, survivor.url}
         assert [answer.predicted for answer in fresh] == [answer.cached for answer in fresh]

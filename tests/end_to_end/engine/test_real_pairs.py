@@ -1,7 +1,7 @@
-"""Real prefill and decode vLLMs behind the router: answers are those of one vLLM alone, token by token.
+"""Real prefill and decode vLLMs behind the router answer like a single vLLM, token by token.
 
-`make test-engine-pd` runs these. KV goes from one process to the other over NIXL (loopback, from and to host memory),
-or through files.
+`make test-engine-pd` runs these tests. KV is transferred between processes over NIXL (loopback, host memory), or
+through files.
 
 PAIR_TABLE a file to write the table to, as Markdown; its other rows stay
 """
@@ -41,7 +41,7 @@ def alone(installation: Installation, logs: Path) -> Iterator[VllmWorker]:
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[list[tuple[str, ...]]]:
-    """Those of the table, printed at the end."""
+    """The rows of the table, printed at the end."""
     found: list[tuple[str, ...]] = []
     yield found
     write_table(COLUMNS, found, os.environ.get("PAIR_TABLE"))
@@ -60,9 +60,9 @@ def compared(alone: VllmWorker, rows: list[tuple[str, ...]], logs: Path, tmp_pat
         with router_before(prefills, decodes, logs, tmp_path) as router:
             for prompt in prompts(name):
                 expected, usage = completed(alone.url, prompt)
-                tokens, told = completed(router.url, prompt)
+                tokens, reported = completed(router.url, prompt)
                 sent += 1
-                same += (tokens, told["prompt_tokens"]) == (expected, usage["prompt_tokens"])
+                same += (tokens, reported["prompt_tokens"]) == (expected, usage["prompt_tokens"])
         after = [metrics(worker) for worker in decodes]
         moved, computed = (
             sum(new[source] - old[source] for new, old in zip(after, before, strict=True))
@@ -77,7 +77,9 @@ def compared(alone: VllmWorker, rows: list[tuple[str, ...]], logs: Path, tmp_pat
     return compare
 
 
-def test_workers_of_one_rank(compared: Compared, installation: Installation, logs: Path) -> None:
+def test_pairs_with_one_rank_answer_like_single_worker(
+    compared: Compared, installation: Installation, logs: Path
+) -> None:
     three = [pair_worker(f"pair{number}", installation, logs) for number in range(3)]
     with running(*three):
         for prefills, decodes in ((1, 1), (1, 2), (2, 1)):
@@ -86,7 +88,7 @@ def test_workers_of_one_rank(compared: Compared, installation: Installation, log
 
 
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1)])
-def test_workers_of_unequal_ranks(
+def test_pairs_with_unequal_ranks_answer_like_single_worker(
     compared: Compared, installation: Installation, logs: Path, prefill_ranks: int, decode_ranks: int
 ) -> None:
     prefill = pair_worker("prefill-ranks", installation, logs, prefill_ranks)
@@ -95,7 +97,9 @@ def test_workers_of_unequal_ranks(
         compared(f"DP={prefill_ranks} + DP={decode_ranks}", [prefill], [decode])
 
 
-def test_shared_storage(compared: Compared, installation: Installation, logs: Path, tmp_path: Path) -> None:
+def test_pairs_with_shared_storage_answer_like_single_worker(
+    compared: Compared, installation: Installation, logs: Path, tmp_path: Path
+) -> None:
     prefill, decode = (storage_worker(f"storage{number}", installation, logs, tmp_path / "kv") for number in range(2))
     with running(prefill, decode):
         compared("1 + 1, by files", [prefill], [decode])

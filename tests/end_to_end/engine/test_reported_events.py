@@ -1,4 +1,4 @@
-"""What a reporter sends, read by the decoder of the installed vLLM."""
+"""Events of a reporter, read by the decoder of the installed vLLM."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ToFile(EventPublisher):
         return
 
 
-def test_vllms_own_decoder_reads_every_event(installation: Installation, tmp_path: Path) -> None:
+def test_vllm_decodes_every_reported_event(installation: Installation, tmp_path: Path) -> None:
     sent, read = tmp_path / "batch", tmp_path / "events.json"
     reporter = Reporter(ToFile(sent))
     reporter.stored([1, 2], None, [5, 6, 7, 8], 2, lora_name="sql", extra_keys=[["sql", "image"], ["sql"]])

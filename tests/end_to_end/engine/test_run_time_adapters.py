@@ -30,13 +30,13 @@ def workers(installation: Installation, logs: Path) -> Iterator[list[VllmWorker]
         yield found
 
 
-def test_adapters_are_loaded_on_all_workers_and_hit_their_own_blocks(
+def test_adapters_are_loaded_on_all_workers_with_separate_blocks(
     installation: Installation, workers: list[VllmWorker], logs: Path
 ) -> None:
     with RouterProcess(workers, logs, patience=30.0, token=TOKEN) as router:
         for name in ("poet", "clerk"):
-            told = post_json(f"{router.url}/v1/load_lora_adapter", loaded(installation, name), TOKEN)
-            assert [each["status"] for each in told["workers"]] == [200, 200]
+            reply = post_json(f"{router.url}/v1/load_lora_adapter", loaded(installation, name), TOKEN)
+            assert [each["status"] for each in reply["workers"]] == [200, 200]
         assert [served(worker) for worker in workers] == [{MODEL, "poet", "clerk"}] * 2
 
         router.wait_until_compared()
@@ -45,7 +45,7 @@ def test_adapters_are_loaded_on_all_workers_and_hit_their_own_blocks(
         assert all(map(exact, answers)), [(answer.predicted, answer.cached) for answer in answers]
         assert {answer.cached > 0 for answer in answers} == {False, True}
 
-        # A worker that is started again has none, and is told.
+        # A restarted worker has no adapters, and the router loads them again.
         workers[0].kill()
         wait_for(lambda: router.health()["workers_up"] == 1, 60, "the worker is left out")
         workers[0].start()
@@ -55,8 +55,8 @@ def test_adapters_are_loaded_on_all_workers_and_hit_their_own_blocks(
         again = conversed(router, "poet", seed=2)
         assert all(map(exact, again)), [(answer.predicted, answer.cached) for answer in again]
 
-        told = post_json(f"{router.url}/v1/unload_lora_adapter", {"lora_name": "poet"}, TOKEN)
-        assert [each["status"] for each in told["workers"]] == [200, 200]
+        reply = post_json(f"{router.url}/v1/unload_lora_adapter", {"lora_name": "poet"}, TOKEN)
+        assert [each["status"] for each in reply["workers"]] == [200, 200]
         assert [served(worker) for worker in workers] == [{MODEL, "clerk"}] * 2
         with pytest.raises(HTTPError, match="404"):
             post_json(f"{router.url}/v1/completions", {"model": "poet", "prompt": "x", "max_tokens": 1})
@@ -71,7 +71,7 @@ def served(worker: VllmWorker) -> set[str]:
 
 
 def conversed(router: RouterProcess, model: str, seed: int = 1) -> list[Answer]:
-    """The same conversations, whatever the model."""
+    """Send the same conversations to a model or adapter."""
     with Client(router, model) as client:
         return client.converse_all(conversations(seed)[:4], think_seconds=THINK_SECONDS)
 

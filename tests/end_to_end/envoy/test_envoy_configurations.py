@@ -1,10 +1,9 @@
-"""Real Envoy configured otherwise: the cheapest way, by headers alone, failing open, for several pools, over TLS."""
+"""Other configurations of a real Envoy: the cheapest, headers alone, failing open, several pools and TLS."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import yaml
 from envoy_under_test import CONFIG, envoy, filters, listed_workers, processing
 from picker_under_test import picker
 from router_under_test import RouterUnderTest, until
-from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker
+from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker, scripted_workers
 
 from router.picker import tls
 
@@ -40,38 +39,38 @@ async def events(exchange: Exchange) -> None:
 
 
 class Held:
-    """A script that streams an event, and ends when it is let go."""
+    """A script that streams an event, and ends the stream when it is released."""
 
     def __init__(self) -> None:
-        self.let_go = asyncio.Event()
+        self.released = asyncio.Event()
 
     async def __call__(self, exchange: Exchange) -> None:
         await exchange.begin_chunks()
         await exchange.chunk(b"data: 1\n\n")
-        await self.let_go.wait()
+        await self.released.wait()
         await exchange.chunk(b"")
 
 
-async def release_is_seen(side: RouterUnderTest, through: RouterUnderTest, held: Held) -> None:
-    """A stream holds its load until it has ended, and counts as answered."""
+async def check_release(side: RouterUnderTest, through: RouterUnderTest, held: Held) -> None:
+    """Assert that a stream holds its load until its end, and counts as answered."""
     async with through.request(PATH, {**BODY, "stream": True}) as response:
         assert response.status == 200
         await response.content.readuntil(b"\n\n")
         assert await side.requests_in_flight() == 1
-        held.let_go.set()
+        held.released.set()
         await response.read()
     await side.until_released()
     assert await side.metric("kvrouter_requests_abandoned_total") == 0
 
 
-async def test_the_cheapest_way(tmp_path: Path) -> None:
+async def test_cheapest_configuration_routes_and_releases(tmp_path: Path) -> None:
     held = Held()
     async with (
         scripted_worker(held) as worker,
         picker(worker.url) as (side, port),
         envoy(port, tmp_path, cheapest) as through,
     ):
-        await release_is_seen(side, through, held)
+        await check_release(side, through, held)
         worker.script = events
         reply = await through.call(PATH, BODY)
         assert (reply.status, reply.worker, reply.body) == (200, worker.url, b"data: 1\n\ndata: [DONE]\n\n")
@@ -83,8 +82,8 @@ async def test_the_cheapest_way(tmp_path: Path) -> None:
         await side.until_released()
 
 
-async def test_in_the_cheapest_way_a_dead_worker_gets_no_more_requests(tmp_path: Path) -> None:
-    """Of answers nothing is told, of workers that could not be reached it is."""
+async def test_cheapest_configuration_skips_unreachable_worker(tmp_path: Path) -> None:
+    """Envoy reports no responses in this configuration, but reports connection failures."""
     fleet = {"probe_interval": 60.0, "metrics_interval": 60.0}
     async with (
         scripted_worker() as dead,
@@ -92,20 +91,16 @@ async def test_in_the_cheapest_way_a_dead_worker_gets_no_more_requests(tmp_path:
         picker(dead.url, alive.url, fleet=fleet, policy={"name": "round_robin"}) as (side, port),
         envoy(port, tmp_path, cheapest) as through,
     ):
-
-        async def down() -> bool:
-            return await side.metric("kvrouter_worker_up", worker=dead.url) == 0
-
         await dead.stop()
         replies = [await through.call(PATH, BODY) for _ in range(2)]
         assert [reply.error["code"] for reply in replies if reply.status == 503] == ["no_worker_available"]
-        await until(down)
+        await side.until_metric(0, "kvrouter_worker_up", worker=dead.url)
         for _ in range(4):
             assert (await through.call(PATH, BODY)).worker == alive.url
         await side.until_released()
 
 
-async def test_by_headers_alone(tmp_path: Path) -> None:
+async def test_picker_routes_by_headers_alone(tmp_path: Path) -> None:
     def change(_: Any) -> Any:
         found = cheapest(None)
         filters(found)[0]["typed_config"]["processing_mode"]["request_body_mode"] = "NONE"
@@ -117,12 +112,12 @@ async def test_by_headers_alone(tmp_path: Path) -> None:
         picker(worker.url, policy={"name": "least_loaded"}, proxy={"engine_fields": "pass"}) as (side, port),
         envoy(port, tmp_path, change) as through,
     ):
-        await release_is_seen(side, through, held)
+        await check_release(side, through, held)
         assert b"some words" in worker.last.body
 
 
-async def test_nothing_of_answers(tmp_path: Path) -> None:
-    """As kgateway configures Envoy: the stream stays open all the same until the answer is over."""
+async def test_load_is_released_without_response_processing(tmp_path: Path) -> None:
+    """kgateway configures Envoy like this. The stream stays open until the end of the response."""
 
     def change(_: Any) -> Any:
         found = cheapest(None)
@@ -136,10 +131,10 @@ async def test_nothing_of_answers(tmp_path: Path) -> None:
         picker(worker.url) as (side, port),
         envoy(port, tmp_path, change) as through,
     ):
-        await release_is_seen(side, through, held)
+        await check_release(side, through, held)
 
 
-async def test_one_filter_that_is_asked_to_show_no_more(tmp_path: Path) -> None:
+async def test_mode_override_skips_response_body(tmp_path: Path) -> None:
     """Answers would be shown; `mode_override` says for each that it need not be."""
 
     def change(_: Any) -> Any:
@@ -155,11 +150,11 @@ async def test_one_filter_that_is_asked_to_show_no_more(tmp_path: Path) -> None:
         picker(worker.url, picker={"read_usage": 0}) as (side, port),
         envoy(port, tmp_path, change) as through,
     ):
-        await release_is_seen(side, through, held)
+        await check_release(side, through, held)
 
 
-async def test_an_envoy_that_fails_open_goes_on_without_a_picker(tmp_path: Path) -> None:
-    """Where the cluster knows its workers, one of them is taken."""
+async def test_envoy_that_fails_open_works_without_picker(tmp_path: Path) -> None:
+    """Envoy chooses a worker itself if its cluster lists the workers."""
     async with scripted_worker() as worker:
         async with picker(worker.url) as (_, port):
             pass
@@ -169,14 +164,16 @@ async def test_an_envoy_that_fails_open_goes_on_without_a_picker(tmp_path: Path)
             processing(found)["failure_mode_allow"] = True
 
         async with envoy(port, tmp_path, change) as through:
-            # What a filter streams both ways is gone with it: a body that was sent to nobody is no request.
+            # A filter that streams bodies loses them if it fails, so that only a request without a body is answered.
             assert (await through.call("/version")).status == 200
 
 
-async def test_each_inference_pool_asks_its_own_picker(tmp_path: Path) -> None:
-    async with AsyncExitStack() as stack:
-        workers = [await stack.enter_async_context(scripted_worker()) for _ in range(2)]
-        (one, first), (two, second) = [await stack.enter_async_context(picker(worker.url)) for worker in workers]
+async def test_inference_pools_use_their_own_picker(tmp_path: Path) -> None:
+    async with (
+        scripted_workers(*[Exchange.answer] * 2) as workers,
+        picker(workers[0].url) as (one, first),
+        picker(workers[1].url) as (two, second),
+    ):
 
         def change(_: Any) -> Any:
             found = cheapest(None)
@@ -202,15 +199,15 @@ async def test_each_inference_pool_asks_its_own_picker(tmp_path: Path) -> None:
             )
             return found
 
-        through = await stack.enter_async_context(envoy(first, tmp_path, change))
-        for headers, worker in (({}, workers[0]), ({"pool": "other"}, workers[1])) * 3:
-            reply = await through.call(PATH, BODY, headers=headers)
-            assert (reply.status, reply.worker) == (200, worker.url)
+        async with envoy(first, tmp_path, change) as through:
+            for headers, worker in (({}, workers[0]), ({"pool": "other"}, workers[1])) * 3:
+                reply = await through.call(PATH, BODY, headers=headers)
+                assert (reply.status, reply.worker) == (200, worker.url)
         for side in (one, two):
             await side.until_released()
 
 
-async def test_an_envoy_that_asks_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_envoy_reaches_picker_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls, "LOOK_SECONDS", 0.02)
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca"))
@@ -247,21 +244,21 @@ async def test_an_envoy_that_asks_over_tls(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 async def workers() -> AsyncIterator[list[ScriptedWorker]]:
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(scripted_worker()) for _ in range(4)]
+    async with scripted_workers(*[Exchange.answer] * 4) as workers:
+        yield workers
 
 
 @pytest.mark.parametrize("change", [lambda _: None, cheapest], ids=["knows most", "cheapest"])
-async def test_of_many_requests_some_of_which_go_wrong_nothing_is_left(
+async def test_many_requests_with_failures_release_all_load(
     workers: list[ScriptedWorker], tmp_path: Path, change: Any
 ) -> None:
     """Streams, slow bodies, clients that leave early and late, and a picker's answers, all in flight at once."""
-    let_go = asyncio.Event()
+    released = asyncio.Event()
 
     async def script(exchange: Exchange) -> None:
         await exchange.begin_chunks()
         await exchange.chunk(b"data: 1\n\n")
-        await let_go.wait()
+        await released.wait()
         await exchange.chunk(b"data: [DONE]\n\n")
         await exchange.chunk(b"")
 
@@ -275,8 +272,8 @@ async def test_of_many_requests_some_of_which_go_wrong_nothing_is_left(
         async with aiohttp.ClientSession(through.url, connector=connector) as session:
             tasks = [asyncio.create_task(_one_of_many(session, number)) for number in range(300)]
             staying = sum(number % 5 in (0, 1) for number in range(300))
-            await until(lambda: _in_flight(side, staying), 60)
-            let_go.set()
+            await until(side.requests_in_flight, lambda count: count == staying)
+            released.set()
             await asyncio.gather(*tasks)
         await side.until_released()
 
@@ -294,7 +291,3 @@ async def _one_of_many(session: aiohttp.ClientSession, number: int) -> None:
         await response.content.readuntil(b"\n\n")
         if kind < 2:
             assert await response.read() == b"data: [DONE]\n\n"
-
-
-async def _in_flight(side: RouterUnderTest, number: int) -> bool:
-    return await side.requests_in_flight() == number

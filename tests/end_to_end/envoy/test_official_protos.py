@@ -1,4 +1,4 @@
-"""The picker asked message by message with Envoy's own protos, by either of its servers."""
+"""The picker, called message by message with Envoy's own protos."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-async def test_a_client_made_from_the_official_protos() -> None:
+async def test_client_of_official_protos_is_served() -> None:
     async with scripted_worker() as worker, picker(worker.url) as (side, port):
         process = await asyncio.create_subprocess_exec(
             sys.executable,
