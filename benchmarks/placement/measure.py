@@ -20,7 +20,7 @@ from router.policies import NamedPolicy, Policy, policy_named
 from router.prediction.slo import SLO
 from router.routing import selector as selector_module
 from router.routing.build import Routing
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
 from router.settings import PolicySettings, WorkerSettings
 
 SHARED_TOKENS = 1024

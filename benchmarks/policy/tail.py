@@ -26,7 +26,7 @@ from benchmarks.policy.workloads import CONVERSATION, LOOP, TOOL
 from router.policies import Decision
 from router.policies.rates import prefill_seconds
 from router.routing.late_binding import should_hold
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
 from router.settings import PolicyName, PolicySettings
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
 from simulator.fleet.profiles import LLAMA_70B

@@ -36,9 +36,9 @@ from router.admission.waiting_request import WaitingRequest, WaitReason, queue_o
 from router.fleet.worker import Worker
 from router.prediction.slo import SLO
 from router.routing.assignment import Assignment, Selection
-from router.routing.capacity import Limits
 from router.routing.placement import Placement
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
+from router.routing.ranks import Limits
 from router.routing.selector import Selector
 from router.settings import AdmissionSettings
 

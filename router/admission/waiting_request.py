@@ -12,7 +12,7 @@ from router.admission.ticket import Ticket
 from router.fleet.worker import Worker
 from router.routing.assignment import Assignment
 from router.routing.late_binding import held_order, slo_order
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
 
 
 class WaitReason(StrEnum):

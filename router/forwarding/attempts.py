@@ -27,7 +27,7 @@ from router.http.headers import RANK_HEADER, Headers, forwarded_lines
 from router.observability.spans import Span
 from router.routing.assignment import Assignment
 from router.routing.disaggregation.adapters import WorkerEndpoint
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
 from router.upstream import ResponseHandler
 from router.upstream.request import SentRequest, Transport
 

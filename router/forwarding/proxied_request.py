@@ -50,7 +50,7 @@ from router.http.headers import Headers
 from router.observability.request_recorder import RecordingRequest
 from router.observability.spans import Span
 from router.routing.assignment import Assignment
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
 from router.upstream import ResponseHead, UnreachableError, UpstreamError, UpstreamTimeoutError
 from router.upstream.request import Transport
 

@@ -8,7 +8,7 @@ from router.apis.requests import RoutedRequest
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.observability.spans import Span
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
 
 
 def read_request(

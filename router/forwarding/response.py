@@ -23,7 +23,7 @@ from router.forwarding.exchange import ChunkWriter, ResponseWriter, RoutingHeade
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.routing.assignment import Assignment
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
 from router.upstream import ResponseHead, UpstreamRequest
 from router.upstream.request import ChunkForwarder, SentRequest
 

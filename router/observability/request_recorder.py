@@ -34,7 +34,7 @@ from starlette.requests import Request
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
 from router.apis.usage import Usage
 from router.http.client import refuse_redirects
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
 from router.sharing.worker_processes import WorkerProcesses
 
 MAX_LISTENERS = 4

@@ -14,7 +14,7 @@ from router.apis.usage import Usage
 from router.observability.hot_prefixes import HotPrefixes
 from router.policies import Decision
 from router.routing.assignment import Assignment
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
 
 PER_SECOND = 20
 KEPT = 256

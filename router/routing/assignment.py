@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from indexer import Target
+from indexer.targets import WorkerNames
 from router.apis.usage import Usage
 from router.cache_state.hit_audit import CachePrediction
 from router.cache_state.in_flight_prefixes import ReleaseCallback
@@ -16,11 +18,36 @@ from router.policies import Decision
 from router.prediction.learned import RequestTiming
 from router.prediction.predictions import WatchedAnswer
 from router.prediction.slo import SLO, Prediction
-from router.routing.disaggregation.decision import Disaggregation
-from router.routing.routable_rank import RoutableRank
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
+from router.routing.ranks import RoutableRank
 
 NO_HASHES: list[array[int]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Disaggregation:
+    """Whether another worker computes a prompt: `prefill` is the choice of it, None when the decode worker does.
+
+    `inputs`: what the decision came from, for logs and explanations.
+    """
+
+    prefill: Decision | None
+    reason: str
+    inputs: dict[str, Any]
+
+    def as_json(self, names: WorkerNames) -> dict[str, Any]:
+        """For the explanation of a decision; `names`: what workers are called there."""
+        report: dict[str, Any] = {"remote_prefill": self.prefill is not None, "reason": self.reason, **self.inputs}
+        if self.prefill is not None:
+            target = self.prefill.chosen.target
+            report["prefill"] = {"worker": names.get(target.worker), "dp_rank": target.dp_rank}
+            report["unit"] = self.prefill.unit
+            report["prefill_candidates"] = [
+                {"worker": names.get(each.target.worker), "dp_rank": each.target.dp_rank, "terms": cost.terms}
+                for cost in self.prefill.costs
+                for each in (cost.candidate,)
+            ]
+        return report
 
 
 class Selection:

@@ -11,11 +11,10 @@ from router.fleet.worker import Worker, choosable, has_turn
 from router.policies import Candidate, Decision, LinearPolicy, Request
 from router.policies.rates import Rates
 from router.routing.assignment import NO_HASHES, Selection
-from router.routing.capacity import Limits, TargetCapacity
 from router.routing.load_view import LoadView
 from router.routing.overlaps import OverlapFinder, Overlaps
-from router.routing.routable_rank import RoutableRank, ServedModel
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
+from router.routing.ranks import Limits, RoutableRank, ServedModel, TargetCapacity
 from router.routing.state import RoutingState
 from router.routing.target_directory import ModelTargets, TargetDirectory
 

@@ -13,7 +13,7 @@ from router.load.peer_load import PeerLoad
 from router.load.target_load import LoadTable
 from router.policies import Candidate, CostColumns, LinearPolicy
 from router.prediction.learned import Learned
-from router.routing.routable_rank import RoutableRank
+from router.routing.ranks import RoutableRank
 
 # The interval in seconds at which all rows are read again, and the most rows that one request reads for it.
 _SWEEP_SECONDS = 0.5

@@ -12,8 +12,8 @@ from itertools import chain
 from indexer import MatchQuery, RowMatches, Target, UnknownModelError
 from indexer.hashing import PackedPrompt
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
-from router.routing.routable_rank import RoutableRank, ServedModel
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
+from router.routing.ranks import RoutableRank, ServedModel
 from router.routing.state import RoutingState
 from router.routing.target_directory import ModelTargets
 

@@ -19,7 +19,7 @@ from router.fleet.worker import Worker
 from router.load.target_load import Reservation
 from router.policies.rates import prefill_seconds
 from router.routing.assignment import Assignment, RequestSampler, Selection
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
 from router.routing.selector import Selector
 from router.routing.state import RoutingState
 

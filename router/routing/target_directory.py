@@ -11,7 +11,7 @@ from router.fleet.discovery import WorkerDescription
 from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
 from router.routing.load_view import LoadView, PrefillShare
-from router.routing.routable_rank import RoutableRank, ServedModel
+from router.routing.ranks import RoutableRank, ServedModel
 from router.routing.state import RoutedFleet
 from router.settings import WorkerSettings
 

@@ -24,7 +24,7 @@ from router.apis.usage import Usage
 from router.fleet.health import Outcome as AttemptOutcome
 from router.prediction.slo import SLO
 from router.routing.assignment import Assignment
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
 from router.settings import FleetSettings
 from router.sharing import SharingChannel
 from simulator.fleet.engine import Engine, EngineRequest, Progress

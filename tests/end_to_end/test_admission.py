@@ -16,7 +16,7 @@ from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker, sc
 from router.auth import hashed_key
 from router.prediction.slo import SLO
 from router.routing.assignment import Selection
-from router.routing.slo_selection import SLOSelector
+from router.routing.selector import SLOSelector
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 

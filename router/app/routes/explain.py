@@ -27,8 +27,7 @@ from router.http.headers import HeaderItems
 from router.policies import Cost
 from router.prediction.service_levels import ServiceLevels, read_slo
 from router.prediction.slo import SLO, Estimate, Prediction
-from router.routing.prompt_reader import PromptReader
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import PromptReader, RoutedPrompt
 from router.routing.selector import Selector
 from router.settings import LimitSettings
 

@@ -22,7 +22,7 @@ from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
 from router.routing.assignment import Assignment
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
 from router.upstream import ResponseHead
 from router.upstream.request import SentRequest
 

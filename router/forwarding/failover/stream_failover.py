@@ -21,8 +21,7 @@ from router.fleet.worker import Worker
 from router.forwarding.failover.resumable_request import resumable_request
 from router.forwarding.failover.resumable_stream import ResumableStream
 from router.forwarding.request_context import RequestContext
-from router.routing.prompt_reader import PromptReader
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import PromptReader, RoutedPrompt
 
 # Engines that continue the last message of a chat and report usage with each chunk.
 _CONTINUING = frozenset({Engine.VLLM, Engine.SGLANG})

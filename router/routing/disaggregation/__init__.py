@@ -1,6 +1,6 @@
-"""Prefill and decode on different workers: when, where, and what each of them is sent.
+"""Prefill and decode on different workers.
 
-decision   which decode worker, whether another computes the prompt, and which
-adapters   what the engines' ways of disaggregation want in the two requests
-bodies     JSON bodies of which a few fields change
+selection   chooses the decode worker, and the prefill worker if another one computes the prompt
+adapters    make the two requests, as each engine requires them
+bodies      changes a few fields of a JSON body
 """

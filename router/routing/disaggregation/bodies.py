@@ -1,4 +1,4 @@
-"""JSON bodies of which a few fields change; the values of all others stay the bytes they were."""
+"""JSON bodies of which a few fields change. The values of all other fields keep their bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.apis.json_edit import SpliceError, with_field
 
 Fields = dict[str, msgspec.Raw]
 
-# How many answers a prompt wants, in the words of the engines; and those by which it is one.
+# The engines' fields for the number of answers to a prompt, and the values that ask for one answer.
 _SEVERAL = ("n", "best_of", "num_return_sequences", "use_beam_search")
 _ONE = frozenset((b"1", b"null", b"false"))
 
@@ -20,7 +20,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def fields_of(body: bytes) -> Fields:
-    """The fields of an object, each as it stands. Raises RequestError (400)."""
+    """Return the fields of a JSON object, each as its bytes. Raises RequestError (400)."""
     try:
         return _decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -28,7 +28,7 @@ def fields_of(body: bytes) -> Fields:
 
 
 def with_fields(body: bytes, **values: Any) -> bytes:
-    """The object with these fields, in place of any of their names. Raises RequestError (400)."""
+    """Return a JSON object with these fields added or replaced. Raises RequestError (400)."""
     try:
         for name, value in values.items():
             body = with_field(body, name, _encode(value))
@@ -38,12 +38,12 @@ def with_fields(body: bytes, **values: Any) -> bytes:
 
 
 def encoded(fields: Fields, **values: Any) -> bytes:
-    """An object of these fields, some of which are new or changed."""
+    """Return a JSON object of `fields`, with `values` added or replaced."""
     return _encode(fields | {name: msgspec.Raw(_encode(value)) for name, value in values.items()})
 
 
 def prompts_in(fields: Fields) -> int | None:
-    """How many prompts a batch has; None for a request of one."""
+    """Return the number of prompts in a batch; None if the request has a single prompt."""
     for name in ("prompt", "text", "input_ids"):
         value = msgspec.json.decode(fields[name]) if name in fields else None
         if isinstance(value, list) and value and not isinstance(value[0], int):
@@ -52,7 +52,7 @@ def prompts_in(fields: Fields) -> int | None:
 
 
 def answers_in(fields: Fields) -> int | None:
-    """How many answers are asked for, to all prompts together; None where that cannot be told."""
+    """Return the number of answers to all prompts together; None if it is not known."""
     prompts = prompts_in(fields)
     if "prompt_embeds" in fields and bytes(fields["prompt_embeds"]) != b"null":
         return None

@@ -1,21 +1,99 @@
-"""The selection in a fleet with workers for prefill or decode alone: who decodes, and who computes the prompt."""
+"""Which decode worker, whether another worker computes the prompt, and which.
+
+    decode   the least loaded; what it holds of the prompt decides only between equals
+    remote   another computes the prompt, unless little of it is left to compute on the decode worker, which is free:
+             uncached < skip_tokens and uncached / prompt < skip_ratio; or unless all prefill workers are saturated
+             and the decode worker is not
+    prefill  the lowest of: prefill tokens queued there + tokens of the prompt not cached there
+
+What is cached is counted in raw tokens, whatever the tier. A decode worker whose load is not known is not free.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from random import Random
+from typing import Any
 
 from router.fleet.discovery import Engine
 from router.fleet.worker import Worker
-from router.policies import Policy, Request
-from router.routing.assignment import Selection
+from router.policies import Candidate, Decision, Policy, Request
+from router.policies.records import CostUnit, cheapest
+from router.routing.assignment import Disaggregation, Selection
 from router.routing.candidates import CandidateFinder, CandidateSet
-from router.routing.capacity import NO_LIMITS
 from router.routing.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
-from router.routing.disaggregation.decision import decode_policy, disaggregate, prefill_policy
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
+from router.routing.ranks import NO_LIMITS
 from router.routing.target_directory import unavailable
 from router.settings import Backend, DisaggregationSettings, Role
+
+# Decides between workers with the same number of requests, and no more.
+_TIE = 0.4
+
+
+def decode_policy(random: Random) -> Policy:
+    """The least loaded candidate."""
+
+    def choose(candidates: list[Candidate], request: Request) -> Decision:
+        most = max(candidate.context for candidate in candidates) + 1
+
+        def terms(candidate: Candidate) -> dict[str, float]:
+            return {
+                "requests": float(candidate.requests),
+                "context": _TIE * candidate.context / most,
+                "uncached": _TIE * (1 - candidate.overlap / (request.tokens + 1)),
+            }
+
+        return cheapest(candidates, terms, random, unit=CostUnit.REQUESTS)
+
+    return choose
+
+
+def prefill_policy(random: Random) -> Policy:
+    """The candidate with the least to compute before this prompt is done."""
+
+    def choose(candidates: list[Candidate], request: Request) -> Decision:
+        def terms(candidate: Candidate) -> dict[str, float]:
+            return {
+                "queued": float(candidate.pending),
+                "prefill": float(max(request.tokens - candidate.overlap, 0)),
+            }
+
+        return cheapest(candidates, terms, random)
+
+    return choose
+
+
+def disaggregate(
+    decode: Candidate,
+    prefills: list[Candidate],
+    request: Request,
+    policy: Policy,
+    settings: DisaggregationSettings,
+    decodes_alone: bool,
+) -> Disaggregation:
+    """Decide for a prompt whose decode worker is chosen. `decodes_alone`: it can compute a prompt itself."""
+    uncached = max(request.tokens - decode.overlap, 0)
+    free = decode.kv_usage is not None and not decode.waiting and decode.pending < settings.skip_tokens
+    saturated = all(candidate.pending >= settings.saturated_tokens for candidate in prefills)
+    inputs: dict[str, Any] = {
+        "tokens": request.tokens,
+        "uncached": uncached,
+        "decode_pending": decode.pending,
+        "decode_waiting": decode.waiting,
+        "decode_load_known": decode.kv_usage is not None,
+        "prefill_workers_saturated": saturated,
+    }
+    if not prefills:
+        return Disaggregation(None, "no prefill worker is left", inputs)
+    if decodes_alone and free:
+        short = uncached < settings.skip_tokens
+        if short and (not request.tokens or uncached / request.tokens < settings.skip_ratio):
+            return Disaggregation(None, "little is left to compute", inputs)
+        if saturated:
+            return Disaggregation(None, "all prefill workers are saturated", inputs)
+    return Disaggregation(policy(prefills, request), "remote", inputs)
+
 
 _ADAPTER_OF_ENGINE: dict[Engine, type[Adapter]] = {Engine.SGLANG: Sglang, Engine.VLLM: Nixl}
 

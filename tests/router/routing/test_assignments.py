@@ -23,8 +23,8 @@ from router.load.load_messages import Kind, Message, RankLoad
 from router.policies import Candidate
 from router.prediction.slo import SLO
 from router.routing.build import Routing
-from router.routing.capacity import NO_LIMITS
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
+from router.routing.ranks import NO_LIMITS
 from router.settings import (
     PolicyName,
     PolicySettings,

@@ -10,7 +10,8 @@ import pytest
 from indexer import Target
 from indexer.targets import WorkerNames
 from router.policies import Candidate, Request
-from router.routing.disaggregation.decision import Disaggregation, decode_policy, disaggregate, prefill_policy
+from router.routing.assignment import Disaggregation
+from router.routing.disaggregation.selection import decode_policy, disaggregate, prefill_policy
 from router.settings import DisaggregationSettings
 
 SETTINGS = DisaggregationSettings(skip_tokens=2048, skip_ratio=0.7, saturated_tokens=50_000)

@@ -18,8 +18,8 @@ from router.fleet.worker import Worker
 from router.load.load_messages import Kind, Message, RankLoad
 from router.policies import KvAware, Request, policy_named
 from router.routing.assignment import Assignment
-from router.routing.capacity import NO_LIMITS, Limits
-from router.routing.routed_prompt import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt
+from router.routing.ranks import NO_LIMITS, Limits
 from router.settings import FleetSettings, PolicySettings, WorkerSettings
 from router.sharing import PeerLoad
 
