@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,9 +15,11 @@ import aiohttp
 import pytest
 import zmq
 from broken_fleet import Frames, event_relay, request_proxy
+from typer.testing import CliRunner
 
 from benchmarks.ports import free_port
 from kvevents import BlockStored, EventSource, WireForm, decode_batch, encode_batch
+from kvrouter.cli import app
 from kvrouter.tools.doctor import stream as doctor_stream
 from kvrouter.tools.doctor.findings import FIXES, Cause
 from kvrouter.tools.doctor.run import examine
@@ -168,15 +169,13 @@ async def test_cached_common_beginning_is_no_finding(tmp_path: Path) -> None:
 
 
 async def test_command_prints_json_and_sets_exit_status(sound: Sound) -> None:
-    command = [sys.executable, "-m", "kvrouter", "doctor", "--json", "--worker"]
     for url, status, causes in (
         (sound.url, 0, []),
         (f"http://127.0.0.1:{free_port()}", 1, ["worker_unreachable"]),
     ):
-        process = await asyncio.create_subprocess_exec(*command, url, stdout=asyncio.subprocess.PIPE)
-        printed, _ = await asyncio.wait_for(process.communicate(), 30)
-        assert process.returncode == status
-        answer = json.loads(printed)
+        ended = await asyncio.to_thread(CliRunner().invoke, app, ["doctor", "--json", "--worker", url])
+        assert ended.exit_code == status
+        answer = json.loads(ended.stdout)
         assert answer["workers"] == [url]
         assert [finding["cause"] for finding in answer["findings"]] == causes
         assert all(finding["evidence"] and finding["fix"] for finding in answer["findings"])

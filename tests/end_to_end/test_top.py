@@ -9,7 +9,9 @@ import sys
 
 import pytest
 from router_under_test import router
+from typer.testing import CliRunner
 
+from kvrouter.cli import app
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
@@ -20,16 +22,16 @@ COMMAND = [sys.executable, "-m", "kvrouter", "top", "--url"]
 
 async def test_top_once_prints_fleet() -> None:
     async with running(SimulatedWorkerSettings()) as worker, router(worker, server={"token": "admin"}) as routed:
-        output = await printed(*COMMAND, routed.url, "--token", "admin", "--once")
+        output = await printed(routed.url, "--token", "admin", "--once")
         assert worker.removeprefix("http://") in output
         assert "ready" in output
         assert "1 of 1" in output
-        refused = await printed(*COMMAND, routed.url, "--once", status=1)
+        refused = await printed(routed.url, "--once", status=1)
         assert "--token" in refused
 
 
 async def test_top_reports_unreachable_router() -> None:
-    assert "http://127.0.0.1:9" in await printed(*COMMAND, "http://127.0.0.1:9", status=1)
+    assert "http://127.0.0.1:9" in await printed("http://127.0.0.1:9", status=1)
 
 
 async def test_top_updates_and_reacts_to_keys() -> None:
@@ -70,10 +72,7 @@ async def until_shown(shown: bytearray, text: bytes) -> None:
         await asyncio.sleep(0.02)
 
 
-async def printed(*command: str, status: int = 0) -> str:
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=os.environ | {"COLUMNS": "160"}
-    )
-    output, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == status, output.decode()
-    return output.decode()
+async def printed(*arguments: str, status: int = 0) -> str:
+    ended = await asyncio.to_thread(CliRunner().invoke, app, ["top", "--url", *arguments], env={"COLUMNS": "160"})
+    assert ended.exit_code == status, ended.output
+    return ended.output
