@@ -1,29 +1,27 @@
-"""The endpoint picker: Envoy asks it where each request should go, and carries the bytes itself.
+"""The endpoint picker: Envoy asks it for the endpoint of each request, and forwards the bytes itself.
 
-It speaks `envoy.service.ext_proc.v3.ExternalProcessor` as the Gateway API Inference Extension uses it:
+It implements `envoy.service.ext_proc.v3.ExternalProcessor` as the Gateway API Inference Extension uses it:
 
-    request's head and body  ──▶  x-gateway-destination-endpoint: ip:port   (or an error to answer with)
-    answer's head            ──▶  what to add to it
-    answer's body            ──▶  nothing: it is unchanged, or Envoy does not send it
-    the stream's end              the answer's end
+    request's head and body  ──▶  `x-gateway-destination-endpoint: ip:port`, or an error response
+    response's head          ──▶  headers to add
+    response's body          ──▶  the same body, if Envoy sends it at all
+    end of the stream             end of the response
 
-server              the port, and what is served there
-external_processor  the method that Envoy calls, and responses that Envoy only shows
-request             one request: the client and the transport of its exchange is Envoy
-request_body        its body
-response            its response, as far as Envoy shows it
-endpoints           which workers a request may go to, and which come after the first
-gateway_headers     headers by which gateways ask for something
-state               what requests share: addresses, deadlines, objectives, own answers
-
-ext_proc.proto      the messages of the protocol, as far as they are used
-process_requests    reading Envoy's messages
-process_responses   writing messages to Envoy
-
-grpc_server         gRPC calls on HTTP/2 connections of our own
-http2               those connections
-health              gRPC's health service
-tls                 a certificate that follows its files
+- `server`: the port and its services.
+- `external_processor`: the method that Envoy calls.
+- `request`: one request, for which Envoy is both the client and the transport.
+- `response`: the response of a request, as far as Envoy shows it.
+- `request_body`: the body of a request.
+- `endpoints`: the allowed endpoints of a request, and its fallbacks.
+- `gateway_headers`: headers between gateways and the picker.
+- `state`: addresses, deadlines, objectives and the picker's own answers.
+- `ext_proc.proto`: the used part of the protocol's messages.
+- `process_requests`: decoding of Envoy's messages.
+- `process_responses`: encoding of messages to Envoy.
+- `grpc_server`: gRPC calls.
+- `http2`: HTTP/2 connections for gRPC.
+- `health`: gRPC's health service.
+- `tls`: a certificate that is loaded again when its files change.
 """
 
 from __future__ import annotations

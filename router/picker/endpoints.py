@@ -32,7 +32,7 @@ def fallbacks(
     for cost in sorted(assignment.decision.costs, key=lambda cost: cost.total):
         worker = by_url.get(cost.candidate.target.worker)
         if worker is None or worker is first or worker.key.authorization != first.key.authorization:
-            continue  # Envoy sends it what the first is sent, its key too
+            continue  # Envoy sends a fallback the same headers, so its API key must be the same
         address = state.address_of(worker)
         if address and within(address, subset):
             found.setdefault(address)

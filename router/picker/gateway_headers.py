@@ -1,12 +1,10 @@
 """Headers between a gateway and the picker: they are read, and not forwarded.
 
-| header | means |
-|---|---|
-| `x-gateway-inference-objective` | the name of an InferenceObjective, whose priority the request gets |
-| `x-gateway-model-name-rewrite` | the model that is asked instead of the body's |
-| `x-gateway-inference-fairness-id` | the tenant; kvrouter knows tenants by their keys |
-| `x-gateway-destination-endpoint`, `-served`, `-subset` | endpoints: only the picker and Envoy's metadata name them |
-| `x-prefiller-host-port`, `x-encoder-hosts-ports`, `x-data-parallel-host-port` | next workers, for llm-d's sidecar |
+- `x-gateway-inference-objective`: the name of an InferenceObjective, whose priority the request gets.
+- `x-gateway-model-name-rewrite`: the model to use instead of the body's.
+- `x-gateway-inference-fairness-id`: the tenant. It is ignored, because kvrouter identifies tenants by their keys.
+- `x-gateway-destination-endpoint`, `-served` and `-subset`: endpoints. Only the picker and Envoy's metadata set them.
+- `x-prefiller-host-port`, `x-encoder-hosts-ports` and `x-data-parallel-host-port`: next workers, for llm-d's sidecar.
 
 A client that could name endpoints would reach every address that the gateway can reach. So none of these headers is
 forwarded.
@@ -47,7 +45,7 @@ class GatewayHeaders:
     """The meaning of a request's gateway headers.
 
     - `headers`: the other headers, with the priority of the objective.
-    - `model`: the model to ask; None: the body's.
+    - `model`: the model to use; None means the body's.
     """
 
     headers: Headers
@@ -61,7 +59,7 @@ def read(headers: Headers, objectives: Objectives) -> GatewayHeaders:
         return GatewayHeaders(headers)
     others = [header for header in headers if header[0] not in _OWN]
     priority = objectives.priority(own[_OBJECTIVE].decode("latin-1")) if _OBJECTIVE in own else None
-    if priority is not None:  # an objective's is higher the sooner, a request's lower
+    if priority is not None:  # a larger number is more urgent for an objective, less urgent for a request
         others = [header for header in others if header[0] != PRIORITY_HEADER]
         others.append((PRIORITY_HEADER, b"%d" % -priority))
     return GatewayHeaders(others, own.get(_REWRITE) or None)

@@ -1,6 +1,6 @@
-"""gRPC over HTTP/2 connections of our own: a call is a stream, a message is five bytes and its content.
+"""gRPC over HTTP/2: a call is a stream, and a message is a prefix of five bytes and its content.
 
-After gRPC's PROTOCOL-HTTP2.md. Messages are not compressed: no compression is offered.
+It follows gRPC's PROTOCOL-HTTP2.md. Compression is not offered.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class CallHandler(Protocol):
         """Called once, when the call has ended in any way."""
 
 
-# Begins a call; and the methods of a server, by their paths: /package.Service/Method.
+# Creates the handler of a new call.
 Method: TypeAlias = Callable[[Call], CallHandler]
+# The methods of a server by their paths, `/package.Service/Method`.
 Methods: TypeAlias = Mapping[str, Method]
 
 
@@ -82,7 +83,7 @@ class GrpcServer:
         """Listen, and return the port. Raises OSError."""
         loop = asyncio.get_running_loop()
         made = partial(Http2Connection, self._accept, self._connections, self._allowances, loop)
-        server: Any = await loop.create_server(made, host, port, ssl=tls, backlog=_BACKLOG)  # uvloop's is another
+        server: Any = await loop.create_server(made, host, port, ssl=tls, backlog=_BACKLOG)  # uvloop has its own type
         self._server = server
         return int(server.sockets[0].getsockname()[1])
 
@@ -107,15 +108,15 @@ class GrpcServer:
 
 
 class _GrpcCall:
-    """A call over an HTTP/2 stream: it splits bytes into messages, and writes messages as bytes."""
+    """A call over an HTTP/2 stream: it splits received bytes into messages, and encodes sent messages."""
 
     __slots__ = ("_handler", "_largest", "_missing", "_parts", "_stream")
 
     def __init__(self, headers: RequestHeaders, stream: Stream, methods: dict[bytes, Method], largest: int) -> None:
         self._stream = stream
         self._largest = largest
-        self._parts: list[bytes] = []  # of a message that is not complete
-        self._missing = 0  # bytes to wait for before it is looked at again
+        self._parts: list[bytes] = []  # received bytes of an incomplete message
+        self._missing = 0  # bytes that must arrive before `_parts` are parsed
         self._handler: CallHandler | None = None
         if not headers.is_grpc:
             stream.end(_NOT_GRPC)
@@ -126,16 +127,16 @@ class _GrpcCall:
         else:
             self._handler = method(self)
 
-    # What the handler sends
+    # Calls of the handler
 
     def send(self, *messages: bytes) -> None:
-        """Send messages, in as few frames as they fit in."""
+        """Send messages in as few frames as possible."""
         stream = self._stream
         stream.begin(_HEADERS)
         stream.send(b"".join([part for each in messages for part in (_PREFIX.pack(0, len(each)), each)]))
 
     def end(self, status: int = OK, reason: str = "") -> None:
-        """End the call."""
+        """End the call with a status."""
         stream = self._stream
         if status == OK:
             stream.begin(_HEADERS)
@@ -144,14 +145,14 @@ class _GrpcCall:
         trailers = literal(b"grpc-status", b"%d" % status) + literal(b"grpc-message", _escaped(reason))
         stream.end(trailers if stream.begun else _HEADERS + trailers)
 
-    # What the stream brings
+    # Events of the stream
 
     def data(self, data: bytes) -> None:
         """Receive bytes of messages."""
         parts = self._parts
         if not parts and len(data) >= _PREFIX_BYTES:
             compressed, size = _PREFIX.unpack_from(data)
-            if size == len(data) - _PREFIX_BYTES and not compressed:  # as nearly always
+            if size == len(data) - _PREFIX_BYTES and not compressed:  # the usual case: exactly one message
                 self._receive(data[_PREFIX_BYTES:])
                 return
         parts.append(data)
@@ -159,18 +160,18 @@ class _GrpcCall:
         if self._missing <= 0:
             data = parts[0] if len(parts) == 1 else b"".join(parts)
             self._parts = []
-            self._take(data)
+            self._split(data)
 
-    def _take(self, data: bytes) -> None:
-        """Split bytes that begin with a message."""
+    def _split(self, data: bytes) -> None:
+        """Receive all complete messages in `data`, which begins with a message, and keep the rest."""
         at, end = 0, len(data)
         while end - at >= _PREFIX_BYTES and not self._stream.ended:
             compressed, size = _PREFIX.unpack_from(data, at)
             if compressed:
-                self.end(UNIMPLEMENTED, "messages are not to be compressed")
+                self.end(UNIMPLEMENTED, "compressed messages are not supported")
                 return
             if size > self._largest:
-                self.end(RESOURCE_EXHAUSTED, f"a message of {size} bytes; {self._largest} are the most")
+                self.end(RESOURCE_EXHAUSTED, f"a message of {size} bytes; at most {self._largest} are allowed")
                 return
             if end - at - _PREFIX_BYTES < size:
                 self._missing = size + _PREFIX_BYTES - (end - at)

@@ -61,7 +61,7 @@ def _attribute(message: pb.ProcessingRequest, name: str) -> str | None:
 
 
 def read_observed(message: pb.ProcessingRequest) -> str | None:
-    """Return the number of the request whose response is shown; `Routed` assigned it."""
+    """Return the number of the request whose response Envoy shows. `Routed` sent Envoy this number."""
     return _own(message, _REQUEST)
 
 

@@ -1,7 +1,7 @@
 """Messages to Envoy: `ProcessingResponse`s of external processing, as bytes.
 
-They are written field by field: as objects of protobuf they would cost a tenth of a request. Fields have numbers below
-16, whose tag is one byte (https://protobuf.dev/programming-guides/encoding).
+They are encoded field by field, because protobuf's objects would add a tenth to a request's time. All used fields have
+numbers below 16, whose tag is one byte (https://protobuf.dev/programming-guides/encoding).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ONE_BYTE = 0x80
 
 
 def varint(number: int) -> bytes:
-    """A number from 0 on."""
+    """Encode a number of at least 0."""
     if number < _ONE_BYTE:
         return bytes((number,))
     found = bytearray()
@@ -29,7 +29,7 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, value: bytes) -> bytes:
-    """A field that is bytes, a string or a message."""
+    """Encode a field with bytes, a string or a message."""
     size = len(value)
     if size < _ONE_BYTE:
         return bytes((number << 3 | _LENGTH_DELIMITED, size)) + value
@@ -37,7 +37,7 @@ def field(number: int, value: bytes) -> bytes:
 
 
 def number_field(number: int, value: int) -> bytes:
-    """A field that is a number, an enum or a bool; nothing where it is 0, which is what it is without."""
+    """Encode a field with a number, an enum or a bool. The result is empty for 0, the default of a missing field."""
     return bytes((number << 3,)) + varint(value) if value else b""
 
 
@@ -47,7 +47,7 @@ _LB_NAMESPACE: Final = b"envoy.lb"
 _OWN_NAMESPACE: Final = b"kvrouter"
 _REQUEST: Final = b"request"
 
-# Envoy takes no more at once where it streams in both directions.
+# The largest chunk that Envoy accepts in the mode FULL_DUPLEX_STREAMED.
 CHUNK_BYTES: Final = 63 * 1024
 
 # Fields of ProcessingResponse.
@@ -60,7 +60,7 @@ _RESPONSE_TRAILERS: Final = 6
 _IMMEDIATE_RESPONSE: Final = 7
 _DYNAMIC_METADATA: Final = 8
 _MODE_OVERRIDE: Final = 9
-# Of what it is made of: a CommonResponse is the first field of most answers.
+# Fields of CommonResponse, which is the first field of most responses.
 _RESPONSE: Final = 1
 _HEADER_MUTATION: Final = 2
 _BODY_MUTATION: Final = 3
@@ -68,25 +68,28 @@ _CLEAR_ROUTE_CACHE: Final = number_field(5, 1)
 _STREAMED: Final = 3
 _OVERWRITE: Final = number_field(3, 2)
 
-# The lengths of such a header, and of what it is in, take a byte each.
+# Up to this size, the lengths of a header and of the messages around it need one byte each.
 _SHORT: Final = 124
 
-# Answers that change nothing.
+# Responses that change nothing.
 KEEP_REQUEST_HEADERS: Final = field(_REQUEST_HEADERS, b"")
 KEEP_REQUEST_TRAILERS: Final = field(_REQUEST_TRAILERS, b"")
 KEEP_RESPONSE_HEADERS: Final = field(_RESPONSE_HEADERS, b"")
 KEEP_RESPONSE_BODY: Final = field(_RESPONSE_BODY, b"")
 KEEP_RESPONSE_TRAILERS: Final = field(_RESPONSE_TRAILERS, b"")
 
-# Show nothing of the answer's body: NONE, which is 0; and its trailers: SEND.
+# Envoy keeps the response's body (NONE, which is 0), and sends its trailers (SEND).
 NO_RESPONSE_BODY: Final = field(_MODE_OVERRIDE, number_field(6, 1))
 
 
 class Routed:
-    """Where a request goes: the first of these endpoints, with these headers instead of those it came with.
+    """Encoder of a routing decision.
 
-    `number`: what its answer is known by, where that is shown beside. `path`: another one, with its query. `said`: what
-    the answer says of where it came from; Envoy can add it without asking again.
+    - `endpoints`: the endpoint and its fallbacks, separated by commas.
+    - `number`: identifies the response if Envoy shows it in another stream.
+    - `before`, `after`: the received headers, and those to forward.
+    - `path`: the path and query to forward; None: the received ones.
+    - `said`: routing headers for the response. They are metadata, so that Envoy can add them by itself.
     """
 
     __slots__ = ("_metadata", "_mutation")
@@ -102,35 +105,35 @@ class Routed:
         left = {name for name, _ in after}
         parts += [field(2, name) for name in {name for name, _ in before} - left if name != _DESTINATION]
         self._mutation = field(_HEADER_MUTATION, b"".join(parts)) + _CLEAR_ROUTE_CACHE
-        told = b"".join([_entry(name, field(3, value)) for name, value in [(_REQUEST, number.encode()), *said]])
-        own = _entry(_OWN_NAMESPACE, _structure(told))
+        entries = b"".join([_entry(name, field(3, value)) for name, value in [(_REQUEST, number.encode()), *said]])
+        own = _entry(_OWN_NAMESPACE, _structure(entries))
         self._metadata = field(_DYNAMIC_METADATA, metadata + own)
 
     def to_headers(self) -> bytes:
-        """As the answer to the request's headers."""
+        """Encode the decision as a response to the request's headers."""
         return field(_REQUEST_HEADERS, field(_RESPONSE, self._mutation)) + self._metadata
 
     def to_body(self, body: bytes | None) -> bytes:
-        """For an Envoy that sent the whole body before it goes on. `body`: what to send instead of it."""
+        """Encode the decision as a response to a whole body (BUFFERED). `body` replaces it; None keeps it."""
         changed = b"" if body is None else field(_BODY_MUTATION, field(1, body))
         return field(_REQUEST_BODY, field(_RESPONSE, self._mutation + changed)) + self._metadata
 
 
 @lru_cache(maxsize=4096)
 def _destination(endpoints: str) -> tuple[bytes, bytes]:
-    """A header and an entry of metadata that say the same: fleets are small."""
+    """Encode endpoints as a header and as an entry of metadata. Results are cached, because fleets are small."""
     value = endpoints.encode()
     entry = _entry(_DESTINATION, field(3, value))
     return _set(_DESTINATION, value), _entry(_LB_NAMESPACE, _structure(entry))
 
 
 def request_chunks(body: bytes, ends: bool) -> Iterator[bytes]:
-    """A request's body to pass on. `ends`: no trailers follow."""
+    """Encode a request's body in chunks. `ends`: no trailers follow."""
     return _chunks(_REQUEST_BODY, body, ends)
 
 
 def response_chunks(body: bytes, ends: bool) -> Iterator[bytes]:
-    """Bytes of an answer's body to pass on."""
+    """Encode bytes of a response's body in chunks. `ends`: they are its last bytes."""
     return _chunks(_RESPONSE_BODY, body, ends)
 
 
@@ -144,13 +147,13 @@ def _chunks(kind: int, body: bytes, ends: bool) -> Iterator[bytes]:
 
 
 def response_headers(before: Headers, after: Headers, mode: bytes = b"") -> bytes:
-    """An answer's headers with those that were added. `mode`: what Envoy is to send of the rest, if something else."""
+    """Encode the added headers of a response. `mode`: an encoded change of what Envoy sends of its body."""
     mutation = field(_HEADER_MUTATION, b"".join(_new(before, after)))
     return field(_RESPONSE_HEADERS, field(_RESPONSE, mutation)) + mode
 
 
 def immediate(status: int, headers: Headers, body: bytes, details: str) -> bytes:
-    """Answer a request at once."""
+    """Encode a response that Envoy sends to the client at once, in place of a worker's."""
     mutation = b"".join(_set(name, value) for name, value in headers if name != b"content-length")
     return field(
         _IMMEDIATE_RESPONSE,
@@ -163,18 +166,18 @@ def _new(before: Headers, after: Headers) -> Iterable[bytes]:
 
 
 def _set(name: bytes, value: bytes) -> bytes:
-    """A header in a HeaderMutation, in place of any of that name."""
+    """Encode a header of a HeaderMutation. It replaces headers with the same name."""
     size = len(name) + len(value) + 4
-    if size < _SHORT:  # the same in one go
+    if size < _SHORT:  # equal bytes in one step
         return b"\n%c\n%c\n%c%b\x1a%c%b%b" % (size + 4, size, len(name), name, len(value), value, _OVERWRITE)
     return field(1, field(1, field(1, name) + field(3, value)) + _OVERWRITE)
 
 
 def _entry(key: bytes, value: bytes) -> bytes:
-    """A field of a `google.protobuf.Struct`."""
+    """Encode a field of a `google.protobuf.Struct`."""
     return field(1, field(1, key) + field(2, value))
 
 
 def _structure(entries: bytes) -> bytes:
-    """A `google.protobuf.Value` that is a Struct."""
+    """Encode a `google.protobuf.Value` that is a Struct."""
     return field(5, entries)

@@ -1,13 +1,15 @@
-"""One request that passes through Envoy, as its call to the picker tells of it.
+"""One request that passes through Envoy, as Envoy's call to the picker reports it.
 
-The exchange is the router's own. Envoy is both ends of it: the client, whose body comes in messages and whose answer
-goes back as an `ImmediateResponse` where the router gives it; and the transport, which is told where to send the
-request and tells of the answer.
+A `ProxiedRequest` serves the request, as in the proxy. For it, Envoy is both the client and the transport:
+
+- As the client, Envoy sends the request's body in messages, and receives the router's own responses as
+  `ImmediateResponse`.
+- As the transport, Envoy receives the worker's endpoint, and reports the worker's response.
 
     HEADERS ──▶ BODY ──▶ ROUTING ──▶ ROUTED ──▶ RESPONDING ──▶ OVER
         └──────────┴────────┴──────────┴──── an error ──────────▲
 
-Where Envoy does not show the answer's body, the answer is over when the call is.
+If Envoy does not show the response's body, the response ends with the call.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ log = structlog.get_logger()
 
 _Mode = pb.ProcessingMode
 _DUPLEX: Final = _Mode.FULL_DUPLEX_STREAMED
-# How long the end of an answer that was to be observed is waited for, once Envoy is done with the request.
+# Seconds to wait for the end of an observed response after the end of Envoy's call.
 _OBSERVED_SECONDS: Final = 0.5
-# What is routed by where the body does not come: any worker will do.
+# The body for routing if Envoy does not send one. Any worker may serve the request then.
 _UNSEEN_BODY: Final = b"{}"
 _AUTHORIZATION: Final = b"authorization"
 _STATUS: Final = re.compile(r"[1-5][0-9]{2}", re.ASCII)
@@ -49,14 +51,14 @@ _LATE: Final = ("timeout", "response_timeout", "per_try_timeout")
 
 
 class Phase(IntEnum):
-    """How far a request is."""
+    """Progress of a request."""
 
-    HEADERS = 0  # they are awaited
-    BODY = 1  # it is coming
-    ROUTING = 2  # the request is complete; its worker is looked for
-    ROUTED = 3  # Envoy knows where to send it
-    RESPONDING = 4  # the worker's head has come
-    OVER = 5  # Envoy has an answer of ours, or is gone
+    HEADERS = 0  # its headers have not arrived
+    BODY = 1  # its body is arriving
+    ROUTING = 2  # it is complete and has no worker yet
+    ROUTED = 3  # Envoy has received the endpoint
+    RESPONDING = 4  # the worker's head has arrived
+    OVER = 5  # Envoy has received a response of the picker, or ended the call
 
 
 class PickedRequest(ResponseWriter):
@@ -68,22 +70,22 @@ class PickedRequest(ResponseWriter):
         self._send = call.send
         self._number = str(next(state.numbers))
         self._phase = Phase.HEADERS
-        self._lingering: asyncio.TimerHandle | None = None  # for what is observed in the end
+        self._lingering: asyncio.TimerHandle | None = None  # until the end of an observed response
         self._resolving: asyncio.Task[None] | None = None
         self._context: RequestContext
         # The request.
         self._mode = _DUPLEX
-        self._came: Headers = []
+        self._received: Headers = []
         self._path = ""
         self._rewrite: bytes | None = None
         self._subset: set[str] | None = None
         self._body: RequestBody | None = None
-        # The answer.
+        # The response.
         self._address = ""
-        self._response: PickedResponse | None = None  # from when it is known what is asked, until nothing is left of it
+        self._response: PickedResponse | None = None  # from the end of the request's headers to the end of the exchange
 
     def received(self, message: pb.ProcessingRequest) -> None:
-        """Envoy tells something."""
+        """Receive a message of Envoy."""
         if self._phase is Phase.OVER:
             return
         kind, response = message.WhichOneof("request"), self._response
@@ -103,7 +105,7 @@ class PickedRequest(ResponseWriter):
             self._request_trailers(response.proxied)
 
     def closed(self) -> None:
-        """The call is over: so is the request, however it went."""
+        """End the request, because its call has ended."""
         begun, unanswered = self._phase is not Phase.HEADERS, self._phase is Phase.ROUTED
         if self._body is not None:
             self._body.end_arrival()
@@ -117,13 +119,13 @@ class PickedRequest(ResponseWriter):
                 self._context.end()
             return
         response.forget_timer()
-        if unanswered and not self._state.told:
-            self._state.told = False
+        if unanswered and not self._state.reports_heads:
+            self._state.reports_heads = False
             response.proxied.ended_unseen()
         expected = response.observation is Observation.SOME or (
             self._state.observed and response.observation is Observation.NOTHING
         )
-        if response.ends_unseen and expected:  # what is shown beside may come a bit later
+        if response.ends_unseen and expected:  # the second filter's messages may arrive later
             self._lingering = asyncio.get_running_loop().call_later(_OBSERVED_SECONDS, self._end, response)
         else:
             self._end(response)
@@ -133,10 +135,10 @@ class PickedRequest(ResponseWriter):
             self._lingering.cancel()
         if response.ends_unseen and response.observation is not Observation.SOME:
             response.more(b"", True)
-        response.proxied.client_disconnected()  # if there is anything left of it
+        response.proxied.client_disconnected()  # has no effect on a finished request
         self._state.requests.pop(self._number, None)
         self._context.end()
-        # They know each other: as long as they did, all that there was of the request would stay, with its body.
+        # Break the reference cycle, so that the request's memory is freed at once.
         self._response = self._lingering = None
 
     # The request
@@ -147,8 +149,8 @@ class PickedRequest(ResponseWriter):
         if message.HasField("protocol_config"):
             self._mode = message.protocol_config.request_body_mode
             answer_mode = message.protocol_config.response_body_mode
-        pseudo, self._came = process_requests.read_headers(head.headers)
-        said = gateway_headers.read(self._came, state.objectives)
+        pseudo, self._received = process_requests.read_headers(head.headers)
+        said = gateway_headers.read(self._received, state.objectives)
         self._rewrite = said.model
         target = pseudo.get(":path", "/")
         path = target.partition("?")[0]
@@ -163,7 +165,7 @@ class PickedRequest(ResponseWriter):
             if context.admitted.route.own:
                 raise _of_the_picker(path)
             if not head.end_of_stream:
-                check_expected(self._mode, self._came, state.proxy_context, context.admitted)
+                check_expected(self._mode, self._received, state.proxy_context, context.admitted)
         except RequestError as error:
             refusal, body = context.refusal(error)
             self.begin(ResponseHead(error.status, refusal), None, body, True)
@@ -208,7 +210,7 @@ class PickedRequest(ResponseWriter):
             self._response.proxied.refuse(too_slow(self._state.proxy_context.settings))
 
     def _start(self, proxied: ProxiedRequest, body: bytes) -> None:
-        """All of the request is here that comes."""
+        """Start routing with the complete body."""
         if self._body is not None:
             self._body.end_arrival()
         self._phase = Phase.ROUTING
@@ -224,7 +226,7 @@ class PickedRequest(ResponseWriter):
     # The transport
 
     def send(self, worker: Worker, answer: ResponseHandler, headers: Headers, body: bytes) -> PickedRequest:
-        """The exchange has found a worker."""
+        """Send Envoy the endpoint of the chosen worker, after name resolution if necessary."""
         address = self._state.address_of(worker)
         if address is not None:
             self._route(worker, answer, address, headers, body)
@@ -241,11 +243,11 @@ class PickedRequest(ResponseWriter):
             self._route(worker, answer, address, headers, body)
 
     def _route(self, worker: Worker, answer: ResponseHandler, address: str, headers: Headers, data: bytes) -> None:
-        """Tell Envoy where to send the request."""
+        """Send Envoy the endpoint, and the headers and body to forward."""
         response, body = self._response, self._body
         assert response is not None
         if not endpoints.within(address, self._subset):
-            response.proxied.refuse(endpoints.none_allowed())  # it was added while the request waited
+            response.proxied.refuse(endpoints.none_allowed())  # a worker that was added while the request waited
             return
         self._phase = Phase.ROUTED
         self._address, response.handler = address, answer
@@ -265,9 +267,9 @@ class PickedRequest(ResponseWriter):
             headers = [*headers, (_AUTHORIZATION, key)]
         path = prefix + self._path if prefix else None
         said = response.proxied.routing_headers()
-        routed = process_responses.Routed(named, self._number, self._came, headers, path, said)
-        if self._state.told is False:
-            response.untold()
+        routed = process_responses.Routed(named, self._number, self._received, headers, path, said)
+        if self._state.reports_heads is False:
+            response.expect_no_head()
         if body is None:
             self._send(routed.to_headers())
             return
@@ -280,20 +282,20 @@ class PickedRequest(ResponseWriter):
             self._send(process_responses.KEEP_REQUEST_TRAILERS)
 
     def abort(self) -> None:
-        """The answer is not wanted: Envoy is told by the end of the call."""
+        """Leave the response to the end of the call, which cancels it."""
 
     def pause(self) -> None:
-        """Envoy sees to it."""
+        """Leave flow control to Envoy."""
 
     def resume(self) -> None:
-        """Envoy sees to it."""
+        """Leave flow control to Envoy."""
 
-    # The answer
+    # The response
 
     def _response_headers(self, response: PickedResponse, message: pb.ProcessingRequest) -> None:
-        self._state.told = True
+        self._state.reports_heads = True
         if response.handler is None or self._phase is not Phase.ROUTED or response.proxied.assignment is None:
-            self._send(process_responses.KEEP_RESPONSE_HEADERS)  # Envoy's own, before there was a worker
+            self._send(process_responses.KEEP_RESPONSE_HEADERS)  # Envoy's own response, before a worker was chosen
             return
         pseudo, headers = process_requests.read_headers(message.response_headers.headers)
         served, problem = process_requests.read_served(message), process_requests.read_problem(message)
@@ -311,7 +313,7 @@ class PickedRequest(ResponseWriter):
         response.begin(ResponseHead(int(status), headers), message.response_headers.end_of_stream)
 
     def _served_by(self, proxied: ProxiedRequest, address: str) -> None:
-        """Envoy went on to a fallback."""
+        """Move the request to the fallback that serves it."""
         worker = self._state.worker_at(address)
         if worker is None:
             return
@@ -319,11 +321,11 @@ class PickedRequest(ResponseWriter):
         try:
             proxied.moved(worker)
         except RequestError as error:
-            log.warning("served by a worker that is not used", worker=worker.name, reason=str(error))
+            log.warning("a fallback is not among the candidates", worker=worker.name, reason=str(error))
 
     def _response_body(self, response: PickedResponse, part: pb.HttpBody) -> None:
         response.more(part.body, part.end_of_stream)
-        if response.mode == _Mode.NONE:  # an Envoy that did not say; the Inference Extension wants this one
+        if response.mode == _Mode.NONE:  # Envoy did not report its mode; the Inference Extension requires this one
             response.mode = _DUPLEX
         if response.mode == _DUPLEX:
             self._send(*process_responses.response_chunks(part.body, part.end_of_stream))
@@ -331,7 +333,7 @@ class PickedRequest(ResponseWriter):
             self._send(process_responses.KEEP_RESPONSE_BODY)
 
     def observed(self, data: bytes, ended: bool) -> bool:
-        """Bytes of the answer are shown beside. Whether more of them are wanted."""
+        """Receive bytes of the response from the second filter. Return whether more are wanted."""
         response = self._response
         if response is None:
             return False
@@ -341,7 +343,7 @@ class PickedRequest(ResponseWriter):
         return wanted
 
     def _wants_usage(self) -> bool:
-        """Whether an answer is looked at to its end."""
+        """Return whether the response is read to its end, for its usage."""
         head = self._response.head if self._response is not None else None
         streamed = head is not None and head.is_stream
         limited = self._context.tenant is not None
@@ -350,7 +352,7 @@ class PickedRequest(ResponseWriter):
     # The client
 
     def begin(self, head: ResponseHead, ours: RoutingHeaders | None, data: bytes, ended: bool) -> None:  # noqa: ARG002
-        """The exchange passes on a worker's head, or answers itself."""
+        """Forward a worker's head, or send the router's own response."""
         said = ours.headers() if ours is not None else []
         self._context.answered(head.status, said)
         headers = with_id([*head.passed_on, *said], self._context.id)
@@ -365,18 +367,18 @@ class PickedRequest(ResponseWriter):
         self._send(process_responses.response_headers(response.head.headers, headers, mode))
 
     def more(self, data: bytes, ended: bool) -> None:  # noqa: ARG002
-        """Envoy has these bytes already, unless they are the router's: then the answer ends here."""
+        """Count bytes that Envoy forwards. Cancel the response instead if they are the router's own."""
         if self._response is not None and self._response.proxied.over:
             self.break_off()
         else:
             self._context.passed(len(data))
 
     def break_off(self) -> None:
-        """The answer will not be finished: Envoy resets the client's stream."""
+        """Cancel the response: Envoy resets the client's stream."""
         self._answer(500, [], b"")
 
     def _answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """Answer the request at once. The call ends when whoever answers is done."""
+        """Send a response in place of a worker's. The call ends after the current callback."""
         if self._phase is not Phase.OVER:
             self._phase = Phase.OVER
             self._send(process_responses.immediate(status, headers, body, "kvrouter"))
@@ -385,11 +387,11 @@ class PickedRequest(ResponseWriter):
 
 @lru_cache(maxsize=4096)
 def _path_of(url: str) -> str:
-    """What comes before the path of every request to a worker."""
+    """Return the prefix of all paths at a worker."""
     return Origin.of(url).path.decode("latin-1")
 
 
 def _of_the_picker(path: str) -> RequestError:
     return RequestError(
-        f"{path} is not served here. Ask the picker's HTTP port, or Envoy's.", status=404, type="not_found_error"
+        f"{path} is not served here. Send the request to the router's HTTP port.", status=404, type="not_found_error"
     )

@@ -1,4 +1,4 @@
-"""A request's body, which Envoy sends in messages."""
+"""The body of a request, which Envoy sends in messages."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def check_expected(mode: int, headers: Headers, proxy_context: ProxyContext, adm
     if mode != _Mode.NONE:
         problem = ""
     elif services.reader.needs_prompts:
-        problem = "The policy looks at prompts. "
+        problem = "The policy reads prompts. "
     elif services.fleet.disaggregated:
-        problem = "Prefill and decode are apart. "
+        problem = "Prefill and decode have different workers. "
     elif admitted.tenant is not None:
-        problem = "There are tenants. "
+        problem = "The settings have tenants. "
     elif len(services.fleet.names()) > 1:
         problem = "The workers serve several models. "
     elif admitted.engine_fields is not EngineFields.PASS:
-        problem = "Fields that steer engines would not be seen, which only proxy.engine_fields: pass allows. "
+        problem = "Engine control fields are not checked, which only proxy.engine_fields: pass allows. "
     else:
         return
     raise RequestError(
@@ -44,7 +44,7 @@ def check_expected(mode: int, headers: Headers, proxy_context: ProxyContext, adm
 
 
 class RequestBody:
-    """The parts of a body until it is complete. `trailers`: they follow it. `arrivals` counts its bytes."""
+    """The received parts of a body. `trailers`: trailers follow it. `arrivals` counts the bytes of arriving bodies."""
 
     __slots__ = ("_arrivals", "_arriving", "_parts", "size", "trailers")
 
@@ -68,11 +68,11 @@ class RequestBody:
         self._arriving = 0
 
     def whole(self) -> bytes:
-        """Return the whole body: the same object each time."""
+        """Return the whole body. Repeated calls return one object."""
         if len(self._parts) != 1:
             self._parts = [b"".join(self._parts)]
         return self._parts[0]
 
     def drop(self) -> None:
-        """Release the body: it is sent."""
+        """Release the body after it is sent."""
         self._parts = []

@@ -1,8 +1,10 @@
-"""An answer on its way from a worker to a client, as far as Envoy tells of it.
+"""A worker's response on its way to a client, as far as Envoy shows it.
 
-`Process` tells of the head, and where it is configured to, of the body. Where it does not, an answer is over when the
-stream is, also where nothing was told of its head; and a second filter of Envoy's may show the bytes beside:
-`observed`. Without it the end of the prefill is taken to come when it was expected to.
+Envoy's settings decide what the picker receives of a response:
+
+- The head and the body, in the request's own call.
+- Only the head, or nothing. Then the response ends with the call, and the end of its prefill is estimated.
+- A copy of the body from a second filter, in another call (`observed`).
 """
 
 from __future__ import annotations
@@ -20,17 +22,18 @@ _Mode = pb.ProcessingMode
 
 
 class Observation(Enum):
-    """What has been shown of an answer by the second filter."""
+    """The part of a response that the second filter has shown."""
 
     NOTHING = auto()
-    SOME = auto()  # and more is wanted
-    ENOUGH = auto()
+    SOME = auto()  # more is wanted
+    ENOUGH = auto()  # no more is wanted
 
 
 class PickedResponse:
-    """What is known of an answer. `handler` hears of it: the exchange, or its prefill and decode.
+    """The known part of a response.
 
-    `mode`: how Envoy sends its body here.
+    - `handler`: receives the response: the request's attempt, or its prefill or decode.
+    - `mode`: Envoy's mode for the response's body.
     """
 
     __slots__ = ("_early", "_unseen", "handler", "head", "mode", "observation", "proxied")
@@ -41,16 +44,16 @@ class PickedResponse:
         self.head: ResponseHead | None = None
         self.observation = Observation.NOTHING
         self.proxied = proxied
-        self._early: list[tuple[bytes, bool]] = []  # shown before the head came
+        self._early: list[tuple[bytes, bool]] = []  # observed before the head arrived
         self._unseen: asyncio.TimerHandle | None = None
 
     @property
     def ends_unseen(self) -> bool:
-        """Whether the answer is under way, and Envoy would not say that it came to its end."""
+        """True while a response is being sent whose end Envoy does not report."""
         return self.head is not None and self.mode == _Mode.NONE and not self.proxied.over
 
     def begin(self, head: ResponseHead, ended: bool) -> None:
-        """The worker's head came."""
+        """Receive the worker's head."""
         assert self.handler is not None
         self.head = head
         self.handler.on_head(head, b"", ended)
@@ -59,14 +62,16 @@ class PickedResponse:
             self.more(data, last)
         assignment = self.proxied.assignment
         if self.mode == _Mode.NONE and not self.proxied.over and assignment is not None:
-            if head.is_stream:  # whose head may come before its first event
+            if head.is_stream:  # a stream's head may precede its first token
                 self._expect_first_byte(assignment)
             else:
                 assignment.reservation.first_byte()
 
-    def untold(self) -> None:
-        """Envoy will not tell of the head either: the end of the prefill is taken to come when it is expected to, and
-        the worker is not judged by when it answers."""
+    def expect_no_head(self) -> None:
+        """Prepare for a response whose head Envoy does not report.
+
+        The prefill is assumed to end after its expected duration, and the worker's response time is not measured.
+        """
         assignment = self.proxied.assignment
         if assignment is not None:
             assignment.attempt.waits_for_another()
@@ -78,12 +83,12 @@ class PickedResponse:
         self._unseen = asyncio.get_running_loop().call_later(reservation.backlog, reservation.first_byte)
 
     def more(self, data: bytes, ended: bool) -> None:
-        """Bytes of the body that the worker sent."""
+        """Receive bytes of the worker's body."""
         if self.handler is not None and self.head is not None and not self.proxied.over:
             self.handler.on_body(data, ended)
 
     def observed(self, data: bytes, ended: bool, wants_rest: Callable[[], bool]) -> bool:
-        """Bytes are shown beside. Whether more of them are wanted; `wants_rest` is asked after the first."""
+        """Receive bytes from the second filter. Return whether more are wanted; `wants_rest` decides at the first."""
         if self.proxied.over or self.mode != _Mode.NONE:
             return False
         first, self.observation = self.observation is Observation.NOTHING, Observation.SOME
@@ -96,6 +101,6 @@ class PickedResponse:
         return self.observation is Observation.SOME and not ended
 
     def forget_timer(self) -> None:
-        """Nothing is waited for."""
+        """Cancel the timer for the estimated end of the prefill."""
         if self._unseen is not None:
             self._unseen.cancel()

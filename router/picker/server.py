@@ -19,7 +19,7 @@ from router.picker.state import OBJECTIVES_PATH, Deadlines, Objectives, OwnAnswe
 from router.picker.tls import rotating
 from router.settings import Settings
 
-# Beside a whole body in one message.
+# Bytes of a message beside a whole body.
 _MESSAGE_MARGIN = 2**20
 
 

@@ -23,7 +23,7 @@ from router.forwarding.request_context import RequestContext
 from router.settings import PickerSettings
 from router.upstream import Origin
 
-# How long an answer of the resolver is used.
+# Seconds until a resolved address expires.
 _FRESH_SECONDS = 30.0
 
 
@@ -137,7 +137,7 @@ class Deadlines:
             late()
 
 
-# Where InferenceObjectives are in Kubernetes' API. Their group has another name at llm-d, which took them over.
+# The path of InferenceObjectives in Kubernetes' API. llm-d, which maintains them now, uses another group.
 OBJECTIVES_PATH: Final = "/apis/{group}/v1alpha2/namespaces/{namespace}/inferenceobjectives"
 _HIGHEST: Final = 2**31 - 1
 
@@ -210,8 +210,8 @@ class PickerState:
     body_deadlines: Deadlines
     addresses: Addresses = field(default_factory=Addresses)
     requests: dict[str, ObservedRequest] = field(default_factory=dict)
-    observed: bool = False  # there is a filter that shows answers
-    told: bool | None = None  # Envoy shows the heads of responses; None: not known yet
+    observed: bool = False  # a second filter shows responses
+    reports_heads: bool | None = None  # Envoy shows the heads of responses; None: unknown
     numbers: count[int] = field(default_factory=lambda: count(1))
     random: Random = field(default_factory=Random)
 

@@ -35,7 +35,7 @@ class Certificate:
             if stamp == self._stamp:
                 return
             certificate, key = self._files
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)  # a pair, or half of two
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)  # fails unless they match
             self.context.load_cert_chain(certificate, key)
         except OSError as error:
             log.warning("the picker's new certificate cannot be used; the old one stays", reason=str(error))

@@ -308,10 +308,10 @@ _BY_LOAD = {"policy": {"name": "least_loaded"}}
 @pytest.mark.parametrize(
     ("workers", "sections", "why"),
     [
-        ([{}], {}, b"The policy looks at prompts."),
+        ([{}], {}, b"The policy reads prompts."),
         ([{}, {"model": "other"}], _BY_LOAD, b"several models"),
-        ([{}], _BY_LOAD, b"Fields that steer engines would not be seen"),
-        ([{"role": "prefill"}, {"role": "decode"}], _BY_LOAD, b"apart"),
+        ([{}], _BY_LOAD, b"Engine control fields are not checked"),
+        ([{"role": "prefill"}, {"role": "decode"}], _BY_LOAD, b"Prefill and decode have different workers."),
         ([{}], _BY_LOAD | {"tenants": {"named": {"a": {"keys": [hashed_key("k")]}}}}, b"tenants"),
     ],
 )

@@ -153,7 +153,7 @@ async def test_configured_worker_cannot_be_changed_over_http() -> None:
             await routed.call("/workers", {"url": worker.url}),
         ):
             assert reply.status == 409
-            assert "comes from config" in reply.error["message"]
+            assert "is from config" in reply.error["message"]
         assert (await routed.call(PATH, BODY)).status == 200
 
 

@@ -1,9 +1,9 @@
-"""HTTP/2 as a gRPC server needs it: callbacks on one event loop, no task and no queue for a request.
+"""The part of HTTP/2 that a gRPC server needs: callbacks on one event loop, without a task or a queue for a request.
 
-frames      what frames are made of (RFC 9113, section 6)
-headers     header blocks (RFC 7541), decoded once where they repeat
-allowance   how much a peer may ask without getting on with anything
-sender      what is sent, as the peer's windows allow
-stream      one stream: its handler, and what of it waits
-connection  one connection: frames, settings, windows, limits, and its end
+- `frames`: the bytes of frames (RFC 9113, section 6).
+- `headers`: header blocks (RFC 7541). Equal blocks are decoded once.
+- `allowance`: token buckets for frames without progress, per connection and per peer address.
+- `sender`: sent frames, within the peer's windows.
+- `stream`: one stream with its handler and its queue.
+- `connection`: one connection with its frames, settings, windows and limits.
 """

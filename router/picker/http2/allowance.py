@@ -1,4 +1,4 @@
-"""What a peer may do that costs more than it brings: so much at once, so much a second, and more as it gets on."""
+"""Token buckets for frames without progress (resets, pings), per connection and per peer address."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-_ADDRESSES: Final = 1024  # that are remembered
-_CONNECTIONS: Final = 4  # of an address, that begin with all that one may have
-_PORTION: Final = 16.0  # that a connection takes of what its address has
+_ADDRESSES: Final = 1024  # the latest addresses whose buckets are kept
+_CONNECTIONS: Final = 4  # an address's bucket fills the buckets of this number of connections
+_PORTION: Final = 16.0  # tokens that an empty connection takes from its address at once
 
 
 class AddressAllowance:
-    """What the connections of an address have together: `most` of it, that many more a second."""
+    """The token bucket of all connections of an address. It holds `most` tokens and gains `rate` tokens a second."""
 
     __slots__ = ("_at", "_clock", "_left", "_most", "_rate")
 
@@ -25,7 +25,7 @@ class AddressAllowance:
         self._at = clock()
 
     def take_up_to(self, amount: float) -> float:
-        """Take so much, or what is left; how much that was."""
+        """Take `amount` tokens, or all if there are fewer. Return the number of taken tokens."""
         now = self._clock()
         self.give(max(now - self._at, 0.0) * self._rate)
         self._at = now
@@ -34,12 +34,16 @@ class AddressAllowance:
         return taken
 
     def give(self, amount: float) -> None:
-        """There is so much more, up to the most."""
+        """Add `amount` tokens, up to the bucket's size."""
         self._left = min(self._most, self._left + amount)
 
 
 class Allowance:
-    """What a connection has: `least` to `most` when it begins, then what it earns, and takes of its address's."""
+    """The token bucket of one connection.
+
+    At first it holds up to `most` tokens from its address, and at least `least`. Later it gains earned tokens.
+    When it is empty, it takes more from its address.
+    """
 
     __slots__ = ("_address", "_left", "_most")
 
@@ -49,11 +53,11 @@ class Allowance:
         self._left = max(address.take_up_to(most), least)
 
     def earn(self, amount: float) -> None:
-        """Something got on."""
+        """Add tokens for progress of the connection."""
         self._left = min(self._most, self._left + amount)
 
     def take(self) -> bool:
-        """Spend one. False when there is none left, which ends the connection."""
+        """Use one token. Return False if no token is left; the connection must end then."""
         if self._left < 1:
             self._left += self._address.take_up_to(_PORTION)
             if self._left < 1:
@@ -62,15 +66,17 @@ class Allowance:
         return True
 
     def close(self) -> None:
-        """The connection is over: what is left is for others of its address."""
+        """Return the remaining tokens to the address, at the end of the connection."""
         self._address.give(self._left)
         self._left = 0.0
 
 
 class Allowances:
-    """Those of the connections of a server: who spends all gets little more by connecting again, or often.
+    """The token buckets of a server's connections. A peer without tokens gains few by new connections.
 
-    `most` and `least` are those of one connection, `rate` is what an address gets a second.
+    - `most`, `least`: the largest and smallest number of tokens of a new connection.
+    - `rate`: tokens a second of each address.
+    - `clock`: returns the time in seconds.
     """
 
     def __init__(self, most: float, least: float, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,7 +87,7 @@ class Allowances:
         self._addresses: OrderedDict[str, AddressAllowance] = OrderedDict()
 
     def connected(self, address: str) -> Allowance:
-        """The allowance of another connection."""
+        """Create the bucket of a new connection."""
         shared = self._addresses.get(address)
         if shared is None:
             shared = AddressAllowance(_CONNECTIONS * self._most, self._rate, self._clock)

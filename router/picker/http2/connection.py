@@ -1,14 +1,17 @@
-"""One HTTP/2 connection, as asyncio's protocols are: RFC 9113.
+"""One HTTP/2 connection (RFC 9113), an asyncio protocol.
 
     bytes ──▶ frames ──┬─▶ HEADERS, CONTINUATION ──▶ `accept` ──▶ a stream and its handler
                        ├─▶ DATA, RST_STREAM      ──▶ the handler
                        └─▶ SETTINGS, PING, WINDOW_UPDATE, GOAWAY: answered here
-    handlers ──▶ frames, gathered ──▶ one write
+    handlers ──▶ collected frames ──▶ one write
 
-What a peer can make this hold or do is bounded, and a peer that asks for more loses its connection: streams, the bytes
-of a header block, frames that get on with nothing, streams that are opened to be reset, answers that are not read.
+A peer cannot use unlimited memory or time. A peer that exceeds one of these limits loses its connection:
 
-One file, because every kind of frame is checked against the same state of the connection.
+- open streams, and bytes of a header block
+- frames without progress, and streams that it opens only to reset them
+- seconds without reading a response
+
+All kinds of frames are in this file, because they are checked against one state of the connection.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from router.picker.http2.stream import Stream, StreamHandler
 
 log = structlog.get_logger()
 
-# An Envoy that has more requests for us opens another connection.
+# An Envoy with more concurrent requests opens another connection.
 MOST_STREAMS: Final = 4096
 _STREAM_WINDOW: Final = 2**20
 _WINDOW: Final = 16 * 2**20
@@ -43,32 +46,32 @@ _SETTINGS: Final = frames.settings(
 ) + frames.window_update(0, _WINDOW - frames.DEFAULT_WINDOW)
 _SETTINGS_ACK: Final = frame(frames.SETTINGS, frames.ACK, 0)
 
-# Of a header block as it is sent, and the frames it may come in.
+# Limits of an encoded header block: its bytes and its frames.
 _BLOCK_BYTES: Final = MOST_BYTES
 _BLOCK_FRAMES: Final = 8
-# Streams that a peer may reset unanswered: all that it may have at once, two in any case, and so many a second of an
-# address. One that is answered earns another.
+# Tokens for streams that are reset without a response: most and least of a new connection, and an address's tokens a
+# second. A stream with a response earns one token.
 _RESETS: Final = (MOST_STREAMS, 2.0, 200.0)
-# Frames that get on with nothing: likewise. A frame of DATA that is sent earns two.
+# Tokens for frames without progress, likewise. A sent DATA frame earns two tokens.
 _IDLE_FRAMES: Final = (10_000, 100.0, 2_000.0)
-# Seconds that a connection may take of one turn of the loop: then others have theirs.
+# Seconds that a connection may use at once. Then the event loop continues with other connections.
 _TURN: Final = 0.001
-# Closed streams that are remembered: frames for them may still be on their way.
+# Closed streams that are kept, because frames for them may still arrive.
 _REMEMBERED: Final = 256
 
-# All in ticks, which are seconds.
+# Time limits, in ticks of one second.
 _TICK: Final = 1.0
 _FIRST_BYTES: Final = 10  # for the preface, for the rest of a header block, and for a stream's first bytes
-_SILENCE: Final = 10  # then it is asked whether it lives
-_NO_ANSWER: Final = 15
-_BLOCKED: Final = 30  # an answer that waits for its peer's window, or to be read
+_SILENCE: Final = 10  # until a silent peer receives a ping
+_NO_ANSWER: Final = 15  # until a silent connection is closed
+_BLOCKED: Final = 30  # for a response that waits for a window, or for the peer to read
 
 _PING_ALIVE: Final = b"kv-alive"
 _PING_DRAIN: Final = b"kv-drain"
 
 
 class PeerAllowances:
-    """What the peers of a server may ask of it without getting on, by their address."""
+    """The token buckets of a server's peers: for resets, and for frames without progress."""
 
     def __init__(self) -> None:
         self.resets = Allowances(*_RESETS)
@@ -76,7 +79,12 @@ class PeerAllowances:
 
 
 class Http2Connection(asyncio.Protocol):
-    """Serves the streams that a peer opens. `accept` makes their handlers; `connections` has all that are open."""
+    """The server's side of one connection.
+
+    - `accept`: creates the handler of a stream that the peer opens.
+    - `connections`: the set of all open connections, which this one joins.
+    - `allowances`: the token buckets of all peers.
+    """
 
     def __init__(
         self,
@@ -92,21 +100,21 @@ class Http2Connection(asyncio.Protocol):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._decoder = HeaderDecoder()
         self._streams: dict[int, Stream] = {}
-        self._untouched: set[Stream] = set()  # nothing came in them yet
-        self._closed: dict[int, bool] = {}  # lately, and whether they were reset
+        self._untouched: set[Stream] = set()  # streams without data
+        self._closed: dict[int, bool] = {}  # recently closed streams, and whether they were reset
         self._last = 0
-        # What came of a frame, and of a header block: its stream, flags and parts.
+        # The incomplete frame; the incomplete header block with its stream, flags and parts.
         self._rest = b""
         self._greeted = self._set = False
         self._block: tuple[int, int, list[bytes]] | None = None
         self._received = 0
-        self._waits = False  # for its next turn, with what came
+        self._waits = False  # for its next turn, with received bytes
         self._allowances = allowances
         self._resets: Allowance = None  # type: ignore[assignment]
         self._idle_frames: Allowance = None  # type: ignore[assignment]
         self._sender: FrameSender = None  # type: ignore[assignment]
-        # Its end.
-        self._draining = self._last_told = self._over = False
+        # The end of the connection.
+        self._draining = self._last_sent = self._over = False
         self._ticker: asyncio.TimerHandle | None = None
         self._ending: asyncio.TimerHandle | None = None
         self._age = self._silent = self._unread_for = 0
@@ -114,7 +122,7 @@ class Http2Connection(asyncio.Protocol):
     # The connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A peer came."""
+        """Start the connection of a peer: send the settings."""
         self._transport = cast(asyncio.Transport, transport)
         address = str((transport.get_extra_info("peername") or ("",))[0])
         self._resets = self._allowances.resets.connected(address)
@@ -130,7 +138,7 @@ class Http2Connection(asyncio.Protocol):
         self.put(_SETTINGS)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """The peer is gone, and so are its streams."""
+        """Close all streams, because the connection is lost."""
         self._over = True
         self._connections.discard(self)
         self._resets.close()
@@ -147,16 +155,19 @@ class Http2Connection(asyncio.Protocol):
             stream.close()
 
     def pause_writing(self) -> None:
-        """The peer does not read."""
+        """Stop sending, because the peer does not read."""
         self._sender.unread = True
 
     def resume_writing(self) -> None:
-        """It reads again."""
+        """Continue sending, because the peer reads again."""
         self._sender.unread, self._unread_for = False, 0
         self._sender.go_on()
 
     def drain(self) -> None:
-        """Take no new streams soon; close when those that are here are over. The peer is told, and goes elsewhere."""
+        """Announce the end of the connection, so that the peer opens others, and close after the last stream.
+
+        Streams are accepted until the peer has read the announcement, which it shows by answering a ping.
+        """
         if self._draining or self._over:
             return
         self._draining = True
@@ -165,33 +176,33 @@ class Http2Connection(asyncio.Protocol):
         self._age = 0
 
     def abort(self) -> None:
-        """Close now."""
+        """Close the connection without waiting for its streams."""
         self._over = True
         self._transport.abort()
 
     def _drained(self) -> None:
-        """The peer has read that it should go elsewhere: what it opens from now on it can open again there."""
-        if self._draining and not self._last_told:
-            self._last_told = True
+        """Refuse new streams, because the peer has read the announcement and opens them on another connection."""
+        if self._draining and not self._last_sent:
+            self._last_sent = True
             self.put(frames.goaway(self._last, frames.NO_ERROR))
         self._close_when_idle()
 
     def _close_when_idle(self) -> None:
-        if self._last_told and not self._streams and not self._over:
+        if self._last_sent and not self._streams and not self._over:
             self._sender.flush()
             self._over = True
             self._transport.close()
 
     def _fail(self, error: Http2Error) -> None:
-        log.warning("a connection to the picker is closed", reason=str(error), code=error.code)
+        log.warning("closed a connection to the picker", reason=str(error), code=error.code)
         self.put(frames.goaway(self._last, error.code, str(error)))
         self._sender.flush()
         self._over = True
         self._transport.close()
-        self._ending = self._loop.call_later(_TICK, self._transport.abort)  # it may not read that
+        self._ending = self._loop.call_later(_TICK, self._transport.abort)  # the peer may not read the GOAWAY
 
     def _tick(self) -> None:
-        """A second has passed."""
+        """Check all time limits, once a second."""
         self._ticker = self._loop.call_later(_TICK, self._tick)
         self._age += 1
         self._silent += 1
@@ -218,14 +229,14 @@ class Http2Connection(asyncio.Protocol):
         if self._draining:
             self._drained()
 
-    # What is sent
+    # Sending
 
     def put(self, data: bytes) -> None:
-        """Send frames about streams that were opened here, or about the connection."""
+        """Send frames of this connection or its streams."""
         self._sender.put(data)
 
     def leave(self, stream: Stream, reset: bool = False) -> None:
-        """A stream is over."""
+        """Remove an ended stream. `reset`: it was reset."""
         if self._streams.pop(stream.id, None) is None:
             return
         self._untouched.discard(stream)
@@ -238,10 +249,10 @@ class Http2Connection(asyncio.Protocol):
         stream.close()
         self._close_when_idle()
 
-    # What comes
+    # Receiving
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
+        """Receive bytes of the peer."""
         if self._over:
             return
         self._silent = 0
@@ -252,7 +263,7 @@ class Http2Connection(asyncio.Protocol):
         try:
             if not self._greeted:
                 if not data.startswith(frames.PREFACE[: len(data)]):
-                    raise Http2Error(frames.PROTOCOL_ERROR, "this port speaks HTTP/2 for gRPC, and nothing else")
+                    raise Http2Error(frames.PROTOCOL_ERROR, "this port supports only HTTP/2 for gRPC")
                 if len(data) < len(frames.PREFACE):
                     self._rest = data
                     return
@@ -280,7 +291,7 @@ class Http2Connection(asyncio.Protocol):
             if end - begins < size:
                 break
             at = begins + size
-            self._take(kind, flags, number & frames.STREAM_BITS, data[begins:at])
+            self._receive(kind, flags, number & frames.STREAM_BITS, data[begins:at])
         self._rest = data[at:] if at < end else b""
 
     def _wait_for_turn(self) -> None:
@@ -289,7 +300,7 @@ class Http2Connection(asyncio.Protocol):
         self._loop.call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
-        """Others had theirs."""
+        """Continue reading, after other connections had their turn."""
         if self._over:
             return
         self._waits = False
@@ -297,23 +308,23 @@ class Http2Connection(asyncio.Protocol):
         if not self._waits and not self._over:
             self._transport.resume_reading()
 
-    def _take(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+    def _receive(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if self._block is not None and (kind != frames.CONTINUATION or number != self._block[0]):
             raise Http2Error(frames.PROTOCOL_ERROR, "a header block is interrupted")
         if not self._set and (kind != frames.SETTINGS or flags & frames.ACK):
             raise Http2Error(frames.PROTOCOL_ERROR, "the first frame is not SETTINGS")
         if kind == frames.DATA:
-            self._take_data(flags, number, payload)
+            self._receive_data(flags, number, payload)
         elif kind == frames.HEADERS:
-            self._take_headers(flags, number, payload)
+            self._receive_headers(flags, number, payload)
         elif kind == frames.CONTINUATION:
-            self._take_continuation(flags, payload)
+            self._receive_continuation(flags, payload)
         else:
             if not self._idle_frames.take():
-                raise Http2Error(frames.ENHANCE_YOUR_CALM, "too many frames that get on with nothing")
-            self._take_control(kind, flags, number, payload)
+                raise Http2Error(frames.ENHANCE_YOUR_CALM, "too many frames without progress")
+            self._receive_control(kind, flags, number, payload)
 
-    def _take_data(self, flags: int, number: int, payload: bytes) -> None:
+    def _receive_data(self, flags: int, number: int, payload: bytes) -> None:
         size = len(payload)
         self._received += size
         if self._received > _WINDOW // 2:
@@ -321,7 +332,7 @@ class Http2Connection(asyncio.Protocol):
             self._received = 0
         stream = self._streams.get(number)
         if stream is None or stream.peer_ended:
-            self._take_late(number, stream)
+            self._receive_late(number, stream)
             return
         ended = flags & frames.END_STREAM
         stream.received += size
@@ -347,55 +358,55 @@ class Http2Connection(asyncio.Protocol):
             stream.waited = 0
 
     def _ended(self, stream: Stream) -> None:
-        """The peer sends no more in a stream."""
+        """Record that the peer has ended its side of a stream."""
         self._touched(stream)
         stream.peer_ended = True
         if stream.handler is not None:
             stream.handler.ended()
 
-    def _take_late(self, number: int, stream: Stream | None) -> None:
-        """Something came in a stream that is not open for it."""
+    def _receive_late(self, number: int, stream: Stream | None) -> None:
+        """Handle a frame for a stream that is not open, or whose peer has ended it. Raises Http2Error."""
         if not number or number > self._last or not number % 2:
-            raise Http2Error(frames.PROTOCOL_ERROR, "a frame of a stream that was never opened")
+            raise Http2Error(frames.PROTOCOL_ERROR, "a frame for a stream that was never opened")
         if stream is not None:
             stream.reset(frames.STREAM_CLOSED)
         elif not self._closed.get(number, True):
-            raise Http2Error(frames.STREAM_CLOSED, "a frame of a stream that is closed")
-        elif not self._idle_frames.take():  # it may have been sent before the reset was read
-            raise Http2Error(frames.ENHANCE_YOUR_CALM, "too many frames of streams that were reset")
+            raise Http2Error(frames.STREAM_CLOSED, "a frame for a closed stream")
+        elif not self._idle_frames.take():  # the peer may have sent it before it read the reset
+            raise Http2Error(frames.ENHANCE_YOUR_CALM, "too many frames for reset streams")
 
-    def _take_headers(self, flags: int, number: int, payload: bytes) -> None:
+    def _receive_headers(self, flags: int, number: int, payload: bytes) -> None:
         payload = frames.unpadded(flags, payload)
         if flags & frames.WITH_PRIORITY:
             if len(payload) < 5:
-                raise Http2Error(frames.FRAME_SIZE_ERROR, "HEADERS without their priority")
+                raise Http2Error(frames.FRAME_SIZE_ERROR, "HEADERS without the announced priority")
             frames.check_dependency(number, payload)
             payload = payload[5:]
         if not number % 2:
-            raise Http2Error(frames.PROTOCOL_ERROR, "HEADERS of a stream that a client can't open")
+            raise Http2Error(frames.PROTOCOL_ERROR, "HEADERS for a stream that a client cannot open")
         self._block = (number, flags, [payload])
         if flags & frames.END_HEADERS:
-            self._take_block()
+            self._receive_block()
         else:
             self._age = 0
 
-    def _take_continuation(self, flags: int, payload: bytes) -> None:
+    def _receive_continuation(self, flags: int, payload: bytes) -> None:
         if self._block is None:
-            raise Http2Error(frames.PROTOCOL_ERROR, "CONTINUATION without HEADERS before it")
+            raise Http2Error(frames.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         parts = self._block[2]
         parts.append(payload)
         if len(parts) > _BLOCK_FRAMES or sum(map(len, parts)) > _BLOCK_BYTES:
-            raise Http2Error(frames.ENHANCE_YOUR_CALM, "a header block that does not end")
+            raise Http2Error(frames.ENHANCE_YOUR_CALM, "too long a header block")
         if flags & frames.END_HEADERS:
-            self._take_block()
+            self._receive_block()
 
-    def _take_block(self) -> None:
+    def _receive_block(self) -> None:
         assert self._block is not None
         number, flags, parts = self._block
         self._block = None
         headers = self._decoder.decode(parts[0] if len(parts) == 1 else b"".join(parts))
         stream = self._streams.get(number)
-        if stream is not None:  # trailers, of which there is nothing to learn
+        if stream is not None:  # trailers, whose content is ignored
             if not flags & frames.END_STREAM:
                 raise Http2Error(frames.PROTOCOL_ERROR, "trailers that do not end their stream")
             if stream.peer_ended:
@@ -405,11 +416,11 @@ class Http2Connection(asyncio.Protocol):
             return
         if number <= self._last:
             if number not in self._closed:
-                raise Http2Error(frames.PROTOCOL_ERROR, "a stream that is opened below the last one")
-            self._take_late(number, None)
+                raise Http2Error(frames.PROTOCOL_ERROR, "a new stream has a smaller number than the last one")
+            self._receive_late(number, None)
             return
         self._last = number
-        if len(self._streams) >= MOST_STREAMS or self._last_told:
+        if len(self._streams) >= MOST_STREAMS or self._last_sent:
             self._refuse(number)
             return
         if not headers.is_request:
@@ -424,7 +435,7 @@ class Http2Connection(asyncio.Protocol):
 
     def _refuse(self, number: int) -> None:
         if not self._resets.take():
-            raise Http2Error(frames.ENHANCE_YOUR_CALM, "too many streams that are refused")
+            raise Http2Error(frames.ENHANCE_YOUR_CALM, "too many refused streams")
         self._reset_unopened(number, frames.REFUSED_STREAM)
 
     def _reset_unopened(self, number: int, code: int) -> None:
@@ -433,27 +444,27 @@ class Http2Connection(asyncio.Protocol):
 
     # Frames about the connection, and about streams as a whole
 
-    def _take_control(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+    def _receive_control(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         frames.check_control(kind, flags, number, payload)
         if kind == frames.WINDOW_UPDATE:
-            self._take_window_update(number, frames.read_long(payload))
+            self._receive_window_update(number, frames.read_long(payload))
         elif kind == frames.RST_STREAM:
-            self._take_reset(number)
+            self._receive_reset(number)
         elif kind == frames.SETTINGS and not flags & frames.ACK:
-            self._take_settings(payload)
+            self._receive_settings(payload)
         elif kind == frames.PING:
-            self._take_ping(flags, payload)
+            self._receive_ping(flags, payload)
         elif kind == frames.GOAWAY:
             self.drain()
         elif kind == frames.PRIORITY:
             frames.check_dependency(number, payload)
-        # Frames of other kinds are passed over.
+        # Frames of unknown kinds are ignored.
 
-    def _take_window_update(self, number: int, size: int) -> None:
+    def _receive_window_update(self, number: int, size: int) -> None:
         stream = self._streams.get(number)
         if number and stream is None:
             if number > self._last:
-                raise Http2Error(frames.PROTOCOL_ERROR, "WINDOW_UPDATE of a stream that was never opened")
+                raise Http2Error(frames.PROTOCOL_ERROR, "WINDOW_UPDATE for a stream that was never opened")
             return
         if stream is None:
             if not size:
@@ -466,18 +477,18 @@ class Http2Connection(asyncio.Protocol):
         else:
             self._sender.go_on_with(stream)
 
-    def _take_reset(self, number: int) -> None:
+    def _receive_reset(self, number: int) -> None:
         if number > self._last:
-            raise Http2Error(frames.PROTOCOL_ERROR, "RST_STREAM of a stream that was never opened")
+            raise Http2Error(frames.PROTOCOL_ERROR, "RST_STREAM for a stream that was never opened")
         stream = self._streams.get(number)
         if stream is None:
             return
-        answered = stream.begun  # Envoy ends most calls so, when it has what it wants
+        answered = stream.begun  # Envoy ends most calls by a reset
         self.leave(stream, reset=True)
         if not answered and not self._resets.take():
-            raise Http2Error(frames.ENHANCE_YOUR_CALM, "too many streams that are reset")
+            raise Http2Error(frames.ENHANCE_YOUR_CALM, "too many reset streams")
 
-    def _take_settings(self, payload: bytes) -> None:
+    def _receive_settings(self, payload: bytes) -> None:
         found = dict(frames.read_settings(payload))
         self._sender.frame_size = min(found.get(frames.MAX_FRAME_SIZE, self._sender.frame_size), 2**16)
         self._set = True
@@ -485,7 +496,7 @@ class Http2Connection(asyncio.Protocol):
         if frames.INITIAL_WINDOW_SIZE in found:
             self._sender.change_windows(found[frames.INITIAL_WINDOW_SIZE], self._streams.values())
 
-    def _take_ping(self, flags: int, payload: bytes) -> None:
+    def _receive_ping(self, flags: int, payload: bytes) -> None:
         if not flags & frames.ACK:
             self.put(frame(frames.PING, frames.ACK, 0, payload))
         elif payload == _PING_DRAIN:

@@ -1,4 +1,4 @@
-"""What HTTP/2's frames are made of: RFC 9113, section 6."""
+"""The bytes of HTTP/2's frames: RFC 9113, section 6."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _LONG = Struct(">L")
 
 
 class Http2Error(Exception):
-    """What ends a connection. `code`: of RFC 9113, section 7."""
+    """An error that ends a connection. `code` is one of RFC 9113, section 7."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -63,18 +63,18 @@ class Http2Error(Exception):
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """A frame as it is sent."""
+    """Encode a frame."""
     size = len(payload)
     return HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
 
 
 def settings(values: dict[int, int]) -> bytes:
-    """A SETTINGS frame."""
+    """Encode a SETTINGS frame."""
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(*each) for each in values.items()))
 
 
 def read_settings(payload: bytes) -> list[tuple[int, int]]:
-    """What a SETTINGS frame sets, in its order. Raises Http2Error for values that may not be."""
+    """Decode the (name, value) pairs of a SETTINGS frame. Raises Http2Error for invalid values."""
     if len(payload) % _SETTING.size:
         raise Http2Error(FRAME_SIZE_ERROR, "SETTINGS of a length that is no multiple of 6")
     found = list(_SETTING.iter_unpack(payload))
@@ -89,22 +89,22 @@ def read_settings(payload: bytes) -> list[tuple[int, int]]:
 
 
 def window_update(stream: int, size: int) -> bytes:
-    """Let a peer send more."""
+    """Encode a WINDOW_UPDATE frame, which allows a peer to send `size` more bytes."""
     return frame(WINDOW_UPDATE, 0, stream, _LONG.pack(size))
 
 
 def reset(stream: int, code: int) -> bytes:
-    """End a stream."""
+    """Encode a RST_STREAM frame, which ends a stream."""
     return frame(RST_STREAM, 0, stream, _LONG.pack(code))
 
 
 def goaway(last: int, code: int, reason: str = "") -> bytes:
-    """End a connection: no stream after `last` was or will be looked at."""
+    """Encode a GOAWAY frame, which ends a connection: streams after `last` are not processed."""
     return frame(GOAWAY, 0, 0, _LONG.pack(last) + _LONG.pack(code) + reason.encode())
 
 
 def read_long(payload: bytes) -> int:
-    """The 31 bits that a payload holds."""
+    """Decode a payload of 31 bits."""
     number: int = _LONG.unpack(payload)[0]
     return number & STREAM_BITS
 
@@ -124,13 +124,13 @@ _OF_STREAMS: Final = (PRIORITY, RST_STREAM)
 
 
 def check_control(kind: int, flags: int, stream: int, payload: bytes) -> None:
-    """Raise Http2Error for a frame that is not of the length it has to have, or is not of a stream, or is."""
+    """Check the length of a control frame, and that it has a stream only if its kind needs one. Raises Http2Error."""
     if kind == PUSH_PROMISE:
         raise Http2Error(PROTOCOL_ERROR, "PUSH_PROMISE from a client")
     if stream and kind in _OF_CONNECTIONS:
-        raise Http2Error(PROTOCOL_ERROR, f"{_NAMES[kind]} of a stream")
+        raise Http2Error(PROTOCOL_ERROR, f"{_NAMES[kind]} for a stream")
     if not stream and kind in _OF_STREAMS:
-        raise Http2Error(PROTOCOL_ERROR, f"{_NAMES[kind]} of no stream")
+        raise Http2Error(PROTOCOL_ERROR, f"{_NAMES[kind]} without a stream")
     wrong = _SIZES.get(kind, len(payload)) != len(payload)
     if wrong or (kind == GOAWAY and len(payload) < _LEAST_GOAWAY):
         raise Http2Error(FRAME_SIZE_ERROR, f"{_NAMES[kind]} of {len(payload)} bytes")
@@ -139,13 +139,13 @@ def check_control(kind: int, flags: int, stream: int, payload: bytes) -> None:
 
 
 def check_dependency(stream: int, payload: bytes) -> None:
-    """Raise Http2Error for a stream that depends on itself. `payload` begins with what it depends on."""
+    """Check that a stream does not depend on itself. `payload` begins with the dependency. Raises Http2Error."""
     if int.from_bytes(payload[:4], "big") & STREAM_BITS == stream:
         raise Http2Error(PROTOCOL_ERROR, "a stream that depends on itself")
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:
-    """The payload of a DATA or HEADERS frame without its padding. Raises Http2Error."""
+    """Return the payload of a DATA or HEADERS frame without its padding. Raises Http2Error."""
     if not flags & PADDED:
         return payload
     if not payload or payload[0] >= len(payload):

@@ -1,4 +1,4 @@
-"""Header blocks: RFC 7541. Those that come again are decoded once; those that are sent never change."""
+"""Header blocks (RFC 7541). Equal received blocks are decoded once, and sent blocks are constants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpack.exceptions import HPACKError
 from router.http.headers import Headers
 from router.picker.http2 import frames
 
-# Of one request, as RFC 9113 counts: names, values, and 32 bytes each. Told to the peer.
+# The largest header list of a request, which SETTINGS announces: names, values, and 32 bytes for each header.
 MOST_BYTES: Final = 32 * 1024
 _REMEMBERED: Final = 256
 
@@ -20,9 +20,12 @@ _OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"
 
 
 class RequestHeaders:
-    """A header block that was decoded. `is_request`: RFC 9113 lets a request have these (sections 8.2 and 8.3).
+    """A decoded header block.
 
-    `is_grpc`: it is a call.
+    - `headers`: its headers.
+    - `is_grpc`: the request is a gRPC call.
+    - `is_request`: the headers are valid for a request (RFC 9113, 8.2 and 8.3).
+    - `path`: the path; empty without one.
     """
 
     __slots__ = ("headers", "is_grpc", "is_request", "path")
@@ -35,7 +38,7 @@ class RequestHeaders:
         self.is_grpc = grpc and self.first(b":method") == b"POST"
 
     def first(self, name: bytes) -> bytes:
-        """The first value of a header; empty when there is none."""
+        """Return the first value of a header; empty if the block does not have it."""
         for known, value in self.headers:
             if known == name:
                 return value
@@ -43,10 +46,10 @@ class RequestHeaders:
 
 
 class HeaderDecoder:
-    """Decodes a connection's header blocks.
+    """The decoder of a connection's header blocks. It caches results.
 
-    What most blocks of a gRPC client say stands in the table that both ends keep: they are references into it, the
-    same ones for each call. Such a block means the same until the table changes.
+    Most blocks of a gRPC client only refer to entries of the connection's dynamic table, and are equal for each call.
+    Their meaning is valid until that table changes.
     """
 
     def __init__(self) -> None:
@@ -54,14 +57,14 @@ class HeaderDecoder:
         self._known: dict[bytes, RequestHeaders] = {}
 
     def decode(self, block: bytes) -> RequestHeaders:
-        """The headers of a block. Raises Http2Error, after which the table is not what the peer thinks."""
+        """Decode a block. Raises Http2Error, after which the dynamic tables of both ends may differ."""
         known = self._known.get(block)
         if known is not None:
             return known
         try:
             decoded = self._decoder.decode(block, raw=True)
         except HPACKError as error:
-            raise frames.Http2Error(frames.COMPRESSION_ERROR, f"a header block that cannot be read: {error}") from error
+            raise frames.Http2Error(frames.COMPRESSION_ERROR, f"invalid header block: {error}") from error
         found = RequestHeaders([(bytes(name), bytes(value)) for name, value in decoded])
         if not leaves_table(block):
             self._known.clear()
@@ -71,7 +74,7 @@ class HeaderDecoder:
 
 
 def leaves_table(block: bytes) -> bool:
-    """Whether a block that is well-formed adds nothing to the table and does not change its size."""
+    """Return whether a well-formed block leaves the dynamic table and its size unchanged."""
     at, end = 0, len(block)
     while at < end:
         first = block[at]
@@ -88,7 +91,7 @@ def leaves_table(block: bytes) -> bool:
 
 
 def _integer(block: bytes, at: int, bits: int) -> tuple[int, int]:
-    """A number whose first byte has so many bits of it, and where it ends: RFC 7541, section 5.1."""
+    """Decode an integer with a prefix of `bits` bits (RFC 7541, 5.1). Return it, and the offset of its end."""
     most = (1 << bits) - 1
     number = block[at] & most
     at += 1
@@ -104,7 +107,7 @@ def _integer(block: bytes, at: int, bits: int) -> tuple[int, int]:
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """A header that is not added to the table. Name and value have fewer than 127 bytes."""
+    """Encode a header without adding it to the dynamic table. Name and value must have fewer than 127 bytes."""
     return bytes((0, len(name))) + name + bytes((len(value),)) + value
 
 

@@ -1,4 +1,4 @@
-"""What a connection sends: frames, gathered into one write, and DATA as far as the peer's windows go."""
+"""Sending of a connection: frames are collected for one write, and DATA is sent within the peer's windows."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ from router.picker.http2.frames import HEAD, Http2Error
 
 
 class SendingStream(Protocol):
-    """A stream as its sender sees it: `window` is what may be sent, `waited` how many seconds something has waited."""
+    """A stream as its sender uses it.
+
+    - `window`: bytes that may be sent.
+    - `waited`: seconds that data has waited for a window.
+    """
 
     id: int
     window: int
     waited: int
 
     def go_on(self) -> bool:
-        """Send what waits, as far as may be. Whether nothing waits any more."""
+        """Send waiting data within the windows. Return whether no data waits after it."""
 
     def reset(self, code: int) -> None:
-        """End the stream at once."""
+        """Reset the stream."""
 
 
 class FrameSender:
-    """Sends to one peer. `unread`: it does not read. `blocked`: streams of which something waits, in their order.
+    """The sender of one connection.
 
-    `sent_data` is called for every DATA frame.
+    - `unread`: the peer does not read, so the transport's buffer is full.
+    - `blocked`: streams with waiting data, in their order.
+    - `sent_data`: called for each sent DATA frame.
     """
 
     def __init__(
@@ -46,27 +52,27 @@ class FrameSender:
         self._closed = False
 
     def put(self, data: bytes) -> None:
-        """Send frames, with all else that is sent in this turn of the loop."""
+        """Send frames, in one write with all other frames of this turn of the event loop."""
         self._out.append(data)
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        """Send them now."""
+        """Write all collected frames now."""
         self._flushing = False
         if self._out and not self._closed:
             self._transport.write(b"".join(self._out))
         self._out.clear()
 
     def close(self) -> None:
-        """The connection is over."""
+        """Drop all data, at the end of the connection."""
         self._closed = True
         self.blocked.clear()
         self._out.clear()
 
     def put_data(self, stream: SendingStream, data: bytes) -> bytes:
-        """Send bytes of a stream as far as its windows go. What is left of them."""
+        """Send bytes of a stream within its windows. Return the bytes that are not sent."""
         size = len(data)
         window = min(self._window, stream.window)
         if self.unread or (window <= 0 and size):
@@ -82,31 +88,31 @@ class FrameSender:
         return data[sent:]
 
     def wait(self, stream: SendingStream) -> None:
-        """Something of a stream waits for a window."""
+        """Add a stream whose data waits for a window."""
         stream.waited = 0
         self.blocked[stream] = None
 
     def go_on(self) -> None:
-        """Send what waits."""
+        """Send the waiting data of all streams."""
         for stream in list(self.blocked):
             if self.unread or self._window <= 0:
                 return
             self.go_on_with(stream)
 
     def go_on_with(self, stream: SendingStream) -> None:
-        """The same of one stream."""
+        """Send the waiting data of one stream."""
         if stream in self.blocked and stream.go_on():
             self.blocked.pop(stream, None)
 
     def open(self, size: int) -> None:
-        """The peer lets the connection send more. Raises Http2Error."""
+        """Increase the connection's window by `size` bytes. Raises Http2Error if it becomes too large."""
         self._window += size
         if self._window > frames.LARGEST_WINDOW:
             raise Http2Error(frames.FLOW_CONTROL_ERROR, "a window above 2^31-1")
         self.go_on()
 
     def change_windows(self, initial: int, streams: Iterable[SendingStream]) -> None:
-        """The peer has another initial window, from which those of open streams are counted too. Raises Http2Error."""
+        """Change the initial window, and open streams' windows by the difference. Raises Http2Error."""
         change, self.initial_window = initial - self.initial_window, initial
         for stream in streams:
             stream.window += change

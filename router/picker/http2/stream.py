@@ -1,4 +1,4 @@
-"""One stream of a connection: who handles it, and what of it waits for a window."""
+"""One stream of a connection, with its handler and the data that waits for a window."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ class StreamOwner(Protocol):
     """The connection that a stream belongs to."""
 
     def leave(self, stream: Stream, reset: bool = False) -> None:
-        """The stream is over."""
+        """Remove an ended stream."""
 
 
 class StreamHandler(Protocol):
-    """Handles what comes in a stream."""
+    """The receiver of a stream's events."""
 
     def data(self, data: bytes) -> None:
-        """Bytes of the request's body; they may be none."""
+        """Receive bytes of the request's body."""
 
     def ended(self) -> None:
-        """The peer sends no more."""
+        """Called when the peer has ended its side of the stream."""
 
     def closed(self) -> None:
-        """The stream is over, however it ended. Called once, and nothing after it."""
+        """Called once, when the stream has ended in any way. No other call follows."""
 
 
 class Stream:
-    """What is sent goes out in its order, as the peer's windows allow. After `end` or `reset` nothing is sent."""
+    """A stream that the peer opened. Data is sent in order, within the peer's windows, until `end` or `reset`."""
 
     __slots__ = (
         "_connection",
@@ -53,27 +53,27 @@ class Stream:
         self.window = sender.initial_window  # bytes that may be sent
         self.received = 0  # bytes since the peer's window was last opened
         self.peer_ended = False
-        self.waited = 0  # seconds that something has been waiting for a window
+        self.waited = 0  # seconds that data has waited for a window
         self._connection = connection
         self._sender = sender
-        self.begun = False  # the headers of the answer are sent
+        self.begun = False  # the headers of the response are sent
         self._ended = False
         self._last: bytes | None = None
         self._queue: deque[bytes] | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more can be sent."""
+        """True after `end` or `reset`: nothing more can be sent."""
         return self._ended
 
     def begin(self, block: bytes) -> None:
-        """Send the headers of the answer, unless they are sent."""
+        """Send the headers of the response, unless they are sent already."""
         if not self.begun and not self._ended:
             self.begun = True
             self._sender.put(frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, block))
 
     def send(self, data: bytes) -> None:
-        """Send bytes of the answer's body."""
+        """Send bytes of the response's body."""
         if self._ended:
             return
         if self._queue:
@@ -87,7 +87,7 @@ class Stream:
             self._sender.wait(self)
 
     def end(self, trailers: bytes) -> None:
-        """End the answer: with these trailers, which are its headers where it has not begun."""
+        """End the response with trailers. If it has no headers yet, the trailers are its headers."""
         if self._ended:
             return
         self._ended = True
@@ -97,7 +97,7 @@ class Stream:
             self._end(trailers)
 
     def go_on(self) -> bool:
-        """Send what waits, as far as may be. Whether nothing waits any more."""
+        """Send waiting data within the windows. Return whether no data waits after it."""
         queue = self._queue
         while queue:
             data = queue.popleft()
@@ -112,13 +112,13 @@ class Stream:
         return True
 
     def reset(self, code: int) -> None:
-        """End the stream at once."""
+        """Reset the stream: waiting data is dropped."""
         self._ended = True
         self._sender.put(frames.reset(self.id, code))
         self._connection.leave(self, reset=True)
 
     def close(self) -> None:
-        """It is over: its handler hears of it, and they let go of each other."""
+        """Call the handler's `closed`, and release the handler."""
         handler, self.handler = self.handler, None
         if handler is not None:
             handler.closed()
@@ -127,6 +127,6 @@ class Stream:
         self._sender.put(frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, self.id, trailers))
         if self.peer_ended:
             self._connection.leave(self)
-        else:  # what the peer would still send is not wanted
+        else:  # the peer need not send the rest
             self._sender.put(frames.reset(self.id, frames.NO_ERROR))
             self._connection.leave(self, reset=True)
