@@ -23,12 +23,13 @@ from router.tokens.local_tokenizer import LocalTokenizer
 
 
 class PlayedEngine:
-    """Renders, tokenizes and answers by `tokenizer`, which a test may replace.
+    """An engine that renders, tokenizes and answers with `tokenizer`, which a test may replace.
 
-    `renders`, `tokenizes`, `tells_ids`: what it offers. `refusals`: paths that answer with these statuses instead.
-    `asked` counts what came, `bodies` keeps it. `image_token`: the one that the template has for an image, where it
-    sees images: how many tokens each is stands behind the `#` of its URL. `numbers_images`: all but the first begin
-    otherwise.
+    - `renders`, `tokenizes`, `tells_ids`: the supported features.
+    - `refusals`: the statuses of refused paths.
+    - `asked`, `bodies`: the number of requests, and their bodies.
+    - `image_token`: the template's token for an image; the URL of an image has its number of tokens after `#`.
+    - `numbers_images`: each image after the first begins with other tokens.
     """
 
     def __init__(self, tokenizer: LocalTokenizer, model: str = "m") -> None:
@@ -45,7 +46,7 @@ class PlayedEngine:
 
     @property
     def worker(self) -> Worker:
-        """What the fleet knows of it."""
+        """The engine as a worker of the fleet."""
         found = Worker(WorkerSettings(url=self.url))
         found.problem = None
         return found

@@ -11,7 +11,7 @@ A peer cannot use unlimited memory or time. A peer that exceeds one of these lim
 - frames without progress, and streams that it opens only to reset them
 - seconds without reading a response
 
-All kinds of frames are in this file, because they are checked against one state of the connection.
+One file, because all kinds of frames are checked against the same state of the connection.
 """
 
 from __future__ import annotations

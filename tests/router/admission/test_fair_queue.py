@@ -36,7 +36,7 @@ def queue_of(*requests: Waiting) -> FairQueue[Waiting]:
 
 
 def serve(queue: FairQueue[Waiting], times: int) -> list[Waiting]:
-    """Let so many go on, one after the other."""
+    """Serve requests one after the other, `times` times. Return them in order."""
     served = []
     for _ in range(times):
         request = next(queue.in_order())
@@ -46,14 +46,14 @@ def serve(queue: FairQueue[Waiting], times: int) -> list[Waiting]:
     return served
 
 
-def test_a_lower_number_is_sooner_and_then_the_own_order_counts() -> None:
+def test_lower_priority_number_is_sooner_and_ties_keep_their_order() -> None:
     second, first, urgent = waiting(order=2.0), waiting(order=1.0), waiting(priority=-1, order=9.0)
     queue = queue_of(second, first, urgent)
     assert list(queue.in_order()) == [urgent, first, second]
     assert queue.last() is second
 
 
-def test_who_is_late_lets_all_others_of_its_priority_go_first() -> None:
+def test_late_request_is_last_within_its_priority() -> None:
     low = waiting(priority=1, order=0.0)
     mine, other, another_tenant = waiting(order=1.0), waiting(order=2.0), waiting("b", order=9.0, tokens=1000)
     queue = queue_of(low, mine, other, another_tenant)
@@ -61,7 +61,7 @@ def test_who_is_late_lets_all_others_of_its_priority_go_first() -> None:
     assert serve(queue, 4) == [other, another_tenant, mine, low]
 
 
-def test_one_that_asks_for_much_waits_longer_than_one_that_asks_for_little() -> None:
+def test_tenant_with_large_requests_waits_longer() -> None:
     queue = queue_of(*(waiting("big", order=place, tokens=100) for place in range(20)))
     for place in range(20):
         queue.add(waiting("small", order=100 + place, tokens=10))
@@ -69,7 +69,7 @@ def test_one_that_asks_for_much_waits_longer_than_one_that_asks_for_little() -> 
     assert shares["small"] >= 8
 
 
-def test_whoever_had_nothing_to_wait_for_saves_nothing_up() -> None:
+def test_idle_tenant_accumulates_no_credit() -> None:
     queue = queue_of(*(waiting("busy", order=place, tokens=10) for place in range(100)))
     serve(queue, 50)
     for place in range(50):
@@ -78,13 +78,13 @@ def test_whoever_had_nothing_to_wait_for_saves_nothing_up() -> None:
     assert abs(shares["new"] - shares["busy"]) <= 1
 
 
-def test_what_a_tenant_gets_without_waiting_counts_too() -> None:
+def test_tokens_granted_without_waiting_count() -> None:
     queue = queue_of(*(waiting(tenant, order=place, tokens=10) for tenant in "ab" for place in range(20)))
     queue.served("a", 100)
     assert {request.tenant for request in serve(queue, 10)} == {"b"}
 
 
-def test_when_nobody_waits_nobody_is_behind() -> None:
+def test_empty_queue_resets_debts() -> None:
     queue = queue_of(waiting("a", tokens=1000))
     serve(queue, 1)
     for tenant in "ab":
@@ -102,7 +102,7 @@ def test_names_can_be_left_out_while_going_through() -> None:
     assert seen == ["m", "n"]
 
 
-def test_a_lane_of_late_ones_ends_when_enough_of_them_stay() -> None:
+def test_late_requests_end_a_turn_when_enough_stay() -> None:
     late = [waiting(order=place, slo_missed=True) for place in range(5)]
     other, low = waiting("b", order=9.0, slo_missed=True), waiting(priority=1)
     in_time = [waiting(order=place) for place in range(3)]
@@ -132,8 +132,8 @@ requests = st.builds(
     st.lists(st.lists(st.integers(1, 50), min_size=40, max_size=40), min_size=2, max_size=4),
     st.integers(1, 40),
 )
-def test_tenants_that_always_wait_get_the_same(tokens: list[list[int]], times: int) -> None:
-    """They differ by the largest request of each at most, however much each asks for at a time."""
+def test_waiting_tenants_get_equal_shares(tokens: list[list[int]], times: int) -> None:
+    """The shares of tenants differ by at most the largest request of each, whatever the sizes of requests."""
     queue = queue_of(
         *(waiting(str(t), order=place, tokens=n) for t, each in enumerate(tokens) for place, n in enumerate(each))
     )

@@ -1,4 +1,4 @@
-"""What requests say of their urgency."""
+"""Priority and deadline of requests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def test_without_anything_said_a_request_has_all_the_time() -> None:
     assert ticket().left(NOW + 10**6) is None
 
 
-def test_the_header_goes_before_the_bodys_priority() -> None:
+def test_priority_header_overrides_the_body() -> None:
     assert ticket(priority=3).priority == 3
     assert ticket(("x-kvrouter-priority", "-2"), priority=3).priority == -2
 
 
-def test_a_tenant_gets_no_better_priority_than_its_own() -> None:
+def test_priority_is_capped_by_the_tenant() -> None:
     assert ticket(("x-kvrouter-priority", "-9"), best_priority=1).priority == 1
     assert ticket(best_priority=1).priority == 1
     assert ticket(priority=5, best_priority=1).priority == 5
@@ -34,7 +34,7 @@ def test_a_tenant_gets_no_better_priority_than_its_own() -> None:
 
 
 @pytest.mark.parametrize("value", ["soon", "", "1.5", "99999999999"])
-def test_a_priority_that_is_none_is_refused_by_name(value: str) -> None:
+def test_invalid_priority_is_refused_by_its_name(value: str) -> None:
     with pytest.raises(RequestError, match="x-kvrouter-priority") as refusal:
         ticket(("x-kvrouter-priority", value))
     assert refusal.value.param == "x-kvrouter-priority"
@@ -44,7 +44,7 @@ def test_a_priority_that_is_none_is_refused_by_name(value: str) -> None:
     ("header", "value"),
     [("x-request-timeout", "2.5"), ("x-envoy-expected-rq-timeout-ms", "2500")],
 )
-def test_a_deadline_of_the_whole_answer(header: str, value: str) -> None:
+def test_timeout_header_is_the_deadline_of_the_whole_answer(header: str, value: str) -> None:
     read = ticket((header, value))
     assert (read.deadline, read.place_by) == (NOW + 2.5, NOW + 2.5)
     assert read.left(NOW + 1) == 1.5
@@ -52,22 +52,22 @@ def test_a_deadline_of_the_whole_answer(header: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("header", ["x-stainless-read-timeout", "x-stainless-timeout"])
-def test_what_a_client_waits_for_a_byte_bounds_only_the_sending(header: str) -> None:
+def test_first_byte_timeout_limits_only_sending(header: str) -> None:
     read = ticket((header, "600"))
     assert (read.deadline, read.place_by) == (None, NOW + 600)
 
 
-def test_the_earliest_counts() -> None:
+def test_earliest_deadline_wins() -> None:
     read = ticket(("x-request-timeout", "9"), ("x-envoy-expected-rq-timeout-ms", "7000"), ("x-stainless-timeout", "8"))
     assert (read.deadline, read.place_by) == (NOW + 7, NOW + 7)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "x", "nan", "inf"])
-def test_ones_own_header_is_refused_when_it_says_nothing(value: str) -> None:
+def test_invalid_header_of_kvrouter_is_refused(value: str) -> None:
     with pytest.raises(RequestError, match="x-request-timeout"):
         ticket(("x-request-timeout", value))
 
 
 @pytest.mark.parametrize("value", ["0", "x", "None", "not-given", "nan", "inf"])
-def test_those_of_others_are_then_left_out(value: str) -> None:
+def test_invalid_headers_of_other_products_are_ignored(value: str) -> None:
     assert ticket(("x-envoy-expected-rq-timeout-ms", value), ("x-stainless-read-timeout", value)).place_by is None

@@ -1,4 +1,4 @@
-"""What agents tell of their requests: headers, Dynamo's fields, and what is refused."""
+"""Hints of agents: headers, Dynamo's fields, and refused values."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_invalid_hint_field_is_refused_by_name(nvext: Any, param: str) -> None:
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
-def test_headers_go_before_the_body_and_each_says_anew_whether_the_session_goes_on() -> None:
+def test_hints_in_headers_override_the_body_and_each_states_the_end_of_session() -> None:
     assert AgentHints(5).before(AgentHints(7, 1.0, True)) == AgentHints(5, 1.0, True)
     assert AgentHints(5).before(None) == AgentHints(5)
     assert [AgentHints(5).returns, AgentHints(final=True, next_call=1.0).returns] == [False, False]

@@ -1,4 +1,4 @@
-"""Who made which response."""
+"""The workers that made stored responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of a request on any path: its model, its prompt, its session."""
+"""Fields that are read from a request on any path: its model, its prompt, its session."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ EVENTS = st.sampled_from(
 
 
 def seen(chunks: list[bytes], headers: list[tuple[bytes, bytes]]) -> list[bytes]:
-    """What a client gets of chunks."""
+    """Return the chunks that a client receives."""
     if not HiddenUsage.applies_to(headers):
         return [*chunks, b""]
     hidden = HiddenUsage()

@@ -1,4 +1,4 @@
-"""What an answer says of its tokens, however its bytes come in pieces."""
+"""Usage in answers whose bytes arrive in any pieces."""
 
 from __future__ import annotations
 

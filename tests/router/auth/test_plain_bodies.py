@@ -1,4 +1,4 @@
-"""What passes for a plain body at a glance is what the whole check accepts, and accepts as it is."""
+"""The quick check accepts only bodies that the whole check accepts unchanged."""
 
 from __future__ import annotations
 
@@ -181,14 +181,14 @@ def test_model_body_has_the_fields_of_routing_by_load() -> None:
 
 
 def test_a_string_without_an_end_is_no_work() -> None:
-    """What is in it counts for nothing, and it is looked at once, not from each of its quotes on."""
+    """The unterminated string has no values, and is read once, not once for each of its quotes."""
     body = b'{"model": "m", "x": "' + b'\\",' * 3000
     assert _values_in(body, 10) < 100
 
 
 @given(values, st.integers(0, 60_000))
 def test_quick_count_never_accepts_too_many_values(value: Any, spaces: int) -> None:
-    """Of bodies that are long enough to be counted."""
+    """The bodies are long enough to be counted."""
     check = BodyCheck(LimitSettings(values=100_000))
     item = json.dumps(value).encode()
     body = b"[" + b",".join([item] * (70_000 // (len(item) + 1) + 1)) + b" " * spaces + b"]"

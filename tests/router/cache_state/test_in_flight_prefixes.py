@@ -27,7 +27,7 @@ def overlap(holdings: InFlightPrefixes, target: Target, hashes: array[int]) -> i
     return holdings.overlaps(hashes).get(target, 0)
 
 
-def test_a_sibling_of_a_prompt_in_flight_finds_what_they_share() -> None:
+def test_prompt_matches_the_shared_prefix_of_one_in_flight() -> None:
     holdings = InFlightPrefixes(LINGER)
     holdings.hold(HERE, hashes(PROMPT))
     sibling = PROMPT[: 4 * CHUNK_TOKENS] + [7] * 100
@@ -36,14 +36,14 @@ def test_a_sibling_of_a_prompt_in_flight_finds_what_they_share() -> None:
     assert overlap(holdings, THERE, hashes(sibling)) == 0
 
 
-def test_what_is_shared_is_rounded_down_to_whole_chunks() -> None:
+def test_shared_prefix_is_rounded_down_to_whole_chunks() -> None:
     holdings = InFlightPrefixes(LINGER)
     holdings.hold(HERE, hashes(PROMPT[: 2 * CHUNK_TOKENS + 5]))
     assert overlap(holdings, HERE, hashes(PROMPT)) == 2 * CHUNK_TOKENS
     assert overlap(holdings, HERE, hashes(PROMPT[: CHUNK_TOKENS - 1])) == 0
 
 
-def test_only_a_common_start_counts() -> None:
+def test_only_a_common_prefix_counts() -> None:
     holdings = InFlightPrefixes(LINGER)
     holdings.hold(HERE, hashes(PROMPT))
     assert overlap(holdings, HERE, hashes([7, *PROMPT])) == 0
@@ -56,7 +56,7 @@ def test_models_adapters_and_salts_share_nothing() -> None:
         assert overlap(holdings, HERE, other) == 0
 
 
-def test_a_prompt_is_let_go_some_time_after_it_ended() -> None:
+def test_prompt_expires_some_time_after_its_end() -> None:
     clock = Clock()
     holdings = InFlightPrefixes(LINGER, clock)
     ended = holdings.hold(HERE, hashes(PROMPT))
@@ -70,7 +70,7 @@ def test_a_prompt_is_let_go_some_time_after_it_ended() -> None:
     assert len(holdings) == 0
 
 
-def test_what_a_longer_prompt_still_holds_stays() -> None:
+def test_prefix_of_a_longer_prompt_stays() -> None:
     clock = Clock()
     holdings = InFlightPrefixes(LINGER, clock)
     ended = holdings.hold(HERE, hashes(PROMPT))
@@ -80,7 +80,7 @@ def test_what_a_longer_prompt_still_holds_stays() -> None:
     assert overlap(holdings, HERE, hashes(PROMPT)) == 3 * CHUNK_TOKENS
 
 
-def test_without_lingering_a_prompt_goes_with_its_end() -> None:
+def test_prompt_is_dropped_at_its_end_without_lingering() -> None:
     holdings = InFlightPrefixes(0.0, Clock())
     holdings.hold(HERE, hashes(PROMPT))()
     assert len(holdings) == 0
@@ -94,7 +94,7 @@ def test_prompts_shorter_than_a_chunk_hold_nothing() -> None:
     assert overlap(holdings, HERE, hashes([1, 2, 3])) == 0
 
 
-def test_a_reset_target_is_expected_to_hold_only_what_came_after() -> None:
+def test_reset_drops_earlier_prompts() -> None:
     clock = Clock()
     holdings = InFlightPrefixes(LINGER, clock)
     before = holdings.hold(HERE, hashes(PROMPT))
@@ -108,7 +108,7 @@ def test_a_reset_target_is_expected_to_hold_only_what_came_after() -> None:
     assert overlap(holdings, HERE, hashes(PROMPT)) == len(PROMPT)
 
 
-def test_no_more_is_kept_of_prompts_that_ended_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight_prefixes, "MAX_ENDED", 25)
     clock = Clock()
     holdings = InFlightPrefixes(LINGER, clock)
@@ -120,7 +120,7 @@ def test_no_more_is_kept_of_prompts_that_ended_than_there_is_room_for(monkeypatc
         assert len(holdings) <= 25
 
 
-def test_targets_that_hold_nothing_any_more_are_forgotten() -> None:
+def test_empty_targets_are_dropped() -> None:
     clock = Clock()
     holdings = InFlightPrefixes(LINGER, clock)
     for number in range(100):
@@ -157,18 +157,18 @@ def test_overlap_is_with_the_longest_held_and_in_the_end_nothing_is_left(
     assert len(holdings) == 0
 
 
-def test_the_indexs_hashes_are_used_where_blocks_are_as_large_as_chunks() -> None:
+def test_hashes_of_the_index_are_used_if_blocks_have_the_size_of_chunks() -> None:
     prompt = PackedPrompt.of(PROMPT)
     namespace = Namespace("m", DEFAULT_TENANT, None, "pepper", CHUNK_TOKENS)
     known = prompt.hashes(namespace_hash(namespace), CHUNK_TOKENS, 3)
     assert len(known) == 3
     assert prompt_hashes("m", None, "pepper", prompt) is known
     assert known == prompt_hashes("m", None, "pepper", PROMPT)
-    # A secret's hashes are nobody else's.
+    # A secret changes all hashes.
     assert prompt.hashes(namespace_hash(namespace, "secret"), CHUNK_TOKENS, 3) != known[:3]
 
 
-def test_what_failed_is_let_go_at_once() -> None:
+def test_failed_prompt_is_dropped_at_once() -> None:
     holdings = InFlightPrefixes(LINGER, Clock())
     failed = holdings.hold(HERE, hashes(PROMPT))
     ended = holdings.hold(HERE, hashes(PROMPT[: 3 * CHUNK_TOKENS]))

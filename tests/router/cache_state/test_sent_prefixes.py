@@ -1,4 +1,4 @@
-"""What ranks are likely to hold by what was sent to them."""
+"""Prefixes that ranks are predicted to hold, because they were sent to them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def remember(prefixes: SentPrefixes, target: Target, *parts: int, capacity: int 
     prefixes.remember(target, hashes(*parts), capacity)
 
 
-def test_what_was_sent_is_held_by_whom_it_was_sent_to() -> None:
+def test_sent_prefix_is_predicted_for_its_target() -> None:
     prefixes = SentPrefixes()
     remember(prefixes, A, 1, 2, 3)
     assert [
@@ -41,7 +41,7 @@ def test_what_was_sent_is_held_by_whom_it_was_sent_to() -> None:
     assert (prefixes.targets(), len(prefixes)) == ([], 0)
 
 
-def test_the_least_recent_is_forgotten_first_and_from_its_end() -> None:
+def test_least_recent_prefix_is_evicted_first_from_its_end() -> None:
     prefixes = SentPrefixes()
     remember(prefixes, A, 1, 2, 3, capacity=5 * CHUNK)
     remember(prefixes, A, 7, 8, capacity=5 * CHUNK)
@@ -60,7 +60,7 @@ def test_the_least_recent_is_forgotten_first_and_from_its_end() -> None:
     ]
 
 
-def test_without_a_known_capacity_there_is_a_bound() -> None:
+def test_unknown_capacity_has_a_default_bound() -> None:
     prefixes = SentPrefixes()
     for first in range(5):
         remember(prefixes, A, *range(first * 10_000, first * 10_000 + 8_000))
@@ -68,7 +68,7 @@ def test_without_a_known_capacity_there_is_a_bound() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=30), st.integers(1, 20))
-def test_whoever_holds_a_prefix_holds_all_shorter_ones(prompts: list[list[int]], capacity: int) -> None:
+def test_target_of_a_prefix_holds_all_shorter_prefixes(prompts: list[list[int]], capacity: int) -> None:
     prefixes = SentPrefixes()
     for prompt in prompts:
         remember(prefixes, A, *prompt, capacity=capacity * CHUNK)
@@ -81,7 +81,7 @@ def test_whoever_holds_a_prefix_holds_all_shorter_ones(prompts: list[list[int]],
 
 
 class Kept:
-    """A cache of `chunks`, that keeps for `seconds` what nobody asks for, and a history that learns of it."""
+    """A cache of `chunks` chunks that expire after `seconds` seconds, and the sent prefixes that learn its bounds."""
 
     def __init__(self, chunks: int, seconds: float = 1e9) -> None:
         self.now = 1000.0
@@ -95,7 +95,7 @@ class Kept:
         self._held.clear()
 
     def ask(self, *parts: int, after: float = 1.0) -> tuple[int, int]:
-        """Send a prompt. Returns the chunks that were promised, and those that were there."""
+        """Send a prompt. Return the number of predicted chunks and of cached chunks."""
         self.now += after
         prompt = hashes(*parts)
         promised = self.prefixes.overlaps(prompt).get(A, 0) // CHUNK
@@ -120,7 +120,7 @@ def document(number: int) -> range:
     return range(100 * number, 100 * number + 20)
 
 
-def test_how_much_is_kept_is_learned_from_what_was_not_there() -> None:
+def test_capacity_is_learned_from_missed_predictions() -> None:
     kept = Kept(chunks=100)  # five documents
     for turn in range(400):
         kept.ask(*document(turn * 7919 % 11 if turn % 3 else 0))
@@ -136,7 +136,7 @@ def test_how_much_is_kept_is_learned_from_what_was_not_there() -> None:
     assert 60 * CHUNK <= learned.tokens <= 240 * CHUNK
 
 
-def test_how_long_it_is_kept_is_learned_too() -> None:
+def test_lifetime_is_learned_from_missed_predictions() -> None:
     kept = Kept(chunks=10_000, seconds=300.0)
     for turn in range(8):
         kept.ask(*document(0))
@@ -151,7 +151,7 @@ def test_how_long_it_is_kept_is_learned_too() -> None:
     assert 1.0 < learned.seconds < 600.0
 
 
-def test_a_cache_that_was_reset_is_forgotten_with_one_answer() -> None:
+def test_one_answer_reveals_a_reset_cache() -> None:
     kept = Kept(chunks=10_000)
     for turn in range(3):
         for number in range(5):
@@ -163,7 +163,7 @@ def test_a_cache_that_was_reset_is_forgotten_with_one_answer() -> None:
     assert kept.ask(*document(1)) == (20, 20)
 
 
-def test_a_worker_that_is_gone_leaves_nothing() -> None:
+def test_removed_worker_leaves_no_state() -> None:
     kept = Kept(chunks=10)
     kept.ask(*document(0))
     kept.ask(*document(1))

@@ -23,7 +23,7 @@ def locations(clock: Clock) -> SessionLocations:
     return SessionLocations(clock)
 
 
-def test_what_many_come_back_for_is_dear_and_what_nobody_wants_is_cheap(locations: SessionLocations) -> None:
+def test_eviction_cost_grows_with_returning_sessions(locations: SessionLocations) -> None:
     assert [locations.weight(target, 2, 1000) for target in (A, B)] == [1.0, 1.0]
     locations.record((None, "s"), A, 400, None)
     assert [locations.weight(target, 2, 1000) for target in (A, B)] == [1 + STEEP * 0.2, 1 - STEEP * 0.2]
@@ -35,7 +35,7 @@ def test_what_many_come_back_for_is_dear_and_what_nobody_wants_is_cheap(location
     assert locations.weight(B, 4, 400) == locations.weight(A, 4, 400) == 1.0  # more than can be kept anywhere
 
 
-def test_a_place_is_where_the_last_request_went_until_the_session_ends(locations: SessionLocations) -> None:
+def test_location_is_the_last_target_until_the_session_ends(locations: SessionLocations) -> None:
     key = (None, "s")
     locations.record(key, A, 400, 1.0)
     locations.record(key, B, 500, 1.0)
@@ -47,7 +47,7 @@ def test_a_place_is_where_the_last_request_went_until_the_session_ends(locations
     locations.drop(key)
 
 
-def test_a_place_is_kept_for_twice_the_pause_that_was_announced(locations: SessionLocations, clock: Clock) -> None:
+def test_location_is_kept_for_twice_the_announced_pause(locations: SessionLocations, clock: Clock) -> None:
     answered = locations.record((None, "s"), A, 400, 30.0)
     clock.now += 1000
     locations.expire(clock.now)
@@ -59,7 +59,7 @@ def test_a_place_is_kept_for_twice_the_pause_that_was_announced(locations: Sessi
     assert locations.retained_tokens(A) == 0
 
 
-def test_an_earlier_request_that_ends_late_changes_nothing(locations: SessionLocations, clock: Clock) -> None:
+def test_late_end_of_an_earlier_request_is_ignored(locations: SessionLocations, clock: Clock) -> None:
     key = (None, "s")
     first = locations.record(key, A, 400, 1.0)
     locations.record(key, B, 500, 1.0)
@@ -69,7 +69,7 @@ def test_an_earlier_request_that_ends_late_changes_nothing(locations: SessionLoc
     assert locations.retained_tokens(B) == 500
 
 
-def test_what_failed_and_what_is_gone_is_not_wanted(locations: SessionLocations) -> None:
+def test_failed_requests_and_removed_targets_have_no_wanted_tokens(locations: SessionLocations) -> None:
     failed = locations.record((None, "s"), A, 400, 1.0)
     failed(failed=True)
     locations.record((None, "t"), A, 400, 1.0)
@@ -78,7 +78,7 @@ def test_what_failed_and_what_is_gone_is_not_wanted(locations: SessionLocations)
     assert [locations.retained_tokens(A), locations.retained_tokens(B), len(locations)] == [0, 400, 1]
 
 
-def test_counts_stay_right_whatever_comes(locations: SessionLocations, clock: Clock) -> None:
+def test_counts_equal_the_model_after_any_events(locations: SessionLocations, clock: Clock) -> None:
     random, calls = Random(1), []
     for _ in range(2000):
         key = (None, str(random.randrange(20)))
@@ -104,7 +104,7 @@ def test_counts_stay_right_whatever_comes(locations: SessionLocations, clock: Cl
 
 
 @pytest.mark.derives
-def test_a_session_that_comes_again_and_again_leaves_nothing_behind(
+def test_repeated_sessions_do_not_accumulate(
     locations: SessionLocations, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.cache_state.session_locations._MOST_LOCATIONS", 8)

@@ -1,4 +1,4 @@
-"""Prefixes in one tree against what they stand for: counts and recency of each prefix, for each holder alone."""
+"""Prefixes in one tree, compared with a plain table of each holder's prefixes, their counts and recency."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hashes(parts: list[int]) -> array[int]:
 
 
 def edges(prefixes: SharedPrefixes[PrefixHolder] | SharedPrefixes[RecentPrefixes]) -> int:
-    """How many there are; all is as it should be with each."""
+    """Return the number of edges, and check the invariants of each."""
     stack, seen = [prefixes._root], 0
     while stack:
         edge = stack.pop()  # type: ignore[misc]
@@ -47,7 +47,7 @@ def edges(prefixes: SharedPrefixes[PrefixHolder] | SharedPrefixes[RecentPrefixes
 
 
 class HeldPrefixes(RuleBasedStateMachine):
-    """Prompts are held and let go."""
+    """A sequence of prompts that are held and released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ TestRemembered = Remembered.TestCase
 TestRemembered.settings = settings(max_examples=120, stateful_step_count=40)
 
 
-def test_a_long_prompt_that_grows_is_kept_in_few_edges() -> None:
+def test_growing_prompt_has_few_edges() -> None:
     prefixes: SharedPrefixes[PrefixHolder] = SharedPrefixes()
     holder = PrefixHolder()
     known = hashes([7] * 5000)
@@ -146,7 +146,7 @@ def test_a_long_prompt_that_grows_is_kept_in_few_edges() -> None:
     assert (edges(prefixes), holder.chunks) == (0, 0)
 
 
-def test_a_conversation_that_is_remembered_is_one_edge() -> None:
+def test_kept_conversation_is_one_edge() -> None:
     prefixes: SharedPrefixes[RecentPrefixes] = SharedPrefixes()
     holder = RecentPrefixes(prefixes)
     known = hashes([7] * 500)
@@ -157,8 +157,8 @@ def test_a_conversation_that_is_remembered_is_one_edge() -> None:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=12), st.booleans()), max_size=30))
-def test_hashes_that_no_prompts_have_do_no_harm(told: list[tuple[list[int], bool]]) -> None:
-    """Other routers may tell anything."""
+def test_unknown_hashes_are_ignored(told: list[tuple[list[int], bool]]) -> None:
+    """Other routers may send any hashes."""
     prefixes: SharedPrefixes[PrefixHolder] = SharedPrefixes()
     holder = PrefixHolder()
     held: list[Edge[PrefixHolder]] = []

@@ -1,4 +1,4 @@
-"""How ranks are judged by what they find in their caches, and what follows."""
+"""Audits of ranks by their reported cache hits, and the consequences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Stream:
 
 @dataclass
 class Streams:
-    """What the audit asks of an indexer."""
+    """The part of an indexer that the audit uses."""
 
     known: Stream | None = field(default_factory=Stream)
     replays: bool = True
@@ -114,7 +114,7 @@ def test_wrong_predictions_lead_to_a_resync_and_then_to_history(
         assert (audit.basis(TARGET), streams.resyncs, TARGET in audit.distrusted) == (Basis.RESYNCED, 1, False)
         answers(audit, SAMPLES, predict, cached)
         assert (audit.basis(TARGET), streams.resyncs, TARGET in audit.distrusted) == (Basis.SENT_PREFIXES, 1, True)
-    # Of what a worker keeps finding nothing, its history promises nothing either.
+    # Sent prefixes that are repeatedly not cached are not predicted.
     assert sent_prefixes.overlaps(HASHES[0]).get(TARGET, 0) == (96 if cached else 0)
     assert [(line["log_level"], line["drift"], line["predicted_from"]) for line in logs] == [
         ("warning", 0.64, "resynced"),
@@ -122,7 +122,7 @@ def test_wrong_predictions_lead_to_a_resync_and_then_to_history(
     ]
 
 
-def test_a_block_less_than_promised_each_time_is_left_out_from_then_on(audit: HitAudit, streams: Streams) -> None:
+def test_constant_missing_block_is_excluded_from_predictions(audit: HitAudit, streams: Streams) -> None:
     answers(audit, 1, 64, 48, 400)
     answers(audit, 2, 0, 0, 400)  # there was nothing to leave out
     assert not audit.draft_blocks.tokens
@@ -134,7 +134,7 @@ def test_a_block_less_than_promised_each_time_is_left_out_from_then_on(audit: Hi
     assert not audit.draft_blocks.tokens
 
 
-def test_engines_that_draft_teach_each_other_by_the_first_hit(audit: HitAudit, streams: Streams) -> None:
+def test_draft_blocks_of_one_engine_apply_to_all(audit: HitAudit, streams: Streams) -> None:
     ranks = [Target(f"http://{name}", 0, "m") for name in ("w", "drafts", "has hit whole", "does not draft")]
     streams.registrations = [Registration(rank, None) for rank in [*ranks, Target("http://drafts", 0, "another")]]
     for rank in ranks[:3]:
@@ -158,7 +158,7 @@ def test_other_misses_leave_nothing_out(audit: HitAudit) -> None:
     assert not audit.draft_blocks.tokens
 
 
-def test_a_resync_that_helps_ends_the_suspicion(audit: HitAudit, sent_prefixes: SentPrefixes) -> None:
+def test_successful_resync_ends_suspicion(audit: HitAudit, sent_prefixes: SentPrefixes) -> None:
     answers(audit, SAMPLES, 64, 0)
     with capture_logs() as logs:
         answers(audit, SAMPLES, 64, 64)
@@ -172,7 +172,7 @@ def test_without_a_replay_history_is_next(audit: HitAudit, streams: Streams) -> 
     assert audit.basis(TARGET) is Basis.SENT_PREFIXES
 
 
-def test_events_that_prove_right_again_are_trusted_again(audit: HitAudit) -> None:
+def test_correct_events_restore_trust(audit: HitAudit) -> None:
     answers(audit, 2 * SAMPLES, 0, 64)
     for _ in range(SAMPLES):  # what decisions were made with by then says nothing of the events
         assert TARGET in audit.distrusted
@@ -180,7 +180,7 @@ def test_events_that_prove_right_again_are_trusted_again(audit: HitAudit) -> Non
     assert (audit.basis(TARGET), TARGET in audit.distrusted) == (Basis.EVENTS, False)
 
 
-def test_predictions_made_before_a_resync_do_not_count_after_it(audit: HitAudit) -> None:
+def test_predictions_before_a_resync_are_ignored_after_it(audit: HitAudit) -> None:
     before = [predicted(64, 64) for _ in range(2 * SAMPLES)]
     answers(audit, SAMPLES, 64, 0)
     for cache_prediction in before:
@@ -197,7 +197,7 @@ def test_predictions_while_events_are_missing_do_not_count(audit: HitAudit, stre
     assert audit.basis(TARGET) is Basis.EVENTS
 
 
-def test_a_target_without_events_is_predicted_by_history(
+def test_target_without_events_is_predicted_by_sent_prefixes(
     audit: HitAudit, streams: Streams, sent_prefixes: SentPrefixes
 ) -> None:
     streams.known = None
@@ -210,9 +210,7 @@ def test_a_target_without_events_is_predicted_by_history(
     assert (audit.basis(TARGET), len(sent_prefixes)) == (Basis.EVENTS, 0)
 
 
-def test_a_history_that_promises_too_much_is_forgotten(
-    audit: HitAudit, streams: Streams, sent_prefixes: SentPrefixes
-) -> None:
+def test_wrong_sent_prefixes_are_dropped(audit: HitAudit, streams: Streams, sent_prefixes: SentPrefixes) -> None:
     streams.known = None
     other = prompt_hashes("m", None, None, [7] * 160)
     sent_prefixes.remember(TARGET, other, None)
@@ -230,7 +228,7 @@ def test_nothing_said_means_nothing_cached_once_something_was_said(audit: HitAud
     assert audit.basis(TARGET) is Basis.RESYNCED
 
 
-def test_what_cannot_be_compared_is_not(audit: HitAudit) -> None:
+def test_incomparable_answers_are_ignored(audit: HitAudit) -> None:
     for _ in range(SAMPLES):
         audit.answered(predicted(64, 64, comparable=False), Usage(100, 1, 0))
         audit.answered(predicted(64, 64), None)
@@ -250,7 +248,7 @@ def test_prompts_of_another_length_are_a_finding_of_their_own(audit: HitAudit) -
     ]
 
 
-def test_targets_that_are_gone_are_forgotten(audit: HitAudit, streams: Streams, sent_prefixes: SentPrefixes) -> None:
+def test_removed_targets_are_dropped(audit: HitAudit, streams: Streams, sent_prefixes: SentPrefixes) -> None:
     streams.known = None
     for number in range(50):
         audit.answered(predicted(0, None, Target(f"http://w{number}", 0, "m")), Usage(100, 1, 0))
@@ -259,7 +257,7 @@ def test_targets_that_are_gone_are_forgotten(audit: HitAudit, streams: Streams, 
 
 
 @given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 100)), max_size=20), st.integers(1, 6))
-def test_errors_are_those_of_the_last_predictions(seen: list[tuple[int, int]], samples: int) -> None:
+def test_errors_cover_the_latest_predictions(seen: list[tuple[int, int]], samples: int) -> None:
     errors = Errors(samples)
     for error, total in seen:
         errors.add(error, total)

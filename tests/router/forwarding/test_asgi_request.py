@@ -22,7 +22,7 @@ HOST = (b"host", b"r")
 
 
 class Written(ResponseWriter):
-    """What is written for the client."""
+    """A writer that keeps the response to the client."""
 
     def __init__(self) -> None:
         self.status = 0

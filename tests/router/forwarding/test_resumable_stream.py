@@ -44,7 +44,7 @@ def test_stream_is_equal_for_any_chunking(cuts: list[int]) -> None:
 
 
 @given(st.integers(0, len(WHOLE)))
-def test_only_whole_events_are_passed_on(cut: int) -> None:
+def test_only_complete_events_are_forwarded(cut: int) -> None:
     passed = stream().filter(WHOLE[:cut], False)
     assert passed == b"" or passed.endswith(b"\n\n")
 
@@ -92,7 +92,7 @@ def test_stream_without_end_is_a_problem() -> None:
     assert cut.problem is not None
 
 
-def test_the_end_is_made_where_all_was_told() -> None:
+def test_missing_end_of_a_complete_answer_is_added() -> None:
     cut = stream(max_tokens=2, stream_options={"include_usage": True})
     first = event(None).replace(b'"id"', b'"prompt_token_ids": [7, 8, 9], "id"')
     assert b"prompt_token_ids" not in cut.filter(first + event("a", [1]), False)

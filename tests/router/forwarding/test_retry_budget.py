@@ -1,4 +1,4 @@
-"""How many retries there are."""
+"""The number of allowed retries."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def taken(budget: RetryBudget, tries: int) -> int:
     return sum(budget.take() for _ in range(tries))
 
 
-def test_a_few_are_always_there() -> None:
+def test_minimum_of_retries_is_always_allowed() -> None:
     assert taken(RetryBudget(0.2, 3, Clock(0.5)), 10) == 3
 
 
-def test_a_share_of_the_recent_requests_comes_on_top() -> None:
+def test_share_of_recent_requests_adds_retries() -> None:
     budget = RetryBudget(0.2, 3, Clock(0.5))
     for _ in range(100):
         budget.request()
@@ -34,7 +34,7 @@ def test_retry_budget_forgets_old_requests() -> None:
     assert taken(budget, 50) == 1
 
 
-def test_without_a_minimum_and_requests_there_is_none() -> None:
+def test_no_retry_without_minimum_and_requests() -> None:
     assert not RetryBudget(0.2, 0, Clock(0.5)).take()
 
 

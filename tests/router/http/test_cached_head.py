@@ -12,7 +12,7 @@ KNOWN = CachedHead.of(HEAD % b"5" + b"12345", "said")
 
 
 class _Parsed:
-    """What the parser reads of some bytes."""
+    """The result of the parser for some bytes."""
 
     def __init__(self, data: bytes) -> None:
         self.begun = 0
@@ -60,7 +60,7 @@ _PIECES = st.sampled_from(
 @given(_PIECES | st.binary(max_size=6), st.binary(max_size=20), st.binary(max_size=4))
 @example(b"5", b"12345", b"")
 @example(b"005", b"12345", b"")
-def test_what_is_known_is_what_the_parser_reads(length: bytes, body: bytes, rest: bytes) -> None:
+def test_cached_head_equals_the_parsed_head(length: bytes, body: bytes, rest: bytes) -> None:
     data = HEAD % length + body + rest
     assert KNOWN is not None
     known = KNOWN.read(data)
@@ -71,7 +71,7 @@ def test_what_is_known_is_what_the_parser_reads(length: bytes, body: bytes, rest
         assert parsed.body == known
 
 
-def test_the_same_head_with_another_length_is_known() -> None:
+def test_cached_head_matches_another_length() -> None:
     assert KNOWN is not None
     assert KNOWN.said == "said"
     assert KNOWN.read(HEAD % b"12" + b"123456789012") == b"123456789012"
@@ -104,7 +104,7 @@ def test_anything_else_is_not(data: bytes) -> None:
         HEAD.replace(b"X-Id: 1", b"content-length: 5") % b"5" + b"12345",
     ],
 )
-def test_only_whole_messages_of_one_length_are_remembered(data: bytes) -> None:
+def test_only_complete_messages_with_one_length_are_cached(data: bytes) -> None:
     assert CachedHead.of(data, None) is None
 
 
@@ -114,7 +114,7 @@ def known(name: bytes) -> CachedHead[bytes]:
     return head
 
 
-def test_what_one_client_sent_is_known_of_others() -> None:
+def test_cached_head_of_one_client_matches_others() -> None:
     recent: RecentHeads[bytes] = RecentHeads()
     assert recent.read(HEAD % b"0") is None
     first = recent.add(known(b"a"))
@@ -123,7 +123,7 @@ def test_what_one_client_sent_is_known_of_others() -> None:
     assert recent.read(HEAD % b"2" + b"1") is None
 
 
-def test_only_the_latest_heads_are_remembered() -> None:
+def test_only_the_latest_heads_are_cached() -> None:
     recent: RecentHeads[bytes] = RecentHeads()
     for number in range(9):
         recent.add(known(b"%d" % number))
@@ -135,7 +135,7 @@ DATED = b"HTTP/1.1 200 OK\r\ndate: %b\r\nserver: a\r\ncontent-length: %d\r\n\r\n
 MONDAY, TUESDAY = b"Mon, 02 Nov 2026 10:00:00 GMT", b"Tue, 03 Nov 2026 10:00:00 GMT"
 
 
-def test_an_answer_of_another_date_is_known() -> None:
+def test_cached_head_matches_another_date() -> None:
     answer = CachedHead.of(DATED % (MONDAY, 2, b"ab"), "said", dated=True)
     assert answer is not None
     assert answer.read(DATED % (TUESDAY, 3, b"abc")) == b"abc"
@@ -163,7 +163,7 @@ def test_nothing_but_the_date_may_be_another(data: bytes) -> None:
     assert answer.read(data) is None
 
 
-def test_of_several_dates_none_may_be_another() -> None:
+def test_head_with_several_dates_must_be_equal() -> None:
     both = DATED.replace(b"server: a", b"date: " + MONDAY)
     answer = CachedHead.of(both % (MONDAY, 2, b"ab"), "said", dated=True)
     assert answer is not None

@@ -1,4 +1,4 @@
-"""Chunks of events that pass as they come: what is read of them is what llhttp reads, whatever the pieces."""
+"""Chunks of events that are forwarded unchanged: they are read as llhttp reads them, in any pieces."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Transport(asyncio.Transport):
 
 
 class Remembering(ResponseHandler):
-    """Lets chunks pass as soon as the answer has begun, and remembers what came either way."""
+    """A handler that accepts unparsed chunks after the head if `passes`, and keeps all received bytes."""
 
     def __init__(self, passes: bool) -> None:
         self.sent: UpstreamRequest | None = None
@@ -141,7 +141,7 @@ parts = st.builds(chunk, bodies, forms) | st.sampled_from(
     parts=[chunk(b"a\n"), chunk(b"b\n"), b"3", b"2\r\nx\n\r\n", b"x" * (0x32 - 4) + b"\r\n"], cuts=[], by_part=True
 )
 @example(parts=[chunk(b"a\n"), chunk(b"b\n") + b"9\r\na\n\r\n", b"2\r\nc\n\r\n"], cuts=[], by_part=True)
-def test_what_passes_is_what_the_parser_would_have_read(parts: list[bytes], cuts: list[int], by_part: bool) -> None:
+def test_forwarded_chunks_equal_the_parsed_chunks(parts: list[bytes], cuts: list[int], by_part: bool) -> None:
     answer = b"".join(parts)
     if by_part:
         pieces = [HEAD, *parts]
@@ -164,7 +164,7 @@ def test_chunks_of_events_pass_without_being_touched() -> None:
     assert handler.ended
 
 
-def test_chunks_that_are_not_taken_are_read_as_ever() -> None:
+def test_unforwarded_chunks_are_parsed() -> None:
     yes, no = chunk(b"data: yes\n\n"), chunk(b"data: no\n\n")
     handler = received([HEAD, yes, yes, no, no, yes, yes + no, yes], passes=True)
     assert handler.passed == [yes, yes, yes]
@@ -172,7 +172,7 @@ def test_chunks_that_are_not_taken_are_read_as_ever() -> None:
     assert handler.body.decode() == "".join(f"data: {word}\n\n" for word in said)
 
 
-def test_what_follows_half_a_chunk_passes_again() -> None:
+def test_chunks_after_half_a_chunk_are_forwarded() -> None:
     event = chunk(b"data: 1\n\n")
     handler = received([HEAD, event, event, event[:5], event[5:], event, event + event[:4]], passes=True)
     assert handler.passed == [event, event]
@@ -201,11 +201,11 @@ def test_sizes(parts: list[bytes]) -> None:
         b"5a",
     ],
 )
-def test_what_is_not_whole_has_no_size(data: bytes) -> None:
+def test_incomplete_chunk_has_no_size(data: bytes) -> None:
     assert body_size(data) == 0
 
 
-def test_a_stream_that_passes_tells_of_usage_and_life() -> None:
+def test_forwarded_stream_reports_usage_and_progress() -> None:
     written: list[bytes] = []
 
     class Client:
@@ -227,7 +227,7 @@ def test_a_stream_that_passes_tells_of_usage_and_life() -> None:
     assert worker.begin(10).health is worker
 
 
-def test_usage_is_told_of_behind_an_event_that_has_none() -> None:
+def test_usage_is_reported_after_an_event_without_usage() -> None:
     class Client:
         def write(self, data: bytes) -> None:
             """Nothing is done with it."""
@@ -238,7 +238,7 @@ def test_usage_is_told_of_behind_an_event_that_has_none() -> None:
     assert tail.usage() == Usage(9, 2, None)
 
 
-def test_what_hides_usage_passes_whole_events_that_have_none() -> None:
+def test_usage_filter_forwards_complete_events_without_usage() -> None:
     written: list[bytes] = []
 
     class Client:

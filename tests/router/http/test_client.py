@@ -1,4 +1,4 @@
-"""Why a server could not be asked, as its users read it: from what really happens on sockets."""
+"""Texts for failed connections, from real failures of sockets."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ async def test_nothing_listens_at_any_address_of_a_name() -> None:
     assert connection_problem(several) == "refused the connection"
 
 
-async def test_no_such_name() -> None:
+async def test_problem_of_an_unknown_host() -> None:
     assert await problem("http://nobody.invalid/") == "has a name that no address is known for"
 
 
-async def test_it_hangs_up() -> None:
+async def test_problem_of_a_closed_connection() -> None:
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
@@ -49,7 +49,7 @@ async def test_it_hangs_up() -> None:
         assert await problem(f"http://127.0.0.1:{port}/") == "closed the connection"
 
 
-async def test_it_answers_with_an_error() -> None:
+async def test_problem_of_an_error_status() -> None:
     async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n")
         await writer.drain()
@@ -73,6 +73,6 @@ async def test_its_certificate_is_not_trusted() -> None:
     assert said.startswith("has a certificate that is not trusted: ")
 
 
-def test_what_has_no_words_is_named() -> None:
+def test_problem_without_text_is_the_name_of_its_type() -> None:
     assert connection_problem(TimeoutError()) == "did not answer in time"
     assert connection_problem(ValueError()) == "ValueError"

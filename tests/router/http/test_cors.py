@@ -1,4 +1,4 @@
-"""CORS: which pages may call, and the header lines that tell their browser so."""
+"""CORS: origins of allowed pages, and the header lines that browsers check."""
 
 from __future__ import annotations
 

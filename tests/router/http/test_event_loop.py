@@ -40,12 +40,12 @@ def run(*steps: float | str) -> int:
     return late
 
 
-def test_it_is_late_once() -> None:
+def test_deadline_is_called_once() -> None:
     assert run(0.05, -0.2) == 1
     assert run(0.005, -0.1) == 1
 
 
-def test_it_is_never_early() -> None:
+def test_deadline_is_never_early() -> None:
     assert run(10.0, -0.1) == 0
 
     async def main() -> None:
@@ -68,22 +68,22 @@ def test_it_is_never_early() -> None:
     asyncio.run(main())
 
 
-def test_a_shorter_one_takes_the_place_of_a_longer() -> None:
+def test_shorter_deadline_replaces_a_longer() -> None:
     assert run(10.0, 0.01, -0.1) == 1
     assert run(10.0, 0.05, -0.2) == 1
 
 
 @pytest.mark.parametrize("end", ["clear", "close"])
-def test_what_is_cleared_or_closed_is_not_late(end: str) -> None:
+def test_cleared_or_closed_deadline_is_not_called(end: str) -> None:
     assert run(0.05, end, -0.15) == 0
 
 
-def test_it_can_be_set_again() -> None:
+def test_deadline_can_be_set_again() -> None:
     assert run(0.03, -0.1, 0.03, -0.1) == 2
     assert run(0.03, "clear", -0.1, 0.03, -0.1) == 1
 
 
-def test_a_sign_of_life_moves_it() -> None:
+def test_progress_moves_the_deadline() -> None:
     async def main() -> None:
         late = asyncio.Event()
         signs = [True]  # one since it was set, which the next look finds
@@ -97,7 +97,7 @@ def test_a_sign_of_life_moves_it() -> None:
     asyncio.run(main())
 
 
-def test_what_is_cleared_stays_so_whatever_lives() -> None:
+def test_progress_does_not_restart_a_cleared_deadline() -> None:
     async def main() -> None:
         late = asyncio.Event()
         watched = Deadline(asyncio.get_running_loop(), late.set, lambda: True)

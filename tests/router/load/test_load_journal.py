@@ -3,7 +3,7 @@ from __future__ import annotations
 from router.load.target_load import LoadTable, Reservation
 
 
-def test_a_reader_catches_up_with_what_has_changed() -> None:
+def test_reader_receives_changes_since_its_last_read() -> None:
     table = LoadTable()
     first, second = table.of("a", 0), table.of("b", 0)
     end = table.journal.end
@@ -14,7 +14,7 @@ def test_a_reader_catches_up_with_what_has_changed() -> None:
     assert table.journal.since(end) == [second.slot, second.slot, first.slot]
 
 
-def test_a_reader_that_is_far_behind_is_told_so_and_memory_stays_bounded() -> None:
+def test_slow_reader_is_notified_and_journal_is_bounded() -> None:
     table = LoadTable()
     load = table.of("a", 0)
     for _ in range(100_000):

@@ -1,4 +1,4 @@
-"""What is in flight on each target."""
+"""Load in flight on each target."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from router.load.target_load import LoadTable, Reservation, TargetLoad
 
 
-def test_a_request_from_its_choice_to_its_end() -> None:
+def test_load_of_a_request_from_selection_to_end() -> None:
     load = TargetLoad()
     reservation = Reservation(load, uncached=30, context=100)
     assert load == TargetLoad(requests=1, pending=30, context=100)
@@ -18,7 +18,7 @@ def test_a_request_from_its_choice_to_its_end() -> None:
     assert load == TargetLoad()
 
 
-def test_a_request_that_ends_without_an_answer() -> None:
+def test_load_of_a_request_without_an_answer_is_released() -> None:
     load = TargetLoad()
     Reservation(load, 30, 100).release()
     assert load == TargetLoad()
@@ -32,7 +32,7 @@ def test_every_rank_of_a_worker_has_a_load_of_its_own() -> None:
     assert table.of("v", 0).requests == 0
 
 
-def test_the_backlog_is_what_is_expected_less_what_the_first_has_had() -> None:
+def test_backlog_is_expected_prefill_less_elapsed_time() -> None:
     now = 50.0
     load = TargetLoad(clock=lambda: now)
     first = Reservation(load, 10, 10, prefill_seconds=2.0)
@@ -47,7 +47,7 @@ def test_the_backlog_is_what_is_expected_less_what_the_first_has_had() -> None:
     assert (load.waiting, load.backlog) == (0, 0)
 
 
-def test_the_oldest_prefill_is_the_one_under_way() -> None:
+def test_oldest_prefill_is_running() -> None:
     now = 50.0
     load = TargetLoad(clock=lambda: now)
     assert load.under_way == (0, 0.0, 0.0)
@@ -57,12 +57,12 @@ def test_the_oldest_prefill_is_the_one_under_way() -> None:
     assert load.under_way == (10, 1.5, 2.0)
     first.first_byte()
     now = 51.75
-    assert load.under_way == (0, 0.25, 1.0)  # whose end nobody will see
+    assert load.under_way == (0, 0.25, 1.0)  # its end cannot be observed
     second.release()
     assert load.under_way == (0, 0.0, 0.0)
 
 
-def test_who_listens_is_told_once_of_everything_that_happens() -> None:
+def test_listeners_are_called_once_for_each_event() -> None:
     table, seen = LoadTable(), list[object]()
     table.on_change.append(lambda worker, dp_rank: seen.append((worker, dp_rank)))
     table.on_first_byte.append(lambda: seen.append("first byte"))
@@ -79,7 +79,7 @@ def test_who_listens_is_told_once_of_everything_that_happens() -> None:
     assert seen == [("w", 1), ("w", 1), "ended"]
 
 
-def test_the_load_of_a_worker_that_is_gone_concerns_nobody_but_those_who_wait() -> None:
+def test_load_of_a_removed_worker_wakes_only_waiting_requests() -> None:
     table, changed, ended = LoadTable(), list[str](), list[bool]()
     table.on_change.append(lambda worker, _: changed.append(worker))
     table.on_ended.append(lambda: ended.append(True))
@@ -95,9 +95,7 @@ requests_lists = st.lists(st.tuples(tokens, tokens, st.lists(st.sampled_from(["f
 
 
 @given(requests_lists, st.randoms(use_true_random=False))
-def test_the_load_is_that_of_the_requests_that_have_not_ended(
-    requests: list[tuple[int, int, list[str]]], random: object
-) -> None:
+def test_load_is_the_sum_over_unended_requests(requests: list[tuple[int, int, list[str]]], random: object) -> None:
     """Whatever is called how often, in any order."""
     load = TargetLoad()
     reservations = [Reservation(load, uncached, context) for uncached, context, _ in requests]

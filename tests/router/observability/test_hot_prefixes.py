@@ -18,7 +18,7 @@ HERE, THERE = (Candidate(Target(f"http://{name}", 0, "m")) for name in ("here", 
 
 
 def prompt(*parts: int) -> array[int]:
-    """The hashes of a prompt: each part stands for eight chunks."""
+    """Return the hashes of a prompt. Each part becomes eight chunks."""
     tokens = [part for part in parts for _ in range(8 * CHUNK_TOKENS)]
     return prompt_hashes("m", None, None, array("I", tokens))
 
@@ -29,7 +29,7 @@ def every(nodes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield from every(node["longer"])
 
 
-def test_shared_prefix_contains_the_longer_ones() -> None:
+def test_shared_prefix_counts_longer_prefixes() -> None:
     prefixes = HotPrefixes()
     for last in (1, 2, 1):
         prefixes.seen(prompt(9, 9, last), [HERE])
@@ -66,7 +66,7 @@ def test_weights_of_prefixes_decay() -> None:
     assert len(shares) == 2
 
 
-def test_there_is_a_bound() -> None:
+def test_number_of_prefixes_is_bounded() -> None:
     prefixes = HotPrefixes()
     for number in range(MAX_PREFIXES):
         prefixes.seen(prompt(0, 1 + number % 2**10, number), [])

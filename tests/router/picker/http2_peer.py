@@ -133,7 +133,7 @@ class Peer:
         await self.writer.drain()
 
     async def until(self, kind: type, number: int | None = None, credit: bool = True) -> Any:
-        """The next event of a kind, of a stream. `credit`: windows are opened for what comes."""
+        """Return the next event of a kind, and of a stream if given. `credit`: received data reopens windows."""
         async with asyncio.timeout(PATIENCE):
             while True:
                 for place, event in enumerate(self.events):

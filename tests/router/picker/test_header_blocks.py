@@ -13,7 +13,7 @@ _HEADERS = st.lists(st.tuples(_NAMES, st.text("ab0é", max_size=200), st.boolean
 
 
 @given(st.lists(st.tuples(_HEADERS, st.booleans(), st.sampled_from([None, None, 0, 64, 4096])), max_size=20))
-def test_blocks_mean_the_same_as_to_another_decoder(blocks: list) -> None:
+def test_decoded_blocks_equal_those_of_hpack(blocks: list) -> None:
     encoder, other, ours = hpack.Encoder(), hpack.Decoder(), HeaderDecoder()
     for headers, huffman, size in blocks:
         if size is not None:
@@ -27,7 +27,7 @@ def test_blocks_mean_the_same_as_to_another_decoder(blocks: list) -> None:
 
 
 @given(_HEADERS)
-def test_a_block_that_leaves_the_table_is_known(headers: list) -> None:
+def test_block_without_table_change_is_cached(headers: list) -> None:
     decoder = hpack.Decoder()
     encoder = hpack.Encoder()
     for _ in range(2):
@@ -39,6 +39,6 @@ def test_a_block_that_leaves_the_table_is_known(headers: list) -> None:
 
 
 @given(st.binary(min_size=1, max_size=126), st.binary(max_size=126))
-def test_literals_are_read_as_they_were(name: bytes, value: bytes) -> None:
+def test_literals_are_decoded_unchanged(name: bytes, value: bytes) -> None:
     [found] = hpack.Decoder().decode(literal(name, value), raw=True)
     assert (bytes(found[0]), bytes(found[1])) == (name, value)

@@ -1,4 +1,4 @@
-"""Peers that would cost more than they may: they lose their connection, and nobody else notices."""
+"""Hostile peers: they lose their connection, and other peers are not affected."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ATTACKS = {
 
 @asynccontextmanager
 async def _attacked(port: int, attack: str) -> AsyncIterator[RawPeer]:
-    """A connection that an attack goes on over until it is closed."""
+    """A connection with a running attack, until it is closed."""
     async with raw_peer(port) as client:
         if attack == "empty data":
             await client.send(frame(frames.HEADERS, frames.END_HEADERS, 1, _BLOCK))
@@ -93,7 +93,7 @@ async def _attacked(port: int, attack: str) -> AsyncIterator[RawPeer]:
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_an_attack_ends_its_own_connection_and_no_other(attack: str) -> None:
+async def test_attack_ends_only_its_own_connection(attack: str) -> None:
     async with grpc_server() as (calls, port), peer(port) as other:
         begun = other.open(ECHO, b"before")
         await other.flush()
@@ -110,7 +110,7 @@ async def test_an_attack_ends_its_own_connection_and_no_other(attack: str) -> No
 
 
 async def _is_answered(port: int, sent: bytes) -> bool:
-    """Whether a peer who sends this first is answered a ping."""
+    """Return whether a peer that first sends these bytes still receives the answer to a ping."""
     async with raw_peer(port) as client:
         await client.send(sent, frame(frames.PING, 0, 0, b"the last"))
         while (found := await client.frame()) is not None:
@@ -120,7 +120,7 @@ async def _is_answered(port: int, sent: bytes) -> bool:
 
 
 @pytest.mark.parametrize(("attack", "many", "few"), [("rapid reset", 200, 1), ("pings", 20, 0)])
-async def test_who_connects_again_after_an_attack_may_do_little_more(attack: str, many: int, few: int) -> None:
+async def test_attacker_gains_little_by_a_new_connection(attack: str, many: int, few: int) -> None:
     sent = ATTACKS[attack][0]
     async with grpc_server() as (_, port), peer(port) as open_before:
         assert await _is_answered(port, b"".join(islice(sent(), many)))
@@ -154,7 +154,7 @@ def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_ticks")
-async def test_a_window_that_stays_shut_ends_its_stream_alone() -> None:
+async def test_closed_window_resets_only_its_stream() -> None:
     async with grpc_server() as (_, port), peer(port) as client:
         client.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
         await client.flush()
@@ -169,7 +169,7 @@ async def test_a_window_that_stays_shut_ends_its_stream_alone() -> None:
 
 
 @pytest.mark.usefixtures("quick_ticks")
-async def test_a_peer_that_reads_nothing_is_left() -> None:
+async def test_connection_is_closed_if_peer_does_not_read() -> None:
     async with grpc_server() as (calls, port), raw_peer(port) as client:
         await client.send(frames.settings({frames.INITIAL_WINDOW_SIZE: 2**31 - 1}), frames.window_update(0, 2**30))
         block = hpack.Encoder().encode(request(MANY))
@@ -182,7 +182,7 @@ async def test_a_peer_that_reads_nothing_is_left() -> None:
 
 @pytest.mark.usefixtures("quick_ticks")
 @pytest.mark.parametrize("sent", [b"", frames.PREFACE[:5], frames.PREFACE])
-async def test_a_connection_that_does_not_begin_is_closed(sent: bytes) -> None:
+async def test_connection_without_preface_is_closed(sent: bytes) -> None:
     async with grpc_server() as (_, port), raw_peer(port, greet=False) as client:
         await client.send(sent)
         while await client.frame() is not None:
@@ -190,7 +190,7 @@ async def test_a_connection_that_does_not_begin_is_closed(sent: bytes) -> None:
 
 
 @pytest.mark.usefixtures("quick_ticks")
-async def test_a_stream_that_brings_nothing_is_reset() -> None:
+async def test_stream_without_data_is_reset() -> None:
     async with grpc_server() as (calls, port), peer(port) as client:
         number = client.open(SILENT)
         await client.flush()
@@ -199,7 +199,7 @@ async def test_a_stream_that_brings_nothing_is_reset() -> None:
 
 
 @pytest.mark.usefixtures("quick_ticks")
-async def test_a_silent_peer_is_asked_and_then_left() -> None:
+async def test_silent_peer_is_pinged_then_disconnected() -> None:
     async with grpc_server() as (calls, port), raw_peer(port) as client:
         block = hpack.Encoder().encode(request(ECHO))
         await client.send(frame(frames.HEADERS, frames.END_HEADERS, 1, block), frame(frames.DATA, 0, 1, message(b"x")))
@@ -211,11 +211,11 @@ async def test_a_silent_peer_is_asked_and_then_left() -> None:
 
 
 def _left(allowance: Allowance) -> int:
-    """How much can be taken, which is then taken."""
+    """Take all tokens, and return their number."""
     return sum(1 for _ in takewhile(lambda _: allowance.take(), count()))
 
 
-def test_a_connection_earns_up_to_its_most() -> None:
+def test_tokens_of_a_connection_are_capped() -> None:
     allowances = Allowances(3, 0, 0.0)
     for _ in range(4):
         last = allowances.connected("a")
@@ -224,7 +224,7 @@ def test_a_connection_earns_up_to_its_most() -> None:
     assert _left(last) == 3
 
 
-def test_the_connections_of_an_address_have_together_what_four_may() -> None:
+def test_connections_of_an_address_share_tokens_of_four() -> None:
     now = [0.0]
     allowances = Allowances(10, 2, 1.0, lambda: now[0])
     four = [allowances.connected("a") for _ in range(4)]
@@ -239,7 +239,7 @@ def test_the_connections_of_an_address_have_together_what_four_may() -> None:
     assert _left(allowances.connected("b")) == 40
 
 
-def test_addresses_that_are_remembered_are_bounded() -> None:
+def test_number_of_kept_addresses_is_bounded() -> None:
     allowances = Allowances(10, 2, 0.0)
     spent = allowances.connected("a")
     assert _left(spent) == 40

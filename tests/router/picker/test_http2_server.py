@@ -74,7 +74,7 @@ async def test_calls_at_once_do_not_mix(channel: grpc.Channel, server: tuple[Cal
         (CRASH, b"", grpc.StatusCode.INTERNAL),
     ],
 )
-async def test_a_call_that_cannot_be_served(
+async def test_invalid_call_ends_with_its_status(
     channel: grpc.Channel, path: str, sent: bytes, code: grpc.StatusCode
 ) -> None:
     call = GrpcCall(channel, path)
@@ -91,7 +91,7 @@ async def test_compressed_messages_are_refused(server: tuple[Calls, int]) -> Non
         assert (await call.status())[0] is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_call_that_is_cancelled_is_over(channel: grpc.Channel, server: tuple[Calls, int]) -> None:
+async def test_cancelled_call_is_closed(channel: grpc.Channel, server: tuple[Calls, int]) -> None:
     call = GrpcCall(channel, ECHO)
     call.write(b"x")
     await call.read()
@@ -103,7 +103,7 @@ async def test_a_call_that_is_cancelled_is_over(channel: grpc.Channel, server: t
 # Frames, by h2
 
 
-async def test_a_message_in_any_parts(server: tuple[Calls, int]) -> None:
+async def test_message_is_received_in_any_parts(server: tuple[Calls, int]) -> None:
     async with peer(server[1]) as client:
         number = client.open(ECHO)
         whole = message(b"abc") + message(b"") + message(b"defgh")
@@ -125,7 +125,7 @@ async def test_half_a_message_is_an_error(server: tuple[Calls, int]) -> None:
         assert (await client.answer(number))[1]["grpc-status"] == "13"
 
 
-async def test_what_is_not_grpc_is_415(server: tuple[Calls, int]) -> None:
+async def test_request_without_grpc_is_refused_with_415(server: tuple[Calls, int]) -> None:
     async with peer(server[1]) as client:
         headers = [*request(ECHO)[:4], ("content-type", "text/plain")]
         client.h2.send_headers(1, headers, end_stream=True)
@@ -141,14 +141,14 @@ async def test_trailers_of_the_peer_end_its_side(server: tuple[Calls, int]) -> N
         assert (await client.answer(number))[0] == message(b"x")
 
 
-async def test_a_ping_is_answered(server: tuple[Calls, int]) -> None:
+async def test_ping_is_answered(server: tuple[Calls, int]) -> None:
     async with peer(server[1]) as client:
         client.h2.ping(b"12345678")
         await client.flush()
         assert (await client.until(h2.events.PingAckReceived)).ping_data == b"12345678"
 
 
-async def test_headers_that_change_with_every_call(server: tuple[Calls, int]) -> None:
+async def test_changing_headers_are_decoded(server: tuple[Calls, int]) -> None:
     async with peer(server[1]) as client:
         for turn in range(300):
             number = client.h2.get_next_available_stream_id()
@@ -179,7 +179,7 @@ async def test_answers_wait_for_windows(server: tuple[Calls, int]) -> None:
         await client.until(h2.events.StreamEnded, number)
 
 
-async def test_a_server_that_stops_says_so_and_lets_calls_end() -> None:
+async def test_stopping_server_announces_it_and_finishes_calls() -> None:
     stopping = grpc_server(stop_seconds=10)
     calls, port = await stopping.__aenter__()
     async with asyncio.timeout(60), raw_peer(port) as client:
@@ -203,7 +203,7 @@ async def test_a_server_that_stops_says_so_and_lets_calls_end() -> None:
         await stopped
 
 
-async def test_a_peers_goaway_lets_its_calls_end(server: tuple[Calls, int]) -> None:
+async def test_calls_finish_after_goaway_of_the_peer(server: tuple[Calls, int]) -> None:
     async with raw_peer(server[1]) as client:
         block = hpack.Encoder().encode(request(ECHO))
         await client.send(
@@ -220,7 +220,7 @@ async def test_a_peers_goaway_lets_its_calls_end(server: tuple[Calls, int]) -> N
     assert not server[0].open
 
 
-async def test_as_many_streams_as_were_allowed(server: tuple[Calls, int]) -> None:
+async def test_streams_up_to_the_limit_are_served(server: tuple[Calls, int]) -> None:
     async with raw_peer(server[1]) as client:
         block = hpack.Encoder().encode(request(SILENT))
         for number in range(1, 2 * MOST_STREAMS + 3, 2):
@@ -295,7 +295,7 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-async def test_what_is_forbidden_is_answered_by_its_code(server: tuple[Calls, int], name: str) -> None:
+async def test_protocol_violation_is_answered_by_its_error_code(server: tuple[Calls, int], name: str) -> None:
     data, code = FORBIDDEN[name]
     async with raw_peer(server[1], greet=name not in ("no preface", "no settings first")) as client:
         await client.send(data)

@@ -11,7 +11,7 @@ from router.picker.state import Deadlines
 pytestmark = pytest.mark.anyio
 
 
-async def test_who_is_late_is_called_in_turn_and_who_is_dropped_is_not() -> None:
+async def test_deadlines_are_called_in_order_unless_dropped() -> None:
     called: list[str] = []
     done = asyncio.Event()
     deadlines = Deadlines(0.02)

@@ -31,7 +31,7 @@ def test_numbers(number: int) -> None:
 
 
 @given(_TEXTS, st.integers(0, 10**9), _HEADERS, _HEADERS, st.none() | st.just("/prefix/v1?a=b"))
-def test_a_routed_request(endpoints: str, number: int, before: list, after: list, path: str | None) -> None:
+def test_encoded_decision_for_headers(endpoints: str, number: int, before: list, after: list, path: str | None) -> None:
     routed = ours.Routed(endpoints, str(number), before, after, path, [(b"x-said", b"value")])
     found = _read(routed.to_headers())
     common = found.request_headers.response
@@ -46,7 +46,7 @@ def test_a_routed_request(endpoints: str, number: int, before: list, after: list
 
 
 @given(st.none() | st.binary(max_size=1000))
-def test_a_routed_request_as_the_answer_to_its_body(body: bytes | None) -> None:
+def test_encoded_decision_for_a_body(body: bytes | None) -> None:
     found = _read(ours.Routed("1.2.3.4:5", "6", [], [(b"a", b"b")], None, []).to_body(body))
     common = found.request_body.response
     assert common.HasField("body_mutation") == (body is not None)
@@ -66,7 +66,7 @@ def test_bodies_in_parts(size: int, ends: bool) -> None:
 
 
 @given(_HEADERS, _HEADERS, st.booleans())
-def test_an_answers_headers(before: list, after: list, less: bool) -> None:
+def test_encoded_response_headers(before: list, after: list, less: bool) -> None:
     found = _read(ours.response_headers(before, after, ours.NO_RESPONSE_BODY if less else b""))
     new = [header for header in after if header not in before]
     assert _set(found.response_headers.response.header_mutation) == new
@@ -76,13 +76,13 @@ def test_an_answers_headers(before: list, after: list, less: bool) -> None:
 
 
 @given(st.integers(100, 599), _HEADERS, st.binary(max_size=500), _TEXTS)
-def test_an_immediate_answer(status: int, headers: list, body: bytes, details: str) -> None:
+def test_encoded_immediate_response(status: int, headers: list, body: bytes, details: str) -> None:
     found = _read(ours.immediate(status, headers, body, details)).immediate_response
     assert (found.status.code, found.body, found.details) == (status, body, details)
     assert _set(found.headers) == [header for header in headers if header[0] != b"content-length"]
 
 
-def test_answers_that_change_nothing() -> None:
+def test_encoded_responses_without_changes() -> None:
     kept = {
         ours.KEEP_REQUEST_HEADERS: "request_headers",
         ours.KEEP_REQUEST_TRAILERS: "request_trailers",

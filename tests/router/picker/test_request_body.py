@@ -9,7 +9,7 @@ from router.auth import ArrivingBodies
 from router.picker.request_body import RequestBody
 
 
-def test_all_bodies_that_arrive_are_bounded_together() -> None:
+def test_arriving_bodies_share_one_limit() -> None:
     arrivals = ArrivingBodies(100)
     first, second = RequestBody(arrivals), RequestBody(arrivals)
     first.add(b"x" * 60)

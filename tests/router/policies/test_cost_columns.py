@@ -103,7 +103,7 @@ counts = st.integers(0, 2**31)
     infinite=st.sets(st.integers(0, 69)),
 )
 @pytest.mark.skipif("native" not in CORES, reason="the native core was not built")
-def test_the_native_columns_are_their_twins(
+def test_native_columns_equal_the_python_columns(
     rows: list[tuple[float, float, int]], tokens: int, least: int, near: float, infinite: set[int]
 ) -> None:
     from indexer import _native

@@ -1,4 +1,4 @@
-"""What other routers do, as alternatives."""
+"""Policies of other routers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_round_robin_takes_turns() -> None:
         assert min(decision.costs, key=lambda cost: cost.total).candidate is decision.chosen
 
 
-def test_round_robin_goes_on_when_a_candidate_is_lost() -> None:
+def test_round_robin_continues_after_a_lost_candidate() -> None:
     policy = RoundRobin()
     chosen(policy, [candidate("a"), candidate("b"), candidate("c")])
     assert {chosen(policy, [candidate("a"), candidate("b")]) for _ in range(2)} == {"a", "b"}
@@ -93,7 +93,7 @@ def test_removed_target_moves_only_its_sessions() -> None:
         assert after == home or home == "d"
 
 
-def test_a_session_leaves_a_target_with_more_than_its_share() -> None:
+def test_session_leaves_an_overloaded_target() -> None:
     """With 40 requests in flight on four targets, one may have 13."""
     policy = session_affinity(Random(0))
     home = chosen(policy, [candidate(name) for name in "abcd"], session="ann")

@@ -1,4 +1,4 @@
-"""The default policy: where a request goes, given what every candidate holds and has to do."""
+"""The default policy: the chosen candidate, given the overlap and the load of each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kv(seed: int = 0) -> Policy:
     return kv_aware(WEIGHTS, Random(seed))
 
 
-def test_the_terms_of_the_cost_by_hand() -> None:
+def test_terms_of_the_cost() -> None:
     terms = kv_cost(candidate("w", overlap=600, requests=5, pending=300, context=8000), 1000, WEIGHTS)
     assert terms == {
         "pending": 300,
@@ -76,18 +76,18 @@ def test_costs_near_the_lowest_can_count_as_tied() -> None:
     ("pending", "worker"),
     [(0, "holder"), (1000, "holder"), (1799, "holder"), (1801, "idle"), (5000, "idle")],
 )
-def test_a_prefix_stays_together_until_the_queue_costs_more_than_the_prefill(pending: int, worker: str) -> None:
+def test_prefix_moves_once_queueing_costs_more_than_prefill(pending: int, worker: str) -> None:
     """900 tokens saved, charged twice, are worth a queue of 1800."""
     assert chosen(kv(), [candidate("holder", overlap=900, pending=pending), candidate("idle")]) == worker
 
 
-def test_requests_in_flight_make_uncached_tokens_dearer_and_cached_ones_not() -> None:
+def test_requests_in_flight_raise_only_the_cost_of_uncached_tokens() -> None:
     busy = {"requests": 10}
     assert chosen(kv(), [candidate("busy", **busy), candidate("idle")]) == "idle"
     assert chosen(kv(), [candidate("busy", overlap=1000, **busy), candidate("idle")]) == "busy"
 
 
-def test_the_context_of_others_counts() -> None:
+def test_context_of_other_requests_counts() -> None:
     assert chosen(kv(), [candidate("full", context=10_000), candidate("empty")]) == "empty"
 
 
@@ -132,7 +132,7 @@ def test_tokens_count_unless_the_rates_of_all_are_known() -> None:
     assert terms["prefill"] == 1000
 
 
-def test_the_terms_in_seconds_by_hand() -> None:
+def test_terms_in_seconds() -> None:
     rates = Rates(step=0.01, token=1e-4, attention=1e-8, context_token=1e-7)
     c = Candidate(Target("w", 0, "m"), 1000, requests=4, context=20_000, backlog=0.7, eviction=0.25, rates=rates)
     prefill = 1e-4 * 9000 + 1e-8 * 9000 * 5500 + 2 * (0.01 + 1e-7 * 20_000 + 1e-4 * 4)
@@ -186,7 +186,7 @@ def test_more_to_do_never_costs_less(
 
 
 @given(candidates_lists, st.integers(1, 100_000), weights)
-def test_the_cost_is_the_sum_of_the_terms(candidates: list[Candidate], tokens: int, weights: KvWeights) -> None:
+def test_cost_is_the_sum_of_its_terms(candidates: list[Candidate], tokens: int, weights: KvWeights) -> None:
     policy = kv_aware(weights, Random(1))
     for candidate in candidates:
         cost = policy.cost(*policy.line(candidate), tokens, candidate.overlap, candidate.cpu, candidate.disk)

@@ -96,7 +96,7 @@ def test_rates_follow_a_changed_worker() -> None:
     assert learner.rates.token == pytest.approx(START.token, rel=0.2)
 
 
-def test_workers_alike_are_not_told_apart() -> None:
+def test_similar_workers_share_rates() -> None:
     clock = Clock()
     table = RateTable(START, clock)
     for worker in "ab":
@@ -117,7 +117,7 @@ def test_new_worker_uses_rates_of_its_model() -> None:
     assert table.likely("new", "m") == table.learner("new", "m").rates
 
 
-def test_unlike_workers_have_their_own_rates_and_the_unknown_those_of_the_slowest() -> None:
+def test_different_workers_have_own_rates_and_unknown_ones_the_slowest() -> None:
     clock = Clock()
     table = RateTable(START, clock)
     show(table.learner("slow", "m"), Rates(token=1e-4), Random(1))

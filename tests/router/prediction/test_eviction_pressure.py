@@ -1,4 +1,4 @@
-"""What evictions cost, by what is asked for again."""
+"""The price of evictions, by the share of evicted blocks that are requested again."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def pressure(clock: Clock) -> EvictionPressure:
     return pressure
 
 
-def test_what_is_evicted_and_never_asked_for_costs_nothing(pressure: EvictionPressure) -> None:
+def test_eviction_of_unrequested_blocks_costs_nothing(pressure: EvictionPressure) -> None:
     pressure.routed(PROMPT, 0)
     pressure.removed({A: TOKENS, B: 0})
     assert pressure.price() == 0
 
 
-def test_what_is_still_held_is_not_lost(pressure: EvictionPressure) -> None:
+def test_blocks_still_cached_are_not_counted_as_lost(pressure: EvictionPressure) -> None:
     pressure.routed(PROMPT, 0)
     pressure.removed({A: 10 * TOKENS, B: 0})
     pressure.routed(PROMPT, TOKENS)
     assert pressure.price() == 0
 
 
-def test_the_price_is_the_odds_that_what_is_evicted_is_asked_for_again(pressure: EvictionPressure) -> None:
+def test_price_is_the_chance_of_a_repeated_request(pressure: EvictionPressure) -> None:
     pressure.routed(PROMPT, 0)
     pressure.removed({A: 4 * TOKENS, B: 0})
     pressure.routed(PROMPT, 0)
@@ -53,7 +53,7 @@ def test_the_price_is_the_odds_that_what_is_evicted_is_asked_for_again(pressure:
     assert pressure.price() == pytest.approx(0.375 / 0.625)
 
 
-def test_a_few_evictions_say_little(pressure: EvictionPressure) -> None:
+def test_few_evictions_barely_change_the_price(pressure: EvictionPressure) -> None:
     pressure.routed(PROMPT[:STRIDE], 0)
     pressure.removed({A: UNIT, B: 0})
     pressure.routed(PROMPT[:STRIDE], 0)
@@ -69,7 +69,7 @@ def test_old_losses_fade(pressure: EvictionPressure, clock: Clock) -> None:
     assert pressure.price() < before / 100
 
 
-def test_only_who_evicted_lately_evicts(pressure: EvictionPressure, clock: Clock) -> None:
+def test_only_recent_evictions_make_a_target_full(pressure: EvictionPressure, clock: Clock) -> None:
     assert not pressure.evicting(A)
     pressure.removed({A: 100, B: 0})
     assert pressure.evicting(A)
@@ -78,18 +78,18 @@ def test_only_who_evicted_lately_evicts(pressure: EvictionPressure, clock: Clock
     assert not pressure.evicting(A)
 
 
-def test_who_does_not_tell_is_taken_to_evict(pressure: EvictionPressure) -> None:
+def test_target_without_counters_is_assumed_to_evict(pressure: EvictionPressure) -> None:
     assert pressure.evicting(Target("silent", 0, "m"))
 
 
-def test_while_nobody_tells_evictions_have_no_price(clock: Clock) -> None:
+def test_evictions_have_no_price_without_counters(clock: Clock) -> None:
     pressure = EvictionPressure(CHUNK, STRIDE, clock=clock)
     pressure.routed(PROMPT, 0)
     pressure.routed(PROMPT, 0)
     assert pressure.price() == 0
 
 
-def test_a_counter_that_begins_anew_is_no_eviction(pressure: EvictionPressure) -> None:
+def test_counter_reset_is_no_eviction(pressure: EvictionPressure) -> None:
     pressure.removed({A: 5000})
     pressure.removed({A: 10, B: 70})
     assert not pressure.evicting(B)
@@ -99,7 +99,7 @@ hash_lists = st.lists(st.integers(0, 40), max_size=60)
 
 
 @given(st.lists(st.tuples(hash_lists, st.integers(0, 5000)), max_size=20), st.lists(st.integers(0, 10**6), max_size=5))
-def test_the_price_is_bounded_and_so_is_the_memory(prompts: list[tuple[list[int], int]], removed: list[int]) -> None:
+def test_price_and_memory_are_bounded(prompts: list[tuple[list[int], int]], removed: list[int]) -> None:
     pressure = EvictionPressure(CHUNK, stride=2, remembered=8, clock=Clock())
     for count in removed:
         pressure.removed({A: count})

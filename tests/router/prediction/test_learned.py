@@ -1,4 +1,4 @@
-"""What is learned of streamed answers and of the index's counters."""
+"""Learning from streamed answers and from the index's counters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_streamed_answers_tell_how_fast_a_worker_is_and_how_long_answers_are(clo
     assert learned.outputs.expected("m", None) == pytest.approx(40, rel=0.2)
 
 
-def test_a_prompt_that_waited_behind_another_tells_nothing_of_prefill(clock: Clock) -> None:
+def test_queued_prompt_does_not_change_the_prefill_rate(clock: Clock) -> None:
     learned = Learned(Rates(), clock)
     for number in range(100):
         answer(learned, clock, 500 + 100 * number, waiting=1)
@@ -50,7 +50,7 @@ def test_a_prompt_that_waited_behind_another_tells_nothing_of_prefill(clock: Clo
     assert not learner.learned
 
 
-def test_an_answer_that_never_began_tells_nothing(clock: Clock) -> None:
+def test_answer_without_first_byte_is_ignored(clock: Clock) -> None:
     learned = Learned(Rates(), clock)
     before = learned.outputs.expected("m", None)
     learned.timing(Candidate(TARGET), 100).end(5)

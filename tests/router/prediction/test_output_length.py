@@ -1,4 +1,4 @@
-"""How long answers are expected to be."""
+"""Expected length of answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from router.prediction.learned import OutputLengths
 
 
-def test_the_mean_of_a_model_is_learned() -> None:
+def test_mean_output_of_a_model_is_learned() -> None:
     lengths = OutputLengths()
     guess = lengths.expected("m", None)
     for _ in range(1000):
@@ -16,7 +16,7 @@ def test_the_mean_of_a_model_is_learned() -> None:
     assert lengths.expected("other", None) == guess
 
 
-def test_a_request_bounds_what_is_expected_of_it() -> None:
+def test_limit_of_a_request_bounds_its_expected_output() -> None:
     lengths = OutputLengths()
     assert lengths.expected("m", 5) == 5
     assert lengths.expected("m", 100_000) == lengths.expected("m", None)

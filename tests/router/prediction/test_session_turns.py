@@ -1,4 +1,4 @@
-"""How many turns sessions have."""
+"""Expected number of turns of sessions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from router.prediction.learned import SessionTurns
 
 
 @pytest.mark.parametrize(("turns", "expected"), [(1, 1.0), (2, 2.0), (5, 5.0), (40, 8.0)])
-def test_each_turn_finds_what_was_said_before(turns: int, expected: float) -> None:
+def test_each_turn_finds_its_session(turns: int, expected: float) -> None:
     learned = SessionTurns()
     assert learned.expected("m") == 1.0
     for number in range(3000):  # each turn says as much as the others
@@ -18,7 +18,7 @@ def test_each_turn_finds_what_was_said_before(turns: int, expected: float) -> No
     assert learned.expected("other") == 1.0
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
+def test_old_sessions_are_dropped() -> None:
     learned = SessionTurns()
     for cached, count in ((0, 10_000), (500, 3000)):
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""What is predicted of promises, and which candidate a promised request goes to."""
+"""Predictions for SLOs, and the candidate that a request with an SLO gets."""
 
 from __future__ import annotations
 
@@ -59,16 +59,14 @@ def test_cheapest_candidate_that_meets_its_slo_and_breaks_no_other_wins(
 
 
 @pytest.mark.parametrize(("others", "goes"), [(0.0, "near"), (0.3, "near"), (1.0, "far")])
-def test_what_was_promised_nothing_breaks_no_promise_of_others_unless_that_costs_it_much(
-    others: float, goes: str
-) -> None:
+def test_request_without_slo_avoids_breaking_others_up_to_a_cost(others: float, goes: str) -> None:
     decision = decided(Candidate(NEAR, overlap=400), Candidate(FAR))
     predictions = [prediction(9.0, 9.0, others), prediction(99.0, 99.0)]
     place = choose_for_slo(decision, predictions, NO_SLO, 0.0, slo_miss_cost=5_000)
     assert decision.candidates[place].target.worker == goes
 
 
-def test_what_is_refused_when_late_goes_where_it_is_in_time_whatever_that_costs() -> None:
+def test_refusable_request_gets_a_target_in_time_at_any_cost() -> None:
     decision = decided(Candidate(NEAR), Candidate(FAR, pending=10**6))
     predictions = [prediction(2.0), prediction(0.5)]
     for refuses_late, place in ((False, 0), (True, 1)):
@@ -77,7 +75,7 @@ def test_what_is_refused_when_late_goes_where_it_is_in_time_whatever_that_costs(
 
 
 @pytest.mark.parametrize(("turns", "goes"), [(1.0, "near"), (8.0, "far")])
-def test_a_session_leaves_its_prefix_for_the_promises_of_all_its_turns(turns: float, goes: str) -> None:
+def test_session_leaves_its_prefix_for_the_slos_of_all_turns(turns: float, goes: str) -> None:
     decision = decided(Candidate(NEAR, overlap=20_000), Candidate(FAR))
     predictions = [prediction(0.1, others=0.5), prediction(0.2)]
     for slo, there in ((SLO(1.0, 0.05, 0.0), goes), (NO_SLO, "near")):
@@ -102,7 +100,7 @@ def test_ratios_forget_the_oldest() -> None:
     assert ratios.at_most(KEPT + 9.0) == 1.0
 
 
-def test_forecasts_are_put_right_by_what_came() -> None:
+def test_predictions_are_corrected_by_measurements() -> None:
     clock = 0.0
     predictions = Predictions(RateTable(Rates(), lambda: clock), clock=lambda: clock)
     candidate = Candidate(NEAR)
@@ -124,7 +122,7 @@ def test_forecasts_are_put_right_by_what_came() -> None:
     assert predictions.of(Candidate(FAR), 1000, 100, 0.0).ttft.expected == pytest.approx(now.ttft.expected)
 
 
-def test_prefills_slow_what_decodes_beside_them_and_break_its_promises() -> None:
+def test_prefills_slow_concurrent_decodes_and_break_their_slos() -> None:
     clock = 0.0
     predictions = Predictions(RateTable(Rates(), lambda: clock), clock=lambda: clock)
     candidate, prompt = Candidate(NEAR, requests=1, context=4000), 50_000
@@ -142,23 +140,23 @@ def test_prefills_slow_what_decodes_beside_them_and_break_its_promises() -> None
     assert 0.05 < predictions.of(candidate, prompt, 100, 0.0).others_missed < kept.others_missed
     end(False)
     clock += 100
-    assert 0 < predictions.of(candidate, prompt, 100, 0.0).others_missed < kept.others_missed  # without a promise
+    assert 0 < predictions.of(candidate, prompt, 100, 0.0).others_missed < kept.others_missed  # without an SLO
     assert predictions.of(Candidate(NEAR), prompt, 100, 0.0).others_missed == 0
     predictions.forget("near")
     assert predictions.of(candidate, 100, 100, 0.0).tpot.expected == pytest.approx(quiet)
 
 
-def test_what_is_promised_loosely_is_hardly_ever_broken_by_a_prompt() -> None:
+def test_loose_slo_is_hardly_broken_by_a_prefill() -> None:
     strict, loose = ({tpot: 10} for tpot in (0.05, 0.2))
     for before in (0.03, 0.05, 0.06):
         assert expected_misses(loose, 0, before, 1.1 * before) < 0.4 * expected_misses(strict, 0, before, 1.1 * before)
     assert expected_misses(strict, 0, 0.1, 0.11) < expected_misses(loose, 0, 0.1, 0.11)  # there is less to lose
     assert expected_misses(strict, 10, 0.05, 0.05) == 0
-    # An answer without a promise counts half of one that was promised what it has.
+    # An answer without an SLO counts half of one whose SLO is its current latency.
     assert expected_misses({}, 20, 0.05, 0.055) == pytest.approx(expected_misses(strict, 0, 0.05, 0.055))
 
 
-def test_a_worker_that_only_computes_prompts_decodes_slowly_but_not_never() -> None:
+def test_prefill_worker_has_a_slow_decode_rate() -> None:
     step = step_by_rates(Candidate(NEAR), Rates(), 1, 1)
     assert step < tpot_by_rates(step, prefill_share=3.0) < 1
 
@@ -189,7 +187,7 @@ def test_promises_are_read_from_headers_and_classes() -> None:
         ("models: {m: {service_level: fast}}", r"models\.m\.service_level: 'fast' is not defined"),
     ],
 )
-def test_classes_that_cannot_be_are_named(tmp_path: Path, given: str, found: str) -> None:
+def test_error_names_an_invalid_service_level(tmp_path: Path, given: str, found: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(given)
     with pytest.raises(ConfigError, match=found):

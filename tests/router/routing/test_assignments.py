@@ -1,4 +1,4 @@
-"""What a router's candidates are from request to request: a real router over workers that nobody asks."""
+"""Candidates from request to request: a real router over workers that receive no requests."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def long_prompt(tokens: int) -> RoutedPrompt:
 
 
 def nobody_comes(routing: Routing, fleet: Fleet, seconds: float) -> None:
-    """For so long; meanwhile the fleet changes."""
+    """Choose before and after `seconds` seconds without requests, while the fleet changes."""
     now = time.monotonic()
     for later in (0, seconds):
         routing.selector.choose(prompt(1), now=now + later)
@@ -89,7 +89,7 @@ def nobody_comes(routing: Routing, fleet: Fleet, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("idle_seconds", [5, 600])
-def test_while_there_is_time_to_spare_nobody_is_held_for_one_worker_while_another_is_free(idle_seconds: int) -> None:
+def test_request_is_not_held_for_a_busy_worker_while_another_is_idle(idle_seconds: int) -> None:
     async def play(routing: Routing, fleet: Fleet) -> None:
         first, second = fleet.workers
         nobody_comes(routing, fleet, idle_seconds)
@@ -116,9 +116,7 @@ def test_while_there_is_time_to_spare_nobody_is_held_for_one_worker_while_anothe
 
 
 @pytest.mark.parametrize(("idle_seconds", "goes_to"), [(5, 0), (600, 1)])
-def test_while_there_is_time_to_spare_a_free_worker_is_taken_before_one_whose_prefill_is_nearly_done(
-    idle_seconds: int, goes_to: int
-) -> None:
+def test_idle_worker_is_preferred_to_a_prefill_that_ends_soon(idle_seconds: int, goes_to: int) -> None:
     async def play(routing: Routing, fleet: Fleet) -> None:
         first, second = fleet.workers
         nobody_comes(routing, fleet, idle_seconds)
@@ -140,11 +138,11 @@ def test_while_there_is_time_to_spare_a_free_worker_is_taken_before_one_whose_pr
 
 
 @pytest.mark.parametrize(("cached", "goes_to"), [(False, 0), (True, 1)])
-def test_where_sessions_have_many_turns_one_leaves_its_prefix_rather_than_break_promises_again_and_again(
-    cached: bool, goes_to: int
-) -> None:
-    """Beside it a hundred answers were promised 25 ms a token, about what they have. Its new tokens slow them a little,
-    at each turn. That their prompts are `cached` tells of sessions with many turns."""
+def test_session_with_many_turns_leaves_its_prefix_for_its_slos(cached: bool, goes_to: int) -> None:
+    """A hundred concurrent answers have an SLO of 25 ms a token, and about this latency.
+
+    The new tokens of the session slow them a little at each turn. `cached` prompts imply sessions with many turns.
+    """
 
     async def play(routing: Routing, fleet: Fleet) -> None:
         second = fleet.workers[1]
@@ -161,7 +159,7 @@ def test_where_sessions_have_many_turns_one_leaves_its_prefix_rather_than_break_
     with_router(play)
 
 
-def test_what_was_sent_is_expected_until_it_failed() -> None:
+def test_sent_prefix_is_expected_until_its_request_fails() -> None:
     async def play(routing: Routing, _: Fleet) -> None:
         ended, failed = routing.placement.place(prompt(1)), routing.placement.place(prompt(1))
         assert failed.worker is ended.worker
@@ -180,7 +178,7 @@ def test_what_was_sent_is_expected_until_it_failed() -> None:
     with_router(play)
 
 
-def test_a_block_that_is_computed_again_is_not_promised() -> None:
+def test_recomputed_block_is_not_predicted() -> None:
     draft_blocks = DraftBlockCorrections()
 
     async def play(routing: Routing, _: Fleet) -> None:
@@ -192,7 +190,7 @@ def test_a_block_that_is_computed_again_is_not_promised() -> None:
     with_router(play, draft_blocks=draft_blocks)
 
 
-def test_a_decision_keeps_what_it_was_made_with() -> None:
+def test_decision_keeps_its_candidates() -> None:
     async def play(routing: Routing, _: Fleet) -> None:
         first = routing.placement.place(prompt(1))
         made = first.decision
@@ -209,7 +207,7 @@ def test_a_decision_keeps_what_it_was_made_with() -> None:
     with_router(play)
 
 
-def test_loads_count_by_what_a_worker_can_bear() -> None:
+def test_load_is_scaled_by_weight() -> None:
     async def play(routing: Routing, _: Fleet) -> None:
         for _number in range(4):
             routing.placement.place(prompt(1))
@@ -219,7 +217,7 @@ def test_loads_count_by_what_a_worker_can_bear() -> None:
     with_router(play, weight=2.0)
 
 
-def test_what_is_held_counts_for_its_worker_whoever_is_left_out() -> None:
+def test_overlap_counts_if_other_workers_are_excluded() -> None:
     async def play(routing: Routing, fleet: Fleet) -> None:
         held = {worker: 16 * (number + 1) for number, worker in enumerate(fleet.workers)}
         for worker, tokens in held.items():
@@ -241,7 +239,7 @@ def _but(fleet: Fleet, worker: Worker) -> list[Worker]:
     return [each for each in fleet.workers if each is not worker]
 
 
-def test_workers_that_come_and_go_are_candidates_at_once() -> None:
+def test_added_and_removed_workers_change_candidates_at_once() -> None:
     async def play(routing: Routing, fleet: Fleet) -> None:
         assert set(candidates(routing, prompt(1))) == set(URLS)
         fleet.report_failure(fleet.workers[0], "gone")
@@ -257,7 +255,7 @@ def test_workers_that_come_and_go_are_candidates_at_once() -> None:
     with_router(play)
 
 
-def test_what_other_routers_have_there_counts_as_soon_as_it_is_told() -> None:
+def test_peer_load_counts_at_once() -> None:
     peer_load = PeerLoad(5.0, 2.0)
 
     async def play(routing: Routing, _: Fleet) -> None:
@@ -272,7 +270,7 @@ def test_what_other_routers_have_there_counts_as_soon_as_it_is_told() -> None:
     with_router(play, peer_load)
 
 
-def test_a_worker_that_fails_is_chosen_again_once_it_is_the_only_one() -> None:
+def test_failed_worker_is_chosen_if_it_is_the_only_one() -> None:
     async def play(routing: Routing, fleet: Fleet) -> None:
         fleet.workers[0].health.circuit.open("it fails")
         assert set(candidates(routing, prompt(1))) == {URLS[1]}
@@ -286,7 +284,7 @@ def test_a_worker_that_fails_is_chosen_again_once_it_is_the_only_one() -> None:
     with_router(play)
 
 
-def test_a_rank_that_hangs_is_left_out_alone() -> None:
+def test_only_the_hanging_rank_is_ejected() -> None:
     async def play(routing: Routing, fleet: Fleet) -> None:
         for worker in fleet.workers:
             worker.describe(
@@ -309,7 +307,7 @@ def test_prompts_in_flight_are_the_same_where_their_images_are() -> None:
     packed = prompt(1).token_ids[0]
 
     def about(*names: str) -> RoutedPrompt:
-        """The tokens of each half stand for one image."""
+        """Return a prompt whose halves are the tokens of one image each."""
         half = len(packed) // 2
         spans = [MediaSpan(number * half, (number + 1) * half, name) for number, name in enumerate(names)]
         tokens = PackedPrompt(packed.tokens, tuple(spans))
@@ -327,7 +325,7 @@ def test_prompts_in_flight_are_the_same_where_their_images_are() -> None:
     with_router(play)
 
 
-def test_prompts_that_were_read_for_a_recording_are_placed_by_load_after_its_end() -> None:
+def test_prompts_are_placed_by_load_after_the_end_of_a_recording() -> None:
     async def play(routing: Routing, _: Fleet) -> None:
         assert not routing.reader.needs_prompts
         routing.reader.require_prompts(True)
@@ -340,7 +338,7 @@ def test_prompts_that_were_read_for_a_recording_are_placed_by_load_after_its_end
     with_router(play, policy=PolicyName.LEAST_LOADED)
 
 
-def test_a_worker_that_serves_something_else_or_bears_more_is_seen_as_it_is_now() -> None:
+def test_changed_model_or_weight_of_a_worker_counts_at_once() -> None:
     async def play(routing: Routing, fleet: Fleet) -> None:
         placed = [routing.placement.place(prompt(1)) for _ in range(4)]
         assert sorted(each.requests for each in candidates(routing, prompt(1)).values()) == [0, 4]
@@ -361,7 +359,7 @@ def test_a_worker_that_serves_something_else_or_bears_more_is_seen_as_it_is_now(
     with_router(play)
 
 
-def test_loads_told_while_nobody_asked_for_a_name_count_when_somebody_does() -> None:
+def test_loads_before_the_first_request_of_a_model_count() -> None:
     peer_load = PeerLoad(5.0, 2.0)
 
     async def play(routing: Routing, fleet: Fleet) -> None:
@@ -377,7 +375,7 @@ def test_loads_told_while_nobody_asked_for_a_name_count_when_somebody_does() -> 
     with_router(play, peer_load)
 
 
-def test_what_came_by_other_ways_counts_as_soon_as_the_engine_tells_of_it() -> None:
+def test_requests_in_engine_metrics_count_at_once() -> None:
     async def play(routing: Routing, fleet: Fleet) -> None:
         assert candidates(routing, prompt(1))[URLS[0]].requests == 0
         worker = fleet.workers[0]
@@ -391,13 +389,13 @@ def test_what_came_by_other_ways_counts_as_soon_as_the_engine_tells_of_it() -> N
 
 
 def chosen(routing: Routing, times: int) -> Counter[str]:
-    """How often each worker is chosen."""
+    """Return the number of selections of each worker."""
     choices = [routing.selector.choose(prompt(number)) for number in range(times)]
     return Counter(choice.worker.url for choice in choices if choice is not None)
 
 
 @pytest.mark.parametrize("policy", [PolicyName.ROUND_ROBIN, PolicyName.RANDOM])
-def test_turns_pass_over_workers_that_are_down_drain_or_are_ejected(policy: PolicyName) -> None:
+def test_turns_skip_workers_that_are_down_draining_or_ejected(policy: PolicyName) -> None:
     async def play(routing: Routing, fleet: Fleet) -> None:
         first, second = fleet.workers
         assert set(chosen(routing, 100)) == set(URLS)

@@ -1,4 +1,4 @@
-"""What each way of disaggregation sends to the two workers, field by field."""
+"""Bodies for the prefill and decode workers, for each disaggregation adapter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sent(body: bytes) -> dict[str, Any]:
     return dict(json.loads(body))
 
 
-def test_sglang_sends_both_to_one_room() -> None:
+def test_sglang_uses_one_room_for_both_workers() -> None:
     adapter = made(Sglang)
     prefill, decode = sent(adapter.prefill().body), sent(adapter.decode(b"").body)
     assert prefill == decode
@@ -53,7 +53,7 @@ def test_sglang_sends_both_to_one_room() -> None:
 
 
 @given(st.integers(1, 64), st.data())
-def test_sglang_rooms_are_those_of_the_rank(size: int, data: st.DataObject) -> None:
+def test_sglang_rooms_map_to_the_dp_rank(size: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, size - 1))
     prompts = data.draw(st.integers(1, 3))
     body = json.dumps({"prompt": ["x"] * prompts}).encode()
@@ -69,7 +69,7 @@ def test_sglang_rooms_are_those_of_the_rank(size: int, data: st.DataObject) -> N
     ("prompt", "rooms"),
     [("x", None), ([1, 2], None), (["x"], 1), ([[1], [2]], 2), ([], None)],
 )
-def test_a_batch_has_a_room_for_each_prompt(prompt: Any, rooms: int | None) -> None:
+def test_batch_has_a_room_for_each_prompt(prompt: Any, rooms: int | None) -> None:
     room = sent(made(Sglang, json.dumps({"prompt": prompt}).encode()).prefill().body)["bootstrap_room"]
     assert (len(room) if isinstance(room, list) else None) == rooms
 
@@ -80,7 +80,7 @@ def test_sglang_keeps_the_clients_own_request_id() -> None:
     assert sent(adapter.abort.body) == {"rid": "mine"}
 
 
-def test_nixl_prefills_one_token_and_hands_over_what_it_is_told() -> None:
+def test_nixl_prefills_one_token_and_forwards_its_transfer_parameters() -> None:
     body = BODY.replace(b'"n":1', b'"min_tokens": 5, "max_tokens": 100')
     adapter = made(Nixl, body)
     prefill = sent(adapter.prefill().body)
@@ -110,11 +110,11 @@ def test_nixl_chats_have_two_names_for_the_bound() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"{}", b'{"kv_transfer_params": null}'])
-def test_nixl_decodes_alone_when_there_is_nothing_to_pull(answer: bytes) -> None:
+def test_nixl_decodes_without_transfer_parameters(answer: bytes) -> None:
     assert made(Nixl).decode(answer).body == BODY
 
 
-def test_nixl_refuses_an_answer_that_is_none() -> None:
+def test_nixl_refuses_an_invalid_prefill_answer() -> None:
     with pytest.raises(ValueError, match="not a JSON object"):
         made(Nixl).decode(b"[]")
 
@@ -137,12 +137,12 @@ def test_mooncake_asks_for_the_engine_and_names_the_transfer_to_both() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"0": {}}', b'{"0": {"engine_id": 1}}', b'{"0": 1}'])
-def test_mooncake_refuses_an_answer_that_is_none(answer: bytes) -> None:
+def test_mooncake_refuses_an_invalid_prefill_answer(answer: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - in msgspec's words, or ours
         made(Mooncake).read_query(answer)
 
 
-def test_tensorrt_goes_on_from_the_context() -> None:
+def test_tensorrt_continues_from_the_context() -> None:
     adapter = made(TensorRtLlm)
     prefill = sent(adapter.prefill().body)
     params = prefill.pop("disaggregated_params")
@@ -158,7 +158,7 @@ def test_tensorrt_goes_on_from_the_context() -> None:
     }
 
 
-def test_tensorrt_says_no_more_than_there_is() -> None:
+def test_tensorrt_omits_missing_fields() -> None:
     choice = {"index": 0, "finish_reason": "stop", "text": "!", "disaggregated_params": {}}
     answer = json.dumps({"object": "text_completion", "choices": [choice], "prompt_token_ids": [1]}).encode()
     whole = {"object": "text_completion", "choices": [{"index": 0, "finish_reason": "stop", "text": "!"}]}
@@ -171,7 +171,7 @@ def test_tensorrt_says_no_more_than_there_is() -> None:
     assert json.loads(answered.value.body) == whole
 
 
-def test_tensorrt_streams_a_whole_chat_as_one_chunk() -> None:
+def test_tensorrt_converts_a_whole_chat_to_one_chunk() -> None:
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "!"}}
     with pytest.raises(AnsweredError) as answered:
         made(TensorRtLlm, b'{"messages": [], "stream": true}', CHAT).decode(json.dumps({"choices": [choice]}).encode())
@@ -181,7 +181,7 @@ def test_tensorrt_streams_a_whole_chat_as_one_chunk() -> None:
     assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": "!"}
 
 
-def test_the_sidecar_is_told_in_a_header() -> None:
+def test_sidecar_receives_the_prefill_worker_in_a_header() -> None:
     adapter = made(Sidecar, prefill=WorkerEndpoint("fd00::1", 8000))
     assert (adapter.decode(b"").body, adapter.prefills) == (BODY, False)
     assert adapter.decode(b"").headers == [(b"x-prefiller-host-port", b"[fd00::1]:8000")]
@@ -189,7 +189,7 @@ def test_the_sidecar_is_told_in_a_header() -> None:
 
 @pytest.mark.parametrize("kind", [Sglang, Nixl, Mooncake, TensorRtLlm])
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a": \xff}'])
-def test_what_is_no_object_is_the_clients_fault(kind: type[Adapter], body: bytes) -> None:
+def test_body_without_an_object_is_a_client_error(kind: type[Adapter], body: bytes) -> None:
     with pytest.raises(RequestError, match="JSON"):
         made(kind, body).prefill()
 
@@ -208,7 +208,7 @@ def test_what_is_no_object_is_the_clients_fault(kind: type[Adapter], body: bytes
         {"prompt": None, "prompt_embeds": ["AAAA", "BBBB"]},
     ],
 )
-def test_what_wants_several_answers_is_decoded_alone(kind: type[Adapter], asked: dict[str, Any]) -> None:
+def test_request_for_several_answers_uses_one_worker(kind: type[Adapter], asked: dict[str, Any]) -> None:
     body = json.dumps({"model": "m"} | asked).encode()
     adapter = kind.of(TEXT, body, P, D)
     assert not adapter.prefills
@@ -219,5 +219,5 @@ def test_what_wants_several_answers_is_decoded_alone(kind: type[Adapter], asked:
 
 @pytest.mark.parametrize("kind", [Nixl, Mooncake, TensorRtLlm, Sglang, Sidecar])
 @pytest.mark.parametrize("asked", [{"prompt": "x"}, {"prompt": ["x"]}, {"prompt": [1, 2], "n": 1, "best_of": None}])
-def test_what_wants_one_answer_is_for_two_workers(kind: type[Adapter], asked: dict[str, Any]) -> None:
+def test_request_for_one_answer_uses_two_workers(kind: type[Adapter], asked: dict[str, Any]) -> None:
     assert type(kind.of(TEXT, json.dumps(asked).encode(), P, D)) is kind

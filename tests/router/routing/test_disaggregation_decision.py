@@ -25,7 +25,7 @@ def decided(decode: Candidate, *prefills: Candidate, tokens: int = 10_000, alone
     return disaggregate(decode, list(prefills), Request(tokens), prefill_policy(Random(1)), SETTINGS, alone)
 
 
-def test_decode_goes_where_the_load_is_least_and_overlap_breaks_ties() -> None:
+def test_decode_uses_the_least_load_and_overlap_breaks_ties() -> None:
     busy = worker("busy", requests=2, overlap=9000)
     idle, warm = worker("idle", requests=1, context=900), worker("warm", requests=1, context=900, overlap=5000)
     choose = decode_policy(Random(1))
@@ -38,7 +38,7 @@ def test_decode_goes_where_the_load_is_least_and_overlap_breaks_ties() -> None:
     )  # they are counted, and counters only rise
 
 
-def test_prefill_goes_where_it_is_done_first() -> None:
+def test_prefill_uses_the_earliest_end() -> None:
     queued, cold = worker("queued", pending=8000, overlap=9000), worker("cold")
     found = decided(worker("d"), queued, cold)
     assert found.prefill is not None
@@ -56,10 +56,10 @@ def test_prefill_goes_where_it_is_done_first() -> None:
         ({"overlap": 7000}, 10_000, True),  # too many
         ({"overlap": 9000, "pending": 4000}, 10_000, True),  # it computes another's
         ({"overlap": 9000, "waiting": 1}, 10_000, True),
-        ({"overlap": 9000, "kv_usage": None}, 10_000, True),  # who knows
+        ({"overlap": 9000, "kv_usage": None}, 10_000, True),  # its free capacity is unknown
     ],
 )
-def test_little_is_computed_where_it_is_decoded(decode: dict[str, Any], tokens: int, remote: bool) -> None:
+def test_short_prefill_runs_on_the_decode_worker(decode: dict[str, Any], tokens: int, remote: bool) -> None:
     found = decided(worker("d", **decode), worker("p"), tokens=tokens)
     assert (found.prefill is not None) is remote
     assert found.inputs["uncached"] == tokens - decode["overlap"]

@@ -13,11 +13,11 @@ from router.routing.late_binding import NO_TIME_TO_SPARE, STEP_TOKENS, held_orde
 @pytest.mark.parametrize(
     ("pending", "held"), [(0, False), (STEP_TOKENS, False), (STEP_TOKENS + 1, True), (10 * STEP_TOKENS, True)]
 )
-def test_a_request_is_held_while_its_choice_has_more_to_prefill_than_a_step_takes(pending: int, held: bool) -> None:
+def test_request_is_held_while_its_target_has_more_prefill_than_a_step(pending: int, held: bool) -> None:
     assert should_hold(pending) is held
 
 
-def test_short_prefills_go_first_and_nobody_starves() -> None:
+def test_short_prefills_are_first_without_starvation() -> None:
     long_one = held_order(arrival=10.0, prefill_seconds=2.0)
     assert held_order(10.0, 0.1) < long_one
     assert held_order(13.0, 0.1) < long_one
@@ -25,8 +25,10 @@ def test_short_prefills_go_first_and_nobody_starves() -> None:
 
 
 class Load:
-    """The load of a target at times that the test tells. It has a prefill under way, of these steps, that should take
-    10 seconds, and others that wait."""
+    """The load of a target at the test's time.
+
+    A prefill of `steps` steps is running, and expected to last 10 seconds. Prefills of `waiting` steps wait.
+    """
 
     def __init__(self, steps: float, *waiting: float, streamed: bool = True) -> None:
         self.now = 100.0
@@ -35,12 +37,12 @@ class Load:
             Reservation(self.load, int(each * STEP_TOKENS), 0, 10.0, streamed=streamed)
 
     def busy_after(self, seconds: float, *, crowded: bool = False, others: float = 0.0, weight: float = 1.0) -> bool:
-        """Whether requests are held for it so long after the prefill began. `others`: steps."""
+        """Return whether requests are held `seconds` seconds after the prefill began. `others`: peers' steps."""
         self.now = 100.0 + seconds
         return is_busy(self.load, crowded, int(others * STEP_TOKENS), weight)
 
 
-def test_of_a_prefill_under_way_what_is_left_counts() -> None:
+def test_remaining_time_of_a_running_prefill_counts() -> None:
     load = Load(4)
     assert [load.busy_after(seconds) for seconds in (0, 7, 8, 9.9)] == [True, True, False, False]
     assert [load.busy_after(seconds) for seconds in (10, 19.9)] == [False, False]
@@ -48,7 +50,7 @@ def test_of_a_prefill_under_way_what_is_left_counts() -> None:
     assert not Load(0.5, 0.25).busy_after(0)
 
 
-def test_one_that_takes_twice_as_long_as_expected_counts_whole() -> None:
+def test_overdue_prefill_counts_in_full() -> None:
     assert [Load(4).busy_after(seconds) for seconds in (20, 1000)] == [True, True]
 
 
@@ -57,13 +59,13 @@ def test_while_many_are_held_the_whole_counts() -> None:
     assert not Load(0.5).busy_after(9, crowded=True)
 
 
-def test_what_other_routers_sent_counts_and_what_nobody_sees_the_end_of_does_not() -> None:
+def test_peer_prefills_count_and_unobserved_ones_do_not() -> None:
     assert Load(4).busy_after(9, others=0.5)
     assert Load(0.5).busy_after(0, others=1)
     assert not Load(4, 4, streamed=False).busy_after(0)
 
 
-def test_a_worker_of_twice_the_weight_may_have_twice_as_much() -> None:
+def test_double_weight_allows_double_load() -> None:
     assert [Load(2.5).busy_after(0, weight=weight) for weight in (1.0, 2.0, 3.0)] == [True, True, False]
     assert [Load(4).busy_after(seconds, weight=2.0) for seconds in (4, 6)] == [True, False]
 
@@ -83,14 +85,12 @@ def candidate(pending: int, overlap: int) -> Candidate:
         (0, 1.0, False),
     ],
 )
-def test_the_more_a_fleet_has_to_do_the_sooner_a_free_target_must_answer(
-    pending: int, prefilling: float, goes: bool
-) -> None:
+def test_busier_fleet_requires_earlier_answers_of_idle_targets(pending: int, prefilling: float, goes: bool) -> None:
     here = candidate(9000, overlap=5000)
     assert is_sooner(candidate(pending, overlap=2000), here, tokens=6000, prefilling=prefilling) is goes
 
 
-def test_a_long_prefix_is_worth_the_wait() -> None:
+def test_request_waits_for_a_long_prefix() -> None:
     here = candidate(100_000, overlap=20_000)
     for missing, goes in ((STEP_TOKENS, True), (STEP_TOKENS + 1, False)):
         assert is_sooner(candidate(0, overlap=20_000 - missing), here, tokens=21_000, prefilling=0.0) is goes

@@ -85,7 +85,7 @@ class Fixture:
     def _check_workers(
         self, targets: set[Target], prompt: RoutedPrompt, excluded: list[Worker], limits: Limits
     ) -> None:
-        """Who is trusted, has warmed up and has capacity is a candidate; who is not trusted is none beside those."""
+        """Targets with trust, warm-up and capacity are candidates. Untrusted targets are used only without them."""
         closed = [each for each in self.fleet.workers if each.health.circuit.closed and each not in excluded]
         for worker in self.fleet.workers:
             for rank in worker.ranks():
@@ -150,7 +150,7 @@ def step(fixture: Fixture, random: Random, in_flight: list[Assignment], number: 
             fixture.learned.session_locations.record(key, worker.target(0, MODEL), random.randrange(1, CAPACITY), 0.0)
 
 
-def test_the_router_places_as_the_formula_does(indexer: Indexer) -> None:
+def test_selection_by_columns_equals_the_formula(indexer: Indexer) -> None:
     fixture, random, in_flight = Fixture(indexer), Random(5), list[Assignment]()
     for number in range(300):
         step(fixture, random, in_flight, number)
@@ -161,7 +161,7 @@ def test_the_router_places_as_the_formula_does(indexer: Indexer) -> None:
 
 
 @pytest.mark.derives
-def test_what_sessions_come_back_for_is_dear_to_evict(indexer: Indexer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wanted_tokens_raise_the_eviction_cost(indexer: Indexer, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture = Fixture(indexer)
     pressure, locations = fixture.learned.pressure, fixture.learned.session_locations
     monkeypatch.setattr(pressure, "price", lambda: 0.5)

@@ -1,4 +1,4 @@
-"""How much of its time a fleet spends on prefills."""
+"""The share of time that a fleet spends on prefills."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_until_something_is_known_all_are_taken_to_be_busy() -> None:
     assert share.average == pytest.approx(0.37, abs=0.01)
 
 
-def test_it_follows_what_is_seen_and_forgets() -> None:
+def test_share_follows_samples_and_decays() -> None:
     share = PrefillShare()
     for second in range(1, 600):
         share.see(second % 2, float(second))
@@ -25,7 +25,7 @@ def test_it_follows_what_is_seen_and_forgets() -> None:
     assert share.average == pytest.approx(0.25, abs=1e-6)
 
 
-def test_a_time_before_the_last_one_changes_nothing() -> None:
+def test_earlier_time_is_ignored() -> None:
     share = PrefillShare()
     share.see(0.0, 100.0)
     share.see(0.0, 200.0)

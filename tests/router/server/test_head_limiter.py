@@ -26,14 +26,14 @@ async def limiter(late: asyncio.Event) -> AsyncIterator[HeadLimiter]:
     deadline.close()
 
 
-async def test_a_head_may_have_all_the_bytes_and_not_one_more(limiter: HeadLimiter) -> None:
+async def test_head_of_the_largest_size_is_accepted_and_one_byte_more_refused(limiter: HeadLimiter) -> None:
     limiter.begin()
     limiter.add(HEAD_BYTES)
     with pytest.raises(RefusedRequestError):
         limiter.add(1)
 
 
-async def test_bytes_count_that_the_parser_keeps_to_itself(limiter: HeadLimiter) -> None:
+async def test_bytes_kept_by_the_parser_count(limiter: HeadLimiter) -> None:
     limiter.begin()
     assert limiter.fits(limiter.size, HEAD_BYTES - 1)
     assert limiter.fits(limiter.size, 1)
@@ -49,13 +49,13 @@ async def test_each_head_is_counted_from_its_own_beginning(limiter: HeadLimiter)
         limiter.end()
 
 
-async def test_a_body_of_any_size_fits(limiter: HeadLimiter) -> None:
+async def test_body_size_is_not_limited_by_the_head_limit(limiter: HeadLimiter) -> None:
     limiter.begin()
     limiter.end()
     assert limiter.fits(limiter.size, 100 * HEAD_BYTES)
 
 
-async def test_a_head_has_one_deadline_however_often_it_begins(
+async def test_head_has_one_deadline_for_all_its_parts(
     limiter: HeadLimiter, late: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_limiter, "HEAD_SECONDS", 0.05)
@@ -66,7 +66,7 @@ async def test_a_head_has_one_deadline_however_often_it_begins(
         await late.wait()
 
 
-async def test_a_head_that_came_is_not_late(
+async def test_complete_head_is_not_late(
     limiter: HeadLimiter, late: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_limiter, "HEAD_SECONDS", 0.05)
@@ -77,7 +77,7 @@ async def test_a_head_that_came_is_not_late(
 
 
 @pytest.mark.parametrize("target", [b"", b"*", b"http://other.example/", b"other.example:80", b"@other.example/x"])
-def test_targets_that_are_no_path_are_refused(target: bytes) -> None:
+def test_targets_without_a_path_are_refused(target: bytes) -> None:
     headers = [(b"host", b"h")]
     check_head(b"/" + target, "1.1", headers)
     with pytest.raises(RefusedRequestError):
@@ -94,6 +94,6 @@ def test_targets_that_are_no_path_are_refused(target: bytes) -> None:
         [(b"host", b"h"), (b"content-length", b"1"), (b"content-length", b"1")],
     ],
 )
-def test_heads_that_are_read_in_two_ways_are_refused(headers: list[tuple[bytes, bytes]]) -> None:
+def test_ambiguous_heads_are_refused(headers: list[tuple[bytes, bytes]]) -> None:
     with pytest.raises(RefusedRequestError):
         check_head(b"/", "1.1", headers)

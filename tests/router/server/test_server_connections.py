@@ -1,4 +1,4 @@
-"""A server takes many connections at once, and one that stops tells those too that are accepted meanwhile."""
+"""Many connections at once, and connections that arrive while a server starts or stops."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def http_server() -> Iterator[HttpServer]:
         indexer.stop()
 
 
-def test_clients_that_come_at_once_wait_for_few_turns_of_the_loop() -> None:
+def test_concurrent_connections_wait_for_few_loop_turns() -> None:
     with http_server() as server:
         uvloop.run(_clients_come_at_once(server))
 
@@ -47,7 +47,7 @@ async def _clients_come_at_once(server: HttpServer) -> None:
         while not server.started:  # noqa: ASYNC110 - uvicorn tells nobody
             await asyncio.sleep(0.001)
         with ExitStack() as clients:
-            for _ in range(_CLIENTS):  # while nobody accepts
+            for _ in range(_CLIENTS):  # while the server does not accept
                 clients.enter_context(socket.create_connection(address))
             turns = 0
             while len(server.server_state.connections) < _CLIENTS:
@@ -60,7 +60,7 @@ async def _clients_come_at_once(server: HttpServer) -> None:
         socket.create_connection(address)
 
 
-def test_who_comes_before_all_is_ready_is_answered_as_others_are() -> None:
+def test_early_connection_is_served() -> None:
     with http_server() as server:
         asyncio.run(_one_comes_early(server))  # whose servers begin one turn after the other
 
@@ -79,7 +79,7 @@ async def _one_comes_early(server: HttpServer) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_connection_that_comes_too_late_is_told_to_end() -> None:
+async def test_late_connection_is_closed() -> None:
     told: list[str] = []
 
     class Connection:

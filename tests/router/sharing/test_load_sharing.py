@@ -67,7 +67,7 @@ def news(router: str, number: int, *loads: RankLoad) -> Message:
 
 
 class OthersAreForgotten(RuleBasedStateMachine):
-    """Against a plain table of what every router told last, and when."""
+    """Peer load, compared with a plain table of the latest message of each router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ TestOthersAreForgotten.settings = settings(max_examples=40, stateful_step_count=
 
 @given(st.lists(st.tuples(st.sampled_from("xy"), st.sampled_from(["begin", "first", "end"])), max_size=40), st.data())
 @settings(max_examples=60)
-def test_others_know_what_is_in_flight_whatever_was_lost(steps: list[tuple[str, str]], data: st.DataObject) -> None:
+def test_peers_learn_loads_despite_lost_messages(steps: list[tuple[str, str]], data: st.DataObject) -> None:
     async def play() -> None:
         clock, wire, table = Clock(0.0), Wire(), LoadTable()
         here = sharing_of(table, PeerLoad(EXPIRY, LINGER, clock), [wire])
@@ -157,13 +157,13 @@ def test_others_know_what_is_in_flight_whatever_was_lost(steps: list[tuple[str, 
     asyncio.run(play())
 
 
-def test_prompts_in_flight_elsewhere_count_as_cached_soon_until_they_ended() -> None:
+def test_prompts_of_peers_are_in_flight_prefixes_until_their_end() -> None:
     async def play() -> None:
         clock, wire = Clock(0.0), Wire()
         here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
         there = PeerLoad(EXPIRY, LINGER, clock)
         target = Target("http://w", 1, "m")
-        prompt = array("Q", range(1, 41))  # 40 chunks: 5 prefixes are told
+        prompt = array("Q", range(1, 41))  # 40 chunks: 5 prefixes are sent
         ended = here.sent(target, prompt)
         here.send_everything()
         hear_all(wire, there)
@@ -182,7 +182,7 @@ def test_prompts_in_flight_elsewhere_count_as_cached_soon_until_they_ended() -> 
     asyncio.run(play())
 
 
-def test_a_prompt_that_failed_elsewhere_is_not_expected_any_more() -> None:
+def test_failed_prompt_of_a_peer_is_dropped() -> None:
     async def play() -> None:
         wire = Wire()
         here, there = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), [wire]), PeerLoad(EXPIRY, LINGER)
@@ -200,7 +200,7 @@ def test_a_prompt_that_failed_elsewhere_is_not_expected_any_more() -> None:
     asyncio.run(play())
 
 
-def test_a_prompt_whose_end_was_lost_ends_with_the_next_news() -> None:
+def test_prompt_with_a_lost_end_is_dropped_by_the_next_message() -> None:
     async def play() -> None:
         clock, wire = Clock(0.0), Wire()
         here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
@@ -220,7 +220,7 @@ def test_a_prompt_whose_end_was_lost_ends_with_the_next_news() -> None:
     asyncio.run(play())
 
 
-def test_a_router_that_is_gone_takes_its_prompts_along() -> None:
+def test_prompts_of_a_removed_router_are_dropped() -> None:
     clock = Clock(0.0)
     there = PeerLoad(EXPIRY, LINGER, clock)
     target, prompt = Target("http://w", 0, "m"), array("Q", range(1, 9))
@@ -250,7 +250,7 @@ def test_backlogs_elsewhere_pass_with_time() -> None:
     assert there.backlog("w", 0) == 1.0
 
 
-def test_what_is_no_message_is_left_alone() -> None:
+def test_invalid_messages_are_ignored() -> None:
     async def play() -> None:
         here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
         odd = [load_of("w", -5), load_of("w", 2**60), load_of("w", 5, backlog=math.nan), load_of("w", 5, rank=-1)]
@@ -266,7 +266,7 @@ def test_what_is_no_message_is_left_alone() -> None:
     asyncio.run(play())
 
 
-def test_a_prompt_that_is_told_twice_is_held_once() -> None:
+def test_repeated_prompt_is_held_once() -> None:
     peers, hashes = PeerLoad(EXPIRY, 0.0), array("Q", range(8))
     for number in (1, 2):
         sent = SentPrompt(7, "w", 0, "m", hashes[7:].tobytes())
@@ -276,7 +276,7 @@ def test_a_prompt_that_is_told_twice_is_held_once() -> None:
     assert peers.overlaps(hashes) == {}
 
 
-def test_a_lost_carrier_is_a_finding_and_costs_nothing_else() -> None:
+def test_lost_channel_is_only_a_finding() -> None:
     async def play() -> None:
         wire, table = Wire(), LoadTable()
         sharing = sharing_of(table, PeerLoad(EXPIRY, LINGER), [wire])
@@ -290,7 +290,7 @@ def test_a_lost_carrier_is_a_finding_and_costs_nothing_else() -> None:
     asyncio.run(play())
 
 
-def test_processes_of_one_machine_hear_each_other_and_survive_a_death() -> None:
+def test_processes_of_a_machine_share_loads_and_survive_a_crash() -> None:
     async def play(folder: Path) -> None:
         tables = [LoadTable() for _ in range(3)]
         sharing = [
@@ -318,7 +318,7 @@ def test_processes_of_one_machine_hear_each_other_and_survive_a_death() -> None:
         asyncio.run(play(Path(folder)))
 
 
-def test_who_waits_is_told_when_there_is_less_elsewhere() -> None:
+def test_waiting_requests_wake_when_peer_load_falls() -> None:
     async def play() -> None:
         here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
         told: list[int] = []
@@ -357,7 +357,7 @@ def test_rates_of_tenants_hold_for_all_routers_together_and_count_once() -> None
     asyncio.run(play())
 
 
-def test_a_response_is_found_by_the_router_that_did_not_see_it() -> None:
+def test_response_of_another_router_is_found() -> None:
     async def play() -> None:
         wire = Wire()
         here, there = (sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in ([wire], []))
@@ -386,7 +386,7 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 @pytest.mark.parametrize("prefixes", [b"1234567", b"12345678" * 2000])
-def test_prefixes_that_cannot_be_are_not_held(prefixes: bytes) -> None:
+def test_invalid_prefixes_are_not_held(prefixes: bytes) -> None:
     there = PeerLoad(EXPIRY, LINGER)
     there.apply(Message("a", 1, Kind.NEWS, sent=[SentPrompt(1, "w", 0, "m", prefixes)]))
     assert there.overlaps(array("Q", [int.from_bytes(b"12345678", "little")] * 8)).get(Target("w", 0, "m"), 0) == 0

@@ -76,7 +76,7 @@ texts = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 @given(turns=st.lists(st.tuples(st.integers(0, 40), texts), min_size=1, max_size=6))
-def test_turns_have_the_token_ids_of_the_whole(
+def test_tokens_of_cached_turns_equal_tokens_of_whole_text(
     tokenizer: Tokenizer, local: LocalTokenizer, turns: list[tuple[int, str]]
 ) -> None:
     text = BEGINNING
@@ -102,7 +102,7 @@ class Noting:
         return self._encoder.encode(texts, add_special_tokens=add_special_tokens)
 
 
-def test_a_next_turn_is_tokenized_from_its_last_boundary_on(tokenizer: Tokenizer) -> None:
+def test_next_turn_is_tokenized_from_its_last_boundary(tokenizer: Tokenizer) -> None:
     encoder = Noting(TextEncoder(tokenizer.to_str()))
     local = LocalTokenizer(ModelFiles(tokenizer.to_str(), {"default": TEMPLATE}), text_encoder=encoder)
     first = BEGINNING + "<|end|>\n<|turn|>user\nfirst<|end|>\n<|turn|>assistant\n"
@@ -133,7 +133,7 @@ def test_a_next_turn_is_tokenized_from_its_last_boundary_on(tokenizer: Tokenizer
         "no tokens",
     ],
 )
-def test_texts_are_not_cut_where_that_may_change_them(tokens: tuple[AddedToken, ...]) -> None:
+def test_text_is_not_cut_where_a_cut_may_change_tokens(tokens: tuple[AddedToken, ...]) -> None:
     tokenizer = trained(*tokens, normalizer=normalizers.Replace("X<", "<"))
     encoder = TextEncoder(tokenizer.to_str())
     conversation = "<|turn|>user\nHi<|turn|>assistant\nHi"
@@ -141,14 +141,14 @@ def test_texts_are_not_cut_where_that_may_change_them(tokens: tuple[AddedToken, 
     assert boundary is None
 
 
-def test_the_first_token_that_passes_the_trial_is_taken() -> None:
+def test_first_token_that_passes_the_trial_becomes_the_boundary() -> None:
     encoder = TextEncoder(trained(*TOKENS, special("x<|turn")).to_str())
     boundary = find_boundary(encoder, "<|turn|>user\nHi<|end|><|turn|>user\nHi<|end|>")
     assert boundary is not None
     assert boundary.text == "<|end|>"
 
 
-def test_a_text_whose_tokens_have_another_number_of_boundaries_is_not_cut() -> None:
+def test_text_with_unexpected_number_of_boundary_tokens_is_not_cut() -> None:
     boundary = find_boundary(TextEncoder(trained(*TOKENS).to_str()), "<|turn|>user\nHi<|turn|>")
     assert boundary is not None
     text, token = "<|turn|>user\nHi<|turn|>", boundary.token
@@ -156,7 +156,7 @@ def test_a_text_whose_tokens_have_another_number_of_boundaries_is_not_cut() -> N
     assert boundary.marks(text, pack_tokens([token, 256, 256, 256])) == []
 
 
-def test_a_text_of_nothing_but_boundaries_is_not_cut() -> None:
+def test_text_of_only_boundaries_is_not_cut() -> None:
     boundary, count = Boundary("|", 7), 2**14
     assert len(boundary.marks("|" * count, pack_tokens([7] * count))) == count
     assert boundary.marks("|" * (count + 1), pack_tokens([7] * (count + 1))) == []
@@ -164,7 +164,7 @@ def test_a_text_of_nothing_but_boundaries_is_not_cut() -> None:
 
 @pytest.mark.parametrize("places", [token_places, reference_token_places])
 @given(tokens=st.lists(st.sampled_from([0, 1, 256, 2**16 + 2, 2**24 * 2]), max_size=20), data=st.data())
-def test_where_a_token_is(
+def test_positions_of_a_token_are_found(
     places: Callable[[bytes, int, int], list[int]], tokens: list[int], data: st.DataObject
 ) -> None:
     token, start = data.draw(st.sampled_from([1, 256, 2**16 + 2])), data.draw(st.integers(0, len(tokens)))

@@ -1,4 +1,4 @@
-"""What a chat template is given, and so the text it makes: vLLM's, which the expected values were read from."""
+"""Input and output of chat templates. The expected values were read from vLLM."""
 
 from __future__ import annotations
 
@@ -78,13 +78,15 @@ def seen(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, Any], source: 
         ([{"type": "hologram"}, {"type": "text", "text": None}], "", []),
     ],
 )
-def test_contents(tokenizer: PreTrainedTokenizerFast, content: Any, as_string: str, as_parts: list[Any]) -> None:
+def test_contents_of_messages_are_converted_for_the_template(
+    tokenizer: PreTrainedTokenizerFast, content: Any, as_string: str, as_parts: list[Any]
+) -> None:
     message = {"role": "user", "content": content}
     assert seen(tokenizer, message) == [{"role": "user", "content": as_string}]
     assert seen(tokenizer, message, source=SHOW_PARTS) == [{"role": "user", "content": as_parts}]
 
 
-def test_a_message_has_vllms_keys_in_vllms_order(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_message_has_keys_of_vllm_in_its_order(tokenizer: PreTrainedTokenizerFast) -> None:
     call = {
         "type": "function",
         "extra": 1,
@@ -118,7 +120,7 @@ def test_a_message_has_vllms_keys_in_vllms_order(tokenizer: PreTrainedTokenizerF
     )
 
 
-def test_the_clients_messages_stay_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_messages_of_clients_are_not_modified(tokenizer: PreTrainedTokenizerFast) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages: list[dict[str, Any]] = [
         {"role": "developer", "content": [{"type": "text", "text": "d"}]},
@@ -141,14 +143,16 @@ def test_the_clients_messages_stay_as_they_are(tokenizer: PreTrainedTokenizerFas
         ("5", {}),
     ],
 )
-def test_tool_call_arguments_are_an_object(tokenizer: PreTrainedTokenizerFast, arguments: Any, expected: Any) -> None:
+def test_arguments_of_tool_calls_are_parsed_to_an_object(
+    tokenizer: PreTrainedTokenizerFast, arguments: Any, expected: Any
+) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     (message,) = seen(tokenizer, {"role": "assistant", "tool_calls": [call]})
     assert message["tool_calls"][0]["function"]["arguments"] == expected
 
 
 @pytest.mark.parametrize("calls", [[], None])
-def test_no_tool_calls_are_none_at_all(tokenizer: PreTrainedTokenizerFast, calls: Any) -> None:
+def test_empty_tool_calls_are_omitted(tokenizer: PreTrainedTokenizerFast, calls: Any) -> None:
     assert seen(tokenizer, {"role": "assistant", "content": "a", "tool_calls": calls}) == [
         {"role": "assistant", "content": "a"}
     ]
@@ -157,12 +161,12 @@ def test_no_tool_calls_are_none_at_all(tokenizer: PreTrainedTokenizerFast, calls
 @pytest.mark.parametrize(
     "given", [{"reasoning": "hm"}, {"reasoning_content": "hm"}, {"reasoning": "hm", "reasoning_content": "no"}]
 )
-def test_reasoning_goes_by_both_names(tokenizer: PreTrainedTokenizerFast, given: dict[str, str]) -> None:
+def test_reasoning_has_both_of_its_names(tokenizer: PreTrainedTokenizerFast, given: dict[str, str]) -> None:
     (message,) = seen(tokenizer, {"role": "assistant", "content": "a"} | given)
     assert (message["reasoning"], message["reasoning_content"]) == ("hm", "hm")
 
 
-def test_a_tools_answer_is_one_text_in_either_format(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_answer_of_a_tool_is_one_text_in_both_content_formats(tokenizer: PreTrainedTokenizerFast) -> None:
     message = {"role": "tool", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert seen(tokenizer, message, source=SHOW_PARTS) == [{"role": "tool", "content": "a\nb"}]
     reference = {"role": "tool", "content": [{"type": "tool_reference", "name": "f"}]}
@@ -179,7 +183,7 @@ def test_a_tools_answer_is_one_text_in_either_format(tokenizer: PreTrainedTokeni
         (["x-anthropic-billing-header: 1", {"type": "text", "text": "brief"}], "brief"),
     ],
 )
-def test_a_line_that_changes_with_each_request_is_dropped(
+def test_line_that_changes_with_each_request_is_dropped(
     tokenizer: PreTrainedTokenizerFast, content: Any, expected: str
 ) -> None:
     user = {"role": "user", "content": "x-anthropic-billing-header: 1\nhi"}
@@ -192,23 +196,23 @@ def test_a_line_that_changes_with_each_request_is_dropped(
 DEVELOPER = {"role": "developer", "content": "d", "tools": [{"function": {"name": "f"}, "type": "function"}]}
 
 
-def test_a_developer_is_the_system_where_the_template_knows_none(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_developer_becomes_system_if_template_has_no_developer(tokenizer: PreTrainedTokenizerFast) -> None:
     assert seen(tokenizer, DEVELOPER, USER) == [{"role": "system", "content": "d"}, USER]
     system = {"role": "system", "content": "s"}
     assert seen(tokenizer, system, USER, DEVELOPER) == [{"role": "system", "content": "s\n\nd"}, USER]
     assert seen(tokenizer, USER, DEVELOPER, source=SHOW_PARTS)[0] == {"role": "system", "content": "d"}
 
 
-def test_a_developer_stays_one_where_the_template_knows_it(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_developer_is_kept_if_template_has_it(tokenizer: PreTrainedTokenizerFast) -> None:
     assert seen(tokenizer, USER, DEVELOPER, source=SHOW + "{# 'developer' #}") == [USER, DEVELOPER]
 
 
-def test_systems_are_not_merged_without_a_developer(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_system_messages_are_not_merged_without_a_developer(tokenizer: PreTrainedTokenizerFast) -> None:
     system = {"role": "system", "content": "s"}
     assert seen(tokenizer, USER, system) == [USER, system]
 
 
-def test_tools_have_vllms_keys_in_vllms_order() -> None:
+def test_tools_have_keys_of_vllm_in_its_order() -> None:
     tools: list[dict[str, Any]] = [
         WEATHER | {"extra": 1},
         {"function": {"strict": False, "name": "f", "extra": 1}},
@@ -260,21 +264,23 @@ def test_tools_have_vllms_keys_in_vllms_order() -> None:
         ),
     ],
 )
-def test_the_variables_of_a_request(tokenizer: PreTrainedTokenizerFast, chat: ChatPrompt, expected: list[Any]) -> None:
+def test_template_receives_variables_of_the_request(
+    tokenizer: PreTrainedTokenizerFast, chat: ChatPrompt, expected: list[Any]
+) -> None:
     source = "{%- macro say(x) -%}{{ 'null' if x is undefined else x | tojson }}{%- endmacro -%}["
     names = ["bos_token", "add_generation_prompt", "enable_thinking", "reasoning_effort", "documents", "tools", "color"]
     source += ",".join(f"{{{{ say({name}) }}}}" for name in names) + "]"
     assert json.loads(ChatTemplate(source, tokenizer.special_tokens_map).render(chat)) == expected
 
 
-def test_the_last_message_can_be_left_open() -> None:
+def test_last_message_can_be_continued() -> None:
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}")
     messages = [USER, {"role": "assistant", "content": "well,"}]
     chat = ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
     assert template.render(chat) == "<user>hi</><assistant>well,"
 
 
-def test_generation_blocks_and_loop_controls_are_read(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_generation_blocks_and_loop_controls_are_supported(tokenizer: PreTrainedTokenizerFast) -> None:
     body = "{% if loop.index > 1 %}{% break %}{% endif %}{% generation %}{{ m.content }}{% endgeneration %}"
     source = "{% for m in messages %}" + body + "{% endfor %}"
     assert ChatTemplate(source, tokenizer.special_tokens_map).render(ChatPrompt([USER, USER])) == "hi"
@@ -290,7 +296,7 @@ def test_generation_blocks_and_loop_controls_are_read(tokenizer: PreTrainedToken
         (SHOW, ChatPrompt([USER], chat_template_kwargs={"tools": ["hammer"]}), "JSON schema"),
     ],
 )
-def test_a_refusal_says_what_the_template_says(
+def test_refusal_has_the_message_of_the_template(
     tokenizer: PreTrainedTokenizerFast, source: str, chat: ChatPrompt, phrase: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -329,7 +335,7 @@ MESSAGE = st.fixed_dictionaries(
     variables=st.none() | st.dictionaries(st.sampled_from(["tools", "documents", "color", "messages"]), ANY_JSON),
     source=st.sampled_from([SHOW, SHOW_PARTS, SHOW + "{# 'developer' #}"]),
 )
-def test_whatever_a_client_sends_is_rendered_or_refused(
+def test_any_messages_of_a_client_are_rendered_or_refused(
     tokenizer: PreTrainedTokenizerFast,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
@@ -350,7 +356,7 @@ def test_whatever_a_client_sends_is_rendered_or_refused(
     add_generation_prompt=st.booleans(),
     wraps_parts=st.booleans(),
 )
-def test_the_text_is_that_of_transformers(
+def test_text_equals_that_of_transformers(
     tokenizer: PreTrainedTokenizerFast,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
@@ -390,7 +396,7 @@ def test_the_text_is_that_of_transformers(
 
 @pytest.mark.parametrize("name", ["role", "missing", "items", "get", "__class__", "pop", "1", "", 1, ("a",), ["a"]])
 @pytest.mark.parametrize("value", [{"role": "user", "items": 2}, {}, OrderedDict(role="user"), [7, 8], "text", None])
-def test_fields_are_found_as_jinja_finds_them(value: Any, name: Any) -> None:
+def test_fields_are_found_like_in_jinja(value: Any, name: Any) -> None:
     ours, jinjas = Sandbox(), ImmutableSandboxedEnvironment()
     assert shown(ours.getitem(value, name)) == shown(jinjas.getitem(value, name))
     if isinstance(name, str):
@@ -398,7 +404,7 @@ def test_fields_are_found_as_jinja_finds_them(value: Any, name: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """What it is; of what is undefined also why."""
+    """Return a value's type and text; for an undefined value also the reason."""
     if isinstance(value, jinja2.Undefined):
         return f"{type(value)} {value._undefined_message} {value._undefined_exception}"
     return f"{type(value)} {value}"

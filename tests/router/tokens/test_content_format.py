@@ -36,10 +36,10 @@ STRING = [
 
 
 @pytest.mark.parametrize("source", PARTS)
-def test_templates_that_loop_over_parts(source: str) -> None:
+def test_templates_with_a_loop_over_parts_receive_parts(source: str) -> None:
     assert loops_over_parts(Environment().parse(source))
 
 
 @pytest.mark.parametrize("source", STRING)
-def test_templates_that_take_a_string(source: str) -> None:
+def test_templates_without_parts_receive_a_string(source: str) -> None:
     assert not loops_over_parts(Environment().parse(source))

@@ -1,4 +1,4 @@
-"""What other APIs leave to the template: where system messages may stand, and how it is told not to think."""
+"""Chats converted from other APIs: the places of system messages, and disabled thinking."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rendered(template: str, chat: ChatPrompt) -> str:
     ("template", "text"),
     [(ANYWHERE, "<system>One.<user>hi<system>Two."), (FIRST, "<system>One.Two.<user>hi")],
 )
-def test_system_messages_are_merged_where_the_template_wants_one(template: str, text: str) -> None:
+def test_system_messages_are_merged_if_template_accepts_only_one(template: str, text: str) -> None:
     assert rendered(template, ChatPrompt(CHAT, merges_system=True)) == text
     assert rendered(template, ChatPrompt(CHAT[1:], merges_system=True)) == text.replace("One.", "").replace(
         "<system><user>", "<user>"
@@ -55,5 +55,5 @@ def test_system_messages_are_merged_where_the_template_wants_one(template: str, 
         (REFUSES_NONE, "<user>hilow"),
     ],
 )
-def test_a_template_is_told_not_to_think_as_it_understands_it(template: str, text: str) -> None:
+def test_thinking_is_disabled_by_the_variable_of_the_template(template: str, text: str) -> None:
     assert rendered(template, ChatPrompt(CHAT[1:2], thinking_off=True)) == text

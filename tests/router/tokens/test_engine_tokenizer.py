@@ -46,7 +46,7 @@ async def engines(local: LocalTokenizer, count: int = 1) -> AsyncIterator[tuple[
 
 
 def sent(path: str, **fields: Any) -> ChatPrompt:
-    """What the router reads of a request."""
+    """Return the prompt that the router reads from a request."""
     prompt = read_call(Call("POST", path, [], msgspec.json.encode({"model": "an-adapter"} | fields))).prompt
     assert isinstance(prompt, ChatPrompt)
     return prompt
@@ -65,7 +65,9 @@ PROMPTS = [
 
 @pytest.mark.parametrize("renders", [True, False])
 @pytest.mark.parametrize("prompt", PROMPTS)
-async def test_prompts_are_read_as_here(local: LocalTokenizer, prompt: ChatPrompt | TextPrompts, renders: bool) -> None:
+async def test_engine_tokenizes_prompts_like_the_router(
+    local: LocalTokenizer, prompt: ChatPrompt | TextPrompts, renders: bool
+) -> None:
     async with engines(local) as (tokenizer, (engine,)):
         engine.renders = renders
         answer = await tokenizer.tokenize(prompt)
@@ -73,7 +75,7 @@ async def test_prompts_are_read_as_here(local: LocalTokenizer, prompt: ChatPromp
         assert answer.prompts == local.tokenize(prompt)
 
 
-async def test_a_request_is_rendered_as_the_client_sent_it(local: LocalTokenizer) -> None:
+async def test_request_is_rendered_unchanged(local: LocalTokenizer) -> None:
     async with engines(local) as (tokenizer, (engine,)):
         body = {"system": "Be brief.", "messages": [USER], "max_tokens": 5, "stream": True, "thinking": {"type": "x"}}
         prompt = sent("/v1/messages", **body)
@@ -83,7 +85,7 @@ async def test_a_request_is_rendered_as_the_client_sent_it(local: LocalTokenizer
         assert engine.bodies == [body | {"model": "m"}]  # not every worker has the adapter
 
 
-async def test_a_chat_is_tokenized_with_all_that_changes_its_text(local: LocalTokenizer) -> None:
+async def test_chat_is_tokenized_with_all_fields_that_change_its_text(local: LocalTokenizer) -> None:
     async with engines(local) as (tokenizer, (engine,)):
         engine.renders = False
         chat = ChatPrompt(
@@ -111,7 +113,7 @@ async def test_a_chat_is_tokenized_with_all_that_changes_its_text(local: LocalTo
         }
 
 
-async def test_what_tokenize_does_not_truncate_is_truncated_here(local: LocalTokenizer) -> None:
+async def test_router_truncates_what_tokenize_does_not(local: LocalTokenizer) -> None:
     async with engines(local) as (tokenizer, (engine,)):
         engine.renders = False
         (whole,) = local.tokenize(ChatPrompt([USER]))
@@ -119,7 +121,7 @@ async def test_what_tokenize_does_not_truncate_is_truncated_here(local: LocalTok
         assert list(cut) == list(whole)[-3:]
 
 
-async def test_the_same_prompt_is_asked_once(local: LocalTokenizer) -> None:
+async def test_equal_prompts_cause_one_call(local: LocalTokenizer) -> None:
     async with engines(local) as (tokenizer, (engine,)):
         first, again = ChatPrompt([USER, ANSWER, USER]), ChatPrompt([USER, ANSWER, USER])
         assert tokenizer.cached(first) is None
@@ -134,7 +136,7 @@ async def test_the_same_prompt_is_asked_once(local: LocalTokenizer) -> None:
         assert tokenizer.cached_bytes == 0
 
 
-async def test_a_next_turn_has_at_least_the_tokens_of_the_one_before(local: LocalTokenizer) -> None:
+async def test_next_turn_has_at_least_the_tokens_of_the_previous_turn(local: LocalTokenizer) -> None:
     async with engines(local) as (tokenizer, (engine,)):
         earlier = await tokenizer.tokenize(ChatPrompt([USER]))
         engine.refusals["/v1/chat/completions/render"] = 503
@@ -145,7 +147,7 @@ async def test_a_next_turn_has_at_least_the_tokens_of_the_one_before(local: Loca
             await tokenizer.tokenize(ChatPrompt([ANSWER, USER]))
 
 
-async def test_hashes_are_taken_over_from_the_turn_before(local: LocalTokenizer) -> None:
+async def test_hashes_of_the_previous_turn_are_reused(local: LocalTokenizer) -> None:
     long = USER | {"content": "What holds the cache of this prefix? " * 50}
     async with engines(local) as (tokenizer, _):
         (earlier,) = (await tokenizer.tokenize(ChatPrompt([long]))).prompts
@@ -156,13 +158,13 @@ async def test_hashes_are_taken_over_from_the_turn_before(local: LocalTokenizer)
         assert later.hashes(7, 16, 0)[:taken] == hashes[:taken]
 
 
-async def test_questions_are_spread_over_the_workers(local: LocalTokenizer) -> None:
+async def test_calls_are_spread_over_the_workers(local: LocalTokenizer) -> None:
     async with engines(local, count=3) as (tokenizer, played):
         await asyncio.gather(*(tokenizer.tokenize(TextPrompts([f"prompt {number}"])) for number in range(12)))
         assert [engine.asked.total() for engine in played] == [4, 4, 4]
 
 
-async def test_another_worker_is_asked_when_one_does_not_answer(local: LocalTokenizer) -> None:
+async def test_next_worker_is_called_when_one_does_not_answer(local: LocalTokenizer) -> None:
     async with engines(local, count=2) as (tokenizer, played):
         played[0].refusals = dict.fromkeys(("/v1/completions/render", "/tokenize"), 500)
         for number in range(4):
@@ -170,14 +172,14 @@ async def test_another_worker_is_asked_when_one_does_not_answer(local: LocalToke
             assert (await tokenizer.tokenize(prompt)).prompts == local.tokenize(prompt)
 
 
-async def test_a_refusal_is_no_answer(local: LocalTokenizer) -> None:
+async def test_refusal_by_a_worker_is_no_answer(local: LocalTokenizer) -> None:
     async with engines(local, count=2) as (tokenizer, played):
         with pytest.raises(PromptRefusedError, match="continue_final_message"):
             await tokenizer.tokenize(ChatPrompt([USER], continue_final_message=True))
         assert sum(engine.asked.total() for engine in played) == 1  # the other would say the same
 
 
-async def test_no_more_than_so_many_questions_wait(local: LocalTokenizer) -> None:
+async def test_waiting_calls_are_limited(local: LocalTokenizer) -> None:
     async with engines(local) as (tokenizer, (engine,)):
         engine.hangs = True
         asked = [
@@ -191,7 +193,7 @@ async def test_no_more_than_so_many_questions_wait(local: LocalTokenizer) -> Non
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def test_a_redirect_is_not_followed(local: LocalTokenizer) -> None:
+async def test_redirect_of_a_worker_is_not_followed(local: LocalTokenizer) -> None:
     async with engines(local) as (tokenizer, (engine,)):
         engine.refusals = dict.fromkeys(("/v1/chat/completions/render", "/tokenize"), 307)
         with pytest.raises(NotOfferedError):
@@ -199,7 +201,7 @@ async def test_a_redirect_is_not_followed(local: LocalTokenizer) -> None:
         assert "/elsewhere" not in engine.asked
 
 
-async def test_what_is_not_offered_is_not_asked_for_again(local: LocalTokenizer) -> None:
+async def test_missing_endpoint_is_not_called_again(local: LocalTokenizer) -> None:
     async with engines(local) as (tokenizer, (engine,)):
         engine.renders = False
         for number in range(3):
@@ -218,7 +220,7 @@ async def test_what_is_not_offered_is_not_asked_for_again(local: LocalTokenizer)
         (500, b"oh no", "status 500"),
     ],
 )
-async def test_other_answers_leave_the_ids_unknown(status: int, body: bytes, phrase: str) -> None:
+async def test_invalid_answers_leave_token_ids_unknown(status: int, body: bytes, phrase: str) -> None:
     async def answer(_: aiohttp.web.Request) -> aiohttp.web.Response:
         return aiohttp.web.Response(status=status, body=body)
 
@@ -230,14 +232,14 @@ async def test_other_answers_leave_the_ids_unknown(status: int, body: bytes, phr
             await EngineClient(session, "m").tokenized(url, TextPrompts(["a"]))
 
 
-async def test_an_engine_that_does_not_answer_is_not_waited_for(local: LocalTokenizer) -> None:
+async def test_call_of_a_silent_engine_times_out(local: LocalTokenizer) -> None:
     async with PlayedEngine(local).serving() as engine, aiohttp.ClientSession() as session:
         engine.hangs = True
         with pytest.raises(TokenizerUnavailableError, match="render"):
             await EngineClient(session, "m", timeout_seconds=0.05).rendered(engine.url, TextPrompts(["a"]))
 
 
-async def test_an_engine_that_is_gone_leaves_the_ids_unknown() -> None:
+async def test_unreachable_engine_leaves_token_ids_unknown() -> None:
     async with aiohttp.ClientSession() as session:
         with pytest.raises(TokenizerUnavailableError, match=r"127\.0\.0\.1:9/tokenize"):
             await EngineClient(session, "m").tokenized("http://127.0.0.1:9", TextPrompts(["a"]))

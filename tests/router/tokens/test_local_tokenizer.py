@@ -65,18 +65,18 @@ def saved(folder: Path, tokenizer: Tokenizer, **config: object) -> str:
 
 @unhurried
 @given(texts=st.lists(st.text() | st.text("<|>_imstartend \n"), min_size=1, max_size=3))
-def test_ids_are_those_of_transformers(
+def test_token_ids_equal_those_of_transformers(
     bundled: LocalTokenizer, reference: PreTrainedTokenizerFast, texts: list[str]
 ) -> None:
     assert [list(ids) for ids in bundled.encode(texts, add_special_tokens=True)] == reference(texts)["input_ids"]
 
 
-def test_special_tokens_in_a_text_are_read_as_such(bundled: LocalTokenizer, reference: PreTrainedTokenizerFast) -> None:
+def test_special_tokens_in_a_text_are_recognized(bundled: LocalTokenizer, reference: PreTrainedTokenizerFast) -> None:
     (ids,) = bundled.encode(["a<|im_end|>b"], add_special_tokens=False)
     assert reference.convert_tokens_to_ids("<|im_end|>") in ids
 
 
-def test_special_tokens_are_added_only_when_asked_for(tmp_path: Path) -> None:
+def test_special_tokens_are_added_only_on_request(tmp_path: Path) -> None:
     tokenizer = LocalTokenizer.load(saved(tmp_path, trained(bos=True)))
     (with_bos,) = tokenizer.encode(["the cache"], add_special_tokens=True)
     (without,) = tokenizer.encode(["the cache"], add_special_tokens=False)
@@ -97,14 +97,14 @@ def test_padding_and_truncation_of_the_file_are_ignored(tmp_path: Path) -> None:
     assert LocalTokenizer.load(path).encode([text, "a"], add_special_tokens=False) == plain
 
 
-def test_many_threads_may_use_one_tokenizer(bundled: LocalTokenizer) -> None:
+def test_one_tokenizer_is_used_by_many_threads(bundled: LocalTokenizer) -> None:
     texts = [f"worker {number} holds the prefix " * 50 for number in range(64)]
     expected = [bundled.encode([text], add_special_tokens=False) for text in texts]
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda text: bundled.encode([text], add_special_tokens=False), texts)) == expected
 
 
-def test_a_chat_is_rendered_by_the_models_template(bundled: LocalTokenizer) -> None:
+def test_chat_is_rendered_by_the_template_of_the_model(bundled: LocalTokenizer) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert bundled.render(ChatPrompt([USER])) == (
         "<|im_start|>user\nWhat holds the cache?<|im_end|>\n<|im_start|>assistant\n"
@@ -112,7 +112,7 @@ def test_a_chat_is_rendered_by_the_models_template(bundled: LocalTokenizer) -> N
     assert '"name": "f", "description": null' in bundled.render(ChatPrompt([USER], tools=tools))
 
 
-def test_some_models_have_a_template_for_tools() -> None:
+def test_template_for_tools_is_used_if_model_has_one() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())
     tokenizer.chat_template = {"default": "plain", "tool_use": "tools"}
     local = LocalTokenizer(files_of(tokenizer))
@@ -121,14 +121,14 @@ def test_some_models_have_a_template_for_tools() -> None:
 
 
 @pytest.mark.parametrize("template", [None, "{% for %}"])
-def test_a_model_without_a_readable_template_renders_no_chat(template: str | None) -> None:
+def test_model_without_readable_template_cannot_render_chats(template: str | None) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained())
     tokenizer.chat_template = template
     with pytest.raises(TokenizerUnavailableError, match="no valid chat template"):
         LocalTokenizer(files_of(tokenizer)).render(ChatPrompt([USER]))
 
 
-def test_half_of_a_surrogate_pair_is_refused(bundled: LocalTokenizer) -> None:
+def test_lone_surrogate_is_refused(bundled: LocalTokenizer) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"smile": "\\ud83d"}'}}
     text = bundled.render(ChatPrompt([USER, {"role": "assistant", "tool_calls": [call]}]))
     with pytest.raises(RequestError, match="surrogate"):
@@ -138,7 +138,7 @@ def test_half_of_a_surrogate_pair_is_refused(bundled: LocalTokenizer) -> None:
 @pytest.mark.parametrize(
     "chat", [ChatPrompt([USER], chat_template="x"), ChatPrompt([USER], chat_template_kwargs={"chat_template": "x"})]
 )
-def test_a_template_that_a_client_brings_is_not_run_here(bundled: LocalTokenizer, chat: ChatPrompt) -> None:
+def test_template_of_a_client_is_not_run(bundled: LocalTokenizer, chat: ChatPrompt) -> None:
     with pytest.raises(TokenizerUnavailableError, match="its own chat template"):
         bundled.render(chat)
 
@@ -153,7 +153,7 @@ def test_a_template_that_a_client_brings_is_not_run_here(bundled: LocalTokenizer
         ({"text_config": {"vocab_size": 640}}, 640),
     ],
 )
-def test_the_vocabulary_is_the_larger_of_the_models_and_the_tokenizers(
+def test_vocabulary_size_is_the_larger_of_model_and_tokenizer(
     tmp_path: Path, config: dict[str, object], size: int | None
 ) -> None:
     tokenizer = trained()
@@ -162,6 +162,6 @@ def test_the_vocabulary_is_the_larger_of_the_models_and_the_tokenizers(
     assert LocalTokenizer.load(saved(tmp_path, tokenizer, **config)).vocab_size == (size or own)
 
 
-def test_a_folder_without_a_tokenizer_is_explained(tmp_path: Path) -> None:
+def test_error_names_a_folder_without_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TokenizerUnavailableError, match="no tokenizer can be loaded from"):
         LocalTokenizer.load(str(tmp_path))

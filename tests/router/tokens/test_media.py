@@ -1,4 +1,4 @@
-"""Prompts with images: exact up to the first one, told apart beyond it."""
+"""Prompts with images: exact up to the first image, distinguished after it."""
 
 from __future__ import annotations
 
@@ -61,27 +61,27 @@ def exact_text(found: Tokenized) -> str:
     return text
 
 
-def test_the_text_before_the_first_item_is_exact() -> None:
+def test_tokens_before_the_first_image_are_exact() -> None:
     start = "<system>You look at pictures.</system><user>"
     parts, texts = tokenizer(PARTS), tokenizer(TEXTS)
     assert exact_text(tokenized(parts, TEXT, image("http://a/1.png"))) == start + TEXT["text"]
-    # In a content that is one text, vLLM puts what stands for images first.
+    # In content as one text, vLLM puts the placeholders of images first.
     assert exact_text(tokenized(texts, TEXT, image("http://a/1.png"))) == start
 
 
-def test_the_same_image_is_the_same_and_another_another(local: LocalTokenizer) -> None:
+def test_equal_images_have_equal_tokens_and_others_differ(local: LocalTokenizer) -> None:
     first, again, other = (tokenized(local, TEXT, image(url)) for url in ("data:,1", "data:,1", "data:,2"))
     assert first == again
     assert first.token_ids == other.token_ids
     assert first.identities != other.identities
 
 
-def test_how_closely_to_look_makes_no_difference(local: LocalTokenizer) -> None:
+def test_detail_of_an_image_does_not_change_tokens(local: LocalTokenizer) -> None:
     near = {"type": "image_url", "image_url": {"url": "data:,1", "detail": "high"}}
     assert tokenized(local, image("data:,1")) == tokenized(local, near)
 
 
-def test_a_next_turn_goes_on_from_the_one_before(local: LocalTokenizer) -> None:
+def test_next_turn_begins_with_the_previous_turn(local: LocalTokenizer) -> None:
     first = tokenized(local, image("data:,1"), TEXT)
     answer = {"role": "assistant", "content": "A cat."}
     second = tokenized(local, image("data:,1"), TEXT, more=(answer, {"role": "user", "content": [image("data:,2")]}))
@@ -100,17 +100,17 @@ def test_a_next_turn_goes_on_from_the_one_before(local: LocalTokenizer) -> None:
         {"type": "image_url"},
     ],
 )
-def test_media_of_every_kind(local: LocalTokenizer, part: dict[str, Any]) -> None:
+def test_all_kinds_of_media_are_distinguished(local: LocalTokenizer, part: dict[str, Any]) -> None:
     found = tokenized(local, TEXT, part)
     assert len(found.token_ids[0]) < len(found.identities[0])
 
 
-def test_without_media_there_is_nothing_to_tell_apart(local: LocalTokenizer) -> None:
+def test_prompt_without_media_is_exact(local: LocalTokenizer) -> None:
     found = tokenized(local, TEXT)
     assert found.token_ids == found.identities
 
 
-def test_who_cannot_tell_says_so(local: LocalTokenizer) -> None:
+def test_tokenizer_without_media_support_reports_it(local: LocalTokenizer) -> None:
     async def act() -> None:
         tokenizers = Tokenizers()
         tokenizers.add("m", local)

@@ -1,4 +1,4 @@
-"""Prompts with images, of which an engine tells once what each becomes: the same tokens and names as it computes."""
+"""Prompts with images: an engine reports the tokens and hash of each image once, as it computes them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ANSWER = {"role": "assistant", "content": "A square."}
 
 
 def chat(*parts: str | dict[str, Any], more: tuple[dict[str, Any], ...] = (), **fields: Any) -> ChatPrompt:
-    """What the router reads of a request: a text about images, and what follows."""
+    """Return the prompt of a request with texts and images, followed by the messages `more`."""
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     body = {"model": "m", "messages": [{"role": "user", "content": content}, *more]} | fields
     prompt = read_call(Call("POST", CHAT, [], msgspec.json.encode(body))).prompt
@@ -81,7 +81,7 @@ class Played:
         return self.engine.asked.total()
 
     def computed(self, prompt: ChatPrompt) -> list[PackedPrompt]:
-        """What the engine makes of a prompt."""
+        """Return the tokens that the engine computes for a prompt."""
         assert prompt.call is not None
         return self.engine._ids(*prompt.call)
 
@@ -100,7 +100,7 @@ async def playing(local: LocalTokenizer, limit: int = 2**20, patience: float = T
         yield Played(engine, tokenizers, media, clock)
 
 
-async def test_a_prompt_is_what_the_engine_computes_and_each_image_is_asked_about_once(local: LocalTokenizer) -> None:
+async def test_prompt_equals_that_of_the_engine_with_one_call_per_image(local: LocalTokenizer) -> None:
     async with playing(local) as played:
         prompt = chat("Look: ", RED, "What is it?")
         found = await played.read(prompt)
@@ -120,7 +120,7 @@ async def test_a_prompt_is_what_the_engine_computes_and_each_image_is_asked_abou
         assert played.asked == 4, "the new image, and the first prompt with several"
 
 
-async def test_what_changes_how_an_image_is_processed_makes_another_of_it(local: LocalTokenizer) -> None:
+async def test_processor_options_distinguish_images(local: LocalTokenizer) -> None:
     async with playing(local) as played:
         await played.read(chat(RED))
         for count, options in enumerate(({"a": 1}, {"a": 2}, {"a": 1}), 1):
@@ -131,7 +131,7 @@ async def test_what_changes_how_an_image_is_processed_makes_another_of_it(local:
         assert (sent["mm_processor_kwargs"], sent["messages"]) == ({"a": 2}, [{"role": "user", "content": [RED]}])
 
 
-async def test_requests_at_once_ask_about_their_image_once(local: LocalTokenizer) -> None:
+async def test_concurrent_requests_with_an_image_cause_one_call(local: LocalTokenizer) -> None:
     async with playing(local) as played:
         await played.read(chat(RED))
         prompts = [chat(f"Number {number}: ", GREEN) for number in range(4)]
@@ -140,7 +140,7 @@ async def test_requests_at_once_ask_about_their_image_once(local: LocalTokenizer
         assert played.asked == 3
 
 
-async def test_without_names_the_length_is_known_and_what_comes_before(local: LocalTokenizer) -> None:
+async def test_engine_without_image_hashes_yields_length_and_exact_start(local: LocalTokenizer) -> None:
     async with playing(local) as played:
         played.engine.renders = False
         prompt = chat("Look: ", GREEN, "What is it?")
@@ -160,7 +160,7 @@ async def test_without_names_the_length_is_known_and_what_comes_before(local: Lo
         assert (await played.read(replace(prompt))).token_ids[0].media, "it tells names by now"
 
 
-async def test_what_is_behind_a_link_is_asked_again_after_a_time(local: LocalTokenizer) -> None:
+async def test_image_behind_a_link_expires(local: LocalTokenizer) -> None:
     async with playing(local) as played:
         for prompt in (chat(RED), chat(image("http://a/b.png#7"))):
             await played.read(prompt)
@@ -178,7 +178,7 @@ def as_without_engine(local: LocalTokenizer, found: Tokenized, prompt: ChatPromp
 
 
 @pytest.mark.parametrize("status", [500, 404, 400])
-async def test_engines_that_tell_nothing_are_left_alone_for_a_while(local: LocalTokenizer, status: int) -> None:
+async def test_engines_without_an_answer_are_not_called_for_a_while(local: LocalTokenizer, status: int) -> None:
     async with playing(local) as played:
         prompt = chat("Look: ", RED)
         played.engine.refusals = {"/v1/chat/completions/render": status, "/tokenize": status}
@@ -196,7 +196,7 @@ async def test_engines_that_tell_nothing_are_left_alone_for_a_while(local: Local
         assert (await played.read(prompt)).token_ids == played.computed(prompt)
 
 
-async def test_one_request_asks_about_some_of_its_images(local: LocalTokenizer) -> None:
+async def test_calls_of_one_request_are_limited(local: LocalTokenizer) -> None:
     async with playing(local) as played:
         many = chat(*(image(f"data:,{number}#3") for number in range(20)))
         assert as_without_engine(local, await played.read(many), many)
@@ -205,7 +205,7 @@ async def test_one_request_asks_about_some_of_its_images(local: LocalTokenizer) 
         assert played.asked == 21
 
 
-async def test_an_engine_that_hangs_holds_nobody_up_for_longer_than_the_deadline(local: LocalTokenizer) -> None:
+async def test_hanging_engine_delays_requests_at_most_until_the_deadline(local: LocalTokenizer) -> None:
     async with playing(local, patience=0.05) as played:
         played.engine.hangs = True
         prompt = chat("Look: ", RED)
@@ -217,7 +217,7 @@ async def test_an_engine_that_hangs_holds_nobody_up_for_longer_than_the_deadline
 
 
 @pytest.mark.parametrize("url", ["data:,broken", f"data:,a-name-of-its-own{256 * '!'}#40"])
-async def test_an_image_that_no_engine_takes_leaves_the_others_alone(local: LocalTokenizer, url: str) -> None:
+async def test_refused_image_does_not_affect_other_images(local: LocalTokenizer, url: str) -> None:
     async with playing(local) as played:
         await played.read(chat(RED))
         broken, asked = chat(image(url)), played.asked
@@ -227,7 +227,7 @@ async def test_an_image_that_no_engine_takes_leaves_the_others_alone(local: Loca
         assert (await played.read(chat(GREEN))).token_ids == played.computed(chat(GREEN))
 
 
-async def test_what_is_put_together_otherwise_by_the_engine_is_not_believed(local: LocalTokenizer) -> None:
+async def test_answer_with_another_prompt_is_rejected(local: LocalTokenizer) -> None:
     async with playing(local) as played:
         one, several = chat(RED), chat(RED, GREEN)
         played.engine.numbers_images = True
@@ -241,7 +241,7 @@ async def test_what_is_put_together_otherwise_by_the_engine_is_not_believed(loca
         assert (await played.read(several)).token_ids == played.computed(several)
 
 
-async def test_a_placeholder_in_a_text_is_left_to_the_engine(local: LocalTokenizer) -> None:
+async def test_text_with_a_placeholder_is_tokenized_by_the_engine(local: LocalTokenizer) -> None:
     async with playing(local) as played:
         await played.read(chat(RED))
         prompt = chat(RED, "and <|endoftext|>, which ends texts")
@@ -260,7 +260,7 @@ async def test_what_is_kept_is_bounded(local: LocalTokenizer) -> None:
         assert played.asked == asked + 1
 
 
-def test_media_that_share_a_block_are_all_in_its_key() -> None:
+def test_key_of_a_block_has_all_its_media() -> None:
     spans = (MediaSpan(3, 9, "a"), MediaSpan(9, 10, "b"))
     keys = {0: [["a", 3]], 1: [["a", -1]], 2: [["a", -5], ["b", 1]]}
     assert {block: msgspec.msgpack.decode(key) for block, key in media_keys(spans, 4).items()} == keys

@@ -69,7 +69,7 @@ THINKS = {"chat_template_kwargs": {"thinking": True}}
         ),
     ],
 )
-def test_deepseek_v32(chat: ChatPrompt, text: str) -> None:
+def test_deepseek_v32_prompt_equals_the_models(chat: ChatPrompt, text: str) -> None:
     rendered = DeepSeekV32().encode(chat)
     if any("tool_calls" in message for message in chat.messages):
         assert rendered.count('<｜DSML｜invoke name="f">') == 2
@@ -80,7 +80,7 @@ def test_deepseek_v32(chat: ChatPrompt, text: str) -> None:
         assert rendered == BEGIN + text
 
 
-def test_deepseek_v32_shows_calls_and_tools() -> None:
+def test_deepseek_v32_renders_calls_and_tools() -> None:
     rendered = DeepSeekV32().encode(ChatPrompt([USER, called("1")], tools=TOOLS))
     assert rendered.endswith(f"{CALL}{END}")
     assert '<functions>\n{"name": "f", "description": "d", "parameters": {"type": "object"}}\n</functions>' in rendered
@@ -89,7 +89,7 @@ def test_deepseek_v32_shows_calls_and_tools() -> None:
 @pytest.mark.parametrize(
     "messages", [[result("1")], [{"role": "developer"}], [{"role": "critic", "content": "x"}], [USER, ANSWER]]
 )
-def test_deepseek_v32_refuses_what_its_format_has_no_place_for(messages: list[dict[str, Any]]) -> None:
+def test_deepseek_v32_refuses_unsupported_messages(messages: list[dict[str, Any]]) -> None:
     with pytest.raises(RequestError, match="cannot represent this request"):
         DeepSeekV32().encode(ChatPrompt(messages, **THINKS))
 
@@ -104,8 +104,8 @@ def shown(harmony: Harmony, chat: ChatPrompt) -> str:
 
 
 @pytest.mark.parametrize("unit", ["a", "aÉ", "a\u0301", "!\u0301", " ", "\n", "_", "漢"])
-def test_harmony_is_spared_words_that_would_hold_everything_up(harmony: Harmony, unit: str) -> None:
-    """Its time grows with the square of a word's length: a minute for one of a quarter of a megabyte."""
+def test_harmony_refuses_long_words(harmony: Harmony, unit: str) -> None:
+    """The library's time grows with the square of a word's length: a minute for a quarter of a megabyte."""
     long = ChatPrompt([{"role": "user", "content": [{"type": "text", "text": "x " + unit * 250_000}]}])
     with pytest.raises(TokenizerUnavailableError):
         harmony.encode(long)
@@ -113,7 +113,7 @@ def test_harmony_is_spared_words_that_would_hold_everything_up(harmony: Harmony,
     assert harmony.encode(ChatPrompt([{"role": "user", "content": text}]))
 
 
-def test_harmony(harmony: Harmony) -> None:
+def test_harmony_prompt_equals_the_models(harmony: Harmony) -> None:
     system = {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]}
     chat = ChatPrompt([system, USER, ANSWER | {"reasoning": "hm"}, USER], reasoning_effort="low")
     text = shown(harmony, chat)
@@ -124,7 +124,7 @@ def test_harmony(harmony: Harmony) -> None:
     )
 
 
-def test_harmony_shows_calls_as_the_model_was_trained(harmony: Harmony) -> None:
+def test_harmony_renders_calls_in_the_trained_format(harmony: Harmony) -> None:
     chat = ChatPrompt([USER, called("1") | {"reasoning": "hm"}, result("1")], tools=TOOLS)
     text = shown(harmony, chat)
     assert "// d\ntype f = " in text
@@ -135,7 +135,7 @@ def test_harmony_shows_calls_as_the_model_was_trained(harmony: Harmony) -> None:
     )
 
 
-def test_harmony_takes_no_other_effort_and_does_not_truncate(harmony: Harmony) -> None:
+def test_harmony_refuses_unknown_effort_and_truncation(harmony: Harmony) -> None:
     with pytest.raises(RequestError, match="low, medium or high"):
         harmony.encode(ChatPrompt([USER], reasoning_effort="none"))
     local = LocalTokenizer(ModelFiles.read(MODEL), chat_encoder=harmony)
@@ -150,17 +150,17 @@ def tekken(tmp_path_factory: pytest.TempPathFactory) -> LocalTokenizer:
     return load(2**20)
 
 
-def test_mistral(tekken: LocalTokenizer) -> None:
+def test_mistral_prompt_equals_the_models(tekken: LocalTokenizer) -> None:
     assert tekken.method == "mistral-common"
     (bare,) = tekken.tokenize(TextPrompts(["Who?"], add_special_tokens=False))
     (text,) = tekken.tokenize(TextPrompts(["Who?"]))
     (chat,) = tekken.tokenize(ChatPrompt([USER]))
     assert list(text) == [1, *bare]
-    assert list(chat) == [1, 3, *bare, 4]  # <s>[INST]Who?[/INST]
+    assert list(chat) == [1, 3, *bare, 4]  # `<s>[INST]Who?[/INST]`
     assert tekken.tokenize(ChatPrompt([USER], truncation=Truncation(2)))[0] == PackedPrompt.of(list(chat)[-2:])
 
 
-def test_mistral_cuts_long_ids_of_calls(tekken: LocalTokenizer) -> None:
+def test_mistral_shortens_long_ids_of_calls(tekken: LocalTokenizer) -> None:
     long, short = "call_of_a_tool_abcdefghi", "abcdefghi"
     chats = [ChatPrompt([USER, called(each), result(each)], tools=TOOLS) for each in (long, short)]
     assert tekken.tokenize(chats[0]) == tekken.tokenize(chats[1])
@@ -175,7 +175,7 @@ def test_mistral_cuts_long_ids_of_calls(tekken: LocalTokenizer) -> None:
         ChatPrompt([{"role": "critic", "content": "x"}]),
     ],
 )
-def test_mistral_refuses_what_its_models_do_not_take(tekken: LocalTokenizer, chat: ChatPrompt) -> None:
+def test_mistral_refuses_unsupported_messages(tekken: LocalTokenizer, chat: ChatPrompt) -> None:
     with pytest.raises(RequestError):
         tekken.tokenize(chat)
 
@@ -195,7 +195,7 @@ def kimi(folder: Path) -> Path:
     return folder
 
 
-def test_kimi(tmp_path: Path) -> None:
+def test_kimi_token_ids_equal_the_models(tmp_path: Path) -> None:
     local = candidates(kimi(tmp_path))[0](2**20)
     assert local.method == "tiktoken"
     (ids,) = local.tokenize(ChatPrompt([{"role": "user", "content": "he 漢a"}]))
@@ -212,7 +212,9 @@ def test_kimi(tmp_path: Path) -> None:
         ("transformers", "transformers"),
     ],
 )
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str, extra: str) -> None:
+def test_error_names_a_missing_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str, extra: str
+) -> None:
     for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
@@ -230,7 +232,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         candidates(tmp_path)[0](0)
 
 
-def test_which_files_call_for_which_reading(tmp_path: Path) -> None:
+def test_tokenizer_kind_follows_from_the_files(tmp_path: Path) -> None:
     def readings(**files_: str) -> list[str]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
@@ -253,7 +255,7 @@ def test_which_files_call_for_which_reading(tmp_path: Path) -> None:
         readings()
 
 
-def test_the_files_of_a_model(tmp_path: Path) -> None:
+def test_files_of_a_model_are_listed(tmp_path: Path) -> None:
     def write(name: str, content: Any) -> None:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

@@ -39,7 +39,7 @@ def text_of(seed: int, length: int) -> str:
     ),
     limit=st.sampled_from([0, 30_000, 200_000, 10**7]),
 )
-def test_hashes_are_those_made_from_the_start(parts: list[tuple[int, int, int, int]], limit: int) -> None:
+def test_cached_hashes_equal_computed_hashes(parts: list[tuple[int, int, int, int]], limit: int) -> None:
     cache = PromptCache(limit)
     for seed, length, end, more in parts:
         text = text_of(seed, 12_000)[:length] + text_of(10 + end, more)
@@ -53,16 +53,16 @@ def test_hashes_are_those_made_from_the_start(parts: list[tuple[int, int, int, i
             assert cache.find(text).common == len(text)
 
 
-def test_a_next_turn_takes_the_hashes_over() -> None:
+def test_next_turn_reuses_hashes() -> None:
     cache, opening = PromptCache(10**6), text_of(0, 20_000)
     earlier = seen(cache, opening)
     text = opening + text_of(1, 3000)
     later = cache.prompt(text, tokens_of(text), cache.find(text))
     assert later.hash_bytes == earlier.hash_bytes
-    assert len(cache) == 1  # what goes on from all of it stands in its place
+    assert len(cache) == 1  # a continuation replaces its beginning
 
 
-def test_texts_that_differ_at_their_ends_alone_take_the_place_of_one() -> None:
+def test_texts_with_different_ends_share_one_entry() -> None:
     cache, opening = PromptCache(10**6), text_of(0, 20_000)
     for number in range(1, 4):
         text = opening + text_of(number, 2000)
@@ -72,7 +72,7 @@ def test_texts_that_differ_at_their_ends_alone_take_the_place_of_one() -> None:
     assert len(cache) == 1
 
 
-def test_what_differs_early_takes_over_what_is_alike() -> None:
+def test_early_difference_reuses_the_common_start() -> None:
     cache, opening = PromptCache(10**6), text_of(0, 20_000)
     seen(cache, opening)
     text = opening[:9000] + text_of(1, 9000)
@@ -81,7 +81,7 @@ def test_what_differs_early_takes_over_what_is_alike() -> None:
     assert len(cache) == 2
 
 
-def test_a_text_that_differs_in_its_middle_alone_takes_over_what_is_before() -> None:
+def test_difference_in_the_middle_reuses_the_part_before() -> None:
     cache, opening, end = PromptCache(10**7), text_of(0, 20_000), text_of(1, 9_000)
     known = [seen(cache, opening + str(number) + end) for number in range(8)]
     text = opening + "x" + end
@@ -91,7 +91,7 @@ def test_a_text_that_differs_in_its_middle_alone_takes_over_what_is_before() -> 
     assert later.hash_bytes == len(opening) // 2 // BLOCK * known[0].hash_bytes // (len(known[0]) // BLOCK)
 
 
-def test_the_least_recently_used_is_forgotten_first() -> None:
+def test_least_recently_used_entry_is_dropped_first() -> None:
     texts = [text_of(seed, 5000) for seed in range(4)]
     probe = PromptCache(10**6)
     seen(probe, texts[0])
@@ -101,7 +101,7 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
     assert [cache.find(text).known is not None for text in texts] == [True, False, True, True]
 
 
-def test_token_ids_without_a_text_are_known_as_well() -> None:
+def test_token_ids_without_a_text_are_cached() -> None:
     cache, tokens = PromptCache(10**6), tokens_of(text_of(0, 20_000))
     earlier = cache.prompt_for_tokens(tokens)
     earlier.hashes(1, BLOCK, 1000)
@@ -110,7 +110,7 @@ def test_token_ids_without_a_text_are_known_as_well() -> None:
 
 
 @given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
-def test_how_many_tokens_begin_alike(one: list[int], other: list[int]) -> None:
+def test_length_of_common_token_prefix(one: list[int], other: list[int]) -> None:
     alike = 0
     while alike < min(len(one), len(other)) and one[alike] == other[alike]:
         alike += 1
@@ -122,7 +122,7 @@ pieces = st.lists(st.sampled_from(["a", "ab" * 40, "é", "漢", "🙂"]), max_si
 
 @pytest.mark.parametrize("common", [common_start, reference_common_start])
 @given(start=pieces, one=pieces, other=pieces)
-def test_how_far_texts_begin_alike(common: Callable[[Any, Any], int], start: str, one: str, other: str) -> None:
+def test_length_of_common_text_prefix(common: Callable[[Any, Any], int], start: str, one: str, other: str) -> None:
     one, other = start + one, start + other
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
     assert common(one, other) == alike

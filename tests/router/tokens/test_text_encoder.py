@@ -64,14 +64,16 @@ def encoder(reference: Tokenizer) -> TextEncoder:
     ),
     add=st.booleans(),
 )
-def test_ids_are_those_of_tokenizers(encoder: TextEncoder, reference: Tokenizer, texts: list[str], add: bool) -> None:
+def test_token_ids_equal_those_of_tokenizers(
+    encoder: TextEncoder, reference: Tokenizer, texts: list[str], add: bool
+) -> None:
     assert encoder.fast
     expected = [pack_tokens(each.ids) for each in reference.encode_batch(texts, add_special_tokens=add)]
     for _ in range(2):  # new, and seen before
         assert encoder.encode(texts, add_special_tokens=add) == expected
 
 
-def test_what_was_seen_is_kept_within_bounds(reference: Tokenizer) -> None:
+def test_cache_of_words_is_bounded(reference: Tokenizer) -> None:
     encoder = TextEncoder(reference.to_str(), 20_000)
     assert encoder.cached_bytes == 0  # what was tried is forgotten
     for number in range(300):
@@ -104,7 +106,7 @@ class _Differs:
 
 @pytest.mark.derives
 @pytest.mark.parametrize("problem", ["it differs", "it cannot read it", "it fails"])
-def test_what_is_not_the_same_on_trial_is_not_used(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
+def test_encoder_that_fails_the_trial_is_not_used(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
     tokenizer = trained()
 
     def made(source: str, _: int) -> Any:
@@ -119,7 +121,7 @@ def test_what_is_not_the_same_on_trial_is_not_used(monkeypatch: pytest.MonkeyPat
     assert encoder.encode(["ﬁne <|end|>"]) == [pack_tokens(tokenizer.encode("ﬁne <|end|>").ids)]
 
 
-def test_a_file_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_file_has_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     source, tried = trained().to_str(), list[str]()
     monkeypatch.setattr(text_encoder, "_trials", {})
     monkeypatch.setattr(text_encoder, "trial_texts", lambda _: tried.append("once") or ["a text"])
@@ -127,7 +129,7 @@ def test_a_file_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried == ["once"]
 
 
-def test_a_kind_that_fastokens_does_not_know_is_left_to_tokenizers() -> None:
+def test_kind_unknown_to_fastokens_uses_tokenizers() -> None:
     tokenizer = Tokenizer(models.WordLevel({"the": 0, "cache": 1, "[UNK]": 2}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     encoder = TextEncoder(tokenizer.to_str())
@@ -136,11 +138,11 @@ def test_a_kind_that_fastokens_does_not_know_is_left_to_tokenizers() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", json.dumps({"model": {"type": "Magic"}}), "not json"])
-def test_what_nobody_can_read_is_named(text: str) -> None:
+def test_error_names_an_unreadable_file(text: str) -> None:
     with pytest.raises(TokenizerUnavailableError, match=r"tokenizer\.json cannot be read"):
         TextEncoder(text)
 
 
-def test_half_of_a_surrogate_pair_is_refused(encoder: TextEncoder) -> None:
+def test_lone_surrogate_is_refused(encoder: TextEncoder) -> None:
     with pytest.raises(RequestError, match="surrogate"):
         encoder.encode(["a\ud83d"])

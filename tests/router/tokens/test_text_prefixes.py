@@ -26,14 +26,14 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def test_a_turn_begins_with_the_turn_before() -> None:
+def test_prefix_of_a_turn_begins_with_the_previous_turn() -> None:
     answer = {"role": "assistant", "content": "It is 4."}
     first = text(SYSTEM, user("What is 2 + 2?"))
     assert text(SYSTEM, user("What is 2 + 2?"), answer, user("And 3 + 3?")).startswith(first)
     assert len(first) % 4 == 0
 
 
-def test_content_in_parts_is_the_same_text() -> None:
+def test_content_in_parts_has_the_text_of_a_string() -> None:
     assert text(user([{"type": "text", "text": "What is it?"}])) == text(user("What is it?"))
 
 
@@ -44,7 +44,7 @@ def test_content_in_parts_is_the_same_text() -> None:
         [SYSTEM | {"content": "be brief. " * 30}],
     ],
 )
-def test_roles_and_words_tell_prompts_apart(other: list[dict[str, Any]]) -> None:
+def test_roles_and_words_distinguish_prompts(other: list[dict[str, Any]]) -> None:
     assert text(*other)[:8] != text(SYSTEM)[:8] or text(*other)[:20] != text(SYSTEM)[:20]
 
 
@@ -57,11 +57,11 @@ def test_roles_and_words_tell_prompts_apart(other: list[dict[str, Any]]) -> None
         {"reasoning_effort": "low"},
     ],
 )
-def test_what_a_template_shows_first_comes_first(more: dict[str, Any]) -> None:
+def test_tools_and_options_are_first_like_in_templates(more: dict[str, Any]) -> None:
     assert text(SYSTEM, **more)[:64] != text(SYSTEM)[:64]
 
 
-def test_images_are_told_apart_and_take_little() -> None:
+def test_images_are_distinguished_with_few_characters() -> None:
     def image(data: str) -> dict[str, Any]:
         url = f"data:image/png;base64,{data * 50_000}"
         return user([{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}])
@@ -70,14 +70,14 @@ def test_images_are_told_apart_and_take_little() -> None:
     assert len(text(image("A"))) < 100
 
 
-def test_calls_and_thoughts_are_part_of_it() -> None:
+def test_calls_and_reasoning_are_part_of_the_text() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     plain = {"role": "assistant", "content": None}
     assert text(user("x"), plain | {"tool_calls": [call]}) != text(user("x"), plain)
     assert text(user("x"), plain | {"reasoning": "hm"}) != text(user("x"), plain)
 
 
-def test_texts_are_taken_as_they_are() -> None:
+def test_plain_texts_are_unchanged() -> None:
     assert [each.tokens for each in text_prefixes(TextPrompts(["abcdefgh", "é" * 4]))] == [b"abcdefgh", b"\xc3\xa9" * 4]
 
 
@@ -89,7 +89,7 @@ def test_texts_are_taken_as_they_are() -> None:
         ChatPrompt([user("x")], truncation=Truncation(3, "left")),
     ],
 )
-def test_what_has_no_text_or_another_start_is_refused(prompt: Any) -> None:
+def test_prompt_without_text_or_with_an_unknown_start_is_refused(prompt: Any) -> None:
     with pytest.raises(TokenizerUnavailableError):
         text_prefixes(prompt)
 
@@ -114,7 +114,7 @@ MESSAGES = st.lists(
 
 
 @given(MESSAGES, MESSAGES)
-def test_whatever_is_said_more_messages_keep_the_start(first: list[Any], more: list[Any]) -> None:
+def test_more_messages_keep_the_start(first: list[Any], more: list[Any]) -> None:
     body = {"model": "m", "messages": first}
     try:
         (before,) = text_prefixes(decode_chat(json.dumps(body).encode()).prompt)  # type: ignore[arg-type]

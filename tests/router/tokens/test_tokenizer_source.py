@@ -1,4 +1,4 @@
-"""Where the tokenizer of a model comes from, and how it is tried on the engines that serve it."""
+"""The source of a model's tokenizer, and its comparison with the engines that serve the model."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def template() -> str:
     return found
 
 
-async def test_the_folder_that_a_worker_names_is_used_if_it_is_here(local: LocalTokenizer) -> None:
+async def test_local_folder_named_by_a_worker_is_used(local: LocalTokenizer) -> None:
     async with playing(local) as played:
         await played.answers(root=str(MODEL_FOLDER))
         assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
@@ -111,7 +111,7 @@ async def test_the_folder_that_a_worker_names_is_used_if_it_is_here(local: Local
         assert played.findings == []
 
 
-async def test_an_engine_that_renders_for_nobody_refuses_no_key(local: LocalTokenizer) -> None:
+async def test_engine_without_rendering_does_not_make_the_key_invalid(local: LocalTokenizer) -> None:
     """vLLM answers 403 to that, unless it was started with `--enable-scale-out`."""
     async with playing(local) as played:
         played.engines[0].renders = False
@@ -121,7 +121,9 @@ async def test_an_engine_that_renders_for_nobody_refuses_no_key(local: LocalToke
 
 
 @pytest.mark.parametrize("root", [None, "/nowhere/m", "organisation/model"])
-async def test_otherwise_engines_are_asked_and_the_setting_is_named(local: LocalTokenizer, root: str | None) -> None:
+async def test_engines_tokenize_without_a_folder_and_the_setting_is_reported(
+    local: LocalTokenizer, root: str | None
+) -> None:
     async with playing(local) as played:
         await played.answers(root=root)
         assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
@@ -131,7 +133,7 @@ async def test_otherwise_engines_are_asked_and_the_setting_is_named(local: Local
         assert "set models.m.tokenizer" in found["detail"]
 
 
-async def test_a_model_that_nobody_serves_any_more_is_forgotten(local: LocalTokenizer) -> None:
+async def test_tokenizer_of_an_unserved_model_is_dropped(local: LocalTokenizer) -> None:
     async with playing(local, kept=ModelSettings()) as played:
         for name in ("m", "kept"):
             served = ServedModel(name, name)
@@ -148,20 +150,20 @@ async def test_a_model_that_nobody_serves_any_more_is_forgotten(local: LocalToke
         assert set(played.tokenizers.by_model()) == {"kept", "other"}
 
 
-async def test_what_the_settings_name_wins(local: LocalTokenizer, tmp_path: Path) -> None:
+async def test_settings_override_the_folder_of_a_worker(local: LocalTokenizer, tmp_path: Path) -> None:
     async with playing(local, m=ModelSettings(tokenizer=str(MODEL_FOLDER))) as played:
         await played.answers(root=str(tmp_path))
         assert played.route == "local"
 
 
-async def test_a_folder_without_a_tokenizer_is_no_help(local: LocalTokenizer, tmp_path: Path) -> None:
+async def test_folder_without_tokenizer_is_ignored(local: LocalTokenizer, tmp_path: Path) -> None:
     async with playing(local) as played:
         await played.answers(root=str(tmp_path))
         assert played.route == "engine"
         assert "no tokenizer.json there" in played.source.findings()[0]["detail"]
 
 
-async def test_what_engines_read_otherwise_is_asked_of_them_alone(local: LocalTokenizer, tmp_path: Path) -> None:
+async def test_only_prompts_that_differ_are_tokenized_by_engines(local: LocalTokenizer, tmp_path: Path) -> None:
     # The engine was started with another template than the one in its folder.
     shouting = template().replace(
         "{{ '<|im_start|>' + (",
@@ -184,7 +186,7 @@ async def test_what_engines_read_otherwise_is_asked_of_them_alone(local: LocalTo
         assert found.token_ids == played.engines[0].tokenizer.tokenize(SYSTEM) != local.tokenize(SYSTEM)
 
 
-async def test_what_differs_and_cannot_be_asked_is_guessed_and_told(local: LocalTokenizer, tmp_path: Path) -> None:
+async def test_difference_without_an_engine_tokenizer_is_reported(local: LocalTokenizer, tmp_path: Path) -> None:
     async with playing(local) as played:
         shouting = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
         for engine in played.engines:
@@ -194,7 +196,7 @@ async def test_what_differs_and_cannot_be_asked_is_guessed_and_told(local: Local
         assert played.findings == ["prompts_asked"]  # of /tokenize
 
 
-async def test_a_worker_that_started_again_is_tried_again(local: LocalTokenizer, tmp_path: Path) -> None:
+async def test_restarted_worker_is_compared_again(local: LocalTokenizer, tmp_path: Path) -> None:
     async with playing(local) as played:
         await played.answers(root=str(MODEL_FOLDER))
         tried = played.engines[0].asked.total()
@@ -209,7 +211,7 @@ async def test_a_worker_that_started_again_is_tried_again(local: LocalTokenizer,
         assert found.token_ids == played.engines[0].tokenizer.tokenize(CHAT)
 
 
-async def test_a_template_changed_behind_its_back_is_noticed_and_mended(local: LocalTokenizer, tmp_path: Path) -> None:
+async def test_changed_template_is_detected_and_replaced(local: LocalTokenizer, tmp_path: Path) -> None:
     folder = tmp_path / "m"
     async with playing(local, check_interval=1e-6) as played:
         await played.answers(root=replaced(folder, MODEL_FOLDER, template()))
@@ -219,7 +221,7 @@ async def test_a_template_changed_behind_its_back_is_noticed_and_mended(local: L
         played.engines[0].tokenizer = LocalTokenizer.load(new)
         await played.answers(root=str(folder))
         assert played.route == "engine"
-        # And once the folder has it, too, nobody needs to be asked.
+        # Once the folder has the new template, engines are not called.
         replaced(folder, MODEL_FOLDER, changed)
         await played.answers(root=str(folder))
         assert played.route == "local"
@@ -229,7 +231,7 @@ async def test_a_template_changed_behind_its_back_is_noticed_and_mended(local: L
         assert played.engines[0].asked.total() == asked
 
 
-async def test_workers_that_differ_are_all_asked_right(local: LocalTokenizer, tmp_path: Path) -> None:
+async def test_different_workers_are_each_compared(local: LocalTokenizer, tmp_path: Path) -> None:
     async with playing(local) as played:
         changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
         played.engines[1].tokenizer = LocalTokenizer.load(replaced(tmp_path / "m", MODEL_FOLDER, changed))
@@ -241,7 +243,7 @@ async def test_workers_that_differ_are_all_asked_right(local: LocalTokenizer, tm
         assert played.route == "local"
 
 
-async def test_answers_of_other_lengths_turn_a_model_to_its_engine_and_back(local: LocalTokenizer) -> None:
+async def test_wrong_lengths_switch_a_model_to_its_engine_and_back(local: LocalTokenizer) -> None:
     audit = TargetAudit(Errors(1), Errors(1), Errors(1), Errors(1))
     async with playing(local, check_interval=1e-6) as played:
         played.audits.append((Target(played.workers[0].url, 0, "m"), audit))
@@ -258,7 +260,7 @@ async def test_answers_of_other_lengths_turn_a_model_to_its_engine_and_back(loca
         assert played.route == "local"  # the same suspicion was looked into
 
 
-async def test_an_engine_that_renders_nothing_computes_the_probes_when_it_is_suspected(local: LocalTokenizer) -> None:
+async def test_suspected_engine_without_rendering_computes_the_probes(local: LocalTokenizer) -> None:
     audit = TargetAudit(Errors(1), Errors(1), Errors(1), Errors(1))
     async with playing(local, check_interval=1e-6) as played:
         played.audits.append((Target(played.workers[0].url, 0, "m"), audit))
@@ -284,7 +286,7 @@ def that_takes_images(folder: Path) -> str:
     return replaced(folder, MODEL_FOLDER, source)
 
 
-async def test_engines_are_not_asked_about_images_that_they_have_no_time_for(tmp_path: Path) -> None:
+async def test_overloaded_engines_receive_no_images(tmp_path: Path) -> None:
     folder = that_takes_images(tmp_path)
     async with playing(LocalTokenizer.load(folder), media_timeout=0) as played:
         for engine in played.engines:
@@ -295,7 +297,7 @@ async def test_engines_are_not_asked_about_images_that_they_have_no_time_for(tmp
         assert played.source.report()["m"]["media"] is None
 
 
-async def test_engines_are_asked_what_images_become(tmp_path: Path) -> None:
+async def test_engines_process_images(tmp_path: Path) -> None:
     folder = that_takes_images(tmp_path)
     chat = ChatPrompt([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, IMAGE]}])
     async with playing(LocalTokenizer.load(folder)) as played:
@@ -316,7 +318,7 @@ async def test_engines_are_asked_what_images_become(tmp_path: Path) -> None:
         assert found.token_ids is found.identities
 
 
-async def test_engines_that_tell_nothing_are_believed_to_agree(local: LocalTokenizer) -> None:
+async def test_engines_without_probes_are_assumed_to_agree(local: LocalTokenizer) -> None:
     async with playing(local) as played:
         for engine in played.engines:
             engine.renders = engine.tokenizes = False
@@ -326,7 +328,7 @@ async def test_engines_that_tell_nothing_are_believed_to_agree(local: LocalToken
         assert (report["compared_with"], set(report["shapes"].values())) == ("nothing", {"untried"})
 
 
-async def test_an_engine_that_is_gone_is_tried_when_it_is_back(local: LocalTokenizer) -> None:
+async def test_engine_is_compared_when_it_is_back(local: LocalTokenizer) -> None:
     async with playing(local) as played:
         played.engines[0].refusals = {"/v1/chat/completions/render": 500}
         await played.answers(root=str(MODEL_FOLDER))
@@ -338,7 +340,7 @@ async def test_an_engine_that_is_gone_is_tried_when_it_is_back(local: LocalToken
         assert played.source.report()["m"]["shapes"]["plain"] == "local"
 
 
-async def test_files_come_from_the_hub_by_the_name_that_a_worker_tells(
+async def test_files_are_loaded_from_the_hub_by_the_name_of_a_worker(
     local: LocalTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -357,7 +359,7 @@ async def test_files_come_from_the_hub_by_the_name_that_a_worker_tells(
         assert asked == ["organisation/model"]
 
 
-async def test_the_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_start_does_not_wait_for_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
     import huggingface_hub
@@ -374,11 +376,11 @@ async def test_the_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("name", "expected"), [("a/b", True), ("Qwen/Qwen3-0.6B", True), ("a", False), ("/a/b", False), ("../b", False)]
 )
-def test_names_on_the_hub(name: str, expected: bool) -> None:
+def test_valid_names_on_the_hub(name: str, expected: bool) -> None:
     assert model_files.is_hub_name(name) is expected
 
 
-async def test_without_workers_the_settings_must_name_tokenizers_that_are_there(
+async def test_missing_tokenizer_in_settings_fails_at_start_without_workers(
     local: LocalTokenizer, tmp_path: Path
 ) -> None:
     named = {"m": ModelSettings(tokenizer=str(MODEL_FOLDER)), "n": ModelSettings()}

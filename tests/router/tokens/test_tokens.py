@@ -1,4 +1,4 @@
-"""The token ids of a request's prompts, whoever tokenizes them."""
+"""The token ids of a request's prompts, by the router or an engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def local() -> LocalTokenizer:
 
 
 def using(act: Callable[[Tokenizers], Awaitable[T]], timeout_seconds: float = 30) -> T:
-    """What becomes of tokenizers that are closed afterwards."""
+    """Run `act` on tokenizers, close them, and return the result."""
 
     async def main() -> T:
         tokenizers = Tokenizers(timeout_seconds=timeout_seconds)
@@ -69,12 +69,12 @@ def lists(token_ids: list[PackedPrompt]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("texts", [["the cache"], ["a", "b"], [LONG], [LONG, "a", LONG], [""]])
-def test_texts_short_and_long(local: LocalTokenizer, texts: list[str]) -> None:
+def test_short_and_long_texts_are_tokenized(local: LocalTokenizer, texts: list[str]) -> None:
     assert ids_of(local, TextPrompts(texts)) == lists(local.encode(texts, add_special_tokens=True))
 
 
 @pytest.mark.parametrize("content", ["hi", LONG])
-def test_a_chat_is_rendered_then_tokenized(local: LocalTokenizer, content: str) -> None:
+def test_chat_is_rendered_and_tokenized(local: LocalTokenizer, content: str) -> None:
     chat = ChatPrompt([{"role": "user", "content": content}])
     assert ids_of(local, chat) == lists(local.encode([local.render(chat)], add_special_tokens=False))
 
@@ -93,7 +93,7 @@ def test_token_ids_pass_through(local: LocalTokenizer) -> None:
         ([[10**9]], "token_ids", "token_ids[0]"),
     ],
 )
-def test_a_token_id_outside_the_vocabulary_is_refused(
+def test_token_id_outside_the_vocabulary_is_refused(
     local: LocalTokenizer, lists: list[list[int]], param: str, place: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -114,21 +114,23 @@ def test_a_token_id_outside_the_vocabulary_is_refused(
         (Truncation(0, "right"), []),
     ],
 )
-def test_truncation(local: LocalTokenizer, truncation: Truncation, expected: list[int]) -> None:
+def test_prompt_is_truncated_on_the_requested_side(
+    local: LocalTokenizer, truncation: Truncation, expected: list[int]
+) -> None:
     assert ids_of(local, TokenPrompts([[1, 2, 3, 4]], truncation)) == [expected]
 
 
-def test_texts_are_truncated_once_they_are_tokens(local: LocalTokenizer) -> None:
+def test_texts_are_truncated_after_tokenization(local: LocalTokenizer) -> None:
     whole = ids_of(local, TextPrompts(["the worker holds the prefix"]))[0]
     assert ids_of(local, TextPrompts(["the worker holds the prefix"], truncation=Truncation(3))) == [whole[-3:]]
 
 
-def test_a_prompt_that_the_template_refuses_is_a_request_error(local: LocalTokenizer) -> None:
+def test_refusal_by_the_template_is_a_request_error(local: LocalTokenizer) -> None:
     with pytest.raises(RequestError, match="chat template refuses"):
         ids_of(local, ChatPrompt([USER], continue_final_message=True))
 
 
-def test_without_a_tokenizer_the_ids_are_unknown(local: LocalTokenizer) -> None:
+def test_token_ids_are_unknown_without_a_tokenizer(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
         tokenizers.add("m", local)
         with pytest.raises(TokenizerUnavailableError, match="'other'"):
@@ -143,7 +145,7 @@ def test_without_a_tokenizer_the_ids_are_unknown(local: LocalTokenizer) -> None:
     using(act)
 
 
-def test_an_engine_may_tokenize(local: LocalTokenizer) -> None:
+def test_engine_tokenizes_for_a_model(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
         async with PlayedEngine(local).serving() as engine, aiohttp.ClientSession() as session:
             asked = EngineTokenizer(EngineClient(session, "m"), lambda: [engine.url], 2**20)
@@ -160,7 +162,7 @@ def test_an_engine_may_tokenize(local: LocalTokenizer) -> None:
     using(act)
 
 
-def test_an_engine_is_asked_for_its_shapes_alone(local: LocalTokenizer) -> None:
+def test_engine_tokenizes_only_its_probe_kinds(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
         async with PlayedEngine(local).serving() as engine, aiohttp.ClientSession() as session:
             asked = EngineTokenizer(EngineClient(session, "m"), lambda: [engine.url], 2**20)
@@ -177,7 +179,7 @@ def test_an_engine_is_asked_for_its_shapes_alone(local: LocalTokenizer) -> None:
     using(act)
 
 
-def test_where_no_engine_answers_the_likely_tokens_count(local: LocalTokenizer) -> None:
+def test_likely_tokens_are_used_if_no_engine_answers(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
         async with aiohttp.ClientSession() as session:
             asked = EngineTokenizer(EngineClient(session, "m"), lambda: ["http://127.0.0.1:9"], 2**20)
@@ -192,7 +194,7 @@ def test_where_no_engine_answers_the_likely_tokens_count(local: LocalTokenizer) 
     using(act)
 
 
-def test_what_was_suspected_is_used_again_once_it_is_seen_to_agree(local: LocalTokenizer) -> None:
+def test_suspected_tokenizer_is_used_again_once_it_agrees(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
         async with PlayedEngine(local).serving() as engine, aiohttp.ClientSession() as session:
             asked = EngineTokenizer(EngineClient(session, "m"), lambda: [engine.url], 2**20)
@@ -207,7 +209,7 @@ def test_what_was_suspected_is_used_again_once_it_is_seen_to_agree(local: LocalT
     using(act)
 
 
-def test_the_event_loop_goes_on_while_a_long_text_is_tokenized(local: LocalTokenizer) -> None:
+def test_event_loop_runs_while_a_long_text_is_tokenized(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
         tokenizers.add("m", local)
         tokenizing = asyncio.ensure_future(tokenizers.token_ids("m", TextPrompts([LONG * 200])))
@@ -221,7 +223,7 @@ def test_the_event_loop_goes_on_while_a_long_text_is_tokenized(local: LocalToken
     using(act)
 
 
-def test_a_text_that_takes_too_long_leaves_the_ids_unknown(local: LocalTokenizer) -> None:
+def test_tokenization_timeout_leaves_token_ids_unknown(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
         tokenizers.add("m", local)
         with pytest.raises(TokenizerUnavailableError, match=r"not tokenized within 0\.001 s"):
@@ -230,7 +232,7 @@ def test_a_text_that_takes_too_long_leaves_the_ids_unknown(local: LocalTokenizer
     using(act, timeout_seconds=0.001)
 
 
-def test_only_so_many_wait(local: LocalTokenizer) -> None:
+def test_waiting_texts_are_limited(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
         tokenizers.add("m", local)
         asked = [tokenizers.token_ids("m", TextPrompts([f"{number} {LONG}"])) for number in range(MAX_WAITING + 10)]
@@ -244,7 +246,7 @@ def test_only_so_many_wait(local: LocalTokenizer) -> None:
     using(act)
 
 
-def test_what_is_short_or_known_is_tokenized_at_once(local: LocalTokenizer) -> None:
+def test_short_or_cached_text_is_tokenized_at_once(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
         tokenizers.add("m", local)
         opening = [{"role": "user", "content": f"new here: {LONG}"}, {"role": "assistant", "content": "I see."}]
@@ -263,7 +265,7 @@ def test_what_is_short_or_known_is_tokenized_at_once(local: LocalTokenizer) -> N
     using(act)
 
 
-def test_what_a_thread_refuses_is_told_as_at_once(local: LocalTokenizer) -> None:
+def test_refusal_in_a_thread_equals_refusal_at_once(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
         tokenizers.add("m", local)
         for size in (0, INLINE_BYTES + 1):
@@ -275,7 +277,7 @@ def test_what_a_thread_refuses_is_told_as_at_once(local: LocalTokenizer) -> None
     using(act)
 
 
-def test_metrics_tell_how_prompts_become_tokens(local: LocalTokenizer) -> None:
+def test_metrics_count_tokenizer_routes(local: LocalTokenizer) -> None:
     async def act(tokenizers: Tokenizers) -> None:
         registry = CollectorRegistry()
         registry.register(TokenizerCollector(tokenizers))

@@ -33,7 +33,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
 
 class Remembering(ResponseHandler):
-    """Remembers what came."""
+    """A handler that keeps all received parts."""
 
     def __init__(self) -> None:
         self.head: ResponseHead | None = None
@@ -313,7 +313,7 @@ def test_not_every_segment_of_a_stream_is_acknowledged() -> None:
                 await handler.over
         return int(counts[0])
 
-    # When the machine stands still for long Linux goes back to acknowledging each.
+    # After a long pause of the machine, Linux acknowledges each packet again.
     assert any(asyncio.run(acknowledged()) < chunks for _ in range(10))
 
 
