@@ -1,1 +1,1 @@
-"""What ranks hold beside what events say: prompts in flight, what was sent there, and whether that is right."""
+"""Cached prefixes of targets beside the index: prompts in flight, sent prompts, sessions, and the audit of hits."""

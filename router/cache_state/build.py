@@ -1,4 +1,4 @@
-"""What targets are expected to hold beside their events, as one record."""
+"""The cache state of the settings, as one record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """Prefixes in flight, prefixes that were sent, and the audit of what workers report of both."""
+    """The prefixes in flight, the sent prefixes, and the audit of the predicted cache hits."""
 
     in_flight_prefixes: InFlightPrefixes
     sent_prefixes: SentPrefixes

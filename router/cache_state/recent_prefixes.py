@@ -1,7 +1,7 @@
-"""The prefixes of the last prompts that each holder saw.
+"""The prefixes of the last prompts that each holder saw, in a tree that several holders share.
 
-Whatever touches a prefix touches its shorter ones after it: so extensions are forgotten before what they extend. It is
-therefore enough to know in what order the ends of prompts were seen.
+Every use of a prefix is a use of its shorter prefixes as well. So longer prefixes are forgotten before the shorter
+ones that they extend. It is therefore enough to order the ends of prompts by their last use.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from itertools import islice
 
 from router.cache_state.shared_prefixes import Edge, PrefixHolder, SharedPrefixes
 
-# Looked at, from the last prompt on, to find when a prefix was seen. Those in use are among the last ones.
-_MOST_LOOKED_AT = 256
+# The most ends that are searched for a prefix, the latest first. Prefixes in use are among the latest.
+_MOST_SEARCHED = 256
 
 
 class Seen:
-    """When a prompt was seen, in seconds, and how many chunks had been new until then."""
+    """The last use of a prompt.
+
+    - `at`: its time in seconds, by the caller's clock.
+    - `added`: the new chunks that the holder had seen until then.
+    """
 
     __slots__ = ("added", "at")
 
@@ -27,7 +31,7 @@ class Seen:
 
 
 class RecentPrefixes(PrefixHolder):
-    """What one holder in a tree has seen and not forgotten. `added`: how many chunks were new to it so far."""
+    """The prefixes of one holder in a tree. `added`: the number of chunks that were new to it so far."""
 
     __slots__ = ("_ends", "_prefixes", "added")
 
@@ -38,7 +42,11 @@ class RecentPrefixes(PrefixHolder):
         self._ends: OrderedDict[Edge[RecentPrefixes], Seen] = OrderedDict()  # the least recently seen first
 
     def remember(self, hashes: array[int], most: int, now: float = 0.0) -> int:
-        """See a prompt. Of all prefixes `most` are kept. Returns how many of this prompt's were known."""
+        """Remember a prompt, and return the number of its chunks that were known before.
+
+        - `most`: the most chunks to keep, of all prompts together.
+        - `now`: the time, by the caller's clock.
+        """
         if not hashes:
             return 0
         before = self.chunks
@@ -46,7 +54,7 @@ class RecentPrefixes(PrefixHolder):
         known = len(hashes) - (self.chunks - before)
         self.added += self.chunks - before
         if end in self._ends:
-            self._prefixes.let_go(self, end)  # it counts once
+            self._prefixes.let_go(self, end)  # each end counts once
         self._ends[end] = Seen(now, self.added)
         self._ends.move_to_end(end)
         self._forget_ends_before(end)
@@ -59,32 +67,35 @@ class RecentPrefixes(PrefixHolder):
             self._forget_some(self.chunks - most)
 
     def last_seen(self, hashes: array[int]) -> Seen | None:
-        """When the longest known prefix of a prompt was seen last. None when there is none, or that was long ago."""
+        """Return the last use of a prompt's longest known prefix.
+
+        Returns None if no prefix is known, or if its last use was long ago.
+        """
         edge = self._prefixes.longest_of(self, hashes)
         if edge is None:
             return None
-        for end in islice(reversed(self._ends), _MOST_LOOKED_AT):
-            on_the_way: Edge[RecentPrefixes] | None = end
-            while on_the_way is not None and on_the_way is not edge:
-                on_the_way = on_the_way.parent
-            if on_the_way is edge:
+        for end in islice(reversed(self._ends), _MOST_SEARCHED):
+            ancestor: Edge[RecentPrefixes] | None = end
+            while ancestor is not None and ancestor is not edge:
+                ancestor = ancestor.parent
+            if ancestor is edge:
                 return self._ends[end]
         return None
 
     def forget_before(self, at: float) -> None:
-        """Forget what was seen before then."""
+        """Forget the prompts whose last use was before `at`."""
         while self._ends and next(iter(self._ends.values())).at < at:
             end, _ = self._ends.popitem(last=False)
             self._prefixes.let_go(self, end)
 
     def forget(self) -> None:
-        """Nothing is known any more."""
+        """Forget all prompts."""
         for end in self._ends:
             self._prefixes.let_go(self, end)
         self._ends.clear()
 
     def _forget_ends_before(self, end: Edge[RecentPrefixes]) -> None:
-        """What ended on the way to an end that was just seen is seen with it."""
+        """Forget the ends of shorter prompts that `end` extends, because `end` includes them."""
         edge = end.parent
         while edge is not None:
             before = edge.parent
@@ -94,10 +105,10 @@ class RecentPrefixes(PrefixHolder):
             edge = before
 
     def _forget_some(self, chunks: int) -> None:
-        """Forget `chunks` at most, of the end that was not seen the longest."""
+        """Forget at most `chunks` chunks at the end of the least recently used prompt."""
         end, seen = next(iter(self._ends.items()))
         before = self._prefixes.split(end, chunks) if chunks < len(end.hashes) else end.parent
-        if before is not None and before.counts.get(self) == 1:  # nothing else needs it: it is the next to go
+        if before is not None and before.counts.get(self) == 1:  # no other prompt needs it: it is forgotten next
             self._prefixes.hold_edge(self, before)
             self._ends[before] = seen
             self._ends.move_to_end(before, last=False)

@@ -1,8 +1,8 @@
-"""What a rank is likely to hold by what was sent to it, for ranks whose events are missing or wrong.
+"""The prefixes that were sent to targets, to predict the cached tokens of targets whose events are missing or wrong.
 
-A rank's prompts are remembered as hashes of their prefixes, the least recently sent forgotten first, up to what its
-memory holds. How much that is, and how long it keeps what nobody asks for, is learned from the cached tokens that its
-answers tell.
+The prompts of a target are remembered as hashes of their prefixes, up to the size of its memory. The least recently
+sent are forgotten first. The size of its memory, and how long it keeps unused prefixes, are learned from the cached
+tokens that its answers report.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.cache_state.recent_prefixes import RecentPrefixes
 from router.cache_state.shared_prefixes import SharedPrefixes
 
-# For ranks that do not say how much they hold: an 8-billion-parameter model on a GPU of 80 GB.
+# The capacity of targets that do not report it: that of an 8-billion-parameter model on a GPU of 80 GB.
 DEFAULT_CAPACITY = 2**19
-# Predicted and told tokens that differ by less are equal: blocks are not chunks, and text is no tokens.
+# Predicted and reported tokens that differ by less count as equal: blocks differ from chunks, and text from tokens.
 _TOLERANCE_TOKENS = 128
 _TOLERANCE_SHARE = 0.1
-_LEAST_TOKENS = 64  # of a prefix from which anything is learned
-# What a bound grows to at least when more was found, and where it is none any more.
+# Shorter prefixes teach nothing.
+_LEAST_TOKENS = 64
+# A bound that proved too low grows to at least these. From the longest, or the default capacity on, it is dropped.
 _LEAST_CHUNKS = 64
 _LEAST_SECONDS = 30.0
 _LONGEST_SECONDS = 86_400.0
@@ -31,10 +32,12 @@ _LONGEST_SECONDS = 86_400.0
 
 @dataclass(slots=True)
 class Retention:
-    """How much a rank keeps, and how long, as its answers showed; None where nothing was missed yet.
+    """The learned bounds on what a target keeps.
 
-    `proven_chunks`, `proven_seconds`: the most that had come since a prefix was sent the last time, and the longest
-    time since then, after which it was still there.
+    - `chunks`: the chunks that it keeps; None while no prefix was missing because of too many chunks.
+    - `seconds`: the seconds that it keeps a prefix; None while no prefix was missing because of its age.
+    - `proven_chunks`: the most new chunks after which a prefix was still cached.
+    - `proven_seconds`: the longest time after which a prefix was still cached.
     """
 
     chunks: int | None = None
@@ -44,18 +47,19 @@ class Retention:
 
     @property
     def tokens(self) -> int | None:
-        """The same amount in tokens."""
+        """The tokens that the target keeps; None while the bound is not known."""
         return None if self.chunks is None else self.chunks * CHUNK_TOKENS
 
     def hit(self, chunks: int, seconds: float) -> None:
-        """A prefix was still there, this much and this long after it was sent the last time."""
+        """Record that a prefix was still cached, `chunks` new chunks and `seconds` after it was last sent."""
         self.proven_chunks = max(self.proven_chunks, chunks)
         self.proven_seconds = max(self.proven_seconds, seconds)
 
     def missed(self, chunks: int, seconds: float) -> bool:
-        """It was not: the bound is somewhere between this and what was proven.
+        """Lower a bound, because a prefix was missing `chunks` new chunks and `seconds` after it was last sent.
 
-        False when neither amount nor time explains that: the cache was reset.
+        The new bound is halfway between this miss and the proven bound. Returns False if neither amount nor time
+        explains the miss, so that the cache must have been reset.
         """
         if chunks > self.proven_chunks:
             self.chunks = (self.proven_chunks + chunks) // 2
@@ -67,7 +71,7 @@ class Retention:
         return True
 
     def keeps_more(self) -> None:
-        """More was there than was remembered."""
+        """Raise the bounds, because more was cached than they allow."""
         if self.chunks is not None:
             more = max(2 * self.chunks, _LEAST_CHUNKS)
             self.chunks = more if more < DEFAULT_CAPACITY // CHUNK_TOKENS else None
@@ -77,7 +81,7 @@ class Retention:
 
 
 class SentPrefixes:
-    """The prompts that were answered, by target."""
+    """The prefixes of the prompts that each target answered."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -85,10 +89,13 @@ class SentPrefixes:
         self._sent: dict[Target, RecentPrefixes] = {}
         self._targets: dict[RecentPrefixes, Target] = {}
         self._retention: dict[Target, Retention] = {}
-        self._expiring: set[Target] = set()  # those that keep what they hold for a time that was learned
+        self._expiring: set[Target] = set()  # targets with a learned bound in seconds
 
     def remember(self, target: Target, hashes: array[int], capacity: int | None) -> None:
-        """A target has seen a prompt. `capacity`: the tokens it can hold."""
+        """Remember a prompt that a target has answered.
+
+        - `capacity`: the tokens that the target can hold; None: not known.
+        """
         sent = self._sent.get(target)
         if sent is None:
             sent = self._sent[target] = RecentPrefixes(self._prefixes)
@@ -96,11 +103,13 @@ class SentPrefixes:
         chunks = (capacity or DEFAULT_CAPACITY) // CHUNK_TOKENS
         learned = self._retention.get(target)
         if learned is not None and learned.chunks is not None:
-            chunks = min(chunks, max(learned.chunks, len(hashes)))  # what it has just computed it holds
+            chunks = min(
+                chunks, max(learned.chunks, len(hashes))
+            )  # a prompt that was just computed is cached as a whole
         sent.remember(hashes, chunks, self._clock())
 
     def overlaps(self, hashes: array[int]) -> dict[Target, int]:
-        """How many tokens of a prompt, from its start on, each target has seen and not forgotten, if any."""
+        """Return the tokens of a prompt's longest remembered prefix by target. Targets without any are left out."""
         if not self._sent:
             return {}
         for target in self._expiring:
@@ -108,14 +117,18 @@ class SentPrefixes:
         return {self._targets[sent]: CHUNK_TOKENS * chunks for sent, chunks in self._prefixes.longest(hashes).items()}
 
     def resumable(self, target: Target, hashes: array[int], window: int) -> int:
-        """The same of one target, whose groups keep but a `window` of each prompt."""
+        """Return the tokens of a prompt that a target can reuse, if its groups keep only the last `window` tokens."""
         sent = self._sent.get(target)
         return CHUNK_TOKENS * self._prefixes.resumable(sent, hashes, window // CHUNK_TOKENS) if sent is not None else 0
 
     def compare(self, target: Target, hashes: array[int], cached: int, sent_at: float) -> None:
-        """A target told how many tokens of a prompt it found. To be called before it is remembered.
+        """Learn a target's bounds from an answer. To be called before the prompt is remembered.
 
-        `sent_at`: when the prompt was sent, by the clock. A prefix that was seen again since then teaches nothing.
+        A prefix that was sent again after `sent_at` teaches nothing.
+
+        - `hashes`: the chunk hashes of the prompt.
+        - `cached`: the cached tokens that the answer reports.
+        - `sent_at`: when the prompt was sent, by the clock.
         """
         sent = self._sent.get(target)
         held = CHUNK_TOKENS * self._prefixes.longest(hashes).get(sent, 0) if sent is not None else 0
@@ -124,7 +137,7 @@ class SentPrefixes:
         if cached > held + tolerance:
             if learned is not None:
                 learned.keeps_more()
-                self._look_at_time(target, learned)
+                self._apply_seconds(target, learned)
             return
         seen = sent.last_seen(hashes) if sent is not None and held >= _LEAST_TOKENS else None
         if sent is None or seen is None or seen.at >= sent_at:
@@ -138,34 +151,34 @@ class SentPrefixes:
             sent.forget_before(sent_at)
         elif learned.chunks is not None:
             sent.keep(learned.chunks)
-        self._look_at_time(target, learned)
+        self._apply_seconds(target, learned)
 
     def learned(self, target: Target) -> Retention | None:
-        """How much and how long a target was seen to keep."""
+        """Return the learned bounds of a target; None if nothing was learned."""
         return self._retention.get(target)
 
     def forget(self, target: Target) -> None:
-        """A target holds nothing any more, or its history is not needed."""
+        """Forget the prefixes of a target, because its cache was cleared or they are not needed."""
         sent = self._sent.pop(target, None)
         if sent is not None:
             sent.forget()
             del self._targets[sent]
 
     def removed(self, target: Target) -> None:
-        """A target is gone: what was learned of it is, too."""
+        """Forget a target that was removed, and its learned bounds."""
         self.forget(target)
         self._retention.pop(target, None)
         self._expiring.discard(target)
 
     def targets(self) -> list[Target]:
-        """The targets with a history."""
+        """Return the targets with remembered prefixes."""
         return list(self._sent)
 
     def __len__(self) -> int:
-        """The number of remembered prefixes."""
+        """Return the number of remembered prefixes."""
         return sum(sent.chunks for sent in self._sent.values())
 
-    def _look_at_time(self, target: Target, learned: Retention) -> None:
+    def _apply_seconds(self, target: Target, learned: Retention) -> None:
         (self._expiring.discard if learned.seconds is None else self._expiring.add)(target)
         self._expire(target)
 

@@ -1,11 +1,13 @@
-"""Where sessions that were said to go on have their prefix, so that it is kept for them while their tools run.
+"""The targets that hold the prefixes of sessions which continue, so that these prefixes are kept while tools run.
 
-    wanted(w)   tokens of such sessions' last prompts on w; of capacity(w) at most, since more cannot be kept there
-    weight(w) = 1 + STEEP · (wanted(w) - mean of the model's targets) / capacity(w)      at least 0
+    retained(w)  tokens of these sessions' last prompts on w; at most capacity(w), because more cannot be kept there
+    weight(w)  = 1 + STEEP · (retained(w) - mean of the model's targets) / capacity(w)      at least 0
 
-What evicting costs on a target is weighted by this: what many will come back for is dear, what nobody wants is cheap.
-Without a word of any session every weight is 1. A session's location is wanted from its request on until the next one
-comes, or twice the pause that was announced, an hour at most, has passed since the answer.
+The cost of an eviction on a target is multiplied by its weight. So evictions are expensive where many sessions return,
+and cheap where none does. If no agent announces anything, every weight is 1.
+
+A session's tokens are retained from its request until its next request. They are released earlier if twice the
+announced pause has passed since the answer, and after an hour at the latest.
 """
 
 from __future__ import annotations
@@ -19,19 +21,24 @@ from typing import Final, TypeAlias
 from indexer import Target
 
 STEEP: Final = 2.0
-# Seconds that a location is kept after the answer: so many times the pause that was announced, and some more.
+# A location is kept for this multiple of the announced pause, in seconds within these bounds.
 _PAUSES: Final = 2.0
 _SHORTEST: Final = 5.0
+_LONGEST: Final = 3600.0  # a bound, because announcing a long pause costs the agent nothing
+# The seconds that it is kept if no pause is announced.
 _DEFAULT_PAUSE: Final = 60.0
-_LONGEST: Final = 3600.0  # whatever is announced: to announce costs nothing
 _MOST_LOCATIONS: Final = 1 << 16
 
-# What a session is known by: the salt of its prompts, and its name.
+# The key of a session: the salt of its prompts, and its name.
 SessionKey: TypeAlias = tuple[str | None, str]
 
 
 class SessionLocation:
-    """One session's. `until`: when it is not wanted any more; None while a request of it is in flight."""
+    """The target and the tokens of one session. Call it when the session's request ends.
+
+    - `pause`: the seconds that the location is kept after the answer.
+    - `until`: when it expires, by the clock; None while the session's request is in flight.
+    """
 
     __slots__ = ("_locations", "key", "pause", "target", "tokens", "until")
 
@@ -44,12 +51,12 @@ class SessionLocation:
         self.until: float | None = None
 
     def __call__(self, failed: bool = False) -> None:
-        """The request ended: the tool runs now. `failed`: it was not computed there."""
+        """End the session's request. `failed`: the target did not compute it."""
         self._locations.answered(self, failed)
 
 
 class SessionLocations:
-    """The locations of the sessions that were said to go on, the last `_MOST_LOCATIONS` of them."""
+    """The locations of the last `_MOST_LOCATIONS` sessions that continue."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -60,12 +67,15 @@ class SessionLocations:
         self._numbers = count()
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of locations."""
         return len(self._locations)
 
     def record(self, key: SessionKey, target: Target, tokens: int, next_call: float | None) -> SessionLocation:
-        """A session's request with a prompt of `tokens` goes to a target, and it comes back `next_call` seconds after
-        the answer, if that is known. Returns what to call when the request ended."""
+        """Record that a session's request is sent to a target. Returns the callback for the end of the request.
+
+        - `tokens`: the tokens of its prompt.
+        - `next_call`: the announced seconds from the answer to the session's next request; None: not announced.
+        """
         self.drop(key)
         pause = _DEFAULT_PAUSE if next_call is None else min(max(_PAUSES * next_call, _SHORTEST), _LONGEST)
         location = self._locations[key] = SessionLocation(self, key, target, tokens, pause)
@@ -75,13 +85,13 @@ class SessionLocations:
         return location
 
     def drop(self, key: SessionKey) -> None:
-        """A session's location is not wanted any more."""
+        """Drop the location of a session that ends or moves."""
         location = self._locations.pop(key, None)
         if location is not None:
             self._count(location, -location.tokens)
 
     def answered(self, location: SessionLocation, failed: bool) -> None:
-        """The request that a location was made by has ended."""
+        """Start the pause of a session whose request ended, or drop its location if the request `failed`."""
         if self._locations.get(location.key) is not location or location.until is not None:
             return
         if failed:
@@ -89,35 +99,36 @@ class SessionLocations:
             return
         location.until = self._clock() + location.pause
         heappush(self._due, (location.until, next(self._numbers), location))
-        if len(self._due) > 2 * _MOST_LOCATIONS:  # most of them are locations that sessions have left since
+        if len(self._due) > 2 * _MOST_LOCATIONS:  # most of them were dropped before they were due
             self._due = [each for each in self._due if self._locations.get(each[2].key) is each[2]]
             heapify(self._due)
 
     def expire(self, now: float) -> None:
-        """Let go of the locations of sessions that did not come back. `now`: by the clock."""
+        """Drop the locations of sessions that have not returned in time. `now`: the clock's time."""
         while self._due and self._due[0][0] <= now:
             location = heappop(self._due)[2]
             if self._locations.get(location.key) is location:
                 self.drop(location.key)
 
     def forget(self, worker: str) -> None:
-        """A worker is gone, or holds nothing any more."""
+        """Drop all locations on a worker that was removed or whose cache was reset."""
         for key in [key for key, location in self._locations.items() if location.target.worker == worker]:
             self.drop(key)
 
     def retained_tokens(self, target: Target) -> int:
-        """Tokens on a target that sessions will come back for."""
+        """Return the tokens on a target that sessions will return for."""
         return self._retained.get(target, 0)
 
     def get(self, key: SessionKey) -> Target | None:
-        """Where a session has its location, if it has one."""
+        """Return the target that holds a session's prefix; None if there is no location."""
         location = self._locations.get(key)
         return None if location is None else location.target
 
     def weight(self, target: Target, targets: int, capacity: int | None) -> float:
-        """What evicting there costs, compared with elsewhere: see above.
+        """Return the factor for the cost of an eviction on a target, as the module describes it.
 
-        `targets`: how many the model has; `capacity`: tokens that this one can hold, None: not known.
+        - `targets`: the number of the model's targets.
+        - `capacity`: the tokens that the target can hold; None: not known.
         """
         if not self._locations or not capacity:
             return 1.0

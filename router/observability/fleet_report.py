@@ -9,7 +9,8 @@ from indexer import Indexer, Target
 from indexer.api.metrics import build_info
 from indexer.streams.sequence import StreamState
 from indexer.targets import WorkerNames
-from router.cache_state.hit_audit import Basis, HitAudit
+from router.cache_state.hit_audit import HitAudit
+from router.cache_state.target_audit import Basis
 from router.fleet.circuit import CircuitState
 from router.fleet.fleet import Fleet
 from router.fleet.worker import WorkerState

@@ -10,7 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.apis.usage import Usage
-from router.cache_state.hit_audit import Basis, CachePrediction, HitAudit
+from router.cache_state.hit_audit import HitAudit
+from router.cache_state.target_audit import Basis, CachePrediction
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker, WorkerState
 from router.load.target_load import LoadTable

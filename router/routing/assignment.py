@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from indexer import Target
 from indexer.targets import WorkerNames
 from router.apis.usage import Usage
-from router.cache_state.hit_audit import CachePrediction
 from router.cache_state.in_flight_prefixes import ReleaseCallback
+from router.cache_state.target_audit import CachePrediction
 from router.fleet.health import Attempt, Outcome
 from router.fleet.worker import Worker
 from router.load.target_load import Reservation

@@ -13,8 +13,8 @@ import structlog
 
 from router.apis.sessions import AgentHints
 from router.apis.usage import Usage
-from router.cache_state.hit_audit import Basis, CachePrediction
 from router.cache_state.in_flight_prefixes import reusable_hashes
+from router.cache_state.target_audit import Basis, CachePrediction
 from router.fleet.worker import Worker
 from router.load.target_load import Reservation
 from router.policies.rates import prefill_seconds

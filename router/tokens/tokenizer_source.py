@@ -17,7 +17,7 @@ import aiohttp
 import structlog
 
 from indexer import Target
-from router.cache_state.hit_audit import TargetAudit
+from router.cache_state.target_audit import TargetAudit
 from router.fleet.discovery import ServedModel
 from router.fleet.worker import Worker
 from router.http.event_loop import end_tasks

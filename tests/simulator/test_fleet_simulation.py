@@ -19,7 +19,7 @@ from benchmarks.policy.workloads import CONVERSATION
 from kvevents import BlockRemoved, BlockStored
 from router.admission.admission import Admission
 from router.admission.waiting_request import WaitReason
-from router.cache_state.hit_audit import Basis
+from router.cache_state.target_audit import Basis
 from router.prediction.predictions import WatchedAnswer
 from router.routing.placement import Placement
 from router.routing.selector import Selector

@@ -14,9 +14,10 @@ from structlog.testing import capture_logs
 from indexer import Indexer, Registration, Target
 from indexer.streams.sequence import StreamState
 from router.apis.usage import Usage
-from router.cache_state.hit_audit import Basis, CachePrediction, Errors, HitAudit
+from router.cache_state.hit_audit import HitAudit
 from router.cache_state.in_flight_prefixes import prompt_hashes
 from router.cache_state.sent_prefixes import SentPrefixes
+from router.cache_state.target_audit import Basis, CachePrediction, PredictionErrors
 from router.settings import AuditSettings
 
 TARGET = Target("http://w", 0, "m")
@@ -258,7 +259,7 @@ def test_removed_targets_are_dropped(audit: HitAudit, streams: Streams, sent_pre
 
 @given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 100)), max_size=20), st.integers(1, 6))
 def test_errors_cover_the_latest_predictions(seen: list[tuple[int, int]], samples: int) -> None:
-    errors = Errors(samples)
+    errors = PredictionErrors(samples)
     for error, total in seen:
         errors.add(error, total)
     last = seen[-samples:]

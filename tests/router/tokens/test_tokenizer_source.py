@@ -16,7 +16,7 @@ from played_engine import PlayedEngine
 import simulator.worker
 from indexer import Target
 from router.apis.requests import ChatPrompt, TextPrompts
-from router.cache_state.hit_audit import Errors, TargetAudit
+from router.cache_state.target_audit import PredictionErrors, TargetAudit
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.settings import ModelSettings, TokenizerSettings
 from router.tokens import model_files, tokenizer_source
@@ -244,7 +244,7 @@ async def test_different_workers_are_each_compared(local: LocalTokenizer, tmp_pa
 
 
 async def test_wrong_lengths_switch_a_model_to_its_engine_and_back(local: LocalTokenizer) -> None:
-    audit = TargetAudit(Errors(1), Errors(1), Errors(1), Errors(1))
+    audit = TargetAudit(PredictionErrors(1), PredictionErrors(1), PredictionErrors(1), PredictionErrors(1))
     async with playing(local, check_interval=1e-6) as played:
         played.audits.append((Target(played.workers[0].url, 0, "m"), audit))
         await played.answers(root=str(MODEL_FOLDER))
@@ -261,7 +261,7 @@ async def test_wrong_lengths_switch_a_model_to_its_engine_and_back(local: LocalT
 
 
 async def test_suspected_engine_without_rendering_computes_the_probes(local: LocalTokenizer) -> None:
-    audit = TargetAudit(Errors(1), Errors(1), Errors(1), Errors(1))
+    audit = TargetAudit(PredictionErrors(1), PredictionErrors(1), PredictionErrors(1), PredictionErrors(1))
     async with playing(local, check_interval=1e-6) as played:
         played.audits.append((Target(played.workers[0].url, 0, "m"), audit))
         engine = played.engines[0]
