@@ -1,4 +1,4 @@
-"""Requests that find the last worker of their model gone: they wait for its return like those that come later."""
+"""Requests that meet the stopped last worker of their model wait for its return, like later requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvrouter.processes import KvrouterProcess
 pytestmark = pytest.mark.anyio
 
 BODY = {"model": "m", "prompt": "x", "max_tokens": 2}
-# Probes do not find out by themselves that a worker is gone.
+# Probes are too rare to detect a stopped worker.
 UNPROBED = {"probe_interval": 60.0, "retry_interval": 0.1, "probe_timeout": 1.0, "stall_seconds": 30.0}
 COLD = {"cold_start_timeout": 25.0}
 
@@ -36,7 +36,7 @@ async def until_waiting(routed: RouterUnderTest, requests: int = 1) -> None:
     async def reached() -> bool:
         return await waiting(routed) == requests
 
-    await until(reached, 5)
+    await until(reached, seconds=5)
 
 
 async def refused(routed: RouterUnderTest, worker: ScriptedWorker) -> asyncio.Task[Reply]:
@@ -92,7 +92,7 @@ async def received(worker: ScriptedWorker, requests: int) -> None:
     async def seen() -> bool:
         return len(worker.exchanges) >= requests
 
-    await until(seen, 5)
+    await until(seen, seconds=5)
 
 
 async def come_back(routed: RouterUnderTest, worker: ScriptedWorker) -> None:
@@ -107,7 +107,7 @@ async def come_back(routed: RouterUnderTest, worker: ScriptedWorker) -> None:
     "gone",
     [refused, kept_connection_closed, killed_over_the_request, reset_at_connect, removed_and_gone, ejected],
 )
-async def test_a_request_that_finds_the_last_worker_gone_is_held(gone: Gone) -> None:
+async def test_request_is_held_if_last_worker_stopped(gone: Gone) -> None:
     async with scripted_worker() as worker, router(fleet=UNPROBED, admission=COLD) as routed:
         await routed.call("/workers", {"url": worker.url})
 
@@ -124,7 +124,7 @@ async def test_a_request_that_finds_the_last_worker_gone_is_held(gone: Gone) -> 
         await routed.until_released()
 
 
-async def test_a_request_goes_to_a_worker_that_refused_it_and_started_again() -> None:
+async def test_request_is_retried_on_restarted_worker() -> None:
     async with scripted_worker(hang) as first, scripted_worker(hang) as second:
         fleet = UNPROBED | {"slow_start": 0.0}
         async with router(first.url, second.url, fleet=fleet, admission=COLD) as routed:
@@ -136,12 +136,12 @@ async def test_a_request_goes_to_a_worker_that_refused_it_and_started_again() ->
             async def both_up() -> bool:
                 return all(each["state"] == "ready" for each in await routed.workers())
 
-            await until(both_up, 5)
+            await until(both_up, seconds=5)
             await second.stop()
             assert [(await each).status for each in requests] == [200, 200]
 
 
-async def test_a_queued_request_whose_last_worker_ends_is_held() -> None:
+async def test_queued_request_is_held_if_last_worker_ends() -> None:
     admission = COLD | {"requests": 1, "timeout": 0.5, "late_binding": False}
     async with scripted_worker(hang) as worker, router(worker.url, fleet=UNPROBED, admission=admission) as routed:
         first = await asked(routed)
@@ -156,7 +156,7 @@ async def test_a_queued_request_whose_last_worker_ends_is_held() -> None:
         assert [(await each).status for each in (first, queued)] == [200, 200]
 
 
-async def test_a_request_that_is_refused_again_and_again_waits_no_longer_than_others() -> None:
+async def test_repeatedly_refused_request_waits_no_longer_than_others() -> None:
     admission = {"cold_start_timeout": 0.6}
     async with scripted_worker() as worker, router(worker.url, fleet=UNPROBED, admission=admission) as routed:
         worker.answers_questions, worker.script = False, Exchange.hang_up
@@ -166,7 +166,7 @@ async def test_a_request_that_is_refused_again_and_again_waits_no_longer_than_ot
         assert 0.5 < asyncio.get_running_loop().time() - began < 10
 
 
-async def test_no_request_is_lost_when_every_process_is_killed_and_started_again() -> None:
+async def test_killed_and_restarted_processes_lose_no_request() -> None:
     arguments: list[list[str]] = [["simulate", "--port", str(free_port())] for _ in range(2)]
     body: dict[str, Any] = BODY | {"model": "simulated", "max_tokens": 20}
     fleet = UNPROBED | {"slow_start": 0.0}
