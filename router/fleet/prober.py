@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 
 import aiohttp
@@ -62,18 +63,25 @@ class Prober:
         self._fleet.notify_change()
 
     async def watch(self, worker: Worker) -> None:
-        """Probe a worker until the task is cancelled: at intervals, and soon after a request to it failed."""
+        """Probe a worker until the task is cancelled: at intervals, and soon after a request to it failed.
+
+        A worker that is up is probed at once, but not more often than every `fleet.retry_interval` seconds.
+        """
+        clock = asyncio.get_running_loop().time
         if worker.state is WorkerState.NEW:
             await self.probe(worker)
+        probed = -math.inf
         while True:
             well = worker.up and not worker.failed_probes
             try:
                 async with asyncio.timeout(self._settings.probe_interval if well else self._settings.retry_interval):
                     await worker.probe_now.wait()
                 worker.probe_now.clear()
-                await asyncio.sleep(self._settings.retry_interval)
+                since = clock() - probed if worker.up else 0.0
+                await asyncio.sleep(max(self._settings.retry_interval - since, 0.0))
             except TimeoutError:
                 pass
+            probed = clock()
             await self.probe(worker)
 
     def _failed(self, worker: Worker, problem: str) -> None:

@@ -17,6 +17,7 @@ from http_api.errors import RequestError
 from router.admission.ticket import Ticket
 from router.apis.endpoints import RESPONSES
 from router.apis.response_owners import asks_to_store
+from router.apis.worker_errors import is_model_missing
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
 from router.forwarding.disaggregated_request import DisaggregatedRequest, PrefillFailedError
@@ -34,6 +35,7 @@ from router.upstream.request import SentRequest, Transport
 _now: Final = time.monotonic
 # Statuses of workers that did not process the request: bad gateway, unavailable, gateway timeout.
 _NOT_TAKEN: Final = (502, 503, 504)
+_SERVER_ERROR: Final = 500
 # At most this many workers may break off over one request, because the request may be the cause.
 _MOST_BROKEN: Final = 2
 
@@ -280,17 +282,35 @@ class Attempts:
 
     # The end of an attempt
 
-    def retries_status(self, status: int) -> Outcome | None:
-        """Return the outcome of an attempt that this status ends with a retry; None without a retry.
+    def retries_status(self, status: int, data: bytes) -> Outcome | None:
+        """Return the outcome of an attempt that this error status ends with a retry; None without a retry.
 
-        A retry takes from the retry budget.
+        - `data`: the received beginning of the body.
+
+        A retry takes from the retry budget, unless the worker does not have the model and so computed nothing.
         """
+        if status < _SERVER_ERROR:
+            return Outcome.NEITHER if is_model_missing(status, data) and self._tries_other_model_server() else None
         budget = self._services.budget
         if status in _NOT_TAKEN and self.others and budget.take():
             return Outcome.FAILED
         if self._repeatable and self._exclude_pair() and budget.take():
             return Outcome.NEITHER
         return None
+
+    def _tries_other_model_server(self) -> bool:
+        """Probe the worker, which does not have the model. Return whether another worker may have it.
+
+        A worker that lacks a stored object answers 404 too. Requests about stored objects are sent once.
+        """
+        assignment, prompt, services = self.assignment, self.prompt, self._services
+        if assignment is None or prompt.stored is not None or not self._context.admitted.route.json:
+            return False
+        services.fleet.probe_soon(assignment.worker)
+        if assignment.prefill is not None:
+            services.fleet.probe_soon(assignment.prefill.worker)
+            return self._repeatable and self._exclude_pair()
+        return self._sends < self._most and services.selector.has_others(prompt, self._excluded())
 
     def not_reached(self) -> None:
         """Record that no connection could be opened, so that nothing was sent. Other transports count their own

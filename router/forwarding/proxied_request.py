@@ -407,7 +407,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         assignment = attempts.assignment
         assert assignment is not None
         assignment.attempt.give_up = None
-        if head.status >= 500 and (outcome := attempts.retries_status(head.status)) is not None:
+        if head.status >= 400 and (outcome := attempts.retries_status(head.status, data)) is not None:
             assignment.attempt.end(outcome, f"status {head.status}")
             self._retry(attempts, f"status {head.status}")
             return

@@ -186,7 +186,7 @@ class ProxiedResponse:
             assignment.attempt.end(_FAILED if status >= 500 else _NEITHER, f"status {status}", now)
         if status != _OK:
             return
-        if self._context.head.path in _ADAPTER_CHANGES:
+        if self._context.head.path in _ADAPTER_CHANGES or self._prompt.unknown_name:
             self._services.fleet.probe_soon(assignment.worker)
         self.usage = usage = self._tail.usage() if self._tail is not None else None
         self._services.placement.answered(assignment, usage)

@@ -73,5 +73,5 @@ def build_routing(
     - `random`: breaks ties; None: a generator of its own.
     """
     selector = Selector(state, settings.disaggregation, settings.policy.broken_promise, random or Random())
-    reader = PromptReader(state, fleet, indexer, tokenizers)
+    reader = PromptReader(state, fleet, indexer, tokenizers, settings.proxy.forward_unknown_models)
     return Routing(state, reader, selector, Placement(state, selector, sampler))

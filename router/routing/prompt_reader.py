@@ -41,6 +41,7 @@ class RoutedPrompt:
     - `by_text`: whether `identities` are bytes of text instead of tokens.
     - `reads_cache`: whether the engine uses cached blocks for it.
     - `hints`: what its agent announces of the answer and the session.
+    - `unknown_name`: whether it asks for a name that no worker serves, which an engine may load.
     """
 
     name: str | None
@@ -59,6 +60,7 @@ class RoutedPrompt:
     by_text: bool = False
     reads_cache: bool = True
     hints: AgentHints | None = None
+    unknown_name: bool = False
 
     @property
     def announced_output(self) -> int | None:
@@ -110,11 +112,23 @@ def tokenized_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedProm
 class PromptReader:
     """Finds a request's model and tokenizes its prompts."""
 
-    def __init__(self, state: RoutingState, fleet: Fleet, indexer: Indexer, tokenizers: Tokenizers) -> None:
+    def __init__(
+        self,
+        state: RoutingState,
+        fleet: Fleet,
+        indexer: Indexer,
+        tokenizers: Tokenizers,
+        forwards_unknown: bool = False,
+    ) -> None:
+        """Create a reader.
+
+        - `forwards_unknown`: requests for names that no worker serves are forwarded and not refused.
+        """
         self._state = state
         self._fleet = fleet
         self._indexer = indexer
         self._tokenizers = tokenizers
+        self._forwards_unknown = forwards_unknown
 
     @property
     def needs_prompts(self) -> bool:
@@ -144,9 +158,12 @@ class PromptReader:
 
         `read_aside` tokenizes the others. Raises RequestError for a model that no worker serves.
         """
+        name = request.model
         request, model = self._with_model(request)
         if not self._state.needs_prompts or model is None or request.prompt is None:
-            return unread_prompt(request, body_bytes)
+            prompt = unread_prompt(request, body_bytes)
+            prompt.unknown_name = name is not None and request.model is None
+            return prompt
         try:
             tokenized = self._tokenizers.tokenize_now(model, request.prompt, body_bytes)
         except TokenizerUnavailableError as error:
@@ -191,7 +208,9 @@ class PromptReader:
             request = replace(request, model=name)
         model = self._fleet.model_of(name)
         if model is None and not self._fleet.awaits(name):
-            raise unknown_model(self._fleet, name)
+            if not self._forwards_unknown:
+                raise unknown_model(self._fleet, name)
+            request = replace(request, model=None)
         return request, model
 
     def _only_model(self) -> str | None:

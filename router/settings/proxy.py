@@ -47,6 +47,7 @@ class ProxySettings(Section):
     stream_failovers: Annotated[int, Field(ge=0)] = 0
     speculation_seconds: NonNegative = 2.0
     ask_usage: bool = False
+    forward_unknown_models: bool = False
     worker_keys: WorkerKeys = WorkerKeys.AUTO
     engine_fields: EngineFields = EngineFields.AUTO
     more_routes: list[Annotated[str, Field(pattern=r"^(GET|POST|PUT|PATCH|DELETE) /[!-~]*$")]] = []

@@ -1,0 +1,185 @@
+"""Workers that lack a model or adapter which the router expects there, and adapters that engines load by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from router_under_test import QUICK, RouterUnderTest, router, until
+from scripted_worker import Exchange, Script, scripted_worker
+
+from router.auth import hashed_key
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
+
+pytestmark = pytest.mark.anyio
+
+# Without 404 answers, only the first probe describes a worker.
+SELDOM = {"probe_interval": 600.0, "retry_interval": 0.1, "probe_timeout": 30.0, "stall_seconds": 30.0}
+FAST: dict[str, Any] = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
+ADAPTER = {"lora_name": "poet", "lora_path": "/adapters/poet"}
+GENERATION = {"model": "poet", "prompt": "x", "max_tokens": 1}
+SGLANG = b'{"error": {"message": "The following requested LoRA adapters are not loaded: poet"}}'
+
+
+async def change(routed: RouterUnderTest, url: str, command: str) -> None:
+    async with routed.session.post(f"{url}/v1/{command}_lora_adapter", json=ADAPTER) as response:
+        assert response.status == 200, await response.read()
+
+
+@pytest.mark.parametrize("body", [GENERATION, GENERATION | {"stream": True}])
+async def test_an_adapter_that_a_worker_unloaded_is_served_by_another(body: dict[str, Any]) -> None:
+    settings = SimulatedWorkerSettings(adapters=("poet",), **FAST)
+    async with running(settings) as first, running(settings) as second, router(first, second, fleet=SELDOM) as routed:
+        await change(routed, first, "unload")
+        replies = await asyncio.gather(*(routed.call("/v1/completions", body) for _ in range(40)))
+        assert {(reply.status, reply.worker) for reply in replies} == {(200, second)}
+
+        async def described_anew() -> bool:
+            reply = await routed.call("/v1/completions", body)
+            return "x-kvrouter-attempts" not in reply.headers
+
+        await until(described_anew, 5)
+        later = [await routed.call("/v1/completions", body) for _ in range(10)]
+        assert {reply.headers.get("x-kvrouter-attempts") for reply in later} == {None}
+
+
+class Lacking:
+    """A worker that lists an adapter and answers requests for it with an error, or serves it."""
+
+    def __init__(self, status: str = "", error: bytes = b"") -> None:
+        self.status = status
+        self.error = error
+        self.probes = self.requests = 0
+
+    async def answer(self, exchange: Exchange) -> None:
+        if exchange.target == "/v1/models":
+            self.probes += 1
+            models = [{"id": "m"}, {"id": "poet", "parent": "m"}]
+            await exchange.answer(json.dumps({"data": models}).encode())
+        elif exchange.target in ("/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/audio/speech"):
+            self.requests += 1
+            await exchange.answer(self.error or b"{}", self.status or "200 OK")
+        else:
+            await exchange.answer(status="404 Not Found")
+
+
+async def lacking(stack: AsyncExitStack, *workers: Lacking) -> RouterUnderTest:
+    urls = []
+    for each in workers:
+        worker = await stack.enter_async_context(scripted_worker(each.answer))
+        worker.answers_questions = False
+        urls.append(worker.url)
+    return await stack.enter_async_context(router(*urls, fleet=SELDOM, policy={"name": "round_robin"}))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", GENERATION),
+        ("/v1/embeddings", {"model": "poet", "input": "x"}),
+        ("/v1/responses", {"model": "poet", "input": "x"}),
+        ("/v1/audio/speech", {"model": "poet", "input": "x"}),
+    ],
+)
+@pytest.mark.parametrize("lacks", [Lacking("404 Not Found", b"{}"), Lacking("400 Bad Request", SGLANG)])
+async def test_every_request_for_inference_is_tried_elsewhere(path: str, body: Any, lacks: Lacking) -> None:
+    async with AsyncExitStack() as stack:
+        lacks.probes = 0
+        routed = await lacking(stack, lacks, Lacking())
+        replies = [await routed.call(path, body) for _ in range(8)]
+        assert {reply.status for reply in replies} == {200}
+
+        async def probed_anew() -> bool:
+            return lacks.probes > 1
+
+        await until(probed_anew, 5)
+
+
+async def test_the_answer_of_the_last_worker_is_forwarded_if_all_lack_it() -> None:
+    async with AsyncExitStack() as stack:
+        workers = [Lacking("404 Not Found", b'{"error": "none"}') for _ in range(2)]
+        routed = await lacking(stack, *workers)
+        reply = await routed.call("/v1/completions", GENERATION)
+        assert (reply.status, reply.body) == (404, b'{"error": "none"}')
+        assert [worker.requests for worker in workers] == [1, 1]
+
+
+async def test_an_invalid_request_is_not_tried_elsewhere() -> None:
+    async with AsyncExitStack() as stack:
+        workers = [Lacking("400 Bad Request", b'{"error": "LoRA adapter"}') for _ in range(2)]
+        routed = await lacking(stack, *workers)
+        assert (await routed.call("/v1/completions", GENERATION)).status == 400
+        assert sum(worker.requests for worker in workers) == 1
+
+
+async def test_a_request_about_a_stored_object_is_sent_once() -> None:
+    async with AsyncExitStack() as stack:
+        workers = [Lacking("404 Not Found", b"{}") for _ in range(2)]
+        routed = await lacking(stack, *workers)
+        body = {"model": "poet", "input": "x", "previous_response_id": "resp_none"}
+        assert (await routed.call("/v1/responses", body)).status == 404
+        assert sum(worker.requests for worker in workers) == 1
+
+
+def resolving(known: set[str], sent: list[str]) -> Script:
+    """A worker that loads adapters at their first request, as vLLM's resolvers do, unless they begin with `no`."""
+
+    async def script(exchange: Exchange) -> None:
+        if exchange.target == "/v1/models":
+            models = [{"id": "m"}, *({"id": name, "parent": "m"} for name in sorted(known))]
+            await exchange.answer(json.dumps({"data": models}).encode())
+        elif exchange.target == "/v1/completions":
+            name = json.loads(exchange.body)["model"]
+            sent.append(name)
+            if name.startswith("no"):
+                await exchange.answer(b'{"error": {"param": "model"}}', "404 Not Found")
+                return
+            known.add(name)
+            await exchange.answer()
+        else:
+            await exchange.answer(status="404 Not Found")
+
+    return script
+
+
+async def test_unknown_names_are_forwarded_if_the_setting_allows_it() -> None:
+    known: list[set[str]] = [set(), set()]
+    sent: list[list[str]] = [[], []]
+    async with AsyncExitStack() as stack:
+        urls = []
+        for each in range(2):
+            worker = await stack.enter_async_context(scripted_worker(resolving(known[each], sent[each])))
+            worker.answers_questions = False
+            urls.append(worker.url)
+        refusing = await stack.enter_async_context(router(*urls, fleet=SELDOM))
+        assert (await refusing.call("/v1/completions", GENERATION)).status == 404
+        assert sent == [[], []]
+        routed = await stack.enter_async_context(router(*urls, fleet=SELDOM, proxy={"forward_unknown_models": True}))
+        first = await routed.call("/v1/completions", GENERATION)
+        assert first.status == 200
+
+        async def listed() -> bool:
+            return "poet" in {model["id"] for model in (await routed.call("/v1/models")).json()["data"]}
+
+        await until(listed, 5)
+        later = [await routed.call("/v1/completions", GENERATION) for _ in range(6)]
+        assert {(reply.status, reply.worker) for reply in later} == {(200, first.worker)}
+        assert (await routed.call("/v1/completions", GENERATION | {"model": "none"})).status == 404
+        assert sum(names.count("none") for names in sent) == 2
+        assert await routed.metric("kvrouter_requests_total", model="none") == 0
+
+
+async def test_a_tenant_may_not_use_unknown_names_beside_its_own() -> None:
+    known: set[str] = set()
+    sent: list[str] = []
+    tenants = {"named": {"a": {"keys": [hashed_key("k")], "models": ["m"]}}}
+    proxy = {"forward_unknown_models": True}
+    async with scripted_worker(resolving(known, sent)) as worker:
+        worker.answers_questions = False
+        async with router(worker.url, fleet=QUICK, server={"token": "t"}, tenants=tenants, proxy=proxy) as routed:
+            reply = await routed.call("/v1/completions", GENERATION, headers={"authorization": "Bearer k"})
+            assert (reply.status, sent) == (403, [])
