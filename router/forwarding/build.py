@@ -48,7 +48,7 @@ def build_forwarding(
         observability.recorder,
         LongBodies(settings.limits.arriving_bytes),
         failover,
-        ServiceLevels.of(settings),
+        ServiceLevels.from_settings(settings),
     )
     contexts = RequestContexts(gate, tracing, metrics, settings.logs.access)
     return ProxyContext(contexts, services, settings.server, gate, tracing)

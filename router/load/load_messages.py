@@ -1,9 +1,9 @@
-"""What routers send each other: what is in flight as it is now, never differences.
+"""The messages between routers: the load that each has in flight, as present values, never as differences.
 
-Each sends what changed, and now and then all that it has in flight. What is not repeated is forgotten, so that a lost
-message is mended by the next.
+Each router sends its changes at once, and everything that it has in flight at intervals. What is not repeated expires,
+so the next message repairs a lost one.
 
-A prompt is shared as the hashes of its prefixes, one for every `SHARED_TOKENS`.
+A prompt is shared as hashes of its prefixes, one for every `SHARED_TOKENS` tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import msgspec
 
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 
-# A prompt of 30 000 tokens takes 1.9 kB then. What is shared below that is little to compute.
+# One in this many chunk hashes is sent: 1.9 kB for a prompt of 30 000 tokens. Shorter prefixes are cheap to compute.
 SHARED_STRIDE = 8
 SHARED_TOKENS = SHARED_STRIDE * CHUNK_TOKENS
-# Prefixes of one prompt that are shared: those of 131 072 tokens.
+# The most prefixes of one prompt that are sent: those of 131 072 tokens.
 MAX_SHARED = 1024
-# A message of ours is a tenth of it.
+# The largest message that is accepted. This router's own are at most a tenth of it.
 _MOST_BYTES = 4 * 1024 * 1024
-# What is above it is no count of anything.
+# The highest count that is accepted.
 _MOST = 1 << 50
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 _Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
@@ -32,7 +32,12 @@ _Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Kind(IntEnum):
-    """NEWS: what is in flight; HELLO: send me yours; GONE: nothing is in flight any more."""
+    """The kind of a message.
+
+    - `NEWS`: changes of what the sender has in flight.
+    - `HELLO`: the same, and a request to send everything.
+    - `GONE`: the sender stops and has nothing in flight.
+    """
 
     NEWS = 0
     HELLO = 1
@@ -40,7 +45,7 @@ class Kind(IntEnum):
 
 
 class RankLoad(msgspec.Struct, array_like=True, frozen=True):
-    """What a router has in flight on a DP rank: requests, tokens as in `load`, and seconds of prefill."""
+    """The load of one router on a DP rank: the counts of `TargetLoad`, and the backlog in seconds."""
 
     worker: _Name
     dp_rank: _Rank
@@ -53,7 +58,11 @@ class RankLoad(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SentPrompt(msgspec.Struct, array_like=True, frozen=True):
-    """A prompt was sent to a target. `prefixes`: 8 bytes each. Its end is reported with `number`."""
+    """A prompt that was sent to a target.
+
+    - `number`: the number by which its end is reported.
+    - `prefixes`: the hashes of its prefixes, 8 bytes each.
+    """
 
     number: _Count
     worker: _Name
@@ -63,11 +72,15 @@ class SentPrompt(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
-    """What one router sends.
+    """The message of one router.
 
-    `number` counts its messages. `ended`: prompts sent earlier. `oldest`: all prompts before it have ended.
-    `made`: responses, each with its worker's URL. `spent`: by tenants since the last message, requests and tokens.
-    `failed`: those of `ended` that their workers did not compute.
+    - `number`: the number of messages that it has sent.
+    - `sent`: the prompts that it sent since its last message.
+    - `ended`: the numbers of prompts that ended.
+    - `oldest`: the number of its oldest prompt in flight. All prompts before it have ended.
+    - `made`: the ids of stored responses, each with the URL of its worker.
+    - `spent`: the tenants that used something since the last message, each with its requests and tokens.
+    - `failed`: the prompts in `ended` that their workers did not compute.
     """
 
     router: _Name
@@ -87,7 +100,7 @@ _decode = msgspec.msgpack.Decoder(Message).decode
 
 
 def decode(data: bytes) -> Message:
-    """A message of another router. Raises ValueError for anything else, and for what no router has in flight."""
+    """Return the message in `data`. Raises ValueError if it is invalid, or has counts that no router can have."""
     if len(data) > _MOST_BYTES:
         raise ValueError(f"it has {len(data)} bytes")
     try:
@@ -97,5 +110,5 @@ def decode(data: bytes) -> Message:
 
 
 def shared_hashes(hashes: array[int]) -> array[int]:
-    """Of a prompt's prefix hashes, a chunk each, those that are shared."""
+    """Return those of a prompt's chunk hashes that are sent to other routers."""
     return hashes[SHARED_STRIDE - 1 : MAX_SHARED * SHARED_STRIDE : SHARED_STRIDE]

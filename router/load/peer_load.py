@@ -1,4 +1,4 @@
-"""What peer routers have in flight, by their messages."""
+"""The load that other routers have in flight, according to their messages."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from indexer import Target
 from router.cache_state.in_flight_prefixes import InFlightPrefixes, ReleaseCallback
 from router.load.load_messages import MAX_SHARED, SHARED_STRIDE, Kind, Message, RankLoad, SentPrompt
 
-# Bounds on what is remembered, whatever peers send.
+# The most that is remembered: routers, and the DP ranks and prompts of each of them.
 MAX_ROUTERS = 1024
 MAX_RANKS = 65_536
 MAX_PROMPTS = 16_384
-# And of all peers together.
+# The most of all peers together.
 MAX_ALL_RANKS = 1 << 20
 MAX_ALL_PROMPTS = 1 << 17
 
 
 @dataclass(slots=True)
 class PeerTargetLoad:
-    """What all peer routers together have in flight on a DP rank."""
+    """The load that all other routers together have in flight on a DP rank."""
 
     requests: int = 0
     pending: int = 0
@@ -45,22 +45,27 @@ class _Peer:
 
 
 class PeerLoad:
-    """The peers that sent anything in the last `expiry` seconds, and the sums of what they have in flight.
+    """The peers that sent a message in the last `expiry` seconds, and the sums of their loads.
 
-    `linger`: how long an ended prompt still counts as cached soon.
+    - `on_change`: called with the worker and the DP rank of each load that changes.
     """
 
     def __init__(self, expiry: float, linger: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create the loads of no peers.
+
+        - `expiry`: the seconds after which a silent peer is forgotten.
+        - `linger`: the seconds for which an ended prompt still counts as cached soon.
+        """
         self.expiry = expiry
-        self.on_change: list[Callable[[str, int], None]] = []  # called with a worker and rank whose load changed
+        self.on_change: list[Callable[[str, int], None]] = []
         self._clock = clock
         self._peers: dict[str, _Peer] = {}
         self._sums: dict[tuple[str, int], PeerTargetLoad] = {}
         self._prompts = InFlightPrefixes(linger, clock, SHARED_STRIDE)
-        self._ranks = self._held = 0  # of all peers: loads and prompts
+        self._ranks = self._held = 0  # the DP ranks and prompts of all peers
 
     def apply(self, message: Message) -> bool:
-        """Take in a peer's message. Returns whether the peer is new. Messages that were overtaken count for nothing."""
+        """Apply a peer's message, and return whether the peer is new. Messages that arrive out of order are ignored."""
         if message.kind is Kind.GONE:
             self.forget(message.router)
             return False
@@ -79,40 +84,40 @@ class PeerLoad:
                 self._set(peer, (load.worker, load.dp_rank), load)
         for prompt in message.sent:
             self._hold(peer, prompt)
-        gone = list(takewhile(lambda number: number < message.oldest, peer.prompts))
+        ended = list(takewhile(lambda number: number < message.oldest, peer.prompts))
         failed = set(message.failed)
-        for number in chain(gone, message.ended):
+        for number in chain(ended, message.ended):
             self._release(peer, number, number in failed)
         return new
 
     def of(self, worker: str, dp_rank: int) -> PeerTargetLoad:
-        """What others have in flight on a DP rank."""
+        """Return the load that other routers have in flight on a DP rank."""
         return self._sums.get((worker, dp_rank), NOTHING) if self._sums else NOTHING
 
     def backlog(self, worker: str, dp_rank: int) -> float:
-        """Seconds until the prefills of others are expected to be done there, at the most."""
+        """Return the seconds until the prefills of other routers on a DP rank are expected to be done."""
         now = self._clock()
         known = (peer.loads.get((worker, dp_rank)) for peer in self._peers.values())
         return sum(max(each[0].backlog - (now - each[1]), 0.0) for each in known if each)
 
     def in_flight(self, worker: str, ranks: Iterable[int]) -> Counter[int]:
-        """How many requests of others each of these ranks of a worker has."""
+        """Return the requests of other routers by DP rank, for `ranks` of a worker."""
         return Counter({rank: self.of(worker, rank).requests for rank in ranks})
 
     def overlaps(self, hashes: array[int]) -> dict[Target, int]:
-        """How many tokens of a prompt, given by the hash of each chunk, others have in flight, by target."""
+        """Return the tokens of a prompt that other routers have in flight, by target. `hashes`: its chunk hashes."""
         return self._prompts.overlaps(hashes)
 
     def forget_prompts(self, target: Target) -> None:
-        """A target's cache was reset."""
+        """Forget the prompts of a target whose cache was reset."""
         self._prompts.forget(target)
 
     def routers(self) -> list[str]:
-        """The known peers."""
+        """Return the ids of the known peers."""
         return list(self._peers)
 
     def expire(self) -> None:
-        """Forget the peers that are silent, and loads that are not repeated any more."""
+        """Forget silent peers, and loads that were not repeated for `expiry` seconds."""
         oldest = self._clock() - self.expiry
         for router in [name for name, peer in self._peers.items() if peer.received_at < oldest]:
             self.forget(router)
@@ -121,7 +126,7 @@ class PeerLoad:
                 self._set(peer, rank, None)
 
     def forget(self, router: str) -> None:
-        """A router is gone, and what it had in flight."""
+        """Forget a router and everything that it had in flight."""
         peer = self._peers.pop(router, None)
         if peer is None:
             return
@@ -146,7 +151,7 @@ class PeerLoad:
             on_change(*rank)
 
     def _hold(self, peer: _Peer, prompt: SentPrompt) -> None:
-        self._release(peer, prompt.number)  # where it was told before
+        self._release(peer, prompt.number)  # if it was reported before
         full = len(peer.prompts) >= MAX_PROMPTS or self._held >= MAX_ALL_PROMPTS
         if full or len(prompt.prefixes) % 8 or len(prompt.prefixes) > 8 * MAX_SHARED:
             return

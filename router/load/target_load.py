@@ -42,13 +42,17 @@ class LoadJournal:
 
 @dataclass(slots=True)
 class TargetLoad:
-    """Requests in flight, their uncached tokens before the first byte, and the tokens they hold.
+    """The load that this router has in flight on a DP rank.
 
-    `prefills` are the requests without a first byte, the oldest first, with the seconds each is expected to take.
-    `streamed`: how much of `pending` is that of streamed answers. Only their first byte comes when their prefill ends.
-    `journal` is told of every change, and of those that others make, with `slot`, the load's number in its table.
-    `on_first_byte` and `on_ended` are called when a prefill or a request ended and something got less, `on_change` with
-    the worker and rank after every change.
+    - `requests`: the requests in flight.
+    - `pending`: the uncached prompt tokens of requests without a first byte.
+    - `context`: the tokens of all requests in flight.
+    - `streamed`: the part of `pending` with streamed answers. Only their first byte shows the end of the prefill.
+    - `slot`: the number of this load in its table and its `journal`, which records every change.
+    - `on_first_byte`, `on_ended`: called when a prefill or a request ends.
+    - `on_change`: called with the worker and the DP rank after every change.
+    - `prefills`: the requests without a first byte, the oldest first, with their predicted seconds.
+    - `head_since`: when the oldest prefill became the oldest, by `clock`.
     """
 
     requests: int = 0
@@ -80,8 +84,7 @@ class TargetLoad:
 
     @property
     def under_way(self) -> tuple[int, float, float]:
-        """The oldest prefill: its tokens as far as they count in `streamed`, the seconds since it became the oldest,
-        and those it is expected to take."""
+        """The oldest prefill: its part of `streamed`, the seconds since it became the oldest, its predicted seconds."""
         oldest = next(iter(self.prefills), None)
         if oldest is None:
             return 0, 0.0, 0.0
@@ -98,9 +101,7 @@ class TargetLoad:
 class Reservation:
     """One request's share of a target's load: its uncached tokens until the first byte, its tokens until the end.
 
-    `release` may be called on every path; only the first counts. `prefill_seconds`: what its prefill is expected to
-    take, where rates are known. `streamed`: the uncached tokens, of an answer whose first byte will tell that they are
-    computed. `now`, here and below: the time by the load's clock, where it was just read.
+    - `streamed`: its uncached tokens, if its first byte shows the end of the prefill; otherwise 0.
     """
 
     __slots__ = ("_context", "_held", "_load", "_pending", "streamed")
@@ -115,6 +116,14 @@ class Reservation:
         streamed: bool = False,
         now: float | None = None,
     ) -> None:
+        """Reserve a share of a load.
+
+        - `uncached`: the tokens that the target has to compute.
+        - `context`: all tokens of the prompt.
+        - `prefill_seconds`: the predicted seconds of the prefill; 0 if rates are not known.
+        - `streamed`: whether the answer's first byte shows the end of the prefill.
+        - `now`: the load's clock, if it was just read. The same holds for all methods.
+        """
         self._load = load
         self._pending = uncached
         self.streamed = uncached if streamed else 0
@@ -168,10 +177,10 @@ class Reservation:
 
 
 class LoadTable:
-    """The load of every DP rank of every worker, whatever model a request is for.
+    """The load of every DP rank of every worker, for all models together.
 
-    `on_first_byte` and `on_ended` are called when a prefill or a request ended anywhere, `on_change` with the worker
-    and rank of every load that changes.
+    - `on_first_byte`, `on_ended`: called when a prefill or a request ends on any DP rank.
+    - `on_change`: called with the worker and the DP rank of each load that changes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

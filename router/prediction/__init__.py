@@ -1,1 +1,1 @@
-"""What is learned of the workers and their answers: rates, output lengths, the price of an eviction."""
+"""Rates, output lengths and eviction pressure, learned from answers; predicted latency and SLOs."""

@@ -1,12 +1,12 @@
-"""What evictions cost: how much of what workers evict is asked for again while no worker holds it.
+"""The price of evictions, from the share of evicted tokens that later requests need again.
 
     g = lost / evicted     both in tokens, averaged over `HORIZON` seconds, g at most 0.92
-    μ(w) = g / (1 - g)     while w is full, else 0: what evicting for one token of prefill costs later
+    μ(w) = g / (1 - g)     while w is full, else 0: the later cost of evicting for one token of prefill
 
-`lost` comes from the router's own history: prefixes that were routed before and that no worker holds now. `evicted`
-comes from the event streams. A worker without events is taken to evict, as a warm cache does.
+`lost` counts the prefixes that were routed before and that no worker holds now. `evicted` is read from the event
+streams. A worker without events counts as full, as a warm cache is.
 
-Memory is bounded: one prefix in `STRIDE` chunks is remembered, and the longest unseen are forgotten.
+Memory is bounded: one prefix in `STRIDE` chunks is remembered, and the least recently seen are forgotten.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from router.cache_state.shared_prefixes import SharedPrefixes
 
 HORIZON = 120.0
 MOST_LOST = 0.92
-# Fewer evicted tokens (50 blocks of 512) say nothing.
+# Fewer evicted tokens (50 blocks of 512) are too few to compute a share from.
 LEAST_EVICTED = 25_600
 
 
 class DecayingSum:
-    """A sum whose parts fade with time: after `horizon` seconds a part counts 1/e."""
+    """A sum whose parts decay: `horizon` seconds after it was added, a part counts 1/e."""
 
     def __init__(self, horizon: float) -> None:
         self._horizon = horizon
@@ -35,27 +35,31 @@ class DecayingSum:
         self._at = 0.0
 
     def add(self, amount: float, now: float) -> None:
+        """Add an amount. `now`: in seconds of any clock."""
         self._sum = self.at(now) + amount
         self._at = now
 
     def at(self, now: float) -> float:
+        """Return the sum at `now`."""
         return self._sum and self._sum * exp((self._at - now) / self._horizon)
 
     def __bool__(self) -> bool:
-        """Whether anything was ever added."""
+        """Return whether anything was ever added."""
         return self._sum > 0
 
 
 class EvictionPressure:
-    """Told of every routed prompt and of what targets removed; knows μ.
-
-    `chunk`: tokens that each of a prompt's prefix hashes stands for. `stride`: one of this many is remembered.
-    `remembered`: how many prefixes, at most.
-    """
+    """The price of evictions μ, computed from every routed prompt and from what targets remove."""
 
     def __init__(
         self, chunk: int, stride: int = 16, remembered: int = 1 << 17, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """Create the pressure of a router that has routed nothing.
+
+        - `chunk`: the tokens of each hash of a prompt.
+        - `stride`: one in this many hashes is remembered.
+        - `remembered`: the most prefixes that are remembered.
+        """
         self._chunk = chunk
         self._stride = stride
         self._remembered = remembered
@@ -67,7 +71,11 @@ class EvictionPressure:
         self._last_removal: dict[Target, float] = {}
 
     def routed(self, hashes: Sequence[int], held: int) -> None:
-        """A prompt was routed: the hashes of its prefixes, and the most tokens of it that any worker held."""
+        """Record a routed prompt.
+
+        - `hashes`: the hashes of its prefixes.
+        - `held`: the most tokens of it that any worker holds.
+        """
         if len(hashes) < self._stride:
             return
         known = self._routed.remember(array("Q", hashes[self._stride - 1 :: self._stride]), self._remembered)
@@ -76,20 +84,20 @@ class EvictionPressure:
             self._lost.add(lost * unit, self._clock())
 
     def removed(self, tokens: Mapping[Target, int]) -> None:
-        """How many tokens each target with an event stream has removed since it became known."""
+        """Record the tokens that each target with an event stream has removed since it became known."""
         now = self._clock()
         for target, count in tokens.items():
             before = self._removed.get(target, count)
             if count > before:
                 self._evicted.add(count - before, now)
                 self._last_removal[target] = now
-        gone = self._removed.keys() - tokens.keys()
+        unregistered = self._removed.keys() - tokens.keys()
         self._removed = dict(tokens)
-        for target in gone:
+        for target in unregistered:
             self._last_removal.pop(target, None)
 
     def price(self) -> float:
-        """g / (1 - g) now; 0 while no stream reports evictions."""
+        """Return g / (1 - g) now; 0 while no stream reports evictions."""
         if not self._removed or not self._lost:
             return 0.0
         now = self._clock()
@@ -97,12 +105,12 @@ class EvictionPressure:
         return lost_share / (1 - lost_share)
 
     def evicting(self, target: Target) -> bool:
-        """Whether a target is full, as it evicted within `HORIZON`, or has no stream to say so."""
+        """Return whether a target counts as full: it evicted within `HORIZON` seconds, or has no event stream."""
         if target not in self._removed:
             return True
         last = self._last_removal.get(target)
         return last is not None and self._clock() - last < HORIZON
 
     def __len__(self) -> int:
-        """The number of remembered prefixes."""
+        """Return the number of remembered prefixes."""
         return self._routed.chunks

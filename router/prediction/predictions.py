@@ -1,7 +1,7 @@
 """Predictions of TTFT and TPOT: the times by the learned rates, corrected by the errors of earlier predictions.
 
-The last ratios of measured to predicted times are kept for each worker and model, apart for short, medium and long
-times, because short times have larger errors. If a worker has too few ratios, those of all workers of the model count.
+The last ratios of measured to predicted times are kept for each worker and model. Short, medium and long times have
+separate ratios, because short times have larger errors. A worker with too few ratios uses those of its model.
 
     TTFT = waiting prefills + the prompt's own
     TPOT = step / (1 - share of the last seconds in which the worker computed prompts)
@@ -142,10 +142,10 @@ class Predictions:
         without_objective = max(candidate.requests - sum(objectives.values()), 0)
         if not objectives and not without_objective:
             return Prediction(ttft, tpot)
-        # By its prompt alone: wherever it goes its answer is decoded.
+        # Only the prompt makes the difference, because the answer is decoded on any candidate.
         others_step = max(step_by_rates(candidate, rates, 0, 0.0), _LEAST_SECONDS)
-        off = 1.0 if tpot.ratios is None else tpot.ratios.at(0.5)
-        before, after = (off * tpot_by_rates(others_step, each) for each in (share, share + own))
+        correction = 1.0 if tpot.ratios is None else tpot.ratios.at(0.5)
+        before, after = (correction * tpot_by_rates(others_step, each) for each in (share, share + own))
         return Prediction(ttft, tpot, expected_misses(objectives, without_objective, before, after))
 
     def track_slos(self) -> None:

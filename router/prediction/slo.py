@@ -1,4 +1,4 @@
-"""SLOs: the predicted latency of candidates, and the candidate that a request with an SLO goes to.
+"""SLOs: the predicted latency of candidates, and the candidate that receives a request with an SLO.
 
     missed by = max(TTFT - time left, 0) + output · max(TPOT - objective, 0)      in seconds, of `output` tokens
     J'        = J + ω · turns · (chance that its SLO is missed there + SLOs of others that it makes miss there)
@@ -6,10 +6,10 @@
 J is the policy's cost, and ω the cost of a missed SLO: `policy.broken_promise`. The lowest J' wins. So the cheapest
 candidate wins among those that meet the SLO, and an SLO that no candidate can meet scatters no prefixes.
 
-`turns` is the mean number of turns of a session: its next requests go where its prefix is. So a session leaves its
-prefix only if that is worth computing the prefix once more.
+`turns` is the mean number of turns of a session. Its next requests are sent to the worker with its prefix. So a session
+leaves its prefix only if that is worth computing the prefix once more.
 
-A request that is refused rather than served late goes to a candidate that meets its SLO, if there is one. For a
+A request that is refused rather than served late is sent to a candidate that meets its SLO, if there is one. For a
 request without an SLO, the SLOs of others count less, and for this turn alone. An answer without an SLO counts as half
 an answer whose TPOT objective is its present TPOT. Otherwise requests with loose SLOs would displace those without one.
 """
@@ -164,7 +164,7 @@ class Prediction:
 
     @property
     def measured(self) -> bool:
-        """Whether the errors of both predictions are known."""
+        """True if the errors of both predictions are known."""
         return self.ttft.ratios is not None and self.tpot.ratios is not None
 
     def slo_missed_by(self, slo: SLO, now: float, output_tokens: float) -> float:

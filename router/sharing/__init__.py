@@ -1,12 +1,12 @@
-"""Load shared between routers: the load in flight of each, sent to the others many times a second.
+"""Load shared between routers: each sends its load in flight to the others, many times a second.
 
-sharing            sending local changes, over any number of channels, and applying those of others
-channels           the channels between processes of one machine and between replicas
-worker_processes   the processes of one port, and requests from one to the others
-all_processes      answers of all processes merged into one
+- `sharing` sends local changes over any number of channels, and applies those of others.
+- `channels` are the channels between processes of one machine and between replicas.
+- `worker_processes` are the processes of one port, and requests from one to the others.
+- `all_processes` merges the answers of all processes.
 
-No request waits for any of it. If a channel is lost, each router sees only its own requests, and those of other routers
-in the engines' metrics.
+No request waits for any of it. If a channel is lost, each router sees only its own requests. The engines' metrics then
+show it the requests of other routers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LoadSharing", "PeerLoad", "SharingChannel", "SharingCollector", "bui
 
 
 def replica_channels(settings: ReplicasSettings) -> list[SharingChannel]:
-    """The channels between replicas that the settings name."""
+    """Return the channels between replicas that the settings configure."""
     if not settings.redis:
         return []
     return [RedisChannel(settings.redis, settings.prefix, settings.interval, settings.expiry)]

@@ -1,8 +1,8 @@
-"""Each of several processes answers for all: figures are put together, and changes reach every process.
+"""The answers of one process for all processes of a port: figures are merged, and changes reach every process.
 
-/metrics               every sample with a label `process`
-/workers, /health      added up, the worst state of each worker
-POST /workers, …       done here and then by all others
+- `/metrics`: every sample, with a label `process`.
+- `/workers`, `/health`: sums, and the worst state of each worker.
+- `POST /workers` and other changes: applied here, and then by all other processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MERGE_SECONDS = 1.0
 _RELAY_SECONDS = 15.0
 _MAX_BODY_BYTES = 1 << 20
 
-# The state to show when processes do not agree, the first that any has. All must have drained.
+# If processes report different states of a worker, the first of these is shown. `DRAINED` needs all processes.
 _WORST_FIRST = [
     WorkerState.DRAINING,
     WorkerState.DOWN,
@@ -55,7 +55,7 @@ _WORST_FIRST = [
 
 
 class AllProcesses:
-    """Before the application of one of several processes."""
+    """The ASGI application of one of several processes. It merges and relays the requests that concern all of them."""
 
     def __init__(self, app: ASGIApp, worker_processes: WorkerProcesses, fleet: Fleet) -> None:
         self._app = app
@@ -67,7 +67,7 @@ class AllProcesses:
             await self._app(scope, receive, send)
             return
         method, path = scope["method"], scope["path"]
-        if (scope.get("server") or ("",))[0] == str(self._worker_processes.path):  # another process asks
+        if (scope.get("server") or ("",))[0] == str(self._worker_processes.path):  # a request of another process
             if path == CHANGES_PATH:
                 await _answer(send, 200, [(b"content-type", b"application/json")], api_changes(self._fleet))
             else:
@@ -101,7 +101,7 @@ class AllProcesses:
     async def _relayed(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
         if body is None:
-            await self._app(scope, _replay(b"", receive), send)  # too large for any of these: refused
+            await self._app(scope, _replay(b"", receive), send)  # the application refuses it, because it is too large
             return
         own = await _captured(self._app, scope, _replay(body, receive))
         if own.status < 300:
@@ -115,7 +115,7 @@ class AllProcesses:
 
 
 def merged_metrics(answers: list[ProcessAnswer], processes: int) -> bytes:
-    """Prometheus text of several processes as one, with a label `process`."""
+    """Return the Prometheus text of several processes as one text, with a label `process`."""
     families: dict[str, tuple[list[str], list[str]]] = {}
     for answer in answers:
         family: tuple[list[str], list[str]] = ([], [])
@@ -145,7 +145,7 @@ def _labelled(sample: str, process: int) -> str:
 
 
 def merged_workers(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What processes say of the workers, in one: the load of all, and the worst state that any sees."""
+    """Return the workers that several processes report, with the sum of their loads and the worst state."""
     merged = reports[0]
     others = [{(each["worker"], each.get("model")): each for each in report} for report in reports[1:]]
     for worker in merged:
@@ -163,7 +163,7 @@ def merged_workers(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _add_load(rank: dict[str, Any], same: list[dict[str, Any]]) -> None:
-    """Let a rank's load be that of all processes, and `peer_load` what none of them has."""
+    """Set a rank's load to the sum of all processes, and its load elsewhere to what is left."""
     if "load" not in rank:
         return
     known = {name: rank["load"][name] + rank["elsewhere"][name] for name in rank["load"]}
@@ -172,7 +172,7 @@ def _add_load(rank: dict[str, Any], same: list[dict[str, Any]]) -> None:
 
 
 def merged_health(answers: list[ProcessAnswer], processes: int) -> dict[str, Any]:
-    """The health of all: each finding once, with the processes that have it where not all do."""
+    """Return the health of all processes. A finding that not all report names the processes that do."""
     reports = {answer.number: msgspec.json.decode(answer.body) for answer in answers}
     health: dict[str, Any] = next(iter(reports.values()))
     found: dict[tuple[object, ...], tuple[dict[str, Any], list[int]]] = {}
@@ -188,7 +188,7 @@ def merged_health(answers: list[ProcessAnswer], processes: int) -> dict[str, Any
         {
             "finding": "process_down",
             "process": number,
-            "detail": "it does not answer; a new one is started when it ended",
+            "detail": "It does not answer. If it has ended, a new process is started.",
         }
         for number in range(processes)
         if number not in reports
@@ -204,7 +204,7 @@ def _workers(answer: ProcessAnswer) -> list[dict[str, Any]]:
 
 
 class _Captured:
-    """An answer as a whole."""
+    """A complete answer of an application."""
 
     def __init__(self) -> None:
         self.status = 500
@@ -225,7 +225,7 @@ async def _captured(app: ASGIApp, scope: Scope, receive: Receive) -> _Captured:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """A request's body; None when it is too large, or takes too long."""
+    """Return a request's body; None if it is too large, or not complete after `_RELAY_SECONDS` seconds."""
     body: bytes = b""
     try:
         async with asyncio.timeout(_RELAY_SECONDS):
@@ -241,7 +241,7 @@ async def _read(receive: Receive) -> bytes | None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Receives a body that was read before."""
+    """Return a receive function that returns a body that was already read, and then continues with `receive`."""
     left = [body]
 
     async def again() -> Message:

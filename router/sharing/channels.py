@@ -30,7 +30,7 @@ _MAX_WAITING = 256
 class RedisChannel:
     """The channel between replicas: one pub/sub channel of Redis or Valkey, in which nothing is stored.
 
-    It reconnects for ever, with a backoff. Redis sends a replica its own messages too.
+    It reconnects without a limit, with a backoff. Redis sends a replica its own messages too.
 
     - `url`: redis://user:password@host:6379/0, rediss:// for TLS (?ssl_ca_certs=file), or unix://.
     - `silence`: the seconds without a message after which the connection counts as broken.
@@ -49,17 +49,17 @@ class RedisChannel:
         self._all_sent = asyncio.Event()
 
     def send(self, message: bytes) -> None:
-        """Send to all others soon. What waits while there is no connection is dropped."""
+        """Send a message to all others soon. Messages that wait when the connection is made are dropped."""
         self._waiting.append(message)
         self._any_waiting.set()
         self._all_sent.clear()
 
     async def flush(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until all messages have left."""
         await self._all_sent.wait()
 
     async def run(self, receive: Callable[[bytes], None], connected: Callable[[], None]) -> None:
-        """Bring messages until cancelled."""
+        """Receive messages until cancelled."""
         from redis.exceptions import RedisError
 
         backoff = 0.1
@@ -120,7 +120,7 @@ class RedisChannel:
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> str:
-    """The first of some errors, in words."""
+    """Return the text of the first error in a group."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

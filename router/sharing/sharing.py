@@ -1,4 +1,4 @@
-"""Sending other routers what changes here, and receiving from them."""
+"""The sharing of load: sends local changes to other routers, and applies theirs."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from router.load.target_load import LoadTable
 
 log = structlog.get_logger()
 
-# How often everything in flight is repeated in the time in which peers would forget it.
+# The number of times that everything in flight is repeated within the expiry of peers.
 BEATS = 3
-# What one message holds at most; the rest goes into the next.
+# The most loads and bytes of one message. The rest is sent in the next message.
 MAX_LOADS = 512
 MAX_BYTES = 32 * 1024
-# How long a goodbye may take.
+# The most seconds for the last message.
 FLUSH_SECONDS = 0.5
 
 
 class SharingChannel(Protocol):
-    """Takes messages to other routers and brings theirs.
+    """A channel for messages to and from other routers.
 
-    `name` for people; `interval`: seconds for which changes are gathered; `problem`: why it does not work now, if so.
+    - `name`: its name in logs and metrics.
+    - `interval`: the seconds for which changes are gathered into one message.
+    - `problem`: why it does not work now; None while it works.
     """
 
     name: str
@@ -44,20 +46,21 @@ class SharingChannel(Protocol):
     problem: str | None
 
     def send(self, message: bytes) -> None:
-        """Send to all others, at once or soon. What cannot be sent is dropped."""
+        """Send a message to all other routers, at once or soon. A message that cannot be sent is dropped."""
 
     async def run(self, receive: Callable[[bytes], None], connected: Callable[[], None]) -> None:
-        """Bring messages until cancelled; mends itself. Calls `connected` each time that it works again."""
+        """Receive messages until cancelled. Reconnects by itself, and calls `connected` each time it works again."""
 
     async def flush(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until all messages have left."""
 
 
 class LoadSharing:
-    """Sends the load of `table` over some channels, and applies what others send to `peer_load`.
+    """Sends the load of a table over its channels, and applies the load of other routers to `peer_load`.
 
-    `on_update` is called whenever more is known of the others; `on_response` with a response that another router saw
-    and its worker; `on_spent` with a tenant and what it spent elsewhere, requests and tokens.
+    - `on_update`: called after each change of the load of others.
+    - `on_response`: called with a response that another router received, and the URL of its worker.
+    - `on_spent`: called with a tenant, and the requests and tokens that it used at another router.
     """
 
     def __init__(self, table: LoadTable, peer_load: PeerLoad, channels: list[SharingChannel]) -> None:
@@ -70,13 +73,13 @@ class LoadSharing:
         self._messages = 0
         self._prompts = 0
         self._open: dict[int, None] = {}
-        self.channels = list(channels)  # what it is shared over
+        self.channels = list(channels)
         self._outboxes = [_Outbox(self, channel) for channel in channels]
         self._tasks: list[asyncio.Task[None]] = []
-        self._nearest: dict[str, float] = {}  # of each router the interval of the channel it is received on
+        self._nearest: dict[str, float] = {}  # by router: the interval of its fastest channel
 
     def start(self) -> None:
-        """Begin to send and to receive."""
+        """Start to send and to receive."""
         for outbox in self._outboxes:
             running = outbox.channel.run(partial(self.receive, interval=outbox.channel.interval), outbox.hello)
             self._tasks.append(asyncio.create_task(running, name=f"share load over {outbox.channel.name}"))
@@ -84,7 +87,7 @@ class LoadSharing:
             self._tasks.append(asyncio.create_task(self._beat(), name="share load"))
 
     async def stop(self) -> None:
-        """Send a goodbye and end."""
+        """Report that this router stops, and stop."""
         for outbox in self._outboxes:
             outbox.send(Kind.GONE)
         with suppress(TimeoutError):
@@ -93,15 +96,15 @@ class LoadSharing:
         await self.kill()
 
     async def kill(self) -> None:
-        """End without a goodbye."""
+        """Stop without a report."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def sent(self, target: Target, hashes: array[int]) -> ReleaseCallback | None:
-        """A prompt was sent to a target: the hash of each of its chunks.
+        """Report a prompt that was sent to a target. `hashes`: its chunk hashes.
 
-        Returns what to call when it ended; None where it is not shared.
+        Returns the callback for the end of its request; None if the prompt is not shared.
         """
         if not self._outboxes or not (prefixes := shared_hashes(hashes)):
             return None
@@ -120,17 +123,17 @@ class LoadSharing:
         return ended
 
     def share_response(self, response: str, worker: str) -> None:
-        """A worker made a response."""
+        """Report a stored response, and the URL of the worker that made it."""
         for outbox in self._outboxes:
             outbox.response(response, worker)
 
     def spent(self, tenant: str, requests: int, tokens: int) -> None:
-        """A tenant used something up."""
+        """Report the requests and tokens that a tenant used."""
         for outbox in self._outboxes:
             outbox.spent(tenant, requests, tokens)
 
     def findings(self) -> list[dict[str, Any]]:
-        """What is wrong, for /health."""
+        """Return the channels that do not work, as findings of /health."""
         return [
             {"finding": "load_not_shared", "carrier": channel.name, "detail": channel.problem}
             for channel in self.channels
@@ -138,7 +141,7 @@ class LoadSharing:
         ]
 
     def message(self, kind: Kind, changes: _Changes) -> bytes:
-        """The next message."""
+        """Return the encoded next message of this router."""
         self._messages += 1
         oldest = next(iter(self._open), self._prompts + 1)
         loads = [self._load(*rank) for rank in changes.ranks]
@@ -147,7 +150,7 @@ class LoadSharing:
         return encode(Message(*head, loads, changes.sent, changes.ended, oldest, changes.made, spent, changes.failed))
 
     def in_flight(self) -> list[tuple[str, int]]:
-        """The ranks that have anything."""
+        """Return the DP ranks that have requests in flight."""
         return self._table.in_flight()
 
     def _load(self, worker: str, dp_rank: int) -> RankLoad:
@@ -161,7 +164,10 @@ class LoadSharing:
             outbox.changed((worker, dp_rank))
 
     def receive(self, data: bytes, interval: float = 0.0) -> None:
-        """Take in a message; what is none counts for nothing."""
+        """Apply a message of another router. Invalid messages are ignored.
+
+        - `interval`: that of the channel on which it arrived.
+        """
         try:
             message = decode(data)
         except ValueError as error:
@@ -171,7 +177,7 @@ class LoadSharing:
             return
         nearest = self._nearest[message.router] = min(self._nearest.get(message.router, interval), interval)
         if interval > nearest:
-            return  # the same came a quicker way
+            return  # a faster channel has delivered it
         for response, worker in message.made:
             for on_response in self.on_response:
                 on_response(response, worker)
@@ -203,7 +209,7 @@ class LoadSharing:
 
 @dataclass(slots=True)
 class _Changes:
-    """What is to be sent. `bytes`: roughly, beside the loads."""
+    """The contents of the next message. `bytes`: its approximate size without the loads."""
 
     ranks: dict[tuple[str, int], None] = field(default_factory=dict)
     sent: list[SentPrompt] = field(default_factory=list)
@@ -215,7 +221,7 @@ class _Changes:
 
 
 class _Outbox:
-    """What is to be sent over one channel, gathered for its interval."""
+    """The changes to send over one channel, gathered for its interval."""
 
     def __init__(self, sharing: LoadSharing, channel: SharingChannel) -> None:
         self.channel = channel
@@ -247,7 +253,7 @@ class _Outbox:
         self._soon(0)
 
     def hello(self) -> None:
-        """The channel works now: ask the others what they have in flight, and send ours."""
+        """Request everything that the others have in flight, and send the same, because the channel works again."""
         self.send(Kind.HELLO)
         self.everything()
 
@@ -274,20 +280,24 @@ class _Outbox:
 
 
 class SharingCollector(Collector):
-    """The channels, the other routers, and what they have in flight, read when asked for."""
+    """The metrics of the channels, of the other routers, and of their requests in flight."""
 
     def __init__(self, sharing: LoadSharing, fleet: Fleet) -> None:
         self._sharing = sharing
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("kvrouter_sharing_up", "1 while load is shared over a carrier", labels=["carrier"])
+        up = GaugeMetricFamily("kvrouter_sharing_up", "1 while load is shared over this carrier", labels=["carrier"])
         for channel in self._sharing.channels:
             up.add_metric([channel.name], float(channel.problem is None))
         peer_load = self._sharing.peer_load
-        routers = GaugeMetricFamily("kvrouter_sharing_routers", "Other routers heard of", len(peer_load.routers()))
+        routers = GaugeMetricFamily(
+            "kvrouter_sharing_routers", "Other routers that sent a message within the expiry", len(peer_load.routers())
+        )
         labels = ["worker", "dp_rank"]
-        requests = GaugeMetricFamily("kvrouter_requests_elsewhere", "In flight from other routers", labels=labels)
+        requests = GaugeMetricFamily(
+            "kvrouter_requests_elsewhere", "Requests in flight from other routers", labels=labels
+        )
         for worker in self._fleet.workers:
             for dp_rank in worker.ranks():
                 requests.add_metric([worker.name, str(dp_rank)], peer_load.of(worker.url, dp_rank).requests)

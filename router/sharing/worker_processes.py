@@ -1,4 +1,4 @@
-"""The processes that serve one port together, and how one asks the others: over a Unix socket that each listens on."""
+"""The processes of one port. Each listens on a Unix socket, on which the others send it requests."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from router.sharing.channels import DatagramChannel
 
 log = structlog.get_logger()
 
-# Where a new process asks for what changed over the API while it did not run. Only answered on the Unix socket.
+# The path at which a new process requests the API changes of another. It is answered on the Unix socket only.
 CHANGES_PATH = "/processes/changes"
 
-_DUMP_SECONDS = 5.0  # of silence
-_HEADERS_OF_THE_CONNECTION = {b"host", b"connection", b"content-length", b"transfer-encoding", b"expect"}
+# The most seconds between two reads of a dump.
+_DUMP_SECONDS = 5.0
+_CONNECTION_HEADERS = {b"host", b"connection", b"content-length", b"transfer-encoding", b"expect"}
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessAnswer:
-    """What process `number` answered."""
+    """The answer of process `number`."""
 
     number: int
     status: int
@@ -39,7 +40,7 @@ class ProcessAnswer:
 
 
 class _ApiChanges(msgspec.Struct):
-    """What changed over the API: workers that were added, as settings, and the URLs of those that drain."""
+    """The changes by the API: the settings of added workers, and the URLs of draining workers."""
 
     added: list[dict[str, object]]
     draining: list[str]
@@ -47,9 +48,12 @@ class _ApiChanges(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcesses:
-    """Process `number` of `processes`, whose sockets are in `folder`.
+    """One process of several that serve a port.
 
-    `again`: it takes the place of one that died, so the others know more than it.
+    - `folder`: the folder of all Unix sockets.
+    - `number`: the number of this process, from 0.
+    - `processes`: the number of all processes.
+    - `again`: whether it replaces a process that ended, so that the others know more than it.
     """
 
     folder: Path
@@ -64,21 +68,22 @@ class WorkerProcesses:
 
     @property
     def others(self) -> list[int]:
+        """The numbers of all other processes."""
         return [number for number in range(self.processes) if number != self.number]
 
     def channel(self) -> DatagramChannel:
-        """Shares load between them."""
+        """Return the channel over which the processes share load."""
         return DatagramChannel(self.folder, self.number, self.processes)
 
     async def ask(self, method: str, target: str, headers: Headers, body: bytes, seconds: float) -> list[ProcessAnswer]:
-        """What all others answer within some seconds; without those that do not."""
+        """Send a request to all other processes, and return the answers that arrive within `seconds` seconds."""
         answers = await asyncio.gather(
             *(self._ask(number, method, target, headers, body, seconds) for number in self.others)
         )
         return [answer for answer in answers if answer is not None]
 
     async def catch_up(self, fleet: Fleet) -> None:
-        """Take over what changed while this process did not run."""
+        """Apply the API changes of another process, if this one replaces a process that ended."""
         if not self.again:
             return
         for answer in await self.ask("GET", CHANGES_PATH, [], b"", 1.0):
@@ -86,14 +91,14 @@ class WorkerProcesses:
                 changes = msgspec.json.decode(answer.body, type=_ApiChanges)
                 fleet.assign("api", [WorkerSettings.model_validate(each) for each in changes.added])
             except (msgspec.DecodeError, ValidationError) as error:
-                log.warning("a process does not say what changed", process=answer.number, reason=str(error))
+                log.warning("another process reports no API changes", process=answer.number, reason=str(error))
                 continue
             for worker in fleet.workers:
                 fleet.drain(worker, worker.url in changes.draining)
             return
 
     def load_index(self, secret: str, token: str) -> list[SavedTarget]:
-        """What the index of another process holds; nothing when all of them start."""
+        """Return the targets in the index of another process, if this one replaces a process that ended."""
         if not self.again:
             return []
         for number in self.others:
@@ -104,7 +109,7 @@ class WorkerProcesses:
                 if answer.status == 200:
                     return read_dump(answer, secret)
             except (OSError, DumpError, ValueError) as error:
-                log.debug("no index from another process", process=number, reason=str(error))
+                log.debug("another process has no index", process=number, reason=str(error))
             finally:
                 connection.close()
         return []
@@ -118,30 +123,30 @@ class WorkerProcesses:
         body: bytes,
         seconds: float,
     ) -> ProcessAnswer | None:
-        passed = [
+        forwarded = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in headers
-            if name not in _HEADERS_OF_THE_CONNECTION
+            if name not in _CONNECTION_HEADERS
         ]
         connector = aiohttp.UnixConnector(str(self.path_of(number)))
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             async with (
                 aiohttp.ClientSession(middlewares=(refuse_redirects,), connector=connector, timeout=timeout) as session,
-                session.request(method, f"http://process{target}", headers=passed, data=body or None) as response,
+                session.request(method, f"http://process{target}", headers=forwarded, data=body or None) as response,
             ):
                 return ProcessAnswer(number, response.status, await response.read())
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            log.debug("a process does not answer", process=number, reason=str(error) or type(error).__name__)
+            log.debug("another process does not answer", process=number, reason=str(error) or type(error).__name__)
             return None
 
     def path_of(self, number: int) -> Path:
-        """The Unix socket on which a process answers the others."""
+        """Return the Unix socket on which a process answers the others."""
         return self.folder / f"{number}.http"
 
 
 def api_changes(fleet: Fleet) -> bytes:
-    """What changed over the API here, for a process that starts."""
+    """Return this process's API changes, for a process that starts."""
     added = [
         worker.model_dump(mode="json") | {"api_key": worker.api_key and worker.api_key.get_secret_value()}
         for worker in fleet.assigned("api")

@@ -166,8 +166,8 @@ def test_promises_are_read_from_headers_and_classes() -> None:
         service_levels={"fast": {"ttft": 1.0, "when_late": "refuse"}, "slow": {"ttft": 30.0, "tpot": 0.2}},
         models={"m": {"service_level": "slow"}},
     )
-    levels = ServiceLevels.of(settings)
-    assert ServiceLevels.of(Settings()) is None
+    levels = ServiceLevels.from_settings(settings)
+    assert ServiceLevels.from_settings(Settings()) is None
     by_model = read_slo([], levels, "", "m", 5.0)
     assert by_model is not None
     assert (by_model.service_level, by_model.first_token_by, by_model.tpot) == ("slow", 35.0, 0.2)
