@@ -90,6 +90,8 @@ class StreamSession:
     connection events. All methods except `status` are for the reader thread. Other threads read the attributes that
     `publish` sets: `state`, `last_seq` and `confirmed_at`, which describe what the index shows.
 
+    - `breaks`: number of times that the publisher disconnected.
+
     `recheck` makes the reader read a socket again, after a call that may have consumed its notification.
     """
 
@@ -116,6 +118,7 @@ class StreamSession:
     removed: bool = False  # another thread removed the session; messages and actions no longer change anything
     suspended: bool = False  # the worker does not answer
     disconnected: bool = False  # the publisher was connected, and is not now
+    breaks: int = 0
     reached_at: float = 0.0  # monotonic time of the last TCP connection
     failed_handshakes: int = 0  # consecutive ones that failed soon after the connection
     handshake_failed: bool = False  # since the last successful handshake
@@ -214,6 +217,7 @@ class StreamSession:
             case Reached():
                 self.reached_at = time.monotonic()
             case Disconnected():
+                self.breaks += 1
                 self.disconnected = self.sequence.state is not StreamState.CONNECTING
             case HandshakeFailed(reason, final):
                 self._handshake_failed(reason, final)

@@ -72,6 +72,7 @@ def subscribe_forwarding(proxy: ProxyContext, routing: Routing, fleet: Fleet) ->
     upstreams, failover = services.upstreams, services.stream_failover
     fleet.on_key.append(lambda worker: upstreams.show(worker.url, worker.key.authorization))
     fleet.on_removed.append(lambda worker: upstreams.forget(worker.url))
+    upstreams.on_broken.append(fleet.connection_broken)
     if failover is not None:
         fleet.on_removed.append(failover.removed)
     access.share_spent(sharing.spent)

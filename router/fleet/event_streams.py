@@ -72,6 +72,11 @@ class WorkerStreams:
             except ValueError as error:
                 log.error("event stream not followed", worker=worker.name, reason=str(error))
 
+    def breaks(self, worker: Worker) -> int:
+        """Return how often the publishers of a worker's present streams disconnected."""
+        streams = [self._indexer.stream(target) for target in worker.targets]
+        return sum(stream.breaks for stream in streams if stream is not None)
+
     def suspend(self, worker: Worker) -> None:
         """Leave the worker's targets out of matches while it is down. Their blocks are kept."""
         self._indexer.suspend(worker.targets)

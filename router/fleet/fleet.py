@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -205,6 +207,18 @@ class Fleet:
     def probe_soon(self, worker: Worker) -> None:
         """Probe a worker soon, because a request to it failed."""
         worker.probe_now.set()
+
+    def connection_broken(self, url: str) -> None:
+        """Probe a worker soon, because it closed an idle connection: it may have been restarted."""
+        if (worker := self._workers.get(url)) is not None:
+            self.probe_soon(worker)
+
+    async def probe_again(self, worker: Worker) -> None:
+        """Probe a worker soon, and return after the probe."""
+        self.probe_soon(worker)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.retry_interval + self._settings.probe_timeout):
+                await worker.probed.wait()
 
     def changed(self) -> None:
         """Drop cached lookups and notify listeners: other workers may receive requests."""

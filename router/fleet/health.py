@@ -18,16 +18,22 @@ _ENOUGH = 2048
 
 
 class Outcome(Enum):
-    """The outcome of a request for its worker. NEITHER: the client disconnected, or its request was invalid."""
+    """The outcome of a request for its worker.
+
+    - NEITHER: the client disconnected.
+    - REFUSED: the worker refused the request (4xx), and computed nothing of it.
+    """
 
     SUCCEEDED = auto()
     FAILED = auto()
     NEITHER = auto()
+    REFUSED = auto()
 
 
 # Constants, because access to a member of an enumeration is a lookup.
 _FAILED: Final = Outcome.FAILED
 _NEITHER: Final = Outcome.NEITHER
+_REFUSED: Final = Outcome.REFUSED
 
 
 class FirstByte:
@@ -195,7 +201,7 @@ class Health:
     def ended(self, attempt: Attempt, number: int, outcome: Outcome, reason: str, now: float) -> None:
         """Record the end of a request, which has this number at the circuit."""
         del self.attempts[attempt]
-        if outcome is _NEITHER:
+        if outcome is _NEITHER or outcome is _REFUSED:
             self.circuit.ended(number)
             return
         failed = outcome is _FAILED
@@ -210,6 +216,7 @@ class Attempt:
     """One request on one worker, from the choice to the end.
 
     - `waits`: whether its first byte is awaited from this worker.
+    - `failed`: the worker did not compute the prompt.
     - `give_up`: moves the request to another worker; None if it cannot be moved.
 
     Parameters `now` are the time by the health's clock, if the caller has read it.
@@ -247,7 +254,7 @@ class Attempt:
         """Record that bytes of the answer were received."""
         health = self.health
         health.heard()
-        if self.waits:
+        if self.waits and not self.ended:
             self.waits = False
             if now is None:
                 now = health.clock()
@@ -261,7 +268,7 @@ class Attempt:
         if self.ended:
             return
         self.ended = True
-        self.failed = outcome is _FAILED
+        self.failed = outcome is _FAILED or outcome is _REFUSED
         health = self.health
         if now is None:
             now = health.clock()

@@ -83,6 +83,8 @@ class Prober:
                 pass
             probed = clock()
             await self.probe(worker)
+            worker.probed.set()
+            worker.probed.clear()
 
     def _failed(self, worker: Worker, problem: str) -> None:
         worker.failed_probes += 1

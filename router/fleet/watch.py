@@ -20,6 +20,8 @@ from router.fleet.worker import Worker
 from router.http.event_loop import end_tasks
 from router.settings import FleetSettings
 
+_STREAM_CHECK_INTERVAL = 0.1
+
 
 def _no_peer_load(_: str, __: Iterable[int]) -> Counter[int]:
     return Counter()
@@ -44,7 +46,8 @@ class FleetWatch:
         peer_load: Callable[[str, Iterable[int]], Counter[int]] = _no_peer_load,
     ) -> None:
         self._fleet = fleet
-        self.prober = Prober(fleet, settings, session, WorkerStreams(indexer, networks), on_model)
+        self._streams = WorkerStreams(indexer, networks)
+        self.prober = Prober(fleet, settings, session, self._streams, on_model)
         self._scraper = MetricsScraper(fleet, settings, session, peer_load)
         self._stall_detector = StallDetector(settings, indexer)
         self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
@@ -72,7 +75,18 @@ class FleetWatch:
         self._tasks[worker] = [
             asyncio.create_task(self.prober.watch(worker), name=f"probe {worker.name}"),
             asyncio.create_task(self._scraper.watch(worker), name=f"scrape {worker.name}"),
+            asyncio.create_task(self._probe_after_breaks(worker), name=f"watch streams of {worker.name}"),
         ]
+
+    async def _probe_after_breaks(self, worker: Worker) -> None:
+        """Probe a worker soon after one of its event streams breaks, because the worker may have been restarted."""
+        known = 0
+        while True:
+            breaks = self._streams.breaks(worker)
+            if breaks > known:
+                self._fleet.probe_soon(worker)
+            known = breaks
+            await asyncio.sleep(_STREAM_CHECK_INTERVAL)
 
     def _end(self, worker: Worker) -> None:
         """Cancel the tasks of a removed worker. They change nothing from now on."""

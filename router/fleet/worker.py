@@ -82,6 +82,7 @@ class Worker:
     - `changed_models`: models that were replaced under the same name.
     - `replaced_adapters`: names of adapters whose weights were replaced.
     - `probe_now`: set to have it probed soon.
+    - `probed`: set for a moment when a probe ends.
     - `routing_line`: the header lines that name it in its answers.
     """
 
@@ -103,6 +104,7 @@ class Worker:
     changed_models: dict[str, ModelChange] = field(default_factory=dict)
     replaced_adapters: set[str] = field(default_factory=set)
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
+    probed: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = field(init=False)
     name: str = field(init=False)
     routing_line: bytes = field(init=False, repr=False)

@@ -9,6 +9,7 @@ If another worker computes the request's prompt, both are sent one request each 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection
 from typing import Final
@@ -38,6 +39,8 @@ _NOT_TAKEN: Final = (502, 503, 504)
 _SERVER_ERROR: Final = 500
 # At most this many workers may break off over one request, because the request may be the cause.
 _MOST_BROKEN: Final = 2
+# Engines name the rank in the error for a request to a rank that they do not have.
+RANK_ERROR: Final = b"rank"
 
 
 class AttemptHandler(ResponseHandler):
@@ -290,7 +293,7 @@ class Attempts:
         A retry takes from the retry budget, unless the worker does not have the model and so computed nothing.
         """
         if status < _SERVER_ERROR:
-            return Outcome.NEITHER if is_model_missing(status, data) and self._tries_other_model_server() else None
+            return Outcome.REFUSED if is_model_missing(status, data) and self._tries_other_model_server() else None
         budget = self._services.budget
         if status in _NOT_TAKEN and self.others and budget.take():
             return Outcome.FAILED
@@ -310,7 +313,24 @@ class Attempts:
         if assignment.prefill is not None:
             services.fleet.probe_soon(assignment.prefill.worker)
             return self._repeatable and self._exclude_pair()
-        return self._sends < self._most and services.selector.has_others(prompt, self._excluded())
+        return self._sends < self._most and services.selector.has_others(prompt, [*self._excluded(), assignment.worker])
+
+    def may_lack_rank(self, status: int) -> bool:
+        """Return whether a response may mean that the worker no longer has the DP rank that the request named."""
+        pair = self.assignment is not None and self.assignment.prefill is not None
+        return status == 400 and (self._many_ranks or pair) and self._transport is None and self._sends < self._most
+
+    async def lacks_rank(self) -> bool:
+        """Probe the workers again. Return whether one of them no longer has the DP rank that the request named."""
+        current = self.assignment
+        assert current is not None
+        parts = [current] if current.prefill is None else [current, current.prefill]
+        await asyncio.gather(*(self._services.fleet.probe_again(part.worker) for part in parts))
+        return any(part.target.dp_rank not in part.worker.ranks() for part in parts)
+
+    def allow_again(self) -> None:
+        """Let the worker that the request left receive it again."""
+        self._left.pop(self.tried[-1], None)
 
     def not_reached(self) -> None:
         """Record that no connection could be opened, so that nothing was sent. Other transports count their own

@@ -179,13 +179,14 @@ class DisaggregatedRequest(ResponseHandler):
     def _prefill_answered(self, head: ResponseHead, body: bytes) -> None:
         self._prefill = None
         assignment = self._prefill_assignment
-        assignment.attempt.heard()
+        if head.status < 400:
+            assignment.attempt.heard()
         if head.status >= 500:
             if self._adapter.concurrent:  # the decode worker may be the cause
                 assignment.attempt.end(Outcome.NEITHER, f"status {head.status}")
             self._prefill_failed(f"status {head.status}", answered=True)
             return
-        assignment.attempt.end(Outcome.SUCCEEDED if head.status < 400 else Outcome.NEITHER, f"status {head.status}")
+        assignment.attempt.end(Outcome.SUCCEEDED if head.status < 400 else Outcome.REFUSED, f"status {head.status}")
         assignment.first_byte()
         assignment.release()
         if self._handler is None or self._decoding:
@@ -223,7 +224,9 @@ class DisaggregatedRequest(ResponseHandler):
     # Called with the decode's response
 
     def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
-        """Called when the decode's head is received."""
+        """Called when the decode's head is received. A prefill that runs beside a refused decode is cancelled."""
+        if 400 <= head.status < 500:
+            self._prefill_assignment.attempt.end(Outcome.REFUSED, f"decode: status {head.status}")
         self._note_decode(data, ended)
         if self._handler is not None:
             self._handler.on_head(head, data, ended)

@@ -38,7 +38,7 @@ from router.apis.requests import RoutedRequest
 from router.apis.usage import HiddenUsage, with_include_usage
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
-from router.forwarding.attempts import AttemptHandler, Attempts, broken_off
+from router.forwarding.attempts import RANK_ERROR, AttemptHandler, Attempts, broken_off
 from router.forwarding.disaggregated_request import PrefillFailedError
 from router.forwarding.exchange import ResponseWriter, ServedRequest
 from router.forwarding.long_bodies import LONG_BODY
@@ -340,7 +340,9 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         Engines send a stream's head before they do any work. Until the first event, the request can still be retried.
         """
         try:
-            if data or ended or self._transport is not None or not head.is_stream:
+            attempts = self._attempts
+            waits = attempts is not None and attempts.may_lack_rank(head.status)  # for the text of the error
+            if data or ended or self._transport is not None or not (head.is_stream or waits):
                 self._answer(head, data, ended)
             else:
                 self._head = head
@@ -411,6 +413,29 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             assignment.attempt.end(outcome, f"status {head.status}")
             self._retry(attempts, f"status {head.status}")
             return
+        if head.status == 400 and ended and RANK_ERROR in data and attempts.may_lack_rank(head.status):
+            attempts.sent = None
+            self._phase = Phase.WAITING
+            self._continue_in_task(self._check_rank(attempts, head, data))
+            return
+        self._begin_answer(attempts, assignment, head, data, ended)
+
+    async def _check_rank(self, attempts: Attempts, head: ResponseHead, data: bytes) -> None:
+        """Retry if the worker no longer has the request's DP rank; otherwise forward its error."""
+        if await attempts.lacks_rank():
+            self._head = None
+            if (left := attempts.assignment) is not None:
+                left.attempt.end(Outcome.REFUSED)
+            attempts.leave("its rank was removed")
+            attempts.allow_again()
+            self._send_next(attempts)
+        elif (assignment := attempts.assignment) is not None:
+            self._begin_answer(attempts, assignment, head, data, True)
+
+    def _begin_answer(
+        self, attempts: Attempts, assignment: Assignment, head: ResponseHead, data: bytes, ended: bool
+    ) -> None:
+        """Forward the beginning of a response."""
         self._phase = _ANSWERING
         headers = attempts.routing_headers()
         self._response = response = self._new_response(attempts, assignment, head)

@@ -73,7 +73,7 @@ _OK: Final = 200
 # Constants, because the lookup of an enumeration's member is slow.
 _SUCCEEDED: Final = Outcome.SUCCEEDED
 _FAILED: Final = Outcome.FAILED
-_NEITHER: Final = Outcome.NEITHER
+_REFUSED: Final = Outcome.REFUSED
 
 # Requests that change which models a worker serves.
 _ADAPTER_CHANGES = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
@@ -122,6 +122,9 @@ class ProxiedResponse:
         - `recorded`: a recorder needs the usage.
         """
         head, context, assignment = self.head, self._context, self._assignment
+        if 400 <= head.status < 500:  # The worker computes nothing, even if the rest of its response is late.
+            assignment.attempt.end(_REFUSED, f"status {head.status}")
+            assignment.release()
         if hidden is not None and HiddenUsage.applies_to(head.headers):
             self._hidden = hidden
             self._client.begin(head, headers, hidden.filter(data, ended), ended)
@@ -130,7 +133,7 @@ class ProxiedResponse:
         # The client does not wait for the following steps.
         if head.is_stream or recorded or context.tenant is not None or assignment.wants_usage:
             self._tail = UsageTail()
-        if context.head.about_stored:
+        if context.head.about_stored and head.status < 400:
             self._searched = b""
         self._count()
         self._learn(data, ended)
@@ -164,7 +167,8 @@ class ProxiedResponse:
             assignment.attempt.heard(now)
             if not self.first_byte_at:
                 self.first_byte_at = now
-                assignment.first_byte(now)
+                if not assignment.attempt.failed:
+                    assignment.first_byte(now)
                 if not self.resumed:
                     self._services.metrics.first_byte_of(self._prompt.name or "", now - self._arrived)
             if self._searched is not None:
@@ -183,7 +187,7 @@ class ProxiedResponse:
         if status < 400:
             assignment.attempt.end(_SUCCEEDED, now=now)
         else:
-            assignment.attempt.end(_FAILED if status >= 500 else _NEITHER, f"status {status}", now)
+            assignment.attempt.end(_FAILED, f"status {status}", now)
         if status != _OK:
             return
         if self._context.head.path in _ADAPTER_CHANGES or self._prompt.unknown_name:

@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable
 from contextvars import Context
+from functools import partial
 from typing import Final
 
 from router.http.client import connection_problem
@@ -58,6 +59,7 @@ class Upstream(ConnectionOwner):
         idle_timeout: float,
         address_of: AddressOf | None = None,
         authorization: bytes | None = None,
+        on_broken: Callable[[], None] = lambda: None,
     ) -> None:
         """Create a pool for the worker at `url`.
 
@@ -65,6 +67,7 @@ class Upstream(ConnectionOwner):
         - `connect_timeout`, `idle_timeout`: seconds until a connection is open, and between bytes of a response.
         - `address_of`: returns the address for a host; None connects to the host itself.
         - `authorization`: the worker's credentials; None without any.
+        - `on_broken`: called when the worker closes an idle connection.
         """
         super().__init__(idle_timeout)
         self.origin = Origin.of(url)
@@ -79,6 +82,7 @@ class Upstream(ConnectionOwner):
         self._sweep = Deadline(self._loop, self._drop_old)
         self._openings: dict[bytes, _Opening] = {}
         self._bare_openings: dict[bytes, _Opening] = {}
+        self._on_broken = on_broken
         self._authorization = b""
         self.show(authorization)
 
@@ -180,6 +184,8 @@ class Upstream(ConnectionOwner):
         if connection.state is _IDLE:
             connection.state = _REUSED
             self._idle.remove(connection)
+            if not self.closing:
+                self._on_broken()
 
     def keep(self, connection: UpstreamConnection) -> None:
         if self.closing or len(self._idle) >= MAX_IDLE:
@@ -271,7 +277,10 @@ class Upstream(ConnectionOwner):
 
 
 class Upstreams:
-    """The connections to all workers. `key_of` returns the credentials for a worker's URL."""
+    """The connections to all workers.
+
+    - `on_broken`: called with the URL of a worker that closes an idle connection.
+    """
 
     def __init__(
         self,
@@ -281,6 +290,8 @@ class Upstreams:
         address_of: AddressOf | None = None,
         key_of: Callable[[str], bytes | None] = lambda _: None,
     ) -> None:
+        """Create the pools. `key_of` returns the credentials for a worker's URL."""
+        self.on_broken: list[Callable[[str], None]] = []
         self._tls = tls
         self._address_of = address_of
         self._connect_timeout = connect_timeout
@@ -294,9 +305,14 @@ class Upstreams:
         upstream = self._upstreams.get(url)
         if upstream is None:
             timeouts = self._connect_timeout, self._idle_timeout
-            upstream = Upstream(url, self._tls, *timeouts, self._address_of, self._key_of(url))
+            key = self._key_of(url)
+            upstream = Upstream(url, self._tls, *timeouts, self._address_of, key, partial(self._broken, url))
             self._upstreams[url] = upstream
         return upstream
+
+    def _broken(self, url: str) -> None:
+        for on_broken in self.on_broken:
+            on_broken(url)
 
     def show(self, url: str, authorization: bytes | None) -> None:
         """Use these credentials for the worker with this URL from now on."""

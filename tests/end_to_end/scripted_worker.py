@@ -63,12 +63,13 @@ class ScriptedWorker:
     """A worker that serves the model `m` without events, and answers requests by its script.
 
     It answers the router's discovery itself, unless `answers_discovery` is False.
-    `metrics` is the response to `/metrics`; None answers 404.
+    `metrics` is the response to `/metrics`, `sources` that to `/kv_event_sources`; None answers 404.
     """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.metrics: bytes | None = None
+        self.sources: bytes | None = None
         self.answers_discovery = True
         self.exchanges: list[Exchange] = []
         self._server: asyncio.Server | None = None
@@ -126,6 +127,8 @@ class ScriptedWorker:
                 await exchange.answer(json.dumps({"data": [{"id": MODEL}]}).encode())
             case "GET", "/metrics" if self.metrics is not None:
                 await exchange.answer(self.metrics)
+            case "GET", "/kv_event_sources" if self.sources is not None:
+                await exchange.answer(self.sources)
             case ("GET", "/kv_event_sources" | "/server_info" | "/metrics") | (
                 "POST",
                 "/tokenize" | "/v1/chat/completions/render" | "/v1/completions/render",

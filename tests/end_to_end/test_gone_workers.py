@@ -59,7 +59,7 @@ async def killed_over_the_request(routed: RouterUnderTest, worker: ScriptedWorke
 
 
 async def reset_at_connect(routed: RouterUnderTest, worker: ScriptedWorker) -> asyncio.Task[Reply]:
-    worker.answers_questions, worker.script = False, Exchange.hang_up
+    worker.answers_discovery, worker.script = False, Exchange.hang_up
     request = await asked(routed)
     await until_waiting(routed)
     return request
@@ -97,7 +97,7 @@ async def received(worker: ScriptedWorker, requests: int) -> None:
 
 async def come_back(routed: RouterUnderTest, worker: ScriptedWorker) -> None:
     await worker.stop()
-    worker.answers_questions, worker.script = True, Exchange.answer
+    worker.answers_discovery, worker.script = True, Exchange.answer
     await worker.start()
     if not await routed.workers():
         await routed.call("/workers", {"url": worker.url})
@@ -159,7 +159,7 @@ async def test_queued_request_is_held_if_last_worker_ends() -> None:
 async def test_repeatedly_refused_request_waits_no_longer_than_others() -> None:
     admission = {"cold_start_timeout": 0.6}
     async with scripted_worker() as worker, router(worker.url, fleet=UNPROBED, admission=admission) as routed:
-        worker.answers_questions, worker.script = False, Exchange.hang_up
+        worker.answers_discovery, worker.script = False, Exchange.hang_up
         began = asyncio.get_running_loop().time()
         reply = await routed.call("/v1/completions", BODY)
         assert (reply.status, reply.error["code"]) == (503, "no_worker_available")
