@@ -246,6 +246,17 @@ class Indexer:
         """Remove a target's blocks, because its cache was reset."""
         self.index.clear(target)
 
+    def forget_former_process(self, targets: Iterable[Target], since: float) -> None:
+        """Remove the blocks of targets whose engine started again after the monotonic time `since`.
+
+        A target whose stream can be replayed keeps its blocks: the replay shows whether the engine started again. A
+        target that was cleared since keeps what the new process reported.
+        """
+        for target in targets:
+            stream = self._reader.sessions.get(target)
+            if stream is None or (stream.replay is None and stream.began_at <= since):
+                self.index.clear(target)
+
     def resync(self, target: Target) -> bool:
         """Remove a target's blocks, and read its stream again. Returns False if the stream has no replay."""
         return self._reader.resync(target)

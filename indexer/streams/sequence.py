@@ -246,7 +246,10 @@ class StreamSequence:
         return [Clear(), *self._ask(now)]
 
     def on_connected(self, now: float) -> list[Action]:
-        """Handle a connection of the live socket, the first one or a later one."""
+        """Handle a connection of the live socket, the first one or a later one.
+
+        Without replays, a later connection may be that of a new process. Then nothing is known until it reports again.
+        """
         self._check_after = _FIRST_CHECK
         self._heard = None
         self._snapshot_at = 0.0
@@ -255,9 +258,9 @@ class StreamSequence:
             self._unconfirmed = self._unconfirmed or self._last_frame
             self._pending.clear()  # they may be from before a restart; if not, the replay has them again
             return actions + self._ask(now)
-        if self.state is StreamState.CONNECTING:
-            self._settle(now)
-        return []
+        cleared: list[Action] = [] if self.state is StreamState.CONNECTING else self._restart()
+        self._settle(now)
+        return cleared
 
     @property
     def expected(self) -> int | None:

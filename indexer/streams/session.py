@@ -67,7 +67,7 @@ class StreamStatus:
     - `received_at`: time of the last live batch, in unix seconds.
     - `lag`: seconds from the engine's time of that batch until the index applied it.
     - `confirmed`: seconds since the index was last known to have every batch; None if it never was.
-    - `began_at`: time at which the session or its last resync began, in monotonic seconds.
+    - `began_at`: time at which the session began or its target was last cleared, in monotonic seconds.
     - `pending`: number of batches that wait for an earlier one.
     """
 
@@ -290,6 +290,7 @@ class StreamSession:
                     self._apply(frame)
                 case Clear():
                     log.info("event stream read again from the start", **self.names.about(self.target))
+                    self.began_at = time.monotonic()
                     self.index.clear(self.target)
                     discard_messages(self.replay)
                 case AskReplay(start):

@@ -29,6 +29,7 @@ _SLEEP = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]
 _SLEEP_METRIC = "vllm:engine_sleep_state{"
 _CACHES_NOTHING = re.compile(r'^vllm:cache_config_info\{[^}\n]*enable_prefix_caching="False"', re.MULTILINE)
 _DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts", re.MULTILINE)
+_STARTED = re.compile(r"^process_start_time_seconds(?:\{[^}\n]*\})? +(\S+)", re.MULTILINE)
 _RANK = re.compile(r'(?:^|,) *(?:engine|dp_rank)="([0-9]{1,5})"')
 # Higher values are ignored: they are not counts.
 _HIGHEST = 1e15
@@ -102,6 +103,14 @@ def _samples(text: str) -> Iterator[tuple[str, str, float]]:
             yield name, labels, number
 
 
+def _number(value: str) -> float:
+    """Return a number of the text; 0 for anything else."""
+    try:
+        return float(value)
+    except ValueError:
+        return 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """The load of a rank beyond the requests that the router knows.
@@ -126,6 +135,7 @@ class EngineMetrics:
     - `caches_prefixes`: False if the engine reports that prefix caching is off.
     - `drafts`: whether the engine decodes speculatively.
     - `progress_at`: the time at which its token counters last increased.
+    - `read_at`: the time of the last scrape; 0 without one.
     """
 
     def __init__(self, stale: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -133,11 +143,13 @@ class EngineMetrics:
         self._clock = clock
         self._views: dict[int, EngineView] = {}
         self._tokens: dict[int, int] = {}
-        self._read_at = 0.0
+        self.read_at = 0.0
+        self._started = 0.0
         self.sleep: Sleep | None = None
         self.caches_prefixes = True
         self.drafts = False
         self._asked_at: float | None = None
+        self._answers = False
         self.progress_at = clock()
         self._rank_progress_at: dict[int, float] = {}
 
@@ -148,15 +160,18 @@ class EngineMetrics:
 
     def scrape_answered(self) -> None:
         """Record that the worker answered a scrape, with any status."""
-        self._asked_at = None
+        self._asked_at, self._answers = None, True
 
     @property
     def unanswered(self) -> float:
-        """Seconds since the begin of an unanswered scrape; 0 without one."""
-        return 0.0 if self._asked_at is None else self._clock() - self._asked_at
+        """Seconds since the begin of an unanswered scrape; 0 without one, and before the first answer to any."""
+        return 0.0 if self._asked_at is None or not self._answers else self._clock() - self._asked_at
 
-    def read(self, text: str, in_flight: Mapping[int, int]) -> None:
-        """Parse the answer. `in_flight`: the known requests that each rank had during the scrape."""
+    def read(self, text: str, in_flight: Mapping[int, int]) -> bool:
+        """Parse the answer. Return whether it is that of a new process.
+
+        - `in_flight`: the known requests that each rank had during the scrape.
+        """
         self.sleep = read_sleep(text)
         self.caches_prefixes = _CACHES_NOTHING.search(text) is None
         self.drafts = _DRAFTS.search(text) is not None
@@ -166,13 +181,19 @@ class EngineMetrics:
             unseen = max(load.running + load.waiting - in_flight.get(rank, 0), 0)
             self._views[rank] = EngineView(unseen, min(unseen, load.waiting), load.kv_usage)
         tokens = {rank: load.tokens for rank, load in loads.items()}
+        # Several server processes may answer in turn, so an earlier start than before is no sign of a new process.
+        started = max([_number(value) for value in _STARTED.findall(text)], default=0.0)
+        restarted = 0 < self._started < started
+        restarted |= any(handled < self._tokens.get(rank, 0) for rank, handled in tokens.items())
+        self._started = max(self._started, started)
         if tokens != self._tokens:
             self.progress_at = self._clock()
             for rank, handled in tokens.items():
                 if handled != self._tokens.get(rank):
                     self._rank_progress_at[rank] = self.progress_at
             self._tokens = tokens
-        self._read_at = self._clock()
+        self.read_at = self._clock()
+        return restarted
 
     def rank_progress_at(self, dp_rank: int) -> float:
         """Return the time at which the counters of a rank last increased; 0 if they never did."""
@@ -180,6 +201,6 @@ class EngineMetrics:
 
     def get(self, dp_rank: int) -> EngineView:
         """Return the load of a rank; `NOTHING_KNOWN` if the last scrape has expired."""
-        if self._clock() - self._read_at > self._stale:
+        if self._clock() - self.read_at > self._stale:
             return NOTHING_KNOWN
         return self._views.get(dp_rank, NOTHING_KNOWN)

@@ -38,6 +38,7 @@ class Fleet:
     - `on_added`, `on_removed`: a source named a new worker, or no longer names a worker.
     - `on_replaced`: a worker serves another model under a known name.
     - `on_cache_lost`: a worker was put to sleep and dropped its cache.
+    - `on_restarted`: a worker has a new process.
     - `on_key`: the API key of a worker changed.
     - `on_scrape`: the metrics of a worker were read.
     - `on_change`: the state of workers changed, so that waiting requests may fit.
@@ -69,6 +70,7 @@ class Fleet:
         self.on_removed: list[Callable[[Worker], None]] = []
         self.on_replaced: list[Callable[[Worker], None]] = []
         self.on_cache_lost: list[Callable[[Worker], None]] = []
+        self.on_restarted: list[Callable[[Worker], None]] = []
         self.on_key: list[Callable[[Worker], None]] = []
         self.on_scrape: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
@@ -244,6 +246,15 @@ class Fleet:
         """Notify listeners that a worker serves another model under a known name."""
         for on_replaced in self.on_replaced:
             on_replaced(worker)
+
+    def notify_restarted(self, worker: Worker, since: float) -> None:
+        """Forget what a worker held, and notify listeners, because it has a new process.
+
+        `since`: a time before its start, by `time.monotonic`.
+        """
+        self._indexer.forget_former_process(worker.targets, since)
+        for on_restarted in self.on_restarted:
+            on_restarted(worker)
 
     def notify_scrape(self, worker: Worker) -> None:
         """Notify listeners that the metrics of a worker were read."""

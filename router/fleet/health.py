@@ -154,15 +154,13 @@ class Health:
         """Return the number of requests in flight on each rank."""
         return Counter(attempt.dp_rank for attempt in self.attempts)
 
-    @property
-    def oldest_movable(self) -> Attempt | None:
-        """The oldest request without a first byte that can be moved to another worker."""
-        return next((attempt for attempt in self.attempts if attempt.give_up is not None), None)
+    def movable(self) -> list[Attempt]:
+        """Return the requests without a first byte that can be moved to another worker, the oldest first."""
+        return [attempt for attempt in self.attempts if attempt.give_up is not None]
 
-    @property
-    def oldest_waiting(self) -> Attempt | None:
-        """The oldest request without a first byte."""
-        return next((attempt for attempt in self.attempts if attempt.waits), None)
+    def waiting(self) -> list[Attempt]:
+        """Return the requests without a first byte, the oldest first."""
+        return [attempt for attempt in self.attempts if attempt.waits]
 
     def first_bytes(self) -> list[FirstByte]:
         """Return the recent times to first bytes."""
@@ -182,11 +180,14 @@ class Health:
         if self._on_change is not None:
             self._on_change()
 
-    def move_waiting(self) -> int:
-        """Move requests without a first byte to other workers. Return their number."""
+    def move_waiting(self, whole_answers: bool = True) -> int:
+        """Move requests without a first byte to other workers. Return their number.
+
+        `whole_answers`: also move requests whose answers are not streamed.
+        """
         moved = 0
         for attempt in self.attempts:
-            if attempt.give_up is not None:
+            if attempt.give_up is not None and (attempt.streamed or whole_answers):
                 attempt.give_up()
                 attempt.give_up = None
                 moved += 1
@@ -218,6 +219,7 @@ class Attempt:
     - `waits`: whether its first byte is awaited from this worker.
     - `failed`: the worker did not compute the prompt.
     - `give_up`: moves the request to another worker; None if it cannot be moved.
+    - `most_tokens`: the most tokens of its answer; None if the request does not limit them.
 
     Parameters `now` are the time by the health's clock, if the caller has read it.
     """
@@ -237,6 +239,7 @@ class Attempt:
         self.streamed = streamed
         self.waits = True
         self.give_up: Callable[[], None] | None = None
+        self.most_tokens: int | None = None
         self.ended = self.failed = False
         self.health = health
         self._number = number

@@ -53,7 +53,9 @@ class MetricsScraper:
             return
         worker.metrics.scrape_answered()
         # A request that began or ended during the scrape counts as one of this router's requests.
-        worker.metrics.read(body.decode(errors="replace"), before | self._in_flight(worker))
+        last = worker.metrics.read_at
+        if worker.metrics.read(body.decode(errors="replace"), before | self._in_flight(worker)):
+            self._fleet.notify_restarted(worker, last)
         if (sleep := worker.metrics.sleep) is not None and not worker.sleep_in_change:
             self._fleet.set_asleep(worker, sleep is not Sleep.AWAKE, sleep is not Sleep.WITHOUT_CACHE)
         self._fleet.notify_scrape(worker)

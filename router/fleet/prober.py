@@ -50,13 +50,18 @@ class Prober:
         """Ask a worker what it serves, and update its state."""
         if worker.key.read():  # The key file may have changed.
             self._fleet.notify_key(worker)
+        if worker.probe_began is None:
+            worker.probe_began = worker.health.clock()
         try:
             async with asyncio.timeout(self._settings.probe_timeout):
                 description = await describe_worker(self._session, worker.settings, self._settings, worker.key)
                 description = await self._streams.without_refused(worker, description)
         except (DiscoveryError, TimeoutError) as error:
+            if isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                worker.note_refusal()
             self._failed(worker, str(error) or f"no answer within {self._settings.probe_timeout} s")
             return
+        worker.probe_began = None
         self._succeeded(worker, description)
         for model in description.base_models():
             await self._on_model(worker, model)
@@ -90,6 +95,7 @@ class Prober:
         worker.failed_probes += 1
         if worker.up and worker.failed_probes < self._settings.failed_probes:
             return  # One late answer of a busy worker is not a failure.
+        worker.note_refusal()
         worker.problem = problem
         self._streams.suspend(worker)
         worker.health.move_waiting()
@@ -100,6 +106,10 @@ class Prober:
         if is_new:
             self._streams.register(worker, description)
         self._warm_up(worker)
+        if worker.refused_at is not None:
+            if worker.description is not None:
+                self._fleet.notify_restarted(worker, worker.refused_at)
+            worker.refused_at = None
         worker.failed_probes = 0
         if worker.up and not is_new:
             return

@@ -23,6 +23,9 @@ _INTERVAL = 0.25
 _OUTLIER_TURNS = 4
 # Minimum number of workers with the same models for a search for outliers.
 _FEWEST_TO_COMPARE = 3
+# An answer that is not streamed is late after its most tokens at this slow pace, and never sooner than the minimum.
+_SLOWEST_TOKEN = 0.2
+_WHOLE_ANSWER = 60.0
 # States that are logged as information. Others are logged as warnings.
 _WELL = (WorkerState.READY, WorkerState.WARMING, WorkerState.DRAINING, WorkerState.DRAINED, WorkerState.ASLEEP)
 
@@ -69,6 +72,8 @@ class StallDetector:
             if not worker.up or not worker.health.attempts:
                 continue
             silent = self._silence(worker.health, worker.metrics.progress_at, worker.targets)
+            if worker.metrics.unanswered >= self._stall.silence / 4 and worker.probe_began is None:
+                worker.probe_now.set()  # A worker that answers probes is alive.
             if silent < self._stall.silence or not _others(worker, workers):
                 continue  # This is the cheap check, which most workers pass.
             models = frozenset(worker.models())
@@ -76,13 +81,15 @@ class StallDetector:
             if seen is None:
                 alike = [other.health for other in workers if other.models() & models]
                 seen = usual[models] = latest([health.first_bytes() for health in alike])
-            reason = stalled(worker.health, self._stall, seen, silent, worker.metrics.unanswered)
+            dead = worker.metrics.unanswered if worker.probe_unanswered >= self._stall.silence / 2 else 0.0
+            reason = stalled(worker.health, self._stall, seen, silent, dead)
             if reason is None:
                 continue
             circuit = worker.health.circuit
             if circuit.state is not CircuitState.OPEN:
                 circuit.open(reason)
-            if moved := worker.health.move_waiting():
+            # While the worker lives, it may still compute answers that are not streamed. Late ones are moved.
+            if moved := worker.health.move_waiting(dead > 0 or _whole_answer_late(worker.health, self._stall, seen)):
                 log.warning("requests moved to other workers", worker=worker.name, requests=moved, reason=reason)
 
     def eject_stalled_ranks(self, workers: Sequence[Worker]) -> None:
@@ -163,23 +170,36 @@ def stalled(
         return None
     if unanswered >= limits.silence:
         return f"no sign of life for {min(silent, unanswered):.1f} s"
-    return _late_first_byte(health, health.oldest_movable, limits, seen)
+    return _late_first_byte(health, health.movable(), limits, seen)
 
 
 def rank_stalled(health: Health, limits: StallLimits, seen: Iterable[FirstByte], silent: float) -> str | None:
     """Return why a rank counts as hung while its worker responds; None if it does not."""
     if silent < limits.silence:
         return None
-    return _late_first_byte(health, health.oldest_waiting, limits, seen)
+    return _late_first_byte(health, health.waiting(), limits, seen)
+
+
+def _whole_answer_late(health: Health, limits: StallLimits, seen: Iterable[FirstByte]) -> bool:
+    """Return whether an answer that is not streamed and can be moved is late."""
+    whole = [attempt for attempt in health.movable() if not attempt.streamed]
+    return _late_first_byte(health, whole, limits, seen) is not None
 
 
 def _late_first_byte(
-    health: Health, oldest: Attempt | None, limits: StallLimits, seen: Iterable[FirstByte]
+    health: Health, attempts: Iterable[Attempt], limits: StallLimits, seen: Iterable[FirstByte]
 ) -> str | None:
-    if oldest is None:
-        return None
-    age = health.clock() - oldest.begun
-    expected = expected_seconds(seen, oldest.work, oldest.streamed)
-    if expected is not None and age >= max(limits.silence, limits.factor * expected):
-        return f"no first byte for {age:.1f} s, expected within {expected:.2f} s"
+    """Return why the oldest stream or the oldest whole answer of some requests is late; None if neither is."""
+    for streamed in (True, False):
+        oldest = next((attempt for attempt in attempts if attempt.streamed is streamed), None)
+        if oldest is None:
+            continue
+        expected = expected_seconds(seen, oldest.work, streamed)
+        least = limits.silence
+        if not streamed and expected is not None:
+            least = _WHOLE_ANSWER
+            expected = None if oldest.most_tokens is None else expected + oldest.most_tokens * _SLOWEST_TOKEN
+        age = health.clock() - oldest.begun
+        if expected is not None and age >= max(least, limits.factor * expected):
+            return f"no first byte for {age:.1f} s, expected within {expected:.2f} s"
     return None

@@ -73,6 +73,7 @@ class Worker:
     - `description`: its answer to the last successful probe.
     - `problem`: why it is down; None while it is up.
     - `failed_probes`: failed probes in a row.
+    - `refused_at`: when it was first found to accept no connections; None while it accepts them.
     - `starts`: the number of times that it answered a probe after it was new or down.
     - `targets`: its targets that are registered with the index.
     - `draining`: it receives no new requests.
@@ -81,6 +82,7 @@ class Worker:
     - `warming_since`: the beginning of its warm-up; None: it is warm.
     - `changed_models`: models that were replaced under the same name.
     - `replaced_adapters`: names of adapters whose weights were replaced.
+    - `probe_began`: when the unanswered probe began; None if the last probe was answered.
     - `probe_now`: set to have it probed soon.
     - `probed`: set for a moment when a probe ends.
     - `routing_line`: the header lines that name it in its answers.
@@ -94,6 +96,7 @@ class Worker:
     description: WorkerDescription | None = None
     problem: str | None = "not asked yet"
     failed_probes: int = 0
+    refused_at: float | None = None
     starts: int = 0
     targets: set[Target] = field(default_factory=set)
     draining: bool = False
@@ -103,6 +106,7 @@ class Worker:
     role: Role = Role.BOTH
     changed_models: dict[str, ModelChange] = field(default_factory=dict)
     replaced_adapters: set[str] = field(default_factory=set)
+    probe_began: float | None = None
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
     probed: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = field(init=False)
@@ -221,6 +225,16 @@ class Worker:
             for name, change in self.changed_models.items()
             if now - change.at < _CHANGE_SECONDS
         }
+
+    @property
+    def probe_unanswered(self) -> float:
+        """Seconds since the begin of an unanswered probe; 0 without one."""
+        return 0.0 if self.probe_began is None else self.health.clock() - self.probe_began
+
+    def note_refusal(self) -> None:
+        """Record that it does not accept connections: its process ended."""
+        if self.refused_at is None:
+            self.refused_at = self.health.clock()
 
     def restarted(self) -> None:
         """Forget sleep and adapters of the time before a restart."""

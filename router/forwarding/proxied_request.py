@@ -394,6 +394,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         """Try another worker if the request may be sent again; otherwise refuse it."""
         if isinstance(error, UnreachableError):
             attempts.not_reached()
+            worker.note_refusal()
         elif attempts.ends_with_break():
             self._services.fleet.report_failure(worker, str(error))
             self.refuse(attempts.exhausted())

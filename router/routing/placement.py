@@ -107,7 +107,10 @@ class Placement:
         work = load.pending
         if self._sharing.channels:
             work += self._sharing.peer_load.of(worker.url, target.dp_rank).pending
-        attempt = worker.health.begin(work, target.dp_rank, prompt.streamed, one_of_many=rank.one_of_many, now=now)
+        # The time of a prefill alone does not depend on the length of the answer.
+        streamed = prompt.streamed or not decodes
+        attempt = worker.health.begin(work, target.dp_rank, streamed, one_of_many=rank.one_of_many, now=now)
+        attempt.most_tokens = prompt.max_tokens
         assignment = Assignment(selection, reservation, attempt)
         if self._predictions.tracks_slos:
             self._predictions.placed(target, seconds, now)
@@ -216,6 +219,13 @@ class Placement:
         for target in worker.targets:
             self._in_flight_prefixes.forget(target)
             self._sharing.peer_load.forget_prompts(target)
+            self._sent_prefixes.forget(target)
+        self._learned.session_locations.forget(worker.url)
+
+    def restarted(self, worker: Worker) -> None:
+        """Forget what a worker was sent, because it has a new process. Its requests in flight count."""
+        for target in worker.targets:
+            self._in_flight_prefixes.forget_ended(target)
             self._sent_prefixes.forget(target)
         self._learned.session_locations.forget(worker.url)
 

@@ -63,6 +63,7 @@ class ScriptedWorker:
     """A worker that serves the model `m` without events, and answers requests by its script.
 
     It answers the router's discovery itself, unless `answers_discovery` is False.
+    With `silent_metrics` it never answers scrapes.
     `metrics` is the response to `/metrics`, `sources` that to `/kv_event_sources`; None answers 404.
     """
 
@@ -70,6 +71,7 @@ class ScriptedWorker:
         self.script = script
         self.metrics: bytes | None = None
         self.sources: bytes | None = None
+        self.silent_metrics = False
         self.answers_discovery = True
         self.exchanges: list[Exchange] = []
         self._server: asyncio.Server | None = None
@@ -125,6 +127,8 @@ class ScriptedWorker:
         match exchange.method, exchange.target:
             case "GET", "/v1/models":
                 await exchange.answer(json.dumps({"data": [{"id": MODEL}]}).encode())
+            case "GET", "/metrics" if self.silent_metrics:
+                await asyncio.sleep(60)
             case "GET", "/metrics" if self.metrics is not None:
                 await exchange.answer(self.metrics)
             case "GET", "/kv_event_sources" if self.sources is not None:

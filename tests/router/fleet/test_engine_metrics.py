@@ -73,6 +73,10 @@ def test_unanswered_counts_from_the_first_unanswered_scrape() -> None:
     clock = Clock(10.0)
     metrics = EngineMetrics(5.0, clock)
     metrics.scrape_began()
+    clock.now += 1
+    assert metrics.unanswered == 0  # it may never answer scrapes
+    metrics.scrape_answered()
+    metrics.scrape_began()
     clock.now += 2
     metrics.scrape_began()
     assert metrics.unanswered == 2
@@ -90,3 +94,21 @@ def test_progress_is_the_time_of_the_last_counter_increase() -> None:
     clock.now += 1
     metrics.read(VLLM.replace("1.5e+03", "1.6e+03"), {})
     assert metrics.progress_at == 13
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "restarted"),
+    [
+        ("vllm:prompt_tokens_total 5.0", "vllm:prompt_tokens_total 6.0", False),
+        ("vllm:prompt_tokens_total 5.0", "vllm:prompt_tokens_total 4.0", True),
+        ("process_start_time_seconds 100.5", "process_start_time_seconds 100.5", False),
+        ("process_start_time_seconds 100.5", "process_start_time_seconds 200.0", True),
+        ("process_start_time_seconds 200.0", "process_start_time_seconds 100.0", False),
+        ("process_start_time_seconds 100.5", "", False),
+    ],
+)
+def test_new_process_is_recognized(before: str, after: str, restarted: bool) -> None:
+    metrics = EngineMetrics(5.0, Clock(10.0))
+    assert not metrics.read(before, {})
+    assert metrics.read(after, {}) is restarted
+    assert not metrics.read(after, {})

@@ -52,6 +52,7 @@ def test_ejected_workers_are_choosable_when_no_others_exist(clock: Clock) -> Non
 
 def test_half_open_worker_is_choosable_after_an_answered_scrape(clock: Clock) -> None:
     good, bad = worker(clock), worker(clock)
+    bad.metrics.scrape_answered()
     bad.metrics.scrape_began()
     bad.health.circuit.open("it hangs")
     clock.now += 60
