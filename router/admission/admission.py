@@ -12,12 +12,12 @@ that finds no capacity keeps the requests behind it waiting, so that a large pro
 
 After `timeout` seconds a request is sent to its target, however busy that is, or refused if all targets are at their
 limits. A request that waits for a worker is refused after `cold_start_timeout` seconds. Requests without a worker fill
-at most half of the queue. It does not matter how a request finds its model without a worker: it may have been refused a
-connection, or its last worker may end while it waits for capacity. A worker that starts again may receive the request.
+at most half of the queue. This includes requests whose connection was refused, and requests whose last worker stops
+while they wait for capacity. A worker that starts again may receive the request.
 
 A request whose TTFT objective can no longer be met is served late: while its target is busy, all other requests go
 first, for `LATE_TIMEOUTS` times the timeout. If it were sent after the timeout, it would delay requests that can still
-meet their objectives, and under overload every request would miss its objective.
+meet their objectives. Under overload every request would then miss its objective.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from router.settings import AdmissionSettings
 LATE_TIMEOUTS = 10
 # The most waiting requests that choose again after one event: each choice costs a walk through the index.
 TRIES = 16
-# The most of these in one lane whose SLO is missed: each of their choices predicts the latency of all candidates.
+# The most of these in one group whose SLO is missed: each of their choices predicts the latency of all candidates.
 LATE_TRIES = 2
 
 
@@ -127,7 +127,7 @@ class Admission:
         return placed
 
     async def wait(self, prompt: RoutedPrompt, tried: Collection[Worker], ticket: Ticket) -> Assignment:
-        """Queue a request, and return its assignment when its turn comes. Cancelling removes it from the queue.
+        """Queue a request, and return its assignment once it is placed. Cancelling removes it from the queue.
 
         Raises RequestError: 429 if the queue is full or the wait too long, 503 if no worker is left, 504 if its
         deadline has passed.
@@ -135,7 +135,7 @@ class Admission:
         has_capacity = self._selector.any_has_capacity(prompt, tried, self.limits)
         cold = self._awaits_worker(prompt, ticket)
         if cold:
-            tried = ()  # All of these are gone. One that comes back was started again.
+            tried = ()  # all of these have stopped: one that answers again was restarted
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
             raise self.refusals.no_worker(prompt.name)
         now, loop = self._clock(), asyncio.get_running_loop()
@@ -260,7 +260,7 @@ class Admission:
                 self._let_others_first(request)
 
     def _let_others_first(self, request: WaitingRequest) -> None:
-        """Put a request whose TTFT is missed behind the others of its lane that miss theirs, so that each is tried."""
+        """Move a request whose TTFT is missed behind the other late requests of its group, so that each is tried."""
         order = queue_order(request.prefill, request.ticket, ttft_missed=True, now=self._clock())
         self.queue.let_others_first(request, order)
 
@@ -365,7 +365,7 @@ class Admission:
         return True
 
     def _awaits_worker(self, prompt: RoutedPrompt, ticket: Ticket) -> bool:
-        """Return whether a request may still wait for a worker of its model, because there is none now."""
+        """Return whether a request may still wait for a worker of its model, because no worker serves it now."""
         if not self._selector.awaits_worker(prompt):
             return False
         return ticket.cold_until is None or self._clock() < ticket.cold_until

@@ -15,23 +15,23 @@ from router.fleet.fleet import Fleet
 from router.load.target_load import LoadTable
 
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-# Priorities are any integers, and labels must be few.
+# Labels for priorities, because a label for each integer would make too many series.
 _CLASSES = ("high", "normal", "low")
 
 
 def priority_class(priority: int) -> str:
-    """Lower is sooner: `high` below 0, `low` above."""
+    """Return the class of a priority: `high` below 0, `normal` at 0, `low` above 0."""
     return _CLASSES[1 + (priority > 0) - (priority < 0)]
 
 
 class AdmissionMetrics(Collector):
-    """How many requests wait, how long they did, and how many were refused."""
+    """The waiting requests, the durations of their waits, and the refused requests."""
 
     def __init__(self, admission: Admission, registry: CollectorRegistry) -> None:
         self._admission = admission
         self._waits = Histogram(
             "kvrouter_admission_wait_seconds",
-            "How long requests were held before they were sent",
+            "Seconds for which requests waited in the queue before they were sent",
             ["reason"],
             registry=registry,
             buckets=_BUCKETS,
@@ -45,10 +45,12 @@ class AdmissionMetrics(Collector):
         lengths = dict.fromkeys(_CLASSES, 0)
         for priority, waiting in self._admission.queue.lengths().items():
             lengths[priority_class(priority)] += waiting
-        length = GaugeMetricFamily("kvrouter_admission_queue_length", "Requests that wait", labels=["priority"])
+        length = GaugeMetricFamily(
+            "kvrouter_admission_queue_length", "Requests that wait in the queue", labels=["priority"]
+        )
         for known, waiting in lengths.items():
             length.add_metric([known], waiting)
-        size = GaugeMetricFamily("kvrouter_admission_queue_bytes", "The bodies of the requests that wait")
+        size = GaugeMetricFamily("kvrouter_admission_queue_bytes", "Bytes of the bodies of waiting requests")
         size.add_metric([], self._admission.queue.size)
         yield from (length, size)
 
@@ -62,10 +64,10 @@ class AdmissionMetrics(Collector):
 
 
 class DemandCollector(Collector):
-    """How many requests there are for each model, wherever they are: what the number of its workers may follow.
+    """The requests for each model, waiting and in flight, from which the number of its workers can be scaled.
 
-    Models are those of workers, those of the settings, and those that requests wait for. What is in flight counts for
-    the first model of its worker.
+    The models are those of workers, of the settings, and of waiting requests. Requests in flight count for the first
+    model of their worker.
     """
 
     def __init__(self, fleet: Fleet, load: LoadTable, admission: Admission) -> None:

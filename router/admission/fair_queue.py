@@ -4,8 +4,8 @@ Fairness is in tokens, by start-time fair queueing (Goyal, Vin, Cheng 1996). Eve
 the tokens of its served requests, and the tenant with the lowest clock is next. A tenant without waiting requests
 starts again at the clock of the tenant that was served last, so that it cannot save up.
 
-    lane = (priority, slo_missed, tenant, name)        the requests of a lane are sorted by their `order`
-    next = the lane with the lowest (priority, slo_missed, clock of its tenant, order of its first request)
+    group = (priority, slo_missed, tenant, name)       the requests of a group are sorted by their `order`
+    next  = the group with the lowest (priority, slo_missed, clock of its tenant, order of its first request)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Waiting:
     """A waiting request.
 
     - `name`: the model or adapter that it asks for.
-    - `order`: its position in its lane, where the lowest is first.
+    - `order`: its position in its group, where the lowest is first.
     - `tokens`: the tokens that its tenant is charged.
     - `size`: the bytes that it keeps in memory.
     - `slo_missed`: whether all other requests of its priority are served first.
@@ -49,7 +49,7 @@ class Waiting:
         return self.priority, self.slo_missed
 
 
-class _Lane(NamedTuple):
+class _Group(NamedTuple):
     priority: int
     slo_missed: bool
     tenant: str
@@ -69,7 +69,7 @@ class FairQueue(Generic[W]):
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._lanes: dict[_Lane, SortedKeyList[W]] = {}
+        self._groups: dict[_Group, SortedKeyList[W]] = {}
         self._of_tenant: Counter[str] = Counter()
         self._of_priority: Counter[int] = Counter()
         self._clocks: dict[str, float] = {}
@@ -78,6 +78,7 @@ class FairQueue(Generic[W]):
         self.size = 0  # bytes
 
     def __len__(self) -> int:
+        """Return the number of waiting requests."""
         return self.length
 
     def fits(self, size: int) -> bool:
@@ -86,7 +87,7 @@ class FairQueue(Generic[W]):
 
     def can_fit(self, request: W) -> bool:
         """Return whether a request could be added if all requests behind it were dropped."""
-        kept = [queue for lane, queue in self._lanes.items() if lane.sort_key <= request.sort_key]
+        kept = [queue for group, queue in self._groups.items() if group.sort_key <= request.sort_key]
         size = sum(each.size for queue in kept for each in queue)
         return sum(map(len, kept)) < self._max_requests and size + request.size <= self._max_bytes
 
@@ -122,7 +123,7 @@ class FairQueue(Generic[W]):
             del self._clocks[request.tenant]
 
     def let_others_first(self, request: W, order: float) -> None:
-        """Move a request to the lane of requests whose SLO is missed, at position `order`."""
+        """Move a request to the group of requests whose SLO is missed, at position `order`."""
         self._take_out(request)
         request.slo_missed, request.order = True, order
         self._put_in(request)
@@ -140,38 +141,38 @@ class FairQueue(Generic[W]):
         """Return the requests in order. They may be removed and served meanwhile, which changes the order of the rest.
 
         - `without`: names to skip; names may be added meanwhile.
-        - `most_missed`: the requests that may stay in a lane of missed SLOs before the rest of the lane is skipped.
+        - `most_missed`: the requests that may stay in a group of missed SLOs before the rest of the group is skipped.
         """
-        heap = [(self._key(lane, queue[0]), lane, 0) for lane, queue in self._lanes.items()]
+        heap = [(self._key(group, queue[0]), group, 0) for group, queue in self._groups.items()]
         heapify(heap)
         while heap:
-            key, lane, place = heappop(heap)
-            queue = self._lanes.get(lane)
-            if queue is None or lane.name in without or place >= len(queue):
+            key, group, position = heappop(heap)
+            queue = self._groups.get(group)
+            if queue is None or group.name in without or position >= len(queue):
                 continue
-            request: W = queue[place]
-            now = self._key(lane, request)
+            request: W = queue[position]
+            now = self._key(group, request)
             if now > key:  # its tenant was served meanwhile
-                heappush(heap, (now, lane, place))
+                heappush(heap, (now, group, position))
                 continue
             yield request
-            stay = place + request.queued
-            if not lane.slo_missed or stay != most_missed:
-                heappush(heap, (key, lane, stay))
+            stay = position + request.queued
+            if not group.slo_missed or stay != most_missed:
+                heappush(heap, (key, group, stay))
 
     def last(self) -> W | None:
         """Return the last request, which is the first to be dropped; None if the queue is empty."""
-        if not self._lanes:
+        if not self._groups:
             return None
-        lowest = max(lane.sort_key for lane in self._lanes)
-        ends: list[tuple[_Lane, W]] = [
-            (lane, queue[-1]) for lane, queue in self._lanes.items() if lane.sort_key == lowest
+        lowest = max(group.sort_key for group in self._groups)
+        ends: list[tuple[_Group, W]] = [
+            (group, queue[-1]) for group, queue in self._groups.items() if group.sort_key == lowest
         ]
         return max(ends, key=lambda end: self._key(*end))[1]
 
     def best_priority(self, name: str | None) -> int | None:
         """Return the highest priority, which is the lowest number, of the requests for a name."""
-        return min((lane.priority for lane in self._lanes if lane.name == name), default=None)
+        return min((group.priority for group in self._groups if group.name == name), default=None)
 
     def lengths(self) -> dict[int, int]:
         """Return the number of waiting requests by priority."""
@@ -182,24 +183,24 @@ class FairQueue(Generic[W]):
         return sum(waiting for known, waiting in self._of_priority.items() if known <= priority)
 
     def _put_in(self, request: W) -> None:
-        lane = _lane_of(request)
-        if lane not in self._lanes:
-            self._lanes[lane] = SortedKeyList(key=_place_in_lane)
-        self._lanes[lane].add(request)
+        group = _group_of(request)
+        if group not in self._groups:
+            self._groups[group] = SortedKeyList(key=_position_in_group)
+        self._groups[group].add(request)
 
     def _take_out(self, request: W) -> None:
-        lane = _lane_of(request)
-        self._lanes[lane].remove(request)
-        if not self._lanes[lane]:
-            del self._lanes[lane]
+        group = _group_of(request)
+        self._groups[group].remove(request)
+        if not self._groups[group]:
+            del self._groups[group]
 
-    def _key(self, lane: _Lane, request: W) -> tuple[int, bool, float, float, int]:
-        return lane.priority, lane.slo_missed, self._clocks[lane.tenant], request.order, request.number
-
-
-def _lane_of(request: Waiting) -> _Lane:
-    return _Lane(request.priority, request.slo_missed, request.tenant, request.name)
+    def _key(self, group: _Group, request: W) -> tuple[int, bool, float, float, int]:
+        return group.priority, group.slo_missed, self._clocks[group.tenant], request.order, request.number
 
 
-def _place_in_lane(request: Waiting) -> tuple[float, int]:
+def _group_of(request: Waiting) -> _Group:
+    return _Group(request.priority, request.slo_missed, request.tenant, request.name)
+
+
+def _position_in_group(request: Waiting) -> tuple[float, int]:
     return request.order, request.number

@@ -73,7 +73,7 @@ class Refusals:
     def no_worker(self, name: str | None) -> RequestError:
         """Return the error of a request whose model has no worker: 503."""
         self.count("no_worker")
-        return unavailable(f"No worker for model {name!r} has come, and no more requests wait for one.")
+        return unavailable(f"No worker serves model {name!r} now, and the request cannot wait longer for one.")
 
     def slo_missed(self, slo: SLO, model: str, seconds: float, prediction: Prediction | None) -> RequestError:
         """Return the error of a request whose SLO no worker can meet: 429.
@@ -89,7 +89,7 @@ class Refusals:
             ttft, tpot = prediction.ttft.expected, prediction.tpot.expected
             expected = f"; {ttft:.2f} s and {1000 * tpot:.0f} ms are expected now"
         return RequestError(
-            f"No worker would keep what was promised, {slo.in_words}{expected}. Try again in {retry_after} s.",
+            f"No worker can meet the SLO, {slo.in_words}{expected}. Try again in {retry_after} s.",
             status=429,
             type="rate_limit_error",
             code="promise_not_kept",

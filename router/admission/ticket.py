@@ -1,16 +1,15 @@
-"""What a request says of its urgency: its priority, until when an answer is of use, and what it is promised.
+"""The reading of a request's urgency: its priority, its deadline, its SLO and its hints.
 
-| header | unit | means |
-|---|---|---|
-| `x-kvrouter-priority` | an integer, lower is sooner | goes before the body's `priority` |
-| `x-request-timeout` | seconds | the whole answer is of use for so long |
-| `x-envoy-expected-rq-timeout-ms` | milliseconds | the same: what an Envoy before the router allows for the answer |
-| `x-stainless-read-timeout`, `x-stainless-timeout` | seconds | how long those clients wait for a byte |
+    x-kvrouter-priority               an integer, lower is sooner; overrides the body's `priority`
+    x-request-timeout                 seconds until the whole answer is due
+    x-envoy-expected-rq-timeout-ms    milliseconds until the whole answer is due, set by an Envoy before the router
+    x-stainless-read-timeout,
+    x-stainless-timeout               seconds that OpenAI's and Anthropic's clients wait for a byte
 
-The first two are a deadline of the answer: it is cut off there. The last ones are those of OpenAI's and Anthropic's
-clients, which give up when nothing has come for so long. They hang up then, but a proxy between may hide it. After it
-a request is not sent any more, and an answer that has begun goes on. `grpc-timeout` belongs to gRPC calls, of which
-there are none here. What a request is promised is read in `service_levels`, what agents tell in `agent_hints`.
+The second and the third set a deadline, at which the answer ends. The last two are the read timeouts of clients, which
+close the connection then. A proxy in between may hide that, so the request is not sent after this time. An answer that
+has started continues. `grpc-timeout` is not read, because it belongs to gRPC calls. `service_levels` reads SLOs, and
+`router/apis/sessions.py` reads hints.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _ENVOY_TIMEOUT_HEADER = b"x-envoy-expected-rq-timeout-ms"
 _READ_TIMEOUT_HEADERS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
 _HEADERS = _READ_TIMEOUT_HEADERS | SLO_HEADERS | HINT_HEADERS | {PRIORITY_HEADER, TIMEOUT_HEADER, _ENVOY_TIMEOUT_HEADER}
 
-# Longer ones are none.
+# Longer timeouts count as no timeout.
 _LONGEST_TIMEOUT = 7 * 86400.0
 _MOST_PRIORITY = 2**31
 
@@ -41,14 +40,14 @@ class Ticket:
     """The claim of a request to be placed. Times are of `time.monotonic`.
 
     - `priority`: lower is sooner.
-    - `deadline`: when the whole answer is due; None: never.
+    - `deadline`: when the whole answer is due; None: any time.
     - `tokens`: the tokens of its prompts.
     - `size`: the bytes of its body.
     - `arrived`: when the request was complete.
-    - `place_by`: when sending it is of no more use, at `deadline` at the latest; None: never.
+    - `place_by`: the latest time to send it, at most `deadline`; None: any time.
     - `slo`: its service-level objective; None for most requests.
     - `hints`: what its headers announce of the answer and the session.
-    - `cold_until`: when it stops to wait for a worker; None before it first waits for one.
+    - `cold_until`: when it stops waiting for a worker; None before it first waits for one.
     """
 
     priority: int = 0
@@ -68,7 +67,7 @@ class Ticket:
 
 
 def urgent(headers: HeaderItems) -> Headers:
-    """The headers that a ticket is made of: all others are passed over."""
+    """Return the headers that set a request's urgency, SLO and hints."""
     return [header for header in headers if header[0] in _HEADERS]
 
 
@@ -85,19 +84,23 @@ def read_ticket(
     arrived: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Ticket:
-    """The ticket of a request that is complete now.
+    """Return the ticket of a complete request. Raises RequestError (400), which names the invalid header.
 
-    `priority` is the body's, where 0 is none. `best_priority`: the best it may have, and what it gets without one.
-    `service_levels`: the classes in the settings, if there are any; `model`: by whose name one may be found.
-    `arrived`: when it was complete, where that was before now.
-    Raises RequestError (400) naming the header at fault.
+    - `headers`: those that `urgent` returned.
+    - `priority`: the body's priority; 0 if it has no priority.
+    - `best_priority`: the best priority that its tenant may use, and its default; None: any priority.
+    - `tokens`: the tokens of its prompts.
+    - `size`: the bytes of its body.
+    - `service_levels`: those of the settings; None: not configured.
+    - `model`: the model whose default service level applies.
+    - `arrived`: when it was complete, by `clock`; None: now.
     """
     now = clock()
     priority = priority or best_priority or 0
-    if best_priority is None and not headers and service_levels is None:  # nearly all
+    if best_priority is None and not headers and service_levels is None:  # the usual case
         return Ticket(priority, tenant, None, tokens, size, now)
     deadlines: list[float] = []
-    give_up: list[float] = []
+    read_timeouts: list[float] = []
     for name, value in headers:
         if name == PRIORITY_HEADER:
             priority = _priority(value)
@@ -113,17 +116,17 @@ def read_ticket(
             if milliseconds:  # 0: no timeout
                 deadlines.append(now + milliseconds / 1000)
         elif name in _READ_TIMEOUT_HEADERS and (seconds := _number(value)):
-            give_up.append(now + seconds)
+            read_timeouts.append(now + seconds)
     slo = read_slo(headers, service_levels, tenant, model, now if arrived is None else arrived)
     if best_priority is not None:
         priority = max(priority, best_priority)
     deadline = min(deadlines) if deadlines else None
-    place_by = min([*deadlines, *give_up]) if deadlines or give_up else None
+    place_by = min([*deadlines, *read_timeouts]) if deadlines or read_timeouts else None
     return Ticket(priority, tenant, deadline, tokens, size, now, place_by, slo, hints_in_headers(headers))
 
 
 def deadline_error() -> RequestError:
-    """What a client gets whose deadline has passed."""
+    """Return the error of a request whose deadline has passed: 504."""
     return RequestError(
         "The deadline of the request has passed. Allow it more time, or try again later.",
         status=504,
@@ -144,7 +147,7 @@ def _priority(value: bytes) -> int:
 
 
 def _number(value: bytes) -> float | None:
-    """A number from 0 on; None for anything else, and for one so large that it is no bound."""
+    """Return a number of at least 0; None for other values, and for numbers above a week in milliseconds."""
     number = number_of(value)
     return number if number is not None and number <= _LONGEST_TIMEOUT * 1000 else None
 

@@ -1,4 +1,4 @@
-"""One request that waits in the queue: why it waits, and when its turn is."""
+"""One request that waits in the queue: the reason, its position, and its time limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from router.routing.prompt_reader import RoutedPrompt
 
 
 class WaitReason(StrEnum):
-    """Why a request waits: all targets are at their limits, its target is busy, or its model has no worker."""
+    """The reason why a request waits.
+
+    - `SATURATED`: all targets are at their limits.
+    - `LATE_BINDING`: its target is busy with prefills.
+    - `NO_WORKER`: its model has no worker.
+    """
 
     SATURATED = "saturated"
     LATE_BINDING = "late_binding"
@@ -49,7 +54,7 @@ class WaitingRequest(Waiting):
 
 
 def queue_order(prefill: float, ticket: Ticket, ttft_missed: bool, now: float) -> float:
-    """Return the position of a request in its lane of the queue, where the lowest is first.
+    """Return the position of a request in its group of the queue, where the lowest is first.
 
     - `prefill`: the predicted seconds of its prefill.
     - `ttft_missed`: whether its last selection missed the SLO's TTFT.

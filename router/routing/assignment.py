@@ -26,9 +26,11 @@ NO_HASHES: list[array[int]] = []
 
 @dataclass(frozen=True, slots=True)
 class Disaggregation:
-    """Whether another worker computes a prompt: `prefill` is the choice of it, None when the decode worker does.
+    """The verdict on whether another worker than the decode worker computes a prompt.
 
-    `inputs`: what the decision came from, for logs and explanations.
+    - `prefill`: the choice of the prefill worker; None if the decode worker computes the prompt.
+    - `reason`: the reason in words, for logs and explanations.
+    - `inputs`: the values that the verdict depends on, for logs and explanations.
     """
 
     prefill: Decision | None
@@ -36,7 +38,7 @@ class Disaggregation:
     inputs: dict[str, Any]
 
     def as_json(self, names: WorkerNames) -> dict[str, Any]:
-        """For the explanation of a decision; `names`: what workers are called there."""
+        """Return the verdict as a part of an explained decision. `names`: the names of workers."""
         report: dict[str, Any] = {"remote_prefill": self.prefill is not None, "reason": self.reason, **self.inputs}
         if self.prefill is not None:
             target = self.prefill.chosen.target

@@ -233,7 +233,7 @@ class CandidateFinder:
     ) -> set[int] | None:
         """Return the excluded rows, from a check of excluded, unsettled and full workers only.
 
-        The result is None if no row would be left. `_usable` then picks from all workers.
+        Returns None if no row would be left; `_usable` then picks from all workers.
         """
         rows: set[int] = set()
         for worker in excluded:

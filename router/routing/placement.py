@@ -1,8 +1,8 @@
 """The placement of a selected request: a share of its target's load, and its prompts as cached there soon.
 
-reserve            the share of the load, in the same step as the choice
-record_in_flight   the prompts count as cached soon
-answered           the engine's token counts correct what is predicted next
+- `reserve` reserves the share of the load, in the same step as the choice.
+- `record_in_flight` counts the prompts as cached soon.
+- `answered` learns from the engine's token counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Placement:
     def __init__(self, state: RoutingState, selector: Selector, sampler: RequestSampler | None = None) -> None:
         """Create a placement.
 
-        - `state`: what it shares with the selector.
+        - `state`: the state that it shares with the selector.
         - `selector`: predicts the latency of answers that are watched.
         - `sampler`: records some of the placed requests, for people.
         """
@@ -215,7 +215,7 @@ class Placement:
         self.replaced(worker)
 
     def replaced(self, worker: Worker) -> None:
-        """Forget what a worker was sent, because it serves another model under a name."""
+        """Forget the prompts that a worker was sent, because it serves another model under a name."""
         for target in worker.targets:
             self._in_flight_prefixes.forget(target)
             self._sharing.peer_load.forget_prompts(target)

@@ -165,7 +165,7 @@ class Selector:
     def _sooner(
         self, prompt: RoutedPrompt, selection: Selection, excluded: Collection[Worker], limits: Limits
     ) -> Selection | None:
-        """Return an idle target's selection by which a request is answered sooner; None if there is none.
+        """Return an idle target's selection by which a request is answered sooner; None if waiting is better.
 
         A request with an SLO keeps its selection, because the SLO decided it.
         """

@@ -1,10 +1,10 @@
-"""What each way of disaggregation wants in the request to the prefill worker and in the one to the decode worker.
+"""The two requests of a disaggregated request, as each engine requires them.
 
-SGLang         both at once, with a room where the two meet
-vLLM, NIXL     prefill first, for one token; what it answers tells the decode worker where to pull from
-vLLM, Mooncake both at once, with a transfer that both know
-TensorRT-LLM   context first; its answer goes on as generation, unless the answer was complete
-sidecar        a header tells the decode worker's sidecar where to prefill (llm-d)
+- SGLang: both are sent at once, with a room in which the two workers meet.
+- vLLM with NIXL: the prefill is sent first, for one token. Its answer names the blocks that the decode worker pulls.
+- vLLM with Mooncake: both are sent at once, with a transfer id that both know.
+- TensorRT-LLM: the context phase is sent first. Its answer becomes a part of the generation request.
+- Sidecar (llm-d): a header names the prefill worker, and the decode worker's sidecar sends it the prefill.
 """
 
 from __future__ import annotations
@@ -29,8 +29,13 @@ _MAX_ROOM = 2**63
 
 @dataclass(frozen=True, slots=True)
 class WorkerEndpoint:
-    """A worker's part in a pair: `host` and `port` are where it listens, `dp_rank` is what requests call the rank that
-    was chosen."""
+    """The address of one worker of a pair, and its chosen rank.
+
+    - `host`, `port`: the address that the worker listens on.
+    - `dp_rank`: the chosen rank, by its number in requests.
+    - `dp_size`: the number of the worker's ranks.
+    - `bootstrap_port`: the port of the engine's bootstrap service.
+    """
 
     host: str
     port: int
@@ -40,7 +45,7 @@ class WorkerEndpoint:
 
     @classmethod
     def of(cls, worker: Worker, dp_rank: int) -> WorkerEndpoint:
-        """That of a worker's rank."""
+        """Return the endpoint of a worker's rank."""
         url = urlsplit(worker.url)
         port = url.port or (443 if url.scheme == "https" else 80)
         rank = worker.rank_in_requests(dp_rank)
@@ -48,20 +53,20 @@ class WorkerEndpoint:
 
     @property
     def address(self) -> str:
-        """The host as it stands in a URL."""
+        """The host in the form that URLs need: IPv6 addresses in brackets."""
         return f"[{self.host}]" if ":" in self.host else self.host
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """What one of the two workers is sent: a body, and headers beside those of the client."""
+    """The request to one of the two workers: a body, and headers beside those of the client."""
 
     body: bytes
     headers: Headers = field(default_factory=list)
 
 
 class AnsweredError(Exception):
-    """The prefill's answer is complete: `body` is what the client gets."""
+    """The answer of the prefill worker is complete. `body` is sent to the client."""
 
     def __init__(self, body: bytes, content_type: bytes) -> None:
         super().__init__("answered by the prefill")
@@ -70,21 +75,24 @@ class AnsweredError(Exception):
 
 
 class Adapter:
-    """The two requests for one client's request. Raises RequestError for a body that cannot be changed.
+    """The two requests for one client's request. Methods raise RequestError for a body that cannot be changed.
 
-    `concurrent`: both go out at once; else the decode's when the prefill has answered. `decodes_alone`: a decode worker
-    can compute a prompt itself. `prefills`: the prefill worker is sent something at all.
+    - `concurrent`: whether both are sent at once. If not, the decode request follows the prefill's answer.
+    - `decodes_alone`: whether a decode worker can compute a prompt itself.
+    - `prefills`: whether the router sends a request to the prefill worker.
+    - `one_answer`: whether the KV cache of only one prompt, for one answer, can be handed over.
+    - `paths`: the paths of requests that can be disaggregated.
     """
 
     concurrent: ClassVar[bool] = False
     decodes_alone: ClassVar[bool] = True
     prefills: ClassVar[bool] = True
-    one_answer: ClassVar[bool] = True  # what the prefill hands over is the KV of one prompt, for one answer
+    one_answer: ClassVar[bool] = True
     paths: ClassVar[frozenset[str]] = frozenset({_CHAT, "/v1/completions"})
 
     @classmethod
     def of(cls, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> Adapter:
-        """What makes the two requests of this one. Raises RequestError for a body that cannot be changed."""
+        """Return the adapter of one request. Raises RequestError for a body that cannot be changed."""
         alone = cls.one_answer and answers_in(fields_of(body)) != 1
         return (DecodeAlone if alone else cls)(path, body, prefill, decode)
 
@@ -96,26 +104,28 @@ class Adapter:
 
     @property
     def query_url(self) -> str | None:
-        """A URL whose answer is needed first, by `read_query`; None where nothing is."""
+        """The URL that is requested first, for `read_query`; None if no query is needed."""
         return None
 
     def read_query(self, answer: bytes) -> None:
-        """Take in the answer to the query. Raises ValueError when it makes no sense."""
+        """Apply the answer of `query_url`. Raises ValueError if it is invalid."""
 
     def prefill(self) -> PreparedRequest:
-        """What the prefill worker is sent."""
+        """Return the request to the prefill worker."""
         raise NotImplementedError
 
     def decode(self, prefilled: bytes) -> PreparedRequest:
-        """What the decode worker is sent. `prefilled`: the prefill's answer; empty when both go out at once.
+        """Return the request to the decode worker.
 
-        Raises AnsweredError, and ValueError for an answer that makes no sense.
+        Raises AnsweredError if the prefill's answer is complete, and ValueError if it is invalid.
+
+        - `prefilled`: the prefill's answer; empty if both requests are sent at once.
         """
         raise NotImplementedError
 
     @property
     def abort(self) -> PreparedRequest | None:
-        """What `/abort_request` of a worker gets when all is called off, where closing the connection is not enough."""
+        """The request to a worker's `/abort_request`; None if closing the connection is enough to abort."""
         return None
 
 
@@ -159,7 +169,7 @@ class Sglang(Adapter):
         return bootstrap | {"bootstrap_room": self._room, "rid": self._rid}
 
     def _new_room(self) -> int:
-        """A room that the prefill's chosen rank serves."""
+        """Return a random room that the prefill worker's chosen rank serves."""
         size = self.prefill_worker.dp_size
         room = random.randrange(_MAX_ROOM - size)
         return room - room % size + self.prefill_worker.dp_rank
@@ -175,13 +185,13 @@ class Nixl(Adapter):
 
     def decode(self, prefilled: bytes) -> PreparedRequest:
         transfer_params = _raw_field(prefilled, "kv_transfer_params")
-        if transfer_params is None:  # nothing to pull: the decode worker computes the prompt
+        if transfer_params is None:  # no blocks to pull: the decode worker computes the prompt
             return PreparedRequest(self.body)
         return PreparedRequest(with_fields(self.body, kv_transfer_params=transfer_params))
 
 
 class Mooncake(Adapter):
-    """vLLM with Mooncake: both know the transfer, and the decode worker where the prefill's bootstrap service is."""
+    """vLLM with Mooncake: both know the transfer id, and the decode worker the address of the bootstrap service."""
 
     concurrent = True
 
@@ -214,7 +224,7 @@ class Mooncake(Adapter):
 
 
 class TensorRtLlm(Adapter):
-    """TensorRT-LLM, context first: what its answer tells goes on as generation."""
+    """TensorRT-LLM, context first: the answer's parameters become those of the generation request."""
 
     def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
         super().__init__(path, body, prefill, decode)
@@ -243,8 +253,10 @@ class TensorRtLlm(Adapter):
 
 
 class DecodeAlone(Adapter):
-    """Several prompts, or several answers to one: what is handed over is the KV of one, and the others would be
-    answered from it. So the decode worker computes all of them."""
+    """Several prompts, or several answers to one prompt: the decode worker computes all of them.
+
+    Only the KV cache of one prompt can be handed over, and all answers would be computed from it.
+    """
 
     concurrent = True
     prefills = False
@@ -254,7 +266,7 @@ class DecodeAlone(Adapter):
 
 
 class Sidecar(Adapter):
-    """llm-d: the decode worker's sidecar asks the prefill worker itself."""
+    """llm-d: the decode worker's sidecar sends the request to the prefill worker."""
 
     concurrent = True
     prefills = False
@@ -274,7 +286,7 @@ ADAPTERS: dict[Backend, type[Adapter]] = {
 
 
 def _one_token(path: str, body: bytes, **values: Any) -> bytes:
-    """A request that computes the prompt: one token, not streamed."""
+    """Return a body that only computes the prompt: one token, not streamed."""
     fields = fields_of(body)
     for name in ("stream_options", "min_tokens"):
         fields.pop(name, None)
@@ -283,7 +295,7 @@ def _one_token(path: str, body: bytes, **values: Any) -> bytes:
 
 
 def _raw_field(answer: bytes, name: str) -> msgspec.Raw | None:
-    """A field of an answer, as it stands: it is opaque. Raises ValueError."""
+    """Return a field of an answer as its bytes; None if it is missing or null. Raises ValueError."""
     try:
         value = fields_of(answer).get(name)
     except RequestError as error:
@@ -292,7 +304,7 @@ def _raw_field(answer: bytes, name: str) -> msgspec.Raw | None:
 
 
 def _complete_answer(answer: dict[str, Any], choice: dict[str, Any], body: bytes) -> AnsweredError:
-    """The prefill's whole answer, as a stream if that was asked for."""
+    """Return the prefill's complete answer, as a stream if the client requested one."""
     answer.pop("prompt_token_ids", None)
     choice.pop("disaggregated_params", None)
     stream = fields_of(body).get("stream")

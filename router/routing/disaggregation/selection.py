@@ -1,12 +1,12 @@
-"""Which decode worker, whether another worker computes the prompt, and which.
+"""The selection in a fleet with prefill workers and decode workers.
 
-    decode   the least loaded; what it holds of the prompt decides only between equals
-    remote   another computes the prompt, unless little of it is left to compute on the decode worker, which is free:
-             uncached < skip_tokens and uncached / prompt < skip_ratio; or unless all prefill workers are saturated
-             and the decode worker is not
-    prefill  the lowest of: prefill tokens queued there + tokens of the prompt not cached there
+    decode   the least loaded worker; its cached tokens decide only between equal loads
+    remote   another worker computes the prompt, with two exceptions. The decode worker is free and has little left to
+             compute: uncached < skip_tokens and uncached / prompt < skip_ratio. Or the decode worker is free, and all
+             prefill workers are saturated.
+    prefill  the worker with the lowest sum of queued prefill tokens and uncached tokens of the prompt
 
-What is cached is counted in raw tokens, whatever the tier. A decode worker whose load is not known is not free.
+Cached tokens count alike on all tiers. A decode worker whose load is not known does not count as free.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from router.routing.ranks import NO_LIMITS
 from router.routing.target_directory import unavailable
 from router.settings import Backend, DisaggregationSettings, Role
 
-# Decides between workers with the same number of requests, and no more.
+# A weight below one half, so that it decides only between workers with the same number of requests.
 _TIE = 0.4
 
 
 def decode_policy(random: Random) -> Policy:
-    """The least loaded candidate."""
+    """Return the policy that chooses the least loaded candidate. `random` breaks ties."""
 
     def choose(candidates: list[Candidate], request: Request) -> Decision:
         most = max(candidate.context for candidate in candidates) + 1
@@ -50,7 +50,7 @@ def decode_policy(random: Random) -> Policy:
 
 
 def prefill_policy(random: Random) -> Policy:
-    """The candidate with the least to compute before this prompt is done."""
+    """Return the policy that chooses the candidate with the fewest tokens to compute. `random` breaks ties."""
 
     def choose(candidates: list[Candidate], request: Request) -> Decision:
         def terms(candidate: Candidate) -> dict[str, float]:
@@ -72,7 +72,13 @@ def disaggregate(
     settings: DisaggregationSettings,
     decodes_alone: bool,
 ) -> Disaggregation:
-    """Decide for a prompt whose decode worker is chosen. `decodes_alone`: it can compute a prompt itself."""
+    """Decide whether another worker computes a prompt, and which.
+
+    - `decode`: the chosen decode worker.
+    - `prefills`: the candidates for the prefill.
+    - `policy`: chooses among `prefills`.
+    - `decodes_alone`: whether the decode worker can compute a prompt itself.
+    """
     uncached = max(request.tokens - decode.overlap, 0)
     free = decode.kv_usage is not None and not decode.waiting and decode.pending < settings.skip_tokens
     saturated = all(candidate.pending >= settings.saturated_tokens for candidate in prefills)
@@ -99,14 +105,16 @@ _ADAPTER_OF_ENGINE: dict[Engine, type[Adapter]] = {Engine.SGLANG: Sglang, Engine
 
 
 class DisaggregatedSelector:
-    """Selects a decode worker, and where it pays a prefill worker beside it.
-
-    `policy`: the router's own, for fleets or models without decode workers.
-    """
+    """Selects a decode worker, and a prefill worker if it reduces the work of the decode worker."""
 
     def __init__(
         self, candidates: CandidateFinder, policy: Policy, settings: DisaggregationSettings, random: Random
     ) -> None:
+        """Create a selector.
+
+        - `policy`: the router's policy, which selects for models without decode workers.
+        - `random`: breaks ties.
+        """
         self._candidates = candidates
         self._policy = policy
         self._settings = settings
@@ -116,7 +124,7 @@ class DisaggregatedSelector:
     def select(
         self, prompt: RoutedPrompt, excluded: Collection[Worker], found: CandidateSet, request: Request, now: float
     ) -> Selection:
-        """The selection among candidates. Raises RequestError (503) where a prefill worker is needed and none left."""
+        """Return the selection among candidates. Raises RequestError (503) if the needed prefill worker is missing."""
         candidates = found.candidates
         if not any(found.rank_of(candidate).worker.role is Role.DECODE for candidate in candidates):
             return found.select(self._policy(candidates, request))
@@ -125,7 +133,7 @@ class DisaggregatedSelector:
         if selection.worker.role is not Role.DECODE or adapter is None or prompt.path not in adapter.paths:
             return selection
         if adapter.one_answer and len(prompt.identities) * prompt.answers > 1:
-            return selection  # what is handed over is the KV of one prompt
+            return selection  # only the KV cache of one prompt can be handed over
         prefills = self._candidates.find(prompt, excluded, NO_LIMITS, now, prefill=True)
         disaggregation = disaggregate(
             selection.decision.chosen,
@@ -143,7 +151,7 @@ class DisaggregatedSelector:
         return selection
 
     def adapter_of(self, worker: Worker) -> type[Adapter] | None:
-        """How a decode worker goes on from a prefill worker; None where that is not known."""
+        """Return the adapter of a decode worker; None if no adapter is known for its engine."""
         backend = self._settings.backend
         if backend is not Backend.AUTO:
             return ADAPTERS[backend]
