@@ -1,4 +1,4 @@
-"""A publisher of event streams as an engine has it, and an indexer served over HTTP."""
+"""Fixtures: publishers of event streams like those of engines, and an indexer with its HTTP API."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from indexer.native import CORE_VARIABLE, CORES
 from indexer.streams.reader import StreamStatus
 from indexer.streams.sequence import SequenceSettings, StreamState
 
-# These have no index, or one of each core.
+# Modules that run once: they use no index, or create one of each core themselves.
 _ONCE = {"test_implementations", "test_inbox", "test_hashing", "test_sequence"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test is of both cores."""
+    """Run each test with each core."""
     metafunc.parametrize("core", CORES[-1:] if metafunc.module.__name__ in _ONCE else CORES, indirect=True)
 
 
 @pytest.fixture(autouse=True)
 def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The core of a test; those of unittest choose their own."""
+    """Core of the indexes that the test creates. State machines choose their core themselves."""
     core = str(getattr(request, "param", CORES[-1]))
     monkeypatch.setenv(CORE_VARIABLE, core)
     return core
@@ -33,7 +33,7 @@ def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def publishers() -> Iterator[Callable[..., Publisher]]:
-    """Makes publishers that are closed at the end."""
+    """Function that creates publishers, which are closed after the test."""
     made: list[Publisher] = []
     with zmq.Context[zmq.Socket[bytes]]() as context:
 
@@ -53,7 +53,7 @@ def publisher(publishers: Callable[..., Publisher]) -> Publisher:
 
 @pytest.fixture
 def indexer() -> Iterator[Indexer]:
-    """An indexer with short deadlines; `client` or `running` starts it."""
+    """Indexer with short deadlines, which `client` or `running` starts."""
     indexer = Indexer(sequence=SequenceSettings(replay_timeout=0.3, idle_check=1.0))
     yield indexer
     indexer.stop()
@@ -61,7 +61,7 @@ def indexer() -> Iterator[Indexer]:
 
 @pytest.fixture
 def client(indexer: Indexer) -> Iterator[Client]:
-    """A client of the indexer's HTTP API."""
+    """Client of the HTTP API of the started indexer."""
     indexer.start()
     with served(indexer) as client:
         yield client
@@ -69,14 +69,14 @@ def client(indexer: Indexer) -> Iterator[Client]:
 
 @pytest.fixture
 def running(indexer: Indexer) -> Indexer:
-    """The indexer on its own, started."""
+    """Started indexer without an HTTP API."""
     indexer.start()
     return indexer
 
 
 @pytest.fixture
 def stream(indexer: Indexer) -> Callable[[Target], StreamStatus]:
-    """How the stream of a target stands."""
+    """Function that returns the status of a target's stream, once the target has one."""
 
     def status(target: Target) -> StreamStatus:
         eventually(lambda: (report := indexer.report(target)) is not None and report.stream is not None)
@@ -90,7 +90,7 @@ def stream(indexer: Indexer) -> Callable[[Target], StreamStatus]:
 
 @pytest.fixture
 def caught_up(stream: Callable[[Target], StreamStatus]) -> Callable[..., None]:
-    """Waits until a target has applied a batch, and its stream is in a state if one is given."""
+    """Function that waits until a target's last applied batch is `seq` and its stream is in `state`, if given."""
 
     def wait(target: Target, seq: int | None, state: StreamState | None = None) -> None:
         eventually(lambda: (status := stream(target)).last_seq == seq and state in (None, status.state))

@@ -1,6 +1,6 @@
-"""An engine in a process of its own, with the publisher that engines use: `LIVE REPLAY SEED STEPS`; killed to stop it.
+"""A simulated engine in a process of its own, with the publisher that engines use: `LIVE REPLAY SEED STEPS`.
 
-Prints its endpoints, then publishes so many random steps (0: no end).
+It prints its endpoints, publishes `STEPS` random steps (0: unlimited), and runs until it is killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine shows to its subscribers: a live stream of batches, and a replay of them."""
+"""A publisher of an engine's batches, live and by replay, with faults that tests switch on."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ def eventually(condition: Callable[[], Any]) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, "the condition was false until the deadline"
         time.sleep(0.002)
 
 
 class Publisher:
-    """One rank's PUB socket, and a ROUTER that answers replay requests from the batches published so far.
+    """The live socket of one rank, and a ROUTER socket that answers replay requests from the published batches.
 
-    `silent`: replay requests stay unanswered. `keep`: how many batches a replay can still bring. `dropped`: sequence
-    numbers that the next replay leaves out. `halves_replays`: any replay leaves out every other batch, the one after it
-    the others. `legacy`: replay messages carry no topic. `hwm`: live messages that wait for a slow subscriber (0: all).
+    - `hwm`: maximum number of live messages that wait for a slow subscriber; 0 is unlimited.
+    - `halves_replays`: each replay leaves out every second batch, alternately the even and the odd ones.
+    - `silent`: replay requests are not answered.
+    - `legacy`: replay messages have no topic.
+    - `keep`: number of batches that can be replayed; `None` is all.
+    - `dropped`: sequence numbers that the next replay leaves out.
+    - `requests`: start of each replay request.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], topic: bytes = b"", hwm: int = 0) -> None:
@@ -46,7 +50,7 @@ class Publisher:
         self._open()
 
     def publish(self, *events: Event, lost: bool = False) -> int:
-        """Publish a batch of events; a lost one is only to be had by replay. Returns its sequence number."""
+        """Publish a batch and return its sequence number. A `lost` batch is not sent live, but can be replayed."""
         seq = self.batches[-1][0] + 1 if self.batches else 0
         self.send(seq, encode_batch(EventBatch(time.time(), list(events))), lost)
         return seq
@@ -63,11 +67,11 @@ class Publisher:
         """Wait until a subscriber is connected and has subscribed."""
         subscribed = False
         while not subscribed:
-            assert self._live.poll(int(DEADLINE_S * 1000)), "nobody subscribed"
+            assert self._live.poll(int(DEADLINE_S * 1000)), "no subscriber connected"
             subscribed = self._live.recv()[:1] == b"\x01"
 
     def restart(self) -> None:
-        """Begin a new life at the same endpoints, with nothing published."""
+        """Restart at the same endpoints, without published batches."""
         self.close()
         self.batches = []
         self._open()
@@ -81,7 +85,7 @@ class Publisher:
     def _open(self) -> None:
         self._closing = threading.Event()
         self._live, self._router = self._context.socket(zmq.XPUB), self._context.socket(zmq.ROUTER)
-        self._live.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of every subscriber, not only of the first
+        self._live.setsockopt(zmq.XPUB_VERBOSE, 1)  # report each subscriber, not only the first one
         self.endpoint = _bind(self._live, self.endpoint, self.hwm)
         self.replay_endpoint = _bind(self._router, self.replay_endpoint, 0)
         self._thread = threading.Thread(target=self._answer, args=(self._router, self._closing))
@@ -110,7 +114,7 @@ class Publisher:
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str, hwm: int) -> str:
-    """Bind, waiting for a predecessor to leave the port."""
+    """Bind a socket, and return its endpoint. Waits until the previous owner has released the port."""
     socket.set_hwm(hwm)
     deadline = time.monotonic() + DEADLINE_S
     while True:

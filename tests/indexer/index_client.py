@@ -20,7 +20,7 @@ from indexer.api.questions import Questions
 
 
 class Client:
-    """JSON over one HTTP connection."""
+    """A client that sends and receives JSON over one HTTP connection."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -46,7 +46,7 @@ class Client:
 
 
 async def read_match(body: bytes) -> MatchQuery:
-    """A `/match` body that gives the prompt's token ids."""
+    """Decode a `/match` body with the prompt's token ids."""
     try:
         return MatchQuery(**msgspec.json.decode(body))
     except msgspec.DecodeError as error:
@@ -54,13 +54,13 @@ async def read_match(body: bytes) -> MatchQuery:
 
 
 async def admit(registration: Registration) -> Registration:
-    """Any stream may be registered."""
+    """Allow every registration."""
     return registration
 
 
 @contextmanager
 def served(indexer: Indexer) -> Iterator[Client]:
-    """Serve an indexer; it is started and stopped by its owner."""
+    """Serve an indexer, which the caller starts and stops, and yield a client."""
     app = indexer_app(indexer, Questions(indexer, read_match), admit)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none", timeout_keep_alive=600)
     server = uvicorn.Server(config)

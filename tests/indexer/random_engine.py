@@ -1,4 +1,4 @@
-"""An engine's prefix cache as a naive model: physical copies of blocks, each named by its prompt up to its end."""
+"""A naive model of an engine's prefix cache: copies of blocks, each named by its prompt up to the block's end."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
-# Of one token a block.
+# The tokens of a prompt. Each block has one token.
 Prompt: TypeAlias = tuple[int, ...]
 
 
 class Engine:
-    """What one life of an engine holds. Each method says what it publishes of it."""
+    """The cache of an engine between two restarts. Methods that change it return the events to publish."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -21,11 +21,11 @@ class Engine:
         self.prompts: set[Prompt] = set()
 
     def hit(self, prompt: Prompt) -> int:
-        """How many blocks of a prompt are cached, from its start on."""
+        """Return the number of cached blocks at the start of a prompt."""
         return next((end for end in range(len(prompt)) if not self.copies[prompt[: end + 1]]), len(prompt))
 
     def serve(self, prompt: Prompt) -> Event:
-        """Compute what is not cached; of a prompt that is cached whole, its last block anew, into a second copy."""
+        """Compute the blocks that are not cached, but at least the last one, which may become a second copy."""
         first = min(self.hit(prompt), len(prompt) - 1)
         self.copies.update(prompt[: end + 1] for end in range(first, len(prompt)))
         self.prompts.add(prompt)
@@ -36,7 +36,7 @@ class Engine:
         return BlockStored(list(names[first:]), names[first - 1] if first else None, list(prompt[first:]), 1)
 
     def evict(self, block: Prompt) -> Event:
-        """Free one copy."""
+        """Free one copy of a block."""
         self.copies[block] -= 1
         self.copies += Counter()
         return BlockRemoved([self.name(block)])
@@ -46,7 +46,7 @@ class Engine:
         return AllBlocksCleared()
 
     def step(self, random: Random, room: int = 100) -> list[Event]:
-        """Serve a random prompt, and make room for it."""
+        """Serve a random prompt, and evict random blocks beyond `room` copies."""
         events = [self.serve(tuple(random.choices(range(4), k=random.randint(2, 8))))]
         while len(self.copies) > room:
             events.append(self.evict(random.choice(list(self.copies))))

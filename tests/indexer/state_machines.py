@@ -1,4 +1,4 @@
-"""State machines of hypothesis, of both cores of the index."""
+"""Test cases of hypothesis state machines for a core of the index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from indexer.native import CORE_VARIABLE
 
 
 def case_of(machine: Any, core: str, examples: int, steps: int) -> Any:
-    """The test of a machine that asks `make_index` for its index, which is of this core."""
+    """Return the test case of a machine whose `make_index` creates an index of this core."""
 
     class OfCore(machine):  # type: ignore[misc]
         def make_index(self) -> Any:

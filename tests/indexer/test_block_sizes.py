@@ -1,4 +1,4 @@
-"""Block sizes are as the last event or registration says, however often they were asked for before."""
+"""Cached block sizes and root hashes follow later events and registrations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hostile or broken stream costs itself: what it may pile up is bounded, and what it claims is not believed."""
+"""The memory and time that a hostile or broken stream can use are limited, and other streams are not affected."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def matched(index: Index, tokens: list[int] = PROMPT, namespace: Namespace = BAS
 
 @pytest.fixture
 def grown() -> Iterator[Callable[[], int]]:
-    """The bytes that were taken since the last call: Python's own and, of the native core, those of the process."""
+    """Function that returns the bytes allocated since its last call, outside Python too for the native core."""
     tracemalloc.start()
     last = _taken()
 
@@ -161,7 +161,7 @@ def test_event_of_a_foreign_cache_group_keeps_matches(index: Index, foreign: dic
     assert matched(index) == 8
 
 
-def test_endless_window_costs_nothing(index: Index) -> None:
+def test_huge_window_matches_like_full_attention(index: Index) -> None:
     whole = stored([1, 2, 3, 4], PROMPT)
     endless = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 2**63}
     apply(index, whole, BlockStored([1, 2, 3, 4], None, PROMPT, 1, **endless))
@@ -193,7 +193,7 @@ STORED = b"\x82\xa4type\xabBlockStored\xacblock_hashes"
 @pytest.mark.parametrize("count", [1000, 2**24, 2**31 - 1, 2**32 - 1])
 @pytest.mark.parametrize("before", [b"", b"\x91", b"\x91" + STORED, b"\x91\x92\xabBlockStored"])
 @pytest.mark.parametrize("kind", [b"\xdd", b"\xdf", b"\xdb", b"\xc6"])
-def test_array_length_beyond_the_payload_costs_nothing(
+def test_array_length_beyond_the_payload_allocates_nothing(
     index: Index, count: int, before: bytes, kind: bytes, grown: Callable[[], int]
 ) -> None:
     started = time.process_time()

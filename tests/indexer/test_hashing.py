@@ -1,4 +1,4 @@
-"""A prefix hash is what its definition says, and namespaces never share one."""
+"""Prefix hashes follow their definition, and namespaces never share a hash."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_prompt_hashes_are_those_of_its_blocks(tokens: list[int], ends: list[int
     assert len(prompt.hashes(7, 2)) == blocks
 
 
-def test_the_root_is_the_hash_of_the_namespace() -> None:
+def test_root_hash_is_the_hash_of_the_namespace() -> None:
     fields = ["secret", "llama", "acme", "sql", "salt", 16]
     namespace = Namespace("llama", "acme", "sql", "salt", 16)
     assert namespace_hash(namespace, "secret") == xxh3_64_intdigest(msgspec.msgpack.encode(fields))
@@ -77,7 +77,7 @@ def test_each_field_of_a_namespace_changes_the_root() -> None:
     assert len(roots) == 1 + len(others)
 
 
-def test_a_secret_changes_every_hash() -> None:
+def test_secret_changes_each_hash() -> None:
     tokens = list(range(20))
     open_to_all = prefix_hashes(namespace_hash(NAMESPACE), tokens, 2)
     secret = prefix_hashes(namespace_hash(NAMESPACE, "secret"), tokens, 2)

@@ -1,4 +1,4 @@
-"""The native core and its twin in Python say the same of whatever engines send."""
+"""The native core and the core in Python have the same results for all events that engines may send."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ groups = st.sampled_from([None, None, None, None, 0, 1, 2])
 
 @st.composite
 def stored(draw: st.DrawFn) -> BlockStored:
-    """Blocks of a prompt of ones and twos: a few names, so that they meet."""
+    """Draw blocks of a prompt of ones and twos. Few hashes are used, so that events refer to each other."""
     block_size = draw(st.sampled_from([1, 2, 2, 2, 3]))
     hashes = draw(st.lists(names, min_size=0, max_size=4))
     count = len(hashes) * block_size + draw(st.sampled_from([0] * 12 + [1]))
@@ -82,8 +82,8 @@ junk = st.recursive(
 
 
 @st.composite
-def odd_event(draw: st.DrawFn) -> Any:
-    """An event with a field that may be of any kind, or that nobody knows."""
+def unusual_event(draw: st.DrawFn) -> Any:
+    """Draw an event with one unknown field, or one field of any type."""
     fields = msgspec.to_builtins(draw(events), builtin_types=[bytes])
     field = draw(st.sampled_from([*BlockStored.__struct_fields__, "type", "event_type", "later"]))
     return {**fields, field: draw(junk)}
@@ -94,7 +94,7 @@ def payload(draw: st.DrawFn) -> bytes:
     batch = draw(st.lists(events, max_size=6))
     if draw(st.booleans()):
         return encode_batch(EventBatch(1.0, batch, 0), draw(st.sampled_from(WireForm)))
-    mixed: list[Any] = [*batch, *draw(st.lists(odd_event() | junk, max_size=2))]
+    mixed: list[Any] = [*batch, *draw(st.lists(unusual_event() | junk, max_size=2))]
     encoded = bytearray(msgspec.msgpack.encode([draw(st.sampled_from([1.0, 1, "x"])), draw(st.permutations(mixed)), 0]))
     for place, byte in draw(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=1)):
         encoded[place % len(encoded)] = byte
@@ -109,7 +109,7 @@ steps = st.one_of(
 )
 
 
-def both(**options: Any) -> Iterator[Index]:
+def index_of_each_core(**options: Any) -> Iterator[Index]:
     for core in ("python", "native"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(CORE_VARIABLE, core)
@@ -119,12 +119,12 @@ def both(**options: Any) -> Iterator[Index]:
 
 def outcome(index: Index, target: Target, payload: bytes) -> tuple[Any, ...]:
     try:
-        return said(index.apply_payload(target, payload))
+        return comparable(index.apply_payload(target, payload))
     except MalformedBatchError as error:
-        return said(error)
+        return comparable(error)
 
 
-def said(applied: Applied | Exception) -> tuple[Any, ...]:
+def comparable(applied: Applied | Exception) -> tuple[Any, ...]:
     if isinstance(applied, Exception):
         assert isinstance(applied, MalformedBatchError)
         return (str(applied),)
@@ -132,7 +132,7 @@ def said(applied: Applied | Exception) -> tuple[Any, ...]:
 
 
 def holdings(runs: list[DumpedRun], holders: list[DumpedHolder]) -> list[Any]:
-    """What a dump says, by prefix hash: which runs there are is each core's own affair."""
+    """Return the holders of a dump by prefix hash, because cores may divide blocks into different runs."""
     return [
         (
             holder.group,
@@ -145,8 +145,8 @@ def holdings(runs: list[DumpedRun], holders: list[DumpedHolder]) -> list[Any]:
     ]
 
 
-def prefixes(runs: list[DumpedRun]) -> set[tuple[int, ...]]:
-    """Each run's path from the root, by its hashes."""
+def paths_of(runs: list[DumpedRun]) -> set[tuple[int, ...]]:
+    """Return all prefixes of the runs' paths from the root, as hashes."""
     paths: list[tuple[int, ...]] = []
     for run in runs:
         before = paths[run.parent] if run.parent >= 0 else ()
@@ -155,7 +155,7 @@ def prefixes(runs: list[DumpedRun]) -> set[tuple[int, ...]]:
     return {path[:end] for path in paths for end in range(1, len(path) + 1)}
 
 
-def saved(target: Target, index: Index) -> TargetDump:
+def dump_of(target: Target, index: Index) -> TargetDump:
     status = index.status(target)
     assert status is not None
     return TargetDump(
@@ -186,7 +186,7 @@ def test_both_implementations_agree(
     most_blocks: int,
     prompts: list[list[int]],
 ) -> None:
-    python, native = both(secret="s", orphan_blocks=orphan_blocks, most_blocks=most_blocks)
+    python, native = index_of_each_core(secret="s", orphan_blocks=orphan_blocks, most_blocks=most_blocks)
     for index in (python, native):
         index.add(A, capacity=capacity)
         index.add(B, "sql")
@@ -199,8 +199,8 @@ def test_both_implementations_agree(
             elif verb == "drop":
                 index.drop(target)
                 index.add(target)
-        if verb == "restore":  # each from what the other says
-            dumps = saved(target, python), saved(target, native)
+        if verb == "restore":  # each core restores the dump of the other one
+            dumps = dump_of(target, python), dump_of(target, native)
             for index, dump in zip((native, python), dumps, strict=True):
                 index.drop(target)
                 index.add(target)
@@ -209,7 +209,7 @@ def test_both_implementations_agree(
             assert python.status(each) == native.status(each)
             ours, theirs = python.dump(each), native.dump(each)
             assert holdings(*ours) == holdings(*theirs)
-            assert prefixes(ours[0]) == prefixes(theirs[0])
+            assert paths_of(ours[0]) == paths_of(theirs[0])
         assert python.block_sizes([A, B]) == native.block_sizes([A, B])
         native.check_integrity()
         python.check_integrity()
@@ -245,7 +245,7 @@ def test_xxh3_covers_every_length_class(size: int) -> None:
 def test_both_implementations_reject_invalid_dumps() -> None:
     blocks: list[tuple[int | str, int, int]]
     for blocks in ([(1, 1, 0)], [(1, 0, 2)], [("hex:0", 0, 0)], [("hex:zz", 0, 0)], [(1, -1, 0)]):
-        for index in both():
+        for index in index_of_each_core():
             index.add(A)
             dump = TargetDump(
                 *("a", 0, "m", "default", "", "", None, "", None, None, None),
@@ -274,4 +274,5 @@ def test_native_packing_of_json_equals_pack_tokens(json: bytes) -> None:
     except (msgspec.DecodeError, OverflowError):
         expected = None
     packed = import_module("indexer._native").packed_numbers(json)
-    assert packed == expected or (packed is None and (b"." in json or b"e" in json))  # 1.0 and 1e2 are left to others
+    # Numbers like 1.0 and 1e2 are left to the complete parser.
+    assert packed == expected or (packed is None and (b"." in json or b"e" in json))

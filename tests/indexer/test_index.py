@@ -1,4 +1,4 @@
-"""What the index says of each target, event by event."""
+"""Matches and status of targets after single events."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_waiting_copy_survives_the_drop_of_another() -> None:
     index = make_index(orphan_blocks=3)
     index.add(A)
     apply(index, A, stored([2, 3], [3, 4, 5, 6], 1), stored([3], [5, 6], 2))
-    apply(index, A, stored([12, 13], [1] * 4, 11))  # too many: the event that waits for block 1 goes
+    apply(index, A, stored([12, 13], [1] * 4, 11))  # beyond the limit: the event that waits for block 1 is dropped
     apply(index, A, BlockRemoved([3]), stored([1, 2], PROMPT[:4]))
     assert match(index) == {A: 4}
 
@@ -311,7 +311,7 @@ def test_two_images_on_the_same_tokens_do_not_match_each_other(index: Index) -> 
 
 
 def test_prompt_with_image_names_matches_beyond_its_images(index: Index) -> None:
-    """An image from the fourth token to the seventh, and one that is the eighth, as vLLM tells of their blocks."""
+    """One image has tokens 4 to 7, another one token 8. The events have the form of vLLM."""
     tokens = list(range(1, 15))
     keys = [None, [["one", 1]], [["one", -1]], [["one", -3], ["two", 1]], None, None, None]
     apply(index, A, stored([1, 2, 3, 4, 5, 6, 7], tokens, extra_keys=keys))
@@ -319,7 +319,7 @@ def test_prompt_with_image_names_matches_beyond_its_images(index: Index) -> None
 
     def held(*media: tuple[int, int, str]) -> list[int]:
         prompt = PackedPrompt(packed, tuple(MediaSpan(*each) for each in media))
-        found = [index.match(BASE, prompt, blocks) for blocks in (1, 3, None)]  # hashes are made piece by piece
+        found = [index.match(BASE, prompt, blocks) for blocks in (1, 3, None)]  # hashes are computed in steps
         return [match.matched_tokens for matches in found for match in matches]
 
     assert held((3, 7, "one"), (7, 8, "two")) == [2, 6, 14]
@@ -391,14 +391,14 @@ def test_large_holding_is_freed_in_steps_and_stops_matching_at_once(index: Index
     assert index.runs == 0
 
 
-# Around the bounds of runs, the largest pieces of the tree.
+# Lengths around the limits of runs, the largest nodes of the tree.
 lengths = st.sampled_from([1, RUN_BLOCKS - 1, RUN_BLOCKS, RUN_BLOCKS + 1, 2 * RUN_BLOCKS, 2 * RUN_BLOCKS + 500])
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(lengths, st.integers(0, 2)), min_size=1, max_size=4), lengths)
 def test_long_prompts_match_across_runs(prompts: list[tuple[int, int]], asked: int) -> None:
-    """Prompts that share a first part of some length and then differ, each held by a target of its own."""
+    """Each target holds its own prompt. Prompts share a first part of varying length."""
     index = make_index()
     targets = [Target(str(number), 0, "m") for number in range(len(prompts))]
     long = [[0] * blocks + [1 + branch] * 600 for blocks, branch in prompts]
@@ -444,7 +444,7 @@ def test_blocks_stored_again_from_the_start_are_no_copies(index: Index) -> None:
 
 
 def window(hashes: list[Any], tokens: list[int], group: int = 0) -> BlockStored:
-    """Blocks of a group whose window of four tokens needs the last two blocks."""
+    """Return the event of blocks in a group whose window of four tokens needs the last two blocks."""
     return BlockStored(
         hashes,
         None,
@@ -459,7 +459,7 @@ def window(hashes: list[Any], tokens: list[int], group: int = 0) -> BlockStored:
 
 def test_hit_ends_where_window_groups_have_its_last_blocks(index: Index) -> None:
     whole = stored([1, 2, 3, 4], PROMPT, group_idx=1, medium="GPU", kv_cache_spec_kind="full_attention")
-    apply(index, A, window([3, 4], PROMPT), whole)  # the window's blocks come first, and only the last ones
+    apply(index, A, window([3, 4], PROMPT), whole)  # the window group stores its last blocks before the prefix
     assert match(index) == {A: 8}
     assert match(index, PROMPT[:6]) == {}, "blocks 2 and 3 would be needed, 2 is not there"
     apply(index, A, window([1, 2], PROMPT))
@@ -471,13 +471,13 @@ def test_hit_ends_where_window_groups_have_its_last_blocks(index: Index) -> None
     assert match(index) == {}
 
 
-def test_a_state_group_needs_the_state_after_the_last_block(index: Index) -> None:
+def test_state_group_needs_the_state_after_the_last_block(index: Index) -> None:
     state = BlockStored([2], None, PROMPT, 2, medium="GPU", group_idx=0, kv_cache_spec_kind="mamba")
     apply(index, A, stored([1, 2, 3, 4], PROMPT, group_idx=1, medium="GPU"), state)
     assert match(index) == {A: 4}
 
 
-def test_a_group_of_an_unknown_kind_is_counted_and_ignored(index: Index) -> None:
+def test_group_of_unknown_kind_is_counted_and_ignored(index: Index) -> None:
     unknown = BlockStored([1], None, PROMPT, 2, medium="GPU", group_idx=1, kv_cache_spec_kind="crystal_ball")
     apply(index, A, stored([1, 2], PROMPT[:4]), unknown)
     assert match(index) == {A: 4}
@@ -514,7 +514,7 @@ def test_orphans_of_one_parent_are_limited() -> None:
 
 
 def test_blocks_beyond_the_capacity_are_dropped_from_the_ends() -> None:
-    """A block that others follow is in use, however old it is."""
+    """The oldest blocks are dropped last if other blocks follow them."""
     index = make_index()
     index.add(A, capacity=4)
     apply(index, A, stored([1, 2], PROMPT[:4]), stored([3], [5, 5], 2), stored([4], [6, 6], 2), stored([5], [7, 7], 2))
@@ -569,7 +569,7 @@ HASH_BYTES = 8
 
 
 def hashed(index: Index, tokens: list[int]) -> int:
-    """How many blocks a match hashes; the same match another time hashes no more."""
+    """Return the number of blocks that a match hashes. A second match hashes no further blocks."""
     prompt = PackedPrompt(pack_tokens(tokens))
     first = index.match(BASE, prompt)
     count = prompt.hash_bytes
@@ -578,7 +578,7 @@ def hashed(index: Index, tokens: list[int]) -> int:
     return count // HASH_BYTES
 
 
-def test_a_cold_prompt_costs_one_block(index: Index) -> None:
+def test_unknown_prompt_hashes_one_block_only(index: Index) -> None:
     assert hashed(index, [9] * 1000) == 1
     apply(index, A, stored([1, 2, 3, 4], PROMPT))
     assert hashed(index, [9] * 1000) == 1
@@ -598,11 +598,11 @@ def test_blocks_beyond_all_targets_are_not_hashed(index: Index) -> None:
     apply(index, B, stored(list(range(2 * RUN_BLOCKS)), tokens))
     assert hashed(index, tokens) == 2 * RUN_BLOCKS
     for target in (A, B):
-        apply(index, target, BlockRemoved([RUN_BLOCKS - 1]))  # the rest is held by both, and no hit reaches it
+        apply(index, target, BlockRemoved([RUN_BLOCKS - 1]))  # both targets hold the rest, which no hit reaches
     assert hashed(index, tokens) == RUN_BLOCKS
 
 
-def test_a_prompt_is_hashed_once_for_each_block_size(index: Index) -> None:
+def test_prompt_is_hashed_once_per_block_size(index: Index) -> None:
     apply(index, A, stored([1, 2, 3, 4], PROMPT))
     apply(index, B, BlockStored([1, 2], None, PROMPT, 4))
     prompt = PackedPrompt(pack_tokens([*PROMPT, *PROMPT]))

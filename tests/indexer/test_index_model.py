@@ -1,7 +1,7 @@
-"""The index agrees with a naive model of the engines, whatever they do.
+"""The index agrees with a naive model of engines under random events.
 
-The model keeps, for each target, how many copies of which block are in which medium, and matches a prompt block by
-block. A block is named by the whole prompt up to its end; engines give it a hash of their own.
+The model counts, for each target, the copies of each block in each medium, and matches a prompt block by block. A
+block is named by its prompt up to the block's end; each engine has its own hash of it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from indexer.hashing import Namespace, PackedPrompt
 from indexer.native import CORES
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Tier, tier_of
 
-# A prompt is a path of symbols, each of which stands for a stretch of blocks; a block is its prompt's symbols up to it
-# and its number within the last stretch. Engines may have two hashes for a block that differ in what we cannot see.
+# A prompt is a path of symbols, each of which represents `stretch` blocks. A block is its prompt's path up to it and
+# its number within the last symbol. An engine may have two hashes of one block, for example for different images.
 Path: TypeAlias = tuple[int, ...]
 Block: TypeAlias = tuple[Path, int]
 Name: TypeAlias = int
@@ -37,7 +37,7 @@ paths = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)
 
 @dataclass
 class Parked:
-    """A stored event whose parent nobody has seen, and what was removed of it since."""
+    """A stored event whose parent is unknown, with the later removals of its blocks."""
 
     parent: Name
     names: list[Name]
@@ -47,7 +47,7 @@ class Parked:
 
 @dataclass
 class Engine:
-    """What one target holds."""
+    """The blocks of one target."""
 
     copies: Counter[tuple[Name, str]] = field(default_factory=Counter)
     parked: list[Parked] = field(default_factory=list)
@@ -59,15 +59,16 @@ class Engine:
         if parent is not None and not self.knows(parent):
             self.parked.append(Parked(parent, names, medium))
             return
-        if parent is not None or not all(self.copies[name, medium] for name in names):  # else it tells of them again
+        # Known blocks without a parent are an earlier event that the engine repeats.
+        if parent is not None or not all(self.copies[name, medium] for name in names):
             self.copies.update((name, medium) for name in names)
         removals = []
         while found := next((parked for parked in self.parked if self.knows(parked.parent)), None):
             self.parked.remove(found)
             self.copies.update((name, found.medium) for name in found.names)
             removals += found.removals
-        for name, gone in removals:
-            self.remove(name, gone)
+        for name, medium in removals:
+            self.remove(name, medium)
 
     def remove(self, name: Name, medium: str) -> None:
         if self.copies[name, medium]:
@@ -85,7 +86,7 @@ class Engine:
 
 
 class RandomEngines(RuleBasedStateMachine):
-    """Engines that store, evict, lose events, and come and go; `stretch` blocks a symbol."""
+    """Engines that store and evict blocks, lose events, and register again. Each symbol has `stretch` blocks."""
 
     stretch = 1
 
@@ -98,56 +99,56 @@ class RandomEngines(RuleBasedStateMachine):
         for target in TARGETS:
             self.index.add(target)
 
-    @rule(who=targets, path=paths, start=st.integers(0, 4), medium=media, alias=st.booleans(), cut=st.integers(0, 9))
-    def store(self, who: Target, path: Path, start: int, medium: str, alias: bool, cut: int) -> None:
-        """Store the last part of a prompt; its first part may never have been seen."""
+    @rule(rank=targets, path=paths, start=st.integers(0, 4), medium=media, alias=st.booleans(), cut=st.integers(0, 9))
+    def store(self, rank: Target, path: Path, start: int, medium: str, alias: bool, cut: int) -> None:
+        """Store the last part of a prompt. The index may not know the first part."""
         alias = alias and cut == 0
         blocks = self.blocks_of(path)
         first = min(start * self.stretch + cut % self.stretch, len(blocks) - 1)
-        names = [self.name(who, block, alias) for block in blocks]
+        names = [self.name(rank, block, alias) for block in blocks]
         parent = names[first - 1] if first else None
         tokens = self.tokens_of(path)[first * BLOCK_SIZE :]
-        self.apply(who, BlockStored(list(names[first:]), parent, tokens, BLOCK_SIZE, medium=medium))
-        self.engines[who].store(parent, names[first:], medium)
+        self.apply(rank, BlockStored(list(names[first:]), parent, tokens, BLOCK_SIZE, medium=medium))
+        self.engines[rank].store(parent, names[first:], medium)
 
-    @rule(who=targets, medium=media, data=st.data(), count=st.integers(1, 4))
-    def evict_from_the_leaves(self, who: Target, medium: str, data: st.DataObject, count: int) -> None:
+    @rule(rank=targets, medium=media, data=st.data(), count=st.integers(1, 4))
+    def evict_from_the_leaves(self, rank: Target, medium: str, data: st.DataObject, count: int) -> None:
         for _ in range(count * self.stretch):
-            engine = self.engines[who]
+            engine = self.engines[rank]
             held = [name for name, where in +engine.copies if where == medium]
             if not held:
                 return
             longest = max(len(self.blocks[name][0]) for name in held)
             leaves = sorted(name for name in held if len(self.blocks[name][0]) == longest)
-            self.evict(who, data.draw(st.sampled_from(leaves)) if self.stretch == 1 else leaves[-1], medium)
+            self.evict(rank, data.draw(st.sampled_from(leaves)) if self.stretch == 1 else leaves[-1], medium)
 
-    @rule(who=targets, medium=media, data=st.data())
-    def evict_any(self, who: Target, medium: str, data: st.DataObject) -> None:
-        """Whatever the engine ever named: a hole, a block that waits, or one that is gone."""
-        names = [name for (owner, _, _), name in self.names.items() if owner == who]
+    @rule(rank=targets, medium=media, data=st.data())
+    def evict_any(self, rank: Target, medium: str, data: st.DataObject) -> None:
+        """Evict any block that the engine ever named: one within a prefix, an orphan, or a removed block."""
+        names = [name for (owner, _, _), name in self.names.items() if owner == rank]
         if names:
-            self.evict(who, data.draw(st.sampled_from(names)), medium)
+            self.evict(rank, data.draw(st.sampled_from(names)), medium)
 
-    @rule(who=targets, medium=st.none() | media)
-    def clear(self, who: Target, medium: str | None) -> None:
-        self.apply(who, AllBlocksCleared(medium))
-        self.engines[who].clear(medium)
+    @rule(rank=targets, medium=st.none() | media)
+    def clear(self, rank: Target, medium: str | None) -> None:
+        self.apply(rank, AllBlocksCleared(medium))
+        self.engines[rank].clear(medium)
 
-    @rule(who=targets)
-    def come_back_empty(self, who: Target) -> None:
-        self.index.drop(who)
-        self.index.add(who)
-        self.engines[who] = Engine()
+    @rule(rank=targets)
+    def register_again(self, rank: Target) -> None:
+        self.index.drop(rank)
+        self.index.add(rank)
+        self.engines[rank] = Engine()
 
     @rule(path=paths, missing=st.integers(0, 3))
-    def ask(self, path: Path, missing: int) -> None:
+    def match(self, path: Path, missing: int) -> None:
         tokens = self.tokens_of(path)
-        self.agree(path, tokens[: max(len(tokens) - missing, 0)])
+        self.check_agreement(path, tokens[: max(len(tokens) - missing, 0)])
 
     @invariant()
     def the_tree_is_sound(self) -> None:
         self.index.check_integrity()
-        self.agree((0, 1, 2), self.tokens_of((0, 1, 2)))
+        self.check_agreement((0, 1, 2), self.tokens_of((0, 1, 2)))
 
     def teardown(self) -> None:
         for target, engine in self.engines.items():
@@ -183,7 +184,7 @@ class RandomEngines(RuleBasedStateMachine):
     def apply(self, target: Target, event: Event) -> None:
         assert self.index.apply(target, EventBatch(0.0, [event])) == []
 
-    def agree(self, path: Path, tokens: list[int]) -> None:
+    def check_agreement(self, path: Path, tokens: list[int]) -> None:
         found = {match.target: match for match in self.index.match(NAMESPACE, PackedPrompt.of(tokens))}
         whole = self.blocks_of(path)[: len(tokens) // BLOCK_SIZE]
         for target, engine in self.engines.items():
@@ -204,7 +205,7 @@ class RandomEngines(RuleBasedStateMachine):
 
 
 class LongStretches(RandomEngines):
-    """The same with prompts of thousands of blocks, which take several runs."""
+    """Engines with prompts of thousands of blocks, which need several runs."""
 
     stretch = 700
 

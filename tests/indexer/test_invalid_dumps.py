@@ -1,4 +1,4 @@
-"""Dumps and batches that make no sense: a snapshot file or a peer's answer that somebody else wrote."""
+"""Invalid dumps and batches, from a foreign snapshot file or a peer's answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TARGET_LINE = {
     "runs": [[-1, -1, [11, 12, 13]]],
     "holders": [],
 }
-# Anything that a line may have in place of what it should.
+# Invalid values of a line's fields.
 lines = st.fixed_dictionaries(
     TARGET_LINE
     | {
@@ -75,7 +75,7 @@ lines = st.fixed_dictionaries(
 
 
 def dump_with(*written: bytes) -> list[bytes]:
-    """A dump with these lines between its header and its end, whose checksum is right."""
+    """Return a dump with these lines between its header and its end, and a valid checksum."""
     header, *_, _ = list(write_dump([], ""))
     whole = [header, *(line + b"\n" for line in written)]
     end = {"kind": "end", "targets": len(written), "checksum": xxh3_64(b"".join(whole)).hexdigest()}
@@ -156,7 +156,7 @@ def test_redirect_of_a_peer_is_not_followed() -> None:
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Write no log."""
 
     with HTTPServer(("127.0.0.1", 0), Redirecting) as server:
         thread = Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""Matches in rows are those by target, whatever targets come and go."""
+"""Matches by row equal matches by target while targets are registered and removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def targets(count: int) -> list[Target]:
 
 
 def stored(random: Random, medium: str | None, block_size: int) -> BlockStored:
-    """Some first blocks of the prompt."""
+    """Return an event that stores some first blocks of the prompt."""
     blocks = random.randint(1, len(TOKENS) // block_size)
     tokens = TOKENS[: blocks * block_size]
     names = [1000 * block_size + block for block in range(blocks)]
@@ -38,7 +38,7 @@ def test_rows_equal_the_matches_of_their_targets(seed: int) -> None:
     everyone = targets(12)
     indexer = Indexer()
     query = MatchQuery("m", TOKENS)
-    rows = TargetRows(12, {target: row for row, target in enumerate(everyone) if row % 4})  # some rows have none
+    rows = TargetRows(12, {target: row for row, target in enumerate(everyone) if row % 4})  # some targets have no row
     try:
         for target in everyone:
             indexer.register(Registration(target, None, block_size=4))
@@ -48,7 +48,7 @@ def test_rows_equal_the_matches_of_their_targets(seed: int) -> None:
                 case 0:
                     indexer.unregister([target])
                     indexer.register(Registration(random.choice(everyone), None, block_size=4))
-                    indexer.register(Registration(target, None, block_size=4))  # under another number, maybe
+                    indexer.register(Registration(target, None, block_size=4))  # perhaps with another number
                 case 1:
                     indexer.index.apply(target, EventBatch(0.0, [AllBlocksCleared()], 0))
                 case _:

@@ -1,4 +1,4 @@
-"""Restarts that come back warm: dumps, snapshot files, and what is done with bad ones."""
+"""Restarts with a dump, a snapshot file or a peer, and the rejection of invalid ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def new_indexer(secret: str = "") -> Indexer:
 
 @pytest.fixture
 def indexers() -> Iterator[Callable[[], Indexer]]:
-    """Makes indexers that run until the test ends, or until they are stopped."""
+    """Function that creates running indexers, which are stopped after the test."""
     running: list[Indexer] = []
 
     def make(*dump: SavedTarget, secret: str = "") -> Indexer:
@@ -78,13 +78,13 @@ def test_restart_resumes_from_the_snapshot(
     caught_up(first, 0)
     save_snapshot(tmp_path / "index", first.dump())
 
-    publisher.publish(stored([3], PROMPT[4:6], b"\xab" * 32))  # while nobody reads
+    publisher.publish(stored([3], PROMPT[4:6], b"\xab" * 32))  # while no indexer reads the stream
     second = indexers(*load_snapshot(tmp_path / "index", ""))
     before = len(publisher.requests)
     follow(second, publisher)
-    assert matched(second) >= 4, "warm at once"
+    assert matched(second) >= 4, "the snapshot's blocks match at once"
     eventually(lambda: matched(second) == 6)
-    assert publisher.requests[before] == 0, "the last batch again, to see that it is the same, and what came since"
+    assert publisher.requests[before] == 0, "the replay begins with the last batch, to detect a restart"
     publisher.publish(BlockRemoved([3], "GPU"))
     eventually(lambda: matched(second) == 4)
 
@@ -115,7 +115,7 @@ def test_indexer_registers_saved_targets(indexers: Callable[..., Indexer], publi
     assert second.registered() == first.registered()
 
 
-def test_stream_at_another_endpoint_starts_cold(
+def test_stream_at_another_endpoint_starts_empty(
     indexers: Callable[..., Indexer], publishers: Callable[..., Publisher]
 ) -> None:
     old, new = publishers(), publishers()
@@ -160,14 +160,14 @@ def test_damaged_or_foreign_dump_is_rejected(
     assert "starting cold" in capsys.readouterr().out
 
 
-def test_a_dump_of_another_secret_is_refused(indexers: Callable[..., Indexer]) -> None:
+def test_dump_with_another_secret_is_rejected(indexers: Callable[..., Indexer]) -> None:
     indexer = indexers(secret="one")
     assert read_dump(indexer.dump(), "one") == []
     with pytest.raises(DumpError, match=r"index\.secret"):
         read_dump(indexer.dump(), "other")
 
 
-def test_missing_snapshot_is_a_silent_cold_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_snapshot_starts_empty_without_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert load_snapshot(tmp_path / "none", "") == []
     assert capsys.readouterr().out == ""
 
@@ -246,7 +246,7 @@ def test_peer_gets_the_token_and_slow_peer_times_out(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_unreachable_peer_is_a_cold_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_peer_starts_empty(capsys: pytest.CaptureFixture[str]) -> None:
     assert load_from_peer("http://127.0.0.1:1", "") == []
     assert "starting cold" in capsys.readouterr().out
 

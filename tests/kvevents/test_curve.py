@@ -1,4 +1,4 @@
-"""Keys in files: what is written can be read, and what cannot be used is named."""
+"""Files of CURVE keys: written keys can be read, and errors name the setting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kvevents.curve import checked_key, create_key_pair, load_key_pair, load_public_key, load_public_keys
 
-KEY = "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID"  # ZeroMQ's own example
+KEY = "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID"  # the example of ZeroMQ's documentation
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_key_pair_is_read_as_written(files: tuple[Path, Path]) -> None:
     assert load_public_keys(public.parent, "keys") == {pair.public}
 
 
-def test_a_key_has_40_characters_of_z85() -> None:
+def test_key_has_40_characters_of_z85() -> None:
     assert checked_key(KEY, "key") == KEY.encode()
     for wrong in ("", KEY[:-1], KEY + "aaaaa", KEY[:-1] + "~", KEY[:-1] + "é", "#" * 40, "\n" * 40):
         with pytest.raises(ValueError, match="key: not a CURVE key"):
@@ -56,7 +56,7 @@ def test_folder_is_rejected_as_key_file(tmp_path: Path) -> None:
         load_public_key(tmp_path, "field")
 
 
-def test_one_bad_file_rejects_a_folder_of_keys(files: tuple[Path, Path]) -> None:
+def test_invalid_key_file_rejects_its_folder(files: tuple[Path, Path]) -> None:
     (files[0].parent / "bad.key").write_text("nothing")
     with pytest.raises(ValueError, match=r"^field: .*bad\.key"):
         load_public_keys(files[0].parent, "field")

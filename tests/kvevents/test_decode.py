@@ -1,4 +1,4 @@
-"""What engines send is read as it was meant, and one thing that cannot be read costs only itself."""
+"""Batches of all engines are decoded, and an unreadable event is rejected without the others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ anything = st.recursive(
     max_leaves=20,
 )
 
-# What the array forms of both engines have no place for.
+# Fields that the array forms of both engines do not have.
 NOT_IN_VLLM_ARRAYS = ("cache_salt", "session_id")
 NOT_IN_SGLANG_ARRAYS = (
     "lora_name",
@@ -83,7 +83,7 @@ def decode_events(*events: Any) -> EventBatch:
 
 
 def without(batch: EventBatch, fields: tuple[str, ...]) -> EventBatch:
-    """A batch whose events lack these fields, and whose clears are of everything."""
+    """Draw a batch whose events lack these fields, and whose clear events apply to all media."""
     events = [
         AllBlocksCleared()
         if isinstance(event, AllBlocksCleared)
@@ -99,7 +99,7 @@ def test_tagged_maps_round_trip(batch: EventBatch, form: WireForm) -> None:
 
 
 @given(batches)
-def test_vllm_arrays_carry_all_their_fields(batch: EventBatch) -> None:
+def test_vllm_arrays_have_all_fields(batch: EventBatch) -> None:
     assert decode_batch(encode_batch(batch, WireForm.VLLM_ARRAYS)) == without(batch, NOT_IN_VLLM_ARRAYS)
 
 
@@ -161,7 +161,7 @@ def test_maps_and_arrays_may_share_a_batch() -> None:
 
 
 @pytest.mark.parametrize("rank", [[], [None]])
-def test_the_rank_may_be_missing_or_null(rank: list[None]) -> None:
+def test_rank_may_be_missing_or_null(rank: list[None]) -> None:
     assert decode_batch(encode([1.5, [["AllBlocksCleared"]], *rank])) == EventBatch(1.5, [AllBlocksCleared()])
 
 
@@ -171,7 +171,7 @@ def test_rank_is_read_and_later_elements_are_ignored() -> None:
 
 @pytest.mark.parametrize("block", [0, 2**64 - 1, -(2**63), b"\x01" * 32])
 @pytest.mark.parametrize("form", list(WireForm))
-def test_a_block_hash_is_any_64_bit_number_or_bytes(block: int | bytes, form: WireForm) -> None:
+def test_block_hash_is_any_64_bit_number_or_bytes(block: int | bytes, form: WireForm) -> None:
     batch = EventBatch(1.0, [BlockStored([block], block, [1], 1), BlockRemoved([block])])
     assert decode_batch(encode_batch(batch, form)) == batch
 
@@ -231,7 +231,7 @@ def test_payload_without_batch_is_malformed(payload: bytes) -> None:
 
 @given(st.one_of(st.binary(max_size=64), anything.map(encode), st.lists(anything, max_size=4).map(encode)))
 @example(b"\x92\xcb")
-def test_garbage_is_malformed_or_a_batch_and_nothing_else(payload: bytes) -> None:
+def test_random_bytes_are_a_batch_or_malformed(payload: bytes) -> None:
     try:
         batch = decode_batch(payload)
     except MalformedBatchError:
@@ -240,7 +240,7 @@ def test_garbage_is_malformed_or_a_batch_and_nothing_else(payload: bytes) -> Non
 
 
 @given(batches, st.sampled_from(WireForm), st.data())
-def test_a_damaged_batch_is_malformed_or_a_batch(batch: EventBatch, form: WireForm, data: st.DataObject) -> None:
+def test_damaged_batch_is_a_batch_or_malformed(batch: EventBatch, form: WireForm, data: st.DataObject) -> None:
     payload = bytearray(encode_batch(batch, form))
     for at in data.draw(st.lists(st.integers(0, len(payload) - 1), max_size=4)):
         payload[at] = data.draw(st.integers(0, 255))
@@ -308,7 +308,7 @@ def test_events_have_the_layout_of_the_engines_decoders(form: WireForm, event: A
 
 
 @pytest.mark.parametrize("name", BlockStored.__struct_fields__[1:])
-def test_null_equals_missing(name: str) -> None:
+def test_null_field_equals_a_missing_field(name: str) -> None:
     fields = {"type": "BlockStored", "block_hashes": [7], "parent_block_hash": 6, "token_ids": [1, 2], "block_size": 2}
     missing = {key: value for key, value in fields.items() if key != name}
     null, without = decode_events(fields | {name: None}), decode_events(missing)
@@ -358,7 +358,7 @@ STANDARD = {
         ),
         ({"event_type": "removed"}, BlockRemoved([7, 8], "GPU")),
         ({"event_type": "cleared", "medium": None}, AllBlocksCleared()),
-        # As Mooncake's master sends them: a `type` of its own, and null for what it does not know.
+        # The form of Mooncake's master: its own `type`, and null for unknown fields.
         ({"type": "kv_event", "event_type": "removed", "block_size": None}, BlockRemoved([7, 8], "GPU")),
         ({"type": "BlockStored", "event_type": "removed"}, BlockRemoved([7, 8], "GPU")),
         ({"event_type": "cleared", "medium": None, "seq_hashes": None}, AllBlocksCleared()),
@@ -368,7 +368,7 @@ STANDARD = {
         ),
     ],
 )
-def test_a_standard_map_is_the_same_event(changes: dict[str, Any], event: Event) -> None:
+def test_standard_map_equals_the_engines_event(changes: dict[str, Any], event: Event) -> None:
     batch = decode_events(STANDARD | changes, {"type": "AllBlocksCleared"})
     assert (batch.events, batch.rejected) == ([event, AllBlocksCleared()], [])
 

@@ -1,4 +1,4 @@
-"""Where the streams of a worker's ranks are, by rule and by what engines answer."""
+"""Endpoints of the streams of a worker's ranks, computed or read from engines' answers."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from kvevents.sources import ReportedStreams, sglang_sources, vllm_sources
         ("ipc:///run/kv", 1, "ipc:///run/kv_dp1"),
     ],
 )
-def test_a_ranks_endpoint_is_offset_from_rank_0s(endpoint: str, rank: int, found: str) -> None:
+def test_endpoint_of_a_rank_is_offset_from_rank_0(endpoint: str, rank: int, found: str) -> None:
     assert rank_endpoint(endpoint, rank) == found
 
 
 @pytest.mark.parametrize(
     "endpoint", ["", "5557", "tcp://", "tcp://host", "tcp://host:", "tcp://host:port", "tcp://h:65536"]
 )
-def test_an_endpoint_without_a_port_is_refused_by_name(endpoint: str) -> None:
+def test_endpoint_without_port_is_rejected_by_name(endpoint: str) -> None:
     with pytest.raises(ValueError, match="endpoint"):
         rank_endpoint(endpoint, 0)
 
 
-def test_a_rank_beyond_the_last_port_is_refused() -> None:
+def test_rank_beyond_the_last_port_is_rejected() -> None:
     with pytest.raises(ValueError, match="65536 of DP rank 1"):
         rank_endpoint("tcp://host:65535", 1)
 
@@ -56,7 +56,7 @@ def test_a_rank_beyond_the_last_port_is_refused() -> None:
         ("tcp://10.0.0.1:5557", False),
     ],
 )
-def test_a_publisher_binds_wildcards_and_local_transports(endpoint: str, binds: bool) -> None:
+def test_publisher_binds_wildcards_and_local_transports(endpoint: str, binds: bool) -> None:
     assert publisher_binds(endpoint) is binds
 
 
@@ -72,23 +72,23 @@ def test_a_publisher_binds_wildcards_and_local_transports(endpoint: str, binds: 
         ("ipc:///run/kv", "worker-1", "ipc:///run/kv"),
     ],
 )
-def test_a_subscriber_connects_to_the_workers_host(endpoint: str, host: str, found: str) -> None:
+def test_subscriber_connects_to_the_host_of_the_worker(endpoint: str, host: str, found: str) -> None:
     assert connectable(endpoint, host) == found
 
 
 def vllm(body: Any, host: str = "w") -> tuple[ReportedStreams, list[str]]:
-    """What is read of vLLM's answer, and what is not."""
+    """Return the streams of vLLM's answer, and the errors."""
     fields = ReportedFields()
     return vllm_sources(msgspec.json.encode(body), host, fields, most_ranks=8), fields.refused
 
 
 def sglang(body: Any, host: str = "w") -> tuple[ReportedStreams, list[str]]:
-    """What is read of SGLang's answer, and what is not."""
+    """Return the streams of SGLang's answer, and the errors."""
     fields = ReportedFields()
     return sglang_sources(msgspec.json.encode(body), host, fields, most_ranks=8), fields.refused
 
 
-def test_vllms_answer_names_every_ranks_stream() -> None:
+def test_vllm_answer_names_the_stream_of_each_rank() -> None:
     body = {
         "1": {"endpoint": "tcp://*:5558", "replay_endpoint": "tcp://*:6558", "topic": "kv", "buffer_steps": 10_000},
         "0": {"endpoint": "tcp://*:5557", "replay_endpoint": None},
@@ -126,7 +126,7 @@ def test_sglang_without_events_reports_its_page_size(events: dict[str, str | Non
     assert sglang({"page_size": 16, "kv_events": events}) == (ReportedStreams(block_size=16), [])
 
 
-def test_sglangs_page_size_stands_in_for_the_block_size() -> None:
+def test_sglang_page_size_is_the_default_block_size() -> None:
     assert sglang({"page_size": 16, "kv_events": {"endpoint": "tcp://*:5557"}})[0].block_size == 16
 
 
@@ -192,13 +192,13 @@ def test_ambiguous_endpoint_is_rejected(endpoint: str) -> None:
         ("ipc:///run/kv", "ipc:///run/kv"),
     ],
 )
-def test_an_endpoint_has_one_form(endpoint: str, canonical: str) -> None:
+def test_endpoints_have_one_canonical_form(endpoint: str, canonical: str) -> None:
     assert str(parse_endpoint(endpoint)) == canonical
     assert str(parse_endpoint(canonical)) == canonical
 
 
 @given(st.text(st.sampled_from("tcp:/0123456789.;@[]%*ax-_ \\"), max_size=40).map(lambda text: f"tcp://{text}:5557"))
-def test_parsed_endpoint_is_where_zeromq_connects(endpoint: str) -> None:
+def test_parsed_endpoint_is_stable_and_without_special_characters(endpoint: str) -> None:
     try:
         read = parse_endpoint(endpoint)
     except ValueError:
@@ -221,7 +221,7 @@ def test_parsed_endpoint_is_where_zeromq_connects(endpoint: str) -> None:
         ("", Tier.UNKNOWN),
     ],
 )
-def test_a_medium_is_a_tier_and_an_unknown_one_is_never_the_gpu(medium: str | None, tier: Tier) -> None:
+def test_medium_has_a_tier_and_unknown_media_are_never_gpu(medium: str | None, tier: Tier) -> None:
     assert tier_of(medium) is tier
 
 

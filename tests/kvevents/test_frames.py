@@ -1,6 +1,8 @@
-"""The frames of streams and replays, byte by byte."""
+"""The frames of live messages and replays."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -22,7 +24,7 @@ from kvevents.frames import (
 seqs = st.integers(0, 2**64 - 2)
 
 
-def test_the_bytes_of_a_message() -> None:
+def test_messages_have_the_documented_frames() -> None:
     assert live_frames(b"kv", 258, b"payload") == [b"kv", b"\0\0\0\0\0\0\1\2", b"payload"]
     assert replay_request(258) == [b"", b"\0\0\0\0\0\0\1\2"]
     assert replay_frames(b"me", b"kv", 258, b"payload") == [b"me", b"", b"kv", b"\0\0\0\0\0\0\1\2", b"payload"]
@@ -33,13 +35,13 @@ def test_the_bytes_of_a_message() -> None:
 def test_messages_round_trip(seq: int, topic: bytes, payload: bytes) -> None:
     frame = StreamFrame(seq, payload)
     assert parse_live(live_frames(topic, seq, payload)) == frame
-    # ZeroMQ puts the client's identity before a request, and takes it away before an answer.
+    # ZeroMQ adds the client's identity to a request, and removes it from an answer.
     assert parse_replay_request([b"me", *replay_request(seq)]) == (b"me", seq)
     assert parse_replay(replay_frames(b"me", topic, seq, payload)[1:]) == frame
     assert parse_replay([b"", encode_seq(seq), payload]) == frame
 
 
-def test_a_replay_ends_with_or_without_a_topic() -> None:
+def test_end_of_replay_is_read_with_and_without_topic() -> None:
     assert parse_replay(end_of_replay_frames(b"me", b"kv")[1:]) is None
     assert parse_replay([b"", b"\xff" * 8, b""]) is None
 
@@ -47,19 +49,14 @@ def test_a_replay_ends_with_or_without_a_topic() -> None:
 SEQ = encode_seq(1)
 
 
-@pytest.mark.parametrize("parts", [[], [SEQ], [SEQ, b""], [b"", SEQ, b"", b""], [b"", b"", b""], [b"", b"1" * 9, b""]])
-def test_a_message_of_another_shape_is_malformed(parts: list[bytes]) -> None:
+MALFORMED: dict[Callable[[list[bytes]], object], list[list[bytes]]] = {
+    parse_live: [[], [SEQ], [SEQ, b""], [b"", SEQ, b"", b""], [b"", b"", b""], [b"", b"1" * 9, b""]],
+    parse_replay: [[], [SEQ, b""], [b""] * 5, [b"", b"12", b""], [b"", b"", b"", b""]],
+    parse_replay_request: [[], [b"me", SEQ], [b"me", b"", b"12"], [b"me", b"", SEQ, b""]],
+}
+
+
+@pytest.mark.parametrize(("parse", "parts"), [(parse, parts) for parse, each in MALFORMED.items() for parts in each])
+def test_malformed_message_is_rejected(parse: Callable[[list[bytes]], object], parts: list[bytes]) -> None:
     with pytest.raises(MalformedFrameError):
-        parse_live(parts)
-
-
-@pytest.mark.parametrize("parts", [[], [SEQ, b""], [b""] * 5, [b"", b"12", b""], [b"", b"", b"", b""]])
-def test_a_replay_message_of_another_shape_is_malformed(parts: list[bytes]) -> None:
-    with pytest.raises(MalformedFrameError):
-        parse_replay(parts)
-
-
-@pytest.mark.parametrize("parts", [[], [b"me", SEQ], [b"me", b"", b"12"], [b"me", b"", SEQ, b""]])
-def test_a_replay_request_of_another_shape_is_malformed(parts: list[bytes]) -> None:
-    with pytest.raises(MalformedFrameError):
-        parse_replay_request(parts)
+        parse(parts)

@@ -1,4 +1,4 @@
-"""Adapters and salts are found in every form engines send them, and the rest of the keys is kept."""
+"""Adapters and salts are read from all forms that engines send, and other keys are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from kvevents import BlockStored
 from kvevents.identity import BlockIdentity, encode_keys, identity_of
 
-IMAGE = ["0a1b", 12]  # an image's identifier and its offset within the block
+IMAGE = ["0a1b", 12]  # the identifier of an image, and its offset in the block
 
 
 def stored(*keys: list[Any] | None, parent: int | None = None, blocks: int | None = None, **fields: Any) -> BlockStored:
@@ -22,7 +22,7 @@ def key(*keys: Any) -> bytes:
     return msgspec.msgpack.encode(list(keys))
 
 
-def test_event_with_tokens_only() -> None:
+def test_event_with_tokens_only_has_no_identity() -> None:
     for event in (stored(blocks=2), stored(None, None), stored([], None)):
         assert identity_of(event) == BlockIdentity(None, None, None)
 
@@ -40,23 +40,23 @@ def test_event_with_tokens_only() -> None:
         (stored(None, None, lora_id=0), "lora_id:0"),
     ],
 )
-def test_an_adapter_by_name_by_id_or_among_the_keys(event: BlockStored, parent: int | None, adapter: str) -> None:
+def test_adapter_is_read_from_name_id_or_keys(event: BlockStored, parent: int | None, adapter: str) -> None:
     event.parent_block_hash = parent
     assert identity_of(event) == BlockIdentity(adapter, None, None)
 
 
-def test_an_adapter_only_among_the_keys_stands_in_every_block() -> None:
+def test_adapter_from_keys_must_be_in_each_block() -> None:
     assert identity_of(stored(["sql"], ["sql"])) == BlockIdentity("sql", None, None)
     assert identity_of(stored(["sql", "tenant"], ["sql"])) == BlockIdentity("sql", "tenant", None)
 
 
-def test_further_on_only_a_known_name_is_an_adapter() -> None:
+def test_key_after_a_parent_is_an_adapter_only_if_known() -> None:
     event = stored(["sql"], parent=7)
     assert identity_of(event, {"sql"}) == BlockIdentity("sql", None, None)
     assert identity_of(event) == BlockIdentity(None, None, [key("sql")])
 
 
-def test_one_image_over_several_blocks_is_no_adapter() -> None:
+def test_image_in_several_blocks_is_no_adapter() -> None:
     assert identity_of(stored(["image"], ["image"], parent=7)) == BlockIdentity(None, None, [key("image")] * 2)
 
 
@@ -72,7 +72,7 @@ def test_one_image_over_several_blocks_is_no_adapter() -> None:
         (stored(blocks=1, cache_salt="tenant", lora_id=1), "lora_id:1"),
     ],
 )
-def test_a_salt_from_either_engine_with_or_without_an_adapter(event: BlockStored, adapter: str | None) -> None:
+def test_salt_is_read_from_both_engines_with_and_without_adapter(event: BlockStored, adapter: str | None) -> None:
     assert identity_of(event) == BlockIdentity(adapter, "tenant", None)
 
 
@@ -81,7 +81,7 @@ def test_other_keys_stay_with_their_block() -> None:
     assert identity_of(event) == BlockIdentity("sql", "tenant", [key(IMAGE), key(IMAGE), None])
 
 
-def test_keys_that_are_null_are_kept() -> None:
+def test_null_keys_are_kept() -> None:
     assert identity_of(stored([None, 5], parent=7)) == BlockIdentity(None, None, [key(None, 5)])
 
 
@@ -91,11 +91,11 @@ def test_identity_does_not_change_the_event() -> None:
     assert event.extra_keys == [["sql", "tenant"], ["sql"]]
 
 
-def test_keys_for_another_number_of_blocks_are_refused() -> None:
+def test_keys_for_a_wrong_number_of_blocks_are_rejected() -> None:
     with pytest.raises(ValueError, match="2 entries for 3 blocks"):
         identity_of(stored(["a"], None, blocks=3))
 
 
-def test_no_keys_have_no_bytes() -> None:
+def test_empty_keys_are_encoded_as_none() -> None:
     assert encode_keys([]) is None
     assert encode_keys(["a"]) == key("a")

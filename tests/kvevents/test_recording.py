@@ -1,4 +1,4 @@
-"""Recorded streams of real engines are read to the last event, in every generation of the wire."""
+"""Recorded streams of real engines are read completely, in all versions of the event format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORDINGS = sorted(DATA.rglob("*.kvrec"), key=str)
 
 
 def batches(path: Path, channel: Channel) -> list[tuple[int, int, EventBatch]]:
-    """Source, sequence number and batch of every message of a channel; ends of replays are left out."""
+    """Return the source, number and batch of each message of a channel, without the ends of replays."""
     parse = parse_live if channel is Channel.LIVE else parse_replay
     found = []
     for record in read_recording(path):
@@ -39,7 +39,7 @@ def test_every_event_of_a_recording_is_read(path: Path) -> None:
                 assert event.medium in (None, "GPU")
 
 
-def test_a_replay_repeats_what_was_live_then_ends() -> None:
+def test_recorded_replay_repeats_live_batches_and_ends() -> None:
     path = DATA / "a_shared_system_prompt_2workers.kvrec"
     assert sorted(batches(path, Channel.REPLAY), key=lambda found: found[:2]) == sorted(
         batches(path, Channel.LIVE), key=lambda found: found[:2]
@@ -61,18 +61,18 @@ def test_older_vllm_recordings_decode_to_the_same_events(release: str) -> None:
                 assert ours.token_ids == theirs.token_ids
 
 
-def test_the_replays_of_older_releases_have_no_topic() -> None:
+def test_replays_of_older_releases_have_no_topic() -> None:
     path = DATA / "old_wire" / "s1_sglang_radix_page16_evict.sglang-0.4.6.post5.kvrec"
     assert len(batches(path, Channel.REPLAY)) == 293
 
 
-def test_sglangs_first_event_clears() -> None:
+def test_first_sglang_event_clears_all_blocks() -> None:
     _, seq, first = batches(DATA / "s3_sglang_salt_page32.kvrec", Channel.LIVE)[0]
     assert seq == 0
     assert first.events[0] == AllBlocksCleared()
 
 
-def test_an_empty_recording_has_no_records(tmp_path: Path) -> None:
+def test_empty_recording_has_no_records(tmp_path: Path) -> None:
     path = tmp_path / "empty.kvrec"
     path.write_bytes(b"")
     assert list(read_recording(path)) == []
@@ -114,10 +114,10 @@ def test_written_records_are_read_back(tmp_path: Path) -> None:
     with RecordingWriter(path) as writer:
         for count, record in enumerate(RECORDS, 1):
             writer.write(record)
-            assert list(read_recording(path)) == RECORDS[:count]  # before it is closed
+            assert list(read_recording(path)) == RECORDS[:count]  # before the recording is closed
 
 
-def test_recordings_written_again_are_the_same_byte_for_byte(tmp_path: Path) -> None:
+def test_rewritten_recording_has_identical_bytes(tmp_path: Path) -> None:
     path = DATA / "e_dp2.kvrec"
     with RecordingWriter(tmp_path / "again.kvrec") as writer:
         for record in read_recording(path):
@@ -125,7 +125,7 @@ def test_recordings_written_again_are_the_same_byte_for_byte(tmp_path: Path) -> 
     assert (tmp_path / "again.kvrec").read_bytes() == path.read_bytes()
 
 
-def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "there.kvrec"
     path.write_bytes(b"precious")
     with pytest.raises(FileExistsError):

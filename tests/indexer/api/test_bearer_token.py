@@ -1,4 +1,4 @@
-"""The token that protects what changes the state of the index."""
+"""The token that protects routes which change the index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def read_nothing(body: bytes) -> MatchQuery:
 
 @pytest.fixture
 def guarded(indexer: Indexer) -> Iterator[Client]:
-    """A client of an indexer whose token is `s3cret`."""
+    """Client of an indexer whose token is `s3cret`."""
     indexer.start()
     app = indexer_app(indexer, Questions(indexer, read_nothing), admit, token="s3cret")
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none"))

@@ -1,4 +1,4 @@
-"""The index over HTTP: what is asked, what is answered, and what a client is told of a mistake."""
+"""Requests, answers and errors of the index API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Worker = Callable[..., Publisher]
 
 @pytest.fixture
 def worker(client: Client, publishers: Callable[..., Publisher], caught_up: Callable[..., None]) -> Worker:
-    """Registers a rank, whose publisher says these events, and waits until they are applied."""
+    """Function that registers a rank, publishes events for it, and waits until they are applied."""
 
     def worker(instance: str, *events: Event, **fields: Any) -> Publisher:
         publisher = publishers()
@@ -43,7 +43,7 @@ def worker(client: Client, publishers: Callable[..., Publisher], caught_up: Call
 
 
 def stored(*tokens: int, block_size: int = 2, medium: str | None = "GPU", **fields: Any) -> BlockStored:
-    """The blocks of a prompt, from its start; an engine's hash of a block is its number."""
+    """Return the event of a prompt's first blocks. A block's engine hash is its number."""
     hashes: list[int | bytes] = list(range(1, len(tokens) // block_size + 1))
     return BlockStored(hashes, None, list(tokens), block_size, medium=medium, **fields)
 
@@ -72,7 +72,7 @@ def test_match_lists_every_target_best_first(client: Client, worker: Worker) -> 
 
 
 @pytest.mark.parametrize(("tokens", "matched"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2), (5, 4), (8, 6), (9, 8)])
-def test_a_prompts_last_token_is_always_computed(client: Client, worker: Worker, tokens: int, matched: int) -> None:
+def test_last_token_of_a_prompt_is_never_matched(client: Client, worker: Worker, tokens: int, matched: int) -> None:
     worker("w", stored(*PROMPT[:8]))
     _, answer = client.post("/match", {"model": "m", "token_ids": PROMPT[:tokens]})
     assert answer["matches"][0]["matched_tokens"] == matched
@@ -201,7 +201,7 @@ def test_unregister_removes_one_rank_or_a_whole_instance(client: Client, worker:
 
 @pytest.fixture(scope="module")
 def unchanged() -> Iterator[Client]:
-    """A client of an index that knows one worker, and that no test changes."""
+    """Client of an index with one worker, which no test changes."""
     indexer = Indexer()
     indexer.register(Registration(Target("known", 0, "m"), None))
     with served(indexer) as client:
@@ -258,7 +258,7 @@ def test_body_without_json_object_is_rejected(unchanged: Client, path: str, body
 
 
 @pytest.mark.parametrize("path", ["/query", "/match"])
-def test_an_unknown_model_is_not_found(unchanged: Client, path: str) -> None:
+def test_unknown_model_returns_404(unchanged: Client, path: str) -> None:
     status, answer = unchanged.post(path, {"model": "other", "token_ids": [1]})
     assert status == 404
     assert answer["error"]["type"] == "not_found_error"
@@ -326,10 +326,10 @@ def test_workers_reports_seconds_since_the_index_was_confirmed(client: Client, w
     assert 0 <= rank()["seconds_since_confirmed"] < 10
 
 
-def test_health(client: Client) -> None:
-    status, told = client.get("/health")
-    assert (status, told["status"]) == (200, "ok")
-    assert {"version", "core", "python"} < told.keys()
+def test_health_reports_versions_and_core(client: Client) -> None:
+    status, answer = client.get("/health")
+    assert (status, answer["status"]) == (200, "ok")
+    assert {"version", "core", "python"} < answer.keys()
 
 
 def test_metrics_are_prometheus(client: Client, worker: Worker) -> None:
@@ -361,7 +361,7 @@ def test_metrics_are_prometheus(client: Client, worker: Worker) -> None:
         assert sample.labels.items() >= labels.items()
 
 
-def test_answers_are_json(client: Client) -> None:
+def test_error_bodies_are_json(client: Client) -> None:
     status, body = client.request("POST", "/unregister", json.dumps({"instance_id": "nobody"}).encode())
     assert status == 404
     assert json.loads(body)["error"]["message"]

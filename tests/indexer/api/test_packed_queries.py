@@ -1,4 +1,4 @@
-"""A `/query` whose token ids go to the native core as they came is read as one that is decoded whole."""
+"""A `/query` body whose token ids the native core packs has the same result as one that is decoded completely."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def packed(body: bytes) -> MatchQuery | None:
 
 
 def is_read_alike(body: bytes) -> bool:
-    """Whether it is read so at all."""
+    """Return whether a body is read without decoding its token ids, and check the result if so."""
     read = packed(body)
     if read is None:
         return False

@@ -1,4 +1,4 @@
-"""`/query_by_hash`: the prefix hashes are ones that anybody can compute."""
+"""`/query_by_hash`: clients compute the prefix hashes themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = [1, 2, 3, 4, 5, 6]
 
 @pytest.fixture
 def served(client: Client, indexer: Indexer, publisher: Publisher, caught_up: Callable[..., None]) -> Client:
-    """A client of an index in which TARGET holds the first two of three blocks."""
+    """Client of an index in which TARGET holds the first two of three blocks."""
     indexer.register(Registration(TARGET, EventSource(0, publisher.endpoint, publisher.replay_endpoint), "vLLM", 2))
     publisher.publish(BlockStored([1, 2], None, TOKENS[:4], 2, medium="CPU"))
     caught_up(TARGET, 0)

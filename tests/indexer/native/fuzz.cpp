@@ -1,6 +1,6 @@
-// Feeds the native core random and damaged payloads, and what else may be asked of it: `fuzz [payloads] [seed]`.
+// Applies random and damaged payloads to the native core, and calls its other operations: `fuzz [payloads] [seed]`.
 //
-// To be built with sanitizers; it also checks now and then that the tree is sound, and that all is freed in the end.
+// Build it with sanitizers. It also checks the tree's invariants, and that all memory is freed at the end.
 #include <cstdio>
 #include <cstdlib>
 
@@ -38,7 +38,7 @@ int main(int count, char** arguments) {
             for (const Match& match : index.match(hashes, prompt.size() / 4 / block_size)) {
                 u32 tiers = 0;
                 for (const u32 blocks : match.tiers) tiers += blocks;
-                if (tiers != match.blocks) return std::puts("the tiers do not add up"), 1;
+                if (tiers != match.blocks) return std::puts("the sum of the tiers differs from the matched blocks"), 1;
                 matched += match.blocks;
             }
             if (random.chance(1)) {
@@ -46,16 +46,16 @@ int main(int count, char** arguments) {
                 const bool damaged = random.chance(50);
                 if (damaged) random.damage(dump);
                 index.drop(target);
-                if (index.add("m", "t", std::nullopt, std::nullopt) != target) return std::puts("a number is lost"), 1;
-                if (!index.restore(target, dump, {1, 2}) && !damaged) return std::puts("a dump was refused"), 1;
-                if (!index.is_sound()) return std::puts("the tree is not sound"), 1;
+                if (index.add("m", "t", std::nullopt, std::nullopt) != target) return std::puts("a dropped target's number was not reused"), 1;
+                if (!index.restore(target, dump, {1, 2}) && !damaged) return std::puts("a valid dump was rejected"), 1;
+                if (!index.is_sound()) return std::puts("an invariant of the tree is violated"), 1;
             }
             if (random.chance(1)) index.clear(target);
         }
-        if (!index.is_sound()) return std::puts("the tree is not sound"), 1;
+        if (!index.is_sound()) return std::puts("an invariant of the tree is violated"), 1;
         for (u32 target = 0; target < kTargets; ++target) index.drop(target);
         for (int times = 0; times < 100; ++times) index.sweep();
-        if (index.runs() != 0) return std::puts("something was not freed"), 1;
+        if (index.runs() != 0) return std::puts("runs were not freed"), 1;
     }
     std::printf("%llu payloads: %llu batches, %llu events rejected, %llu foreign, %llu blocks matched\n",
                 static_cast<unsigned long long>(payloads), static_cast<unsigned long long>(applied),

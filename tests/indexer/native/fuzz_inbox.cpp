@@ -1,7 +1,7 @@
-// An inbox among sockets that bring batches, damaged ones and messages that are none: `fuzz_inbox [messages] [seed]`.
+// Sends batches, damaged batches and other messages to an inbox: `fuzz_inbox [messages] [seed]`.
 //
-// To be built with sanitizers. Every message comes once and in order, bounded turn by turn, and what is applied by runs
-// is what is applied batch by batch.
+// Build it with sanitizers. It checks that each message is received once and in order, that turns are limited, and that
+// applying turns has the same results as applying single batches.
 #include <cstdio>
 #include <cstdlib>
 
@@ -24,19 +24,19 @@ bool in_order(const std::vector<Frames>& messages) {
 
 int fail(const char* why) { return std::puts(why), 1; }
 
-// What a turn had, which is checked against what was sent.
+// Compare a turn's messages with the sent ones. Return 0 if they are equal.
 int check(const std::vector<Frames>& messages, const Received& turn, std::deque<Frames>& sent) {
     std::size_t bytes = 0, largest = 0;
     for (const Frames& frames : messages) {
         if (bytes >= Inbox::kBytesATurn) return fail("a turn is too long");
-        if (sent.empty() || frames != sent.front()) return fail("another message was sent");
+        if (sent.empty() || frames != sent.front()) return fail("a received message differs from the sent one");
         sent.pop_front();
         bytes += size_of(frames);
         largest = std::max(largest, size_of(frames));
     }
-    if (bytes != turn.bytes || largest != turn.largest) return fail("sizes are wrong");
+    if (bytes != turn.bytes || largest != turn.largest) return fail("a turn's sizes are wrong");
     if (turn.count > Inbox::kMessagesATurn) return fail("a turn has too many messages");
-    return turn.in_order == in_order(messages) ? 0 : fail("what is in order is not known");
+    return turn.in_order == in_order(messages) ? 0 : fail("a turn's `in_order` is wrong");
 }
 
 }  // namespace
@@ -45,7 +45,7 @@ int main(int count, char** arguments) {
     const u64 messages = count > 1 ? std::strtoull(arguments[1], nullptr, 10) : 100'000;
     RandomPayloads random(count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1);
     constexpr u32 kSockets = 3;
-    u64 done = 0, runs = 0, told = 0;
+    u64 done = 0, runs = 0, reported = 0;
     while (done < messages) {
         Inbox inbox(MemorySocket::functions());
         Index index("", 20, 3000), one_by_one("", 20, 3000);
@@ -71,7 +71,7 @@ int main(int count, char** arguments) {
                 const Received& turn = inbox.received()[number];
                 std::vector<Frames> got = received_of(inbox, turn);
                 if (check(got, turn, sent[number])) return 1;
-                if (turn.drained && !sockets[number].is_empty()) return fail("not drained");
+                if (turn.drained && !sockets[number].is_empty()) return fail("`drained` is true, but messages are left");
                 if (!turn.in_order || random.chance(10)) continue;
                 addressed.push_back({number, index.holdings(number)});
                 batches.push_back(std::move(got));
@@ -79,7 +79,7 @@ int main(int count, char** arguments) {
             runs += addressed.size();
             std::vector<std::pair<u32, u64>> found, expected;
             inbox.address(addressed);
-            for (Applied last; const auto origin = inbox.apply(index, last); ++told)
+            for (Applied last; const auto origin = inbox.apply(index, last); ++reported)
                 found.emplace_back(origin->place, inbox.seq(origin->message));
             for (std::size_t run = 0; run < addressed.size(); ++run) {
                 const u32 place = static_cast<u32>(addressed[run].place);
@@ -87,16 +87,16 @@ int main(int count, char** arguments) {
                     if (one_by_one.apply(place, frames[2], nullptr, false).tells())
                         expected.emplace_back(place, *number_of(frames));
             }
-            if (found != expected) return fail("something else was told");
+            if (found != expected) return fail("the reported batches differ");
         }
         for (u32 number = 0; number < kSockets; ++number)
-            if (index.dump(number) != one_by_one.dump(number)) return fail("something else was applied");
+            if (index.dump(number) != one_by_one.dump(number)) return fail("the applied batches differ");
         MemorySocket breaking;
         breaking.break_off();
         breaking.send({"half", "a message"});
         inbox.receive({&breaking});
-        if (inbox.received()[0].count != 0 || !inbox.received()[0].drained) return fail("half a message is none");
+        if (inbox.received()[0].count != 0 || !inbox.received()[0].drained) return fail("an incomplete message was received");
     }
-    std::printf("%llu messages: %llu runs, %llu batches told of\n", static_cast<unsigned long long>(done),
-                static_cast<unsigned long long>(runs), static_cast<unsigned long long>(told));
+    std::printf("%llu messages: %llu runs, %llu batches reported\n", static_cast<unsigned long long>(done),
+                static_cast<unsigned long long>(runs), static_cast<unsigned long long>(reported));
 }

@@ -1,4 +1,4 @@
-// Feeds the checks of JSON bodies random and damaged ones: `fuzz_json [bodies] [seed]`. To be built with sanitizers.
+// Runs the checks of JSON bodies on random and damaged bodies: `fuzz_json [bodies] [seed]`. Build it with sanitizers.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -82,7 +82,7 @@ int main(int count, char** arguments) {
     u64 plain = 0, outlined = 0;
     for (u64 done = 0; done < bodies; ++done) {
         std::string body = random.body();
-        body.shrink_to_fit();  // so that a byte beyond it is noticed
+        body.shrink_to_fit();  // so that sanitizers detect a read beyond its end
         const bool is_plain = check.named(body).has_value();
         plain += is_plain;
         JsonOutline outline;
@@ -93,10 +93,10 @@ int main(int count, char** arguments) {
         if (outline.text.size() > body.size()) return std::puts("an outline is longer than its body"), 1;
         std::size_t last = 0;
         for (const JsonField& each : outline.fields) {
-            if (each.value_end == 0) break;  // it was cut off
+            if (each.value_end == 0) break;  // the outline was cut off in this field
             if (!(last <= each.name && each.name < each.name_end && each.name_end < each.value && each.value <= each.value_end &&
                   each.value_end <= body.size()))
-                return std::puts("a field is not where it may be"), 1;
+                return std::puts("a field's positions are invalid"), 1;
             last = each.value_end;
         }
     }

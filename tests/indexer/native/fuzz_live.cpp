@@ -1,8 +1,8 @@
-// A reader of live sockets, while others send and match: `fuzz_live [messages] [seed]`.
+// Reads live sockets while other threads send and match: `fuzz_live [messages] [seed]`.
 //
-// To be built with sanitizers, for addresses and for threads. Of every socket each message comes once and in order: taken
-// and applied where it was expected, told of where it was applied and there is something to tell, and else received; and
-// what is applied in the end is what is applied batch by batch.
+// Build it with AddressSanitizer and with ThreadSanitizer. It checks that each message of a socket arrives once and in
+// order: expected batches are applied and reported, other messages are received. The results equal those of a second
+// index, the twin, to which the same batches are applied one by one.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -26,7 +26,7 @@ class Stream {
    public:
     Stream(u32 number, u64 first) : number(number), seq_(first) {}
 
-    // In the thread that sends.
+    // Send a random message. Called by the sending thread.
     void send(RandomPayloads& random) {
         Frames message = random_message(random, seq_);
         {
@@ -36,10 +36,10 @@ class Stream {
         socket.send(std::move(message));
     }
 
-    // The first message that came of it and was not looked at.
+    // Remove and return the first sent message that was not checked yet.
     Frames next() {
         const std::lock_guard guard(lock_);
-        if (sent_.empty()) fail("nothing more was sent");
+        if (sent_.empty()) fail("more messages arrived than were sent");
         Frames message = std::move(sent_.front());
         sent_.pop_front();
         return message;
@@ -52,7 +52,7 @@ class Stream {
 
     const u32 number;
     MemorySocket socket;
-    std::vector<u64> applied, told;  // sequence numbers that there is something to tell of: of the twin, and as told
+    std::vector<u64> expected, reported;  // sequence numbers that must be reported, and that were reported
 
    private:
     std::mutex lock_;
@@ -64,7 +64,7 @@ bool all_received(std::deque<Stream>& streams) {
     return std::ranges::all_of(streams, [](Stream& stream) { return stream.socket.is_empty(); });
 }
 
-// Who calls a reader, and applies batch by batch what it says it has applied.
+// Caller of a reader. It applies the batches that the reader reports as applied to the twin, one by one.
 class Caller {
    public:
     Caller(Index& index, Index& twin, std::deque<Stream>& streams, RandomPayloads& random)
@@ -76,7 +76,7 @@ class Caller {
         const bool waits = !all_received(streams_);
         const auto left = reader_.read(random_.chance(20) ? 0 : 0.02);
         if (waits && left == LiveReader::Left::kNothing && reader_.taken().empty() && !reader_.has_untold())
-            fail("what was sent does not come");
+            fail("sent messages do not arrive");
         take();
         if (left == LiveReader::Left::kToTell) tell(reader_.round());
         if (left == LiveReader::Left::kReceived) receive();
@@ -103,10 +103,10 @@ class Caller {
     Stream& stream_of(int fd) {
         for (Stream& stream : streams_)
             if (stream.socket.fd() == fd) return stream;
-        fail("nobody's socket");
+        fail("unknown socket");
     }
 
-    // What the reader applied, by its own word.
+    // Check the batches that the reader reports as applied.
     void take() {
         for (const Taken& each : reader_.taken()) {
             Stream& stream = stream_of(each.fd);
@@ -114,27 +114,27 @@ class Caller {
             Frames message;
             for (u64 seq = each.first;; ++seq, ++taken_) {
                 message = stream.next();
-                if (number_of(message) != seq) fail("another batch was taken");
-                if (size_of(message) > kLargest) fail("what was taken is too large");
+                if (number_of(message) != seq) fail("the applied batch differs from the sent one");
+                if (size_of(message) > kLargest) fail("a batch above the limit was applied");
                 bytes += size_of(message);
                 apply_to_twin(stream, message);
                 if (seq == each.last) break;
             }
-            if (bytes != each.bytes) fail("sizes are wrong");
-            if (each.payload->bytes() != message[2]) fail("the last payload is another");
+            if (bytes != each.bytes) fail("the reported bytes are wrong");
+            if (each.payload->bytes() != message[2]) fail("the last payload differs");
         }
     }
 
     void apply_to_twin(Stream& stream, const Frames& message) {
-        if (twin_.apply(stream.number, message[2], nullptr, false).tells()) stream.applied.push_back(*number_of(message));
+        if (twin_.apply(stream.number, message[2], nullptr, false).tells()) stream.expected.push_back(*number_of(message));
     }
 
     void tell(const std::vector<int>& round) {
         for (Applied last; const auto origin = reader_.apply(last);)
-            stream_of(round[origin->place]).told.push_back(reader_.inbox().seq(origin->message));
+            stream_of(round[origin->place]).reported.push_back(reader_.inbox().seq(origin->message));
     }
 
-    // What came otherwise: batches in order are applied, mostly, and go on from there.
+    // Check the messages that the reader left, and apply most of those that are in order.
     void receive() {
         const std::vector<int> round = reader_.round();
         std::vector<std::pair<std::size_t, u32>> runs;
@@ -143,7 +143,7 @@ class Caller {
             Stream& stream = stream_of(round[place]);
             const auto messages = received_of(reader_.inbox(), turn);
             for (const Frames& message : messages)
-                if (stream.next() != message) fail("another message was sent");
+                if (stream.next() != message) fail("a received message differs from the sent one");
             if (messages.empty()) continue;
             const auto last = number_of(messages.back());
             if (last && *last != ~u64{0} && random_.chance(90)) {
@@ -169,7 +169,8 @@ class Caller {
     u64 taken_ = 0;
 };
 
-// Blocks of a prompt by target and tier: how they lie in the tree, and so a dump, depends on whose came first.
+// Return the matched blocks of a prompt by target and tier. Dumps are not compared, because they depend on the order of
+// arrival.
 std::map<u32, std::vector<u32>> held_of(Index& index, const std::string& prompt) {
     PromptHashes hashes(namespace_hash("", "m", "t", std::nullopt, std::nullopt, 2), 2, prompt, {});
     std::map<u32, std::vector<u32>> held;
@@ -183,7 +184,7 @@ int main(int count, char** arguments) {
     const u64 messages = count > 1 ? std::strtoull(arguments[1], nullptr, 10) : 100'000;
     const u64 seed = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
     RandomPayloads random(seed);
-    u64 done = 0, taken = 0, told = 0;
+    u64 done = 0, taken = 0, reported = 0;
     while (done < messages) {
         Index index("", 20, 3000), twin("", 20, 3000);
         std::deque<Stream> streams;
@@ -218,15 +219,15 @@ int main(int count, char** arguments) {
         sender.join();
         matcher.join();
         for (Stream& stream : streams) {
-            if (stream.told != stream.applied) fail("something else was told");
-            if (index.status(stream.number) != twin.status(stream.number)) fail("something else was applied");
-            told += stream.told.size();
+            if (stream.reported != stream.expected) fail("the reported batches differ");
+            if (index.status(stream.number) != twin.status(stream.number)) fail("the applied batches differ");
+            reported += stream.reported.size();
         }
         for (int times = 0; times < 200; ++times)
             if (const auto prompt = random.prompt(12); held_of(index, prompt) != held_of(twin, prompt))
-                fail("something else is held");
+                fail("the matched blocks differ");
         taken += caller.taken();
     }
-    std::printf("%llu messages: %llu taken, %llu batches told of\n", static_cast<unsigned long long>(done),
-                static_cast<unsigned long long>(taken), static_cast<unsigned long long>(told));
+    std::printf("%llu messages: %llu applied by the reader, %llu batches reported\n", static_cast<unsigned long long>(done),
+                static_cast<unsigned long long>(taken), static_cast<unsigned long long>(reported));
 }

@@ -1,4 +1,4 @@
-// Sockets in memory, behind the functions of libzmq's that an inbox calls, and messages for them.
+// Sockets in memory, behind the functions of libzmq that an inbox calls, and random messages for them.
 #pragma once
 
 #include <fcntl.h>
@@ -13,7 +13,7 @@ namespace kvrouter {
 
 using Frames = std::vector<std::string>;
 
-// As one of libzmq's, `fd` tells once that something came, and is silent again when something is asked for.
+// A socket in memory. Like that of libzmq, its file descriptor signals an arrival once, until the next `receive`.
 class MemorySocket {
    public:
     MemorySocket() {
@@ -39,13 +39,13 @@ class MemorySocket {
         return messages_.empty();
     }
 
-    // From now on nothing comes behind a message's first frame.
+    // Let each further message end after its first frame, without the other ones.
     void break_off() { breaks_off_ = true; }
 
     static Zmq functions() { return {init, receive, data, size, more, copy, close}; }
 
    private:
-    // What a zmq_msg_t has in it.
+    // The content of a zmq_msg_t.
     struct Content {
         std::string bytes;
         bool more;
@@ -76,7 +76,7 @@ class MemorySocket {
 
     int receive(void* message) {
         const std::lock_guard guard(lock_);
-        for (char told[8]; read(ends_[0], told, sizeof told) > 0;) {}
+        for (char signals[8]; read(ends_[0], signals, sizeof signals) > 0;) {}
         interrupts_ = !interrupts_;
         errno = interrupts_ ? EINTR : EAGAIN;
         if (interrupts_ || messages_.empty()) return -1;
@@ -97,7 +97,7 @@ class MemorySocket {
     std::mutex lock_;
     int ends_[2];
     std::deque<Frames> messages_;
-    std::size_t frame_ = 0;  // of the first one, the next
+    std::size_t frame_ = 0;  // next frame of the first message
     bool interrupts_ = false, breaks_off_ = false;
 };
 
@@ -107,7 +107,7 @@ inline std::string big_endian(u64 number) {
     return bytes;
 }
 
-// A batch, mostly the next one; or something else.
+// Return a random message: usually the next batch, otherwise another batch or a malformed message.
 inline Frames random_message(RandomPayloads& random, u64& seq) {
     Frames frames{"topic", big_endian(seq++), random.chance(2) ? std::string(random.below(100'000), 'x') : random.batch()};
     if (random.chance(2)) frames.resize(1 + random.below(6));
@@ -118,7 +118,7 @@ inline Frames random_message(RandomPayloads& random, u64& seq) {
     return frames;
 }
 
-// A batch's sequence number; none of what is no batch.
+// Return a batch's sequence number, or nothing for a malformed message.
 inline std::optional<u64> number_of(const Frames& frames) {
     if (frames.size() != 3 || frames[1].size() != 8) return std::nullopt;
     u64 seq = 0;
@@ -132,7 +132,7 @@ inline std::size_t size_of(const Frames& frames) {
     return size;
 }
 
-// What came at a place: its frames.
+// Return the messages of a turn.
 inline std::vector<Frames> received_of(const Inbox& inbox, const Received& turn) {
     std::vector<Frames> messages(turn.count);
     for (std::size_t at = 0; at < turn.count; ++at)

@@ -1,4 +1,4 @@
-// Payloads as engines send them, and as nobody does.
+// Random payloads: those of engines, and damaged ones.
 #pragma once
 
 #include <random>
@@ -14,7 +14,7 @@ class RandomPayloads {
     u64 below(u64 end) { return random_() % end; }
     bool chance(u64 percent) { return below(100) < percent; }
 
-    // A batch of a few events; one in three is damaged.
+    // Return a batch of a few events. Every third one is damaged.
     std::string batch() {
         Writer out;
         const u64 events = below(6);

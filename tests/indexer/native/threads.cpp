@@ -1,4 +1,4 @@
-// Threads that apply, match, dump, clear, drop and look on at once: `threads [rounds]`. To be built with ThreadSanitizer.
+// Threads that apply, match, dump, clear, drop and read states at once: `threads [rounds]`. Needs ThreadSanitizer.
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -20,7 +20,7 @@ int main(int count, char** arguments) {
             for (u64 round = 0; round < rounds; ++round)
                 index.apply(static_cast<u32>(random.below(kTargets)), random.batch(), nullptr, false);
         });
-    threads.emplace_back([&] {  // several batches at once, whatever becomes of their targets meanwhile
+    threads.emplace_back([&] {  // applies several batches at once, whose targets may be dropped meanwhile
         RandomPayloads random(50);
         for (u64 round = 0; round < rounds / 4; ++round) {
             std::vector<std::string> payloads;

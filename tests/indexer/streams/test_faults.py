@@ -1,7 +1,7 @@
-"""Faults over real sockets: the index heals, or tells what it lost, while another stream goes on as if nothing were.
+"""Faults over real sockets: the index recovers or reports losses, and another stream is not affected.
 
-Each test prints how long the index took from the end of the fault until it agreed with the engine on every prompt, and
-the longest pause between two answers about the healthy stream (`make bench-faults`).
+Each test prints the time from the end of the fault until the index agrees with the engine on every prompt. It also
+prints the longest pause between two answers about the healthy stream (`make bench-faults`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Stream = Callable[[Target], StreamStatus]
 
 
 class Bystander:
-    """A healthy stream whose only prompt grows, and somebody who asks for it all the time."""
+    """A healthy stream with one growing prompt, and a thread that queries it all the time."""
 
     def __init__(self, indexer: Indexer, publisher: Publisher) -> None:
         self.longest_pause = 0.0
-        self.healed_after = 0.0  # what the test beside it found
+        self.healed_after = 0.0  # measured by the test that uses this stream
         self._indexer = indexer
         self._publisher = publisher
         self._leaving = threading.Event()
@@ -71,11 +71,11 @@ class Bystander:
             before, answered_at = matched, now
 
     def _matched(self) -> int:
-        return longest(self._indexer, "n", [7] * 500)
+        return cached_tokens(self._indexer, "n", [7] * 500)
 
 
-def longest(indexer: Indexer, model: str, prompt: list[int]) -> int:
-    """How much of a prompt the one target of a model holds."""
+def cached_tokens(indexer: Indexer, model: str, prompt: list[int]) -> int:
+    """Return the cached tokens of a prompt at the only target of a model."""
     return max((match.matched_tokens for match in indexer.longest(MatchQuery(model, prompt))), default=0)
 
 
@@ -91,10 +91,10 @@ def bystander(
 
 @pytest.fixture
 def heals(indexer: Indexer, bystander: Bystander) -> Callable[[Engine, float], None]:
-    """Waits until the index says of every prompt what the engine holds, and notes how long that was."""
+    """Function that waits until the index agrees with the engine on every prompt, and records the time."""
 
     def agrees(engine: Engine) -> bool:
-        return all(longest(indexer, "m", list(prompt)) == engine.hit(prompt) for prompt in engine.prompts)
+        return all(cached_tokens(indexer, "m", list(prompt)) == engine.hit(prompt) for prompt in engine.prompts)
 
     def wait(engine: Engine, since: float) -> None:
         eventually(lambda: agrees(engine))
@@ -115,7 +115,7 @@ def follow(running: Indexer) -> Callable[..., None]:
 
 @pytest.fixture
 def run_engine() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts engines as processes."""
+    """Function that starts engines in processes of their own."""
     running: list[subprocess.Popen[str]] = []
 
     def run(live: str, replay: str, seed: int, steps: int) -> subprocess.Popen[str]:
@@ -130,7 +130,7 @@ def run_engine() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def work(engine: Engine, publisher: Publisher, batches: int, loss: float = 0.0) -> None:
-    """Let an engine publish random steps, of which a part gets lost; not the last one."""
+    """Publish random steps of an engine. The share `loss` of them is not sent live; the last step always is."""
     random = Random(engine.seed)
     for number in reversed(range(batches)):
         publisher.publish(*engine.step(random), lost=number > 0 and random.random() < loss)
@@ -155,7 +155,7 @@ def test_publisher_restart_on_same_port_clears_its_target(
     assert stream(FAULTY).sequence.restarts == 1
 
 
-def test_engine_killed_while_publishing(
+def test_index_recovers_from_an_engine_killed_while_publishing(
     running: Indexer, run_engine: Callable[..., subprocess.Popen[str]], heals: Callable[..., None], stream: Stream
 ) -> None:
     first = run_engine("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", 1, 0)
@@ -177,7 +177,7 @@ def test_engine_killed_while_publishing(
     eventually(lambda: stream(FAULTY).state is StreamState.LIVE)
 
 
-def test_loss_of_30_percent_of_live_batches(
+def test_index_recovers_from_30_percent_lost_live_batches(
     publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None], stream: Stream
 ) -> None:
     follow(publisher)
@@ -188,7 +188,7 @@ def test_loss_of_30_percent_of_live_batches(
     assert stream(FAULTY).sequence.lost_batches == 0
 
 
-def test_replay_that_drops_half_of_its_batches(
+def test_index_recovers_from_replays_without_half_of_their_batches(
     publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None], stream: Stream
 ) -> None:
     publisher.halves_replays = True
@@ -201,10 +201,10 @@ def test_replay_that_drops_half_of_its_batches(
     assert stream(FAULTY).sequence.replays > 2
 
 
-def test_replay_endpoint_that_never_answers(
+def test_losses_without_replay_end_with_a_cleared_cache(
     publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None], stream: Stream
 ) -> None:
-    """What was lost is lost; the cache cleared, all is well again."""
+    """Without replay, the stream is lost until the engine clears its cache."""
     publisher.silent = True
     follow(publisher)
     engine = Engine(5)
@@ -216,7 +216,7 @@ def test_replay_endpoint_that_never_answers(
     eventually(lambda: stream(FAULTY).state is StreamState.LIVE)
 
 
-def test_10000_malformed_messages_between_batches(
+def test_10000_malformed_messages_do_not_affect_batches(
     publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None], stream: Stream
 ) -> None:
     follow(publisher)
@@ -227,20 +227,22 @@ def test_10000_malformed_messages_between_batches(
         if number % 5 == 0:
             publisher.send(len(publisher.batches), random.choice(unreadable))
         elif number % 5 == 1:
-            events = [*map(_encoded, engine.step(random)), _bad_event(random)]
+            events = [*map(_as_sent, engine.step(random)), _invalid_event(random)]
             publisher.send(len(publisher.batches), msgspec.msgpack.encode([time.time(), events, 0]))
         else:
             publisher.send_raw([*random.choice(frames)])
     since = time.monotonic()
     heals(engine, since)
     eventually(lambda: stream(FAULTY).state is StreamState.LIVE)
-    eventually(lambda: stream(FAULTY).unreadable.bad_frames == 8000)  # the last of them came after the last batch
+    eventually(lambda: stream(FAULTY).unreadable.bad_frames == 8000)  # some arrive after the last batch
     status = stream(FAULTY)
     assert status.unreadable.bad_events == 2000
 
 
-def test_fuzzed_stream(publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None]) -> None:
-    """Any frames at all, with sequence numbers from all over; the engine's own batches can be replayed."""
+def test_index_recovers_from_random_frames(
+    publisher: Publisher, follow: Callable[..., None], heals: Callable[..., None]
+) -> None:
+    """Random frames with random sequence numbers arrive between batches, which can be replayed."""
     follow(publisher)
     engine, random = Engine(7), Random(7)
     for _ in range(3000):
@@ -260,33 +262,36 @@ def test_fuzzed_stream(publisher: Publisher, follow: Callable[..., None], heals:
 def test_burst_beyond_the_reader_never_blocks_the_publisher(
     publishers: Callable[..., Publisher], follow: Callable[..., None], heals: Callable[..., None], stream: Stream
 ) -> None:
-    """The publisher buffers a thousand live batches and drops the others, as ZeroMQ does."""
+    """ZeroMQ buffers 1000 live batches of the publisher and drops the others."""
     alone, followed = publishers(hwm=1000), publishers(hwm=1000)
     follow(followed)
     engine, random = Engine(8), Random(8)
     steps = [encode_batch(EventBatch(time.time(), engine.step(random))) for _ in range(20_000)]
-    took = []
+    seconds = []
     for publisher in (alone, followed):
         began = time.monotonic()
         for seq, payload in enumerate(steps):
             publisher.send(seq, payload)
-        took.append(time.monotonic() - began)
+        seconds.append(time.monotonic() - began)
     since = time.monotonic()
-    print(f"\n20000 batches sent in {took[0]:.3f} s to nobody, in {took[1]:.3f} s to a subscriber", end="")
+    print(
+        f"\n20000 batches sent in {seconds[0]:.3f} s without a subscriber, in {seconds[1]:.3f} s to a subscriber",
+        end="",
+    )
     followed.publish()
     heals(engine, since)
-    assert took[1] < 10 * took[0] + 5.0
+    assert seconds[1] < 10 * seconds[0] + 5.0
     eventually(lambda: stream(FAULTY).state is StreamState.LIVE)
 
 
-def _encoded(event: Event) -> object:
-    """An event as it travels."""
+def _as_sent(event: Event) -> object:
+    """Return an event as the builtin types that MessagePack decodes."""
     (encoded,) = msgspec.msgpack.decode(encode_batch(EventBatch(0.0, [event])))[1]
     return encoded
 
 
-def _bad_event(random: Random) -> object:
-    """An event that is none, or makes no sense."""
+def _invalid_event(random: Random) -> object:
+    """Return a random value that is no event, or an invalid one."""
     return random.choice(
         [
             {"type": "BlockStored"},

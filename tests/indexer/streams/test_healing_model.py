@@ -1,7 +1,7 @@
-"""From an engine's cache, over a channel that loses, doubles, delays or falls silent, to the index: it heals, or tells.
+"""A model of an engine and a lossy channel: the index agrees with the engine's cache, or reports the stream as lost.
 
-A random engine numbers its batches; live ones and replayed ones travel apart, each in order, and any may get lost on
-the way. The engine may restart, keep little or nothing for replay, or not answer.
+A random engine numbers its batches. Live and replayed batches travel on separate channels, each in order, and any of
+them may be lost. The engine may restart, keep few or no batches for replay, or not answer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ kept = st.sampled_from([None, None, 0, 3])
 
 
 class Fate(Enum):
-    """What becomes of a live batch."""
+    """The fate of a live batch."""
 
-    ARRIVES = 0  # and so does all that was under way before it
+    ARRIVES = 0  # with all batches that were sent before it
     WAITS = 1
     LOST = 2
 
@@ -44,7 +44,7 @@ fates = st.sampled_from([Fate.ARRIVES, Fate.ARRIVES, Fate.WAITS, Fate.LOST])
 
 
 class PublishingEngine(Engine):
-    """One life of an engine, and what it published. `keeps` batches can be replayed (None: all)."""
+    """An engine between two restarts, with its published batches. `keeps` of them can be replayed (`None`: all)."""
 
     def __init__(self, life: int, seed: int, keeps: int | None) -> None:
         super().__init__(seed)
@@ -63,7 +63,7 @@ class PublishingEngine(Engine):
 
 
 class Healing(RuleBasedStateMachine):
-    """An engine, a lossy channel, and the index that follows."""
+    """An engine, a lossy channel, and an index that follows the engine."""
 
     @initialize(keeps=kept, ends_with_restart=st.booleans())
     def begin(self, keeps: int | None, ends_with_restart: bool) -> None:
@@ -71,22 +71,22 @@ class Healing(RuleBasedStateMachine):
         self.clock = 0
         self.ends_with_restart = ends_with_restart
         self.engine = PublishingEngine(0, 0, keeps)
-        self.blocks: dict[int, Prompt] = {}  # of all lives
+        self.blocks: dict[int, Prompt] = {}  # by engine hash, of all engines
         self.saved: TargetDump | None = None
         self.replay_works = True
         self.recoverable = keeps is None
         self.start_reading()
         self.connect()
 
-    # The engine.
+    # Rules of the engine.
 
     @rule(prompt=prompts, fate=fates)
     def serve(self, prompt: Prompt, fate: Fate) -> None:
         self.publish([self.engine.serve(self.remember(prompt))], fate)
 
     @rule(prompt=prompts, fate=fates)
-    def tell_again(self, prompt: Prompt, fate: Fate) -> None:
-        """Some engines announce again what a request found in the cache."""
+    def announce_again(self, prompt: Prompt, fate: Fate) -> None:
+        """Publish again the blocks that a request found in the cache, as some engines do."""
         if found := self.engine.hit(prompt):
             self.publish([self.engine.stored(prompt[:found], 0)], fate)
 
@@ -102,13 +102,13 @@ class Healing(RuleBasedStateMachine):
 
     @rule(prompt=prompts, before=st.booleans(), fate=fates)
     def clear(self, prompt: Prompt, before: bool, fate: Fate) -> None:
-        """A clear between other events of its batch."""
+        """Clear the cache between other events of one batch."""
         events = [self.engine.serve(self.remember(prompt))] if before else []
         self.publish([*events, self.engine.clear(), self.engine.serve(self.remember(prompt))], fate)
 
     @rule(keeps=kept, same_seed=st.booleans(), arrive=st.integers(0, 3), unseen=st.integers(-3, 3), back=st.booleans())
     def restart(self, keeps: int | None, same_seed: bool, arrive: int, unseen: int, back: bool) -> None:
-        """Some of what is under way still arrives; the new life may reach the old number before it is seen."""
+        """Restart. `arrive` batches still arrive; the new engine may reach the old sequence number unnoticed."""
         self.disconnect(arrive)
         engine = self.engine
         self.engine = PublishingEngine(engine.life + 1, engine.seed + (not same_seed), keeps)
@@ -118,12 +118,12 @@ class Healing(RuleBasedStateMachine):
         if back:
             self.connect()
 
-    # The channel.
+    # Rules of the channel.
 
     @precondition(lambda self: not self.connected)
     @rule()
     def connect(self) -> None:
-        """Requests that waited for somebody to be there are answered, too."""
+        """Connect to the engine, which also answers the requests that waited for it."""
         self.connected = True
         self.answers.clear()
         while self.waiting:
@@ -133,7 +133,7 @@ class Healing(RuleBasedStateMachine):
     @rule(arrive=st.integers(0, 3))
     def disconnect(self, arrive: int) -> None:
         self.deliver(arrive)
-        self.recoverable &= not self.answers  # nobody knows that they will never come
+        self.recoverable &= not self.answers  # the index does not know that they are lost
         self.connected = False
         self.live.clear()
         self.answers.clear()
@@ -163,24 +163,24 @@ class Healing(RuleBasedStateMachine):
 
     @rule(ticks=st.sampled_from([1, 6, 40]))
     def wait(self, ticks: int) -> None:
-        """Nothing comes meanwhile; an answer so late is none."""
+        """Wait without messages. An answer that is later than its timeout counts as lost."""
         for _ in range(ticks):
             self.tick()
             self.recoverable &= ticks == 1 or not self.answers
 
     @rule()
-    def quiet(self) -> None:
-        """All that is under way arrives."""
+    def arrive_all(self) -> None:
+        """Deliver all messages on both channels."""
         for _ in range(8):
             self.deliver(len(self.live))
             self.answer(len(self.answers), set())
             self.tick()
 
-    # The index.
+    # Rules of the index.
 
     @rule()
     def save(self) -> None:
-        """A snapshot; there is none of a stream that said nothing yet."""
+        """Save a snapshot, unless the stream has no batch yet."""
         last = self.sequence.last_frame
         if last is None:
             return
@@ -194,7 +194,7 @@ class Healing(RuleBasedStateMachine):
     @precondition(lambda self: self.saved is not None)
     @rule()
     def resume(self) -> None:
-        """The index starts anew with the last snapshot."""
+        """Restart the index with the last snapshot."""
         assert self.saved is not None
         self.start_reading()
         self.index.restore(TARGET, self.saved)
@@ -203,22 +203,22 @@ class Healing(RuleBasedStateMachine):
         last = self.saved.stream
         self.sequence.resume(StreamFrame(last.last_seq, encode_batch(EventBatch(last.last_time, [], 0))), last.complete)
 
-    # What must hold.
+    # Invariants and checks.
 
     @invariant()
     def nothing_is_claimed_that_was_not_stored(self) -> None:
-        """In no life at all, or, since a restart was noticed, not in the present one."""
+        """Check that all matched blocks were stored since the last clear."""
         self.index.check_integrity()
         for prompt in self.blocks.values():
             claimed = self.claimed(prompt)
             assert {prompt[: end + 1] for end in range(claimed)} <= self.claimable
 
     def teardown(self) -> None:
-        self.heal()
+        self.recover()
         state = self.sequence.state
         assert state is StreamState.LIVE or not self.recoverable
         if state is StreamState.LIVE:
-            self.agree()
+            self.check_agreement()
         else:
             assert state is StreamState.LOST
             if self.ends_with_restart:
@@ -226,30 +226,30 @@ class Healing(RuleBasedStateMachine):
             else:
                 self.clear((0, 1), before=True, fate=Fate.ARRIVES)
             self.serve((0, 1, 1), Fate.ARRIVES)
-            self.heal()
+            self.recover()
             assert self.sequence.state is StreamState.LIVE
-            self.agree()
-        self.forget_everything()
+            self.check_agreement()
+        self.evict_and_drop()
 
-    def heal(self) -> None:
-        """All is well again; without a replay of everything, only one more batch tells that others are missing."""
+    def recover(self) -> None:
+        """End all faults. If batches cannot be replayed, a further batch shows that they are missing."""
         self.replay_works = True
         if not self.connected:
             self.connect()
         if not self.recoverable:
             self.publish([], Fate.ARRIVES)
         for _ in range(20):
-            self.quiet()
+            self.arrive_all()
         assert self.sequence.pending == 0
         assert self.sequence.last_seq == (self.engine.sent[-1].seq if self.engine.sent else None)
 
-    def agree(self) -> None:
+    def check_agreement(self) -> None:
         for prompt in self.blocks.values():
             assert self.claimed(prompt) == self.engine.hit(prompt)
         assert self.held() == len(self.engine.copies)
 
-    def forget_everything(self) -> None:
-        """Every copy is counted: the last one gone, nothing is left."""
+    def evict_and_drop(self) -> None:
+        """Evict all copies but one, then drop the target: the index counts each copy and frees all memory."""
         if self.sequence.state is StreamState.LIVE and self.saved is None:
             copies = list(self.engine.copies.elements())
             for block in copies[1:]:
@@ -276,7 +276,7 @@ class Healing(RuleBasedStateMachine):
         assert status is not None
         return status.blocks[Tier.GPU]
 
-    # What the reader of the streams does.
+    # The part of the stream reader.
 
     def start_reading(self) -> None:
         self.index = self.make_index()

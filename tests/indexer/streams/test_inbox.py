@@ -1,4 +1,4 @@
-"""What comes live is received and applied alike by Python, by the native core, and by that without libzmq."""
+"""Live messages have the same results in the Python inbox, the native inbox, and the native core without libzmq."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import zmq
 from engine_publisher import DEADLINE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_implementations import payload, said
+from test_implementations import comparable, payload
 
 from indexer import Index, Target
 from indexer.inbox import Inbox
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif("native" not in CORES, reason="the native core i
 
 @st.composite
 def live_messages(draw: st.DrawFn) -> list[list[bytes]]:
-    """Of one stream: most follow one another and are batches."""
+    """Draw the messages of one stream. Most are batches with consecutive sequence numbers."""
     messages: list[list[bytes]] = []
     seq = draw(st.sampled_from([0, 5, 2**64 - 2]))
     for content in draw(st.lists(payload(), max_size=6)):
@@ -57,20 +57,20 @@ def live_messages(draw: st.DrawFn) -> list[list[bytes]]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(live_messages(), min_size=1, max_size=3))
-def test_both_inboxes_receive_and_apply_the_same(streams: list[list[list[bytes]]]) -> None:
-    """By the core in Python, by the native one, and by that where libzmq cannot be called."""
+def test_all_inboxes_receive_and_apply_the_same(streams: list[list[list[bytes]]]) -> None:
+    """The inboxes are those of `inboxes`."""
     targets = targets_of(streams)
     seen = []
     for inbox, index in inboxes():
-        with pulling(*streams) as sockets, followed(inbox, index, sockets) as places:
+        with filled_sockets(*streams) as sockets, following(inbox, index, sockets) as places:
             taken, told, received, _ = inbox.read(0)
             assert (taken, told) == ([], [])
-            came = {places[turn.socket]: inbox.messages(place) for place, turn in enumerate(received)}
-            assert [came.get(place, []) for place in range(len(streams))] == streams
+            by_place = {places[turn.socket]: inbox.messages(place) for place, turn in enumerate(received)}
+            assert [by_place.get(place, []) for place in range(len(streams))] == streams
             told = inbox.apply([place for place, turn in enumerate(received) if turn.first is not None])
             assert not any(turn.messages for turn in inbox.read(0).received)
         turns = [turn._replace(socket=places[turn.socket]) for turn in received if turn.messages]
-        seen.append((turns, [(where, said(applied)) for where, applied in told], [*map(index.status, targets)]))
+        seen.append((turns, [(where, comparable(applied)) for where, applied in told], [*map(index.status, targets)]))
     assert seen[0] == seen[1] == seen[2]
 
 
@@ -83,10 +83,10 @@ def test_both_inboxes_receive_and_apply_the_same(streams: list[list[list[bytes]]
 def test_expected_batches_are_applied_like_requested_ones(
     streams: list[list[list[bytes]]], first: int | None, largest: int
 ) -> None:
-    """Unless anything else comes with it."""
+    """The native inbox applies expected batches itself, unless a round has other messages too."""
     seen = []
     for inbox, index in inboxes():
-        with pulling(*streams) as sockets, followed(inbox, index, sockets) as places:
+        with filled_sockets(*streams) as sockets, following(inbox, index, sockets) as places:
             for fd in places:
                 inbox.expect(fd, first, largest)
             taken, told, received, _ = inbox.read(0)
@@ -105,7 +105,7 @@ def test_expected_batches_are_applied_like_requested_ones(
                     runs.append((place, turn.first, last, turn.payload, turn.size))
             told += inbox.apply([place for place, turn in enumerate(received) if turn.first is not None])
         statuses = [index.status(target) for target in targets_of(streams)]
-        seen.append((runs, [(where, said(applied)) for where, applied in told], statuses))
+        seen.append((runs, [(where, comparable(applied)) for where, applied in told], statuses))
     assert seen[0] == seen[1] == seen[2]
 
 
@@ -114,8 +114,8 @@ def targets_of(streams: Sequence[object]) -> list[Target]:
 
 
 @contextmanager
-def followed(inbox: Inbox, index: Index, sockets: list[zmq.Socket[bytes]]) -> Iterator[dict[int, int]]:
-    """An inbox follows sockets, each for a target; their places by file descriptor."""
+def following(inbox: Inbox, index: Index, sockets: list[zmq.Socket[bytes]]) -> Iterator[dict[int, int]]:
+    """Let an inbox follow sockets, each for its own target. Yields the sockets' places by file descriptor."""
     places: dict[int, int] = {}
     for place, (socket, target) in enumerate(zip(sockets, targets_of(sockets), strict=True)):
         index.add(target)
@@ -146,8 +146,8 @@ def native_inbox(index: Index, others: int) -> Inbox:
 
 
 @contextmanager
-def pulling(*streams: list[list[bytes]]) -> Iterator[list[zmq.Socket[bytes]]]:
-    """Sockets to which messages came."""
+def filled_sockets(*streams: list[list[bytes]]) -> Iterator[list[zmq.Socket[bytes]]]:
+    """Yield sockets that have received the messages of one stream each."""
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context[zmq.Socket[bytes]]())
         sockets = [stack.enter_context(context.socket(zmq.PULL)) for _ in streams]
@@ -170,7 +170,7 @@ def test_turns_and_rounds_are_limited() -> None:
     small = [live_frames(b"", seq, batch()) for seq in range(100)]
     large = [live_frames(b"", seq, bytes(30_000)) for seq in range(10)]
     for inbox, index in inboxes():
-        with pulling(small, *[large] * 5) as sockets, followed(inbox, index, sockets) as places:
+        with filled_sockets(small, *[large] * 5) as sockets, following(inbox, index, sockets) as places:
             turns = inbox.read(0).received
             assert [(places[turn.socket], turn.messages) for turn in turns] == [(0, 64), (1, 3), (2, 3), (3, 3)]
             assert (turns[1].size, turns[1].largest) == (3 * 30_008, 30_008)
@@ -183,8 +183,8 @@ def test_large_message_is_received_and_its_memory_returned() -> None:
     huge = [b"", encode_seq(0), bytes(12 << 20)]
     with (
         DefaultSelector() as others,
-        pulling([huge, live_frames(b"", 1, batch())]) as sockets,
-        followed(inbox := native_inbox(index, others.fileno()), index, sockets),
+        filled_sockets([huge, live_frames(b"", 1, batch())]) as sockets,
+        following(inbox := native_inbox(index, others.fileno()), index, sockets),
     ):
         (turn,) = inbox.read(0).received
         assert (turn.messages, turn.first, turn.largest) == (1, 0, (12 << 20) + 8)
@@ -199,8 +199,8 @@ def test_large_message_is_received_and_its_memory_returned() -> None:
 
 
 @contextmanager
-def flowing(index: Index) -> Iterator[tuple[Inbox, int]]:
-    """An inbox to which one batch after another comes, as it expects, and a pipe that something else comes out of."""
+def steady_stream(index: Index) -> Iterator[tuple[Inbox, int]]:
+    """Yield an inbox that receives expected batches all the time, and a pipe whose input is other work for it."""
     (out_of, into), stop = os.pipe(), threading.Event()
     (target,) = targets_of([0])
     index.add(target)
@@ -241,15 +241,15 @@ def resident_bytes() -> int:
 
 def test_expected_rounds_repeat_until_another_event_or_timeout() -> None:
     index = native_index()
-    with flowing(index) as (inbox, something_else):
+    with steady_stream(index) as (inbox, other_input):
         deadline, last, longest = time.monotonic() + DEADLINE_S, -1, 0
-        while longest <= 64:  # as many as a round may have
+        while longest <= 64:  # maximum number of messages in a round
             assert time.monotonic() < deadline
             for turn in inbox.read(0.1).taken:
                 assert turn.first == last + 1
                 last = turn.last
                 longest = max(longest, turn.last - turn.first)
-        os.write(something_else, b".")
+        os.write(other_input, b".")
         begun = time.monotonic()
         for _ in range(3):
             inbox.read(DEADLINE_S)
@@ -257,7 +257,7 @@ def test_expected_rounds_repeat_until_another_event_or_timeout() -> None:
 
 
 def test_busy_streams_are_reported_periodically_and_on_request() -> None:
-    with flowing(native_index()) as (inbox, _):
+    with steady_stream(native_index()) as (inbox, _):
         deadline, last, rested = time.monotonic() + DEADLINE_S, -1, 0
         while rested < 2:
             assert time.monotonic() < deadline
@@ -268,7 +268,7 @@ def test_busy_streams_are_reported_periodically_and_on_request() -> None:
             assert bool(rest) == reading.untold
             assert inbox.rest() == []
             rested += bool(rest)
-        while not (taken := inbox.read(0.1).taken):  # without being asked for
+        while not (taken := inbox.read(0.1).taken):  # reported without `rest`
             assert time.monotonic() < deadline
         assert taken[0].first == last + 1
 
@@ -277,60 +277,60 @@ def test_reading_reports_a_batch_only_after_a_pause() -> None:
     index = native_index()
     with (
         DefaultSelector() as others,
-        pulling([live_frames(b"", 0, batch())]) as sockets,
-        followed(inbox := native_inbox(index, others.fileno()), index, sockets) as (fd,),
+        filled_sockets([live_frames(b"", 0, batch())]) as sockets,
+        following(inbox := native_inbox(index, others.fileno()), index, sockets) as (fd,),
     ):
         inbox.expect(fd, 0, 10**6)
         (turn,) = inbox.read(DEADLINE_S).taken
         assert 0.004 < time.time() - turn.received_at < DEADLINE_S
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all threads are scheduled alike")
+@pytest.mark.skipif(sys.platform != "linux", reason="scheduling policies are set on Linux only")
 def test_busy_reader_lowers_its_scheduling_priority() -> None:
-    """Neither ZeroMQ's thread nor the one that receives from it, until that needs Python's lock."""
+    """ZeroMQ's thread and the receiving thread interrupt no others until Python's lock is needed."""
     before, receiver = io_threads(), threading.get_native_id()
-    with flowing(native_index()) as (inbox, something_else):
+    with steady_stream(native_index()) as (inbox, other_input):
 
         def policies_while_reading() -> set[int]:
             threads = receiver, *(io_threads() - before)
 
-            def look() -> set[int]:
-                time.sleep(0.02)  # for the reading to begin
+            def observe() -> set[int]:
+                time.sleep(0.02)  # until `read` has begun
                 return {*map(os.sched_getscheduler, threads)}
 
             with ThreadPoolExecutor(1) as other:
-                looked = other.submit(look)
+                observed = other.submit(observe)
                 inbox.read(0.2)
             assert os.sched_getscheduler(0) == os.SCHED_OTHER
-            return looked.result()
+            return observed.result()
 
         assert policies_while_reading() == {os.SCHED_OTHER}
         deadline = time.monotonic() + DEADLINE_S
         while policies_while_reading() != {os.SCHED_BATCH}:
             assert time.monotonic() < deadline
-        os.write(something_else, b".")  # readings end at once, with little each
+        os.write(other_input, b".")  # each `read` ends at once, with few batches
         while policies_while_reading() != {os.SCHED_OTHER}:
             assert time.monotonic() < deadline
 
 
 def io_threads() -> set[int]:
-    """ZeroMQ's threads that read from the network."""
+    """Return the ids of ZeroMQ's I/O threads."""
     threads = set()
     for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it may end while it is read
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
             if "ZMQbg/IO" in (task / "comm").read_text():
                 threads.add(int(task.name))
     return threads
 
 
 def test_expected_batches_of_a_dropped_target_are_not_applied() -> None:
-    """Not even of the one that has its number now."""
+    """Another target with the same number does not get the batches either."""
     index, (old, new) = native_index(), targets_of([0, 0])
     stored = batch(BlockStored([1], None, [7], 1))
     with (
         DefaultSelector() as others,
-        pulling([live_frames(b"", 0, stored)], [live_frames(b"", 0, stored)]) as (socket, other),
-        followed(inbox := native_inbox(index, others.fileno()), index, [socket]) as (fd,),
+        filled_sockets([live_frames(b"", 0, stored)], [live_frames(b"", 0, stored)]) as (socket, other),
+        following(inbox := native_inbox(index, others.fileno()), index, [socket]) as (fd,),
     ):
         inbox.expect(fd, 0, 10**6)
         index.drop(old)
@@ -358,5 +358,5 @@ def test_python_inbox_is_used_without_libzmq_functions(monkeypatch: pytest.Monke
             patch.setattr(ctypes, "CDLL", no_library)
             assert isinstance(make_inbox(index, others.fileno()), PythonInbox)
         with monkeypatch.context() as patch:
-            patch.setattr(ctypes, "CDLL", lambda _name: ctypes.PyDLL(None))  # one that has other functions
+            patch.setattr(ctypes, "CDLL", lambda _name: ctypes.PyDLL(None))  # a library without the functions of libzmq
             assert isinstance(make_inbox(index, others.fileno()), PythonInbox)

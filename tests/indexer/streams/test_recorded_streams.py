@@ -1,4 +1,4 @@
-"""What real engines reported as cached is what the index predicts, from their recorded events through real sockets."""
+"""The index predicts the cached tokens that real engines reported, from their recorded events over real sockets."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MODEL = "tiny"
 
 
 def recorded_requests(name: str) -> list[dict[str, Any]]:
-    """Every request and every admin call, as they began."""
+    """Return the requests and admin calls of a recording, in the order of their start."""
     with gzip.open(DATA / f"{name}.requests.jsonl.gz", "rt") as lines:
         return sorted((json.loads(line) for line in lines), key=lambda request: request["t_start"])
 
 
 def recorded_batches(path: str) -> list[tuple[float, int, StreamFrame]]:
-    """When each live batch was received, from which source, and the batch."""
+    """Return the time, the source and the frame of each live batch."""
     return [
         (record.received_at, record.source, parse_live(record.frames))
         for record in read_recording(DATA / f"{path}.kvrec")
@@ -49,7 +49,7 @@ def registration(instance: str, dp_rank: int, publisher: Publisher) -> dict[str,
 
 @pytest.fixture
 def follow(client: Client, publishers: Callable[..., Publisher]) -> Callable[[str, int], Publisher]:
-    """Makes a publisher for a worker's rank, and has the indexer follow it."""
+    """Function that creates the publisher of a worker's rank and registers it with the indexer."""
 
     def follow(instance: str, dp_rank: int) -> Publisher:
         publisher = publishers()
@@ -61,7 +61,7 @@ def follow(client: Client, publishers: Callable[..., Publisher]) -> Callable[[st
 
 
 def ask(client: Client, request: dict[str, Any]) -> dict[tuple[str, int], int]:
-    """The tokens each rank is predicted to have cached of a recorded request's prompt."""
+    """Return the predicted cached tokens of a recorded request's prompt, by rank."""
     query = {
         "model": MODEL,
         "token_ids": request["prompt_token_ids"],
@@ -137,10 +137,10 @@ def test_predictions_equal_the_engines_reports(
     assert right >= exact
 
 
-def test_a_late_subscriber_predicts_the_same(
+def test_late_subscriber_predicts_like_an_early_one(
     client: Client, publisher: Publisher, caught_up: Callable[..., None]
 ) -> None:
-    """The last request of a recording, after all of it came by replay, in the framing of older releases."""
+    """The prediction for the last request is right after a replay in the framing of older releases."""
     *_, last = recorded_requests("c_pressure_evictions")
     publisher.legacy = True
     for received_at, _, frame in recorded_batches("old_wire/c_pressure_evictions.vllm-0.16.0"):
@@ -151,10 +151,10 @@ def test_a_late_subscriber_predicts_the_same(
     assert ask(client, last)["w0", 0] == last["cached_tokens"]
 
 
-def test_no_block_outlives_a_restart_under_a_truncated_replay(
+def test_restart_with_a_truncated_replay_removes_all_old_blocks(
     client: Client, publisher: Publisher, caught_up: Callable[..., None]
 ) -> None:
-    """A subscriber comes late to a publisher that keeps 20 batches, and is there when the engine restarts."""
+    """A late subscriber, to which only 20 batches are replayed, is connected when the engine restarts."""
     batches = [frame for _, _, frame in recorded_batches("i_restart_seq_reset_and_replay_truncation")]
     target = Target("w0", 0, MODEL)
     publisher.keep = 20

@@ -1,4 +1,4 @@
-"""How one event stream is kept in order, step by step. Times are seconds; nothing here waits."""
+"""Ordering of one event stream, step by step. Times are simulated, in seconds."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def state(sequence: StreamSequence) -> StreamState:
 
 
 def end_of_replay(sequence: StreamSequence, now: float = 0.0) -> list[Action]:
-    """The end of a replay, from a publisher that has no snapshots."""
+    """End a replay of a publisher without snapshots, and return the actions."""
     actions = sequence.on_replay(None, now)
     return sequence.on_replay(None, now) if AskReplay(SNAPSHOT_START) in actions else actions
 
 
 def live_at(seq: int, can_replay: bool = True) -> StreamSequence:
-    """A stream that is live and has applied the batches up to `seq`."""
+    """Return a live stream that has applied the batches up to `seq`."""
     sequence = StreamSequence(can_replay, SETTINGS)
     sequence.on_connected(0.0)
     for number in range(seq + 1):
@@ -141,7 +141,7 @@ def test_interrupted_replay_is_requested_again() -> None:
 
 
 def test_batches_missing_from_a_truncated_replay_are_lost() -> None:
-    """The publisher keeps batches from 25 on only."""
+    """The publisher can replay batches from 25 on only."""
     sequence = StreamSequence(True, SETTINGS)
     sequence.on_connected(0.0)
     actions: list[Action] = []
@@ -156,7 +156,7 @@ def test_batches_missing_from_a_truncated_replay_are_lost() -> None:
     assert state(sequence) is StreamState.LOST
 
 
-def test_a_silent_replay_delays_live_batches_by_its_timeout_at_most() -> None:
+def test_silent_replay_delays_live_batches_by_at_most_its_timeout() -> None:
     sequence = live_at(0)
     assert sequence.on_live(frame(2), 10.0) == [AskReplay(0)]
     assert sequence.on_live(frame(3), 10.5) == []
@@ -166,7 +166,7 @@ def test_a_silent_replay_delays_live_batches_by_its_timeout_at_most() -> None:
     assert sequence.counters.replays_unanswered == 1
 
 
-def test_after_a_silent_replay_gaps_delay_nothing_until_it_answers_again() -> None:
+def test_gaps_delay_no_batch_until_a_silent_replay_answers_again() -> None:
     sequence = live_at(0)
     sequence.on_live(frame(2), 10.0)
     sequence.on_tick(11.0)
@@ -178,7 +178,7 @@ def test_after_a_silent_replay_gaps_delay_nothing_until_it_answers_again() -> No
     assert sequence.on_live(frame(6), 60.0) == [AskReplay(4)]
 
 
-def test_without_a_replay_a_gap_is_lost_at_once() -> None:
+def test_gap_without_replay_is_lost_at_once() -> None:
     sequence = live_at(0, can_replay=False)
     assert applied(sequence.on_live(frame(3), 0.0)) == [3]
     assert (sequence.state, sequence.counters.lost_batches) == (StreamState.LOST, 2)
@@ -199,18 +199,18 @@ def test_replay_beyond_the_pending_limit_continues() -> None:
 
 
 @pytest.mark.parametrize("can_replay", [True, False])
-def test_a_lower_number_is_a_restart(can_replay: bool) -> None:
+def test_lower_sequence_number_is_a_restart(can_replay: bool) -> None:
     sequence = live_at(5, can_replay)
     assert sequence.on_live(frame(0, life=1), 0.0) == [Clear(), Apply(frame(0, life=1))]
     assert (sequence.last_seq, sequence.counters.restarts) == (0, 1)
 
 
-def test_the_same_number_again_is_a_restart() -> None:
+def test_other_batch_with_the_same_number_is_a_restart() -> None:
     sequence = live_at(0)
     assert sequence.on_live(frame(0, life=1), 0.0) == [Clear(), Apply(frame(0, life=1))]
 
 
-def test_a_restart_is_complete_even_when_its_first_batches_were_missed() -> None:
+def test_restart_with_missed_first_batches_is_completed_by_a_replay() -> None:
     sequence = live_at(5)
     assert sequence.on_live(frame(2, life=1), 0.0) == [Clear(), AskReplay(0)]
     actions = [action for seq in range(3) for action in sequence.on_replay(frame(seq, life=1), 0.0)]
@@ -226,7 +226,7 @@ def test_restart_ends_the_lost_state() -> None:
 
 
 def test_contiguous_restart_is_detected_in_the_replay() -> None:
-    """The new life has passed the old number when we are connected again."""
+    """The restarted publisher has exceeded the old sequence number before the reconnection."""
     sequence = live_at(5)
     assert sequence.on_connected(0.0) == [AskReplay(5)]
     assert applied(sequence.on_live(frame(6, life=1), 0.0)) == [6]
@@ -245,7 +245,7 @@ def test_contiguous_restart_is_detected_in_a_late_replay() -> None:
     assert sequence.on_replay(frame(5, life=1), 60.0) == [Clear(), AskReplay(0)]
 
 
-def test_a_reconnection_to_the_same_publisher_clears_nothing() -> None:
+def test_reconnection_to_the_same_publisher_clears_nothing() -> None:
     sequence = live_at(5)
     assert sequence.on_connected(0.0) == [AskReplay(5)]
     assert [sequence.on_replay(frame(seq), 0.0) for seq in (5, 6)] == [[], [Apply(frame(6))]]
@@ -253,11 +253,11 @@ def test_a_reconnection_to_the_same_publisher_clears_nothing() -> None:
     assert sequence.counters.restarts == 0
 
 
-def test_a_restarted_publisher_with_nothing_to_replay_clears() -> None:
+def test_restarted_publisher_without_batches_clears_the_target() -> None:
     sequence = live_at(5)
     assert sequence.on_connected(0.0) == [AskReplay(5)]
     for _ in range(2):
-        assert sequence.on_replay(None, 0.0) == [AskReplay(5)], "it may have been dropped on the way"
+        assert sequence.on_replay(None, 0.0) == [AskReplay(5)], "the replayed batch may have been lost"
     assert sequence.on_replay(None, 0.0) == [Clear(), AskReplay(0)]
     assert sequence.on_replay(None, 0.0) == []
     assert (sequence.state, sequence.last_seq) == (StreamState.LIVE, None)
@@ -326,7 +326,7 @@ def test_clear_keeps_later_losses() -> None:
     assert state(sequence) is StreamState.LIVE
 
 
-def test_a_replay_without_an_answer_confirms_nothing() -> None:
+def test_unanswered_replay_confirms_nothing() -> None:
     sequence = live_at(0)
     sequence.on_live(frame(1), 3.0)
     assert sequence.on_tick(10.0) == [AskReplay(1)]
@@ -335,7 +335,7 @@ def test_a_replay_without_an_answer_confirms_nothing() -> None:
 
 
 def test_unverifiable_reconnection_is_lost() -> None:
-    """The publisher replays, but our last batch no longer: it may be the same, or one that restarted."""
+    """The publisher can no longer replay the last applied batch, so a restart cannot be excluded."""
     sequence = live_at(5)
     actions = sequence.on_connected(0.0)
     while AskReplay(5) in actions:
@@ -355,8 +355,8 @@ def test_restart_without_kept_batches_clears_once() -> None:
     assert (sequence.state, sequence.last_seq) == (StreamState.LIVE, 0)
 
 
-def test_the_ends_of_earlier_replays_end_no_later_one() -> None:
-    """While a publisher is away, requests wait for it; when it is back, it answers them all."""
+def test_late_end_marker_does_not_end_a_later_replay() -> None:
+    """Requests wait while the publisher is disconnected. After its reconnection it answers all of them."""
     sequence = live_at(5)
     asked = sum(bool(sequence.on_tick(now)) for now in (10.0, 11.0, 20.0, 21.0, 30.0, 31.0))
     assert asked == 3
@@ -396,8 +396,8 @@ def test_batches_before_an_undetected_restart_are_lost_without_replay() -> None:
     assert sequence.on_live(frame(0, life=2), 0.0) == [Clear(), Apply(frame(0, life=2))]
 
 
-def test_a_busy_publisher_keeps_no_hopeless_replay_going() -> None:
-    """Every replay brings a batch that is new, and never the one that is missing."""
+def test_replay_rounds_are_limited_while_new_batches_arrive() -> None:
+    """Each replay has a new batch, but never the missing one."""
     sequence = live_at(0)
     actions = sequence.on_live(frame(2), 0.0)
     rounds = 0
@@ -476,7 +476,7 @@ def test_resync_needs_a_connected_stream_with_replay() -> None:
 
 
 def asked_for_a_snapshot() -> StreamSequence:
-    """A late subscriber, of a publisher that keeps batches from 25 on."""
+    """Return a late subscriber of a publisher that can replay batches from 25 on only."""
     sequence = StreamSequence(True, SETTINGS)
     sequence.on_connected(0.0)
     sequence.on_live(frame(27), 0.0)
@@ -519,7 +519,7 @@ def test_partial_snapshot_is_cleared() -> None:
     assert (actions[0], applied(actions)) == (Clear(), [25, 27])
     assert sequence.state is StreamState.LOST
     assert sequence.on_snapshot(*part(1), 1.1) == []
-    # It is asked for again, but not at once.
+    # The snapshot is requested again after its interval.
     assert AskReplay(SNAPSHOT_START) not in sequence.on_tick(1.5)
     sequence.on_live(frame(28), 5.9)
     assert sequence.on_tick(6.5) == [AskReplay(SNAPSHOT_START)]
@@ -536,7 +536,7 @@ def test_snapshot_with_a_missing_part_is_ignored(lost: int) -> None:
     assert sequence.counters.snapshots == 0
 
 
-def test_a_connection_lost_in_the_middle_of_a_snapshot_begins_again() -> None:
+def test_reconnection_during_a_snapshot_clears_and_replays_all() -> None:
     sequence = asked_for_a_snapshot()
     sequence.on_snapshot(*part(0), 0.0)
     assert sequence.on_connected(0.5) == [Clear(), AskReplay(0)]
@@ -560,6 +560,6 @@ def test_idle_check_counts_apart_from_replays() -> None:
     assert sequence.on_tick(40.0) == [AskReplay(1)]
     assert (sequence.counters.idle_checks, sequence.counters.replays) == (1, replays)
     sequence.on_replay(frame(1), 40.0)
-    sequence.on_replay(frame(3), 40.0)  # 2 got lost on the way
+    sequence.on_replay(frame(3), 40.0)  # batch 2 was lost
     end_of_replay(sequence, 40.0)
     assert (sequence.counters.idle_checks, sequence.counters.replays) == (1, replays + 1)

@@ -1,4 +1,4 @@
-"""Whatever is lost, late, silent or restarted: no batch is applied twice, and once all is well nothing is missing."""
+"""A model of a lossy stream: no batch is applied twice, and after the faults no recoverable batch is missing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TICK = 0.125
 
 @dataclass
 class Answer:
-    """A replay's message under way: a batch, or the end."""
+    """A replay's message in transit: a batch, or the end."""
 
     life: int
     frame: StreamFrame | None
 
 
 class LossyStream(RuleBasedStateMachine):
-    """A publisher whose live and replayed batches may get lost, which may restart, or not answer, or answer late."""
+    """A publisher that may lose batches, restart, or answer replay requests late or never."""
 
     @initialize(connected=st.booleans())
     def begin(self, connected: bool) -> None:
@@ -59,7 +59,7 @@ class LossyStream(RuleBasedStateMachine):
         for number in range(min(count, len(self.answers))):
             answer = self.answers.popleft()
             if number not in lost:
-                self.hear(answer)
+                self.receive(answer)
             if not self.answers:
                 break
 
@@ -69,7 +69,7 @@ class LossyStream(RuleBasedStateMachine):
             self.now += TICK
             self.act(self.sequence.on_tick(self.now))
             if self.waiting_since is not None:
-                # A second round is asked for when the first one broke off.
+                # A second round is requested after an incomplete one.
                 assert self.now - self.waiting_since < 2 * (TIMEOUT + TICK)
 
     @rule()
@@ -103,28 +103,28 @@ class LossyStream(RuleBasedStateMachine):
         assert (self.sequence.state is StreamState.LOST) <= (missing > 0)
 
     def teardown(self) -> None:
-        """All is well again: after a while everything is applied, or known to be lost."""
+        """End all faults, and check that each batch is applied or known to be lost."""
         self.replay_answers = True
         if not self.connected:
             self.connect()
         for _ in range(12):
             while self.answers:
-                self.hear(self.answers.popleft())
+                self.receive(self.answers.popleft())
             self.now += 8.0
             self.act(self.sequence.on_tick(self.now))
         assert self.sequence.pending == 0
         lives = {msgspec.msgpack.decode(frame.payload)[2] for frame in self.applied}
-        assert lives <= {self.life}, "what an earlier life held is cleared"
+        assert lives <= {self.life}, "blocks from before the restart are cleared"
         assert self.sequence.last_seq == (self.sent[-1].seq if self.sent else None)
         if self.sequence.state is StreamState.LIVE:
             assert self.applied == self.sent
 
-    def hear(self, answer: Answer) -> None:
+    def receive(self, answer: Answer) -> None:
         self.waiting_since = self.now
         self.act(self.sequence.on_replay(answer.frame, self.now))
 
     def discard_answers(self) -> None:
-        """The reader throws away what it has not read of an earlier life."""
+        """Discard the answers of the publisher before its restart."""
         self.answers = deque(answer for answer in self.answers if answer.life == self.life)
 
     def act(self, actions: list[Action]) -> None:

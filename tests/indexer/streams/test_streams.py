@@ -1,4 +1,4 @@
-"""Streams over real sockets: whatever happens on the way, the index ends up with what the publisher said."""
+"""Streams over real sockets: the index ends up with the blocks of the publisher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CaughtUp = Callable[..., None]
 
 
 def block(number: int) -> BlockStored:
-    """The block after `number` others of one prompt, whose tokens are all alike."""
+    """Return the event of block `number` of a prompt whose tokens are all 7."""
     return BlockStored([number + 1], number or None, [7], 1)
 
 
@@ -41,7 +41,7 @@ def matched(indexer: Indexer, target: Target = TARGET) -> int:
 
 
 def held(indexer: Indexer, tokens: list[int], target: Target = TARGET) -> int:
-    """How much of a prompt a target holds."""
+    """Return the cached tokens of a prompt at a target."""
     matches = indexer.match(MatchQuery(target.model, tokens))
     return next((match.matched_tokens for match in matches if match.target == target), 0)
 
@@ -66,7 +66,7 @@ def test_late_subscriber_gets_all_batches_by_replay(
     caught_up(TARGET, 199, StreamState.LIVE)
     assert matched(indexer) == 200
     assert stream(TARGET).sequence.batches == 200
-    assert stream(TARGET).received_at is None, "nothing came live"
+    assert stream(TARGET).received_at is None, "no batch was received live"
 
 
 def test_late_subscriber_without_replay_is_lost_after_the_next_batch(
@@ -81,7 +81,7 @@ def test_late_subscriber_without_replay_is_lost_after_the_next_batch(
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_a_gap_is_replayed(
+def test_gap_is_filled_by_a_replay(
     legacy: bool,
     indexer: Indexer,
     publisher: Publisher,
@@ -128,11 +128,11 @@ def test_stream_without_deadlines_is_not_checked(
     stream: Stream,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looked_at = []
+    checked_streams = []
     on_tick = StreamSequence.on_tick
 
     def look(sequence: StreamSequence, now: float) -> list[Action]:
-        looked_at.append(sequence.counters)
+        checked_streams.append(sequence.counters)
         return on_tick(sequence, now)
 
     monkeypatch.setattr(StreamSequence, "on_tick", look)
@@ -144,8 +144,8 @@ def test_stream_without_deadlines_is_not_checked(
         publisher.publish(block(0))
         caught_up(target, 0)
     eventually(lambda: stream(other).sequence.idle_checks >= 2)
-    assert not any(counters is stream(TARGET).sequence for counters in looked_at)
-    assert len(looked_at) < 8, "not at every tick"
+    assert not any(counters is stream(TARGET).sequence for counters in checked_streams)
+    assert len(checked_streams) < 8, "not at every tick"
 
 
 def test_silent_replay_delays_no_other_stream(
@@ -215,7 +215,7 @@ def test_stream_state_is_published_with_the_index(
     seen = []
 
     def look(_logger: object, _method: str, event: MutableMapping[str, Any]) -> NoReturn:
-        if event["event"] == "event stream read again from the start":  # the sequence knows of it, the index not yet
+        if event["event"] == "event stream read again from the start":  # the index does not have this state yet
             seen.append((stream(TARGET).last_seq, matched(indexer)))
         raise structlog.DropEvent
 
@@ -290,7 +290,7 @@ def test_streams_of_two_ranks_are_separate(
     assert [matched(indexer, target) for target in ranks] == [1, 2]
 
 
-def test_identical_registration_does_nothing_and_another_restarts(
+def test_identical_registration_is_ignored_and_changed_one_restarts(
     indexer: Indexer, publishers: Callable[..., Publisher], register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
     first, second = publishers(), publishers()
@@ -311,7 +311,7 @@ def test_identical_registration_does_nothing_and_another_restarts(
 def test_reregistered_target_has_no_blocks_of_the_old_stream(
     indexer: Indexer, publishers: Callable[..., Publisher], register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
-    """However quickly it comes back, and whatever the old publisher says meanwhile."""
+    """Batches of the old publisher that are still in transit are not applied."""
     old, new = publishers(), publishers()
     for round_ in range(20):
         register(old, replay=False)
@@ -331,7 +331,7 @@ def kind_of_inbox(indexer: Indexer) -> type[Inbox]:
 
 
 def expect_nothing(_inbox: Inbox, _socket: int, _seq: int | None, _largest: int) -> None:
-    """In place of `Inbox.expect`: whatever comes is asked for."""
+    """Replace `Inbox.expect`, so that the caller handles all messages."""
 
 
 def test_reregistered_target_shows_the_new_stream(
@@ -342,15 +342,15 @@ def test_reregistered_target_shows_the_new_stream(
     stream: Stream,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not even while a batch of it is being applied."""
+    """A batch of the old stream that is being applied does not change the new stream's status."""
     old, new = publishers(), publishers()
-    kind, applying, go_on = kind_of_inbox(indexer), Event(), Event()
+    kind, applying, proceed = kind_of_inbox(indexer), Event(), Event()
     apply = kind.apply
 
     def apply_slowly(inbox: Inbox, places: Any) -> Any:
         if places:
             applying.set()
-            assert go_on.wait(DEADLINE_S)
+            assert proceed.wait(DEADLINE_S)
         return apply(inbox, places)
 
     with monkeypatch.context() as patched:
@@ -363,26 +363,26 @@ def test_reregistered_target_shows_the_new_stream(
         register(new, replay=False)
         old.publish(block(1))
         assert (stream(TARGET).last_seq, stream(TARGET).state) == (None, StreamState.CONNECTING)
-        go_on.set()
+        proceed.set()
         new.publish(BlockStored([1], None, [9], 1))
         caught_up(TARGET, 0)
     assert matched(indexer) == 0
 
 
 @pytest.fixture
-def held_back(indexer: Indexer, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Nothing is received live until it is called; then what came meanwhile is, together."""
-    kind, go_on = kind_of_inbox(indexer), Event()
+def resume_reading(indexer: Indexer, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Function that resumes reading. Until its call, live messages wait, and are then received together."""
+    kind, proceed = kind_of_inbox(indexer), Event()
     read = kind.read
 
     def read_later(inbox: Inbox, seconds: float) -> Reading:
-        return read(inbox, seconds) if go_on.wait(0.001) else Reading([], [], [])
+        return read(inbox, seconds) if proceed.wait(0.001) else Reading([], [], [])
 
     monkeypatch.setattr(kind, "read", read_later)
-    return go_on.set
+    return proceed.set
 
 
-_ANOTHER_DIALECT = msgspec.msgpack.encode([0.0, [["BlockRemoved", ["no hash", None, 1.5]]]])
+_INVALID_EVENT = msgspec.msgpack.encode([0.0, [["BlockRemoved", ["no hash", None, 1.5]]]])
 
 
 @pytest.mark.parametrize(
@@ -394,13 +394,13 @@ _ANOTHER_DIALECT = msgspec.msgpack.encode([0.0, [["BlockRemoved", ["no hash", No
         (lambda publisher: publisher.send_raw([b"", b"a number of 7"[:7], b""]), 40, 1, 0),
         (lambda publisher: publisher.send_raw([b""] * 1000), 40, 1, 0),
         (lambda publisher: publisher.send(20, b"no batch"), 40, 1, 0),
-        (lambda publisher: publisher.send(20, _ANOTHER_DIALECT), 40, 0, 1),
+        (lambda publisher: publisher.send(20, _INVALID_EVENT), 40, 0, 1),
         (lambda publisher: publisher.publish(BlockRemoved([*range(10**6, 10**6 + 200_000)])), 40, 0, 0),
         (lambda publisher: publisher.publish(AllBlocksCleared()), 0, 0, 0),
     ],
     ids=["nothing", "gap", "short", "number", "long", "rejected", "odd", "huge", "clear"],
 )
-def test_commands_during_a_run_lose_and_repeat_no_batch(
+def test_unusual_message_within_a_run_loses_and_repeats_no_batch(
     between: Callable[[Publisher], Any],
     blocks: int,
     bad_frames: int,
@@ -410,7 +410,7 @@ def test_commands_during_a_run_lose_and_repeat_no_batch(
     register: Callable[..., None],
     caught_up: CaughtUp,
     stream: Stream,
-    held_back: Callable[[], None],
+    resume_reading: Callable[[], None],
 ) -> None:
     hostile, other = publishers(), publishers()
     neighbour = Target("other", 0, "m")
@@ -424,7 +424,7 @@ def test_commands_during_a_run_lose_and_repeat_no_batch(
     for number in range(20, 40):
         hostile.publish(block(number + (blocks == 41)))
         other.publish(block(number))
-    held_back()
+    resume_reading()
     caught_up(TARGET, hostile.batches[-1][0], StreamState.LIVE)
     caught_up(neighbour, 39, StreamState.LIVE)
     status = stream(TARGET)
@@ -435,22 +435,22 @@ def test_commands_during_a_run_lose_and_repeat_no_batch(
     assert sum(match.matched_tokens for match in found) == blocks
 
 
-def test_question_between_batches_sees_the_whole_index(
+def test_query_between_batches_sees_all_applied_batches(
     running: Indexer,
     publisher: Publisher,
     register: Callable[..., None],
     caught_up: CaughtUp,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where much comes, and it is asked right after a reading that keeps something for later."""
+    """A query right after a read under heavy traffic sees the batches that are not reported yet."""
     kind, asked, stop = kind_of_inbox(running), Event(), Event()
     read = kind.read
 
-    def read_and_be_asked(inbox: Inbox, seconds: float) -> Reading:
+    def read_and_wait_for_query(inbox: Inbox, seconds: float) -> Reading:
         reading = read(inbox, seconds)
         if (reading.untold or (kind is PythonInbox and reading.received)) and not asked.is_set():
             asked.set()
-            time.sleep(0.1)  # for the question to be there
+            time.sleep(0.1)  # until the query has arrived
         return reading
 
     def publish() -> None:
@@ -462,7 +462,7 @@ def test_question_between_batches_sees_the_whole_index(
     register(publisher)
     publisher.publish(block(0))
     caught_up(TARGET, 0)
-    monkeypatch.setattr(kind, "read", read_and_be_asked)
+    monkeypatch.setattr(kind, "read", read_and_wait_for_query)
     publishing = Thread(target=publish)
     publishing.start()
     try:
@@ -591,7 +591,7 @@ def test_resync_clears_and_reads_all_batches_again(
     for number in range(3):
         publisher.publish(block(number))
     caught_up(TARGET, 2, StreamState.LIVE)
-    publisher.batches[2] = (2, encode_batch(EventBatch(0.0, [])))  # what the third one said was never true
+    publisher.batches[2] = (2, encode_batch(EventBatch(0.0, [])))  # replace the third batch
     before = stream(TARGET).began_at
     assert indexer.resync(TARGET)
     eventually(lambda: matched(indexer) == 2)
@@ -628,7 +628,7 @@ def test_indexer_stops_with_unread_registrations(publishers: Callable[..., Publi
 def test_many_streams_can_be_followed(
     publisher: Publisher, running: Indexer, register: Callable[..., None], caught_up: CaughtUp
 ) -> None:
-    """More than ZeroMQ has sockets for by default."""
+    """The number of streams exceeds ZeroMQ's default limit of sockets."""
     publisher.publish(block(0))
     targets = [Target("w", rank, "m") for rank in range(400)]
     for target in targets:
@@ -653,7 +653,7 @@ def test_stream_is_stale_while_its_publisher_is_disconnected(
     eventually(lambda: stream(TARGET).last_seq == 0 and stream(TARGET).state is StreamState.LIVE)
     publisher.close()
     eventually(lambda: stream(TARGET).state is StreamState.STALE)
-    assert matched(running) == 1, "what it held is still known"
+    assert matched(running) == 1, "its blocks are still known"
 
 
 def test_stream_is_stale_while_its_worker_is_suspended(
@@ -670,9 +670,9 @@ def test_stream_is_stale_while_its_worker_is_suspended(
     caught_up(TARGET, 1, StreamState.LIVE)
 
 
-@pytest.mark.parametrize(("hang_ups", "at_once", "told"), [(1, 5.0, False), (4, 5.0, True), (4, 0.0, False)])
+@pytest.mark.parametrize(("hang_ups", "at_once", "reported"), [(1, 5.0, False), (4, 5.0, True), (4, 0.0, False)])
 def test_repeated_early_disconnects_are_a_failed_handshake(
-    hang_ups: int, at_once: float, told: bool, running: Indexer, monkeypatch: pytest.MonkeyPatch
+    hang_ups: int, at_once: float, reported: bool, running: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("indexer.streams.session._SOON_SECONDS", at_once)
     with socket.create_server(("127.0.0.1", 0)) as listener, capture_logs() as logs:
@@ -681,20 +681,20 @@ def test_repeated_early_disconnects_are_a_failed_handshake(
             for _ in range(hang_ups):
                 connection, _ = listener.accept()
                 connection.close()
-            listener.accept()[0].close()  # the ones before were heard of
+            listener.accept()[0].close()  # earlier disconnections were noticed by now
 
         thread = Thread(target=hang_up)
         thread.start()
         running.register(Registration(TARGET, EventSource(0, f"tcp://127.0.0.1:{listener.getsockname()[1]}")))
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
-        if told:
+        if reported:
             eventually(lambda: logs)
-    assert [line["event"] for line in logs] == (["handshake with the publisher failed"] if told else [])
+    assert [line["event"] for line in logs] == (["handshake with the publisher failed"] if reported else [])
 
 
 def test_sockets_use_tcp_keepalive_and_no_heartbeats() -> None:
-    # libzmq's heartbeats give up a connection whose queue is full, and may end the process over the next one.
+    # libzmq's heartbeats close a connection whose queue is full, and may abort the process on the next connection.
     reader = StreamReader(make_index())
     stream = reader.open(TARGET, EventSource(0, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9"))
     try:
