@@ -9,9 +9,9 @@ from indexer.index import (
     TargetRows,
     UnknownModelError,
 )
-from indexer.indexer import Indexer, Registration, make_index
+from indexer.indexer import Indexer, make_index
 from indexer.native import core_name
-from indexer.targets import Target
+from indexer.targets import Registration, Target
 
 __all__ = [
     "DEFAULT_TENANT",

@@ -1,7 +1,4 @@
-"""The indexer: registered targets, their event streams, and the index of their blocks, behind one object.
-
-One file, because each answer about a target combines its registration, its stream and its blocks.
-"""
+"""The indexer: registered targets, their event streams, and the index of their blocks, behind one object."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from indexer.dump import DumpedStream, DumpError, SavedTarget, TargetDump, write_dump
+from indexer.dump import SavedTarget, TargetDump, write_dump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.index import (
     DEFAULT_TENANT,
@@ -28,38 +25,17 @@ from indexer.index import (
     UnknownModelError,
 )
 from indexer.native import core_name
+from indexer.saved import SavedTargets, dump_target
 from indexer.streams.reader import StreamReader
 from indexer.streams.sequence import SequenceSettings, StreamSequence
 from indexer.streams.session import StreamSession, StreamStatus
-from indexer.targets import Target, WorkerNames
-from kvevents import EventBatch, EventSource, encode_batch
+from indexer.targets import Registration, Target, WorkerNames
 from kvevents.curve import KeyPair
-from kvevents.decode import batch_time
-from kvevents.frames import StreamFrame
 from kvevents.sources import MOST_BLOCK_SIZE, canonical_source
 
 log = structlog.get_logger()
 
 _WINDOW_SECONDS = 0.25  # time for which a target without windows is assumed to have none
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """A target, and the event stream to follow for it.
-
-    - `source`: the stream; None for a target without one.
-    - `engine`: name of the engine, for reports only.
-    - `block_size`: block size in tokens, needed only until the first event has one.
-    - `adapter`: the LoRA of events that name none.
-    - `capacity`: number of blocks in the engine's own memory; None if it is unknown.
-    """
-
-    target: Target
-    source: EventSource | None
-    engine: str = ""
-    block_size: int | None = None
-    adapter: str | None = None
-    capacity: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +86,7 @@ class Indexer:
         self.names = WorkerNames()
         self.index = make_index(secret, orphan_blocks)
         self._secret = secret
-        self._saved: dict[Target, SavedTarget] = {}
+        self._saved = SavedTargets()
         self._reader = StreamReader(self.index, sequence, keys, self.names)
         self._served: dict[tuple[str, str], dict[Target, Registration]] = {}  # by tenant and model
         self.registrations = 0
@@ -147,7 +123,7 @@ class Indexer:
         self.index.add(target, registration.adapter, registration.capacity)
         if stream is not None:
             if known is None:
-                self._resume(registration, stream)
+                self._saved.restore(registration, stream.sequence, self.index, self.names)
             self._reader.follow(stream)
         self._served.setdefault((target.tenant, target.model), {})[target] = registration
         self.registrations += 1
@@ -161,70 +137,25 @@ class Indexer:
 
     def use_dump(self, targets: Iterable[SavedTarget]) -> None:
         """Restore these targets from a dump when they register."""
-        by_name = [(saved.about, saved) for saved in targets]
-        self._saved = {Target(about.worker, about.dp_rank, about.model, about.tenant): it for about, it in by_name}
+        self._saved = SavedTargets(targets)
 
     def register_saved(self) -> None:
         """Register all targets of the dump in use, with the registration that they had."""
-        for target, saved in [(target, saved.about) for target, saved in self._saved.items()]:
-            endpoints = saved.endpoint, saved.replay_endpoint, saved.topic
-            source = EventSource(target.dp_rank, *endpoints, saved.curve_server_key)
+        for registration in self._saved.registrations():
             try:
-                self.register(
-                    Registration(target, source, saved.engine, saved.block_size, saved.adapter, saved.capacity)
-                )
+                self.register(registration)
             except ValueError as error:
-                log.warning("saved stream not followed", worker=self.names.get(target.worker), reason=str(error))
+                worker = self.names.get(registration.target.worker)
+                log.warning("saved stream not followed", worker=worker, reason=str(error))
 
     def _dump_target(self, registration: Registration) -> TargetDump | None:
-        source, target = registration.source, registration.target
-        if source is None or source.replay_endpoint is None:
-            return None  # after a restart, missed batches could not be replayed
+        if registration.source is None or registration.source.replay_endpoint is None:
+            return None  # do not wait for the reader
 
-        def read(target: Target, sequence: StreamSequence | None) -> TargetDump | None:
-            last = sequence.last_frame if sequence else None
-            status = self.index.status(target)
-            if sequence is None or last is None or status is None:
-                return None
-            runs, holders = self.index.dump(target)
-            return TargetDump(
-                target.worker,
-                target.dp_rank,
-                target.model,
-                target.tenant,
-                registration.engine,
-                source.endpoint,
-                source.replay_endpoint,
-                source.topic,
-                registration.block_size,
-                registration.adapter,
-                registration.capacity,
-                sorted(status.block_sizes),
-                DumpedStream(last.seq, batch_time(last.payload) or 0.0, sequence.complete),
-                runs,
-                holders,
-                source.curve_server_key,
-            )
+        def read(_target: Target, sequence: StreamSequence | None) -> TargetDump | None:
+            return dump_target(registration, sequence, self.index)
 
-        return self._reader.between_batches(read, target)
-
-    def _resume(self, registration: Registration, stream: StreamSession) -> None:
-        """Restore a target from the dump in use, if its stream has the same endpoint."""
-        packed = self._saved.pop(registration.target, None)
-        if packed is None or registration.source is None:
-            return
-        saved = packed.about
-        if saved.endpoint != registration.source.endpoint:
-            return
-        if registration.source.replay_endpoint is None:
-            return
-        try:
-            self.index.restore(registration.target, packed.whole())
-        except DumpError as error:
-            log.warning("saved holdings not used", reason=str(error), **self.names.about(registration.target))
-            return
-        last = EventBatch(saved.stream.last_time, [], registration.target.dp_rank)
-        stream.sequence.resume(StreamFrame(saved.stream.last_seq, encode_batch(last)), saved.stream.complete)
+        return self._reader.between_batches(read, registration.target)
 
     def unregister(self, targets: Iterable[Target]) -> None:
         """Remove targets, their streams and their blocks."""

@@ -1,9 +1,11 @@
-"""Targets of the index: their identity, their names in logs and answers, and the counters of their blocks."""
+"""Targets of the index: their identity, registration, display names, and the counters of their blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from kvevents import EventSource
 
 
 class Target(NamedTuple):
@@ -16,6 +18,25 @@ class Target(NamedTuple):
     dp_rank: int
     model: str
     tenant: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A target, and the event stream to follow for it.
+
+    - `source`: the stream; None for a target without one.
+    - `engine`: name of the engine, for reports only.
+    - `block_size`: block size in tokens, needed only until the first event has one.
+    - `adapter`: the LoRA of events that name none.
+    - `capacity`: number of blocks in the engine's own memory; None if it is unknown.
+    """
+
+    target: Target
+    source: EventSource | None
+    engine: str = ""
+    block_size: int | None = None
+    adapter: str | None = None
+    capacity: int | None = None
 
 
 @dataclass(slots=True)

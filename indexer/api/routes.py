@@ -24,8 +24,8 @@ from http_api.requests import decode_body, token_check
 from http_api.responses import encoded_response, json_response
 from indexer.api.bodies import HashQueryBody, MatchBody, QueryBody, RegisterBody, UnregisterBody
 from indexer.api.questions import Questions
-from indexer.indexer import Indexer, Registration, TargetReport
-from indexer.targets import Target
+from indexer.indexer import Indexer, TargetReport
+from indexer.targets import Registration, Target
 from kvevents import EventSource, Tier
 
 # Checks whether a registration is allowed, and replaces host names by addresses.
