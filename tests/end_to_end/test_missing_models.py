@@ -42,7 +42,7 @@ async def test_an_adapter_that_a_worker_unloaded_is_served_by_another(body: dict
             reply = await routed.call("/v1/completions", body)
             return "x-kvrouter-attempts" not in reply.headers
 
-        await until(described_anew, 5)
+        await until(described_anew, seconds=5)
         later = [await routed.call("/v1/completions", body) for _ in range(10)]
         assert {reply.headers.get("x-kvrouter-attempts") for reply in later} == {None}
 
@@ -71,7 +71,7 @@ async def lacking(stack: AsyncExitStack, *workers: Lacking) -> RouterUnderTest:
     urls = []
     for each in workers:
         worker = await stack.enter_async_context(scripted_worker(each.answer))
-        worker.answers_questions = False
+        worker.answers_discovery = False
         urls.append(worker.url)
     return await stack.enter_async_context(router(*urls, fleet=SELDOM, policy={"name": "round_robin"}))
 
@@ -96,7 +96,7 @@ async def test_every_request_for_inference_is_tried_elsewhere(path: str, body: A
         async def probed_anew() -> bool:
             return lacks.probes > 1
 
-        await until(probed_anew, 5)
+        await until(probed_anew, seconds=5)
 
 
 async def test_the_answer_of_the_last_worker_is_forwarded_if_all_lack_it() -> None:
@@ -153,7 +153,7 @@ async def test_unknown_names_are_forwarded_if_the_setting_allows_it() -> None:
         urls = []
         for each in range(2):
             worker = await stack.enter_async_context(scripted_worker(resolving(known[each], sent[each])))
-            worker.answers_questions = False
+            worker.answers_discovery = False
             urls.append(worker.url)
         refusing = await stack.enter_async_context(router(*urls, fleet=SELDOM))
         assert (await refusing.call("/v1/completions", GENERATION)).status == 404
@@ -165,7 +165,7 @@ async def test_unknown_names_are_forwarded_if_the_setting_allows_it() -> None:
         async def listed() -> bool:
             return "poet" in {model["id"] for model in (await routed.call("/v1/models")).json()["data"]}
 
-        await until(listed, 5)
+        await until(listed, seconds=5)
         later = [await routed.call("/v1/completions", GENERATION) for _ in range(6)]
         assert {(reply.status, reply.worker) for reply in later} == {(200, first.worker)}
         assert (await routed.call("/v1/completions", GENERATION | {"model": "none"})).status == 404
@@ -179,7 +179,7 @@ async def test_a_tenant_may_not_use_unknown_names_beside_its_own() -> None:
     tenants = {"named": {"a": {"keys": [hashed_key("k")], "models": ["m"]}}}
     proxy = {"forward_unknown_models": True}
     async with scripted_worker(resolving(known, sent)) as worker:
-        worker.answers_questions = False
+        worker.answers_discovery = False
         async with router(worker.url, fleet=QUICK, server={"token": "t"}, tenants=tenants, proxy=proxy) as routed:
             reply = await routed.call("/v1/completions", GENERATION, headers={"authorization": "Bearer k"})
             assert (reply.status, sent) == (403, [])
