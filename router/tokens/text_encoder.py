@@ -178,6 +178,11 @@ class TextEncoder:
         stats = self._fast.segment_cache_stats() if self._fast is not None else None
         return int(stats["bytes"]) if stats else 0
 
+    def drop_cache(self) -> None:
+        """Stop caching texts, because a cached text would not be encoded again."""
+        if self._fast is not None:
+            self._fast.enable_segment_cache(0)
+
     def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]:
         """Return the packed token ids of each text. Special tokens inside a text are recognized.
 

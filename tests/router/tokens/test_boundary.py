@@ -109,9 +109,12 @@ def test_next_turn_is_tokenized_from_its_last_boundary(tokenizer: Tokenizer) -> 
     local.encode([first], add_special_tokens=False)
     encoder.asked.clear()
     local.encode([first + "an answer<|end|>\n<|turn|>user\nsecond"], add_special_tokens=False)
-    local.encode([first + "an answer<|end|>\n<|turn|>user\nthird"], add_special_tokens=True)
+    third = first + "an answer<|end|>\n<|turn|>user\nthird"
+    (ids,) = local.encode([third], add_special_tokens=True)
     assert encoder.asked[0] == "<|turn|>assistant\nan answer<|end|>\n<|turn|>user\nsecond"
-    assert encoder.asked[1].startswith("<|turn|>system")  # what is put before it is of the whole
+    adds_tokens = tokenizer.encode("Hi").ids != tokenizer.encode("Hi", add_special_tokens=False).ids
+    assert encoder.asked[1].startswith("<|turn|>system" if adds_tokens else "<|turn|>user\nthird")
+    assert list(ids) == tokenizer.encode(third).ids
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt
 from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
-from router.tokens.model_files import files_of
+from router.tokens.model_files import ModelFiles, files_of
 
 BUNDLED = Path(simulator.worker.__file__).parent / "model"
 USER = {"role": "user", "content": "What holds the cache?"}
@@ -83,6 +83,15 @@ def test_special_tokens_are_added_only_on_request(tmp_path: Path) -> None:
     assert list(with_bos) == [0, *without]
     assert tokenizer.encode([""], add_special_tokens=True) == [PackedPrompt.of([0])]
     assert tokenizer.encode([""], add_special_tokens=False) == [PackedPrompt.of([])]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_segments_are_cached_only_if_texts_cannot_be_cut(bos: bool) -> None:
+    template = "{% for message in messages %}<s>{{ message.content }}<|end|>{% endfor %}"
+    tokenizer = LocalTokenizer(ModelFiles(trained(bos).to_str(), {"default": template}))
+    text = "<s>the worker holds the prefix<|end|>" * 2
+    assert tokenizer.encode([text], add_special_tokens=True) == tokenizer.encode([text], add_special_tokens=True)
+    assert (tokenizer.cached_bytes > 0) == bos
 
 
 def test_padding_and_truncation_of_the_file_are_ignored(tmp_path: Path) -> None:
