@@ -54,7 +54,7 @@ class RecentPrefixes(PrefixHolder):
         known = len(hashes) - (self.chunks - before)
         self.added += self.chunks - before
         if end in self._ends:
-            self._prefixes.let_go(self, end)  # each end counts once
+            self._prefixes.release(self, end)  # each end counts once
         self._ends[end] = Seen(now, self.added)
         self._ends.move_to_end(end)
         self._forget_ends_before(end)
@@ -86,12 +86,12 @@ class RecentPrefixes(PrefixHolder):
         """Forget the prompts whose last use was before `at`."""
         while self._ends and next(iter(self._ends.values())).at < at:
             end, _ = self._ends.popitem(last=False)
-            self._prefixes.let_go(self, end)
+            self._prefixes.release(self, end)
 
     def forget(self) -> None:
         """Forget all prompts."""
         for end in self._ends:
-            self._prefixes.let_go(self, end)
+            self._prefixes.release(self, end)
         self._ends.clear()
 
     def _forget_ends_before(self, end: Edge[RecentPrefixes]) -> None:
@@ -101,7 +101,7 @@ class RecentPrefixes(PrefixHolder):
             before = edge.parent
             if edge in self._ends:
                 del self._ends[edge]
-                self._prefixes.let_go(self, edge)
+                self._prefixes.release(self, edge)
             edge = before
 
     def _forget_some(self, chunks: int) -> None:
@@ -113,4 +113,4 @@ class RecentPrefixes(PrefixHolder):
             self._ends[before] = seen
             self._ends.move_to_end(before, last=False)
         del self._ends[end]
-        self._prefixes.let_go(self, end)
+        self._prefixes.release(self, end)

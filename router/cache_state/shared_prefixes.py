@@ -1,16 +1,16 @@
-"""Which prefixes of prompts are held, and by whom: a radix tree of prefix hashes.
+"""A radix tree of prefix hashes, with the holders of each prefix.
 
-An edge is a stretch of chunks that no prompt ends in and none leaves:
+An edge is a run of chunks within which no prompt ends and no two prompts differ:
 
     root ── a b c ┬─ d e f     a prompt of six chunks
                   └─ x y       another that shares its first three
 
-Equal hashes mean equal prefixes, so an edge's last hash shows whether a prompt goes all the way along it. A walk takes
-one comparison an edge, however many chunks that has, and what is new of a prompt is copied once.
+Equal hashes mean equal prefixes. So an edge's last hash shows whether a prompt contains the whole edge. A walk makes
+one comparison per edge, however long the edge is, and copies only the new part of a prompt.
 
-A holder of an edge holds those before it. So a holder's count at an edge is that of the prompts it holds that end
-there, and of the edges after it that it holds: only what is new to a holder has to be counted, or what nothing else of
-it needs any more.
+A holder of an edge holds all edges before it. Its count at an edge is the sum of two numbers: its prompts that end
+there, and its edges that follow directly. So holding a prompt counts only its new part. Releasing it counts only the
+part that no other prompt of the holder needs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Generic, TypeVar
 
 from indexer.reference.tree import common_blocks
 
-# The most that are looked at to find a short prompt.
+# The most edges that are searched for a short prompt.
 _MOST_EDGES = 64
 
 
 class PrefixHolder:
-    """Who holds prefixes. `chunks`: how many."""
+    """A holder of prefixes. `chunks`: the number of chunks that it holds."""
 
     __slots__ = ("chunks",)
 
@@ -37,26 +37,32 @@ HolderT = TypeVar("HolderT", bound=PrefixHolder)
 
 
 class Edge(Generic[HolderT]):
-    """A stretch of chunks. `end`: how many chunks a prompt has that ends with it. `counts`: see above."""
+    """A run of chunks in the tree.
+
+    - `parent`: the edge before it; None for the root only.
+    - `end`: the number of chunks from the root to its end.
+    - `counts`: the count of each holder, as the module describes it.
+    - `longer`: the edges that follow, by their first hash.
+    """
 
     __slots__ = ("counts", "end", "hashes", "longer", "parent")
 
     def __init__(self, parent: Edge[HolderT] | None, hashes: array[int], end: int) -> None:
-        self.parent = parent  # None for the root, and that alone
+        self.parent = parent
         self.hashes = hashes
         self.end = end
         self.counts: dict[HolderT, int] = {}
-        self.longer: dict[int, Edge[HolderT]] = {}  # by their first hash
+        self.longer: dict[int, Edge[HolderT]] = {}
 
 
 class SharedPrefixes(Generic[HolderT]):
-    """Prefixes of prompts, each given by a hash for every chunk, and who holds them."""
+    """The prefixes of prompts, given by the hash of each chunk, and their holders."""
 
     def __init__(self) -> None:
         self._root: Edge[HolderT] = Edge(None, array("Q"), 0)
 
     def hold(self, holder: HolderT, hashes: array[int]) -> Edge[HolderT]:
-        """Hold a prompt. Returns where it ends, to let go of it there."""
+        """Hold a prompt, and return the edge at its end, by which it is released."""
         path, shared = self._walk(hashes)
         edge = path[-1] if path else self._root
         if edge.end > shared:
@@ -69,7 +75,7 @@ class SharedPrefixes(Generic[HolderT]):
         return edge
 
     def hold_edge(self, holder: HolderT, edge: Edge[HolderT]) -> None:
-        """Hold once more the prompts that end with an edge."""
+        """Hold the prompt that ends with an edge, once more if it is already held."""
         while edge.parent is not None:
             count = edge.counts.get(holder, 0)
             edge.counts[holder] = count + 1
@@ -78,8 +84,8 @@ class SharedPrefixes(Generic[HolderT]):
             holder.chunks += len(edge.hashes)
             edge = edge.parent
 
-    def let_go(self, holder: HolderT, edge: Edge[HolderT]) -> None:
-        """What `hold` or `hold_edge` did is undone."""
+    def release(self, holder: HolderT, edge: Edge[HolderT]) -> None:
+        """Release the prompt that ends with an edge, as often as it was held."""
         while edge.parent is not None:
             parent, count = edge.parent, edge.counts[holder]
             if count > 1:
@@ -95,7 +101,7 @@ class SharedPrefixes(Generic[HolderT]):
             edge = parent
 
     def split(self, edge: Edge[HolderT], chunks: int) -> Edge[HolderT]:
-        """Make an edge of the last `chunks` of one, and another of those before, which is returned."""
+        """Split an edge before its last `chunks` chunks, and return the first part."""
         parent = edge.parent
         assert parent is not None
         first = Edge(parent, edge.hashes[:-chunks], edge.end - chunks)
@@ -106,33 +112,33 @@ class SharedPrefixes(Generic[HolderT]):
         return first
 
     def longest(self, hashes: array[int]) -> dict[HolderT, int]:
-        """How many chunks of a prompt, from its start on, each holder has that has any."""
+        """Return the chunks of a prompt's longest prefix that each holder has. Holders without any are left out."""
         if not self._root.longer:
             return {}
         path, shared = self._walk(hashes)
         found: dict[HolderT, int] = {}
         for edge in reversed(path):
-            if len(edge.counts) > len(found):  # else they are those of the edge after it
+            if len(edge.counts) > len(found):  # otherwise its holders are those of the next edge
                 found = dict.fromkeys(edge.counts, min(edge.end, shared)) | found
         return found
 
     def resumable(self, holder: HolderT, hashes: array[int], window: int) -> int:
-        """How many chunks of a prompt a holder can resume at that keeps of each prompt only its last `window` chunks.
+        """Return the chunks of a prompt that a holder can reuse, if it keeps only the last `window` chunks of prompts.
 
-        That is where one of its prompts ends or two of them part; and anywhere in prompts within the window.
+        It can resume where a prompt ends, where two of its prompts differ, and anywhere in prompts within the window.
         """
         path, shared = self._walk(hashes)
         held = [edge for edge in path if holder in edge.counts]
         if held and shared <= window and self._has_end(holder, held[-1], window):
             return min(held[-1].end, shared)
         for edge in reversed(held):
-            going_on = any(holder in longer.counts for longer in edge.longer.values())
-            if edge.end <= shared and not (going_on and edge.counts[holder] == 1):
+            continues = any(holder in longer.counts for longer in edge.longer.values())
+            if edge.end <= shared and not (continues and edge.counts[holder] == 1):
                 return edge.end
         return 0
 
     def _has_end(self, holder: HolderT, edge: Edge[HolderT], most: int) -> bool:
-        """Whether a prompt of a holder that goes along an edge has `most` chunks or fewer."""
+        """Return whether a holder has a prompt through an edge that ends within `most` chunks."""
         waiting = [edge]
         for _ in range(_MOST_EDGES):
             if not waiting:
@@ -147,12 +153,12 @@ class SharedPrefixes(Generic[HolderT]):
         return False
 
     def longest_of(self, holder: HolderT, hashes: array[int]) -> Edge[HolderT] | None:
-        """The last edge on a prompt's way that a holder has; it may end behind the prompt."""
+        """Return the last edge of a prompt that a holder has; None if it has none of them. The edge may be longer."""
         path, _ = self._walk(hashes)
         return next((edge for edge in reversed(path) if holder in edge.counts), None)
 
     def _join(self, edge: Edge[HolderT]) -> None:
-        """Make one edge of this and the one after it, if there is but one and no prompt ends between them."""
+        """Join an edge with the next one, if only one follows and no prompt ends between them."""
         if len(edge.longer) != 1 or edge.parent is None:
             return
         (after,) = edge.longer.values()
@@ -162,7 +168,7 @@ class SharedPrefixes(Generic[HolderT]):
             edge.parent.longer[edge.hashes[0]] = after
 
     def _walk(self, hashes: array[int]) -> tuple[list[Edge[HolderT]], int]:
-        """The edges that a prompt goes along, and how many of its chunks they have: of the last perhaps a part."""
+        """Return the edges of a prompt, and how many of its chunks they contain. The last may match in part."""
         path: list[Edge[HolderT]] = []
         edge, shared, length = self._root, 0, len(hashes)
         while shared < length and (following := edge.longer.get(hashes[shared])) is not None:

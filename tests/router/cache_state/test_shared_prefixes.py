@@ -66,7 +66,7 @@ class HeldPrefixes(RuleBasedStateMachine):
     def let_go(self, which: int) -> None:
         if self.held:
             holder, edge, known = self.held.pop(which % len(self.held))
-            self.prefixes.let_go(self.holders[holder], edge)
+            self.prefixes.release(self.holders[holder], edge)
             self.counts[holder].subtract(known)
 
     @rule(prompt=prompts)
@@ -140,9 +140,9 @@ def test_growing_prompt_has_few_edges() -> None:
     assert (edges(prefixes), holder.chunks) == (5, 5000)
     assert prefixes.longest(known) == {holder: 5000}
     for end in ends[:-1]:
-        prefixes.let_go(holder, end)
+        prefixes.release(holder, end)
     assert (edges(prefixes), holder.chunks) == (1, 5000)
-    prefixes.let_go(holder, ends[-1])
+    prefixes.release(holder, ends[-1])
     assert (edges(prefixes), holder.chunks) == (0, 0)
 
 
@@ -166,8 +166,8 @@ def test_unknown_hashes_are_ignored(told: list[tuple[list[int], bool]]) -> None:
         held.append(prefixes.hold(holder, array("Q", known)))
         assert prefixes.longest(array("Q", known)).get(holder, 0) <= len(known)
         if ends:
-            prefixes.let_go(holder, held.pop(0))
+            prefixes.release(holder, held.pop(0))
         assert edges(prefixes) <= holder.chunks
     for edge in held:
-        prefixes.let_go(holder, edge)
+        prefixes.release(holder, edge)
     assert (edges(prefixes), holder.chunks) == (0, 0)
