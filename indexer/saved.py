@@ -11,7 +11,7 @@ from indexer.index import Index
 from indexer.streams.sequence import StreamSequence
 from indexer.targets import Registration, Target, WorkerNames
 from kvevents import EventBatch, EventSource, encode_batch
-from kvevents.decode import batch_time
+from kvevents.batches import batch_time
 from kvevents.frames import StreamFrame
 
 log = structlog.get_logger()

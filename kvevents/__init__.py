@@ -1,12 +1,20 @@
 """KV-cache events on the wire: event types, engines' dialects, stream frames and replay."""
 
-from kvevents.decode import MalformedBatchError, decode_batch
+from kvevents.batches import MalformedBatchError, decode_batch, encode_batch
 from kvevents.dialects import WireForm
-from kvevents.encode import encode_batch
 from kvevents.endpoints import rank_endpoint
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch, RejectedEvent
+from kvevents.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EngineHash,
+    Event,
+    EventBatch,
+    RejectedEvent,
+    Tier,
+    tier_of,
+)
 from kvevents.sources import EventSource
-from kvevents.tiers import Tier, tier_of
 
 __all__ = [
     "AllBlocksCleared",

@@ -1,4 +1,4 @@
-"""Records of the KV-cache events that an engine sends.
+"""Records of the KV-cache events that an engine sends, and the memory tiers of their blocks.
 
 Field names are vLLM's; SGLang's `cache_salt` is added. Sizes are in tokens. A block hash is the engine's own name
 of a block: it is opaque, and valid only within one DP rank of one worker.
@@ -6,9 +6,37 @@ of a block: it is opaque, and valid only within one DP rank of one worker.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any, TypeAlias
 
 import msgspec
+
+
+class Tier(IntEnum):
+    """A class of memory, ordered from the fastest to the slowest."""
+
+    GPU = 0
+    CPU = 1
+    DISK = 2
+    UNKNOWN = 3
+
+
+# vLLM: GPU, CPU, STORAGE. SGLang: GPU, CPU_PINNED, DISK, EXTERNAL. An event without medium is about GPU memory.
+_TIER_OF_MEDIUM = {
+    None: Tier.GPU,
+    "GPU": Tier.GPU,
+    "CPU": Tier.CPU,
+    "CPU_PINNED": Tier.CPU,
+    "STORAGE": Tier.DISK,
+    "DISK": Tier.DISK,
+    "EXTERNAL": Tier.DISK,
+}
+
+
+def tier_of(medium: str | None) -> Tier:
+    """Return the tier of a medium; UNKNOWN, the slowest, for an unknown name."""
+    return _TIER_OF_MEDIUM.get(medium, Tier.UNKNOWN)
+
 
 EngineHash: TypeAlias = int | bytes
 

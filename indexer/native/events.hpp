@@ -1,6 +1,6 @@
 // Event batches from MessagePack: `[time, events, rank]`, each event a tagged map or a tagged array (kvevents/events.py).
 //
-// The results equal those of kvevents/decode.py, which decodes everything else: an event that this code cannot read is
+// The results equal those of kvevents/batches.py, which decodes everything else: an event that this code cannot read is
 // FOREIGN, and a batch that it cannot read is rejected as a whole.
 #pragma once
 

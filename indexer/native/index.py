@@ -31,7 +31,7 @@ from indexer.index import (
 )
 from indexer.targets import HoldingsCounters, Target
 from kvevents import EventBatch, RejectedEvent, Tier, decode_batch
-from kvevents.decode import decode_event
+from kvevents.batches import decode_event
 
 # Result of applying a batch, if something in it needs Python:
 # - whether the payload is an event batch

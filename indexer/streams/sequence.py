@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedDict
 
-from kvevents.decode import batch_time
+from kvevents.batches import batch_time
 from kvevents.frames import SNAPSHOT_START, StreamFrame
 
 

@@ -31,8 +31,8 @@ from indexer.sockets import (
 from indexer.streams.sequence import Action, Apply, AskReplay, Clear, SequenceCounters, StreamSequence, StreamState
 from indexer.targets import Target, WorkerNames
 from kvevents import EventSource, MalformedBatchError
+from kvevents.batches import batch_time
 from kvevents.curve import KeyPair, be_client
-from kvevents.decode import batch_time
 from kvevents.frames import (
     MalformedFrameError,
     StreamFrame,

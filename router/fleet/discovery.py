@@ -18,8 +18,7 @@ import msgspec
 
 from kvevents import EventSource
 from kvevents.curve import load_public_key
-from kvevents.reported import ReportedFields
-from kvevents.sources import MOST_BLOCK_SIZE, ReportedStreams, sglang_sources, vllm_sources
+from kvevents.sources import MOST_BLOCK_SIZE, ReportedFields, ReportedStreams, sglang_sources, vllm_sources
 from router.fleet.worker_keys import WorkerKey
 from router.http.client import connection_problem, read_answer
 from router.http.worker_url import host_of

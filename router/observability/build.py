@@ -23,7 +23,7 @@ from router.observability.series import Series
 from router.routing.build import Routing
 from router.settings import Settings
 from router.sharing import SharingCollector
-from router.tokens.tokenizer_report import TokenizerCollector
+from router.tokens.model_state import TokenizerCollector
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers
 

@@ -29,7 +29,7 @@ from router.forwarding.exchange import ResponseWriter, RoutingHeaders
 from router.forwarding.proxied_request import ProxiedRequest
 from router.forwarding.request_context import RequestContext, RequestHead
 from router.http.headers import Headers, with_id
-from router.picker import endpoints, gateway_headers, process_requests, process_responses
+from router.picker import endpoints, process_requests, process_responses
 from router.picker import ext_proc_pb2 as pb
 from router.picker.grpc_server import Call
 from router.picker.request_body import RequestBody, check_expected
@@ -150,7 +150,7 @@ class PickedRequest(ResponseWriter):
             self._mode = message.protocol_config.request_body_mode
             answer_mode = message.protocol_config.response_body_mode
         pseudo, self._received = process_requests.read_headers(head.headers)
-        said = gateway_headers.read(self._received, state.objectives)
+        said = process_requests.read_gateway_headers(self._received, state.objectives)
         self._rewrite = said.model
         target = pseudo.get(":path", "/")
         path = target.partition("?")[0]
@@ -217,7 +217,7 @@ class PickedRequest(ResponseWriter):
         self._state.body_deadlines.drop(self._number)
         if self._rewrite is not None and body:
             try:
-                body = gateway_headers.with_model(body, self._rewrite)
+                body = process_requests.with_model(body, self._rewrite)
             except RequestError as error:
                 proxied.refuse(error)
                 return

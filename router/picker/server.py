@@ -1,12 +1,19 @@
-"""The picker's port: Envoy's external processor, and health, by gRPC."""
+"""The picker's port: Envoy's external processor and health, by gRPC, with an optional certificate.
+
+The certificate is loaded again when its files change, so that rotation needs no restart.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Final, TypeAlias
 
 import aiohttp
+import structlog
 from fastapi import FastAPI
 
 from router.app.subscriptions import subscribe_picker
@@ -16,8 +23,66 @@ from router.picker.external_processor import SERVICE, ExternalProcessor
 from router.picker.grpc_server import GrpcServer, Methods
 from router.picker.health import Health
 from router.picker.state import OBJECTIVES_PATH, Deadlines, Objectives, OwnAnswers, PickerState
-from router.picker.tls import rotating
 from router.settings import Settings
+
+log = structlog.get_logger()
+
+LOOK_SECONDS: Final = 2.0
+_Stamp: TypeAlias = list[tuple[int, int, int]]
+
+
+class Certificate:
+    """A certificate with its chain, and its private key. Raises OSError for files that cannot be used."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self._files = (certificate, key)
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.context.set_alpn_protocols(["h2"])
+        self._stamp = self._look()
+        self.context.load_cert_chain(certificate, key)
+
+    def refresh(self) -> None:
+        """Read the files if they changed. New connections use the new certificate; an invalid one is ignored."""
+        try:
+            stamp = self._look()
+            if stamp == self._stamp:
+                return
+            certificate, key = self._files
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)  # fails unless they match
+            self.context.load_cert_chain(certificate, key)
+        except OSError as error:
+            log.warning("the picker's new certificate cannot be used; the old one stays", reason=str(error))
+            return
+        self._stamp = stamp
+        log.info("the picker's certificate has changed")
+
+    def _look(self) -> _Stamp:
+        """Return what identifies the files' content, also behind links, as in Kubernetes."""
+        found = [file.stat() for file in self._files]
+        return [(each.st_ino, each.st_mtime_ns, each.st_size) for each in found]
+
+
+@asynccontextmanager
+async def rotating(certificate: Path | None, key: Path | None) -> AsyncIterator[Certificate | None]:
+    """Yield a certificate that follows its files; None without files."""
+    if certificate is None or key is None:
+        yield None
+        return
+    found = Certificate(certificate, key)
+    task = asyncio.create_task(_follow(found))
+    try:
+        yield found
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _follow(certificate: Certificate) -> None:
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        certificate.refresh()
+
 
 # Bytes of a message beside a whole body.
 _MESSAGE_MARGIN = 2**20

@@ -1,21 +1,30 @@
-"""The state of one model's tokenizer: its workers, its files, and the results of its trials."""
+"""The state of each model's tokenizer: its workers, files and trials, and the reports on it.
+
+The reports are for `/workers`, the page, the doctor and Prometheus.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from router.fleet.discovery import WorkerDescription
 from router.fleet.worker import Worker
 from router.fleet.worker_keys import WorkerKey
-from router.tokens.agreement import Agreement, merged
+from router.tokens.agreement import Agreement, TokenizerRoute, merged
 from router.tokens.candidates import Load
 from router.tokens.engine_client import EngineClient
 from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.media_reader import MediaReader
 from router.tokens.model_tokenizer import SourceUsage
+from router.tokens.tokenizers import Tokenizers
 
 
 @dataclass
@@ -74,3 +83,100 @@ class ModelState:
     def merged(self) -> Agreement:
         """Return the merged results of all workers: for each kind the worst."""
         return merged(tried.agreement for tried in self.trials.values() if tried.agreement is not None)
+
+
+_FINDINGS = {TokenizerRoute.ENGINE: "prompts_asked", TokenizerRoute.GUESSED: "prompts_differ"}
+
+
+def tokenizer_report(tokenizers: Tokenizers, models: Mapping[str, ModelState]) -> dict[str, dict[str, Any]]:
+    """Return how each model's prompts become tokens, for `/workers`, the page and the doctor."""
+    found = {}
+    for name, tokenizer in tokenizers.by_model().items():
+        model = models.get(name)
+        merged = model.merged() if model else Agreement()
+        usage = tokenizer.usage
+        found[name] = {
+            "way": tokenizer.route,
+            "reading": tokenizer.local.method if tokenizer.local else None,
+            "compared_with": merged.reference.value,
+            "suspected": tokenizer.suspected,
+            "shapes": {kind.value: report.route.value for kind, report in merged.probes.items()},
+            "differences": {kind.value: each.difference for kind, each in merged.probes.items() if each.difference},
+            "media": tokenizer.media.report() if tokenizer.media else None,
+            "prompts": {path.value: usage.prompts[path] for path in usage.seconds},
+            "milliseconds": {
+                path.value: round(1000 * seconds / usage.prompts[path], 3)
+                for path, seconds in usage.seconds.items()
+                if usage.prompts[path]
+            },
+        }
+    return found
+
+
+def tokenizer_findings(tokenizers: Tokenizers, models: Mapping[str, ModelState]) -> list[dict[str, Any]]:
+    """Return the problems of tokenizers; docs/troubleshooting.md explains each."""
+    found: list[dict[str, Any]] = []
+    for model in models.values():
+        if model.local is None:
+            detail = f"{model.problem or 'no files'}: set models.{model.name}.tokenizer to the model's folder or name"
+            if model.can_ask:
+                asked = "a worker is asked for the tokens of every prompt, which takes longer"
+                found.append(_about(model, "tokenizer_missing", f"{asked}: {detail}"))
+            else:
+                by_text = "its workers return no tokens, so prompts are routed by their text only"
+                found.append(_about(model, "prompts_by_text", f"{by_text}: {detail}"))
+        elif model.problem:
+            found.append(_about(model, "tokenizer_incomplete", model.problem))
+        merged = model.merged()
+        for route, finding in _FINDINGS.items():
+            kinds = sorted(merged.with_route(route))
+            if kinds and model.local is not None:
+                detail = f"{', '.join(kinds)}; {kinds[0]} {merged.probes[kinds[0]].difference}"
+                found.append(_about(model, finding, detail))
+        tokenizer = tokenizers.by_model().get(model.name)
+        if tokenizer is not None and tokenizer.suspected:
+            detail = "usage in responses disagrees with the local tokenizer, so the engine is asked about every prompt"
+            found.append(_about(model, "tokenizer_suspected", detail))
+    return found
+
+
+def _about(model: ModelState, finding: str, detail: str) -> dict[str, Any]:
+    return {"finding": finding, "model": model.name, "detail": detail}
+
+
+class TokenizerCollector(Collector):
+    """The metrics of tokenizers, computed when they are scraped."""
+
+    def __init__(self, tokenizers: Tokenizers) -> None:
+        self._tokenizers = tokenizers
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the route of each model, the prompts and seconds by source, and the size of the caches."""
+        by_way = ["model", "way"]
+        way = GaugeMetricFamily(
+            "kvrouter_tokenizer",
+            "1 for the current source of a model's token ids: local, engine, mixed or text",
+            labels=by_way,
+        )
+        asked = GaugeMetricFamily(
+            "kvrouter_tokenizer_asked_shapes",
+            "Kinds of prompts for which engines are asked for token ids",
+            labels=["model"],
+        )
+        cache = GaugeMetricFamily(
+            "kvrouter_tokenizer_cache_bytes", "Bytes of cached prompts of the tokenizer", labels=["model"]
+        )
+        prompts = CounterMetricFamily(
+            "kvrouter_tokenizer_prompts", "Requests whose prompts were tokenized, by source", labels=by_way
+        )
+        seconds = CounterMetricFamily(
+            "kvrouter_tokenizer_seconds", "Seconds spent on tokenizing prompts, by source", labels=by_way
+        )
+        for model, tokenizer in self._tokenizers.by_model().items():
+            way.add_metric([model, tokenizer.route], 1)
+            asked.add_metric([model], len(tokenizer.asked))
+            cache.add_metric([model], tokenizer.cached_bytes)
+            for path, spent in tokenizer.usage.seconds.items():
+                prompts.add_metric([model, path.value], tokenizer.usage.prompts[path])
+                seconds.add_metric([model, path.value], spent)
+        yield from (way, asked, cache, prompts, seconds)

@@ -29,9 +29,8 @@ from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.media_reader import MediaReader
 from router.tokens.model_files import fetch_from_hub, is_hub_name
-from router.tokens.model_state import ModelState, TrialRecord
+from router.tokens.model_state import ModelState, TrialRecord, tokenizer_findings, tokenizer_report
 from router.tokens.model_tokenizer import ModelTokenizer
-from router.tokens.tokenizer_report import tokenizer_findings, tokenizer_report
 from router.tokens.tokenizers import Tokenizers
 
 log = structlog.get_logger()

@@ -22,7 +22,7 @@ from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker, sc
 from router.auth import hashed_key
 from router.fleet.kubernetes import ClusterAccess
 from router.picker import ext_proc_pb2 as pb
-from router.picker import tls
+from router.picker import server as picker_server
 from router.picker.http2 import frames
 from router.picker.state import Objectives
 
@@ -240,7 +240,7 @@ class Pair:
 async def test_rotated_certificate_is_used_without_restart(
     worker: ScriptedWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(picker_server, "LOOK_SECONDS", 0.02)
     pair = Pair(tmp_path)
     section = {"certificate": pair.crt, "key": pair.key}
     async with picker(worker.url, picker=section) as (side, port), channel_to(port, pair.trusted) as before:

@@ -16,7 +16,7 @@ from indexer import Index, Match, Target
 from indexer.hashing import Namespace, PackedPrompt
 from indexer.indexer import make_index
 from kvevents import BlockRemoved, BlockStored, Event, EventBatch, MalformedBatchError, RejectedEvent
-from kvevents.decode import batch_time
+from kvevents.batches import batch_time
 
 A, B = Target("a", 0, "m"), Target("b", 0, "m")
 BASE = Namespace("m", "default", None, None, 2)

@@ -21,7 +21,7 @@ from kvevents import (
     decode_batch,
     encode_batch,
 )
-from kvevents.decode import batch_time
+from kvevents.batches import batch_time
 
 encode = msgspec.msgpack.encode
 

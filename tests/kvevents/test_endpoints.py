@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvevents import EventSource, Tier, rank_endpoint, tier_of
 from kvevents.endpoints import connectable, parse_endpoint, publisher_binds
-from kvevents.reported import ReportedFields
-from kvevents.sources import ReportedStreams, sglang_sources, vllm_sources
+from kvevents.sources import ReportedFields, ReportedStreams, sglang_sources, vllm_sources
 
 
 @pytest.mark.parametrize(

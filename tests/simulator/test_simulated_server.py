@@ -24,8 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, decode_batch
 from kvevents.frames import parse_live, parse_replay, replay_request
-from kvevents.reported import ReportedFields
-from kvevents.sources import vllm_sources
+from kvevents.sources import ReportedFields, vllm_sources
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 from worker import PublisherConfig

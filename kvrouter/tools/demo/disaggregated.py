@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrouter.processes import KvrouterProcess, ProcessError
-from kvrouter.tools.demo.conversations import Conversation, make_conversations
-from kvrouter.tools.demo.run import MODEL, TURNS, DemoError
+from kvrouter.tools.demo.run import MODEL, TURNS, Conversation, DemoError, make_conversations
 from router.http.client import connection_problem, refuse_redirects
 
 ANSWER_TOKENS = 32

@@ -3,7 +3,6 @@
 - `frames`: the bytes of frames (RFC 9113, section 6).
 - `headers`: header blocks (RFC 7541). Equal blocks are decoded once.
 - `allowance`: token buckets for frames without progress, per connection and per peer address.
-- `sender`: sent frames, within the peer's windows.
-- `stream`: one stream with its handler and its queue.
+- `stream`: streams with their handlers and queues, and the sender of frames.
 - `connection`: one connection with its frames, settings, windows and limits.
 """

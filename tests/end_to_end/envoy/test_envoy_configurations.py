@@ -16,7 +16,7 @@ from picker_under_test import picker
 from router_under_test import RouterUnderTest, until
 from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker, scripted_workers
 
-from router.picker import tls
+from router.picker import server as picker_server
 
 pytest.importorskip("envoy", reason="make test-envoy installs it", exc_type=ImportError)
 
@@ -208,7 +208,7 @@ async def test_inference_pools_use_their_own_picker(tmp_path: Path) -> None:
 
 
 async def test_envoy_reaches_picker_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(picker_server, "LOOK_SECONDS", 0.02)
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca"))
 

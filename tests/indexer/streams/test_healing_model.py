@@ -20,7 +20,7 @@ from indexer.hashing import Namespace, PackedPrompt
 from indexer.native import CORES
 from indexer.streams.sequence import Action, Apply, AskReplay, Clear, SequenceSettings, StreamSequence, StreamState
 from kvevents import AllBlocksCleared, BlockStored, Event, EventBatch, Tier, decode_batch, encode_batch
-from kvevents.decode import batch_time
+from kvevents.batches import batch_time
 from kvevents.frames import StreamFrame
 
 TARGET = Target("w", 0, "m")

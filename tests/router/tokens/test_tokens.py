@@ -19,9 +19,9 @@ from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts, 
 from router.tokens.engine_client import EngineClient
 from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.model_state import TokenizerCollector
 from router.tokens.model_tokenizer import ModelTokenizer, PromptSource
 from router.tokens.probes import ProbeKind
-from router.tokens.tokenizer_report import TokenizerCollector
 from router.tokens.tokenizers import (
     INLINE_BYTES,
     INLINE_CHARACTERS,

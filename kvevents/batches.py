@@ -1,7 +1,7 @@
-"""Decoding of event batches. Each event may have any dialect of `kvevents.dialects`.
+"""Encoding and decoding of event batches, in the dialects of `kvevents.dialects`.
 
-A batch is the msgpack array `[ts, events, dp_rank]`. Missing, null and unknown fields are accepted. An unreadable event
-is listed in `EventBatch.rejected`, and the other events are decoded.
+A batch is the msgpack array `[ts, events, dp_rank]`. Each event may have another dialect. Missing, null and unknown
+fields are accepted. An unreadable event is listed in `EventBatch.rejected`, and the other events are decoded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvevents.dialects import DIALECTS
+from kvevents.dialects import DIALECTS, WireForm
 from kvevents.dialects.dialect import RawEvent, is_map
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent
 
@@ -141,3 +141,12 @@ def _reason(raw: RawEvent, reason: str) -> str:
     except _UNREADABLE:
         return reason
     return "token_ids are pairs, as in EAGLE's cache: they identify no prefix of a prompt"
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode_batch(batch: EventBatch, form: WireForm = WireForm.VLLM_MAPS) -> bytes:
+    """Encode a batch as msgpack `[ts, events, dp_rank]` in the given dialect."""
+    write = DIALECTS[form].write
+    return _encode([batch.ts, [write(event, batch.dp_rank) for event in batch.events], batch.dp_rank])
