@@ -46,7 +46,7 @@ def main(
     show = partial(print, flush=True)
     if slos or hints or tail:
         if slos:
-            title, table = "Promises kept", compare(trace, quick, count, show)
+            title, table = "SLOs met", compare(trace, quick, count, show)
         elif hints:
             title, table = "Agents' hints", compare_hints(quick, count, show)
         else:

@@ -39,9 +39,9 @@ BATCH = RequestSLO("batch", 30.0, 0.2)
 LOADS = (0.5, 0.7, 0.9, 1.0, 1.1, 1.2, 1.35)
 _STEPS = 5  # of the search for saturation
 
-OURS_PROMISED, TODAY = "kv_aware, promises", OURS.name
+OURS_WITH_SLOS, TODAY = "kv_aware, SLOs", OURS.name
 _LEAST, _MOST, _DYNAMO = "llm_d, least headroom", "llm_d, most headroom", "dynamo"
-SIDES = (OURS_PROMISED, TODAY, _LEAST, _MOST, _DYNAMO)
+SIDES = (OURS_WITH_SLOS, TODAY, _LEAST, _MOST, _DYNAMO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Mix:
     shares: tuple[tuple[float, RequestSLO | None], ...]
 
 
-PROMISED = Mix("all with SLOs", ((0.5, INTERACTIVE), (0.25, AGENTS), (0.25, BATCH)))
+ALL_WITH_SLOS = Mix("all with SLOs", ((0.5, INTERACTIVE), (0.25, AGENTS), (0.25, BATCH)))
 REFUSING = Mix(
     "all with SLOs, late interactive and agents refused",
     ((0.5, replace(INTERACTIVE, refuses_late=True)), (0.25, replace(AGENTS, refuses_late=True)), (0.25, BATCH)),
@@ -93,7 +93,7 @@ class Ground:
     above: float
     seconds: float = 200.0
     loads: tuple[float, ...] = LOADS
-    mixes: tuple[Mix, ...] = (PROMISED, REFUSING, HALF)
+    mixes: tuple[Mix, ...] = (ALL_WITH_SLOS, REFUSING, HALF)
 
     def requests(self, load: float, seed: int) -> list[TracedRequest]:
         """Return the requests at a load of `Cell`."""
@@ -131,15 +131,15 @@ def grounds(trace: Path | None, quick: bool) -> Iterator[Ground]:
     if trace is not None:
         yield Ground(trace, 8, 1_200_000, 0.6, 2.2)
         if not quick:
-            yield Ground(trace, 32, 1_200_000, 0.6, 2.2, loads=(0.5, 0.9, 1.0, 1.1, 1.2), mixes=(PROMISED, HALF))
-            yield Ground(trace, 128, 1_200_000, 1.0, 2.5, loads=(0.9, 1.1), mixes=(PROMISED,))
+            yield Ground(trace, 32, 1_200_000, 0.6, 2.2, loads=(0.5, 0.9, 1.0, 1.1, 1.2), mixes=(ALL_WITH_SLOS, HALF))
+            yield Ground(trace, 128, 1_200_000, 1.0, 2.5, loads=(0.9, 1.1), mixes=(ALL_WITH_SLOS,))
         return
     yield Ground(CONVERSATION, 8, 300_000, 0.5, 1.6)
     if not quick:
         yield Ground(AGENT, 8, 1_200_000, 0.5, 1.4)
         yield Ground(CONVERSATION, 4, 300_000, 0.5, 1.6)
         for workload, kv_tokens in ((CONVERSATION, 300_000), (AGENT, 1_200_000)):
-            yield Ground(workload, 32, kv_tokens, 0.8, 1.6, loads=(0.9, 1.1), mixes=(PROMISED,))
+            yield Ground(workload, 32, kv_tokens, 0.8, 1.6, loads=(0.9, 1.1), mixes=(ALL_WITH_SLOS,))
 
 
 def play(side: str, ground: Ground, requests: Sequence[TracedRequest], seed: int) -> Played:
@@ -160,7 +160,7 @@ def _side_named(name: str, requests: Sequence[TracedRequest]) -> Side:
         return headroom_side(name, name == _MOST, {request.session: request.slo for request in requests})
     if name == _DYNAMO:
         return Side(name, PolicyName.DYNAMO)
-    return replace(OURS, name=name, slos=name == OURS_PROMISED)
+    return replace(OURS, name=name, slos=name == OURS_WITH_SLOS)
 
 
 def classed(requests: Sequence[TracedRequest], mix: Mix, seed: int) -> list[TracedRequest]:
@@ -212,7 +212,7 @@ def kept(played: Played) -> Kept:
 def compare(trace: Path | None, quick: bool, seeds: int, show: Callable[[str], None]) -> str:
     """Run all cells on all cores, and show each when it is done. Return the table of the verdict."""
     columns = ("ours / best other", "could be kept", "refused", "TTFT p90 of the others / today's", "off by")
-    rows = [["promises kept", *SIDES, *columns]]
+    rows = [["SLOs met", *SIDES, *columns]]
     with ProcessPoolExecutor() as cores:
         saturations = {ground: cores.submit(ground.saturation) for ground in grounds(trace, quick)}
         for ground, saturation in saturations.items():
@@ -242,7 +242,7 @@ def _kept_by(side: str, ground: Ground, requests: Sequence[TracedRequest], seed:
 
 def _verdict(runs: dict[str, list[Kept]], most: float) -> list[str]:
     shares = {side: median(each.share for each in runs[side]) for side in SIDES}
-    ours = runs[OURS_PROMISED]
+    ours = runs[OURS_WITH_SLOS]
     ratio = median(mine.share / max(runs[side][seed].share for side in SIDES[1:]) for seed, mine in enumerate(ours))
     others = [mine.others / today.others for mine, today in zip(ours, runs[TODAY], strict=True) if today.others]
     return [

@@ -50,7 +50,7 @@ def explain(
     path = "/v1/chat/completions" if chat else "/v1/completions"
     try:
         body = {"path": path, "request": _request_of(prompt, model, chat)}
-        print_explanation(url, body, _promise_headers(ttft, tpot, service_level))
+        print_explanation(url, body, _slo_headers(ttft, tpot, service_level))
     except ConnectionError as error:
         fail(str(error))
 
@@ -118,7 +118,7 @@ def _request_of(prompt: str, model: str, chat: bool) -> dict[str, Any]:
     return {"model": model, **fields}
 
 
-def _promise_headers(ttft: float | None, tpot: float | None, service_level: str | None) -> dict[str, str]:
+def _slo_headers(ttft: float | None, tpot: float | None, service_level: str | None) -> dict[str, str]:
     """Return the headers that request an SLO. Times are seconds."""
     headers = {"x-slo-ttft-ms": ttft and f"{1000 * ttft:g}", "x-slo-tpot-ms": tpot and f"{1000 * tpot:g}"}
     headers["x-kvrouter-service-level"] = service_level

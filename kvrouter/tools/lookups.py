@@ -68,8 +68,8 @@ def print_explanation(url: str, body: dict[str, Any], headers: dict[str, str]) -
     answer = ask(url, "/explain", body, headers)
     console = Console()
     console.print(_explanation_table(answer))
-    if promised := answer.get("promise"):
-        console.print(_slo(promised))
+    if slo := answer.get("promise"):
+        console.print(_slo(slo))
     if decided := answer.get("disaggregation"):
         prefill = decided.get("prefill")
         where = f"on {prefill['worker']}, rank {prefill['dp_rank']}" if prefill else "on the decode worker"
@@ -104,12 +104,12 @@ def _band(times: dict[str, float]) -> str:
     return f"{expected} s" if low == high else f"{expected} s ({low}-{high})"
 
 
-def _slo(promised: dict[str, Any]) -> str:
+def _slo(slo: dict[str, Any]) -> str:
     """Describe whether an SLO would be met, and the remaining time."""
     spare = [
         f"{what} {'to spare' if seconds >= 0 else 'too late'}: {1000 * abs(seconds):.0f} ms"
-        for what, seconds in (("TTFT", promised["ttft_to_spare"]), ("TPOT", promised["tpot_to_spare"]))
+        for what, seconds in (("TTFT", slo["ttft_to_spare"]), ("TPOT", slo["tpot_to_spare"]))
         if seconds is not None
     ]
-    end = "met" if promised["kept"] else "refused" if promised["refused"] else "missed"
-    return f"The SLO would be {end} (chance {promised['chance']:.0%}); {', '.join(spare)}."
+    end = "met" if slo["kept"] else "refused" if slo["refused"] else "missed"
+    return f"The SLO would be {end} (chance {slo['chance']:.0%}); {', '.join(spare)}."

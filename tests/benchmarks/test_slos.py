@@ -11,9 +11,9 @@ import pytest
 from benchmarks.policy.headroom import headroom_side, most_suitable
 from benchmarks.policy.measures import in_time
 from benchmarks.policy.slos import (
+    ALL_WITH_SLOS,
     HALF,
-    OURS_PROMISED,
-    PROMISED,
+    OURS_WITH_SLOS,
     REFUSING,
     SIDES,
     TODAY,
@@ -67,16 +67,16 @@ def test_sides_that_read_slos_refuse_late_requests_of_refusing_classes(side: str
 
 def test_refusing_late_requests_meets_more_slos() -> None:
     shares = {}
-    for mix in (PROMISED, REFUSING):
-        shares[mix] = kept(play(OURS_PROMISED, GROUND, classed(GROUND.requests(4.0, 0), mix, 0), 0))
-    assert shares[PROMISED].refused == 0 < shares[REFUSING].refused
-    assert shares[REFUSING].share > shares[PROMISED].share
+    for mix in (ALL_WITH_SLOS, REFUSING):
+        shares[mix] = kept(play(OURS_WITH_SLOS, GROUND, classed(GROUND.requests(4.0, 0), mix, 0), 0))
+    assert shares[ALL_WITH_SLOS].refused == 0 < shares[REFUSING].refused
+    assert shares[REFUSING].share > shares[ALL_WITH_SLOS].share
 
 
 def test_some_slos_are_met_far_beyond_saturation() -> None:
     ground = Ground(SINGLE, 2, 300_000, 0.5, 1.6, seconds=200.0)
-    requests = classed(ground.requests(1.3, 0), PROMISED, 0)
-    ours, today = (kept(play(side, ground, requests, 0)).share for side in (OURS_PROMISED, TODAY))
+    requests = classed(ground.requests(1.3, 0), ALL_WITH_SLOS, 0)
+    ours, today = (kept(play(side, ground, requests, 0)).share for side in (OURS_WITH_SLOS, TODAY))
     assert today < 0.1
     assert ours > 0.3
 
@@ -118,18 +118,18 @@ def test_few_waiting_requests_with_a_missed_slo_choose_at_one_event() -> None:
     side = _WatchedSide("watched", PolicyName.KV_AWARE, late_binding=True, slos=True)
     run = Simulation(GROUND.cell(0.0).fleet, side, Random(0))
     side.watching[0].run = run
-    requests = classed(GROUND.requests(4.0, 0), PROMISED, 0)
+    requests = classed(GROUND.requests(4.0, 0), ALL_WITH_SLOS, 0)
     run.run([replace(request, session=str(number)) for number, request in enumerate(requests)])
     assert side.watching[0].most == LATE_TRIES
 
 
 def test_sessions_have_one_class_and_runs_repeat() -> None:
-    requests = classed(GROUND.requests(1.0, 0), PROMISED, 0)
+    requests = classed(GROUND.requests(1.0, 0), ALL_WITH_SLOS, 0)
     by_session: dict[str, set[RequestSLO | None]] = {}
     for request in requests:
         by_session.setdefault(request.session, set()).add(request.slo)
     assert all(len(classes) == 1 for classes in by_session.values())
-    assert kept(play(OURS_PROMISED, GROUND, requests, 1)) == kept(play(OURS_PROMISED, GROUND, requests, 1))
+    assert kept(play(OURS_WITH_SLOS, GROUND, requests, 1)) == kept(play(OURS_WITH_SLOS, GROUND, requests, 1))
 
 
 def test_share_that_could_be_kept_is_that_of_an_idle_fleet_without_evictions() -> None:
@@ -150,24 +150,24 @@ def test_answer_within_both_times_is_in_time() -> None:
     assert kept(Played([outcome], 0.0)).others == 1.0
 
 
-PROMISE = RequestSLO("interactive", 1.0, 0.05)
+INTERACTIVE_SLO = RequestSLO("interactive", 1.0, 0.05)
 
 
 @pytest.mark.parametrize(("most", "chosen"), [(False, "b"), (True, "a")])
 def test_llm_d_chooses_the_least_or_the_most_headroom(most: bool, chosen: str) -> None:
     targets = [Candidate(Target(name, 0, "m"), requests=1) for name in "abc"]
     predictions = [Prediction(Estimate(ttft, None), Estimate(0.02, None)) for ttft in (0.1, 0.9, 5.0)]
-    assert most_suitable(targets, predictions, PROMISE, 100, Random(1), most).target.worker == chosen
+    assert most_suitable(targets, predictions, INTERACTIVE_SLO, 100, Random(1), most).target.worker == chosen
 
 
 def test_llm_d_chooses_an_idle_target_and_then_the_least_late_if_none_meets_the_slo() -> None:
     targets = [Candidate(Target(name, 0, "m"), requests=name != "c") for name in "abc"]
     predictions = [Prediction(Estimate(ttft, None), Estimate(0.02, None)) for ttft in (2.0, 3.0, 4.0)]
-    assert most_suitable(targets, predictions, PROMISE, 100, Random(1)).target.worker == "c"
-    assert most_suitable(targets[:2], predictions[:2], PROMISE, 100, Random(1)).target.worker == "a"
+    assert most_suitable(targets, predictions, INTERACTIVE_SLO, 100, Random(1)).target.worker == "c"
+    assert most_suitable(targets[:2], predictions[:2], INTERACTIVE_SLO, 100, Random(1)).target.worker == "a"
 
 
-@pytest.mark.parametrize("slo", [None, PROMISE])
+@pytest.mark.parametrize("slo", [None, INTERACTIVE_SLO])
 def test_selector_keeps_the_choice_of_llm_ds_rule(slo: RequestSLO | None) -> None:
     """The selector looks for another target if an SLO is missed. Without a cost of missed SLOs it keeps the choice."""
     prompt = TracedRequest(0.0, 60_000, 2, tuple(range(117)), tuple(range(117)), "s", slo)
