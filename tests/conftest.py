@@ -41,9 +41,9 @@ async def _accept_or_close(
     server: Any = None,
     *more: Any,
 ) -> None:
-    """What asyncio does with a connection that it accepted; one whose server was closed meanwhile is closed too.
+    """Accept a connection as asyncio does, and close it if its server has been closed meanwhile.
 
-    Python 3.11 fails to make a transport of that, and forgets it: a warning in some later test (gh-109564).
+    Python 3.11 leaks such a connection, which causes a warning in a later test (gh-109564).
     """
     if server is not None and not server.is_serving():
         accepted.close()

@@ -1,7 +1,7 @@
 """Calls of grpcio's own threads, for asynchronous tests.
 
-Its asyncio client drops messages that come just before the end of a call, and tells its later loops of calls of ended
-ones.
+The asyncio client of grpcio drops messages that arrive just before the end of a call. It also reports calls of an ended
+event loop to later ones.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GrpcCall:
         self._call.cancel()
 
     async def status(self) -> tuple[grpc.StatusCode, str]:
-        """How the call ended, and why."""
+        """Return the status code and the details with which the call ended."""
         while await self.read() is not None:
             pass
         return self._call.code(), self._call.details()
@@ -70,7 +70,7 @@ class GrpcCall:
 async def channel_to(
     port: int, trusted: bytes | None = None, compression: grpc.Compression | None = None
 ) -> AsyncIterator[grpc.Channel]:
-    """A channel to a server on this machine. `trusted`: the certificate of who issued its own."""
+    """Open a channel to a server on this machine. `trusted` is the certificate of the server's issuer (PEM)."""
     address, options = f"127.0.0.1:{port}", [("grpc.max_receive_message_length", -1)]
     if trusted is None:
         channel = grpc.insecure_channel(address, options, compression)

@@ -18,7 +18,7 @@ from kvrouter.processes import KvrouterProcess
 pytestmark = pytest.mark.anyio
 
 BODY = {"model": "simulated", "prompt": "x", "max_tokens": 1}
-# No probe comes by itself during a test.
+# Periodic probes are rarer than a test lasts.
 RARE = {"probe_interval": 60.0, "probe_timeout": 5.0, "stall_seconds": 30.0, "slow_start": 0.0}
 COLD = {"cold_start_timeout": 25.0}
 

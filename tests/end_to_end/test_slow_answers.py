@@ -23,7 +23,7 @@ FLEET = {"metrics_interval": 0.25, "stall_seconds": 1.0}
 
 
 class Source(StrEnum):
-    """What a worker answers to scrapes."""
+    """A worker's answer to a scrape of its metrics."""
 
     NOTHING = "404"
     COUNTERS = "counters that rise"
