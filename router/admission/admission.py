@@ -251,7 +251,7 @@ class Admission:
             request.reason = placed.reason
             if placed.reason is not WaitReason.SATURATED:
                 request.ttft_missed = placed.ttft_missed
-            elif not request.tried and not request.prompt.stored:
+            elif not request.tried and not request.prompt.stored and self._selector.fits_all(request.prompt):
                 self._full.add(request.name)
             if request.ttft_missed:
                 missed.append(request)

@@ -21,6 +21,7 @@ from router.apis.response_owners import asks_to_store
 from router.apis.worker_errors import is_model_missing
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
+from router.forwarding.client_errors import broken_off, not_reached
 from router.forwarding.disaggregated_request import DisaggregatedRequest, PrefillFailedError
 from router.forwarding.exchange import RoutingHeaders
 from router.forwarding.proxy_services import ProxyServices
@@ -36,6 +37,7 @@ from router.upstream.request import SentRequest, Transport
 _now: Final = time.monotonic
 # Statuses of workers that did not process the request: bad gateway, unavailable, gateway timeout.
 _NOT_TAKEN: Final = (502, 503, 504)
+_INVALID: Final = 400
 _SERVER_ERROR: Final = 500
 # At most this many workers may break off over one request, because the request may be the cause.
 _MOST_BROKEN: Final = 2
@@ -162,14 +164,7 @@ class Attempts:
 
     def exhausted(self) -> RequestError:
         """Return the error for a client when no further attempt is allowed."""
-        if not self._repeatable:
-            return broken_off()
-        return RequestError(
-            f"{len(self.tried)} workers could not be reached. Retry later.",
-            status=503,
-            type="service_unavailable",
-            code="no_worker_available",
-        )
+        return not_reached(len(self.tried)) if self._repeatable else broken_off()
 
     def send(self, assignment: Assignment, handler: AttemptHandler, arrived: float) -> None:
         """Send the request to this worker; `arrived` is when it was complete.
@@ -293,7 +288,7 @@ class Attempts:
         A retry takes from the retry budget, unless the worker does not have the model and so computed nothing.
         """
         if status < _SERVER_ERROR:
-            return Outcome.REFUSED if is_model_missing(status, data) and self._tries_other_model_server() else None
+            return Outcome.REFUSED if self._tries_other(status, data) else None
         budget = self._services.budget
         if status in _NOT_TAKEN and self.others and budget.take():
             return Outcome.FAILED
@@ -301,19 +296,32 @@ class Attempts:
             return Outcome.NEITHER
         return None
 
-    def _tries_other_model_server(self) -> bool:
-        """Probe the worker, which does not have the model. Return whether another worker may have it.
+    def _tries_other(self, status: int, data: bytes) -> bool:
+        """Return whether another worker may accept a request that its worker refused.
 
-        A worker that lacks a stored object answers 404 too. Requests about stored objects are sent once.
+        It may have the model that the worker lacks, or a longer context. Requests about stored objects are sent once.
         """
         assignment, prompt, services = self.assignment, self.prompt, self._services
         if assignment is None or prompt.stored is not None or not self._context.admitted.route.json:
             return False
-        services.fleet.probe_soon(assignment.worker)
-        if assignment.prefill is not None:
-            services.fleet.probe_soon(assignment.prefill.worker)
-            return self._repeatable and self._exclude_pair()
-        return self._sends < self._most and services.selector.has_others(prompt, [*self._excluded(), assignment.worker])
+        shorter: list[Worker] = []
+        if is_model_missing(status, data):
+            for part in (assignment, assignment.prefill):
+                if part is not None:
+                    services.fleet.probe_soon(part.worker)
+            if assignment.prefill is not None:
+                return self._repeatable and self._exclude_pair()
+        elif status == _INVALID and assignment.prefill is None and not prompt.exact:  # its length is an estimate
+            shorter = services.selector.not_longer(prompt, assignment.worker)
+            if not shorter:
+                return False
+        else:
+            return False
+        excluded = {*self._excluded(), assignment.worker, *shorter}
+        if self._sends >= self._most or not services.selector.has_others(prompt, excluded):
+            return False
+        self._without = [*self._without, *shorter]
+        return True
 
     def may_lack_rank(self, status: int) -> bool:
         """Return whether a response may mean that the worker no longer has the DP rank that the request named."""
@@ -409,8 +417,3 @@ class Attempts:
             assignment.release()
         if self._span is not None:
             self._span.end(problem)
-
-
-def broken_off() -> RequestError:
-    """Return the error for a client whose worker did not complete its response."""
-    return RequestError("The worker broke off its answer.", status=502, type="upstream_error")

@@ -38,7 +38,8 @@ from router.apis.requests import RoutedRequest
 from router.apis.usage import HiddenUsage, with_include_usage
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
-from router.forwarding.attempts import RANK_ERROR, AttemptHandler, Attempts, broken_off
+from router.forwarding.attempts import RANK_ERROR, AttemptHandler, Attempts
+from router.forwarding.client_errors import broken_off
 from router.forwarding.disaggregated_request import PrefillFailedError
 from router.forwarding.exchange import ResponseWriter, ServedRequest
 from router.forwarding.long_bodies import LONG_BODY

@@ -165,6 +165,8 @@ class CandidateFinder:
             )
         view.update(now)
         owner = self._responses.get(prompt.stored) if prompt.stored else None
+        if targets.lengths is not None and owner is None:
+            excluded = [*excluded, *targets.too_short(prompt.context, excluded)]
         rows = self._excluded_rows(targets, view, prompt, excluded, limits, owner)
         found = CandidateSet(self, targets, view, rows)
         if by_load:

@@ -63,6 +63,12 @@ class RoutedPrompt:
     unknown_name: bool = False
 
     @property
+    def context(self) -> int:
+        """The tokens of the longest prompt and its answer, which a model's context must hold."""
+        prompt = max([len(identity) for identity in self.identities], default=0) or self.tokens
+        return prompt + max(self.max_tokens or 1, 1)
+
+    @property
     def announced_output(self) -> int | None:
         """Tokens of the answer that its agent announces; None if it does not."""
         return None if self.hints is None else self.hints.output_tokens

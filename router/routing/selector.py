@@ -215,6 +215,14 @@ class Selector:
         workers = self._directory.of(prompt.name, prefill).workers
         return len(workers) > len(excluded) or any(worker not in excluded for worker in workers)
 
+    def fits_all(self, prompt: RoutedPrompt) -> bool:
+        """Return whether the context of every worker of the prompt's name holds the prompt and its answer."""
+        return not self._directory.of(prompt.name).too_short(prompt.context, ())
+
+    def not_longer(self, prompt: RoutedPrompt, worker: Worker) -> list[Worker]:
+        """Return the workers whose context is not longer than a worker's; none if all have the same length."""
+        return self._directory.of(prompt.name).shorter(worker)
+
     def adapter_of(self, worker: Worker) -> type[Adapter] | None:
         """Return the adapter that hands a prefill over to a decode worker; None if its engine has none."""
         return self._disaggregated.adapter_of(worker)

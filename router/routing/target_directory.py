@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from http_api.errors import RequestError
 from indexer import Target, TargetRows
@@ -22,6 +23,7 @@ class ModelTargets:
     - `view`: the load of the ranks as policies see it; None before the first choice.
     - `prefill_share`: the average share of the ranks that compute prompts.
     - `nothing`: the overlap of an unknown prompt with each row: zeros, which are never changed.
+    - `lengths`: the context length of each worker; None if all workers have the same.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ModelTargets:
                 rank.row = len(self.ranks)
                 self.ranks.append(rank)
         self.nothing = array("I", bytes(4 * len(self.ranks)))
+        self.lengths = _unlike_lengths(self.workers, name)
         self._rows_of: dict[ServedModel, TargetRows] = {}
         self.served: list[ServedModel] = list({ranks[0].served: None for ranks in self.of_worker.values()})
 
@@ -84,6 +87,26 @@ class ModelTargets:
             self._unsettled_version = health_version
             self._unsettled = [worker for worker in self.workers if not _settled(worker)]
         return self._unsettled
+
+    def too_short(self, tokens: int, excluded: Collection[Worker]) -> list[Worker]:
+        """Return the workers whose context is too short for a prompt and its answer, if another worker's is longer.
+
+        - `tokens`: the tokens of the prompt and of its answer.
+        - `excluded`: the workers that may not receive the request.
+
+        If the request fits no worker, the workers with the longest context remain, and their engine refuses it.
+        """
+        lengths = self.lengths
+        if lengths is None:
+            return []
+        longest = max([length for worker, length in lengths.items() if worker not in excluded], default=0)
+        needed = min(tokens, longest)
+        return [worker for worker, length in lengths.items() if length < needed]
+
+    def shorter(self, worker: Worker) -> list[Worker]:
+        """Return the workers whose context is not longer than this worker's."""
+        lengths = self.lengths
+        return [] if lengths is None else [each for each in lengths if lengths[each] <= lengths.get(worker, 0)]
 
     def usable(self, workers: Iterable[Worker]) -> list[RoutableRank]:
         """Return the ranks of some workers that may receive requests now."""
@@ -120,6 +143,15 @@ class TargetDirectory:
             if targets.workers:  # names without workers are not cached: clients make them up
                 self._targets[prefill][name] = targets
         return targets
+
+
+def _unlike_lengths(workers: Sequence[Worker], name: str | None) -> dict[Worker, int] | None:
+    """Return the context length of each worker for a name; None if all have the same. An unknown one is unlimited."""
+    if name is None:
+        return None
+    served = {worker: worker.served(name) for worker in workers}
+    lengths = {worker: (known.max_model_len if known else None) or sys.maxsize for worker, known in served.items()}
+    return lengths if len(set(lengths.values())) > 1 else None
 
 
 def _settled(worker: Worker) -> bool:

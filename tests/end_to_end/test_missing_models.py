@@ -39,12 +39,10 @@ async def test_an_adapter_that_a_worker_unloaded_is_served_by_another(body: dict
         assert {(reply.status, reply.worker) for reply in replies} == {(200, second)}
 
         async def described_anew() -> bool:
-            reply = await routed.call("/v1/completions", body)
-            return "x-kvrouter-attempts" not in reply.headers
+            later = [await routed.call("/v1/completions", body) for _ in range(10)]
+            return all("x-kvrouter-attempts" not in reply.headers for reply in later)
 
         await until(described_anew, seconds=5)
-        later = [await routed.call("/v1/completions", body) for _ in range(10)]
-        assert {reply.headers.get("x-kvrouter-attempts") for reply in later} == {None}
 
 
 class Lacking:

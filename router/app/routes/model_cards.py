@@ -56,7 +56,7 @@ def model_cards(fleet: Fleet, created: int, tenant: Tenant | None = None) -> dic
                 },
             )
             lengths = (known["max_model_len"], served.max_model_len)
-            known["max_model_len"] = min((length for length in lengths if length is not None), default=None)
+            known["max_model_len"] = max((length for length in lengths if length is not None), default=None)
     for alias, name in fleet.aliases.items():
         if name in cards:
             cards[alias] = {**cards[name], "id": alias}

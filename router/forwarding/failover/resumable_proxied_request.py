@@ -13,7 +13,8 @@ from router.apis.endpoints import error_event
 from router.apis.usage import HiddenUsage, UsageTail
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
-from router.forwarding.attempts import Attempts, broken_off
+from router.forwarding.attempts import Attempts
+from router.forwarding.client_errors import broken_off
 from router.forwarding.exchange import ResponseWriter, RoutingHeaders
 from router.forwarding.failover.resumable_stream import ResumableStream
 from router.forwarding.failover.stream_failover import StreamFailover

@@ -1,0 +1,107 @@
+"""Replicas of one model with different context lengths: each request goes to a worker that accepts it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from router_under_test import router
+from scripted_worker import Exchange, scripted_worker
+
+from simulator.worker import SimulatedWorkerSettings
+from simulator.worker.serve import running
+
+pytestmark = pytest.mark.anyio
+
+FAST: dict[str, Any] = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
+SHORT, LONG = 512, 16384
+POLICIES = ["kv_aware", "round_robin", "least_loaded", "random"]
+
+
+def worker(length: int) -> SimulatedWorkerSettings:
+    return SimulatedWorkerSettings(max_model_len=length, **FAST)
+
+
+def completion(tokens: int, first: int = 0, max_tokens: int = 1) -> dict[str, Any]:
+    return {"model": "simulated", "prompt": [first + each for each in range(tokens)], "max_tokens": max_tokens}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_long_prompt_goes_to_the_replica_with_a_long_context(policy: str) -> None:
+    async with (
+        running(worker(SHORT)) as short,
+        running(worker(LONG)) as long,
+        router(short, long, policy={"name": policy}) as routed,
+    ):
+        asked = [completion(2000, first) for first in range(40)]
+        replies = await asyncio.gather(*(routed.call("/v1/completions", body) for body in asked))
+        assert {reply.status for reply in replies} == {200}
+        assert {reply.worker for reply in replies} == {long}
+        small = await asyncio.gather(*(routed.call("/v1/completions", completion(40, each)) for each in range(20)))
+        assert {reply.status for reply in small} == {200}
+        assert short in {reply.worker for reply in small}
+        (card,) = (await routed.call("/v1/models")).json()["data"]
+        assert card["max_model_len"] == LONG
+
+
+async def test_the_engine_refuses_a_prompt_that_fits_no_worker() -> None:
+    async with running(worker(SHORT)) as short, running(worker(LONG)) as long, router(short, long) as routed:
+        reply = await routed.call("/v1/completions", completion(1000) | {"prompt": list(range(1000)) * 17})
+        assert (reply.status, reply.worker) == (400, long)
+        assert "maximum context length" in reply.json()["error"]["message"]
+
+
+async def test_requests_that_fit_a_free_replica_do_not_wait_behind_one_that_does_not() -> None:
+    slow = SimulatedWorkerSettings(max_model_len=LONG, base_step_s=0.05, prefill_s_per_token=0.0)
+    admission = {"requests": 1, "timeout": 20.0}
+    async with (
+        running(worker(SHORT)) as short,
+        running(slow) as long,
+        router(short, long, admission=admission) as routed,
+    ):
+        holding = asyncio.create_task(routed.call("/v1/completions", completion(2000, 0, 40)))
+        waiting = asyncio.create_task(routed.call("/v1/completions", completion(2000, 5, 1)))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        for each in range(5):
+            async with asyncio.timeout(1):
+                reply = await routed.call("/v1/completions", completion(40, each))
+            assert (reply.status, reply.worker) == (200, short)
+        assert [(await each).worker for each in (holding, waiting)] == [long, long]
+
+
+async def test_the_output_that_a_request_asks_for_counts() -> None:
+    async with running(worker(SHORT)) as short, running(worker(LONG)) as long, router(short, long) as routed:
+        replies = [await routed.call("/v1/completions", completion(400, each, 200)) for each in range(8)]
+        assert {(reply.status, reply.worker) for reply in replies} == {(200, long)}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_prompt_of_unknown_length_is_tried_on_a_longer_replica(policy: str) -> None:
+    """The estimate of its length is too low: each character is a token."""
+
+    def of_length(length: int) -> Any:
+        async def script(exchange: Exchange) -> None:
+            if exchange.target == "/v1/models":
+                await exchange.answer(json.dumps({"data": [{"id": "m", "max_model_len": length}]}).encode())
+            elif exchange.target != "/v1/completions":
+                await exchange.answer(status="404 Not Found")
+            elif len(json.loads(exchange.body)["prompt"]) > length:
+                await exchange.answer(b'{"error": {"message": "maximum context length"}}', "400 Bad Request")
+            else:
+                await exchange.answer()
+
+        return script
+
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(scripted_worker(of_length(each))) for each in (SHORT, LONG)]
+        for each in workers:
+            each.answers_discovery = False
+        urls = [each.url for each in workers]
+        routed = await stack.enter_async_context(router(*urls, policy={"name": policy}))
+        for each in range(8):
+            body = {"model": "m", "prompt": f"{each}" * 1000, "max_tokens": 1}
+            assert (await routed.call("/v1/completions", body)).status == 200
