@@ -1,4 +1,4 @@
-"""Replicas of one model with different context lengths: each request goes to a worker that accepts it."""
+"""Replicas of one model with different context lengths: each request is sent to a worker that accepts it."""
 
 from __future__ import annotations
 
