@@ -37,6 +37,11 @@ def check(file: File = None) -> None:
         where += " and the workers of the cluster"
     for setting in settings.without_effect:
         typer.echo(f"{file or 'environment'}: warning: {setting} has no effect and can be removed")
+    if settings.tenants.named and settings.server.admin_port is None:
+        typer.echo(
+            f"{file or 'environment'}: warning: /metrics shows the tenants' names to all clients; "
+            "set server.admin_port to serve it at that port only"
+        )
     typer.echo(f"{file or 'environment'}: no mistakes; {where}, policy {settings.policy.name}")
 
 

@@ -19,21 +19,34 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def stopped_by_signals(server: HttpServer, app: FastAPI, drain_seconds: float) -> Iterator[Callable[[], None]]:
     """Stop a server by signals. Yields the handler of SIGTERM.
 
-    - SIGINT stops it; a second SIGINT stops it without waiting for requests.
-    - SIGTERM stops it after it has drained; a second SIGTERM stops it at once.
+    - SIGINT stops it.
+    - SIGTERM stops it after it has drained.
+    - A second signal of either kind stops it at once, without waiting for requests.
     """
     loop = asyncio.get_running_loop()
-
-    def interrupt() -> None:
-        server.force_exit = server.should_exit
-        stop()
+    signalled = False
 
     def stop() -> None:
         server.should_exit = True
 
+    def is_first() -> bool:
+        """Return whether this is the first signal. A later one stops the server at once."""
+        nonlocal signalled
+        first, signalled = not signalled, True
+        if not first:
+            server.force_exit = True
+            stop()
+        return first
+
+    def interrupt() -> None:
+        if is_first():
+            stop()
+
     def drain() -> None:
+        if not is_first():
+            return
         readiness = getattr(app.state, "readiness", None)
-        if readiness is None or readiness.stopping or not drain_seconds:
+        if readiness is None or not drain_seconds:
             stop()
             return
         readiness.stopping = True

@@ -11,6 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from kvrouter.cli import app
+from router.auth import hashed_key
 from router.settings import Settings, load_settings
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,17 @@ def test_config_check_accepts_valid_file(file: Path) -> None:
     checked = config("check", str(file))
     assert checked.exit_code == 0
     assert checked.stdout == f"{file}: no mistakes; 1 worker and the workers of the cluster, policy random\n"
+
+
+def test_config_check_warns_that_metrics_show_tenants(file: Path) -> None:
+    text = "server: {{token: t{port}}}\ntenants: {{named: {{team-a: {{keys: [{key}]}}}}}}"
+    file.write_text(text.format(port="", key=hashed_key("k")))
+    warning, last = config("check", str(file)).stdout.splitlines()
+    assert "/metrics" in warning
+    assert "server.admin_port" in warning
+    assert "no mistakes" in last
+    file.write_text(text.format(port=", admin_port: 9999", key=hashed_key("k")))
+    assert len(config("check", str(file)).stdout.splitlines()) == 1
 
 
 def test_config_check_warns_of_settings_without_effect(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
