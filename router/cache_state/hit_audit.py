@@ -141,6 +141,7 @@ class HitAudit:
         overlap = cache_prediction.overlap
         if cache_prediction.by_text:
             overlap = round(overlap * usage.prompt / (cache_prediction.tokens or 1))
+        overlap = min(overlap, usage.prompt)
         audit.answers += 1
         audit.prompt_tokens += usage.prompt
         audit.predicted_tokens += overlap

@@ -16,7 +16,7 @@ from router.fleet.fleet import Fleet
 from router.routing.state import RoutingState
 from router.routing.target_directory import unknown_model
 from router.tokens.text_prefixes import text_prefixes
-from router.tokens.tokenizers import Tokenized, Tokenizers, TokenizerUnavailableError
+from router.tokens.tokenizers import OnTrialError, Tokenized, Tokenizers, TokenizerUnavailableError
 
 log = structlog.get_logger()
 
@@ -172,10 +172,10 @@ class PromptReader:
             return prompt
         try:
             tokenized = self._tokenizers.tokenize_now(model, request.prompt, body_bytes)
+        except (RequestError, OnTrialError) as error:
+            return _routed_by_load(request, body_bytes, error)
         except TokenizerUnavailableError as error:
             return self._by_text(model, request, body_bytes, error)
-        except RequestError as error:
-            return _routed_by_load(request, body_bytes, error)
         return None if tokenized is None else tokenized_prompt(request, tokenized)
 
     async def read_aside(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
@@ -185,10 +185,10 @@ class PromptReader:
             return unread_prompt(request, body_bytes)
         try:
             tokenized = await self._tokenizers.tokenize_aside(model, request.prompt)
+        except (RequestError, OnTrialError) as error:
+            return _routed_by_load(request, body_bytes, error)
         except TokenizerUnavailableError as error:
             return self._by_text(model, request, body_bytes, error)
-        except RequestError as error:
-            return _routed_by_load(request, body_bytes, error)
         return tokenized_prompt(request, tokenized)
 
     def _by_text(self, model: str, request: RoutedRequest, body_bytes: int, error: Exception) -> RoutedPrompt:

@@ -13,9 +13,8 @@ from itertools import zip_longest
 
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
-from router.apis.endpoints import CHAT
 from router.apis.requests import ChatPrompt, TextPrompts
-from router.tokens.engine_client import EngineClient, NotOfferedError, PromptRefusedError
+from router.tokens.engine_client import EngineClient, NotOfferedError, PromptRefusedError, is_converted
 from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.probes import PROBES, Probe, ProbeKind
@@ -148,16 +147,10 @@ class Trial:
                 continue
             if self._reference is Reference.NOTHING:
                 self._reference = reference
-            if kind not in self._expected and (reference is not Reference.TOKENIZE or not self._converted(prompt)):
+            if kind not in self._expected and (reference is not Reference.TOKENIZE or not is_converted(prompt)):
                 self._expected[kind] = found
             if reference is not Reference.COMPUTED:
                 self._askable.setdefault(kind, found)
-
-    @staticmethod
-    def _converted(prompt: ChatPrompt | TextPrompts) -> bool:
-        """Return whether a prompt belongs to another API than chats, so that `/tokenize` sees only the router's
-        conversion."""
-        return isinstance(prompt, ChatPrompt) and prompt.call is not None and prompt.call[0] != CHAT
 
     def compare(self, local: LocalTokenizer | None, probes: Iterable[Probe] = PROBES) -> Agreement:
         """Compare a local tokenizer's tokens of the probes with the engine's. Call it in a thread."""

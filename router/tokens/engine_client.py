@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from indexer.hashing import MediaSpan, PackedPrompt
+from router.apis.endpoints import CHAT
 from router.apis.fields import MAX_TOKEN_ID
 from router.apis.media import has_media
 from router.apis.requests import ChatPrompt, TextPrompts
@@ -22,7 +23,6 @@ from router.http.client import connection_problem
 from router.tokens.chat_template import template_variables
 from router.tokens.errors import TokenizerUnavailableError
 
-_CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 # Fields that only an answer needs. Some exclude each other, or wait for another request.
@@ -79,6 +79,12 @@ _decode_tokenized = msgspec.json.Decoder(_Tokenized).decode
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
+def is_converted(prompt: ChatPrompt | TextPrompts) -> bool:
+    """Return whether a prompt belongs to another API than chats, so that `/tokenize` sees only the router's
+    conversion."""
+    return isinstance(prompt, ChatPrompt) and prompt.call is not None and prompt.call[0] != CHAT
+
+
 class EngineClient:
     """A client for workers' token ids of one model's prompts. `timeout_seconds` applies to each request.
 
@@ -101,10 +107,10 @@ class EngineClient:
 
     async def rendered(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
         """Return the token ids of each prompt by the engine's own rendering, and which of them are media."""
-        path, body = self._request(prompt)
+        _, body = self._request(prompt)
         if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
             body["mm_payload"] = "none"  # omit the pixels
-        found = _decoded(url, _decode_rendered, await self._post(url, f"{path}/render", body))
+        found = _decoded(url, _decode_rendered, await self._post(url, self.render_path(prompt), body))
         return [_packed(url, each) for each in (found if isinstance(found, list) else [found])]
 
     async def tokenized(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
@@ -115,7 +121,7 @@ class EngineClient:
             bodies = [{"prompt": text, "add_special_tokens": prompt.add_special_tokens} for text in prompt.texts]
         answers = [await self._post(url, "/tokenize", {"model": self.model} | body) for body in bodies]
         prompts = [PackedPrompt.of(_decoded(url, _decode_tokenized, answer).tokens) for answer in answers]
-        texts = prompt.texts if isinstance(prompt, TextPrompts) else [_CHAT]
+        texts = prompt.texts if isinstance(prompt, TextPrompts) else [CHAT]
         if any(text and not len(found) for text, found in zip(texts, prompts, strict=True)):
             # llama.cpp's /tokenize reads another field and returns no tokens.
             raise NotOfferedError(f"{url}: its /tokenize has another format")
@@ -124,7 +130,7 @@ class EngineClient:
     async def computed(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
         """Return the token ids of one prompt by computing it, with an answer of one token."""
         path, body = self._request(prompt)
-        if path not in (_CHAT, _COMPLETIONS):
+        if path not in (CHAT, _COMPLETIONS):
             raise NotOfferedError(f"{url}: only chats and completions return token ids")
         body |= {"max_tokens": 1, "max_completion_tokens": 1, "return_token_ids": True}
         if path == _COMPLETIONS:
@@ -134,6 +140,12 @@ class EngineClient:
         if ids is None:
             raise NotOfferedError(f"{url}: it does not return the token ids of a prompt")
         return [PackedPrompt.of(ids)]
+
+    def render_path(self, prompt: ChatPrompt | TextPrompts) -> str:
+        """Return the path at which an engine renders this prompt."""
+        if isinstance(prompt, TextPrompts):
+            return f"{_COMPLETIONS}/render"
+        return f"{prompt.call[0] if prompt.call else CHAT}/render"
 
     def _request(self, prompt: ChatPrompt | TextPrompts) -> tuple[str, dict[str, Any]]:
         """Return the path and body of a request for this prompt: the client's own, if there is one."""
@@ -147,7 +159,7 @@ class EngineClient:
             for name in _NOT_RENDERED:
                 body.pop(name, None)
         elif isinstance(prompt, ChatPrompt):
-            path, body = _CHAT, _chat_fields(prompt)
+            path, body = CHAT, _chat_fields(prompt)
         else:
             texts: list[str] | str = prompt.texts if len(prompt.texts) > 1 else prompt.texts[0]
             path, body = _COMPLETIONS, {"prompt": texts, "add_special_tokens": prompt.add_special_tokens}

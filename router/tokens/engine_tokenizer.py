@@ -49,7 +49,7 @@ class EngineTokenizer:
         self._limit = limit_bytes
         self._known: OrderedDict[bytes, list[PackedPrompt]] = OrderedDict()
         self._asked: Counter[str] = Counter()
-        self._not_offered: dict[str, set[_Ask]] = {}
+        self._not_offered: dict[str, set[str]] = {}  # the paths, by worker
         self._turn = 0
         self.cached_bytes = 0
 
@@ -67,8 +67,8 @@ class EngineTokenizer:
         """Return the cached answer for the same prompt; None without one."""
         return self._known.get(_keys(prompt)[-1])
 
-    async def tokenize(self, prompt: ChatPrompt | TextPrompts) -> EngineAnswer:
-        """Return the tokens of a prompt.
+    async def tokenize(self, prompt: ChatPrompt | TextPrompts, renders: bool = False) -> EngineAnswer:
+        """Return the tokens of a prompt. `renders`: only a rendering counts, not `/tokenize`.
 
         Raises TokenizerUnavailableError if no engine answers and nothing is cached.
         """
@@ -79,7 +79,7 @@ class EngineTokenizer:
             return EngineAnswer(found, exact=True)
         earlier = next((known for key in reversed(keys[:-1]) if (known := self._known.get(key))), None)
         try:
-            prompts = await self.ask(prompt)
+            prompts = await self.ask(prompt, renders)
         except TokenizerUnavailableError:
             if earlier is None:
                 raise
@@ -89,8 +89,10 @@ class EngineTokenizer:
         self._remember(keys[-1], prompts)
         return EngineAnswer(prompts, exact=True)
 
-    async def ask(self, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
+    async def ask(self, prompt: ChatPrompt | TextPrompts, renders: bool = False) -> list[PackedPrompt]:
         """Ask the worker with the fewest open requests, and another one if it fails. The answer is not cached.
+
+        `renders`: only a rendering counts, not `/tokenize`.
 
         Raises TokenizerUnavailableError.
         """
@@ -103,7 +105,7 @@ class EngineTokenizer:
         for url in urls[:_ATTEMPTS]:
             self._asked[url] += 1
             try:
-                return await self._ask(url, prompt)
+                return await self._ask(url, prompt, renders)
             except PromptRefusedError:
                 raise  # other workers would refuse it too
             except TokenizerUnavailableError as error:
@@ -116,15 +118,17 @@ class EngineTokenizer:
         finally:
             del last  # breaks a reference cycle that would keep the prompt
 
-    async def _ask(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
-        ways: tuple[_Ask, ...] = (self._client.rendered, self._client.tokenized)
+    async def _ask(self, url: str, prompt: ChatPrompt | TextPrompts, renders: bool) -> list[PackedPrompt]:
+        ways: dict[str, _Ask] = {self._client.render_path(prompt): self._client.rendered}
+        if not renders:
+            ways["/tokenize"] = self._client.tokenized
         missing = self._not_offered.setdefault(url, set())
-        for ask in ways:
-            if ask not in missing:
+        for path, ask in ways.items():
+            if path not in missing:
                 try:
                     return await ask(url, prompt)
                 except NotOfferedError:
-                    missing.add(ask)
+                    missing.add(path)
         raise NotOfferedError(f"{url}: it offers neither render nor /tokenize")
 
     def _in_turn(self) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,29 @@ from router.tokens.tokenizers import Tokenizers
 
 @dataclass
 class TrialRecord:
-    """A worker's last trial: its time, the worker's description at that time, and the result."""
+    """A worker's last trial.
+
+    - `at`: when it began, by the monotonic clock.
+    - `description`: the worker's description at that time.
+    - `agreement`: the result; None if the worker did not answer.
+    - `ended`: whether a trial with this description has ended.
+    """
 
     at: float
     description: WorkerDescription | None
     agreement: Agreement | None = None
+    ended: bool = False
+
+    def next(self, at: float, description: WorkerDescription | None) -> TrialRecord:
+        """Return the record of the next trial. It keeps the result while the description is the same."""
+        return replace(self, at=at) if description is self.description else TrialRecord(at, description)
 
 
 @dataclass
 class ModelState:
     """The state of one model's tokenizer.
 
+    - `loading`: whether its files are still read.
     - `problem`: why no local tokenizer is used, or not the likely one.
     - `mismatched`: workers whose usage disagreed with the local tokenizer at their last trial.
     - `logged_route`: the tokenizer route that was logged last.
@@ -52,6 +64,7 @@ class ModelState:
     trials: dict[str, TrialRecord] = field(default_factory=dict)
     folder: Path | None = None
     modified: float = 0.0
+    loading: bool = True
     loads: list[Load] = field(default_factory=list)
     local: LocalTokenizer | None = None
     media: MediaReader | None = None
@@ -69,6 +82,16 @@ class ModelState:
     def can_ask(self) -> bool:
         """True if engines return the tokens of prompts; false only if each tried one does not."""
         return not self.trials or any(map(self._asks, self.trials))
+
+    @property
+    def tried(self) -> bool:
+        """True if a trial of any worker has ended."""
+        return any(tried.ended for tried in self.trials.values())
+
+    @property
+    def on_trial(self) -> bool:
+        """True if a local tokenizer is loaded or compared, and no trial has ended."""
+        return (self.loading or self.local is not None) and not self.tried
 
     def _asks(self, url: str) -> bool:
         """Return whether a worker returns tokens, as far as is known."""
@@ -100,6 +123,7 @@ def tokenizer_report(tokenizers: Tokenizers, models: Mapping[str, ModelState]) -
             "reading": tokenizer.local.method if tokenizer.local else None,
             "compared_with": merged.reference.value,
             "suspected": tokenizer.suspected,
+            "on_trial": tokenizer.on_trial,
             "shapes": {kind.value: report.route.value for kind, report in merged.probes.items()},
             "differences": {kind.value: each.difference for kind, each in merged.probes.items() if each.difference},
             "media": tokenizer.media.report() if tokenizer.media else None,

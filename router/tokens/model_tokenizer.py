@@ -8,6 +8,7 @@ from collections.abc import Collection
 from enum import StrEnum
 
 from router.apis.requests import ChatPrompt, TextPrompts
+from router.tokens.engine_client import is_converted
 from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.media_reader import MediaReader
@@ -46,6 +47,7 @@ class ModelTokenizer:
     - `asked`: kinds of prompts for which the engine is asked although there is a local tokenizer.
     - `suspected`: the engine is asked about all prompts, because usage in responses disagreed with the local tokenizer.
     - `media`: builds prompts with media; None if engines are not asked about media.
+    - `on_trial`: the engine is asked about all prompts, because the local tokenizer is not yet compared with it.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class ModelTokenizer:
         usage: SourceUsage | None = None,
         suspected: bool = False,
         media: MediaReader | None = None,
+        on_trial: bool = False,
     ) -> None:
         self.local = local
         self.engine = engine
@@ -63,6 +66,7 @@ class ModelTokenizer:
         self.usage = usage or SourceUsage()
         self.suspected = suspected
         self.media = media
+        self.on_trial = on_trial
         self._compared: deque[bool] = deque(maxlen=_COMPARED)
 
     @property
@@ -83,9 +87,15 @@ class ModelTokenizer:
         """Return whether the engine is asked about a prompt."""
         if self.engine is None:
             return False
-        if self.local is None or self.suspected:
+        if self.local is None or self.suspected or self.on_trial:
             return True
         return bool(self.asked) and not self.asked.isdisjoint(probe_kinds(prompt))
+
+    def needs_rendering(self, prompt: ChatPrompt | TextPrompts) -> bool:
+        """Return whether an engine's `/tokenize` may return other tokens than the engine computes."""
+        if isinstance(prompt, TextPrompts):
+            return False
+        return self.local is None or self.local.has_chat_encoder or is_converted(prompt)
 
     def compare(self, equal: bool) -> None:
         """Record a comparison with the engine's tokens; enough equal ones end the suspicion."""

@@ -72,9 +72,9 @@ class TokenizerSource:
     async def provide(self, worker: Worker, served: ServedModel) -> None:
         """Load a tokenizer for a model that a worker serves, and start a trial if one is due. Called when the worker
         answers."""
-        async with self._one_at_a_time:  # loading is not thread-safe
-            model = self._models.get(served.model) or await self._begin(served)
         self._forget_former(worker)
+        async with self._one_at_a_time:  # loading is not thread-safe
+            model = self._models.get(served.model) or await self._begin(worker, served)
         model.workers[worker.url] = worker
         if model.task is None or model.task.done():
             due = [url for url in list(model.workers) if self._due(model, url)]
@@ -122,14 +122,21 @@ class TokenizerSource:
         """Return the problems of tokenizers; docs/troubleshooting.md explains each."""
         return tokenizer_findings(self._tokenizers, self._models)
 
-    async def _begin(self, served: ServedModel) -> ModelState:
+    async def _begin(self, worker: Worker, served: ServedModel) -> ModelState:
         client = EngineClient(self._session, served.model, self._settings.timeout, lambda url: model.key_of(url))
-        model = ModelState(
+        model = self._models[served.model] = ModelState(
             served.model, client, EngineTokenizer(client, lambda: model.urls(), self._settings.cache_bytes)
         )
-        await self._find_files(model, served)
-        await self._load_first(model)
-        self._models[served.model] = model
+        model.workers[worker.url] = worker
+        self._use(model)
+        try:
+            await self._find_files(model, served)
+            await self._load_first(model)
+        except BaseException:
+            del self._models[served.model]
+            self._tokenizers.remove(served.model)
+            raise
+        model.loading = False
         self._use(model)
         return model
 
@@ -198,7 +205,9 @@ class TokenizerSource:
             worker = model.workers.get(url)
             if worker is None:
                 continue
-            tried = model.trials[url] = TrialRecord(time.monotonic(), worker.description)
+            before = model.trials.get(url) or TrialRecord(0.0, None)
+            tried = model.trials[url] = before.next(time.monotonic(), worker.description)
+            self._use(model)
             model.engine.try_again(url)
             mismatched = self._mismatched(model, url)
             newly_mismatched = mismatched and url not in model.mismatched
@@ -207,8 +216,11 @@ class TokenizerSource:
                 tried.agreement = await self._tried(model, url, mismatched)
             except TokenizerUnavailableError as error:
                 log.info("cannot compare a worker's tokens", worker=worker.name, model=model.name, reason=str(error))
-                continue
-            agrees = not tried.agreement.with_route(*_NOT_LOCAL)
+                agrees = False
+            else:
+                agrees = not tried.agreement.with_route(*_NOT_LOCAL)
+            finally:
+                tried.ended = True
             self._use(model, suspect=newly_mismatched and agrees)
 
     async def _tried(self, model: ModelState, url: str, mismatched: bool) -> Agreement:
@@ -242,12 +254,8 @@ class TokenizerSource:
         engine = model.engine if model.local is not None or model.can_ask else None
         now = self._tokenizers.by_model().get(model.name)
         suspected = suspect or (now is not None and now.suspected)
-        if now is not None and (now.local, now.engine, now.asked, now.suspected) == (
-            model.local,
-            engine,
-            asked,
-            suspected,
-        ):
+        current = (model.local, engine, asked, suspected, model.on_trial)
+        if now is not None and (now.local, now.engine, now.asked, now.suspected, now.on_trial) == current:
             return
         if now is not None and now.asked != asked:
             model.engine.forget()
@@ -258,9 +266,9 @@ class TokenizerSource:
         if timeout and model.local is not None and (model.media is None or model.media.local is not model.local):
             limit = self._settings.cache_bytes // _MEDIA_SHARE
             model.media = MediaReader(model.local, model.engine, limit, timeout, interval)
-        tokenizer = ModelTokenizer(model.local, engine, asked, model.usage, suspected, model.media)
+        tokenizer = ModelTokenizer(model.local, engine, asked, model.usage, suspected, model.media, model.on_trial)
         self._tokenizers.add(model.name, tokenizer)
-        if model.local is None and model.trials and tokenizer.route != model.logged_route:
+        if model.local is None and model.tried and tokenizer.route != model.logged_route:
             model.logged_route = tokenizer.route
             log.info(_LOG_LINES[tokenizer.route], model=model.name, reason=model.problem)
 

@@ -17,12 +17,12 @@ from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.media import has_media, text_length
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts
-from router.tokens.errors import TokenizerUnavailableError, TooLongForNowError
+from router.tokens.errors import OnTrialError, TokenizerUnavailableError, TooLongForNowError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.media_reader import Expanded, MediaReader, media_items
 from router.tokens.model_tokenizer import ModelTokenizer, PromptSource
 
-__all__ = ["TokenizerUnavailableError", "Tokenizers"]
+__all__ = ["OnTrialError", "TokenizerUnavailableError", "Tokenizers"]
 
 # Limit of uncached characters to tokenize on the event loop: a third of a millisecond. fastokens does eight times as
 # many.
@@ -79,6 +79,10 @@ class Tokenizers:
     def by_model(self) -> dict[str, ModelTokenizer]:
         """Return the tokenizers by model."""
         return dict(self._models)
+
+    def states(self) -> dict[str, str]:
+        """Return each model's route to tokens, or that its trial is running."""
+        return {name: "trial running" if each.on_trial else each.route for name, each in self._models.items()}
 
     async def token_ids(self, model: str, prompt: Prompt, body_bytes: int = 0) -> list[PackedPrompt]:
         """Return the token ids of each prompt: one for a chat, none for embeddings.
@@ -179,12 +183,16 @@ class Tokenizers:
         local, engine = tokenizer.local, tokenizer.engine
         assert engine is not None
         if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
+            if tokenizer.on_trial:
+                raise OnTrialError("prompts with media are tokenized after the trial")
             if local is None:
                 raise TokenizerUnavailableError("only a local tokenizer knows the tokens before the first media item")
             return await self._in_thread(local, prompt)
         try:
-            answer = await engine.tokenize(prompt)
-        except TokenizerUnavailableError:
+            answer = await engine.tokenize(prompt, renders=tokenizer.on_trial and tokenizer.needs_rendering(prompt))
+        except TokenizerUnavailableError as error:
+            if tokenizer.on_trial:
+                raise OnTrialError(f"the trial of its tokenizer is running: {error}") from error
             if local is None:
                 raise
             guessed = await self._in_thread(local, prompt)

@@ -16,13 +16,14 @@ def status_routes(services: Services) -> APIRouter:
 
     @routes.get("/health")
     async def health() -> Response:
-        """Report the number of workers that answer, the queue's length, and the findings."""
+        """Report the number of workers that answer, the queue's length, how prompts are tokenized, and the findings."""
         up = sum(worker.up for worker in fleet.workers)
         report = {
             "status": "ok" if up else "no worker answers",
             "workers": len(fleet.workers),
             "workers_up": up,
             "queue": {reason.value: waiting for reason, waiting in admission.waiting_for().items()},
+            "tokenizers": services.tokenizers.states(),
             "findings": services.observability.findings(),
             **services.observability.about.identity,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ from played_engine import PlayedEngine
 
 import simulator.worker
 from indexer import Target
+from router.apis.endpoints import RESPONSES
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.cache_state.target_audit import PredictionErrors, TargetAudit
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
@@ -22,7 +24,7 @@ from router.settings import ModelSettings, TokenizerSettings
 from router.tokens import model_files, tokenizer_source
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.tokenizer_source import TokenizerSource, configured_tokenizers
-from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
+from router.tokens.tokenizers import OnTrialError, Tokenizers, TokenizerUnavailableError
 
 pytestmark = pytest.mark.anyio
 
@@ -326,6 +328,47 @@ async def test_engines_without_probes_are_assumed_to_agree(local: LocalTokenizer
         assert played.route == "local"
         report = played.source.report()["m"]
         assert (report["compared_with"], set(report["shapes"].values())) == ("nothing", {"untried"})
+
+
+async def test_engine_tokenizes_every_prompt_until_the_first_trial_ends(local: LocalTokenizer, tmp_path: Path) -> None:
+    changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
+    async with playing(local) as played:
+        engine = played.engines[0]
+        engine.tokenizer = LocalTokenizer.load(replaced(tmp_path / "m", MODEL_FOLDER, changed))
+        for renders in (True, False):
+            engine.renders = renders
+            played.restart()
+            await played.source.provide(played.workers[0], ServedModel("m", "m", None, str(MODEL_FOLDER)))
+            await asyncio.sleep(0)  # the trial begins
+            assert played.tokenizers.states() == {"m": "trial running"}
+            chat = ChatPrompt([{"role": "user", "content": f"renders: {renders}"}])
+            assert (await played.tokenizers.tokenize("m", chat)).token_ids == engine.tokenizer.tokenize(chat)
+            await played.source.settled()
+            assert played.tokenizers.states() == {"m": "engine"}
+
+
+@pytest.mark.parametrize("call", [None, (RESPONSES, b"{}")], ids=["no way to ask", "only /tokenize for another API"])
+async def test_prompt_has_no_tokens_during_the_trial_if_no_engine_returns_them(
+    local: LocalTokenizer, call: tuple[str, bytes] | None
+) -> None:
+    async with playing(local) as played:
+        played.engines[0].renders = False
+        played.engines[0].tokenizes = call is not None
+        await played.source.provide(played.workers[0], ServedModel("m", "m", None, str(MODEL_FOLDER)))
+        chat = ChatPrompt(CHAT.messages)
+        chat.call = call
+        with pytest.raises(OnTrialError, match="trial"):
+            await played.tokenizers.tokenize("m", chat)
+        await played.source.settled()
+        assert (await played.tokenizers.tokenize("m", chat)).token_ids == local.tokenize(chat)
+
+
+async def test_next_trial_of_the_same_process_keeps_the_result_meanwhile(local: LocalTokenizer) -> None:
+    async with playing(local, check_interval=1e-6) as played:
+        await played.answers(root=str(MODEL_FOLDER))
+        await played.source.provide(played.workers[0], ServedModel("m", "m", None, str(MODEL_FOLDER)))
+        assert played.tokenizers.states() == {"m": "local"}
+        assert played.tokenizers.tokenize_now("m", CHAT) is not None
 
 
 async def test_engine_is_compared_when_it_is_back(local: LocalTokenizer) -> None:
