@@ -54,6 +54,12 @@ async def _accept_or_close(
 BaseSelectorEventLoop._accept_connection2 = _accept_or_close  # type: ignore[attr-defined]
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Use one event loop for all tests, so that servers can outlive a test."""
+    return "asyncio"
+
+
 @pytest.fixture(autouse=True)
 def logs_as_they_come() -> Iterator[None]:
     """Commands that run in this process set up logging for themselves alone."""

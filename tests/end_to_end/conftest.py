@@ -12,12 +12,6 @@ from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    """Use one event loop for all tests, so that servers can outlive a test."""
-    return "asyncio"
-
-
 @pytest.fixture
 async def urls() -> AsyncIterator[list[str]]:
     """Two simulated workers."""

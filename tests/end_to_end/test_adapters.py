@@ -11,8 +11,6 @@ from router_under_test import QUICK, Reply, RouterUnderTest, router, until
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 TOKEN = {"authorization": "Bearer t"}
 ADAPTER = {"lora_name": "poet", "lora_path": "/adapters/poet"}
 

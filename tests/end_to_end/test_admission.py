@@ -20,8 +20,6 @@ from router.routing.selector import SLOSelector
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 PATH = "/v1/completions"
 ONE_AT_A_TIME = {"requests": 1, "late_binding": False}
 LONG = 30_000  # tokens: more than an engine computes in a step

@@ -10,8 +10,6 @@ from router_under_test import RouterUnderTest, router
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 MODEL = "simulated"
 PATH = "/v1/chat/completions"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What does the file say? " * 20}], "max_tokens": 2}

@@ -13,8 +13,6 @@ from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 MODELS = {"simulated": {"aliases": ["gpt-4o", "default"]}, "poet": {"aliases": ["bard"]}}
 
 

@@ -20,8 +20,6 @@ from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 from simulator.worker.settings import BUNDLED_MODEL
 
-pytestmark = pytest.mark.anyio
-
 MODEL = "simulated"
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -9,8 +9,6 @@ from urllib.parse import urlsplit
 import pytest
 from router_under_test import router
 
-pytestmark = pytest.mark.anyio
-
 LIMITS = {"max_body_bytes": 100_000, "body_timeout": 0.5}
 PATHS = [
     *("/match", "/query", "/query_by_hash", "/register", "/unregister"),

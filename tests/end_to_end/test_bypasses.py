@@ -20,8 +20,6 @@ from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 from worker import ZmqEventPublisher
 
-pytestmark = pytest.mark.anyio
-
 BLOCK = 16
 PROMPT = [5, *range(1000, 1250)]
 WHOLE = len(PROMPT) // BLOCK * BLOCK

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks.chaos.faults import HANG, KILL
 from benchmarks.chaos.run import Plan, run_chaos
-
-pytestmark = pytest.mark.anyio
 
 SMALL = Plan(workers=3, streams=24, seconds=3.0, tokens=10, step_ms=50.0)
 

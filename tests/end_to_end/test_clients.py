@@ -17,8 +17,6 @@ from simulated_workers import simulated_workers
 
 from simulator.worker import SimulatedWorkerSettings
 
-pytestmark = pytest.mark.anyio
-
 MODEL, ADAPTER, BLOCK = "simulated", "poet", 16
 
 numbers = count()

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
 from router_under_test import RouterUnderTest, router, until
 
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
-
-pytestmark = pytest.mark.anyio
 
 BODY = {"model": "simulated", "prompt": "x", "max_tokens": 2}
 MODELS = {"simulated": {"aliases": ["small"]}}

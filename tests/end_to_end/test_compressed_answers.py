@@ -20,8 +20,6 @@ from simulated_workers import simulated_workers
 
 from router.auth import hashed_key
 
-pytestmark = pytest.mark.anyio
-
 # The header of openai-python.
 ACCEPTED = {"accept-encoding": "gzip, deflate, br, zstd"}
 

@@ -7,14 +7,11 @@ import json
 import signal
 from typing import Any
 
-import pytest
 from router_under_test import RouterUnderTest, router, until
 from structlog.testing import capture_logs
 
 from benchmarks.ports import free_port
 from kvrouter.processes import KvrouterProcess
-
-pytestmark = pytest.mark.anyio
 
 PROBED = {"probe_interval": 0.2, "retry_interval": 0.1, "probe_timeout": 0.5, "failed_probes": 2}
 PROMPT = {"model": "simulated", "prompt": " ".join(map(str, range(100))), "max_tokens": 1}

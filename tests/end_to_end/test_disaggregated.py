@@ -13,8 +13,6 @@ import pytest
 from router_under_test import RouterUnderTest, router, until
 from scripted_worker import Exchange, Script, ScriptedWorker, scripted_worker, scripted_workers
 
-pytestmark = pytest.mark.anyio
-
 PATH = "/v1/completions"
 BODY = b'{"model": "m", "prompt": [1, 2, 3], "max_tokens": 4, "stream": true}'  # no worker has to tokenize it
 QUICK = {"probe_interval": 0.2, "retry_interval": 0.1, "metrics_interval": 0.1, "stall_seconds": 0.3}

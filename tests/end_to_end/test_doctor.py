@@ -29,8 +29,6 @@ from simulator.worker.serve import running
 from simulator.worker.settings import BUNDLED_MODEL
 from worker import PublisherConfig
 
-pytestmark = pytest.mark.anyio
-
 PATIENCE = 1.5
 
 

@@ -25,8 +25,6 @@ from router.settings import Settings
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 PODS = "/api/v1/namespaces/inference/pods"
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/inference/endpointslices"
 TROUBLESHOOTING = Path(__file__).parents[2] / "docs" / "troubleshooting.md"

@@ -15,8 +15,6 @@ from kvrouter.cli import app
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 MODEL = "simulated"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is held where? " * 20}]}
 

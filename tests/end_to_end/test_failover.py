@@ -11,8 +11,6 @@ import pytest
 from router_under_test import RouterUnderTest, router, until
 from scripted_worker import Exchange, Script, ScriptedWorker, scripted_worker, scripted_workers
 
-pytestmark = pytest.mark.anyio
-
 PATH = "/v1/completions"
 BODY = b'{"model": "m", "prompt": "x", "max_tokens": 1, "stream": true}'
 TURNS = {"policy": {"name": "round_robin"}}

@@ -14,8 +14,6 @@ from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 from benchmarks.ports import free_port
 from kvrouter.processes import KvrouterProcess
 
-pytestmark = pytest.mark.anyio
-
 BODY = {"model": "m", "prompt": "x", "max_tokens": 2}
 # Probes are too rare to detect a stopped worker.
 UNPROBED = {"probe_interval": 60.0, "retry_interval": 0.1, "probe_timeout": 1.0, "stall_seconds": 30.0}

@@ -16,8 +16,6 @@ from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 from worker import ZmqEventPublisher
 
-pytestmark = pytest.mark.anyio
-
 BLOCK, SAMPLES = 16, 4
 NOW = {"audit": {"samples": SAMPLES}, "proxy": {"speculation_seconds": 0}}
 

@@ -17,8 +17,6 @@ from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker, sc
 from router.auth import hashed_key
 from router.auth.engine_fields import CONTROL_FIELDS, CONTROL_HEADERS
 
-pytestmark = pytest.mark.anyio
-
 TOKEN = "admin"
 KEY = {"authorization": "Bearer key-a"}
 ADMIN = {"authorization": f"Bearer {TOKEN}"}

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from router_under_test import RouterUnderTest, router, until
 from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker
 
-pytestmark = pytest.mark.anyio
-
 PATH = "/v1/completions"
 BODY = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 1}
 STREAM = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:9", "topic": "kv"}

@@ -19,8 +19,6 @@ from router.server import head_limiter, http_server
 from router.server.http_server import HttpServer
 from router.settings import Settings
 
-pytestmark = pytest.mark.anyio
-
 BODY = b'{"model":"m","prompt":[1]}'
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\n"
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)

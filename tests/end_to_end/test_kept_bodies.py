@@ -17,8 +17,6 @@ from picker_under_test import JSON, PATH, STREAM, picker
 from router_under_test import router
 from scripted_worker import MODEL, Exchange, scripted_worker
 
-pytestmark = pytest.mark.anyio
-
 MARK = "kept" * 8
 REQUESTS = [
     ("/v1/completions", {"prompt": MARK * 2000}),

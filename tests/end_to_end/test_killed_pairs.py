@@ -18,7 +18,7 @@ from kvrouter.processes import KvrouterProcess
 from kvrouter.tools.demo.disaggregated import run_disaggregated_demo
 from simulator.worker.disaggregation.nixl import LEASE_S
 
-pytestmark = [pytest.mark.anyio, pytest.mark.transfer]
+pytestmark = pytest.mark.transfer
 
 REQUESTS = 24
 numbers = count(1)

@@ -16,8 +16,6 @@ from router.observability.fleet_snapshot import MAX_VIEWERS
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 CHAT = {"model": "simulated", "max_tokens": 2, "messages": [{"role": "user", "content": "a prompt " * 40}]}
 
 

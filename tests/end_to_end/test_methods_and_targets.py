@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from itertools import product
 from urllib.parse import urlsplit
 
-import pytest
 from envoy_client import EnvoyStream, Mode
 from grpc_call import channel_to
 from picker_under_test import picker
@@ -17,8 +16,6 @@ from router_under_test import RouterUnderTest, router
 from scripted_worker import MODEL, ScriptedWorker, scripted_worker
 
 from router.auth import hashed_key
-
-pytestmark = pytest.mark.anyio
 
 ENVOY_METHODS = ["GET", "POST", "DELETE", "SLEEP"]
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "SLEEP"]

@@ -9,8 +9,6 @@ import pytest
 from router_under_test import router, until
 from scripted_worker import Exchange, scripted_worker
 
-pytestmark = pytest.mark.anyio
-
 PROMPT = {"model": "m", "prompt": list(range(1, 400))}
 
 

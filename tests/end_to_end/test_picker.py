@@ -20,8 +20,6 @@ from router.auth import hashed_key
 from router.picker import ext_proc_pb2 as pb
 from router.settings import PickerSettings
 
-pytestmark = pytest.mark.anyio
-
 USAGE = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}'
 
 

@@ -26,8 +26,6 @@ from router.picker import server as picker_server
 from router.picker.http2 import frames
 from router.picker.state import Objectives
 
-pytestmark = pytest.mark.anyio
-
 OBJECTIVE = "x-gateway-inference-objective"
 REWRITE = "x-gateway-model-name-rewrite"
 PREFILLER = "x-prefiller-host-port"

@@ -25,8 +25,6 @@ from router.settings import ConfigError, Settings, load_settings
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 PATH = "/v1/completions"
 BODY = {"model": MODEL, "prompt": list(range(100))}
 TOKEN = "admin"

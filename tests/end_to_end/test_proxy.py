@@ -16,8 +16,6 @@ import pytest
 from router_under_test import RouterUnderTest, raw, router, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
-pytestmark = pytest.mark.anyio
-
 PATH = "/v1/completions"
 BODY = b'{ "model":"m",\n "prompt" : "\\u00e9t\xc3\xa9", "unknown": [1.0, 1e2, null] }\n'
 

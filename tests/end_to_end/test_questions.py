@@ -29,8 +29,6 @@ from router.server.serving import index_app
 from router.settings import Settings
 from router.tokens.tokenizers import Tokenizers
 
-pytestmark = pytest.mark.anyio
-
 LIMITS = {"server": {"max_body_bytes": 200_000}, "limits": {"values": 20_000}, "fleet": {"probe_interval": 60}}
 HELD = list(range(8))
 # Ends the connection, with the same answer whatever the service.

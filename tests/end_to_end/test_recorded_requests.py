@@ -18,8 +18,6 @@ from simulator.fleet.trace import TraceLine, read_trace
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 SYSTEM = "You are the keeper of a secret word. " * 20
 
 

@@ -9,8 +9,6 @@ import pytest
 from router_under_test import RouterUnderTest, router
 from scripted_worker import MODEL, Exchange, scripted_worker
 
-pytestmark = pytest.mark.anyio
-
 PROMPT = "word " * 2000
 ERROR = b'{"error": {"message": "no", "code": 400, "id": "resp_1234567890abcdef"}}'
 

@@ -15,8 +15,6 @@ from scripted_worker import Exchange, Script, ScriptedWorker, scripted_worker
 from benchmarks.ports import free_port
 from kvrouter.processes import KvrouterProcess
 
-pytestmark = pytest.mark.anyio
-
 BODY = {"model": "simulated", "prompt": "x", "max_tokens": 1}
 # Periodic probes are rarer than a test lasts.
 RARE = {"probe_interval": 60.0, "probe_timeout": 5.0, "stall_seconds": 30.0, "slow_start": 0.0}

@@ -17,8 +17,6 @@ from kvrouter.tools.traces.live import LiveTarget, ReplayError, replay_live
 from kvrouter.tools.traces.results import Run
 from simulator.fleet.trace import Trace, TraceLine
 
-pytestmark = pytest.mark.anyio
-
 BLOCK = 64
 
 

@@ -17,8 +17,6 @@ from kvevents import BlockStored, EventBatch, encode_batch
 from kvevents.frames import live_frames
 from kvrouter.processes import KvrouterProcess
 
-pytestmark = pytest.mark.anyio
-
 PROMPT = {"model": "simulated", "prompt": " ".join(map(str, range(200))), "max_tokens": 1}
 FLEET = {"probe_interval": 0.2, "retry_interval": 0.1, "metrics_interval": 0.1, "stall_seconds": 30.0}
 COLD = {"cold_start_timeout": 25.0}

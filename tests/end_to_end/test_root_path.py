@@ -9,8 +9,6 @@ import pytest
 from router_under_test import RouterUnderTest, router
 from scripted_worker import Exchange, scripted_worker
 
-pytestmark = pytest.mark.anyio
-
 BODY = {"model": "m", "prompt": "x"}
 PAGE = "https://chat.example.com"
 

@@ -19,8 +19,6 @@ from router_under_test import RouterUnderTest, router, until
 from scripted_worker import MODEL, Exchange, ScriptedWorker
 from structlog.testing import LogCapture
 
-pytestmark = pytest.mark.anyio
-
 METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
 PATH = "/v1/completions"
 SECRET = "the quick brown fox"

@@ -16,8 +16,6 @@ from router.auth import hashed_key
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 PATH = "/v1/completions"
 MODEL = "simulated"
 LEVELS = {

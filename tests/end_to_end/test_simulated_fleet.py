@@ -20,8 +20,6 @@ from simulated_workers import simulated_workers
 from kvevents import BlockStored, EventBatch
 from worker import ZmqEventPublisher
 
-pytestmark = pytest.mark.anyio
-
 MODEL, ADAPTER, BLOCK = "simulated", "poet", 16
 NO_IN_FLIGHT_PREFIXES = {"speculation_seconds": 0}
 

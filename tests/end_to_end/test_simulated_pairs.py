@@ -26,8 +26,6 @@ from simulator.worker.disaggregation import nixl
 from simulator.worker.disaggregation.memory import KvMemory
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 BLOCK = 16
 HANDED_OVER = {
     "do_remote_prefill": True,

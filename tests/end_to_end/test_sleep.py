@@ -13,8 +13,6 @@ from scripted_worker import MODEL, Exchange, scripted_worker
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 TOKEN = {"authorization": "Bearer t"}
 PROMPT = "The worker that holds the longest prefix answers soonest. " * 8
 BODY = {"model": "simulated", "prompt": PROMPT, "max_tokens": 2}

@@ -21,8 +21,6 @@ from scripted_worker import Exchange, scripted_worker
 from kvevents import AllBlocksCleared, BlockStored, EventBatch
 from worker import ZmqEventPublisher
 
-pytestmark = pytest.mark.anyio
-
 BLOCK, WINDOW = 16, 64
 KEPT = -(-(WINDOW - 1) // BLOCK)  # blocks
 

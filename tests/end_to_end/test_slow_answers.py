@@ -15,8 +15,6 @@ import pytest
 from router_under_test import RouterUnderTest, router
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
-pytestmark = pytest.mark.anyio
-
 OUTPUTS = (1, 10, 100, 1000, 4000)
 SECONDS_PER_TOKEN = 0.0015
 FLEET = {"metrics_interval": 0.25, "stall_seconds": 1.0}

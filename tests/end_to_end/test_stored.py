@@ -14,8 +14,6 @@ from simulated_workers import simulated_workers
 
 from router.settings import PolicyName
 
-pytestmark = pytest.mark.anyio
-
 WORKERS = 4
 
 

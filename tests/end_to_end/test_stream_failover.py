@@ -18,8 +18,6 @@ from router_under_test import PATIENT, RouterUnderTest, plain_client, router, un
 from scripted_worker import Exchange, ScriptedWorker, scripted_workers
 from simulated_workers import simulated_workers
 
-pytestmark = pytest.mark.anyio
-
 MODEL = "simulated"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # Workers that break off stay in use, so that the next stream begins there too.

@@ -19,8 +19,6 @@ from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_workers
 
 from router.auth import hashed_key
 
-pytestmark = pytest.mark.anyio
-
 HOST = "203.0.113.66"
 KEY = {"authorization": "Bearer key-a"}
 TENANTS = {"named": {"a": {"keys": [hashed_key("key-a")]}}}

@@ -7,15 +7,12 @@ import os
 import pty
 import sys
 
-import pytest
 from router_under_test import router
 from typer.testing import CliRunner
 
 from kvrouter.cli import app
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
-
-pytestmark = pytest.mark.anyio
 
 COMMAND = [sys.executable, "-m", "kvrouter", "top", "--url"]
 

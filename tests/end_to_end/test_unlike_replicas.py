@@ -14,8 +14,6 @@ from scripted_worker import Exchange, scripted_worker
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 FAST: dict[str, Any] = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
 SHORT, LONG = 512, 16384
 POLICIES = ["kv_aware", "round_robin", "least_loaded", "random"]

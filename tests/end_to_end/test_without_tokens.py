@@ -15,8 +15,6 @@ from scripted_worker import Exchange, ScriptedWorker, scripted_worker, scripted_
 from kvrouter.tools.doctor.run import run_doctor
 from router.settings import Settings, WorkerSettings
 
-pytestmark = pytest.mark.anyio
-
 CHAT = "/v1/chat/completions"
 LONG = "The cache of a worker holds what it computed before. " * 40
 

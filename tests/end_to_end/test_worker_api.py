@@ -12,8 +12,6 @@ from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
 from router.settings import SettingsFile
 
-pytestmark = pytest.mark.anyio
-
 PATH = "/v1/completions"
 BODY = b'{"model": "m", "prompt": "x", "max_tokens": 1}'
 

@@ -24,8 +24,6 @@ from router.settings import Settings
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = pytest.mark.anyio
-
 KEY = "sk-worker-secret"
 OTHER_KEY = "sk-another-secret"
 TOKEN = "operators-token"

@@ -5,11 +5,4 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "end_to_end")]
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"

@@ -9,7 +9,6 @@ from random import Random
 from typing import Any
 
 import aiohttp
-import pytest
 from aiohttp import web
 from budget import damaged, examples
 
@@ -17,8 +16,6 @@ from kvevents.sources import MOST_BLOCK_SIZE
 from router.fleet.discovery import DiscoveryError, WorkerDescription, describe_worker
 from router.fleet.engine_metrics import read_engine_loads
 from router.settings import FleetSettings, WorkerSettings
-
-pytestmark = pytest.mark.anyio
 
 FEW = 150
 LIMITS = FleetSettings(max_models=20, max_ranks=8, max_answer_bytes=100_000)

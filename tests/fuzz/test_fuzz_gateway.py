@@ -7,7 +7,6 @@ import json
 from random import Random
 from typing import Any
 
-import pytest
 import structlog
 from budget import damaged, examples
 from envoy_client import METHOD, EnvoyStream, headers
@@ -17,8 +16,6 @@ from scripted_worker import MODEL, scripted_worker
 from structlog.testing import capture_logs
 
 from router.picker import ext_proc_pb2 as pb
-
-pytestmark = pytest.mark.anyio
 
 FEW = 150
 BODY = json.dumps({"model": MODEL, "prompt": "x"}).encode()

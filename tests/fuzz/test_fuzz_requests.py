@@ -23,8 +23,6 @@ from router.app.app import running_router
 from router.server.http_server import HttpServer
 from router.settings import Settings
 
-pytestmark = pytest.mark.anyio
-
 FEW = 2000
 _WARM = 20_000  # requests after which memory is not to grow
 _AT_ONCE = 32

@@ -34,7 +34,6 @@ def event(start: int, token_ids: list[int]) -> BlockStored:
     return BlockStored(list(range(len(token_ids) // BLOCK)), 99 if start else None, token_ids, BLOCK)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("cached", [0, BLOCK, 2 * BLOCK])
 async def test_prompt_is_found_from_last_cached_block_on(prompt: NewPrompt, cached: int) -> None:
     """An earlier prompt may share blocks with this one by chance."""
@@ -42,7 +41,6 @@ async def test_prompt_is_found_from_last_cached_block_on(prompt: NewPrompt, cach
     assert stored(prompt, [event(0, [7] * 8), expected]) is expected
 
 
-@pytest.mark.anyio
 async def test_shared_tokens_do_not_identify_stored_prompt(prompt: NewPrompt) -> None:
     assert stored(prompt, [event(0, PROMPT[: 2 * BLOCK])]) is None
     assert stored(prompt, [event(BLOCK, [*PROMPT[BLOCK : 3 * BLOCK], 7, 7, 7, 7])]) is None

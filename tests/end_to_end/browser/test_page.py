@@ -18,7 +18,7 @@ from router_under_test import RouterUnderTest, router, until
 
 from kvrouter.processes import KvrouterProcess
 
-pytestmark = [pytest.mark.browser, pytest.mark.anyio]
+pytestmark = pytest.mark.browser
 
 SECONDS = 20_000  # milliseconds, as Playwright counts
 

@@ -15,7 +15,7 @@ from router_under_test import router
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
-pytestmark = [pytest.mark.browser, pytest.mark.anyio]
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from scripted_worker import MODEL, Exchange, scripted_worker
 helm = pytest.importorskip("helm_python", reason="make test-envoy installs it", exc_type=ImportError)
 pytest.importorskip("envoy", reason="make test-envoy installs it", exc_type=ImportError)
 
-pytestmark = [pytest.mark.anyio, pytest.mark.envoy]
+pytestmark = pytest.mark.envoy
 
 CHART = Path(__file__).parents[3] / "deploy/helm/kvrouter"
 

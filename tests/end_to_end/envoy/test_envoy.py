@@ -24,7 +24,7 @@ from router.auth import hashed_key
 
 pytest.importorskip("envoy", reason="make test-envoy installs it", exc_type=ImportError)
 
-pytestmark = [pytest.mark.anyio, pytest.mark.envoy]
+pytestmark = pytest.mark.envoy
 
 MODEL, SCRIPTED = "simulated", "m"
 PATH = "/v1/completions"

@@ -20,7 +20,7 @@ from router.picker import server as picker_server
 
 pytest.importorskip("envoy", reason="make test-envoy installs it", exc_type=ImportError)
 
-pytestmark = [pytest.mark.anyio, pytest.mark.envoy]
+pytestmark = pytest.mark.envoy
 
 PATH = "/v1/completions"
 BODY = {"model": MODEL, "prompt": "some words"}

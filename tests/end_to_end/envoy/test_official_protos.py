@@ -14,7 +14,6 @@ from scripted_worker import scripted_worker
 _PROTOS = Path(sys.prefix) / "official-protos"  # make test-envoy puts them there
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.envoy,
     pytest.mark.skipif(not _PROTOS.exists(), reason="make test-envoy installs them"),
 ]

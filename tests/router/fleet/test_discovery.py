@@ -17,8 +17,6 @@ from kvevents.curve import create_key_pair, load_public_key
 from router.fleet.discovery import DiscoveryError, Engine, ServedModel, WorkerDescription, describe_worker
 from router.settings import WorkerSettings
 
-pytestmark = pytest.mark.anyio
-
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "root": "/models/m", "parent": None}]}
 VLLM = {
     "/v1/models": MODELS,

@@ -16,8 +16,6 @@ from router.fleet.allowed_networks import Address, AllowedNetworks
 from router.fleet.event_streams import RegisteredStreams, allowed_sources
 from router.http.event_loop import end_tasks
 
-pytestmark = pytest.mark.anyio
-
 TARGET = Target("w", 0, "m")
 
 

@@ -23,8 +23,6 @@ from router.fleet.worker import Worker
 from router.settings import FleetSettings, WorkerSettings
 from worker import ZmqEventPublisher
 
-pytestmark = pytest.mark.anyio
-
 QUICK = FleetSettings(probe_interval=0.05, retry_interval=0.05, probe_timeout=1.0, failed_probes=3)
 TOKENS = list(range(33))
 

@@ -24,8 +24,6 @@ from router.fleet.watch import FleetWatch
 from router.fleet.worker import Worker
 from router.settings import FleetSettings, KubernetesSettings, Role
 
-pytestmark = pytest.mark.anyio
-
 PODS = "/api/v1/namespaces/inference/pods"
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/inference/endpointslices"
 NEVER_UP = FleetSettings(probe_interval=60, retry_interval=60, metrics_interval=60)

@@ -15,8 +15,6 @@ from router.forwarding.request_context import RequestContexts, RequestHead
 from router.http.headers import ResponseHead
 from router.settings import Settings
 
-pytestmark = pytest.mark.anyio
-
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 HOST = (b"host", b"r")
 

@@ -13,8 +13,6 @@ from router.apis.requests import TextPrompts
 from router.forwarding.long_bodies import LongBodies
 from router.tokens.tokenizers import Tokenizers
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_long_bodies_leave_the_loop_free_and_are_bounded() -> None:
     bodies, gate = LongBodies(100), threading.Event()

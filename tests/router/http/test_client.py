@@ -12,8 +12,6 @@ import trustme
 from benchmarks.ports import free_port
 from router.http.client import connection_problem
 
-pytestmark = pytest.mark.anyio
-
 
 async def problem(url: str) -> str:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(5)) as session:

@@ -16,8 +16,6 @@ from router.picker.http2 import connection, frames
 from router.picker.http2.allowance import Allowance, Allowances
 from router.picker.http2.frames import frame
 
-pytestmark = pytest.mark.anyio
-
 _BLOCK = hpack.Encoder().encode(request(SILENT))
 
 

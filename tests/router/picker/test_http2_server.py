@@ -16,8 +16,6 @@ from router.picker.http2 import frames
 from router.picker.http2.connection import MOST_STREAMS
 from router.picker.http2.frames import frame
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def server() -> AsyncIterator[tuple[Calls, int]]:

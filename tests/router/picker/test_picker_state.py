@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from router.picker.state import Deadlines
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_deadlines_are_called_in_order_unless_dropped() -> None:

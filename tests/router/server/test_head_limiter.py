@@ -11,8 +11,6 @@ from router.http.event_loop import Deadline
 from router.server import head_limiter
 from router.server.head_limiter import HEAD_BYTES, HeadLimiter, RefusedRequestError, check_head
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def late() -> asyncio.Event:

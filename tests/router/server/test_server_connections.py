@@ -78,7 +78,6 @@ async def _one_comes_early(server: HttpServer) -> None:
     assert b"\r\ndate: " in answer
 
 
-@pytest.mark.anyio
 async def test_late_connection_is_closed() -> None:
     told: list[str] = []
 

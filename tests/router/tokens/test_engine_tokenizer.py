@@ -23,8 +23,6 @@ from router.tokens.engine_tokenizer import MAX_ASKED, EngineTokenizer
 from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
 
-pytestmark = pytest.mark.anyio
-
 USER = {"role": "user", "content": "What holds the cache?"}
 ANSWER = {"role": "assistant", "content": "The worker does."}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]

@@ -29,8 +29,6 @@ from router.tokens.model_files import files_of
 from router.tokens.model_tokenizer import ModelTokenizer
 from router.tokens.tokenizers import Tokenized, Tokenizers
 
-pytestmark = pytest.mark.anyio
-
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}<|endoftext|>{% else %}{{ p.text }}{% endif %}{% endfor %}"

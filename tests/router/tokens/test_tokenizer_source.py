@@ -26,8 +26,6 @@ from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.tokenizer_source import TokenizerSource, configured_tokenizers
 from router.tokens.tokenizers import OnTrialError, Tokenizers, TokenizerUnavailableError
 
-pytestmark = pytest.mark.anyio
-
 MODEL_FOLDER = Path(simulator.worker.__file__).parent / "model"
 TEXT = TextPrompts(["What holds the cache?"])
 CHAT = ChatPrompt([{"role": "user", "content": "What holds the cache?"}])

@@ -187,7 +187,6 @@ def test_token_is_required_except_for_health() -> None:
     ("client", "status"),
     [("10.0.0.9", 401), ("fd00::9", 401), ("::ffff:10.0.0.9", 401), ("127.0.0.1", 200), ("::1", 200)],
 )
-@pytest.mark.anyio
 async def test_registration_without_token_is_local_only(client: str, status: int) -> None:
     app = bootstrap_app()
 
