@@ -1,10 +1,13 @@
-"""OpenAPI descriptions of request bodies that routes decode by hand, and of error responses."""
+"""OpenAPI of the HTTP APIs: descriptions of bodies and errors, and the page `GET /docs`, plain HTML without scripts."""
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
 import msgspec
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse
 
 _ERROR = {
     "type": "object",
@@ -61,3 +64,32 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
         status: {"description": described[status], "content": {"application/json": {"schema": _ERROR}}}
         for status in statuses
     }
+
+
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_STYLE = "body{font:15px/1.5 system-ui;max-width:52rem;margin:2rem auto;padding:0 1rem}code{font-weight:600}"
+
+
+def add_api_page(app: FastAPI) -> None:
+    """Serve the page `/docs`. Call this after all other routes were added, because the page lists them."""
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(_page(app.title, app.openapi()), headers=_HEADERS)
+
+
+def _page(title: str, schema: dict[str, Any]) -> str:
+    entries = [
+        f"<dt><code>{escape(method.upper())} {escape(path)}</code></dt><dd>{escape(about.get('description', ''))}</dd>"
+        for path, methods in sorted(schema["paths"].items())
+        for method, about in methods.items()
+    ]
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+        f'<h1>{escape(title)}</h1><p>Bodies and answers: <a href="openapi.json">openapi.json</a></p>'
+        f"<dl>{''.join(entries)}</dl></html>"
+    )

@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from kvrouter.commands import config
-from kvrouter.commands.config import hash_key, keygen
+from kvrouter.commands import services
 from kvrouter.commands.questions import doctor, explain, match, top
 from kvrouter.commands.recordings import record, replay, replay_trace
-from kvrouter.commands.services import indexer, picker, serve
+from kvrouter.commands.services import hash_key, indexer, keygen, picker, serve
 from kvrouter.commands.simulations import demo, simulate
 
 
@@ -50,7 +49,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
 )
 for _command in _COMMANDS:
     app.command()(_command)
-for _command in (config.check, config.show, config.default):
+for _command in (services.check, services.show, services.default):
     config_commands.command()(_command)
 app.add_typer(config_commands, name="config")
 

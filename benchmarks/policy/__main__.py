@@ -17,7 +17,7 @@ from benchmarks.policy.report import CellResult, markdown, verdict
 from benchmarks.policy.sides import SIDES, WITHOUT_EVENTS
 from benchmarks.policy.slos import compare
 from benchmarks.policy.tail import compare_tails
-from simulator.fleet.sides import OURS
+from simulator.fleet.simulated_router import OURS
 
 _HOW = f"""\
 The router's own selection and admission run in virtual time before simulated engines. These have paged caches that

@@ -10,7 +10,7 @@ from time import process_time
 
 from indexer import Target
 from router.policies import Candidate, CostColumns, LinearPolicy, Policy, Request, policy_named
-from simulator.fleet.sides import OURS, PEERS
+from simulator.fleet.simulated_router import OURS, PEERS
 
 TARGETS = (64, 4096)
 _SECONDS = 0.3

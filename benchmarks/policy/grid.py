@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from benchmarks.policy.measures import Measures, measured
 from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload, ideal_seconds, sessions
+from simulator.fleet.engine import LLAMA_8B, LLAMA_70B, Profile
 from simulator.fleet.fleet import FleetSpec, Simulation
-from simulator.fleet.profiles import LLAMA_8B, LLAMA_70B, Profile
-from simulator.fleet.sides import Side
+from simulator.fleet.simulated_router import Side
 from simulator.fleet.trace import TracedRequest, TraceLine, read_trace, requests_of
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from router.policies.registry import PolicySpec
 from router.prediction.learned import Learned
 from router.prediction.slo import Prediction
 from router.settings import PolicyName, PolicySettings
-from simulator.fleet.sides import Side
+from simulator.fleet.simulated_router import Side
 from simulator.fleet.trace import RequestSLO
 
 _GLOBAL_AFFINITY, _AFFINITY = 0.99, 0.80

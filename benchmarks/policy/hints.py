@@ -17,9 +17,9 @@ from benchmarks.policy.measures import Measures, after_warm_up, measured
 from benchmarks.policy.report import markdown
 from benchmarks.policy.workloads import AGENT, CONVERSATION, SINGLE
 from router.apis.sessions import AgentHints
+from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import Outcome, Simulation
-from simulator.fleet.profiles import LLAMA_70B
-from simulator.fleet.sides import OURS
+from simulator.fleet.simulated_router import OURS
 from simulator.fleet.trace import TracedRequest, requests_of
 
 _HINTED = replace(OURS, hints=True)

@@ -8,7 +8,7 @@ from statistics import median
 
 from benchmarks.policy.measures import Measures
 from benchmarks.policy.sides import OURS_AT_ONCE
-from simulator.fleet.sides import OURS
+from simulator.fleet.simulated_router import OURS
 
 _COLUMNS = ("hit rate", "TTFT p50", "p90", "(spread)", "p99", "TPOT p50", "p90", "goodput")
 

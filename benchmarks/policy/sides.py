@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.settings import PolicyName
-from simulator.fleet.sides import OURS, PEERS, Knowledge, Side
+from simulator.fleet.simulated_router import OURS, PEERS, Knowledge, Side
 
 OURS_AT_ONCE = Side("kv_aware, at once", PolicyName.KV_AWARE)
 SIDES = [OURS, OURS_AT_ONCE, *PEERS]

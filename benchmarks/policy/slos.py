@@ -28,9 +28,9 @@ from kvrouter.tools.traces.results import percentile
 from router.policies.rates import prefill_seconds
 from router.prediction.predictions import WatchedAnswer
 from router.settings import PolicyName
+from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import Outcome, Simulation
-from simulator.fleet.profiles import LLAMA_70B
-from simulator.fleet.sides import OURS, Side
+from simulator.fleet.simulated_router import OURS, Side
 from simulator.fleet.trace import BLOCK_TOKENS, RequestSLO, TracedRequest
 
 INTERACTIVE = RequestSLO("interactive", 2.0, 0.05)

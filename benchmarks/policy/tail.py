@@ -28,10 +28,9 @@ from router.policies.rates import prefill_seconds
 from router.routing.late_binding import should_hold
 from router.routing.prompt_reader import RoutedPrompt
 from router.settings import PolicyName, PolicySettings
+from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
-from simulator.fleet.profiles import LLAMA_70B
-from simulator.fleet.sides import OURS, Side
-from simulator.fleet.simulated_router import SimulatedRouter
+from simulator.fleet.simulated_router import OURS, Side, SimulatedRouter
 from simulator.fleet.trace import TracedRequest
 
 _SLOWEST_FROM = 0.99

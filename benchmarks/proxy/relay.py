@@ -14,7 +14,7 @@ from itertools import cycle
 
 import uvloop
 
-from router.server.memory import keep_freed_memory
+from router.server.serving import keep_freed_memory
 
 _END_OF_HEAD = b"\r\n\r\n"
 _LENGTH = b"content-length:"

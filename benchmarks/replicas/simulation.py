@@ -24,8 +24,8 @@ from benchmarks.policy.sides import OURS_AT_ONCE
 from benchmarks.policy.workloads import AGENT, CONVERSATION
 from router.load.load_messages import decode, encode
 from router.settings import PolicySettings
+from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
-from simulator.fleet.profiles import LLAMA_70B
 from simulator.fleet.simulated_router import SimulatedRouter
 from simulator.fleet.trace import TracedRequest
 

@@ -6,6 +6,8 @@
 - `POST /register`: follow the event stream of one DP rank.
 - `POST /unregister`: stop following an instance.
 - `GET /dump`: return the whole index, for another indexer that starts.
+
+`indexer_app` serves them as a service of its own, which `kvrouter indexer` runs.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import RedirectResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from http_api.errors import RequestError, named_first
-from http_api.openapi import errors, json_body
-from http_api.requests import decode_body, token_check
-from http_api.responses import encoded_response, json_response
+from http_api.openapi import add_api_page, errors, json_body
+from http_api.routes import add_error_handlers, decode_body, encoded_response, json_response, token_check
 from indexer.api.bodies import HashQueryBody, MatchBody, QueryBody, RegisterBody, UnregisterBody
+from indexer.api.metrics import IndexCollector, add_process_metrics, build_info
 from indexer.api.questions import Questions
 from indexer.indexer import Indexer, TargetReport
 from indexer.targets import Registration, Target
@@ -166,3 +169,35 @@ def _rank_report(report: TargetReport) -> dict[str, Any]:
         "orphans": holdings.orphans,
         "counters": msgspec.to_builtins(holdings.counters),
     }
+
+
+def indexer_app(indexer: Indexer, questions: Questions, admit: Admit, token: str = "") -> FastAPI:
+    """Return the application. The caller starts and stops the indexer, and limits the size of bodies."""
+    app = FastAPI(title="kvrouter indexer", docs_url=None, redoc_url=None)
+    app.router.routes += index_routes(indexer, questions, admit, token).routes  # include_router would copy each route
+    add_error_handlers(app)
+    registry = CollectorRegistry()
+    registry.register(IndexCollector(indexer))
+    add_process_metrics(registry)
+
+    @app.get("/", include_in_schema=False)
+    async def start() -> Response:
+        return RedirectResponse("docs")
+
+    @app.get("/workers")
+    async def workers() -> dict[str, Any]:
+        """Return every registered target with its stream and its blocks."""
+        return {"workers": workers_report(indexer)}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Return 200 while the process serves, with its version."""
+        return {"status": "ok", **build_info()}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Return the metrics in Prometheus' text format."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    add_api_page(app)
+    return app

@@ -1,4 +1,4 @@
-// Identity of blocks beyond their tokens: adapter, cache salt, and keys of single blocks (kvevents/identity.py).
+// Identity of blocks beyond their tokens: adapter, cache salt, and keys of single blocks (kvevents/events.py).
 #pragma once
 
 #include <optional>

@@ -1,4 +1,4 @@
-// Matches of a prompt, from its path in the tree (indexer/reference/matching.py).
+// Matches of a prompt, from its path in the tree (indexer/reference/index.py).
 #pragma once
 
 #include <numeric>

@@ -20,7 +20,7 @@ from indexer.reference.orphans import Orphan, Orphans, Removal
 from indexer.reference.tree import PrefixTree, Run, split_position
 from indexer.targets import HoldingsCounters, Target
 from kvevents import BlockRemoved, BlockStored, EngineHash, Tier, tier_of
-from kvevents.identity import identity_of
+from kvevents.events import identity_of
 
 # Kinds of cache groups in hybrid models. Groups of these kinds hold every block of a prefix, and so identify it.
 _WHOLE_PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})

@@ -31,8 +31,7 @@ from dataclasses import dataclass
 from http_api.errors import RequestError
 from router.admission.fair_queue import FairQueue
 from router.admission.refusals import Refusals
-from router.admission.ticket import Ticket
-from router.admission.waiting_request import WaitingRequest, WaitReason, queue_order
+from router.admission.ticket import Ticket, WaitingRequest, WaitReason, queue_order
 from router.fleet.worker import Worker
 from router.prediction.slo import SLO
 from router.routing.assignment import Assignment, Selection

@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.admission.admission import Admission
-from router.admission.waiting_request import WaitReason
+from router.admission.ticket import WaitReason
 from router.fleet.fleet import Fleet
 from router.load.target_load import LoadTable
 

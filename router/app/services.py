@@ -18,15 +18,13 @@ from router.app.readiness import Readiness
 from router.cache_state.build import build_cache_state
 from router.fleet.adapters import Adapters
 from router.fleet.allowed_networks import AllowedNetworks
-from router.fleet.build import build_fleet, follow_sources
+from router.fleet.build import FleetWatch, build_fleet, follow_sources
 from router.fleet.discovery import ServedModel
 from router.fleet.event_streams import RegisteredStreams
 from router.fleet.fleet import Fleet
 from router.fleet.prober import Prober
-from router.fleet.watch import FleetWatch
 from router.fleet.worker import Worker
-from router.forwarding.build import build_forwarding
-from router.forwarding.proxy_services import ProxyContext
+from router.forwarding.proxy_services import ProxyContext, build_forwarding
 from router.http.event_loop import end_tasks
 from router.load.target_load import LoadTable
 from router.observability.build import Observability, build_observability

@@ -1,9 +1,8 @@
 """The checks that every request passes before it is routed.
 
-- `gate`: all checks in their order; the other modules implement one kind of check each.
+- `gate`: all checks in their order, with those of the `Host` header and of a browser's site.
 - `routes`: the allow-list of methods and paths, with the required access.
 - `tenants`: API keys, their permissions and their rates.
-- `hosts`: the `Host` header, and the site that a browser sends a request for.
 - `engine_fields`: fields and headers that control an engine.
 - `bodies`: one meaning for each body, limits on its work, and limits on bodies that are being received.
 """

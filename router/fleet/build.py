@@ -1,16 +1,100 @@
-"""The fleet of the settings, and the tasks that add and remove workers while the router runs."""
+"""The fleet of the settings, and the tasks that keep it current while the router runs."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 
 import aiohttp
 
 from indexer import Indexer
+from router.fleet.allowed_networks import AllowedNetworks
+from router.fleet.discovery import ServedModel
+from router.fleet.event_streams import WorkerStreams
 from router.fleet.fleet import Fleet
 from router.fleet.kubernetes import ClusterAccess
+from router.fleet.prober import MetricsScraper, Prober
 from router.fleet.source_watch import follow_kubernetes, follow_settings_file
-from router.settings import Settings, SettingsFile
+from router.fleet.stall_detector import StallDetector
+from router.fleet.worker import Worker
+from router.http.event_loop import end_tasks
+from router.settings import FleetSettings, Settings, SettingsFile
+
+_STREAM_CHECK_INTERVAL = 0.1
+
+
+def _no_peer_load(_: str, __: Iterable[int]) -> Counter[int]:
+    return Counter()
+
+
+class FleetWatch:
+    """The prober, the metrics scraper and the stall detector of a fleet. `start` and `stop` own their tasks.
+
+    - `on_model`: called after every successful probe, for each base model of the worker.
+    - `networks`: the networks to which the router connects for addresses that the operator did not configure.
+    - `peer_load`: returns the requests of other routers on some ranks of the worker with a URL.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: FleetSettings,
+        indexer: Indexer,
+        session: aiohttp.ClientSession,
+        networks: AllowedNetworks,
+        on_model: Callable[[Worker, ServedModel], Awaitable[None]],
+        peer_load: Callable[[str, Iterable[int]], Counter[int]] = _no_peer_load,
+    ) -> None:
+        self._fleet = fleet
+        self._streams = WorkerStreams(indexer, networks)
+        self.prober = Prober(fleet, settings, session, self._streams, on_model)
+        self._scraper = MetricsScraper(fleet, settings, session, peer_load)
+        self._stall_detector = StallDetector(settings, indexer)
+        self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
+        self._cancelled: set[asyncio.Task[None]] = set()
+        self._detecting: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Probe every worker once, then watch them and those that are added later."""
+        await self.prober.probe_all()
+        for worker in self._fleet.workers:
+            self._begin(worker)
+        self._fleet.on_added.append(self._begin)
+        self._fleet.on_removed.append(self._end)
+        detecting = self._stall_detector.run(lambda: self._fleet.workers)
+        self._detecting = asyncio.create_task(detecting, name="detect stalls")
+
+    async def stop(self) -> None:
+        """End all tasks, and wait until they have ended."""
+        detecting = [self._detecting] if self._detecting else []
+        await end_tasks([*detecting, *self._cancelled, *(task for tasks in self._tasks.values() for task in tasks)])
+        self._tasks.clear()
+
+    def _begin(self, worker: Worker) -> None:
+        """Begin to watch a worker."""
+        self._tasks[worker] = [
+            asyncio.create_task(self.prober.watch(worker), name=f"probe {worker.name}"),
+            asyncio.create_task(self._scraper.watch(worker), name=f"scrape {worker.name}"),
+            asyncio.create_task(self._probe_after_breaks(worker), name=f"watch streams of {worker.name}"),
+        ]
+
+    async def _probe_after_breaks(self, worker: Worker) -> None:
+        """Probe a worker soon after one of its event streams breaks, because the worker may have been restarted."""
+        known = 0
+        while True:
+            breaks = self._streams.breaks(worker)
+            if breaks > known:
+                self._fleet.probe_soon(worker)
+            known = breaks
+            await asyncio.sleep(_STREAM_CHECK_INTERVAL)
+
+    def _end(self, worker: Worker) -> None:
+        """Cancel the tasks of a removed worker. They change nothing from now on."""
+        for task in self._tasks.pop(worker, ()):
+            task.cancel()
+            self._cancelled.add(task)
+            task.add_done_callback(self._cancelled.discard)
 
 
 def build_fleet(settings: Settings, indexer: Indexer) -> Fleet:

@@ -27,7 +27,7 @@ _MOST_EXPECTED = 10_000
 
 
 class Fleet:
-    """The workers of all sources. Background tasks watch them: see `router/fleet/watch.py`.
+    """The workers of all sources. Background tasks watch them: see `router/fleet/build.py`.
 
     - `disaggregated`: whether a worker computes only prefills or only decodes.
     - `aliases`: the model behind each additional name.

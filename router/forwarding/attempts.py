@@ -18,14 +18,13 @@ from http_api.errors import RequestError
 from router.admission.ticket import Ticket
 from router.apis.endpoints import RESPONSES
 from router.apis.response_owners import asks_to_store
-from router.apis.worker_errors import is_model_missing
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
-from router.forwarding.client_errors import broken_off, not_reached
 from router.forwarding.disaggregated_request import DisaggregatedRequest, PrefillFailedError
 from router.forwarding.exchange import RoutingHeaders
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
+from router.forwarding.retries import broken_off, is_model_missing, not_reached
 from router.http.headers import RANK_HEADER, Headers, forwarded_lines
 from router.observability.spans import Span
 from router.routing.assignment import Assignment

@@ -13,13 +13,12 @@ from starlette.types import ASGIApp
 
 from indexer.api.questions import Questions
 from router.apis.endpoints import BY_LOAD, PROMPTED
-from router.forwarding.asgi_request import AsgiRequest
-from router.forwarding.asked_question import AskedQuestion
 from router.forwarding.exchange import ResponseWriter, ServedRequest
 from router.forwarding.failover.resumable_proxied_request import new_proxied_request
+from router.forwarding.local_requests import AsgiRequest, AskedQuestion
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext, RequestContexts
-from router.http.cors import Cors
+from router.http.headers import Cors
 from router.settings import ServerSettings
 
 # Methods of the requests that workers get.

@@ -39,7 +39,6 @@ from router.apis.usage import HiddenUsage, with_include_usage
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
 from router.forwarding.attempts import RANK_ERROR, AttemptHandler, Attempts
-from router.forwarding.client_errors import broken_off
 from router.forwarding.disaggregated_request import PrefillFailedError
 from router.forwarding.exchange import ResponseWriter, ServedRequest
 from router.forwarding.long_bodies import LONG_BODY
@@ -47,6 +46,7 @@ from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.reading import prompt_now, read_prompt_aside, read_request
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
+from router.forwarding.retries import broken_off
 from router.http.headers import Headers
 from router.observability.request_recorder import RecordingRequest
 from router.observability.spans import Span

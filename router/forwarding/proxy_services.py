@@ -1,9 +1,11 @@
-"""The services of the router that proxied requests use."""
+"""The services of the router that proxied requests use, and their construction from the settings."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+
+import structlog
 
 from router.admission.admission import Admission
 from router.auth import AuthGate
@@ -11,13 +13,14 @@ from router.fleet.fleet import Fleet
 from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.long_bodies import LongBodies
 from router.forwarding.request_context import RequestContexts
-from router.forwarding.retry_budget import RetryBudget
+from router.forwarding.retries import RetryBudget
+from router.observability.build import Observability
 from router.observability.metrics import RequestMetrics
 from router.observability.request_recorder import RequestRecorder
 from router.observability.spans import Tracing
 from router.prediction.service_levels import ServiceLevels
 from router.routing.build import Routing
-from router.settings import ProxySettings, ServerSettings
+from router.settings import ProxySettings, ServerSettings, Settings
 from router.upstream import Upstreams
 
 
@@ -87,3 +90,48 @@ class ProxyContext:
         await self.services.upstreams.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.stop)
+
+
+log = structlog.get_logger()
+
+
+def build_forwarding(
+    settings: Settings,
+    fleet: Fleet,
+    upstreams: Upstreams,
+    routing: Routing,
+    admission: Admission,
+    observability: Observability,
+) -> ProxyContext:
+    """Return what serves requests for workers. Its `close` ends the threads that it owns."""
+    gate = AuthGate(settings)
+    if gate.withholds_keys and any(known.has_key for known in (settings.fleet, *settings.workers)):
+        log.warning("requests without a key of their own are shown to workers without one", setting="proxy.worker_keys")
+    proxy, metrics = settings.proxy, observability.requests
+    tracing = _tracing_to(settings.otel.endpoint)
+    failover = None
+    if proxy.stream_failovers:
+        failover = StreamFailover(fleet, routing.reader, proxy.stream_failovers, observability.registry)
+    services = ProxyServices(
+        routing,
+        admission,
+        fleet,
+        upstreams,
+        proxy,
+        metrics,
+        observability.recorder,
+        LongBodies(settings.limits.arriving_bytes),
+        failover,
+        ServiceLevels.from_settings(settings),
+    )
+    contexts = RequestContexts(gate, tracing, metrics, settings.logs.access)
+    return ProxyContext(contexts, services, settings.server, gate, tracing)
+
+
+def _tracing_to(endpoint: object | None) -> Tracing | None:
+    """Return tracing that sends spans to a collector's URL; None without an endpoint."""
+    if endpoint is None:
+        return None
+    from router.observability.otel import OtelTracing  # an extra
+
+    return OtelTracing(str(endpoint))

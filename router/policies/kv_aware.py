@@ -8,7 +8,7 @@ The cost of a target is counted in prefill tokens and needs no rates. The lowest
     pending   uncached tokens already sent to the target whose first byte was not received
     transfer  cached tokens in CPU memory or on disk, each at the price of loading it
     n, ctx    requests in flight to the target, and the tokens they hold
-    μ         0 while the target evicts nothing, else g/(1-g) (`router.prediction.eviction_pressure`)
+    μ         0 while the target evicts nothing, else g/(1-g) (`router.prediction.learned`)
 
 A prefill delays every request that decodes on that worker (β, γ), and evicts blocks that will be needed again (θ). So
 an uncached token costs more than its own time, and prefixes stay together until queues become long.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import socket
 from collections.abc import Callable
 from contextlib import closing
@@ -11,8 +13,8 @@ from fastapi import FastAPI
 
 from http_api.errors import RequestError
 from indexer import Indexer
-from indexer.api.app import indexer_app
 from indexer.api.questions import Questions
+from indexer.api.routes import indexer_app
 from router.app.app import running_router
 from router.app.embedded_index import running_indexer
 from router.app.routes.match_requests import match_reader
@@ -24,13 +26,39 @@ from router.forwarding.request_context import RequestContexts
 from router.http.event_loop import end_tasks
 from router.server.http_server import HttpServer
 from router.server.logs import announce_models, announce_page, announce_start, say
-from router.server.memory import collect_rarely, keep_freed_memory
 from router.server.signals import stopped_by_signals
 from router.server.sockets import listen_at, listen_at_path, url_of
 from router.settings import ServerSettings, Settings, SettingsFile
 from router.sharing.worker_processes import WorkerProcesses
 from router.tokens.tokenizer_source import configured_tokenizers
 from router.tokens.tokenizers import Tokenizers
+
+# glibc's names for what mallopt sets, and the values they are given here.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 64 * 1024 * 1024
+_OWN_MAPPING_BYTES = 4 * 1024 * 1024
+
+
+def keep_freed_memory() -> None:
+    """Keep some freed memory for the next bodies, up to 64 MiB.
+
+    By default glibc returns freed memory to the system from 128 KiB on. The next body of that size would then have its
+    pages mapped and cleared again. With another C library this does nothing.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
+
+
+def collect_rarely() -> None:
+    """Look for cycles of garbage less often: requests make none, and what was made until now stays.
+
+    The default looks after 700 objects that are in use at once, which any load has.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 async def serve_router(settings: Settings, file: SettingsFile | None = None) -> None:

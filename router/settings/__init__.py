@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from router.settings.fields import LONGEST_NAME, WORKER_NAME
-from router.settings.fleet import FleetSettings, KeySettings, KubernetesSettings, Role, StreamSettings, WorkerSettings
-from router.settings.index import AuditSettings, EventSettings, ReplicasSettings, TokenizerSettings
-from router.settings.load import ConfigError, SettingsFile, load_settings, shown
-from router.settings.proxy import (
-    AdmissionSettings,
-    EngineFields,
-    PickerSettings,
-    ProxySettings,
-    UpstreamSettings,
-    WorkerKeys,
+from router.settings.fleet import (
+    AuditSettings,
+    EventSettings,
+    FleetSettings,
+    KeySettings,
+    KubernetesSettings,
+    ReplicasSettings,
+    Role,
+    StreamSettings,
+    TokenizerSettings,
+    WorkerSettings,
 )
+from router.settings.load import ConfigError, SettingsFile, load_settings, shown
 from router.settings.routing import (
     Backend,
     DisaggregationSettings,
@@ -23,7 +25,18 @@ from router.settings.routing import (
     ServiceLevelSettings,
     WhenLate,
 )
-from router.settings.server import LimitSettings, ServerSettings, TenantSettings, TenantsSettings
+from router.settings.server import (
+    AdmissionSettings,
+    EngineFields,
+    LimitSettings,
+    PickerSettings,
+    ProxySettings,
+    ServerSettings,
+    TenantSettings,
+    TenantsSettings,
+    UpstreamSettings,
+    WorkerKeys,
+)
 from router.settings.settings import WITHOUT_EFFECT, Settings
 
 __all__ = [

@@ -11,9 +11,16 @@ from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_va
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from router.settings.fields import SERVICE_LEVEL_NAME
-from router.settings.fleet import FleetSettings, KubernetesSettings, WorkerSettings
-from router.settings.index import AuditSettings, EventSettings, IndexSettings, ReplicasSettings, TokenizerSettings
-from router.settings.proxy import AdmissionSettings, PickerSettings, ProxySettings, UpstreamSettings
+from router.settings.fleet import (
+    AuditSettings,
+    EventSettings,
+    FleetSettings,
+    IndexSettings,
+    KubernetesSettings,
+    ReplicasSettings,
+    TokenizerSettings,
+    WorkerSettings,
+)
 from router.settings.routing import (
     DisaggregationSettings,
     ModelSettings,
@@ -21,7 +28,17 @@ from router.settings.routing import (
     RateSettings,
     ServiceLevelSettings,
 )
-from router.settings.server import LimitSettings, LogSettings, OtelSettings, ServerSettings, TenantsSettings
+from router.settings.server import (
+    AdmissionSettings,
+    LimitSettings,
+    LogSettings,
+    OtelSettings,
+    PickerSettings,
+    ProxySettings,
+    ServerSettings,
+    TenantsSettings,
+    UpstreamSettings,
+)
 
 # The beginning of the environment variables that override settings: `KVROUTER_SERVER__PORT=9000`.
 PREFIX = "KVROUTER_"

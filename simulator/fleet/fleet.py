@@ -27,12 +27,9 @@ from router.routing.assignment import Assignment
 from router.routing.prompt_reader import RoutedPrompt
 from router.settings import FleetSettings
 from router.sharing import SharingChannel
-from simulator.fleet.engine import Engine, EngineRequest, Progress
-from simulator.fleet.profiles import Profile
-from simulator.fleet.sides import Knowledge, Side
-from simulator.fleet.simulated_router import SimulatedRouter, build_router
-from simulator.fleet.tokens import prompt_of
-from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
+from simulator.fleet.engine import Engine, EngineRequest, Profile, Progress
+from simulator.fleet.simulated_router import Knowledge, Side, SimulatedRouter, build_router
+from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest, prompt_of
 from simulator.fleet.virtual_time import VirtualTimeLoop
 from simulator.fleet.workers import MODEL, EventIndex, SimulatedWorkers, events_of
 

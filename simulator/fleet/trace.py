@@ -12,18 +12,21 @@
 A trace with blocks of another size begins with a line that declares it, such as {"block_tokens": 64}.
 
 https://github.com/kvcache-ai/Mooncake
+
+The router's index reads tokens, so each token of a block is the block's id: equal blocks have equal tokens.
 """
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Annotated
 
 import msgspec
 
+from indexer.hashing import TOKEN_BYTES, PackedPrompt
 from router.apis.sessions import AgentHints
 
 BLOCK_TOKENS = 512
@@ -167,3 +170,34 @@ def _finished(
     if turn is not None and turn.input_tokens >= request.input_tokens + request.output_tokens:
         known = turn.blocks[:total]
     return known + tuple(-(number * 4096 + place) - 1 for place in range(len(known), total))
+
+
+_TOKENS = 1 << 8 * TOKEN_BYTES
+_HASHES = 1 << 64
+# Block ids of traces are below it. Tokens above it fill the partial last blocks of prompts.
+_FIRST_FILLER = _TOKENS // 2
+
+
+def prompt_of(request: TracedRequest, number: int, block_tokens: int) -> PackedPrompt:
+    """Return the tokens of a request's prompt. `number` makes the tokens of its partial last block unique."""
+    tokens = [_packed(block) * block_tokens for block in request.blocks]
+    rest = request.input_tokens - len(request.blocks) * block_tokens
+    tokens.append(_packed(_FIRST_FILLER + number) * rest)
+    return PackedPrompt(b"".join(tokens))
+
+
+def tokens_of(blocks: Sequence[int], block_tokens: int) -> list[int]:
+    """Return the tokens of blocks as an engine reports them."""
+    tokens: list[int] = []
+    for block in blocks:
+        tokens += [block % _TOKENS] * block_tokens
+    return tokens
+
+
+def engine_hash(block: int) -> int:
+    """Return the hash by which an engine names a block in its events."""
+    return block % _HASHES
+
+
+def _packed(token: int) -> bytes:
+    return (token % _TOKENS).to_bytes(TOKEN_BYTES, "little")

@@ -17,7 +17,7 @@ from router.fleet.health import Health
 from router.fleet.worker import Worker
 from router.settings import WorkerSettings
 from simulator.fleet.engine import Progress
-from simulator.fleet.tokens import engine_hash, tokens_of
+from simulator.fleet.trace import engine_hash, tokens_of
 
 MODEL = "simulated"
 _SOURCE = EventSource(0, "inproc://simulated")

@@ -8,7 +8,7 @@ from benchmarks.policy.grid import Cell
 from benchmarks.policy.hints import Ground, hinted, play
 from benchmarks.policy.workloads import AGENT, SINGLE
 from router.apis.sessions import AgentHints
-from simulator.fleet.profiles import LLAMA_70B
+from simulator.fleet.engine import LLAMA_70B
 
 GROUND = Ground(tuple(Cell(workload, LLAMA_70B, 2, 100_000, 0.2, 150.0) for workload in (AGENT, SINGLE)))
 

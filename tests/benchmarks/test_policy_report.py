@@ -12,7 +12,7 @@ from benchmarks.policy.report import CellResult, markdown, verdict
 from benchmarks.policy.sides import OURS_AT_ONCE
 from kvrouter.tools.traces.results import percentile
 from simulator.fleet.fleet import Outcome
-from simulator.fleet.sides import OURS
+from simulator.fleet.simulated_router import OURS
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
 
 

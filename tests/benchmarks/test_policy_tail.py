@@ -19,8 +19,8 @@ from benchmarks.policy.tail import (
 from benchmarks.policy.workloads import CONVERSATION
 from indexer import Target
 from router.policies import Candidate, Decision, Request, policy_named
+from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import FleetSpec
-from simulator.fleet.profiles import LLAMA_70B
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
 
 BUSY = Cell(CONVERSATION, LLAMA_70B, 2, 100_000, 1.8, seconds=40.0)

@@ -33,9 +33,9 @@ from router.prediction.learned import Learned
 from router.prediction.predictions import WatchedAnswer
 from router.prediction.slo import Estimate, Prediction
 from router.settings import PolicyName
+from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
-from simulator.fleet.profiles import LLAMA_70B
-from simulator.fleet.sides import Side
+from simulator.fleet.simulated_router import Side
 from simulator.fleet.trace import RequestSLO, TracedRequest
 
 GROUND = Ground(AGENT, 2, 300_000, 0.5, 1.6, seconds=40.0)

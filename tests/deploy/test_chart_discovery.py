@@ -20,10 +20,10 @@ from chart import Object, named, of_kind, pod_templates, profile, render
 
 from indexer import Indexer
 from router.fleet.allowed_networks import AllowedNetworks
+from router.fleet.build import FleetWatch
 from router.fleet.fleet import Fleet
 from router.fleet.kubernetes import ClusterAccess
 from router.fleet.source_watch import follow_kubernetes
-from router.fleet.watch import FleetWatch
 from router.fleet.worker import Worker
 from router.settings import FleetSettings, Role, load_settings
 

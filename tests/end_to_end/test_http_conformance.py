@@ -15,7 +15,7 @@ from router_under_test import RouterUnderTest, router, serving, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
 from router.app.app import running_router
-from router.server import head_limiter, http_server
+from router.server import http_server, request_reader
 from router.server.http_server import HttpServer
 from router.settings import Settings
 
@@ -443,7 +443,7 @@ async def test_incomplete_head_is_closed_after_timeout(
     async with wire(url) as client:
         await client.send(WHOLE)
         assert (await client.answer()).status == 200
-        monkeypatch.setattr(head_limiter, "HEAD_SECONDS", 0.2)
+        monkeypatch.setattr(request_reader, "HEAD_SECONDS", 0.2)
         await client.send(POST)
         assert await client.rest() == b""
     for sent in (b"", POST):

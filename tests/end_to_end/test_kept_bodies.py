@@ -1,6 +1,6 @@
 """A request's body is released once it is answered, by its connection and without the garbage collector.
 
-Garbage is looked for rarely (`router.server.memory`): what is part of a cycle would stay for thousands of requests.
+Garbage is looked for rarely (`router.server.serving`): what is part of a cycle would stay for thousands of requests.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from engine_publisher import eventually
 
 from http_api.errors import RequestError
 from indexer import Indexer, MatchQuery, Registration
-from indexer.api.app import indexer_app
 from indexer.api.questions import Questions
+from indexer.api.routes import indexer_app
 
 
 class Client:

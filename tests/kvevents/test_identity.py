@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvevents import BlockStored
-from kvevents.identity import BlockIdentity, encode_keys, identity_of
+from kvevents.events import BlockIdentity, encode_keys, identity_of
 
 IMAGE = ["0a1b", 12]  # the identifier of an image, and its offset in the block
 

@@ -11,7 +11,7 @@ import pytest
 # Allocates and frees sixteen bodies at a time, and prints the pages mapped in the second round.
 _BODIES = """
 import resource
-from router.server.memory import keep_freed_memory
+from router.server.serving import keep_freed_memory
 {prepare}
 def bodies():
     for _ in range(200):

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.policies.rates import prefill_seconds
-from simulator.fleet.engine import BlockCache, Engine, Progress, StoredBlocks
-from simulator.fleet.profiles import LLAMA_70B
+from simulator.fleet.engine import LLAMA_70B, BlockCache, Engine, Progress, StoredBlocks
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
 
 RATES = LLAMA_70B.rates

@@ -18,17 +18,15 @@ from benchmarks.policy.sides import OURS_AT_ONCE, SIDES, WITHOUT_EVENTS
 from benchmarks.policy.workloads import CONVERSATION
 from kvevents import BlockRemoved, BlockStored
 from router.admission.admission import Admission
-from router.admission.waiting_request import WaitReason
+from router.admission.ticket import WaitReason
 from router.cache_state.target_audit import Basis
 from router.prediction.predictions import WatchedAnswer
 from router.routing.placement import Placement
 from router.routing.selector import Selector
-from simulator.fleet.engine import Progress, StoredBlocks
+from simulator.fleet.engine import LLAMA_70B, Progress, StoredBlocks
 from simulator.fleet.fleet import FleetSpec, Simulation
-from simulator.fleet.profiles import LLAMA_70B
-from simulator.fleet.sides import OURS, Knowledge, Side
-from simulator.fleet.tokens import engine_hash, prompt_of, tokens_of
-from simulator.fleet.trace import BLOCK_TOKENS, RequestSLO, TracedRequest
+from simulator.fleet.simulated_router import OURS, Knowledge, Side
+from simulator.fleet.trace import BLOCK_TOKENS, RequestSLO, TracedRequest, engine_hash, prompt_of, tokens_of
 from simulator.fleet.workers import events_of
 
 FLEET = FleetSpec(LLAMA_70B, 3, 30_000)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from kvevents import AllBlocksCleared, BlockStored, EngineHash, EventBatch
-from kvevents.identity import identity_of
+from kvevents.events import identity_of
 
 
 class StoredPrefixes:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvevents import BlockStored, EventBatch, MalformedBatchError, decode_batch
+from kvevents.events import identity_of
 from kvevents.frames import MalformedFrameError, parse_live, parse_replay
-from kvevents.identity import identity_of
 from kvevents.recording import Channel, Record, TornRecordingError, read_recording
 
 

@@ -22,9 +22,9 @@ from kvrouter.tools.traces.report import Report, headline, render
 from kvrouter.tools.traces.results import Answer, Run
 from kvrouter.tools.traces.workload import Workload, shape
 from router.settings import PolicyName
+from simulator.fleet.engine import LLAMA_8B, LLAMA_70B
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
-from simulator.fleet.profiles import LLAMA_8B, LLAMA_70B
-from simulator.fleet.sides import OURS, PEERS, Side
+from simulator.fleet.simulated_router import OURS, PEERS, Side
 from simulator.fleet.trace import Trace, TracedRequest, TraceError, read_trace, requests_of
 
 ENGINES = {"70b": LLAMA_70B, "8b": LLAMA_8B}

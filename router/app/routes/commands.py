@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse
 
 from http_api.errors import RequestError
 from http_api.openapi import errors, json_body
-from http_api.requests import token_check
+from http_api.routes import token_check
 from router.apis.fields import kind_of, optional_string
 from router.app.services import Services
 from router.fleet.fleet import Fleet

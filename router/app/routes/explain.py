@@ -14,7 +14,7 @@ from http_api.errors import RequestError
 from http_api.openapi import errors, json_body
 from indexer.targets import WorkerNames
 from router.admission.admission import Admission
-from router.admission.waiting_request import WaitReason
+from router.admission.ticket import WaitReason
 from router.apis.endpoints import PROMPTED, Call, read_call
 from router.apis.fields import kind_of, read_body
 from router.apis.requests import RoutedRequest

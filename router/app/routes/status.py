@@ -1,12 +1,29 @@
-"""The router's state: `/health`, `/ready` and `/metrics`."""
+"""The router's state: `/health`, `/ready`, `/metrics`, the stream `/live`, its page `/ui`, and `/requests`."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, PlainTextResponse
 
+from http_api.errors import RequestError
+from http_api.openapi import errors
+from http_api.routes import token_check
 from router.app.services import Services
+from router.observability.fleet_snapshot import MAX_VIEWERS, FleetSnapshot
+from router.observability.request_recorder import (
+    DEFAULT_BLOCK_TOKENS,
+    MAX_LISTENERS,
+    OtherProcesses,
+    Recording,
+    recording_of,
+)
 
 
 def status_routes(services: Services) -> APIRouter:
@@ -41,3 +58,74 @@ def status_routes(services: Services) -> APIRouter:
         return Response(generate_latest(services.observability.registry), media_type=CONTENT_TYPE_LATEST)
 
     return routes
+
+
+_PAGE = Path(__file__).parents[2] / "observability" / "page.html"
+# The page loads nothing from other origins, and other pages cannot frame it.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def live_routes(services: Services) -> APIRouter:
+    """Return the routes of the page and its data. Only the data requires the admin token, if one is set."""
+    routes = APIRouter()
+    snapshot, request_recorder = services.observability.snapshot, services.observability.recorder
+    worker_processes, token = services.worker_processes, services.settings.server.token
+    page = _PAGE.read_text()
+    others = OtherProcesses(worker_processes, token) if worker_processes else None
+
+    @routes.get("/", include_in_schema=False)
+    async def start() -> RedirectResponse:
+        return RedirectResponse("ui")  # not /ui: a proxy may add a prefix to the path
+
+    @routes.get("/ui", response_class=HTMLResponse)
+    async def ui() -> HTMLResponse:
+        """Return the page that shows the current state of the fleet."""
+        return HTMLResponse(page, headers=_PAGE_HEADERS)
+
+    @routes.get(
+        "/live",
+        dependencies=[Depends(token_check(token))],
+        response_class=StreamingResponse,
+        responses={200: {"content": {"text/event-stream": {}}}, **errors(401, 503)},
+    )
+    async def live() -> StreamingResponse:
+        """Stream the state of the fleet as server-sent events: first the whole state, then each second's changes."""
+        if snapshot.full:
+            message = f"{MAX_VIEWERS} viewers are connected already. Close one."
+            raise RequestError(message, status=503, type="service_unavailable")
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_events(snapshot), media_type="text/event-stream", headers=headers)
+
+    @routes.get(
+        "/requests",
+        dependencies=[Depends(token_check(token))],
+        response_class=StreamingResponse,
+        responses={200: {"content": {"application/x-ndjson": {}}}, **errors(400, 401, 503)},
+    )
+    async def requests(
+        request: Request,
+        block_tokens: Annotated[int, Query(ge=16, le=65_536)] = DEFAULT_BLOCK_TOKENS,
+    ) -> StreamingResponse:
+        """Stream a trace of all later requests in Mooncake's format. It has lengths and hashes, never text."""
+        if request_recorder.full:
+            message = f"{MAX_LISTENERS} recordings are running already. End one of them."
+            raise RequestError(message, status=503, type="service_unavailable")
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        if (recording := recording_of(request, worker_processes)) is not None:
+            lines = request_recorder.lines(recording)
+        else:
+            lines = request_recorder.lines(Recording(block_tokens), others.read if others else None)
+        return StreamingResponse(lines, media_type="application/x-ndjson", headers=headers)
+
+    return routes
+
+
+async def _events(snapshot: FleetSnapshot) -> AsyncIterator[bytes]:
+    async for update in snapshot.updates():
+        yield b"data: %b\n\n" % msgspec.json.encode(update)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from http_api.errors import RequestError
 from http_api.openapi import errors, json_body, schema_body
-from http_api.requests import token_check
+from http_api.routes import token_check
 from indexer import Target
 from indexer.api.routes import workers_report
 from kvevents import EventSource

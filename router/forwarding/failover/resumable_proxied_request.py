@@ -14,7 +14,6 @@ from router.apis.usage import HiddenUsage, UsageTail
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
 from router.forwarding.attempts import Attempts
-from router.forwarding.client_errors import broken_off
 from router.forwarding.exchange import ResponseWriter, RoutingHeaders
 from router.forwarding.failover.resumable_stream import ResumableStream
 from router.forwarding.failover.stream_failover import StreamFailover
@@ -22,6 +21,7 @@ from router.forwarding.proxied_request import Phase, ProxiedRequest
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
+from router.forwarding.retries import broken_off
 from router.routing.assignment import Assignment
 from router.routing.prompt_reader import RoutedPrompt
 from router.upstream import ResponseHead

@@ -11,8 +11,8 @@ from engine_publisher import eventually
 from index_client import Client, admit
 
 from indexer import Indexer, MatchQuery
-from indexer.api.app import indexer_app
 from indexer.api.questions import Questions
+from indexer.api.routes import indexer_app
 
 REGISTRATION = {"endpoint": "tcp://127.0.0.1:5999", "modelname": "m", "instance_id": "w", "block_size": 2}
 

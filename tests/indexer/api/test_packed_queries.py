@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from http_api.errors import RequestError
-from http_api.requests import decode_body
+from http_api.routes import decode_body
 from indexer.api.bodies import QueryBody
 from indexer.api.questions import _read_packed_query
 from indexer.index import MatchQuery

@@ -16,9 +16,9 @@ from aiohttp import web
 from indexer import Indexer, MatchQuery, Target
 from kvevents import BlockStored, EventBatch
 from router.fleet.allowed_networks import AllowedNetworks
+from router.fleet.build import FleetWatch
 from router.fleet.discovery import ServedModel
 from router.fleet.fleet import Fleet
-from router.fleet.watch import FleetWatch
 from router.fleet.worker import Worker
 from router.settings import FleetSettings, WorkerSettings
 from worker import ZmqEventPublisher

@@ -17,10 +17,10 @@ from aiohttp import web
 
 from indexer import Indexer
 from router.fleet.allowed_networks import AllowedNetworks
+from router.fleet.build import FleetWatch
 from router.fleet.fleet import Fleet
 from router.fleet.kubernetes import ClusterAccess, KubernetesError
 from router.fleet.source_watch import Address, follow_kubernetes, pod_addresses, service_addresses
-from router.fleet.watch import FleetWatch
 from router.fleet.worker import Worker
 from router.settings import FleetSettings, KubernetesSettings, Role
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from router.fleet.circuit import CircuitLimits, CircuitState
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.health import FirstByte, Health, Outcome, expected_seconds
-from router.fleet.outliers import Alike, OutlierLimits, Recent
-from router.fleet.stall_detector import StallDetector
+from router.fleet.stall_detector import Alike, OutlierLimits, Recent, StallDetector
 from router.fleet.worker import Worker
 from router.settings import FleetSettings, WorkerSettings
 

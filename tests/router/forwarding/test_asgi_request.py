@@ -9,8 +9,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from router.auth import AuthGate
-from router.forwarding.asgi_request import AsgiRequest
 from router.forwarding.exchange import ResponseWriter, RoutingHeaders
+from router.forwarding.local_requests import AsgiRequest
 from router.forwarding.request_context import RequestContexts, RequestHead
 from router.http.headers import ResponseHead
 from router.settings import Settings

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manual_clock import Clock
 
-from router.forwarding.retry_budget import WINDOW, RetryBudget
+from router.forwarding.retries import WINDOW, RetryBudget
 
 
 def taken(budget: RetryBudget, tries: int) -> int:

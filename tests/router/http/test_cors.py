@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.http.cors import Cors, without_cors
+from router.http.headers import Cors, without_cors
 
 PAGE = b"https://chat.example.com"
 METHODS = ("GET", "POST")

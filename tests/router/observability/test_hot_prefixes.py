@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from indexer import Target
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, prompt_hashes
-from router.observability.hot_prefixes import HALF_LIFE, MAX_PREFIXES, HotPrefixes, lengths
+from router.observability.seen_requests import HALF_LIFE, MAX_PREFIXES, HotPrefixes, lengths
 from router.policies import Candidate
 
 HERE, THERE = (Candidate(Target(f"http://{name}", 0, "m")) for name in ("here", "there"))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from indexer import Target
 from indexer.native import CORE_VARIABLE, CORES
 from router.policies import Candidate, CostColumns, KvWeights, LinearPolicy, Request, kv_aware
-from router.policies.cost_columns import highest, lowest, write_costs
+from router.policies.linear import highest, lowest, write_costs
 from router.policies.peers import Dynamo, LeastLoaded, Lmetric
 
 POLICIES: dict[str, Callable[[Random], LinearPolicy]] = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from manual_clock import Clock
 
 from indexer import Target
-from router.prediction.eviction_pressure import HORIZON, EvictionPressure
+from router.prediction.learned import HORIZON, EvictionPressure
 
 CHUNK, STRIDE = 16, 16
 UNIT = CHUNK * STRIDE

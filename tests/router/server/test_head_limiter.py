@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router.http.event_loop import Deadline
-from router.server import head_limiter
-from router.server.head_limiter import HEAD_BYTES, HeadLimiter, RefusedRequestError, check_head
+from router.server import request_reader
+from router.server.request_reader import HEAD_BYTES, HeadLimiter, RefusedRequestError, check_head
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ async def test_body_size_is_not_limited_by_the_head_limit(limiter: HeadLimiter) 
 async def test_head_has_one_deadline_for_all_its_parts(
     limiter: HeadLimiter, late: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_limiter, "HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(request_reader, "HEAD_SECONDS", 0.05)
     limiter.begin()
-    monkeypatch.setattr(head_limiter, "HEAD_SECONDS", 60.0)
+    monkeypatch.setattr(request_reader, "HEAD_SECONDS", 60.0)
     limiter.begin()  # the parser has seen the first byte
     async with asyncio.timeout(60):
         await late.wait()
@@ -67,7 +67,7 @@ async def test_head_has_one_deadline_for_all_its_parts(
 async def test_complete_head_is_not_late(
     limiter: HeadLimiter, late: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_limiter, "HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(request_reader, "HEAD_SECONDS", 0.05)
     limiter.begin()
     limiter.end()
     await asyncio.sleep(0.2)

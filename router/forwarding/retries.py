@@ -1,4 +1,4 @@
-"""The retry budget: retries are limited to a share of recent requests, so that they cannot overload the fleet."""
+"""Retries on other workers: the answers that lead to one, their budget, and the errors when none succeeds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,26 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
+
+from http_api.errors import RequestError
+
+_NOT_FOUND: Final = 404
+_INVALID: Final = 400
+# SGLang refuses an adapter that it does not have as an invalid request.
+_SGLANG_ADAPTER: Final = b"LoRA adapter"
+_SGLANG_NOT_LOADED: Final = (b"not loaded", b"never been loaded")
+
+
+def is_model_missing(status: int, body: bytes) -> bool:
+    """Return whether a worker's answer to a request for inference says that it lacks the model or adapter.
+
+    - `body`: the received beginning of the answer's body.
+    """
+    if status == _NOT_FOUND:
+        return True
+    return status == _INVALID and _SGLANG_ADAPTER in body and any(words in body for words in _SGLANG_NOT_LOADED)
+
 
 WINDOW = 30  # seconds that count as recent
 
@@ -51,3 +71,18 @@ class RetryBudget:
         if not self._seconds or self._seconds[-1].number != number:
             self._seconds.append(_Second(number))
         return self._seconds[-1]
+
+
+def broken_off() -> RequestError:
+    """Return the error for a client whose worker did not complete its response."""
+    return RequestError("The worker broke off its answer.", status=502, type="upstream_error")
+
+
+def not_reached(tried: int) -> RequestError:
+    """Return the error for a client when no further attempt is allowed, after `tried` attempts."""
+    return RequestError(
+        f"{tried} workers could not be reached. Retry later.",
+        status=503,
+        type="service_unavailable",
+        code="no_worker_available",
+    )
