@@ -43,12 +43,12 @@ class KvrouterProcess(AbstractContextManager["KvrouterProcess"]):
         """
         deadline = time.monotonic() + START_TIMEOUT
         while time.monotonic() < deadline:
-            if ready := _READY.search(self._output()):
+            if ready := _READY.search(self.output()):
                 return ready.group(1)
             if self._process.poll() is not None:
                 break
             time.sleep(0.05)
-        raise ProcessError(f"kvrouter {self._name} did not start:\n{self._output()[-2000:]}")
+        raise ProcessError(f"kvrouter {self._name} did not start:\n{self.output()[-2000:]}")
 
     @property
     def pid(self) -> int:
@@ -63,7 +63,8 @@ class KvrouterProcess(AbstractContextManager["KvrouterProcess"]):
         """Return the exit status once the process ended. Raises subprocess.TimeoutExpired."""
         return self._process.wait(seconds)
 
-    def _output(self) -> str:
+    def output(self) -> str:
+        """Return what the process has printed."""
         return self._log.read_text(errors="replace")
 
     def __exit__(

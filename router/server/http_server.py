@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from router.server.http_connection import HttpConnection
 _ACCEPTED_A_TURN = 16
 # Longer than clients and load balancers keep an idle connection: a request on a closing connection would be lost.
 KEEP_ALIVE_SECONDS = 75
+# How long the application may take to close when a second signal ends the server.
+_FORCED_CLOSE_SECONDS = 2.0
 
 
 class HttpServer(uvicorn.Server):
@@ -60,6 +62,10 @@ class HttpServer(uvicorn.Server):
             await end()
         self._connections.stopping = True
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves the application open then, and its cancellation prints a traceback
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FORCED_CLOSE_SECONDS):
+                    await self.lifespan.shutdown()
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()  # uvicorn would raise them again at its end, before ours
