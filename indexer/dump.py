@@ -22,7 +22,8 @@ from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC, MOST_BLOCK_SIZE
 
 log = structlog.get_logger()
 
-FORMAT = 1
+# Format 1 could have copies of salted blocks among the plain ones.
+FORMAT = 2
 
 _LOGGED_BYTES = 200  # of an invalid line
 

@@ -1,4 +1,4 @@
-"""Records of the KV-cache events that an engine sends, and the memory tiers of their blocks.
+"""Records of the KV-cache events that an engine sends.
 
 Field names are vLLM's; SGLang's `cache_salt` is added. Sizes are in tokens. A block hash is the engine's own name
 of a block: it is opaque, and valid only within one DP rank of one worker.
@@ -10,37 +10,11 @@ sequence's first block. SGLang sends the salt as `cache_salt`. `identity_of` rea
 from __future__ import annotations
 
 from collections.abc import Collection
-from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-
-class Tier(IntEnum):
-    """A class of memory, ordered from the fastest to the slowest."""
-
-    GPU = 0
-    CPU = 1
-    DISK = 2
-    UNKNOWN = 3
-
-
-# vLLM: GPU, CPU, STORAGE. SGLang: GPU, CPU_PINNED, DISK, EXTERNAL. An event without medium is about GPU memory.
-_TIER_OF_MEDIUM = {
-    None: Tier.GPU,
-    "GPU": Tier.GPU,
-    "CPU": Tier.CPU,
-    "CPU_PINNED": Tier.CPU,
-    "STORAGE": Tier.DISK,
-    "DISK": Tier.DISK,
-    "EXTERNAL": Tier.DISK,
-}
-
-
-def tier_of(medium: str | None) -> Tier:
-    """Return the tier of a medium; UNKNOWN, the slowest, for an unknown name."""
-    return _TIER_OF_MEDIUM.get(medium, Tier.UNKNOWN)
-
+from kvevents.media import is_identified
 
 EngineHash: TypeAlias = int | bytes
 
@@ -49,7 +23,8 @@ class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=Fals
     """Consecutive full blocks that an engine put into its cache, first block first.
 
     `token_ids` is flat: `block_size` ids for each hash. `parent_block_hash` names the block before the first one,
-    None at the start of a sequence. `extra_keys` has one entry per block, which distinguishes equal tokens.
+    None at the start of a sequence. `extra_keys` has one entry per block, which distinguishes equal tokens. `locality`
+    is `LOCAL` or `REMOTE` if the operator declared where a storage medium is.
     """
 
     block_hashes: list[EngineHash]
@@ -65,6 +40,7 @@ class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=Fals
     kv_cache_spec_sliding_window: int | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    locality: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
@@ -144,6 +120,14 @@ def identity_of(event: BlockStored, adapters: Collection[str] = ()) -> BlockIden
         if salt is not None:
             rest[0].remove(salt)
     return BlockIdentity(adapter, salt, [encode_keys(keys) for keys in rest] if any(rest) else None)
+
+
+def has_identity(event: BlockStored) -> bool:
+    """Return whether an event has the whole identity of its blocks, so that its tokens show their prefix.
+
+    In other events, a block with a cache salt, an adapter or an image looks like a block without.
+    """
+    return event.extra_keys is not None or event.cache_salt is not None or is_identified(event.medium)
 
 
 def encode_keys(keys: list[Any]) -> bytes | None:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from kvevents import BlockRemoved, BlockStored, EngineHash, Event
+from kvevents.events import has_identity
 
 _BATCH_BLOCKS = 64  # blocks in one batch of a snapshot
 
@@ -169,7 +170,10 @@ class HeldBlocks:
                 yield _Run(_slice(event, index, index + 1), array("I"), 1)
             else:
                 at = run.stored_event.block_hashes.index(block)
-                yield run.part(at, at + 1)
+                part = run.part(at, at + 1)
+                if part.stored_event.extra_keys is None and has_identity(run.stored_event):
+                    part.stored_event.extra_keys = [None]  # readers need it in other media than the engine's own
+                yield part
 
 
 def _take_copy(copies: dict[EngineHash, int], block: EngineHash) -> bool:

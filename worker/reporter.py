@@ -27,6 +27,7 @@ import msgspec
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch
 from kvevents.dialects import DIALECTS
+from kvevents.media import is_identified
 from worker.held_blocks import HeldBlocks
 from worker.publisher import EventPublisher, NullEventPublisher, PublisherConfig, Snapshot
 from worker.publisher_factory import EventPublisherFactory
@@ -158,6 +159,8 @@ class Reporter:
         """
         if not self._is_open():
             return
+        if extra_keys is None and not is_identified(medium):
+            extra_keys = [None] * len(block_hashes)  # the arguments are the whole identity
         event = BlockStored(
             list(block_hashes),
             parent_block_hash,

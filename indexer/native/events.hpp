@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "media.hpp"
 #include "msgpack.hpp"
 #include "xxh3.hpp"
 
@@ -36,15 +37,27 @@ struct Range {
 struct Event {
     EventKind kind = EventKind::kForeign;
     GroupKind group_kind = GroupKind::kWhole;
-    bool has_parent = false, has_lora_id = false, has_window = false, has_hashes = false;
+    bool has_parent = false, has_lora_id = false, has_window = false, has_hashes = false, has_keys = false;
     bool tokens_fit = true;  // each is an unsigned 32-bit number
     bool trusted = false;    // see `Decoder`
     Name parent;
     Range names, tokens;
     Range keys;  // one list of extra keys per block; no lists if all are empty
     Integer block_size, lora_id, group, window;
-    std::string_view medium, lora_name, cache_salt;  // null data: absent
-    std::string_view raw;                            // the event's bytes, unchanged
+    std::string_view medium, lora_name, cache_salt, locality;  // null data: absent
+    std::string_view raw;                                      // the event's bytes, unchanged
+
+    // Return whether other workers can load the event's blocks too, so that they are not the worker's own.
+    bool is_pooled() const {
+        const Medium* known = medium_named(medium);
+        return (known != nullptr && known->pooled) || locality == "REMOTE";
+    }
+
+    // Return whether the event has the whole identity of its blocks, so that their tokens show their prefix.
+    bool is_identified() const {
+        const Medium* known = medium_named(medium);
+        return has_keys || cache_salt.data() != nullptr || medium.empty() || (known != nullptr && known->identified);
+    }
 };
 
 // Arrays that all events of a batch share.
@@ -136,7 +149,7 @@ class Decoder {
     }
 
     bool read_field(Reader& in, Event& event, std::string_view field) {
-        if (field == "medium") return read_text(in, event.medium);
+        if (field == "medium") return read_medium(in, event);
         if (event.kind != EventKind::kCleared) {
             if (field == "block_hashes") return read_names(in, event);
             if (field == "group_idx") return read_group(in, event);
@@ -151,6 +164,7 @@ class Decoder {
         if (field == "kv_cache_spec_kind") return read_group_kind(in, event);
         if (field == "kv_cache_spec_sliding_window") return read_window(in, event);
         if (field == "cache_salt") return read_text(in, event.cache_salt);
+        if (field == "locality") return read_text(in, event.locality);
         std::string_view unused;
         return field == "session_id" ? read_text(in, unused) : in.skip();
     }
@@ -164,10 +178,10 @@ class Decoder {
     }
 
     bool read_place(Reader& in, Event& event, u32 place) {
-        if (event.kind == EventKind::kCleared) return place == 1 ? read_text(in, event.medium) : in.skip();
+        if (event.kind == EventKind::kCleared) return place == 1 ? read_medium(in, event) : in.skip();
         if (place == 1) return read_names(in, event);
         if (event.kind == EventKind::kRemoved) {
-            if (place == 2) return read_text(in, event.medium);
+            if (place == 2) return read_medium(in, event);
             return place == 3 ? read_group(in, event) : in.skip();
         }
         switch (place) {
@@ -175,7 +189,7 @@ class Decoder {
             case 3: return read_tokens(in, event);
             case 4: return in.read_integer(event.block_size);
             case 5: return read_lora_id(in, event);
-            case 6: return read_text(in, event.medium);
+            case 6: return read_medium(in, event);
             case 7: return read_text(in, event.lora_name);  // SGLang's map with a salt is foreign
             case 8: return read_keys(in, event);
             case 9: return read_group(in, event);
@@ -259,6 +273,12 @@ class Decoder {
         return in.read_text(text) && (trusted_ || is_utf8(text));
     }
 
+    bool read_medium(Reader& in, Event& event) {
+        const bool read = read_text(in, event.medium);
+        event.medium = canonical_medium(event.medium);
+        return read;
+    }
+
     bool read_lora_id(Reader& in, Event& event) {
         event.has_lora_id = !in.read_nil();
         return !event.has_lora_id || in.read_integer(event.lora_id);
@@ -291,7 +311,8 @@ class Decoder {
 
     bool read_keys(Reader& in, Event& event) {
         event.keys = {};
-        if (in.read_nil()) return true;
+        event.has_keys = !in.read_nil();
+        if (!event.has_keys) return true;
         u32 blocks;
         if (!in.read_array(blocks)) return false;
         event.keys = {static_cast<u32>(batch_.keys.size()), blocks};

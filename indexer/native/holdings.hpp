@@ -11,14 +11,6 @@
 
 namespace kvrouter {
 
-enum Tier : u8 { kGpu, kCpu, kDisk, kUnknownTier, kTiers };
-
-inline Tier tier_of(std::string_view medium) {
-    if (medium == "GPU") return kGpu;
-    if (medium == "CPU" || medium == "CPU_PINNED") return kCpu;
-    return medium == "STORAGE" || medium == "DISK" || medium == "EXTERNAL" ? kDisk : kUnknownTier;
-}
-
 // indexer/reference/holdings.py has the same limits.
 inline constexpr std::size_t kMostHolders = 64, kMostBlockSizes = 8, kMostAdaptersInKeys = 1024;
 
@@ -159,7 +151,9 @@ class Holdings {
 
     // Throws UnusableEvent for an invalid event, which changes nothing.
     void apply(const Event& event, const Batch& batch, Turns& turns) {
-        if (event.kind == EventKind::kStored) {
+        if (event.is_pooled()) {
+            ++counters_.ignored;
+        } else if (event.kind == EventKind::kStored) {
             store(event, batch, turns);
         } else if (event.kind == EventKind::kRemoved) {
             Holder* holder = find_holder(event);
@@ -294,7 +288,7 @@ class Holdings {
             store_window(event, batch, turns);
         } else if (event.names.count == 0) {
             ++counters_.ignored;
-        } else if (event.tokens.count == 0) {
+        } else if (event.tokens.count == 0 || !event.is_identified()) {
             store_known(event, batch, turns);
         } else if (!place(event, batch, turns)) {
             auto orphan = std::make_unique<Orphan>();
@@ -468,7 +462,7 @@ class Holdings {
         return false;
     }
 
-    // Add the blocks of an event without tokens: copies of known blocks, offloaded to another medium.
+    // Add copies of known blocks in another medium, by their names: an event without tokens or without identity.
     void store_known(const Event& event, const Batch& batch, Turns& turns) {
         Holder& holder = holder_of(event.group, medium_of(event));
         holder.names.reserve(event.names.count);

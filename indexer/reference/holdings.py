@@ -20,7 +20,7 @@ from indexer.reference.orphans import Orphan, Orphans, Removal
 from indexer.reference.tree import PrefixTree, Run, split_position
 from indexer.targets import HoldingsCounters, Target
 from kvevents import BlockRemoved, BlockStored, EngineHash, Tier, tier_of
-from kvevents.events import identity_of
+from kvevents.events import has_identity, identity_of
 
 # Kinds of cache groups in hybrid models. Groups of these kinds hold every block of a prefix, and so identify it.
 _WHOLE_PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
@@ -159,7 +159,7 @@ class Holdings:
             self._store_window(event)
         elif not event.block_hashes:
             self.counters.ignored += 1
-        elif not event.token_ids:
+        elif not event.token_ids or not has_identity(event):
             self._store_known(event)
         elif not self._place(event):
             self.counters.orphans_dropped += self._orphans.park(Orphan(event))
@@ -272,7 +272,7 @@ class Holdings:
         holder = self._holders.get((event.group_idx or 0, event.medium or "GPU"))
         if holder is None or event.kv_cache_spec_kind not in _WHOLE_PREFIX_KINDS:
             return False
-        if event.extra_keys and any(event.extra_keys):
+        if (event.extra_keys and any(event.extra_keys)) or not has_identity(event):
             return False
         positions = holder.positions
         parent = positions.get(event.parent_block_hash)  # type: ignore[arg-type]
@@ -365,7 +365,7 @@ class Holdings:
                 self.remove(BlockRemoved([engine_hash], medium, group))
 
     def _store_known(self, event: BlockStored) -> None:
-        """Add the blocks of an event without tokens: copies of known blocks, offloaded to another medium."""
+        """Add copies of known blocks by their hashes, from an event that has no tokens or not the whole identity."""
         holder = self._holder(event)
         for engine_hash in event.block_hashes:
             place = self._find(engine_hash)

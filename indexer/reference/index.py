@@ -19,6 +19,7 @@ from indexer.reference.holdings import Holder, Holdings, UnusableEventError
 from indexer.reference.tree import PrefixTree, Span
 from indexer.targets import Target
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, RejectedEvent, Tier, decode_batch
+from kvevents.media import canonical_medium, is_pooled
 
 _NONE = dict.fromkeys(Tier, 0)
 # A target's holders in one span, each with the bits of its blocks there.
@@ -165,6 +166,10 @@ class PythonIndex(Index):
                     holdings = self._holdings.get(target)
                     if holdings is None:
                         return rejected
+                    event.medium = canonical_medium(event.medium)
+                    if is_pooled(event.medium, event.locality if type(event) is BlockStored else None):
+                        holdings.counters.ignored += 1
+                        continue
                     try:
                         if type(event) is BlockStored:
                             holdings.store(event)

@@ -8,6 +8,7 @@ import msgspec
 
 from kvevents.dialects.dialect import Dialect, RawEvent, is_map, only_full_attention
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
+from kvevents.media import is_identified
 
 
 class _Kind(msgspec.Struct):
@@ -41,7 +42,7 @@ def read(raw: RawEvent) -> Event | None:
         return None
     event = _decode(raw)
     hashes = event.seq_hashes or []
-    medium = event.medium.upper() if event.medium else None
+    medium = event.medium.upper() if event.medium else None  # the standard has lower case, also for an engine's own
     if event.event_type == "removed":
         return BlockRemoved(hashes, medium)
     if event.event_type == "cleared":
@@ -56,6 +57,7 @@ def read(raw: RawEvent) -> Event | None:
         event.block_size or (len(token_ids) // len(hashes) if hashes else 0),
         medium=medium,
         lora_name=event.lora_name,
+        extra_keys=[None] * len(hashes) if token_ids and not is_identified(medium) else None,  # it has all of them
         cache_salt=event.additional_salt,
     )
 

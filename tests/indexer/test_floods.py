@@ -112,7 +112,7 @@ def test_tokens_of_orphans_are_limited(index: Index) -> None:
     assert status.counters.orphans_dropped > 0
 
 
-@pytest.mark.parametrize("medium", ["GPU", "CPU"])
+@pytest.mark.parametrize("medium", ["GPU", "CPU_PINNED"])
 def test_blocks_are_limited_without_a_known_capacity(index: Index, medium: str) -> None:
     for number in range(200):
         apply(index, stored([number], [number, 1], medium=medium))

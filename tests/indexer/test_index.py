@@ -173,8 +173,8 @@ def test_waiting_copy_survives_the_drop_of_another() -> None:
 
 
 def test_each_block_counts_in_its_fastest_tier(index: Index) -> None:
-    apply(index, A, stored([1, 2, 3, 4], PROMPT, medium="CPU"), stored([1, 2], PROMPT[:4], medium="GPU"))
-    apply(index, A, stored([3], [5, 6], 2, medium="STORAGE"), BlockRemoved([3], "CPU"))
+    apply(index, A, stored([1, 2, 3, 4], PROMPT, medium="CPU_PINNED"), stored([1, 2], PROMPT[:4], medium="GPU"))
+    apply(index, A, stored([3], [5, 6], 2, medium="STORAGE"), BlockRemoved([3], "CPU_PINNED"))
     (found,) = index.match(BASE, PackedPrompt.of(PROMPT))
     assert found == Match(A, 8, {Tier.GPU: 4, Tier.CPU: 2, Tier.DISK: 2, Tier.UNKNOWN: 0})
     assert blocks(index) == {Tier.GPU: 2, Tier.CPU: 3, Tier.DISK: 1}
@@ -187,7 +187,7 @@ def test_removal_from_one_medium_keeps_other_media(index: Index) -> None:
 
 
 def test_unknown_medium_counts_in_the_unknown_tier(index: Index) -> None:
-    apply(index, A, stored([1], [1, 2], medium="CXL"))
+    apply(index, A, stored([1], [1, 2], medium="CXL", extra_keys=[None]))
     (found,) = index.match(BASE, PackedPrompt.of(PROMPT))
     assert found.tiers == {Tier.GPU: 0, Tier.CPU: 0, Tier.DISK: 0, Tier.UNKNOWN: 2}
 
@@ -217,8 +217,8 @@ def test_clear_removes_all_blocks_of_one_target_only(index: Index) -> None:
 
 
 def test_clear_of_one_medium_keeps_other_media(index: Index) -> None:
-    apply(index, A, stored([1, 2], PROMPT[:4]), stored([1], [1, 2], medium="CPU"))
-    apply(index, A, stored([4], [7, 8], 3), stored([4], [7, 8], 3, medium="CPU"))
+    apply(index, A, stored([1, 2], PROMPT[:4]), stored([1], [1, 2], medium="CPU_PINNED"))
+    apply(index, A, stored([4], [7, 8], 3), stored([4], [7, 8], 3, medium="CPU_PINNED"))
     apply(index, A, AllBlocksCleared("GPU"))
     assert match(index) == {A: 2}
     assert blocks(index) == {Tier.CPU: 1}

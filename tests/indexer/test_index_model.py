@@ -26,7 +26,7 @@ Block: TypeAlias = tuple[Path, int]
 Name: TypeAlias = int
 
 TARGETS = [Target("a", 0, "m"), Target("a", 1, "m"), Target("b", 0, "m")]
-MEDIA = ["GPU", "CPU", "STORAGE"]
+MEDIA = ["GPU", "CPU_PINNED", "DISK"]
 BLOCK_SIZE = 2
 NAMESPACE = Namespace("m", "default", None, None, BLOCK_SIZE)
 

@@ -134,7 +134,7 @@ def test_stream_at_another_endpoint_starts_empty(
         (lambda data: data[:-40], "not a dump|cut off"),
         (lambda data: data[: data.index(b"\n") + 1], "cut off"),
         (lambda data: data.replace(b'"w"', b'"v"'), "damaged"),
-        (lambda data: data.replace(b'"format":1', b'"format":99'), "format 1"),
+        (lambda data: data.replace(b'"format":2', b'"format":99'), "format 2"),
         (lambda _: b"\x00\x01 something else\n", "not a dump"),
         (lambda _: b"", "empty"),
     ],

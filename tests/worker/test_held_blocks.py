@@ -121,7 +121,7 @@ def test_snapshot_adds_tokens_of_blocks_moved_to_other_medium() -> None:
     moved = BlockStored([2], None, [], 0, medium="CPU")
     assert held.store(moved) == [moved]
     held.remove(BlockRemoved([1, 2], "GPU"))
-    assert list(held.snapshot()) == [[BlockStored([2], 1, [2, 2], 2, medium="CPU", lora_name="sql")]]
+    assert list(held.snapshot()) == [[BlockStored([2], 1, [2, 2], 2, medium="CPU", lora_name="sql", extra_keys=[None])]]
 
 
 def test_blocks_unknown_to_all_media_are_reported_unchanged() -> None:

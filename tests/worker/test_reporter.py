@@ -176,7 +176,7 @@ def test_step_is_one_batch(recorded: tuple[Reporter, list[EventBatch]]) -> None:
     reporter.step()
     [batch] = batches
     assert batch.events == [
-        BlockStored([1, 2], None, [5, 6, 7, 8], 2, lora_name="sql", medium="CPU"),
+        BlockStored([1, 2], None, [5, 6, 7, 8], 2, None, "CPU", "sql", [None, None]),
         BlockRemoved([1], "CPU"),
         AllBlocksCleared(),
     ]

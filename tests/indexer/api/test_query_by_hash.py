@@ -21,7 +21,7 @@ TOKENS = [1, 2, 3, 4, 5, 6]
 def served(client: Client, indexer: Indexer, publisher: Publisher, caught_up: Callable[..., None]) -> Client:
     """Client of an index in which TARGET holds the first two of three blocks."""
     indexer.register(Registration(TARGET, EventSource(0, publisher.endpoint, publisher.replay_endpoint), "vLLM", 2))
-    publisher.publish(BlockStored([1, 2], None, TOKENS[:4], 2, medium="CPU"))
+    publisher.publish(BlockStored([1, 2], None, TOKENS[:4], 2, medium="CPU_PINNED"))
     caught_up(TARGET, 0)
     return client
 

@@ -139,7 +139,7 @@ def step(fixture: Fixture, random: Random, in_flight: list[Assignment], number: 
             fixture.peer_load.apply(Message("peer", number, Kind.NEWS, [load]))
         case "store":
             blocks = random.randrange(1, 5)
-            stored = BlockStored(list(range(blocks)), None, list(range(blocks * BLOCK)), BLOCK, medium="CPU")
+            stored = BlockStored(list(range(blocks)), None, list(range(blocks * BLOCK)), BLOCK, medium="CPU_PINNED")
             fixture.indexer.index.apply(Target(worker.url, 0, MODEL), EventBatch(0.0, [stored], 0))
         case "warm":
             worker.warming_since = None if worker.warming_since is not None else worker.health.clock() - 500
