@@ -7,11 +7,14 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from transformers import AutoTokenizer
 
+import simulator.worker
 from http_api.errors import RequestError
 from indexer.hashing import MediaSpan, PackedPrompt
 from router.apis.endpoints import CHAT, Call, read_call
@@ -20,6 +23,16 @@ from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet.worker import Worker
 from router.settings import WorkerSettings
 from router.tokens.local_tokenizer import LocalTokenizer
+from router.tokens.model_files import files_of
+
+MODEL = Path(simulator.worker.__file__).parent / "model"
+
+
+def with_template(template: str) -> LocalTokenizer:
+    """Return the bundled tokenizer with another chat template."""
+    loaded: Any = AutoTokenizer.from_pretrained(MODEL)
+    loaded.chat_template = template
+    return LocalTokenizer(files_of(loaded))
 
 
 class PlayedEngine:

@@ -1,4 +1,7 @@
-"""Input and output of chat templates. The expected values were read from vLLM."""
+"""Input and output of chat templates, and the content format that a template calls for.
+
+The expected values were read from vLLM.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from played_engine import with_template
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -21,7 +25,11 @@ from http_api.errors import RequestError
 from router.apis.message_normalization import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt
 from router.tokens.chat_template import ChatTemplate, Sandbox
+from router.tokens.content_format import loops_over_parts
 
+TOKENIZER = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")), bos_token="<s>", eos_token="</s>"
+)
 # Shows what the template sees, for templates that take a content as a string and for those that loop over its parts.
 SHOW = "{{ messages | tojson }}"
 SHOW_PARTS = "{% for message in messages %}{% for part in message.content %}{% endfor %}{% endfor %}" + SHOW
@@ -33,60 +41,49 @@ WEATHER = {
 USER = {"role": "user", "content": "hi"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")), bos_token="<s>", eos_token="</s>"
-    )
+def text(text: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text} | more
 
 
-def seen(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, Any], source: str = SHOW) -> Any:
-    """The messages as the template sees them."""
-    return json.loads(ChatTemplate(source, tokenizer.special_tokens_map).render(ChatPrompt(list(messages))))
+def rendered(source: str, chat: ChatPrompt) -> str:
+    return ChatTemplate(source, TOKENIZER.special_tokens_map).render(chat)
+
+
+def seen(*messages: dict[str, Any], source: str = SHOW) -> Any:
+    """Return the messages as the template sees them."""
+    return json.loads(rendered(source, ChatPrompt(list(messages))))
 
 
 @pytest.mark.parametrize(
     ("content", "as_string", "as_parts"),
     [
-        ("hi", "hi", [{"type": "text", "text": "hi"}]),
-        ("", "", [{"type": "text", "text": ""}]),
-        ("  spaced \n", "  spaced \n", [{"type": "text", "text": "  spaced \n"}]),
+        *((given, given, [text(given)]) for given in ("hi", "", "  spaced \n")),
         (None, "", []),
         ([], "", []),
-        (
-            [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}],
-            "a\n b",
-            [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}],
-        ),
-        (["a", "b"], "a\nb", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
-        (
-            [{"text": "a", "type": "text", "cache_control": {"type": "ephemeral"}}],
-            "a",
-            [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
-        ),
+        ([text("a"), text(" b")], "a\n b", [text("a"), text(" b")]),
+        (["a", "b"], "a\nb", [text("a"), text("b")]),
+        ([text("a", cache_control={"type": "ephemeral"})], "a", [text("a", cache_control={"type": "ephemeral"})]),
         (
             [{"type": "refusal", "refusal": "no"}, {"type": "thinking", "thinking": "hm", "closed": True}],
             "no\nhm",
-            [{"type": "text", "text": "no"}, {"type": "text", "text": "hm"}],
+            [text("no"), text("hm")],
         ),
         (
-            [{"type": "image_url", "image_url": {"url": "data:"}}, {"type": "text", "text": "what?"}],
+            [{"type": "image_url", "image_url": {"url": "data:"}}, text("what?")],
             "what?",
-            [{"type": "image"}, {"type": "text", "text": "what?"}],
+            [{"type": "image"}, text("what?")],
         ),
         ([{"audio_url": "data:"}, {"type": "video_url"}], "", [{"type": "audio"}, {"type": "video"}]),
         ([{"type": "hologram"}, {"type": "text", "text": None}], "", []),
     ],
 )
-def test_contents_of_messages_are_converted_for_the_template(
-    tokenizer: PreTrainedTokenizerFast, content: Any, as_string: str, as_parts: list[Any]
-) -> None:
+def test_contents_of_messages_are_converted_for_the_template(content: Any, as_string: str, as_parts: list[Any]) -> None:
     message = {"role": "user", "content": content}
-    assert seen(tokenizer, message) == [{"role": "user", "content": as_string}]
-    assert seen(tokenizer, message, source=SHOW_PARTS) == [{"role": "user", "content": as_parts}]
+    assert seen(message) == [{"role": "user", "content": as_string}]
+    assert seen(message, source=SHOW_PARTS) == [{"role": "user", "content": as_parts}]
 
 
-def test_message_has_keys_of_vllm_in_its_order(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_message_has_keys_of_vllm_in_its_order() -> None:
     call = {
         "type": "function",
         "extra": 1,
@@ -98,7 +95,7 @@ def test_message_has_keys_of_vllm_in_its_order(tokenizer: PreTrainedTokenizerFas
         {"content": "12°", "name": "weather", "tool_call_id": "call_1", "role": "tool", "extra": 1},
         {"task": "t", "content": "u", "role": "user", "tool_call_id": "call_1", "name": 5},
     ]
-    assert ChatTemplate(SHOW, tokenizer.special_tokens_map).render(ChatPrompt(messages)) == json.dumps(
+    assert rendered(SHOW, ChatPrompt(messages)) == json.dumps(
         [
             {
                 "role": "assistant",
@@ -120,14 +117,14 @@ def test_message_has_keys_of_vllm_in_its_order(tokenizer: PreTrainedTokenizerFas
     )
 
 
-def test_messages_of_clients_are_not_modified(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_messages_of_clients_are_not_modified() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages: list[dict[str, Any]] = [
         {"role": "developer", "content": [{"type": "text", "text": "d"}]},
         {"role": "assistant", "tool_calls": [call]},
     ]
     before = json.dumps(messages)
-    seen(tokenizer, *messages)
+    seen(*messages)
     assert json.dumps(messages) == before
 
 
@@ -143,35 +140,31 @@ def test_messages_of_clients_are_not_modified(tokenizer: PreTrainedTokenizerFast
         ("5", {}),
     ],
 )
-def test_arguments_of_tool_calls_are_parsed_to_an_object(
-    tokenizer: PreTrainedTokenizerFast, arguments: Any, expected: Any
-) -> None:
+def test_arguments_of_tool_calls_are_parsed_to_an_object(arguments: Any, expected: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    (message,) = seen(tokenizer, {"role": "assistant", "tool_calls": [call]})
+    (message,) = seen({"role": "assistant", "tool_calls": [call]})
     assert message["tool_calls"][0]["function"]["arguments"] == expected
 
 
 @pytest.mark.parametrize("calls", [[], None])
-def test_empty_tool_calls_are_omitted(tokenizer: PreTrainedTokenizerFast, calls: Any) -> None:
-    assert seen(tokenizer, {"role": "assistant", "content": "a", "tool_calls": calls}) == [
-        {"role": "assistant", "content": "a"}
-    ]
+def test_empty_tool_calls_are_omitted(calls: Any) -> None:
+    assert seen({"role": "assistant", "content": "a", "tool_calls": calls}) == [{"role": "assistant", "content": "a"}]
 
 
 @pytest.mark.parametrize(
     "given", [{"reasoning": "hm"}, {"reasoning_content": "hm"}, {"reasoning": "hm", "reasoning_content": "no"}]
 )
-def test_reasoning_has_both_of_its_names(tokenizer: PreTrainedTokenizerFast, given: dict[str, str]) -> None:
-    (message,) = seen(tokenizer, {"role": "assistant", "content": "a"} | given)
+def test_reasoning_has_both_of_its_names(given: dict[str, str]) -> None:
+    (message,) = seen({"role": "assistant", "content": "a"} | given)
     assert (message["reasoning"], message["reasoning_content"]) == ("hm", "hm")
 
 
-def test_answer_of_a_tool_is_one_text_in_both_content_formats(tokenizer: PreTrainedTokenizerFast) -> None:
-    message = {"role": "tool", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
-    assert seen(tokenizer, message, source=SHOW_PARTS) == [{"role": "tool", "content": "a\nb"}]
+def test_answer_of_a_tool_is_one_text_in_both_content_formats() -> None:
+    message = {"role": "tool", "content": [text("a"), text("b")]}
+    assert seen(message, source=SHOW_PARTS) == [{"role": "tool", "content": "a\nb"}]
     reference = {"role": "tool", "content": [{"type": "tool_reference", "name": "f"}]}
-    assert seen(tokenizer, reference, source=SHOW_PARTS) == [reference]
-    assert seen(tokenizer, reference) == [{"role": "tool", "content": "f"}]
+    assert seen(reference, source=SHOW_PARTS) == [reference]
+    assert seen(reference) == [{"role": "tool", "content": "f"}]
 
 
 @pytest.mark.parametrize(
@@ -179,15 +172,13 @@ def test_answer_of_a_tool_is_one_text_in_both_content_formats(tokenizer: PreTrai
     [
         ("x-anthropic-billing-header: 1\nbe brief\nnow", "be brief\nnow"),
         ("x-anthropic-billing-header: 1", ""),
-        ([{"type": "text", "text": "x-anthropic-billing-header: 1\nbe"}, "brief"], "be\nbrief"),
-        (["x-anthropic-billing-header: 1", {"type": "text", "text": "brief"}], "brief"),
+        ([text("x-anthropic-billing-header: 1\nbe"), "brief"], "be\nbrief"),
+        (["x-anthropic-billing-header: 1", text("brief")], "brief"),
     ],
 )
-def test_line_that_changes_with_each_request_is_dropped(
-    tokenizer: PreTrainedTokenizerFast, content: Any, expected: str
-) -> None:
+def test_line_that_changes_with_each_request_is_dropped(content: Any, expected: str) -> None:
     user = {"role": "user", "content": "x-anthropic-billing-header: 1\nhi"}
-    assert seen(tokenizer, {"role": "system", "content": content}, user) == [
+    assert seen({"role": "system", "content": content}, user) == [
         {"role": "system", "content": expected},
         user,
     ]
@@ -196,20 +187,16 @@ def test_line_that_changes_with_each_request_is_dropped(
 DEVELOPER = {"role": "developer", "content": "d", "tools": [{"function": {"name": "f"}, "type": "function"}]}
 
 
-def test_developer_becomes_system_if_template_has_no_developer(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert seen(tokenizer, DEVELOPER, USER) == [{"role": "system", "content": "d"}, USER]
+def test_developer_becomes_system_if_template_has_no_developer() -> None:
+    assert seen(DEVELOPER, USER) == [{"role": "system", "content": "d"}, USER]
     system = {"role": "system", "content": "s"}
-    assert seen(tokenizer, system, USER, DEVELOPER) == [{"role": "system", "content": "s\n\nd"}, USER]
-    assert seen(tokenizer, USER, DEVELOPER, source=SHOW_PARTS)[0] == {"role": "system", "content": "d"}
+    assert seen(USER, system) == [USER, system], "system messages are not merged without a developer"
+    assert seen(system, USER, DEVELOPER) == [{"role": "system", "content": "s\n\nd"}, USER]
+    assert seen(USER, DEVELOPER, source=SHOW_PARTS)[0] == {"role": "system", "content": "d"}
 
 
-def test_developer_is_kept_if_template_has_it(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert seen(tokenizer, USER, DEVELOPER, source=SHOW + "{# 'developer' #}") == [USER, DEVELOPER]
-
-
-def test_system_messages_are_not_merged_without_a_developer(tokenizer: PreTrainedTokenizerFast) -> None:
-    system = {"role": "system", "content": "s"}
-    assert seen(tokenizer, USER, system) == [USER, system]
+def test_developer_is_kept_if_template_has_it() -> None:
+    assert seen(USER, DEVELOPER, source=SHOW + "{# 'developer' #}") == [USER, DEVELOPER]
 
 
 def test_tools_have_keys_of_vllm_in_its_order() -> None:
@@ -230,47 +217,40 @@ def test_tools_have_keys_of_vllm_in_its_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chat", "expected"),
+    ("options", "expected"),
     [
-        (ChatPrompt([USER]), ["<s>", True, None, None, None, None, None]),
-        (ChatPrompt([USER], add_generation_prompt=False), ["<s>", False, None, None, None, None, None]),
-        (ChatPrompt([USER], reasoning_effort="low"), ["<s>", True, True, "low", None, None, None]),
-        (ChatPrompt([USER], reasoning_effort="none"), ["<s>", True, False, "none", None, None, None]),
+        ({}, {}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        ({"reasoning_effort": "low"}, {"enable_thinking": True, "reasoning_effort": "low"}),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False, "reasoning_effort": "none"}),
         (
-            ChatPrompt([USER], reasoning_effort="low", chat_template_kwargs={"enable_thinking": False}),
-            ["<s>", True, False, "low", None, None, None],
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"enable_thinking": False, "reasoning_effort": "low"},
         ),
         (
-            ChatPrompt([USER], documents=[{"text": "d"}], chat_template_kwargs={"color": "red", "unread": 1}),
-            ["<s>", True, None, None, [{"text": "d"}], None, "red"],
+            {"documents": [{"text": "d"}], "chat_template_kwargs": {"color": "red", "unread": 1}},
+            {"documents": [{"text": "d"}], "color": "red"},
         ),
         (
-            ChatPrompt(
-                [USER], chat_template_kwargs={"bos_token": "<B>", "add_generation_prompt": False, "color": None}
-            ),
-            ["<B>", True, None, None, None, None, None],
+            {"chat_template_kwargs": {"bos_token": "<B>", "add_generation_prompt": False, "color": None}},
+            {"bos_token": "<B>"},
         ),
         (
-            ChatPrompt(
-                [USER], chat_template_kwargs={"tools": [WEATHER], "documents": [{"text": "k"}], "color": "auto"}
-            ),
-            ["<s>", True, None, None, [{"text": "k"}], [WEATHER], None],
+            {"chat_template_kwargs": {"tools": [WEATHER], "documents": [{"text": "k"}], "color": "auto"}},
+            {"tools": [WEATHER], "documents": [{"text": "k"}]},
         ),
-        (
-            ChatPrompt(
-                [USER], chat_template_kwargs={"messages": [], "tokenize": True, "padding": True, "conversation": 1}
-            ),
-            ["<s>", True, None, None, None, None, None],
-        ),
+        ({"chat_template_kwargs": {"messages": [], "tokenize": True, "padding": True, "conversation": 1}}, {}),
     ],
 )
-def test_template_receives_variables_of_the_request(
-    tokenizer: PreTrainedTokenizerFast, chat: ChatPrompt, expected: list[Any]
-) -> None:
+def test_template_receives_variables_of_the_request(options: dict[str, Any], expected: dict[str, Any]) -> None:
     source = "{%- macro say(x) -%}{{ 'null' if x is undefined else x | tojson }}{%- endmacro -%}["
     names = ["bos_token", "add_generation_prompt", "enable_thinking", "reasoning_effort", "documents", "tools", "color"]
     source += ",".join(f"{{{{ say({name}) }}}}" for name in names) + "]"
-    assert json.loads(ChatTemplate(source, tokenizer.special_tokens_map).render(chat)) == expected
+    defaults = dict.fromkeys(names) | {"bos_token": "<s>", "add_generation_prompt": True}
+    assert (
+        dict(zip(names, json.loads(rendered(source, ChatPrompt([USER], **options))), strict=True))
+        == defaults | expected
+    )
 
 
 def test_last_message_can_be_continued() -> None:
@@ -280,10 +260,9 @@ def test_last_message_can_be_continued() -> None:
     assert template.render(chat) == "<user>hi</><assistant>well,"
 
 
-def test_generation_blocks_and_loop_controls_are_supported(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_generation_blocks_and_loop_controls_are_supported() -> None:
     body = "{% if loop.index > 1 %}{% break %}{% endif %}{% generation %}{{ m.content }}{% endgeneration %}"
-    source = "{% for m in messages %}" + body + "{% endfor %}"
-    assert ChatTemplate(source, tokenizer.special_tokens_map).render(ChatPrompt([USER, USER])) == "hi"
+    assert rendered("{% for m in messages %}" + body + "{% endfor %}", ChatPrompt([USER, USER])) == "hi"
 
 
 @pytest.mark.parametrize(
@@ -296,11 +275,9 @@ def test_generation_blocks_and_loop_controls_are_supported(tokenizer: PreTrained
         (SHOW, ChatPrompt([USER], chat_template_kwargs={"tools": ["hammer"]}), "JSON schema"),
     ],
 )
-def test_refusal_has_the_message_of_the_template(
-    tokenizer: PreTrainedTokenizerFast, source: str, chat: ChatPrompt, phrase: str
-) -> None:
+def test_refusal_has_the_message_of_the_template(source: str, chat: ChatPrompt, phrase: str) -> None:
     with pytest.raises(RequestError) as caught:
-        ChatTemplate(source, tokenizer.special_tokens_map).render(chat)
+        rendered(source, chat)
     assert (caught.value.status, caught.value.param) == (400, "messages")
     assert phrase in caught.value.message
 
@@ -327,8 +304,7 @@ MESSAGE = st.fixed_dictionaries(
 )
 
 
-# The machine may be busy: how long an example takes says nothing here.
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     messages=st.lists(MESSAGE, min_size=1, max_size=3),
     tools=st.none() | st.lists(TOOL | ANY_JSON, max_size=2),
@@ -336,19 +312,16 @@ MESSAGE = st.fixed_dictionaries(
     source=st.sampled_from([SHOW, SHOW_PARTS, SHOW + "{# 'developer' #}"]),
 )
 def test_any_messages_of_a_client_are_rendered_or_refused(
-    tokenizer: PreTrainedTokenizerFast,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     variables: dict[str, Any] | None,
     source: str,
 ) -> None:
     with contextlib.suppress(RequestError):
-        ChatTemplate(source, tokenizer.special_tokens_map).render(
-            ChatPrompt(messages, tools=tools, chat_template_kwargs=variables)
-        )
+        rendered(source, ChatPrompt(messages, tools=tools, chat_template_kwargs=variables))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     messages=st.lists(MESSAGE, min_size=1, max_size=3),
     tools=st.none() | st.lists(TOOL, max_size=2),
@@ -357,7 +330,6 @@ def test_any_messages_of_a_client_are_rendered_or_refused(
     wraps_parts=st.booleans(),
 )
 def test_text_equals_that_of_transformers(
-    tokenizer: PreTrainedTokenizerFast,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     color: Any,
@@ -375,7 +347,7 @@ def test_text_equals_that_of_transformers(
     shown = {} if color is None or color == "auto" else {"color": color}
 
     def expected() -> str:
-        text: str = tokenizer.apply_chat_template(
+        text: str = TOKENIZER.apply_chat_template(
             prepared,
             tools=prepare_tools(tools),
             chat_template=source,
@@ -391,7 +363,7 @@ def test_text_equals_that_of_transformers(
         except Exception:  # whatever the template makes of what it was not written for
             return None
 
-    assert outcome(lambda: ChatTemplate(source, tokenizer.special_tokens_map).render(chat)) == outcome(expected)
+    assert outcome(lambda: rendered(source, chat)) == outcome(expected)
 
 
 @pytest.mark.parametrize("name", ["role", "missing", "items", "get", "__class__", "pop", "1", "", 1, ("a",), ["a"]])
@@ -408,3 +380,71 @@ def shown(value: Any) -> str:
     if isinstance(value, jinja2.Undefined):
         return f"{type(value)} {value._undefined_message} {value._undefined_exception}"
     return f"{type(value)} {value}"
+
+
+END = "{% endfor %}{% endfor %}"
+LOOPS = [
+    "{% for m in messages %}{% for p in m.content %}" + END,
+    "{% for m in messages %}{% for p in m['content'] %}" + END,
+    "{% for m in messages %}{% if m.content is mapping %}{% endif %}{% for p in m.content | list %}" + END,
+    "{% for m in messages[1:] %}{% for p in m.content[:2] %}" + END,
+    "{% set turns = messages[1:] %}{% set late = turns %}{% for m in late %}{% for p in m.content %}" + END,
+    "{% for m in messages %}{% set content = m.content %}{% for p in content %}" + END,
+    "{% macro show(x) %}{% for p in x %}{% endfor %}{% endmacro %}"
+    "{% for m in messages %}{{ show(m.content) }}{% endfor %}",
+    "{% macro show(y, x) %}{% for p in x %}{% endfor %}{% endmacro %}"
+    "{% for m in messages %}{{ show(1, x=m.content) }}{% endfor %}",
+]
+NO_LOOPS = [
+    "",
+    "{{ messages }}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "{% for m in messages %}{% for call in m.tool_calls %}" + END,
+    "{% for t in tools %}{% for p in t.content %}" + END,
+    "{% for m in messages %}{% for p in m.content.parts %}" + END,
+    "{% for m in messages %}{% for p in m[0] %}" + END,
+    "{% macro show(content) %}{% for p in content %}{% endfor %}{% endmacro %}{{ show(tools) }}",
+    # What vLLM cannot follow: targets that are not one plain name.
+    "{% for m in messages %}{% for a, b in m.content %}" + END,
+    "{% set ns = namespace() %}{% set ns.m = messages %}{% for m in messages %}{% for p in m.content %}" + END,
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "loops"), [*((source, True) for source in LOOPS), *((source, False) for source in NO_LOOPS)]
+)
+def test_templates_receive_parts_if_they_loop_over_the_content(source: str, loops: bool) -> None:
+    assert loops_over_parts(jinja2.Environment().parse(source)) is loops
+
+
+ANYWHERE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+FIRST = ANYWHERE.replace("<", "{% if m.role == 'system' and not loop.first %}{{ raise_exception('No.') }}{% endif %}<")
+THINKS = ANYWHERE + "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
+REFUSES_NONE = (
+    ANYWHERE + "{% if reasoning_effort == 'none' %}{{ raise_exception('No.') }}{% endif %}{{ reasoning_effort }}"
+)
+TWO_SYSTEMS = [{"role": "system", "content": "One."}, USER, {"role": "system", "content": "Two."}]
+
+
+@pytest.mark.parametrize(
+    ("template", "both", "second"),
+    [
+        (ANYWHERE, "<system>One.<user>hi<system>Two.", "<user>hi<system>Two."),
+        (FIRST, "<system>One.Two.<user>hi", "<system>Two.<user>hi"),
+    ],
+)
+def test_system_messages_are_merged_if_template_accepts_only_one(template: str, both: str, second: str) -> None:
+    assert with_template(template).render(ChatPrompt(TWO_SYSTEMS, merges_system=True)) == both
+    assert with_template(template).render(ChatPrompt(TWO_SYSTEMS[1:], merges_system=True)) == second
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (THINKS, "<user>hi[False]"),  # it knows "none"
+        (ANYWHERE, "<user>hi"),
+        (REFUSES_NONE, "<user>hilow"),
+    ],
+)
+def test_thinking_is_disabled_by_the_variable_of_the_template(template: str, text: str) -> None:
+    assert with_template(template).render(ChatPrompt([USER], thinking_off=True)) == text

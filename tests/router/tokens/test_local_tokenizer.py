@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from played_engine import MODEL
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import simulator.worker
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt
@@ -23,21 +23,12 @@ from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_files import ModelFiles, files_of
 
-BUNDLED = Path(simulator.worker.__file__).parent / "model"
 USER = {"role": "user", "content": "What holds the cache?"}
-
-# The machine may be busy: how long an example takes says nothing here.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@pytest.fixture(scope="module")
-def bundled() -> LocalTokenizer:
-    return LocalTokenizer.load(str(BUNDLED))
 
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(BUNDLED, local_files_only=True)
+    return AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
 
 
 def trained(bos: bool = False) -> Tokenizer:
@@ -63,16 +54,16 @@ def saved(folder: Path, tokenizer: Tokenizer, **config: object) -> str:
     return str(folder)
 
 
-@unhurried
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(texts=st.lists(st.text() | st.text("<|>_imstartend \n"), min_size=1, max_size=3))
 def test_token_ids_equal_those_of_transformers(
-    bundled: LocalTokenizer, reference: PreTrainedTokenizerFast, texts: list[str]
+    local: LocalTokenizer, reference: PreTrainedTokenizerFast, texts: list[str]
 ) -> None:
-    assert [list(ids) for ids in bundled.encode(texts, add_special_tokens=True)] == reference(texts)["input_ids"]
+    assert [list(ids) for ids in local.encode(texts, add_special_tokens=True)] == reference(texts)["input_ids"]
 
 
-def test_special_tokens_in_a_text_are_recognized(bundled: LocalTokenizer, reference: PreTrainedTokenizerFast) -> None:
-    (ids,) = bundled.encode(["a<|im_end|>b"], add_special_tokens=False)
+def test_special_tokens_in_a_text_are_recognized(local: LocalTokenizer, reference: PreTrainedTokenizerFast) -> None:
+    (ids,) = local.encode(["a<|im_end|>b"], add_special_tokens=False)
     assert reference.convert_tokens_to_ids("<|im_end|>") in ids
 
 
@@ -106,19 +97,19 @@ def test_padding_and_truncation_of_the_file_are_ignored(tmp_path: Path) -> None:
     assert LocalTokenizer.load(path).encode([text, "a"], add_special_tokens=False) == plain
 
 
-def test_one_tokenizer_is_used_by_many_threads(bundled: LocalTokenizer) -> None:
+def test_one_tokenizer_is_used_by_many_threads(local: LocalTokenizer) -> None:
     texts = [f"worker {number} holds the prefix " * 50 for number in range(64)]
-    expected = [bundled.encode([text], add_special_tokens=False) for text in texts]
+    expected = [local.encode([text], add_special_tokens=False) for text in texts]
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(lambda text: bundled.encode([text], add_special_tokens=False), texts)) == expected
+        assert list(threads.map(lambda text: local.encode([text], add_special_tokens=False), texts)) == expected
 
 
-def test_chat_is_rendered_by_the_template_of_the_model(bundled: LocalTokenizer) -> None:
+def test_chat_is_rendered_by_the_template_of_the_model(local: LocalTokenizer) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert bundled.render(ChatPrompt([USER])) == (
+    assert local.render(ChatPrompt([USER])) == (
         "<|im_start|>user\nWhat holds the cache?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert '"name": "f", "description": null' in bundled.render(ChatPrompt([USER], tools=tools))
+    assert '"name": "f", "description": null' in local.render(ChatPrompt([USER], tools=tools))
 
 
 def test_template_for_tools_is_used_if_model_has_one() -> None:
@@ -137,19 +128,19 @@ def test_model_without_readable_template_cannot_render_chats(template: str | Non
         LocalTokenizer(files_of(tokenizer)).render(ChatPrompt([USER]))
 
 
-def test_lone_surrogate_is_refused(bundled: LocalTokenizer) -> None:
+def test_lone_surrogate_is_refused(local: LocalTokenizer) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"smile": "\\ud83d"}'}}
-    text = bundled.render(ChatPrompt([USER, {"role": "assistant", "tool_calls": [call]}]))
+    text = local.render(ChatPrompt([USER, {"role": "assistant", "tool_calls": [call]}]))
     with pytest.raises(RequestError, match="surrogate"):
-        bundled.encode([text], add_special_tokens=False)
+        local.encode([text], add_special_tokens=False)
 
 
 @pytest.mark.parametrize(
     "chat", [ChatPrompt([USER], chat_template="x"), ChatPrompt([USER], chat_template_kwargs={"chat_template": "x"})]
 )
-def test_template_of_a_client_is_not_run(bundled: LocalTokenizer, chat: ChatPrompt) -> None:
+def test_template_of_a_client_is_not_run(local: LocalTokenizer, chat: ChatPrompt) -> None:
     with pytest.raises(TokenizerUnavailableError, match="its own chat template"):
-        bundled.render(chat)
+        local.render(chat)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import sys
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from played_engine import MODEL
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-import simulator.worker
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt, TextPrompts, Truncation
@@ -23,7 +24,6 @@ from router.tokens.harmony import Harmony
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_files import ModelFiles
 
-MODEL = Path(simulator.worker.__file__).parent / "model"
 USER = {"role": "user", "content": "Who?"}
 ANSWER = {"role": "assistant", "content": "I."}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
@@ -60,27 +60,21 @@ THINKS = {"chat_template_kwargs": {"thinking": True}}
             f"<｜User｜>Who?<｜Assistant｜></think>I.{END}<｜User｜>Who?<｜Assistant｜><think>",
         ),
         (
-            ChatPrompt([USER, called("1", "2"), result("1"), result("2")]),
-            f"<｜User｜>Who?<｜Assistant｜></think>{CALL.replace('</｜DSML｜invoke>', '</｜DSML｜invoke>', 1)}",
-        ),
-        (
             ChatPrompt([{"role": "developer", "content": "D"}]),
             "<｜User｜>\n\n# The user's message is: D<｜Assistant｜></think>",
         ),
     ],
 )
 def test_deepseek_v32_prompt_equals_the_models(chat: ChatPrompt, text: str) -> None:
-    rendered = DeepSeekV32().encode(chat)
-    if any("tool_calls" in message for message in chat.messages):
-        assert rendered.count('<｜DSML｜invoke name="f">') == 2
-        assert rendered.endswith(
-            f"{END}\n\n<function_results>\n<result>2</result>\n<result>2</result>\n</function_results>\n\n</think>"
-        )
-    else:
-        assert rendered == BEGIN + text
+    assert DeepSeekV32().encode(chat) == BEGIN + text
 
 
 def test_deepseek_v32_renders_calls_and_tools() -> None:
+    rendered = DeepSeekV32().encode(ChatPrompt([USER, called("1", "2"), result("1"), result("2")]))
+    assert rendered.count('<｜DSML｜invoke name="f">') == 2
+    assert rendered.endswith(
+        f"{END}\n\n<function_results>\n<result>2</result>\n<result>2</result>\n</function_results>\n\n</think>"
+    )
     rendered = DeepSeekV32().encode(ChatPrompt([USER, called("1")], tools=TOOLS))
     assert rendered.endswith(f"{CALL}{END}")
     assert '<functions>\n{"name": "f", "description": "d", "parameters": {"type": "object"}}\n</functions>' in rendered
@@ -182,8 +176,6 @@ def test_mistral_refuses_unsupported_messages(tekken: LocalTokenizer, chat: Chat
 
 def kimi(folder: Path) -> Path:
     """A tiktoken.model of single bytes and one pair, and a chat template."""
-    import base64
-
     tokens = [bytes([byte]) for byte in range(256)] + [b"he"]
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
     (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
@@ -205,12 +197,7 @@ def test_kimi_token_ids_equal_the_models(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("package", "extra"),
-    [
-        ("openai_harmony", "harmony"),
-        ("mistral_common", "mistral"),
-        ("tiktoken", "kimi"),
-        ("transformers", "transformers"),
-    ],
+    [("openai_harmony", "harmony"), ("mistral_common", "mistral"), ("tiktoken", "kimi"), ("transformers",) * 2],
 )
 def test_error_names_a_missing_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str, extra: str

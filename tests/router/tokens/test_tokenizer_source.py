@@ -7,55 +7,48 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from played_engine import PlayedEngine
+from played_engine import MODEL, PlayedEngine, with_template
 
-import simulator.worker
 from indexer import Target
 from router.apis.endpoints import RESPONSES
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.cache_state.target_audit import PredictionErrors, TargetAudit
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
+from router.fleet.worker import Worker
 from router.settings import ModelSettings, TokenizerSettings
 from router.tokens import model_files, tokenizer_source
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.tokenizer_source import TokenizerSource, configured_tokenizers
 from router.tokens.tokenizers import OnTrialError, Tokenizers, TokenizerUnavailableError
 
-MODEL_FOLDER = Path(simulator.worker.__file__).parent / "model"
 TEXT = TextPrompts(["What holds the cache?"])
 CHAT = ChatPrompt([{"role": "user", "content": "What holds the cache?"}])
 SYSTEM = ChatPrompt([{"role": "system", "content": "Be brief."}, *CHAT.messages])
 
 
-@pytest.fixture(scope="module")
-def local() -> LocalTokenizer:
-    return LocalTokenizer.load(str(MODEL_FOLDER))
-
-
+@dataclass
 class Played:
     """A source, the tokenizers it fills, and two engines that read prompts as the model's files say."""
 
-    def __init__(
-        self,
-        source: TokenizerSource,
-        tokenizers: Tokenizers,
-        engines: list[PlayedEngine],
-        audits: list[tuple[Target, TargetAudit]],
-    ) -> None:
-        self.source = source
-        self.tokenizers = tokenizers
-        self.engines = engines
-        self.audits = audits
-        self.workers = [engine.worker for engine in engines]
+    source: TokenizerSource
+    tokenizers: Tokenizers
+    engines: list[PlayedEngine]
+    workers: list[Worker]
+    audits: list[tuple[Target, TargetAudit]]
 
-    async def answers(self, number: int = 0, root: str | None = None) -> None:
-        """A worker answers that it serves the model, and is tried if that is due."""
+    async def provide(self, number: int = 0, root: str | None = str(MODEL)) -> None:
+        """A worker answers that it serves the model."""
         await self.source.provide(self.workers[number], ServedModel("m", "m", None, root))
+
+    async def answers(self, number: int = 0, root: str | None = str(MODEL)) -> None:
+        """A worker answers that it serves the model, and is tried if that is due."""
+        await self.provide(number, root)
         await self.source.settled()
 
     def restart(self, number: int = 0) -> None:
@@ -63,8 +56,12 @@ class Played:
         self.workers[number].describe(WorkerDescription(Engine.VLLM, {"m": ServedModel("m", "m")}))
 
     @property
+    def report(self) -> dict[str, Any]:
+        return self.source.report()["m"]
+
+    @property
     def route(self) -> str:
-        return str(self.source.report()["m"]["way"])
+        return str(self.report["way"])
 
     @property
     def findings(self) -> list[str]:
@@ -84,53 +81,55 @@ async def playing(
         audits: list[tuple[Target, TargetAudit]] = []
         source = TokenizerSource(tokenizers, models, session, settings, lambda: audits)
         stack.push_async_callback(source.close)
-        yield Played(source, tokenizers, engines, audits)
+        yield Played(source, tokenizers, engines, [engine.worker for engine in engines], audits)
 
 
-def replaced(folder: Path, source: Path, template: str, **config: Any) -> str:
-    """A copy of a model with another chat template."""
-    shutil.copytree(source, folder, dirs_exist_ok=True)
+@pytest.fixture
+async def played(local: LocalTokenizer) -> AsyncIterator[Played]:
+    async with playing(local) as played:
+        yield played
+
+
+TEMPLATE: str = json.loads((MODEL / "tokenizer_config.json").read_text())["chat_template"]
+SHOUTING = TEMPLATE.replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
+assert SHOUTING != TEMPLATE
+
+
+def replaced(folder: Path, template: str) -> str:
+    """Return the path of a copy of the model with another chat template."""
+    shutil.copytree(MODEL, folder, dirs_exist_ok=True)
     path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template} | config))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     return str(folder)
 
 
-def template() -> str:
-    found = json.loads((MODEL_FOLDER / "tokenizer_config.json").read_text())["chat_template"]
-    assert isinstance(found, str)
-    return found
+async def test_local_folder_named_by_a_worker_is_used(played: Played, local: LocalTokenizer) -> None:
+    await played.answers()
+    assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
+    report = played.report
+    assert (report["way"], report["reading"], report["compared_with"]) == ("local", "fastokens", "render")
+    assert set(report["shapes"].values()) <= {"local", "refused"}
+    assert played.findings == []
 
 
-async def test_local_folder_named_by_a_worker_is_used(local: LocalTokenizer) -> None:
-    async with playing(local) as played:
-        await played.answers(root=str(MODEL_FOLDER))
-        assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
-        report = played.source.report()["m"]
-        assert (report["way"], report["reading"], report["compared_with"]) == ("local", "fastokens", "render")
-        assert set(report["shapes"].values()) <= {"local", "refused"}
-        assert played.findings == []
-
-
-async def test_engine_without_rendering_does_not_make_the_key_invalid(local: LocalTokenizer) -> None:
+async def test_engine_without_rendering_does_not_make_the_key_invalid(played: Played) -> None:
     """vLLM answers 403 to that, unless it was started with `--enable-scale-out`."""
-    async with playing(local) as played:
-        played.engines[0].renders = False
-        await played.answers(root=str(MODEL_FOLDER))
-        assert played.source.report()["m"]["compared_with"] == "tokenize"
-        assert played.workers[0].key.problem is None
+    played.engines[0].renders = False
+    await played.answers()
+    assert played.report["compared_with"] == "tokenize"
+    assert played.workers[0].key.problem is None
 
 
 @pytest.mark.parametrize("root", [None, "/nowhere/m", "organisation/model"])
 async def test_engines_tokenize_without_a_folder_and_the_setting_is_reported(
-    local: LocalTokenizer, root: str | None
+    played: Played, local: LocalTokenizer, root: str | None
 ) -> None:
-    async with playing(local) as played:
-        await played.answers(root=root)
-        assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
-        assert played.route == "engine"
-        (found,) = played.source.findings()
-        assert found["finding"] == "tokenizer_missing"
-        assert "set models.m.tokenizer" in found["detail"]
+    await played.answers(root=root)
+    assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
+    assert played.route == "engine"
+    (found,) = played.source.findings()
+    assert found["finding"] == "tokenizer_missing"
+    assert "set models.m.tokenizer" in found["detail"]
 
 
 async def test_tokenizer_of_an_unserved_model_is_dropped(local: LocalTokenizer) -> None:
@@ -151,78 +150,70 @@ async def test_tokenizer_of_an_unserved_model_is_dropped(local: LocalTokenizer) 
 
 
 async def test_settings_override_the_folder_of_a_worker(local: LocalTokenizer, tmp_path: Path) -> None:
-    async with playing(local, m=ModelSettings(tokenizer=str(MODEL_FOLDER))) as played:
+    async with playing(local, m=ModelSettings(tokenizer=str(MODEL))) as played:
         await played.answers(root=str(tmp_path))
         assert played.route == "local"
 
 
-async def test_folder_without_tokenizer_is_ignored(local: LocalTokenizer, tmp_path: Path) -> None:
-    async with playing(local) as played:
-        await played.answers(root=str(tmp_path))
-        assert played.route == "engine"
-        assert "no tokenizer.json there" in played.source.findings()[0]["detail"]
+async def test_folder_without_tokenizer_is_ignored(played: Played, tmp_path: Path) -> None:
+    await played.answers(root=str(tmp_path))
+    assert played.route == "engine"
+    assert "no tokenizer.json there" in played.source.findings()[0]["detail"]
 
 
-async def test_only_prompts_that_differ_are_tokenized_by_engines(local: LocalTokenizer, tmp_path: Path) -> None:
+async def test_only_prompts_that_differ_are_tokenized_by_engines(played: Played, local: LocalTokenizer) -> None:
     # The engine was started with another template than the one in its folder.
-    shouting = template().replace(
+    shouting = TEMPLATE.replace(
         "{{ '<|im_start|>' + (",
         "{%- if message['role'] == 'system' -%}{{ 'IMPORTANT ' }}{%- endif -%}{{ '<|im_start|>' + (",
     )
-    async with playing(local) as played:
-        for engine in played.engines:
-            engine.tokenizer = LocalTokenizer.load(replaced(tmp_path / "n", MODEL_FOLDER, shouting))
-        await played.answers(root=str(MODEL_FOLDER))
-        assert played.route == "mixed"
-        report = played.source.report()["m"]
-        assert report["shapes"]["system"] == "engine"
-        assert report["shapes"]["plain"] == "local"
-        assert "the router has" in report["differences"]["system"]
-        assert played.findings == ["prompts_asked"]
-        asked = played.engines[0].asked.total()
-        assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
-        assert played.engines[0].asked.total() == asked
-        found = await played.tokenizers.tokenize("m", SYSTEM)
-        assert found.token_ids == played.engines[0].tokenizer.tokenize(SYSTEM) != local.tokenize(SYSTEM)
+    for engine in played.engines:
+        engine.tokenizer = with_template(shouting)
+    await played.answers()
+    assert played.route == "mixed"
+    report = played.report
+    assert report["shapes"]["system"] == "engine"
+    assert report["shapes"]["plain"] == "local"
+    assert "the router has" in report["differences"]["system"]
+    assert played.findings == ["prompts_asked"]
+    asked = played.engines[0].asked.total()
+    assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
+    assert played.engines[0].asked.total() == asked
+    found = await played.tokenizers.tokenize("m", SYSTEM)
+    assert found.token_ids == played.engines[0].tokenizer.tokenize(SYSTEM) != local.tokenize(SYSTEM)
 
 
-async def test_difference_without_an_engine_tokenizer_is_reported(local: LocalTokenizer, tmp_path: Path) -> None:
-    async with playing(local) as played:
-        shouting = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
-        for engine in played.engines:
-            engine.renders = False
-            engine.tokenizer = LocalTokenizer.load(replaced(tmp_path / "n", MODEL_FOLDER, shouting))
-        await played.answers(root=str(MODEL_FOLDER))
-        assert played.findings == ["prompts_asked"]  # of /tokenize
+async def test_difference_without_an_engine_tokenizer_is_reported(played: Played) -> None:
+    for engine in played.engines:
+        engine.renders = False
+        engine.tokenizer = with_template(SHOUTING)
+    await played.answers()
+    assert played.findings == ["prompts_asked"]  # of /tokenize
 
 
-async def test_restarted_worker_is_compared_again(local: LocalTokenizer, tmp_path: Path) -> None:
-    async with playing(local) as played:
-        await played.answers(root=str(MODEL_FOLDER))
-        tried = played.engines[0].asked.total()
-        await played.answers(root=str(MODEL_FOLDER))
-        assert played.engines[0].asked.total() == tried  # not before that is due
-        changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
-        played.engines[0].tokenizer = LocalTokenizer.load(replaced(tmp_path / "m", MODEL_FOLDER, changed))
-        played.restart()
-        await played.answers(root=str(MODEL_FOLDER))
-        assert played.route == "engine"
-        found = await played.tokenizers.tokenize("m", CHAT)
-        assert found.token_ids == played.engines[0].tokenizer.tokenize(CHAT)
+async def test_restarted_worker_is_compared_again(played: Played) -> None:
+    await played.answers()
+    tried = played.engines[0].asked.total()
+    await played.answers()
+    assert played.engines[0].asked.total() == tried  # not before that is due
+    played.engines[0].tokenizer = with_template(SHOUTING)
+    played.restart()
+    await played.answers()
+    assert played.route == "engine"
+    found = await played.tokenizers.tokenize("m", CHAT)
+    assert found.token_ids == played.engines[0].tokenizer.tokenize(CHAT)
 
 
 async def test_changed_template_is_detected_and_replaced(local: LocalTokenizer, tmp_path: Path) -> None:
     folder = tmp_path / "m"
     async with playing(local, check_interval=1e-6) as played:
-        await played.answers(root=replaced(folder, MODEL_FOLDER, template()))
+        await played.answers(root=replaced(folder, TEMPLATE))
         assert played.route == "local"
-        changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
-        new = replaced(tmp_path / "n", MODEL_FOLDER, changed)
-        played.engines[0].tokenizer = LocalTokenizer.load(new)
+        played.engines[0].tokenizer = with_template(SHOUTING)
         await played.answers(root=str(folder))
         assert played.route == "engine"
         # Once the folder has the new template, engines are not called.
-        replaced(folder, MODEL_FOLDER, changed)
+        replaced(folder, SHOUTING)
         await played.answers(root=str(folder))
         assert played.route == "local"
         asked = played.engines[0].asked.total()
@@ -231,47 +222,50 @@ async def test_changed_template_is_detected_and_replaced(local: LocalTokenizer, 
         assert played.engines[0].asked.total() == asked
 
 
-async def test_different_workers_are_each_compared(local: LocalTokenizer, tmp_path: Path) -> None:
-    async with playing(local) as played:
-        changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
-        played.engines[1].tokenizer = LocalTokenizer.load(replaced(tmp_path / "m", MODEL_FOLDER, changed))
-        await played.answers(0, root=str(MODEL_FOLDER))
-        assert played.route == "local"
-        await played.answers(1, root=str(MODEL_FOLDER))
-        assert played.route == "engine"
-        played.source.removed(played.workers[1])
-        assert played.route == "local"
+async def test_different_workers_are_each_compared(played: Played) -> None:
+    played.engines[1].tokenizer = with_template(SHOUTING)
+    await played.answers(0)
+    assert played.route == "local"
+    await played.answers(1)
+    assert played.route == "engine"
+    played.source.removed(played.workers[1])
+    assert played.route == "local"
+
+
+def audited(played: Played) -> TargetAudit:
+    """Return the audit of the first worker's target."""
+    audit = TargetAudit(PredictionErrors(1), PredictionErrors(1), PredictionErrors(1), PredictionErrors(1))
+    played.audits.append((Target(played.workers[0].url, 0, "m"), audit))
+    return audit
 
 
 async def test_wrong_lengths_switch_a_model_to_its_engine_and_back(local: LocalTokenizer) -> None:
-    audit = TargetAudit(PredictionErrors(1), PredictionErrors(1), PredictionErrors(1), PredictionErrors(1))
     async with playing(local, check_interval=1e-6) as played:
-        played.audits.append((Target(played.workers[0].url, 0, "m"), audit))
-        await played.answers(root=str(MODEL_FOLDER))
+        audit = audited(played)
+        await played.answers()
         assert played.route == "local"
         audit.lengths_differ = True
-        await played.answers(root=str(MODEL_FOLDER))
+        await played.answers()
         assert played.route == "engine"
         assert played.findings == ["tokenizer_suspected"]
         for number in range(40):
             await played.tokenizers.tokenize("m", ChatPrompt([{"role": "user", "content": f"prompt {number}"}]))
         assert played.route == "local"
-        await played.answers(root=str(MODEL_FOLDER))
+        await played.answers()
         assert played.route == "local"  # the same suspicion was looked into
 
 
 async def test_suspected_engine_without_rendering_computes_the_probes(local: LocalTokenizer) -> None:
-    audit = TargetAudit(PredictionErrors(1), PredictionErrors(1), PredictionErrors(1), PredictionErrors(1))
     async with playing(local, check_interval=1e-6) as played:
-        played.audits.append((Target(played.workers[0].url, 0, "m"), audit))
+        audit = audited(played)
         engine = played.engines[0]
         engine.renders = False
-        await played.answers(root=str(MODEL_FOLDER))
-        assert played.source.report()["m"]["compared_with"] == "tokenize"
+        await played.answers()
+        assert played.report["compared_with"] == "tokenize"
         assert engine.asked["/v1/chat/completions"] == 0  # nothing is computed without need
         audit.lengths_differ = True
-        await played.answers(root=str(MODEL_FOLDER))
-        assert played.source.report()["m"]["compared_with"] == "computed"
+        await played.answers()
+        assert played.report["compared_with"] == "computed"
         assert engine.asked["/v1/chat/completions"] > 10
 
 
@@ -283,7 +277,7 @@ def that_takes_images(folder: Path) -> str:
     parts = "{% if p.type == 'image' %}<|endoftext|>{% else %}{{ p.text }}{% endif %}"
     source = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
     source += "{% for p in m.content %}" + parts + "{% endfor %}{% endif %}{% endfor %}"
-    return replaced(folder, MODEL_FOLDER, source)
+    return replaced(folder, source)
 
 
 async def test_overloaded_engines_receive_no_images(tmp_path: Path) -> None:
@@ -294,7 +288,7 @@ async def test_overloaded_engines_receive_no_images(tmp_path: Path) -> None:
         await played.answers(root=folder)
         found = await played.tokenizers.tokenize("m", ChatPrompt([{"role": "user", "content": [IMAGE]}]))
         assert (found.token_ids[0].media, found.identities[0].media) == ((), ())
-        assert played.source.report()["m"]["media"] is None
+        assert played.report["media"] is None
 
 
 async def test_engines_process_images(tmp_path: Path) -> None:
@@ -314,75 +308,70 @@ async def test_engines_process_images(tmp_path: Path) -> None:
         other = ChatPrompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,b#7"}}]}])
         found = await played.tokenizers.tokenize("m", other)
         assert [span.name for span in found.token_ids[0].media] == ["data:,b#7 None"]
-        assert played.source.report()["m"]["media"] == {"named": 1, "unnamed": 1, "untold": 0}
+        assert played.report["media"] == {"named": 1, "unnamed": 1, "untold": 0}
         assert found.token_ids is found.identities
 
 
-async def test_engines_without_probes_are_assumed_to_agree(local: LocalTokenizer) -> None:
-    async with playing(local) as played:
-        for engine in played.engines:
-            engine.renders = engine.tokenizes = False
-        await played.answers(root=str(MODEL_FOLDER))
-        assert played.route == "local"
-        report = played.source.report()["m"]
-        assert (report["compared_with"], set(report["shapes"].values())) == ("nothing", {"untried"})
+async def test_engines_without_probes_are_assumed_to_agree(played: Played) -> None:
+    for engine in played.engines:
+        engine.renders = engine.tokenizes = False
+    await played.answers()
+    assert played.route == "local"
+    report = played.report
+    assert (report["compared_with"], set(report["shapes"].values())) == ("nothing", {"untried"})
 
 
-async def test_engine_tokenizes_every_prompt_until_the_first_trial_ends(local: LocalTokenizer, tmp_path: Path) -> None:
-    changed = template().replace("{{ '<|im_start|>' + (", "{{ 'HEAR: <|im_start|>' + (")
-    async with playing(local) as played:
-        engine = played.engines[0]
-        engine.tokenizer = LocalTokenizer.load(replaced(tmp_path / "m", MODEL_FOLDER, changed))
-        for renders in (True, False):
-            engine.renders = renders
-            played.restart()
-            await played.source.provide(played.workers[0], ServedModel("m", "m", None, str(MODEL_FOLDER)))
-            await asyncio.sleep(0)  # the trial begins
-            assert played.tokenizers.states() == {"m": "trial running"}
-            chat = ChatPrompt([{"role": "user", "content": f"renders: {renders}"}])
-            assert (await played.tokenizers.tokenize("m", chat)).token_ids == engine.tokenizer.tokenize(chat)
-            await played.source.settled()
-            assert played.tokenizers.states() == {"m": "engine"}
+async def test_engine_tokenizes_every_prompt_until_the_first_trial_ends(played: Played) -> None:
+    engine = played.engines[0]
+    engine.tokenizer = with_template(SHOUTING)
+    for renders in (True, False):
+        engine.renders = renders
+        played.restart()
+        await played.provide()
+        await asyncio.sleep(0)  # the trial begins
+        assert played.tokenizers.states() == {"m": "trial running"}
+        chat = ChatPrompt([{"role": "user", "content": f"renders: {renders}"}])
+        assert (await played.tokenizers.tokenize("m", chat)).token_ids == engine.tokenizer.tokenize(chat)
+        await played.source.settled()
+        assert played.tokenizers.states() == {"m": "engine"}
 
 
 @pytest.mark.parametrize("call", [None, (RESPONSES, b"{}")], ids=["no way to ask", "only /tokenize for another API"])
 async def test_prompt_has_no_tokens_during_the_trial_if_no_engine_returns_them(
-    local: LocalTokenizer, call: tuple[str, bytes] | None
+    played: Played, local: LocalTokenizer, call: tuple[str, bytes] | None
 ) -> None:
-    async with playing(local) as played:
-        played.engines[0].renders = False
-        played.engines[0].tokenizes = call is not None
-        await played.source.provide(played.workers[0], ServedModel("m", "m", None, str(MODEL_FOLDER)))
-        chat = ChatPrompt(CHAT.messages)
-        chat.call = call
-        with pytest.raises(OnTrialError, match="trial"):
-            await played.tokenizers.tokenize("m", chat)
-        await played.source.settled()
-        assert (await played.tokenizers.tokenize("m", chat)).token_ids == local.tokenize(chat)
+    played.engines[0].renders = False
+    played.engines[0].tokenizes = call is not None
+    await played.provide()
+    chat = ChatPrompt(CHAT.messages)
+    chat.call = call
+    with pytest.raises(OnTrialError, match="trial"):
+        await played.tokenizers.tokenize("m", chat)
+    await played.source.settled()
+    assert (await played.tokenizers.tokenize("m", chat)).token_ids == local.tokenize(chat)
 
 
 async def test_next_trial_of_the_same_process_keeps_the_result_meanwhile(local: LocalTokenizer) -> None:
     async with playing(local, check_interval=1e-6) as played:
-        await played.answers(root=str(MODEL_FOLDER))
-        await played.source.provide(played.workers[0], ServedModel("m", "m", None, str(MODEL_FOLDER)))
+        await played.answers()
+        await played.provide()
         assert played.tokenizers.states() == {"m": "local"}
         assert played.tokenizers.tokenize_now("m", CHAT) is not None
 
 
-async def test_engine_is_compared_when_it_is_back(local: LocalTokenizer) -> None:
-    async with playing(local) as played:
-        played.engines[0].refusals = {"/v1/chat/completions/render": 500}
-        await played.answers(root=str(MODEL_FOLDER))
-        assert played.route == "local"
-        assert played.source.report()["m"]["shapes"] == {}
-        played.engines[0].refusals = {}
-        played.restart()
-        await played.answers(root=str(MODEL_FOLDER))
-        assert played.source.report()["m"]["shapes"]["plain"] == "local"
+async def test_engine_is_compared_when_it_is_back(played: Played) -> None:
+    played.engines[0].refusals = {"/v1/chat/completions/render": 500}
+    await played.answers()
+    assert played.route == "local"
+    assert played.report["shapes"] == {}
+    played.engines[0].refusals = {}
+    played.restart()
+    await played.answers()
+    assert played.report["shapes"]["plain"] == "local"
 
 
 async def test_files_are_loaded_from_the_hub_by_the_name_of_a_worker(
-    local: LocalTokenizer, monkeypatch: pytest.MonkeyPatch
+    played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
@@ -390,14 +379,13 @@ async def test_files_are_loaded_from_the_hub_by_the_name_of_a_worker(
         asked.append(name)
         if name != "organisation/model":
             raise TokenizerUnavailableError(f"not {seconds}")
-        return MODEL_FOLDER
+        return MODEL
 
     monkeypatch.setattr(tokenizer_source, "fetch_from_hub", fetch_from_hub)
-    async with playing(local) as played:
-        played.source._settings = TokenizerSettings(hub_timeout=5)
-        await played.answers(root="organisation/model")
-        assert played.route == "local"
-        assert asked == ["organisation/model"]
+    played.source._settings = TokenizerSettings(hub_timeout=5)
+    await played.answers(root="organisation/model")
+    assert played.route == "local"
+    assert asked == ["organisation/model"]
 
 
 async def test_start_does_not_wait_for_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +412,7 @@ def test_valid_names_on_the_hub(name: str, expected: bool) -> None:
 async def test_missing_tokenizer_in_settings_fails_at_start_without_workers(
     local: LocalTokenizer, tmp_path: Path
 ) -> None:
-    named = {"m": ModelSettings(tokenizer=str(MODEL_FOLDER)), "n": ModelSettings()}
+    named = {"m": ModelSettings(tokenizer=str(MODEL)), "n": ModelSettings()}
     tokenizers = await configured_tokenizers(named, TokenizerSettings())
     try:
         assert await tokenizers.token_ids("m", TEXT) == local.tokenize(TEXT)
