@@ -15,8 +15,7 @@ from router.apis.endpoints import Decode
 from router.apis.openai_requests import decode_chat, decode_completion, decode_match
 from router.apis.requests import ChatPrompt, MatchRequest, RoutedRequest, TextPrompts, TokenPrompts, Truncation
 
-# The machine may be busy: how long an example takes says nothing here.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+unhurried = settings(suppress_health_check=[HealthCheck.too_slow])
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -39,11 +38,9 @@ def prompt_of_chat(**fields: Any) -> ChatPrompt:
     return prompt
 
 
-def test_a_completion_without_options() -> None:
+def test_options_are_read_and_have_defaults() -> None:
+    assert chat() == RoutedRequest("m", ChatPrompt([HELLO]))
     assert completion() == RoutedRequest("m", TextPrompts(["hi"]), max_tokens=16)
-
-
-def test_a_completion_with_options() -> None:
     request = completion(
         stream=True, max_tokens=5, n=2, priority=-1, user="u", cache_salt="s", add_special_tokens=False, temperature=0.5
     )
@@ -69,42 +66,22 @@ def test_a_completion_with_options() -> None:
 )
 def test_the_forms_of_a_prompt(prompt: Any, expected: TextPrompts | TokenPrompts) -> None:
     assert completion(prompt=prompt).prompt == expected
-
-
-def test_embedding_prompts_have_no_tokens() -> None:
-    assert completion(prompt=None, prompt_embeds="UEsDBAAA").prompt == TokenPrompts([])
-
-
-def test_a_chat_without_options() -> None:
-    assert chat() == RoutedRequest("m", ChatPrompt([HELLO]))
+    assert completion(prompt=None, prompt_embeds="UEsDBAAA").prompt == TokenPrompts([]), "embeddings have no tokens"
 
 
 def test_chat_keeps_every_field_of_its_prompt() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    prompt = prompt_of_chat(
-        tools=tools,
-        documents=[{"title": "t", "text": "x"}],
-        reasoning_effort="low",
-        chat_template="{{ messages }}",
-        chat_template_kwargs={"enable_thinking": False},
-        add_generation_prompt=False,
-        continue_final_message=True,
-        add_special_tokens=True,
-        truncate_prompt_tokens=7,
-        truncation_side="right",
-    )
-    assert prompt == ChatPrompt(
-        messages=[HELLO],
-        tools=tools,
-        documents=[{"title": "t", "text": "x"}],
-        reasoning_effort="low",
-        chat_template="{{ messages }}",
-        chat_template_kwargs={"enable_thinking": False},
-        add_generation_prompt=False,
-        continue_final_message=True,
-        add_special_tokens=True,
-        truncation=Truncation(7, "right"),
-    )
+    fields: dict[str, Any] = {
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "documents": [{"title": "t", "text": "x"}],
+        "reasoning_effort": "low",
+        "chat_template": "{{ messages }}",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "add_special_tokens": True,
+    }
+    prompt = prompt_of_chat(**fields, truncate_prompt_tokens=7, truncation_side="right")
+    assert prompt == ChatPrompt([HELLO], **fields, truncation=Truncation(7, "right"))
 
 
 def test_messages_are_kept_whole() -> None:
@@ -230,18 +207,8 @@ ANY_JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = [
-    "stream",
-    "prompt",
-    "prompt_embeds",
-    "messages",
-    "tools",
-    "chat_template_kwargs",
-    "truncate_prompt_tokens",
-    "max_tokens",
-    "n",
-    "user",
-]
+FIELDS = ["stream", "prompt", "prompt_embeds", "messages", "tools", "chat_template_kwargs", "truncate_prompt_tokens"]
+FIELDS += ["max_tokens", "n", "user"]
 
 
 @unhurried

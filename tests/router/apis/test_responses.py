@@ -1,4 +1,4 @@
-"""The conversation that `/v1/responses` makes of its items, as vLLM makes it."""
+"""The conversation that `/v1/responses` makes of its items, like vLLM, and the workers that made stored responses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from http_api.errors import RequestError
 from router.apis.requests import ChatPrompt, RoutedRequest
+from router.apis.response_owners import SEARCHED_BYTES, ResponseOwners
 from router.apis.responses import decode_responses
 
 USER = {"role": "user", "content": "weather?"}
@@ -121,17 +121,32 @@ def test_unconvertible_input_is_routed_by_load(item: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    "beginning",
     [
-        ({"input": None}, "input"),
-        ({"input": 5}, "input"),
-        ({"input": [USER, "hi"]}, "input[1]"),
-        ({"model": 5}, "model"),
-        ({"cache_salt": ""}, "cache_salt"),
-        ({"previous_response_id": 5}, "previous_response_id"),
+        b'{"id":"resp_1","object":"response"}',
+        b'{\n  "id" : "resp_1"}',
+        b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_1"',
+        b'{"object": "response", "id": "resp_1"}',
     ],
 )
-def test_a_bad_field_is_named(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError) as refused:
-        responses(**fields)
-    assert (refused.value.status, refused.value.param) == (400, param)
+def test_a_response_is_known_by_how_its_answer_begins(beginning: bytes) -> None:
+    owners = ResponseOwners()
+    assert owners.learn(beginning, "http://a")
+    assert owners.get("resp_1") == "http://a"
+    assert owners.get("resp_2") is None
+
+
+@pytest.mark.parametrize(
+    "beginning", [b"", b'{"id":"msg_1"}', b'{"id":"resp_1', b" " * SEARCHED_BYTES + b'"id":"resp_1"']
+)
+def test_responses_without_ids_register_no_owner(beginning: bytes) -> None:
+    owners = ResponseOwners()
+    assert not owners.learn(beginning, "http://a")
+    assert len(owners) == 0
+
+
+def test_the_oldest_are_forgotten() -> None:
+    owners = ResponseOwners(most=2)
+    for number in (1, 2, 1, 3):
+        owners.learn(b'{"id":"resp_%d"}' % number, f"http://{number}")
+    assert [owners.get(f"resp_{number}") for number in (1, 2, 3)] == ["http://1", None, "http://3"]

@@ -9,22 +9,13 @@ import pytest
 
 from http_api.errors import RequestError
 from router.apis.endpoints import BY_LOAD, Call, call_error_body, error_event, read_call
+from router.apis.forms import form_fields
 from router.apis.requests import RoutedRequest, TextPrompts, TokenPrompts
 
-FORM = b"\r\n".join(
-    [
-        b"--XyZ",
-        b'Content-Disposition: form-data; name="file"; filename="model"',
-        b"Content-Type: audio/wav",
-        b"",
-        b"RIFF" + b"\0" * 10_000 + b'\r\nname="model"\r\n\r\nno',
-        b"--XyZ",
-        b'content-disposition: form-data; name="model"',
-        b"",
-        b"whisper",
-        b"--XyZ--",
-        b"",
-    ]
+FORM = (
+    b'--XyZ\r\nContent-Disposition: form-data; name="file"; filename="model"\r\nContent-Type: audio/wav\r\n\r\n'
+    b"RIFF" + b"\0" * 10_000 + b'\r\nname="model"\r\n\r\nno\r\n'
+    b'--XyZ\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper\r\n--XyZ--\r\n'
 )
 
 
@@ -40,13 +31,11 @@ def test_endpoints_without_prefix_are_routed_by_load(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BY_LOAD)
-@pytest.mark.parametrize(
-    ("body", "param"), [({"model": 5}, "model"), ({"model": ""}, "model"), ([], None), (b"", None)]
-)
-def test_a_bad_body_is_refused(path: str, body: Any, param: str | None) -> None:
+@pytest.mark.parametrize("body", [[], b""])
+def test_body_without_an_object_is_refused(path: str, body: Any) -> None:
     with pytest.raises(RequestError) as refused:
         read(path, body)
-    assert (refused.value.status, refused.value.param) == (400, param)
+    assert (refused.value.status, refused.value.param) == (400, None)
 
 
 def test_a_form_names_its_model_beside_a_file() -> None:
@@ -62,6 +51,25 @@ def test_a_form_names_its_model_beside_a_file() -> None:
 )
 def test_invalid_form_names_no_model(content_type: str) -> None:
     assert read("/v1/audio/transcriptions", FORM, content_type=content_type) == RoutedRequest(None)
+
+
+def form_parts(*parts: bytes) -> list[tuple[str, bytes]]:
+    read = form_fields(b"multipart/form-data; boundary=X", b"--X" + b"\r\n--X".join(parts) + b"\r\n--X--\r\n")
+    assert read is not None
+    return list(read)
+
+
+def test_part_of_a_form_may_be_empty() -> None:
+    head = b'\r\nContent-Disposition: form-data; name="model"\r\n'
+    assert form_parts(head + b"\r\nm") == [("model", b"m")]
+    assert form_parts(head + b"\r\n") == [("model", b"")]
+    assert form_parts(head) == [("model", b"")]  # its empty line is also the next delimiter's
+
+
+@pytest.mark.parametrize("part", [b"\r\n\r\nvalue", b"\r\n\r\n", b"\r\n"])
+def test_part_of_a_form_without_a_name_is_refused(part: bytes) -> None:
+    with pytest.raises(RequestError, match="form is not accepted"):
+        form_parts(part)
 
 
 @pytest.mark.parametrize("cut", range(0, len(FORM), 997))
@@ -106,9 +114,27 @@ def test_generate_has_its_options_within() -> None:
     assert read("/generate", {"prompt": "hi", "max_tokens": 3}).max_tokens == 3
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+USER = {"role": "user", "content": "hi"}
+BAD_FIELDS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "/v1/messages": [
+        ({"messages": [USER], "model": ""}, "model"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [USER, "hi"]}, "messages[1]"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]"),
+        ({"messages": [USER], "cache_salt": 5}, "cache_salt"),
+    ],
+    "/v1/responses": [
+        ({"input": None}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [USER, "hi"]}, "input[1]"),
+        ({"input": "hi", "model": 5}, "model"),
+        ({"input": "hi", "cache_salt": ""}, "cache_salt"),
+        ({"input": "hi", "previous_response_id": 5}, "previous_response_id"),
+    ],
+    "/generate": [
         ({}, "text"),
         ({"text": 5}, "text"),
         ({"text": []}, "text"),
@@ -118,11 +144,17 @@ def test_generate_has_its_options_within() -> None:
         ({"input_ids": [[1], []]}, "input_ids[1]"),
         ({"text": "a", "model": 5}, "model"),
     ],
+    **{path: [({"model": 5}, "model"), ({"model": ""}, "model")] for path in BY_LOAD},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"), [(path, *bad) for path, found in BAD_FIELDS.items() for bad in found]
 )
-def test_a_bad_field_of_generate_is_named(body: dict[str, Any], param: str) -> None:
+def test_a_bad_field_is_named(path: str, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as refused:
-        read("/generate", body)
-    assert refused.value.param == param
+        read(path, {"model": "m"} | fields)
+    assert (refused.value.status, refused.value.param) == (400, param)
 
 
 # From the most to the least specific.
