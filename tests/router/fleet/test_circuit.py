@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -12,14 +13,18 @@ from router.fleet.circuit import Circuit, CircuitLimits, CircuitState
 LIMITS = CircuitLimits(failures=3, backoff=1.0, longest_backoff=8.0)
 
 
-def opened(clock: Clock) -> Circuit:
-    circuit = Circuit(LIMITS, clock)
+@pytest.fixture
+def circuit(clock: Clock) -> Circuit:
+    return Circuit(LIMITS, clock)
+
+
+@pytest.fixture
+def opened(circuit: Circuit) -> Circuit:
     circuit.open("a reason")
     return circuit
 
 
-def test_failures_in_a_row_open_the_circuit() -> None:
-    circuit = Circuit(LIMITS, Clock())
+def test_failures_in_a_row_open_the_circuit(circuit: Circuit) -> None:
     for _ in range(2):
         circuit.failed(circuit.begin(), "status 500")
     assert circuit.state is CircuitState.CLOSED
@@ -27,8 +32,7 @@ def test_failures_in_a_row_open_the_circuit() -> None:
     assert (circuit.state, circuit.allows, circuit.reason) == (CircuitState.OPEN, False, "status 502")
 
 
-def test_success_between_failures_keeps_the_circuit_closed() -> None:
-    circuit = Circuit(LIMITS, Clock())
+def test_success_between_failures_keeps_the_circuit_closed(circuit: Circuit) -> None:
     for _ in range(5):
         circuit.failed(circuit.begin(), "x")
         circuit.failed(circuit.begin(), "x")
@@ -36,39 +40,33 @@ def test_success_between_failures_keeps_the_circuit_closed() -> None:
     assert circuit.state is CircuitState.CLOSED
 
 
-def test_half_open_circuit_allows_one_request_at_a_time() -> None:
-    clock = Clock()
-    circuit = opened(clock)
+def test_half_open_circuit_allows_one_request_at_a_time(opened: Circuit, clock: Clock) -> None:
     clock.now += 0.9
-    assert not circuit.allows
+    assert not opened.allows
     clock.now += 0.1
-    assert (circuit.state, circuit.allows) == (CircuitState.HALF_OPEN, True)
-    trial = circuit.begin()
-    assert not circuit.allows
-    circuit.ended(trial)  # its client disconnected
-    assert circuit.allows
-    circuit.succeeded(circuit.begin())
-    assert (circuit.state, circuit.reason) == (CircuitState.CLOSED, None)
+    assert (opened.state, opened.allows) == (CircuitState.HALF_OPEN, True)
+    trial = opened.begin()
+    assert not opened.allows
+    opened.ended(trial)  # its client disconnected
+    assert opened.allows
+    opened.succeeded(opened.begin())
+    assert (opened.state, opened.reason) == (CircuitState.CLOSED, None)
 
 
-def test_each_failure_when_half_open_doubles_the_backoff_up_to_the_longest() -> None:
-    clock = Clock()
-    circuit = opened(clock)
+def test_each_failure_when_half_open_doubles_the_backoff_up_to_the_longest(opened: Circuit, clock: Clock) -> None:
     for backoff in (1, 2, 4, 8, 8):
         clock.now += backoff - 0.01
-        assert circuit.state is CircuitState.OPEN
+        assert opened.state is CircuitState.OPEN
         clock.now += 0.01
-        circuit.failed(circuit.begin(), "again")
+        opened.failed(opened.begin(), "again")
     clock.now += 8
-    circuit.succeeded(circuit.begin())
-    circuit.open("later")
+    opened.succeeded(opened.begin())
+    opened.open("later")
     clock.now += 1
-    assert circuit.allows
+    assert opened.allows
 
 
-def test_ends_of_requests_from_before_the_opening_are_ignored() -> None:
-    clock = Clock()
-    circuit = Circuit(LIMITS, clock)
+def test_ends_of_requests_from_before_the_opening_are_ignored(circuit: Circuit, clock: Clock) -> None:
     old = [circuit.begin() for _ in range(3)]
     circuit.open("it hangs")
     circuit.succeeded(old[0])
@@ -79,11 +77,10 @@ def test_ends_of_requests_from_before_the_opening_are_ignored() -> None:
     assert circuit.state is CircuitState.HALF_OPEN
 
 
-def test_success_of_a_request_during_the_backoff_closes_the_circuit() -> None:
+def test_success_of_a_request_during_the_backoff_closes_the_circuit(opened: Circuit) -> None:
     """Requests are sent to ejected workers if every worker is ejected."""
-    circuit = opened(Clock())
-    circuit.succeeded(circuit.begin())
-    assert circuit.state is CircuitState.CLOSED
+    opened.succeeded(opened.begin())
+    assert opened.state is CircuitState.CLOSED
 
 
 class CircuitMachine(RuleBasedStateMachine):

@@ -30,6 +30,11 @@ sglang:prompt_tokens_total{model_name="m"} 10.0
 """
 
 
+@pytest.fixture
+def metrics(clock: Clock) -> EngineMetrics:
+    return EngineMetrics(5.0, clock)
+
+
 def test_vllm_metrics_are_read_by_rank() -> None:
     assert read_engine_loads(VLLM) == {0: EngineLoad(3, 2, 0.25, 2000), 1: EngineLoad(1, 0, 0.5, 0)}
 
@@ -45,33 +50,27 @@ def test_unknown_or_invalid_metrics_are_ignored(text: str) -> None:
     assert read_engine_loads(text) == {}
 
 
-def test_speculative_decoding_is_detected() -> None:
-    metrics = EngineMetrics()
+def test_speculative_decoding_is_detected(metrics: EngineMetrics) -> None:
     metrics.read(VLLM, {})
     assert not metrics.drafts
     metrics.read(VLLM + 'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0\n', {})
     assert metrics.drafts
 
 
-def test_unseen_requests_are_those_beyond_the_known_ones() -> None:
-    metrics = EngineMetrics(5.0, Clock(10.0))
+def test_unseen_requests_are_those_beyond_the_known_ones(metrics: EngineMetrics) -> None:
     metrics.read(VLLM, {0: 2, 1: 4})
     assert metrics.get(0) == EngineView(unseen=3, waiting=2, kv_usage=0.25)
     assert metrics.get(1) == EngineView(unseen=0, waiting=0, kv_usage=0.5)
     assert metrics.get(2) == NOTHING_KNOWN
 
 
-def test_stale_scrape_expires() -> None:
-    clock = Clock(10.0)
-    metrics = EngineMetrics(5.0, clock)
+def test_stale_scrape_expires(metrics: EngineMetrics, clock: Clock) -> None:
     metrics.read(VLLM, {})
     clock.now += 5.1
     assert metrics.get(0) == NOTHING_KNOWN
 
 
-def test_unanswered_counts_from_the_first_unanswered_scrape() -> None:
-    clock = Clock(10.0)
-    metrics = EngineMetrics(5.0, clock)
+def test_unanswered_counts_from_the_first_unanswered_scrape(metrics: EngineMetrics, clock: Clock) -> None:
     metrics.scrape_began()
     clock.now += 1
     assert metrics.unanswered == 0  # it may never answer scrapes
@@ -84,16 +83,14 @@ def test_unanswered_counts_from_the_first_unanswered_scrape() -> None:
     assert metrics.unanswered == 0
 
 
-def test_progress_is_the_time_of_the_last_counter_increase() -> None:
-    clock = Clock(10.0)
-    metrics = EngineMetrics(5.0, clock)
+def test_progress_is_the_time_of_the_last_counter_increase(metrics: EngineMetrics, clock: Clock) -> None:
     for _ in range(2):
         clock.now += 1
         metrics.read(VLLM, {})
-    assert metrics.progress_at == 11
+    assert metrics.progress_at == 101
     clock.now += 1
     metrics.read(VLLM.replace("1.5e+03", "1.6e+03"), {})
-    assert metrics.progress_at == 13
+    assert metrics.progress_at == 103
 
 
 @pytest.mark.parametrize(
@@ -107,8 +104,7 @@ def test_progress_is_the_time_of_the_last_counter_increase() -> None:
         ("process_start_time_seconds 100.5", "", False),
     ],
 )
-def test_new_process_is_recognized(before: str, after: str, restarted: bool) -> None:
-    metrics = EngineMetrics(5.0, Clock(10.0))
+def test_new_process_is_recognized(metrics: EngineMetrics, before: str, after: str, restarted: bool) -> None:
     assert not metrics.read(before, {})
     assert metrics.read(after, {}) is restarted
     assert not metrics.read(after, {})

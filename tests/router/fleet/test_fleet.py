@@ -121,6 +121,12 @@ async def server() -> AsyncIterator[WorkerServer]:
     await server.stop()
 
 
+@pytest.fixture
+async def watched(server: WorkerServer) -> AsyncIterator[Watched]:
+    async with watching(server) as watched:
+        yield watched
+
+
 @asynccontextmanager
 async def stream(*stored: BlockStored) -> AsyncIterator[dict[str, Any]]:
     """Publish blocks on an event stream, and yield its description in the form of vLLM."""
@@ -139,14 +145,13 @@ def blocks(count: int) -> BlockStored:
     )
 
 
-async def test_worker_that_answers_is_up(server: WorkerServer) -> None:
-    async with watching(server) as watched:
-        assert watched.worker.up
-        assert watched.fleet.names() == {"m"}
-        assert watched.fleet.serving("m") == [(watched.worker, ServedModel("m", "m"))]
-        assert watched.fleet.serving("n") == []
-        assert watched.models == [ServedModel("m", "m")]
-        assert [known.target for known in watched.indexer.registered()] == [Target(server.url, 0, "m")]
+async def test_worker_that_answers_is_up(server: WorkerServer, watched: Watched) -> None:
+    assert watched.worker.up
+    assert watched.fleet.names() == {"m"}
+    assert watched.fleet.serving("m") == [(watched.worker, ServedModel("m", "m"))]
+    assert watched.fleet.serving("n") == []
+    assert watched.models == [ServedModel("m", "m")]
+    assert [known.target for known in watched.indexer.registered()] == [Target(server.url, 0, "m")]
 
 
 async def test_worker_that_starts_later_is_found(server: WorkerServer) -> None:
@@ -161,14 +166,7 @@ async def test_worker_that_starts_later_is_found(server: WorkerServer) -> None:
         assert watched.fleet.names() == {"m"}
 
 
-async def test_event_stream_of_a_worker_is_followed(server: WorkerServer) -> None:
-    async with stream(blocks(2)) as server.sources, watching(server) as watched:
-        await until(lambda: watched.matched() == 32)
-
-
-async def test_restarted_worker_with_another_event_port_has_only_its_new_blocks(
-    server: WorkerServer,
-) -> None:
+async def test_restarted_worker_with_another_event_port_has_only_its_new_blocks(server: WorkerServer) -> None:
     async with stream(blocks(2)) as server.sources, watching(server) as watched:
         await until(lambda: watched.matched() == 32)
         await server.stop()
@@ -192,34 +190,31 @@ async def test_removed_ranks_are_unregistered(server: WorkerServer) -> None:
             assert {known.target.dp_rank for known in watched.indexer.registered()} == {0}
 
 
-async def test_model_that_is_loaded_later_is_found(server: WorkerServer) -> None:
-    async with watching(server) as watched:
-        server.models = ["m", "n"]
-        await until(lambda: watched.fleet.names() == {"m", "n"})
-        assert ServedModel("n", "n") in watched.models
+async def test_model_that_is_loaded_later_is_found(server: WorkerServer, watched: Watched) -> None:
+    server.models = ["m", "n"]
+    await until(lambda: watched.fleet.names() == {"m", "n"})
+    assert ServedModel("n", "n") in watched.models
 
 
-async def test_probe_marks_worker_down_after_three_failures(server: WorkerServer) -> None:
-    async with watching(server) as watched:
-        asked = server.asked
-        server.failures = inf
-        await until(lambda: not watched.worker.up)
-        assert server.asked - asked >= QUICK.failed_probes
-        assert "500" in (watched.worker.problem or "")
-        server.failures = 0
-        await until(lambda: watched.worker.up)
+async def test_probe_marks_worker_down_after_three_failures(server: WorkerServer, watched: Watched) -> None:
+    asked = server.asked
+    server.failures = inf
+    await until(lambda: not watched.worker.up)
+    assert server.asked - asked >= QUICK.failed_probes
+    assert "500" in (watched.worker.problem or "")
+    server.failures = 0
+    await until(lambda: watched.worker.up)
 
 
-async def test_probe_keeps_worker_up_after_two_failures(server: WorkerServer) -> None:
-    async with watching(server) as watched:
-        for _ in range(2):
-            server.failures = 2
+async def test_probe_keeps_worker_up_after_two_failures(server: WorkerServer, watched: Watched) -> None:
+    for _ in range(2):
+        server.failures = 2
 
-            def recovered() -> bool:
-                assert watched.worker.up
-                return server.failures == 0 and watched.worker.failed_probes == 0
+        def recovered() -> bool:
+            assert watched.worker.up
+            return server.failures == 0 and watched.worker.failed_probes == 0
 
-            await until(recovered)
+        await until(recovered)
 
 
 async def test_probe_without_answer_in_time_fails(server: WorkerServer) -> None:
@@ -228,9 +223,7 @@ async def test_probe_without_answer_in_time_fails(server: WorkerServer) -> None:
         assert watched.worker.problem == "no answer within 1e-06 s"
 
 
-async def test_reported_failure_marks_worker_down_and_probes_it_soon(
-    server: WorkerServer,
-) -> None:
+async def test_reported_failure_marks_worker_down_and_probes_it_soon(server: WorkerServer) -> None:
     async with watching(server, probe_interval=3600) as watched:
         await asyncio.sleep(0)  # the probe task now waits for the next interval
         watched.fleet.report_failure(watched.worker, "connection refused")
@@ -239,7 +232,7 @@ async def test_reported_failure_marks_worker_down_and_probes_it_soon(
         await until(lambda: watched.worker.up)
 
 
-async def test_blocks_of_a_worker_are_kept_while_it_is_down(server: WorkerServer) -> None:
+async def test_event_stream_is_followed_and_its_blocks_are_kept_while_the_worker_is_down(server: WorkerServer) -> None:
     """A failed request does not show that the worker was restarted. A restarted worker clears its stream."""
     async with stream(blocks(2)) as server.sources, watching(server) as watched:
         await until(lambda: watched.matched() == 32)
@@ -257,22 +250,20 @@ async def test_worker_with_an_invalid_event_endpoint_stays_up(server: WorkerServ
         assert "nowhere" in watched.worker.description.refused[0]
 
 
-async def test_removed_worker_is_not_watched_and_is_unregistered(server: WorkerServer) -> None:
-    async with watching(server) as watched:
-        removed: list[Worker] = []
-        watched.fleet.on_removed.append(removed.append)
-        watched.fleet.assign("config", [])
-        assert removed == [watched.worker]
-        assert (watched.fleet.workers, watched.indexer.registered()) == ([], [])
-        asked = server.asked
-        await asyncio.sleep(5 * QUICK.probe_interval)
-        assert server.asked <= asked + 1  # a request may have been sent before
+async def test_removed_worker_is_not_watched_and_is_unregistered(server: WorkerServer, watched: Watched) -> None:
+    removed: list[Worker] = []
+    watched.fleet.on_removed.append(removed.append)
+    watched.fleet.assign("config", [])
+    assert removed == [watched.worker]
+    assert (watched.fleet.workers, watched.indexer.registered()) == ([], [])
+    asked = server.asked
+    await asyncio.sleep(5 * QUICK.probe_interval)
+    assert server.asked <= asked + 1  # a request may have been sent before
 
 
-async def test_added_worker_is_watched(server: WorkerServer) -> None:
-    async with watching(server) as watched:
-        watched.fleet.assign("config", [])
-        watched.fleet.assign("api", [WorkerSettings.model_validate({"url": server.url})])
-        (watched.worker,) = watched.fleet.workers
-        await until(lambda: watched.worker.up)
-        assert watched.worker.source == "api"
+async def test_added_worker_is_watched(server: WorkerServer, watched: Watched) -> None:
+    watched.fleet.assign("config", [])
+    watched.fleet.assign("api", [WorkerSettings.model_validate({"url": server.url})])
+    (watched.worker,) = watched.fleet.workers
+    await until(lambda: watched.worker.up)
+    assert watched.worker.source == "api"

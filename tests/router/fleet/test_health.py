@@ -1,4 +1,4 @@
-"""The health of a worker: outcomes of its requests, and expected times to the first byte."""
+"""The health of a worker: outcomes of its requests, expected times to the first byte, and stalls."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 from manual_clock import Clock
 
 from router.fleet.circuit import CircuitLimits
-from router.fleet.health import (
-    FirstByte,
-    Health,
-    Outcome,
-    expected_seconds,
-)
+from router.fleet.health import FirstByte, Health, Outcome, expected_seconds
+from router.fleet.stall_detector import StallLimits, stalled
 
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+STALL = StallLimits(silence=1.0, factor=3.0)
 
 
 @pytest.fixture
@@ -65,3 +58,50 @@ def test_second_end_of_a_request_is_ignored(health: Health) -> None:
     attempt.end(Outcome.FAILED)
     assert [result.failed for result in health.results()] == [False]
     assert health.in_flight() == Counter()
+
+
+def usual(seconds: float) -> list[FirstByte]:
+    return [FirstByte(100, True, seconds, 0.0)] * 10
+
+
+def test_first_byte_later_than_factor_times_expected_is_a_stall(health: Health, clock: Clock) -> None:
+    health.begin(100).give_up = lambda: None
+    clock.now += 2.9
+    assert stalled(health, STALL, usual(1.0), 2.9, 0.0) is None
+    clock.now += 0.2
+    assert stalled(health, STALL, usual(1.0), 3.1, 0.0) == "no first byte for 3.1 s, expected within 1.00 s"
+
+
+@pytest.mark.parametrize(
+    ("work", "streamed", "movable", "seconds", "usual_seconds", "silent"),
+    [
+        (1000, True, True, 20, 1.0, 20),
+        (100, True, True, 30, 0.1, 0.5),
+        (100, False, True, 60, 0.1, 60),  # a whole answer takes longer than the beginning of a streamed one
+        (100, True, False, 60, 0.1, 60),
+    ],
+    ids=["more work", "recent sign of life", "no comparable first bytes", "cannot be moved"],
+)
+def test_late_first_byte_is_no_stall(
+    health: Health,
+    clock: Clock,
+    work: int,
+    streamed: bool,
+    movable: bool,
+    seconds: float,
+    usual_seconds: float,
+    silent: float,
+) -> None:
+    attempt = health.begin(work, streamed=streamed)
+    if movable:
+        attempt.give_up = lambda: None
+    clock.now += seconds
+    assert stalled(health, STALL, usual(usual_seconds), silent, 0.0) is None
+
+
+def test_unanswered_scrape_is_a_stall_without_comparable_first_bytes(health: Health, clock: Clock) -> None:
+    attempt = health.begin(100, streamed=False)
+    clock.now += 1.1
+    assert stalled(health, STALL, [], silent=1.1, unanswered=1.0) == "no sign of life for 1.0 s"
+    attempt.end(Outcome.NEITHER)
+    assert stalled(health, STALL, [], silent=1.1, unanswered=1.0) is None  # no request waits

@@ -7,6 +7,7 @@ import json
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,12 @@ class ApiServer:
         return response
 
 
+@dataclass
 class Cluster:
     """An API server, and a fleet with its workers."""
 
-    def __init__(self, api: ApiServer, fleet: Fleet) -> None:
-        self.api = api
-        self.fleet = fleet
+    api: ApiServer
+    fleet: Fleet
 
     async def until_workers(self, *hosts: str) -> None:
         """Wait until the fleet has exactly these workers."""
@@ -146,6 +147,15 @@ async def api() -> AsyncIterator[ApiServer]:
     await server.stop()
 
 
+@pytest.fixture
+async def cluster(api: ApiServer) -> AsyncIterator[Cluster]:
+    """A fleet that follows the pod a at 127.0.0.2."""
+    api.pods = [pod("a", "127.0.0.2")]
+    async with following(api) as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+        yield cluster
+
+
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.fleet.kubernetes._FIRST_BACKOFF", 0.01)
@@ -167,24 +177,18 @@ async def test_workers_follow_listed_and_watched_pods(api: ApiServer) -> None:
     assert api.queries[1]["allowWatchBookmarks"] == "true"
 
 
-async def test_worker_has_the_name_of_its_pod(api: ApiServer) -> None:
-    api.pods = [pod("gpu-a", "127.0.0.2")]
-    async with following(api) as cluster:
-        await cluster.until_workers("127.0.0.2:8000")
-        assert [worker.name for worker in cluster.fleet.workers] == ["gpu-a"]
-        api.push("DELETED", pod("gpu-a", "127.0.0.2", 2))
-        api.push("ADDED", pod("gpu-b", "127.0.0.2", 3))
-        await cluster.until(lambda: [worker.name for worker in cluster.fleet.workers] == ["gpu-b"])
+async def test_worker_has_the_name_of_its_pod(api: ApiServer, cluster: Cluster) -> None:
+    assert [worker.name for worker in cluster.fleet.workers] == ["a"]
+    api.push("DELETED", pod("a", "127.0.0.2", 2))
+    api.push("ADDED", pod("gpu-b", "127.0.0.2", 3))
+    await cluster.until(lambda: [worker.name for worker in cluster.fleet.workers] == ["gpu-b"])
 
 
-async def test_address_stays_when_another_pod_reuses_it(api: ApiServer) -> None:
-    api.pods = [pod("a", "127.0.0.2")]
-    async with following(api) as cluster:
-        await cluster.until_workers("127.0.0.2:8000")
-        api.push("ADDED", pod("b", "127.0.0.2", 2))
-        api.push("DELETED", pod("a", "127.0.0.2", 3))
-        api.push("ADDED", pod("c", "127.0.0.3", 4))
-        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+async def test_address_stays_when_another_pod_reuses_it(api: ApiServer, cluster: Cluster) -> None:
+    api.push("ADDED", pod("b", "127.0.0.2", 2))
+    api.push("DELETED", pod("a", "127.0.0.2", 3))
+    api.push("ADDED", pod("c", "127.0.0.3", 4))
+    await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
 
 
 async def test_watch_events_are_parsed_from_any_chunks(api: ApiServer) -> None:
@@ -198,60 +202,48 @@ async def test_watch_events_are_parsed_from_any_chunks(api: ApiServer) -> None:
         await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
 
 
-async def test_interrupted_watch_continues_from_its_version(api: ApiServer) -> None:
-    async with following(api) as cluster:
-        api.push("ADDED", pod("a", "127.0.0.2", 5))
-        await cluster.until_workers("127.0.0.2:8000")
-        api.push("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "90"}})
-        api.push_bytes(b'{"type": "ADDED", "obj')
-        api.cut()
-        api.push("ADDED", pod("b", "127.0.0.3", 91))
-        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+async def test_interrupted_watch_continues_from_its_version(api: ApiServer, cluster: Cluster) -> None:
+    api.push("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "90"}})
+    api.push_bytes(b'{"type": "ADDED", "obj')
+    api.cut()
+    api.push("ADDED", pod("b", "127.0.0.3", 91))
+    await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
     assert api.watched_from == ["1", "90"]
     assert api.lists == 1
 
 
 @pytest.mark.parametrize("how", ["as an event", "as a status"])
-async def test_pods_are_listed_again_when_the_version_was_dropped(api: ApiServer, how: str) -> None:
-    api.pods = [pod("a", "127.0.0.2")]
-    async with following(api) as cluster:
-        await cluster.until_workers("127.0.0.2:8000")
-        api.pods, api.version = [pod("b", "127.0.0.3")], 50
-        if how == "as an event":
-            api.push("ERROR", {"kind": "Status", "code": 410, "reason": "Expired"})
-        else:
-            api.fail_with = [410]
-            api.cut()
-        await cluster.until_workers("127.0.0.3:8000")
-        await cluster.until(lambda: api.watched_from[-1:] == ["50"])
-
-
-async def test_workers_stay_while_the_api_server_fails(api: ApiServer) -> None:
-    api.pods = [pod("a", "127.0.0.2")]
-    async with following(api) as cluster:
-        await cluster.until_workers("127.0.0.2:8000")
-        api.fail_with = [500, 403, 503]
-        api.push_bytes(b"no json\n")
+async def test_pods_are_listed_again_when_the_version_was_dropped(api: ApiServer, cluster: Cluster, how: str) -> None:
+    api.pods, api.version = [pod("b", "127.0.0.3")], 50
+    if how == "as an event":
+        api.push("ERROR", {"kind": "Status", "code": 410, "reason": "Expired"})
+    else:
+        api.fail_with = [410]
         api.cut()
-        await cluster.until(lambda: not api.fail_with)
-        await cluster.until_workers("127.0.0.2:8000")
-        api.push("ADDED", pod("b", "127.0.0.3", 2))
-        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+    await cluster.until_workers("127.0.0.3:8000")
+    await cluster.until(lambda: api.watched_from[-1:] == ["50"])
 
 
-async def test_watch_continues_after_a_restart_of_the_api_server(api: ApiServer) -> None:
-    api.pods = [pod("a", "127.0.0.2")]
-    async with following(api) as cluster:
-        await cluster.until_workers("127.0.0.2:8000")
-        api.push("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "40"}})
-        api.push("ADDED", pod("b", "127.0.0.3", 41))
-        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
-        await api.stop()  # closes connections, and refuses new ones
-        await asyncio.sleep(0.1)
-        await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
-        await api.start(int(api.url.rpartition(":")[2]))
-        api.push("DELETED", pod("a", "127.0.0.2", 42))
-        await cluster.until_workers("127.0.0.3:8000")
+async def test_workers_stay_while_the_api_server_fails(api: ApiServer, cluster: Cluster) -> None:
+    api.fail_with = [500, 403, 503]
+    api.push_bytes(b"no json\n")
+    api.cut()
+    await cluster.until(lambda: not api.fail_with)
+    await cluster.until_workers("127.0.0.2:8000")
+    api.push("ADDED", pod("b", "127.0.0.3", 2))
+    await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+
+
+async def test_watch_continues_after_a_restart_of_the_api_server(api: ApiServer, cluster: Cluster) -> None:
+    api.push("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "40"}})
+    api.push("ADDED", pod("b", "127.0.0.3", 41))
+    await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+    await api.stop()  # closes connections, and refuses new ones
+    await asyncio.sleep(0.1)
+    await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+    await api.start(int(api.url.rpartition(":")[2]))
+    api.push("DELETED", pod("a", "127.0.0.2", 42))
+    await cluster.until_workers("127.0.0.3:8000")
     assert api.lists == 1
     assert set(api.watched_from) == {"1", "41"}
 

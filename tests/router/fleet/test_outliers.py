@@ -8,6 +8,7 @@ from statistics import median
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from manual_clock import Clock
 
 from router.fleet.circuit import CircuitLimits, CircuitState
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
@@ -19,19 +20,14 @@ from router.settings import FleetSettings, WorkerSettings
 LIMITS = OutlierLimits()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.asked = 0
+class CountingClock(Clock):
+    """A manual clock that counts its calls."""
+
+    calls = 0
 
     def __call__(self) -> float:
-        self.asked += 1
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+        self.calls += 1
+        return super().__call__()
 
 
 def answered(health: Health, clock: Clock, seconds: float, work: int = 100) -> None:
@@ -50,21 +46,17 @@ def reasons(workers: list[Health]) -> list[str | None]:
     return [alike.outlier(worker) for worker in recent]
 
 
-def test_worker_with_a_high_share_of_failures_is_an_outlier(clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("failing", "reason"),
+    [(1, "50% of its requests fail, 0% elsewhere"), (4, None)],
+    ids=["one fails", "all fail alike"],
+)
+def test_worker_with_a_high_share_of_failures_is_an_outlier(clock: Clock, failing: int, reason: str | None) -> None:
     workers = [Health(CircuitLimits(), clock) for _ in range(4)]
     for number in range(20):
-        for worker in workers:
-            bad = worker is workers[0] and number % 2
-            worker.begin(1).end(Outcome.FAILED if bad else Outcome.SUCCEEDED)
-    assert reasons(workers) == ["50% of its requests fail, 0% elsewhere", None, None, None]
-
-
-def test_no_worker_is_an_outlier_when_all_fail_alike(clock: Clock) -> None:
-    workers = [Health(CircuitLimits(), clock) for _ in range(3)]
-    for number in range(20):
-        for worker in workers:
-            worker.begin(1).end(Outcome.FAILED if number % 2 else Outcome.SUCCEEDED)
-    assert reasons(workers) == [None] * 3
+        for place, worker in enumerate(workers):
+            worker.begin(1).end(Outcome.FAILED if place < failing and number % 2 else Outcome.SUCCEEDED)
+    assert reasons(workers) == [reason, None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -129,9 +121,7 @@ def fleet(workers: int, clock: Clock, serves: Callable[[int], str]) -> list[Work
     """Return workers with the maximum number of results, and one request that has just begun."""
     made = []
     for number in range(workers):
-        worker = Worker(
-            WorkerSettings.model_validate({"url": f"http://w{number}"}), health=Health(CircuitLimits(), clock)
-        )
+        worker = Worker(WorkerSettings(url=f"http://w{number}"), health=Health(CircuitLimits(), clock))
         model = serves(number)
         worker.describe(WorkerDescription(Engine.VLLM, {model: ServedModel(model, model)}))
         worker.problem = None
@@ -158,9 +148,10 @@ def test_workers_are_compared_only_with_workers_of_the_same_models(clock: Clock,
     assert opened == [True] + [False] * 5
 
 
-def test_search_for_outliers_reads_each_worker_a_few_times(clock: Clock, judge: StallDetector) -> None:
+def test_search_for_outliers_reads_each_worker_a_few_times(judge: StallDetector) -> None:
+    clock = CountingClock()
     workers = fleet(300, clock, lambda _: "m")
-    clock.asked = 0
+    clock.calls = 0
     judge.eject_stalled(workers)
     judge.eject_outliers(workers)
-    assert clock.asked < 10 * len(workers)
+    assert clock.calls < 10 * len(workers)

@@ -1,4 +1,4 @@
-"""Warm-up of workers, and the workers that a request may be sent to."""
+"""Warm-up of workers, the workers that a request may be sent to, and workers of several sources."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from manual_clock import Clock
 from router.fleet.circuit import CircuitLimits
 from router.fleet.health import Health
 from router.fleet.worker import Worker, WorkerState, choosable
+from router.fleet.worker_sources import WorkerSources
 from router.settings import WorkerSettings
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 def worker(clock: Clock, warming: float | None = None) -> Worker:
@@ -60,3 +56,29 @@ def test_half_open_worker_is_choosable_after_an_answered_scrape(clock: Clock) ->
     assert list(choosable([good, bad], Random())) == [good]
     bad.metrics.scrape_answered()
     assert list(choosable([good, bad], Random())) == [good, bad]
+
+
+def named(host: str, name: str | None = None) -> WorkerSettings:
+    return WorkerSettings.model_validate({"url": f"http://{host}:1", "name": name})
+
+
+def test_first_source_counts_when_two_name_the_same_url() -> None:
+    sources = WorkerSources([named("a", "configured")])
+    sources.assign("kubernetes", [named("a", "pod"), named("b", "pod")])
+    assert {url: (each.name, each.source) for url, each in sources.merged().items()} == {
+        "http://a:1": ("configured", "config"),
+        "http://b:1": ("pod", "kubernetes"),
+    }
+
+
+def test_worker_with_a_duplicate_name_is_shown_by_its_url() -> None:
+    sources = WorkerSources([named("a", "gpu")])
+    sources.assign("api", [named("b", "gpu")])
+    assert [each.name for each in sources.merged().values()] == ["gpu", "http://b:1"]
+
+
+def test_only_hosts_of_added_workers_are_untrusted() -> None:
+    sources = WorkerSources([named("a")])
+    sources.assign("api", [named("a"), named("b"), named("c")])
+    sources.assign("kubernetes", [named("c")])
+    assert [host for host in "abcd" if sources.is_untrusted_host(host)] == ["b"]
