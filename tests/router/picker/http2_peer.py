@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from struct import pack
 from typing import Any
 
@@ -27,7 +29,8 @@ class Calls:
         self.open: set[Any] = set()
         self._changed = asyncio.Event()
         self.ever = 0
-        self.methods = {ECHO: self._echo, SILENT: self._silent, MANY: self._many, CRASH: self._crash}
+        answers = {ECHO: 1, SILENT: 0, MANY: 100, CRASH: -1}
+        self.methods = {path: partial(self._begin, answers=count) for path, count in answers.items()}
 
     async def until(self, met: Callable[[], bool]) -> None:
         """Wait until calls have begun or ended so that a condition is met."""
@@ -52,22 +55,12 @@ class Calls:
         self._changed.set()
         return handler
 
-    def _echo(self, call: Call) -> CallHandler:
-        return self._begin(call, 1)
 
-    def _silent(self, call: Call) -> CallHandler:
-        return self._begin(call, 0)
-
-    def _many(self, call: Call) -> CallHandler:
-        return self._begin(call, 100)
-
-    def _crash(self, call: Call) -> CallHandler:
-        return self._begin(call, -1)
-
-
+@dataclass(eq=False)
 class _Handler:
-    def __init__(self, call: Call, calls: Calls, answers: int) -> None:
-        self._call, self._calls, self._answers = call, calls, answers
+    _call: Call
+    _calls: Calls
+    _answers: int
 
     def received(self, message: bytes) -> None:
         if self._answers < 0:
@@ -172,11 +165,12 @@ async def peer(port: int) -> AsyncIterator[Peer]:
         writer.close()
 
 
+@dataclass
 class RawPeer:
-    """Sends any bytes, and reads frames."""
+    """A client that sends any bytes, and reads frames."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
 
     async def send(self, *data: bytes) -> None:
         try:

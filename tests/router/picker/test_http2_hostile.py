@@ -1,4 +1,4 @@
-"""Hostile peers: they lose their connection, and other peers are not affected."""
+"""Hostile peers lose their connection, and other peers are not affected. Cached header blocks keep their meaning."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import h2.events
 import hpack
 import pytest
 from http2_peer import ECHO, MANY, SILENT, RawPeer, grpc_server, message, peer, raw_peer, request
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.picker.http2 import connection, frames
 from router.picker.http2.allowance import Allowance, Allowances
 from router.picker.http2.frames import frame
+from router.picker.http2.headers import HeaderDecoder, leaves_table, literal
 
 _BLOCK = hpack.Encoder().encode(request(SILENT))
 
@@ -245,3 +248,41 @@ def test_number_of_kept_addresses_is_bounded() -> None:
         allowances.connected(str(number))
     assert _left(spent) == 0
     assert _left(allowances.connected("a")) == 40
+
+
+_BLOCK_NAMES = st.sampled_from(
+    [":path", ":method", "a", "te", "content-type", "x-long-name", "cookie", "authorization"]
+)
+_BLOCK_HEADERS = st.lists(st.tuples(_BLOCK_NAMES, st.text("ab0é", max_size=200), st.booleans()), max_size=8)
+
+
+@given(st.lists(st.tuples(_BLOCK_HEADERS, st.booleans(), st.sampled_from([None, None, 0, 64, 4096])), max_size=20))
+def test_decoded_blocks_equal_those_of_hpack(blocks: list) -> None:
+    encoder, other, ours = hpack.Encoder(), hpack.Decoder(), HeaderDecoder()
+    for headers, huffman, size in blocks:
+        if size is not None:
+            encoder.header_table_size = size
+        sensitive = [
+            hpack.NeverIndexedHeaderTuple(name, value) if secret else (name, value) for name, value, secret in headers
+        ]
+        for _ in range(2):
+            block = encoder.encode(sensitive, huffman=huffman)
+            assert ours.decode(block).headers == [(bytes(n), bytes(v)) for n, v in other.decode(block, raw=True)]
+
+
+@given(_BLOCK_HEADERS)
+def test_block_without_table_change_is_cached(headers: list) -> None:
+    decoder = hpack.Decoder()
+    encoder = hpack.Encoder()
+    for _ in range(2):
+        block = encoder.encode([(name, value) for name, value, _ in headers])
+        before = list(decoder.header_table.dynamic_entries)
+        decoder.decode(block)
+        if leaves_table(block):
+            assert list(decoder.header_table.dynamic_entries) == before
+
+
+@given(st.binary(min_size=1, max_size=126), st.binary(max_size=126))
+def test_literals_are_decoded_unchanged(name: bytes, value: bytes) -> None:
+    [found] = hpack.Decoder().decode(literal(name, value), raw=True)
+    assert (bytes(found[0]), bytes(found[1])) == (name, value)

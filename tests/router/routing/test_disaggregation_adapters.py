@@ -84,21 +84,10 @@ def test_nixl_prefills_one_token_and_forwards_its_transfer_parameters() -> None:
     body = BODY.replace(b'"n":1', b'"min_tokens": 5, "max_tokens": 100')
     adapter = made(Nixl, body)
     prefill = sent(adapter.prefill().body)
-    assert prefill == {
-        "model": "m",
-        "prompt": "x",
-        "seed": 100.0,
-        "stream": False,
-        "max_tokens": 1,
-        "kv_transfer_params": {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        },
-    }
+    transfer = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+    transfer |= dict.fromkeys(("remote_block_ids", "remote_host", "remote_port"))
+    limited = {"stream": False, "max_tokens": 1, "kv_transfer_params": transfer}
+    assert prefill == {"model": "m", "prompt": "x", "seed": 100.0} | limited
     opaque = b'{"remote_block_ids":[1, 2.0],"new": {"deep":  1}}'
     decode = adapter.decode(b'{"id": 1, "kv_transfer_params": %b}' % opaque)
     assert decode.body == body[:-1] + b',"kv_transfer_params":' + opaque + b"}"
@@ -112,9 +101,6 @@ def test_nixl_chats_have_two_names_for_the_bound() -> None:
 @pytest.mark.parametrize("answer", [b"{}", b'{"kv_transfer_params": null}'])
 def test_nixl_decodes_without_transfer_parameters(answer: bytes) -> None:
     assert made(Nixl).decode(answer).body == BODY
-
-
-def test_nixl_refuses_an_invalid_prefill_answer() -> None:
     with pytest.raises(ValueError, match="not a JSON object"):
         made(Nixl).decode(b"[]")
 

@@ -1,4 +1,4 @@
-"""When a request is held, and in which order held ones choose."""
+"""When a request is held, the order of held requests, and the share of time that a fleet spends on prefills."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from indexer import Target
 from router.load.target_load import Reservation, TargetLoad
 from router.policies import Candidate
 from router.routing.late_binding import NO_TIME_TO_SPARE, STEP_TOKENS, held_order, is_busy, is_sooner, should_hold
+from router.routing.load_view import HORIZON, PrefillShare
 
 
 @pytest.mark.parametrize(
@@ -94,3 +95,31 @@ def test_request_waits_for_a_long_prefix() -> None:
     here = candidate(100_000, overlap=20_000)
     for missing, goes in ((STEP_TOKENS, True), (STEP_TOKENS + 1, False)):
         assert is_sooner(candidate(0, overlap=20_000 - missing), here, tokens=21_000, prefilling=0.0) is goes
+
+
+def test_until_something_is_known_all_are_taken_to_be_busy() -> None:
+    share = PrefillShare()
+    assert share.average == 1
+    share.see(0.0, 5.0)
+    assert share.average == 1
+    share.see(0.0, 5.0 + HORIZON)
+    assert share.average == pytest.approx(0.37, abs=0.01)
+
+
+def test_share_follows_samples_and_decays() -> None:
+    share = PrefillShare()
+    for second in range(1, 600):
+        share.see(second % 2, float(second))
+    assert share.average == pytest.approx(0.5, abs=0.02)
+    share.see(0.25, 600.0 + 20 * HORIZON)
+    assert share.average == pytest.approx(0.25, abs=1e-6)
+
+
+def test_earlier_time_is_ignored() -> None:
+    share = PrefillShare()
+    share.see(0.0, 100.0)
+    share.see(0.0, 200.0)
+    before = share.average
+    share.see(1.0, 150.0)
+    share.see(1.0, 200.0)
+    assert share.average == before

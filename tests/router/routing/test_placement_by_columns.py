@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -95,13 +94,6 @@ class Fixture:
                 if worker in closed and worker.warming_since is None and not hangs:
                     capable = self.routing.selector.has_capacity(worker, rank, limits, prompt.tokens)
                     assert (worker.target(rank, MODEL) in targets) is capable
-
-
-@pytest.fixture
-def indexer() -> Iterator[Indexer]:
-    made = Indexer()
-    yield made
-    made.stop()
 
 
 def prompt_of(random: Random) -> RoutedPrompt:

@@ -13,8 +13,6 @@ from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.tokenizers import Tokenized, Tokenizers
 
-pytestmark = pytest.mark.anyio
-
 # Loops over parts, as templates of models with vision do.
 PARTS = (
     "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"

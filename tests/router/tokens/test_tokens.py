@@ -26,8 +26,6 @@ from router.tokens.tokenizers import (
     TokenizerUnavailableError,
 )
 
-pytestmark = pytest.mark.anyio
-
 USER = {"role": "user", "content": "What holds the cache?"}
 LONG = "the worker holds the prefix\n" * INLINE_CHARACTERS
 
