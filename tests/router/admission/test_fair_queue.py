@@ -128,10 +128,7 @@ requests = st.builds(
 )
 
 
-@given(
-    st.lists(st.lists(st.integers(1, 50), min_size=40, max_size=40), min_size=2, max_size=4),
-    st.integers(1, 40),
-)
+@given(st.lists(st.lists(st.integers(1, 50), min_size=40, max_size=40), min_size=2, max_size=4), st.integers(1, 40))
 def test_waiting_tenants_get_equal_shares(tokens: list[list[int]], times: int) -> None:
     """The shares of tenants differ by at most the largest request of each, whatever the sizes of requests."""
     queue = queue_of(

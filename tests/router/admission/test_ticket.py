@@ -41,8 +41,7 @@ def test_invalid_priority_is_refused_by_its_name(value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "value"),
-    [("x-request-timeout", "2.5"), ("x-envoy-expected-rq-timeout-ms", "2500")],
+    ("header", "value"), [("x-request-timeout", "2.5"), ("x-envoy-expected-rq-timeout-ms", "2500")]
 )
 def test_timeout_header_is_the_deadline_of_the_whole_answer(header: str, value: str) -> None:
     read = ticket((header, value))

@@ -27,8 +27,12 @@ def overlap(holdings: InFlightPrefixes, target: Target, hashes: array[int]) -> i
     return holdings.overlaps(hashes).get(target, 0)
 
 
-def test_prompt_matches_the_shared_prefix_of_one_in_flight() -> None:
-    holdings = InFlightPrefixes(LINGER)
+@pytest.fixture
+def holdings(clock: Clock) -> InFlightPrefixes:
+    return InFlightPrefixes(LINGER, clock)
+
+
+def test_prompt_matches_the_shared_prefix_of_one_in_flight(holdings: InFlightPrefixes) -> None:
     holdings.hold(HERE, hashes(PROMPT))
     sibling = PROMPT[: 4 * CHUNK_TOKENS] + [7] * 100
     assert overlap(holdings, HERE, hashes(sibling)) == 4 * CHUNK_TOKENS
@@ -36,29 +40,25 @@ def test_prompt_matches_the_shared_prefix_of_one_in_flight() -> None:
     assert overlap(holdings, THERE, hashes(sibling)) == 0
 
 
-def test_shared_prefix_is_rounded_down_to_whole_chunks() -> None:
-    holdings = InFlightPrefixes(LINGER)
+def test_shared_prefix_is_rounded_down_to_whole_chunks(holdings: InFlightPrefixes) -> None:
     holdings.hold(HERE, hashes(PROMPT[: 2 * CHUNK_TOKENS + 5]))
     assert overlap(holdings, HERE, hashes(PROMPT)) == 2 * CHUNK_TOKENS
     assert overlap(holdings, HERE, hashes(PROMPT[: CHUNK_TOKENS - 1])) == 0
 
 
-def test_only_a_common_prefix_counts() -> None:
-    holdings = InFlightPrefixes(LINGER)
+@pytest.mark.parametrize(
+    "other",
+    [hashes([7, *PROMPT]), hashes(PROMPT, "n"), hashes(PROMPT, adapter="poet"), hashes(PROMPT, salt="pepper")],
+    ids=["another start", "another model", "an adapter", "a salt"],
+)
+def test_only_a_common_prefix_of_the_same_model_adapter_and_salt_counts(
+    holdings: InFlightPrefixes, other: array[int]
+) -> None:
     holdings.hold(HERE, hashes(PROMPT))
-    assert overlap(holdings, HERE, hashes([7, *PROMPT])) == 0
+    assert overlap(holdings, HERE, other) == 0
 
 
-def test_models_adapters_and_salts_share_nothing() -> None:
-    holdings = InFlightPrefixes(LINGER)
-    holdings.hold(HERE, hashes(PROMPT))
-    for other in (hashes(PROMPT, "n"), hashes(PROMPT, adapter="poet"), hashes(PROMPT, salt="pepper")):
-        assert overlap(holdings, HERE, other) == 0
-
-
-def test_prompt_expires_some_time_after_its_end() -> None:
-    clock = Clock()
-    holdings = InFlightPrefixes(LINGER, clock)
+def test_prompt_expires_some_time_after_its_end(holdings: InFlightPrefixes, clock: Clock) -> None:
     ended = holdings.hold(HERE, hashes(PROMPT))
     clock.now += 1000  # a long answer
     assert overlap(holdings, HERE, hashes(PROMPT)) == len(PROMPT)
@@ -70,9 +70,7 @@ def test_prompt_expires_some_time_after_its_end() -> None:
     assert len(holdings) == 0
 
 
-def test_prefix_of_a_longer_prompt_stays() -> None:
-    clock = Clock()
-    holdings = InFlightPrefixes(LINGER, clock)
+def test_prefix_of_a_longer_prompt_stays(holdings: InFlightPrefixes, clock: Clock) -> None:
     ended = holdings.hold(HERE, hashes(PROMPT))
     holdings.hold(HERE, hashes(PROMPT[: 3 * CHUNK_TOKENS]))
     ended()
@@ -94,9 +92,7 @@ def test_prompts_shorter_than_a_chunk_hold_nothing() -> None:
     assert overlap(holdings, HERE, hashes([1, 2, 3])) == 0
 
 
-def test_reset_drops_earlier_prompts() -> None:
-    clock = Clock()
-    holdings = InFlightPrefixes(LINGER, clock)
+def test_reset_drops_earlier_prompts(holdings: InFlightPrefixes, clock: Clock) -> None:
     before = holdings.hold(HERE, hashes(PROMPT))
     holdings.hold(THERE, hashes(PROMPT))
     holdings.forget(HERE)
@@ -108,10 +104,8 @@ def test_reset_drops_earlier_prompts() -> None:
     assert overlap(holdings, HERE, hashes(PROMPT)) == len(PROMPT)
 
 
-def test_ended_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_prompts_are_bounded(holdings: InFlightPrefixes, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight_prefixes, "MAX_ENDED", 25)
-    clock = Clock()
-    holdings = InFlightPrefixes(LINGER, clock)
     for number in range(10):
         clock.now += 0.01
         prompt = hashes([number, *PROMPT[1:]])
@@ -120,9 +114,7 @@ def test_ended_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(holdings) <= 25
 
 
-def test_empty_targets_are_dropped() -> None:
-    clock = Clock()
-    holdings = InFlightPrefixes(LINGER, clock)
+def test_empty_targets_are_dropped(holdings: InFlightPrefixes, clock: Clock) -> None:
     for number in range(100):
         ended = holdings.hold(Target(f"http://{number}", 0, "m"), hashes(PROMPT))
         clock.now += LINGER
@@ -138,19 +130,16 @@ def test_overlap_is_with_the_longest_held_and_in_the_end_nothing_is_left(
     prompts: list[tuple[int, float]], linger: float, asked: int
 ) -> None:
     """Prompts with a common start, each of a length and ending at a time."""
-    clock = Clock()
-    clock.now = 0.0
+    clock = Clock(0.0)
     holdings = InFlightPrefixes(linger, clock)
     text = list(range(12 * CHUNK_TOKENS))
     endings = [(ends, length, holdings.hold(HERE, hashes(text[:length]))) for length, ends in prompts]
-    for number, (ends, _, ended) in enumerate(sorted(endings, key=lambda ending: ending[0])):
+    endings.sort(key=lambda ending: ending[0])
+    for number, (ends, _, ended) in enumerate(endings):
         clock.now = ends
         ended()
-        still = [
-            length
-            for place, (at, length, _) in enumerate(sorted(endings, key=lambda ending: ending[0]))
-            if place > number or at + linger > clock.now
-        ]
+        still = [length for at, length, _ in endings[: number + 1] if at + linger > clock.now]
+        still += [length for _, length, _ in endings[number + 1 :]]
         longest = min(max(still, default=0), asked)
         assert overlap(holdings, HERE, hashes(text[:asked])) == longest // CHUNK_TOKENS * CHUNK_TOKENS
     clock.now += linger + 0.001
@@ -168,8 +157,7 @@ def test_hashes_of_the_index_are_used_if_blocks_have_the_size_of_chunks() -> Non
     assert prompt.hashes(namespace_hash(namespace, "secret"), CHUNK_TOKENS, 3) != known[:3]
 
 
-def test_failed_prompt_is_dropped_at_once() -> None:
-    holdings = InFlightPrefixes(LINGER, Clock())
+def test_failed_prompt_is_dropped_at_once(holdings: InFlightPrefixes) -> None:
     failed = holdings.hold(HERE, hashes(PROMPT))
     ended = holdings.hold(HERE, hashes(PROMPT[: 3 * CHUNK_TOKENS]))
     failed(True)

@@ -31,11 +31,7 @@ def remember(prefixes: SentPrefixes, target: Target, *parts: int, capacity: int 
 def test_sent_prefix_is_predicted_for_its_target() -> None:
     prefixes = SentPrefixes()
     remember(prefixes, A, 1, 2, 3)
-    assert [
-        overlap(prefixes, A, 1, 2, 4),
-        overlap(prefixes, A, 2, 3),
-        overlap(prefixes, B, 1, 2, 3),
-    ] == [2, 0, 0]
+    assert [overlap(prefixes, A, 1, 2, 4), overlap(prefixes, A, 2, 3), overlap(prefixes, B, 1, 2, 3)] == [2, 0, 0]
     prefixes.forget(A)
     assert overlap(prefixes, A, 1, 2, 3) == 0
     assert (prefixes.targets(), len(prefixes)) == ([], 0)
@@ -43,21 +39,11 @@ def test_sent_prefix_is_predicted_for_its_target() -> None:
 
 def test_least_recent_prefix_is_evicted_first_from_its_end() -> None:
     prefixes = SentPrefixes()
-    remember(prefixes, A, 1, 2, 3, capacity=5 * CHUNK)
-    remember(prefixes, A, 7, 8, capacity=5 * CHUNK)
-    remember(prefixes, A, 1, 2, capacity=5 * CHUNK)
-    remember(prefixes, A, 9, capacity=5 * CHUNK)
-    assert [overlap(prefixes, A, 1, 2, 3), overlap(prefixes, A, 7, 8), overlap(prefixes, A, 9)] == [
-        2,
-        2,
-        1,
-    ]
+    for parts in ((1, 2, 3), (7, 8), (1, 2), (9,)):
+        remember(prefixes, A, *parts, capacity=5 * CHUNK)
+    assert [overlap(prefixes, A, 1, 2, 3), overlap(prefixes, A, 7, 8), overlap(prefixes, A, 9)] == [2, 2, 1]
     remember(prefixes, A, 5, 6, capacity=5 * CHUNK)
-    assert [overlap(prefixes, A, 1, 2, 3), overlap(prefixes, A, 7, 8), overlap(prefixes, A, 5, 6)] == [
-        2,
-        0,
-        2,
-    ]
+    assert [overlap(prefixes, A, 1, 2, 3), overlap(prefixes, A, 7, 8), overlap(prefixes, A, 5, 6)] == [2, 0, 2]
 
 
 def test_unknown_capacity_has_a_default_bound() -> None:

@@ -73,14 +73,8 @@ def audit(streams: Streams, sent_prefixes: SentPrefixes) -> HitAudit:
 
 
 def predicted(overlap: int, by_events: int | None, target: Target = TARGET, **more: Any) -> CachePrediction:
-    return CachePrediction(
-        target,
-        HASHES,
-        len(TOKENS),
-        overlap,
-        by_events,
-        **({"comparable": True, "capacity": None, "made_at": time.monotonic()} | more),
-    )
+    made = {"comparable": True, "capacity": None, "made_at": time.monotonic()} | more
+    return CachePrediction(target, HASHES, len(TOKENS), overlap, by_events, **made)
 
 
 def answers(audit: HitAudit, times: int, predict: int, cached: int | None, length: int = 100) -> None:
@@ -159,18 +153,18 @@ def test_other_misses_leave_nothing_out(audit: HitAudit) -> None:
     assert not audit.draft_blocks.tokens
 
 
+def test_sent_prefixes_replace_events_that_cannot_be_replayed(audit: HitAudit, streams: Streams) -> None:
+    streams.replays = False
+    answers(audit, SAMPLES, 64, 0)
+    assert audit.basis(TARGET) is Basis.SENT_PREFIXES
+
+
 def test_successful_resync_ends_suspicion(audit: HitAudit, sent_prefixes: SentPrefixes) -> None:
     answers(audit, SAMPLES, 64, 0)
     with capture_logs() as logs:
         answers(audit, SAMPLES, 64, 64)
     assert (audit.basis(TARGET), len(sent_prefixes)) == (Basis.EVENTS, 0)
     assert [(line["log_level"], line["predicted_from"]) for line in logs] == [("info", "events")]
-
-
-def test_without_a_replay_history_is_next(audit: HitAudit, streams: Streams) -> None:
-    streams.replays = False
-    answers(audit, SAMPLES, 64, 0)
-    assert audit.basis(TARGET) is Basis.SENT_PREFIXES
 
 
 def test_correct_events_restore_trust(audit: HitAudit) -> None:

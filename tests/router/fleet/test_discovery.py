@@ -27,10 +27,7 @@ VLLM = {
     "/metrics": 'vllm:cache_config_info{block_size="32",engine="0"} 1.0\n',
 }
 ZMQ = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:6557", "topic": "kv"}
-SGLANG = {
-    "/v1/models": MODELS,
-    "/server_info": {"page_size": 1, "kv_events": ZMQ | {"block_size": 16, "dp_size": 2}},
-}
+SGLANG = {"/v1/models": MODELS, "/server_info": {"page_size": 1, "kv_events": ZMQ | {"block_size": 16, "dp_size": 2}}}
 
 
 @asynccontextmanager
@@ -111,10 +108,7 @@ async def test_wildcard_address_of_a_stream_becomes_the_workers_host(wildcard: s
 
 
 async def test_model_with_parent_is_an_adapter() -> None:
-    cards = [
-        {"id": "poet", "root": "/adapters/poet", "parent": "m"},
-        {"id": "m", "root": "/models/m", "parent": None},
-    ]
+    cards = [{"id": "poet", "root": "/adapters/poet", "parent": "m"}, {"id": "m", "root": "/models/m", "parent": None}]
     description = await describe({"/v1/models": {"data": cards}})
     assert description.models == {
         "m": ServedModel("m", "m", None, "/models/m"),

@@ -42,10 +42,7 @@ def test_terms_of_the_cost() -> None:
         "eviction": 0,
         "context": pytest.approx(400),
     }
-
-
-def test_fully_cached_prompt_computes_one_token() -> None:
-    assert kv_cost(candidate("w", overlap=1000), 1000, WEIGHTS)["prefill"] == 1
+    assert kv_cost(candidate("w", overlap=1000), 1000, WEIGHTS)["prefill"] == 1, "a cached prompt computes one token"
 
 
 def test_decision_has_the_cost_of_every_candidate() -> None:
@@ -56,25 +53,22 @@ def test_decision_has_the_cost_of_every_candidate() -> None:
     assert decision.chosen is candidates[0]
 
 
-def test_ties_are_broken_at_random() -> None:
-    policy = kv(seed=7)
-    counts = Counter(chosen(policy, [candidate("a"), candidate("b"), candidate("c", pending=1)]) for _ in range(400))
+@pytest.mark.parametrize(
+    ("near", "pending"),
+    [(0.0, (0, 0, 1)), (0.05, (0, 90, 110))],  # of 2000
+    ids=["equal costs", "costs near the lowest"],
+)
+def test_ties_are_broken_at_random(near: float, pending: tuple[int, int, int]) -> None:
+    policy = kv_aware(KvWeights(near=near), Random(7))
+    candidates = [candidate(name, pending=tokens) for name, tokens in zip("abc", pending, strict=True)]
+    counts = Counter(chosen(policy, candidates) for _ in range(400))
     assert set(counts) == {"a", "b"}
     assert min(counts.values()) > 150
     assert chosen(kv(3), [candidate("a"), candidate("b")]) == chosen(kv(3), [candidate("a"), candidate("b")])
 
 
-def test_costs_near_the_lowest_can_count_as_tied() -> None:
-    policy = kv_aware(KvWeights(near=0.05), Random(7))
-    candidates = [candidate("a"), candidate("b", pending=90), candidate("c", pending=110)]  # of 2000
-    counts = Counter(chosen(policy, candidates) for _ in range(400))
-    assert set(counts) == {"a", "b"}
-    assert min(counts.values()) > 150
-
-
 @pytest.mark.parametrize(
-    ("pending", "worker"),
-    [(0, "holder"), (1000, "holder"), (1799, "holder"), (1801, "idle"), (5000, "idle")],
+    ("pending", "worker"), [(0, "holder"), (1000, "holder"), (1799, "holder"), (1801, "idle"), (5000, "idle")]
 )
 def test_prefix_moves_once_queueing_costs_more_than_prefill(pending: int, worker: str) -> None:
     """900 tokens saved, charged twice, are worth a queue of 1800."""
@@ -87,10 +81,6 @@ def test_requests_in_flight_raise_only_the_cost_of_uncached_tokens() -> None:
     assert chosen(kv(), [candidate("busy", overlap=1000, **busy), candidate("idle")]) == "busy"
 
 
-def test_context_of_other_requests_counts() -> None:
-    assert chosen(kv(), [candidate("full", context=10_000), candidate("empty")]) == "empty"
-
-
 def test_where_evictions_are_asked_for_again_a_prefix_stays_together_whatever_the_queue() -> None:
     """A block in two that is evicted is wanted back: 900 tokens saved are worth 12 times as many in the queue."""
     idle = evicting("idle", 0.5)
@@ -99,8 +89,9 @@ def test_where_evictions_are_asked_for_again_a_prefix_stays_together_whatever_th
     assert kv_cost(idle, 1000, WEIGHTS)["eviction"] == 10 * 1000
 
 
-def test_worker_without_evictions_is_preferred() -> None:
+def test_worker_without_evictions_or_context_is_preferred() -> None:
     assert chosen(kv(), [evicting("full", 0.3), candidate("free", pending=1000)]) == "free"
+    assert chosen(kv(), [candidate("full", context=10_000), candidate("empty")]) == "empty"
 
 
 def test_cached_tokens_count_whole_and_cost_their_loading() -> None:

@@ -67,6 +67,7 @@ def test_rates_are_learned_after_few_requests(factor: float) -> None:
 
 def test_stalled_first_sample_changes_rates_little() -> None:
     learner = RateLearner(START)
+    assert (learner.rates, learner.learned) == (START, False)
     learner.prefill_seen(2000, 0, 1, 3000, 50 * prefill_seconds(START, 2000, 0, 1, 3000), 0)
     assert learner.rates.token < 2 * START.token
 
@@ -83,12 +84,6 @@ def test_whatever_is_seen_coefficients_stay_within_their_bounds(samples: list[tu
             assert expected / BOUND * (1 - 1e-9) <= found <= expected * BOUND * (1 + 1e-9)
 
 
-def test_rates_without_samples_are_the_configured_ones() -> None:
-    learner = RateLearner(START)
-    assert learner.rates == START
-    assert not learner.learned
-
-
 def test_rates_follow_a_changed_worker() -> None:
     learner = RateLearner(START)
     show(learner, Rates(token=1e-4), Random(1))
@@ -96,8 +91,7 @@ def test_rates_follow_a_changed_worker() -> None:
     assert learner.rates.token == pytest.approx(START.token, rel=0.2)
 
 
-def test_similar_workers_share_rates() -> None:
-    clock = Clock()
+def test_similar_workers_share_rates(clock: Clock) -> None:
     table = RateTable(START, clock)
     for worker in "ab":
         show(table.learner(worker, "m"), START, Random(1))
@@ -117,8 +111,7 @@ def test_new_worker_uses_rates_of_its_model() -> None:
     assert table.likely("new", "m") == table.learner("new", "m").rates
 
 
-def test_different_workers_have_own_rates_and_unknown_ones_the_slowest() -> None:
-    clock = Clock()
+def test_different_workers_have_own_rates_and_unknown_ones_the_slowest(clock: Clock) -> None:
     table = RateTable(START, clock)
     show(table.learner("slow", "m"), Rates(token=1e-4), Random(1))
     assert table.slowest_if_unlike("m") is None

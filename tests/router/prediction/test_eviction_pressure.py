@@ -20,11 +20,6 @@ TOKENS = len(PROMPT) * CHUNK
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def pressure(clock: Clock) -> EvictionPressure:
     pressure = EvictionPressure(CHUNK, STRIDE, clock=clock)
     pressure.removed({A: 0, B: 0})

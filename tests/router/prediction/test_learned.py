@@ -1,9 +1,8 @@
-"""Learning from streamed answers and from the index's counters."""
+"""Learning from streamed answers, the index's counters, lengths of answers and turns of sessions."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 
 import pytest
 from manual_clock import Clock
@@ -13,15 +12,15 @@ from kvevents import BlockRemoved, BlockStored, EventBatch, EventSource
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.policies import Candidate
 from router.policies.rates import Rates, prefill_seconds
-from router.prediction.learned import Learned
+from router.prediction.learned import Learned, OutputLengths, SessionTurns
 
 TRUTH = Rates(token=1.2e-4)
 TARGET = Target("http://w:1", 0, "m")
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def learned(clock: Clock) -> Learned:
+    return Learned(Rates(), clock)
 
 
 def answer(learned: Learned, clock: Clock, tokens: int, waiting: int = 0, output_tokens: int = 40) -> None:
@@ -33,16 +32,14 @@ def answer(learned: Learned, clock: Clock, tokens: int, waiting: int = 0, output
     timing.end(output_tokens)
 
 
-def test_streamed_answers_tell_how_fast_a_worker_is_and_how_long_answers_are(clock: Clock) -> None:
-    learned = Learned(Rates(), clock)
+def test_streamed_answers_tell_how_fast_a_worker_is_and_how_long_answers_are(learned: Learned, clock: Clock) -> None:
     for number in range(100):
         answer(learned, clock, 500 + 100 * number)
     assert learned.rates.learner(TARGET.worker, "m").rates.token == pytest.approx(TRUTH.token, rel=0.2)
     assert learned.outputs.expected("m", None) == pytest.approx(40, rel=0.2)
 
 
-def test_queued_prompt_does_not_change_the_prefill_rate(clock: Clock) -> None:
-    learned = Learned(Rates(), clock)
+def test_queued_prompt_does_not_change_the_prefill_rate(learned: Learned, clock: Clock) -> None:
     for number in range(100):
         answer(learned, clock, 500 + 100 * number, waiting=1)
     learner = learned.rates.learner(TARGET.worker, "m")
@@ -50,23 +47,14 @@ def test_queued_prompt_does_not_change_the_prefill_rate(clock: Clock) -> None:
     assert not learner.learned
 
 
-def test_answer_without_first_byte_is_ignored(clock: Clock) -> None:
-    learned = Learned(Rates(), clock)
+def test_answer_without_first_byte_is_ignored(learned: Learned) -> None:
     before = learned.outputs.expected("m", None)
     learned.timing(Candidate(TARGET), 100).end(5)
     assert learned.outputs.expected("m", None) == before
 
 
-@pytest.fixture
-def indexer() -> Iterator[Indexer]:
-    indexer = Indexer()
+def test_evictions_are_read_from_the_index(learned: Learned, clock: Clock, indexer: Indexer) -> None:
     indexer.start()
-    yield indexer
-    indexer.stop()
-
-
-def test_evictions_are_read_from_the_index(clock: Clock, indexer: Indexer) -> None:
-    learned = Learned(Rates(), clock)
     indexer.register(Registration(TARGET, EventSource(0, "tcp://127.0.0.1:9")))
     tokens = list(range(512 * CHUNK_TOKENS))
     hashes = [100 + place for place in range(512)]
@@ -84,3 +72,37 @@ def test_evictions_are_read_from_the_index(clock: Clock, indexer: Indexer) -> No
     learned.pressure.routed(prompt, 256 * CHUNK_TOKENS)
     lost = 256 * CHUNK_TOKENS / 25_600
     assert learned.pressure.price() == pytest.approx(lost / (1 - lost))
+
+
+def test_mean_output_of_a_model_is_learned() -> None:
+    lengths = OutputLengths()
+    guess = lengths.expected("m", None)
+    for _ in range(1000):
+        lengths.seen("m", 40)
+    assert lengths.expected("m", None) == pytest.approx(40, rel=0.05)
+    assert lengths.expected("other", None) == guess
+
+
+def test_limit_of_a_request_bounds_its_expected_output() -> None:
+    lengths = OutputLengths()
+    assert lengths.expected("m", 5) == 5
+    assert lengths.expected("m", 100_000) == lengths.expected("m", None)
+
+
+@pytest.mark.parametrize(("turns", "expected"), [(1, 1.0), (2, 2.0), (5, 5.0), (40, 8.0)])
+def test_each_turn_finds_its_session(turns: int, expected: float) -> None:
+    session_turns = SessionTurns()
+    assert session_turns.expected("m") == 1.0
+    for number in range(3000):  # each turn says as much as the others
+        turn = number % turns
+        session_turns.seen("m", cached=999 if turn else 0, tokens=1000)
+    assert session_turns.expected("m") == pytest.approx(expected, rel=0.1)
+    assert session_turns.expected("other") == 1.0
+
+
+def test_old_sessions_are_dropped() -> None:
+    session_turns = SessionTurns()
+    for cached, count in ((0, 10_000), (500, 3000)):
+        for _ in range(count):
+            session_turns.seen("m", cached, 1000)
+    assert session_turns.expected("m") == pytest.approx(2.0, rel=0.01)

@@ -25,12 +25,7 @@ from router.routing.assignment import Selection
 from router.routing.build import Routing
 from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import NO_LIMITS
-from router.settings import (
-    PolicyName,
-    PolicySettings,
-    Settings,
-    WorkerSettings,
-)
+from router.settings import PolicyName, PolicySettings, Settings, WorkerSettings
 from router.sharing import PeerLoad
 
 URLS = ["http://a:1", "http://b:1"]

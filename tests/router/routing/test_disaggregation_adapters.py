@@ -65,10 +65,7 @@ def test_sglang_rooms_map_to_the_dp_rank(size: int, data: st.DataObject) -> None
     assert decode["routed_dp_rank"] == 3
 
 
-@pytest.mark.parametrize(
-    ("prompt", "rooms"),
-    [("x", None), ([1, 2], None), (["x"], 1), ([[1], [2]], 2), ([], None)],
-)
+@pytest.mark.parametrize(("prompt", "rooms"), [("x", None), ([1, 2], None), (["x"], 1), ([[1], [2]], 2), ([], None)])
 def test_batch_has_a_room_for_each_prompt(prompt: Any, rooms: int | None) -> None:
     room = sent(made(Sglang, json.dumps({"prompt": prompt}).encode()).prefill().body)["bootstrap_room"]
     assert (len(room) if isinstance(room, list) else None) == rooms
@@ -138,10 +135,7 @@ def test_tensorrt_continues_from_the_context() -> None:
     told = {"request_type": "context_only", "opaque_state": "abc", "first_gen_tokens": [7]}
     choice = {"finish_reason": "length", "disaggregated_params": told}
     decode = sent(adapter.decode(json.dumps({"choices": [choice], "prompt_token_ids": [1, 2]}).encode()).body)
-    assert decode == sent(BODY) | {
-        "prompt": [1, 2],
-        "disaggregated_params": told | {"request_type": "generation_only"},
-    }
+    assert decode == sent(BODY) | {"prompt": [1, 2], "disaggregated_params": told | {"request_type": "generation_only"}}
 
 
 def test_tensorrt_omits_missing_fields() -> None:

@@ -130,15 +130,7 @@ def test_messages_of_clients_are_not_modified() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [
-        ('{"a": 1}', {"a": 1}),
-        ({"a": 1}, {"a": 1}),
-        ("", {}),
-        (None, {}),
-        ("{not json", {}),
-        ("[1]", {}),
-        ("5", {}),
-    ],
+    [('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("", {}), (None, {}), ("{not json", {}), ("[1]", {}), ("5", {})],
 )
 def test_arguments_of_tool_calls_are_parsed_to_an_object(arguments: Any, expected: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -178,10 +170,7 @@ def test_answer_of_a_tool_is_one_text_in_both_content_formats() -> None:
 )
 def test_line_that_changes_with_each_request_is_dropped(content: Any, expected: str) -> None:
     user = {"role": "user", "content": "x-anthropic-billing-header: 1\nhi"}
-    assert seen({"role": "system", "content": content}, user) == [
-        {"role": "system", "content": expected},
-        user,
-    ]
+    assert seen({"role": "system", "content": content}, user) == [{"role": "system", "content": expected}, user]
 
 
 DEVELOPER = {"role": "developer", "content": "d", "tools": [{"function": {"name": "f"}, "type": "function"}]}
@@ -312,10 +301,7 @@ MESSAGE = st.fixed_dictionaries(
     source=st.sampled_from([SHOW, SHOW_PARTS, SHOW + "{# 'developer' #}"]),
 )
 def test_any_messages_of_a_client_are_rendered_or_refused(
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    variables: dict[str, Any] | None,
-    source: str,
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any] | None, source: str
 ) -> None:
     with contextlib.suppress(RequestError):
         rendered(source, ChatPrompt(messages, tools=tools, chat_template_kwargs=variables))
@@ -338,10 +324,7 @@ def test_text_equals_that_of_transformers(
 ) -> None:
     source = (SHOW_PARTS if wraps_parts else SHOW) + "{{ [tools, color, bos_token, add_generation_prompt] | tojson }}"
     chat = ChatPrompt(
-        messages,
-        tools=tools,
-        chat_template_kwargs={"color": color},
-        add_generation_prompt=add_generation_prompt,
+        messages, tools=tools, chat_template_kwargs={"color": color}, add_generation_prompt=add_generation_prompt
     )
     prepared = prepare_messages(messages, wraps_parts=wraps_parts, knows_developer=False)
     shown = {} if color is None or color == "auto" else {"color": color}

@@ -38,11 +38,7 @@ def test_content_in_parts_has_the_text_of_a_string() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        [{"role": "user", "content": SYSTEM["content"]}],
-        [SYSTEM | {"content": "be brief. " * 30}],
-    ],
+    "other", [[{"role": "user", "content": SYSTEM["content"]}], [SYSTEM | {"content": "be brief. " * 30}]]
 )
 def test_roles_and_words_distinguish_prompts(other: list[dict[str, Any]]) -> None:
     assert text(*other)[:8] != text(SYSTEM)[:8] or text(*other)[:20] != text(SYSTEM)[:20]

@@ -18,13 +18,7 @@ from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_state import TokenizerCollector
 from router.tokens.model_tokenizer import ModelTokenizer, PromptSource
 from router.tokens.probes import ProbeKind
-from router.tokens.tokenizers import (
-    INLINE_BYTES,
-    INLINE_CHARACTERS,
-    MAX_WAITING,
-    Tokenizers,
-    TokenizerUnavailableError,
-)
+from router.tokens.tokenizers import INLINE_BYTES, INLINE_CHARACTERS, MAX_WAITING, Tokenizers, TokenizerUnavailableError
 
 USER = {"role": "user", "content": "What holds the cache?"}
 LONG = "the worker holds the prefix\n" * INLINE_CHARACTERS
