@@ -41,7 +41,6 @@ class DraftBlockCorrections:
         After a change, earlier predictions of the target are no longer comparable.
 
         - `predicted`: the predicted cached tokens, with the present correction.
-        - `cached`: the cached tokens that the answer reports.
         - `block_size`: the target's block size in tokens.
         """
         corrected = target in self.tokens

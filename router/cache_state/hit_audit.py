@@ -74,11 +74,6 @@ class HitAudit:
         names: WorkerNames | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an audit.
-
-        - `names`: the names of workers in the log.
-        - `clock`: the clock that predictions are made by.
-        """
         self._clock = clock
         self.names = names or WorkerNames()
         self._indexer = indexer
@@ -174,11 +169,7 @@ class HitAudit:
         return max(stream.began_at if stream else 0.0, audit.judged_at)
 
     def _choose_basis(self, target: Target, audit: TargetAudit) -> None:
-        """Choose the basis of a target's predictions, once enough of its answers were compared.
-
-        A few answers are enough if far fewer tokens were cached than predicted, which is the worse error. A few are
-        enough to return to events as well, once these are right.
-        """
+        """Choose the basis of a target's predictions, once enough of its answers were compared."""
         errors = audit.event_errors
         if not errors.enough:
             errors = audit.last_event_errors

@@ -24,9 +24,8 @@ CHUNK_TOKENS: Final = 16
 def prompt_hashes(
     model: str, adapter: str | None, cache_salt: str | None, token_ids: Sequence[int] | PackedPrompt
 ) -> array[int]:
-    """Return a hash for each prefix of a prompt that is a whole number of chunks.
-
-    If blocks are as large as chunks, these are the index's hashes, unless those depend on a secret.
+    """Return a hash for each prefix of whole chunks. With blocks as large, they are the index's hashes without a
+    secret.
     """
     return chunk_hashes(chunk_root(model, adapter, cache_salt), PackedPrompt.of(token_ids))
 
@@ -61,10 +60,8 @@ class InFlightPrefixes:
     """The prompts in flight by target. Each is released some time after its request ended, or at once if it failed."""
 
     def __init__(self, linger: float, clock: Callable[[], float] = time.monotonic, stride: int = 1) -> None:
-        """Create the prefixes of no prompts.
-
-        - `linger`: the seconds from the end of a request to the release of its prompt; more for lasting prompts.
-        - `stride`: one in this many prefixes of a prompt is held.
+        """Create the prefixes of no prompts. One in `stride` prefixes is held, until `linger` seconds after its
+        request.
         """
         self._linger = linger
         self._clock = clock
@@ -76,9 +73,8 @@ class InFlightPrefixes:
         self._ended_prefixes = 0
 
     def hold(self, target: Target, hashes: array[int], *, lasting: bool = False) -> ReleaseCallback:
-        """Hold a prompt for a target, and return the callback for the end of its request.
-
-        - `lasting`: whether no event will report the prompt, so that it is held longer.
+        """Hold a prompt for a target, longer if `lasting`: no event will report it. Return the callback for its
+        request's end.
         """
         holder = self._targets.get(target)
         if holder is None:
@@ -86,12 +82,7 @@ class InFlightPrefixes:
         return _Prompt(self, holder, self._prefixes.hold(holder, hashes), lasting)
 
     def overlaps(self, hashes: array[int], now: float | None = None) -> dict[Target, int]:
-        """Return the tokens of the longest prefix that a prompt shares with prompts in flight, by target.
-
-        Targets without a shared prefix are left out. The caller may change the dictionary.
-
-        - `now`: the clock's time, if it was just read.
-        """
+        """Return the tokens of the longest prefix that a prompt shares with prompts in flight, by target, if any."""
         if not self._targets:
             return {}
         self._expire(self._clock() if now is None else now)

@@ -17,11 +17,7 @@ _MOST_SEARCHED = 256
 
 
 class Seen:
-    """The last use of a prompt.
-
-    - `at`: its time in seconds, by the caller's clock.
-    - `added`: the new chunks that the holder had seen until then.
-    """
+    """The last use of a prompt: its time by the caller's clock, and the new chunks that the holder had seen before."""
 
     __slots__ = ("added", "at")
 
@@ -42,11 +38,7 @@ class RecentPrefixes(PrefixHolder):
         self._ends: OrderedDict[Edge[RecentPrefixes], Seen] = OrderedDict()  # the least recently seen first
 
     def remember(self, hashes: array[int], most: int, now: float = 0.0) -> int:
-        """Remember a prompt, and return the number of its chunks that were known before.
-
-        - `most`: the most chunks to keep, of all prompts together.
-        - `now`: the time, by the caller's clock.
-        """
+        """Remember a prompt with `most` chunks in all. Return the number of its chunks that were known before."""
         if not hashes:
             return 0
         before = self.chunks
@@ -67,10 +59,7 @@ class RecentPrefixes(PrefixHolder):
             self._forget_some(self.chunks - most)
 
     def last_seen(self, hashes: array[int]) -> Seen | None:
-        """Return the last use of a prompt's longest known prefix.
-
-        Returns None if no prefix is known, or if its last use was long ago.
-        """
+        """Return the last use of a prompt's longest known prefix; None if it is unknown, or was long ago."""
         edge = self._prefixes.longest_of(self, hashes)
         if edge is None:
             return None

@@ -36,8 +36,6 @@ class Retention:
 
     - `chunks`: the chunks that it keeps; None while no prefix was missing because of too many chunks.
     - `seconds`: the seconds that it keeps a prefix; None while no prefix was missing because of its age.
-    - `proven_chunks`: the most new chunks after which a prefix was still cached.
-    - `proven_seconds`: the longest time after which a prefix was still cached.
     """
 
     chunks: int | None = None
@@ -56,10 +54,8 @@ class Retention:
         self.proven_seconds = max(self.proven_seconds, seconds)
 
     def missed(self, chunks: int, seconds: float) -> bool:
-        """Lower a bound, because a prefix was missing `chunks` new chunks and `seconds` after it was last sent.
-
-        The new bound is halfway between this miss and the proven bound. Returns False if neither amount nor time
-        explains the miss, so that the cache must have been reset.
+        """Lower a bound halfway to the proven one, after a miss. Return False if no bound explains it: the cache was
+        reset.
         """
         if chunks > self.proven_chunks:
             self.chunks = (self.proven_chunks + chunks) // 2
@@ -92,10 +88,7 @@ class SentPrefixes:
         self._expiring: set[Target] = set()  # targets with a learned bound in seconds
 
     def remember(self, target: Target, hashes: array[int], capacity: int | None) -> None:
-        """Remember a prompt that a target has answered.
-
-        - `capacity`: the tokens that the target can hold; None: not known.
-        """
+        """Remember a prompt that a target has answered. `capacity`: the tokens that it can hold, if known."""
         sent = self._sent.get(target)
         if sent is None:
             sent = self._sent[target] = RecentPrefixes(self._prefixes)
@@ -126,8 +119,6 @@ class SentPrefixes:
 
         A prefix that was sent again after `sent_at` teaches nothing.
 
-        - `hashes`: the chunk hashes of the prompt.
-        - `cached`: the cached tokens that the answer reports.
         - `sent_at`: when the prompt was sent, by the clock.
         """
         sent = self._sent.get(target)

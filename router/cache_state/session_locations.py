@@ -37,7 +37,6 @@ class SessionLocation:
     """The target and the tokens of one session. Call it when the session's request ends.
 
     - `pause`: the seconds that the location is kept after the answer.
-    - `until`: when it expires, by the clock; None while the session's request is in flight.
     """
 
     __slots__ = ("_locations", "key", "pause", "target", "tokens", "until")
@@ -73,7 +72,6 @@ class SessionLocations:
     def record(self, key: SessionKey, target: Target, tokens: int, next_call: float | None) -> SessionLocation:
         """Record that a session's request is sent to a target. Returns the callback for the end of the request.
 
-        - `tokens`: the tokens of its prompt.
         - `next_call`: the announced seconds from the answer to the session's next request; None: not announced.
         """
         self.drop(key)
@@ -125,11 +123,7 @@ class SessionLocations:
         return None if location is None else location.target
 
     def weight(self, target: Target, targets: int, capacity: int | None) -> float:
-        """Return the factor for the cost of an eviction on a target, as the module describes it.
-
-        - `targets`: the number of the model's targets.
-        - `capacity`: the tokens that the target can hold; None: not known.
-        """
+        """Return the factor for an eviction's cost on one of `targets` targets. `capacity`: its tokens, if known."""
         if not self._locations or not capacity:
             return 1.0
         mean = min(self._retained_of_model.get(target.model, 0) / targets, capacity)

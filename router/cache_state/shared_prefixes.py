@@ -39,7 +39,6 @@ HolderT = TypeVar("HolderT", bound=PrefixHolder)
 class Edge(Generic[HolderT]):
     """A run of chunks in the tree.
 
-    - `parent`: the edge before it; None for the root only.
     - `end`: the number of chunks from the root to its end.
     - `counts`: the count of each holder, as the module describes it.
     - `longer`: the edges that follow, by their first hash.

@@ -30,7 +30,6 @@ class CachePrediction:
     - `by_events`: the overlap by events and prompts in flight; None while events are missing.
     - `comparable`: whether the reported count can be compared: the tokens are known, for one prompt with one answer.
     - `capacity`: the tokens that the target can hold; None if that is not known.
-    - `made_at`: when the prediction was made, by the audit's clock.
     - `most`: the highest overlap of all targets.
     - `by_text`: whether tokens are estimated from text, so that only shares can be compared.
     - `windowed`: whether the target keeps only the end of prompts, so that misses reveal no capacity.
@@ -62,11 +61,7 @@ class PredictionErrors:
         self._high = self._low = self._total = 0  # sums over the lists
 
     def add(self, error: int, total: int) -> None:
-        """Add an error. The oldest is dropped if there are more than `samples`.
-
-        - `error`: predicted minus actual tokens.
-        - `total`: the tokens of the prompt.
-        """
+        """Add an error: predicted minus actual tokens of a prompt of `total` tokens. The oldest error is dropped."""
         if self.enough:
             oldest = self._oldest
             self._count(-self._errors[oldest], -self._totals[oldest], self._errors[oldest] > 0)
@@ -112,13 +107,11 @@ class TargetAudit:
 
     All counters are in tokens except `answers` and `lengths_wrong`, which count answers.
 
-    - `errors`: errors of the overlaps that decisions were made with.
     - `event_errors`: errors of the overlaps by events, whether or not decisions used them.
     - `length_errors`: prompts whose length differs from the reported one.
     - `last_event_errors`: the last few of `event_errors`.
     - `lengths_differ`: whether the worker counts other prompt lengths than the router.
     - `reports_cached`: whether any answer reported cached tokens.
-    - `judged_at`: when the basis was last chosen, by the audit's clock.
     """
 
     errors: PredictionErrors

@@ -52,10 +52,7 @@ class Adapters:
         await asyncio.gather(*self._loading, return_exceptions=True)
 
     async def load(self, workers: Sequence[Worker], body: dict[str, Any], model: str | None) -> list[CommandResult]:
-        """Load an adapter on workers.
-
-        `model`: the base model whose future workers load the adapter too; None: they do not.
-        """
+        """Load an adapter on workers, and on future workers of the base model `model`, if it is given."""
         results = await asyncio.gather(*(self._send(worker, "load_lora_adapter", body) for worker in workers))
         if model is not None and any(each.succeeded for each in results) and len(self._kept) < _MOST_KEPT:
             self._kept[body["lora_name"]] = _KeptAdapter(model, body)

@@ -25,10 +25,7 @@ class AddressNotAllowedError(OSError):
 
 
 class AllowedNetworks:
-    """The networks of `fleet.allowed_networks`.
-
-    `is_guarded` returns whether a host is checked at every connect. The operator configured the other hosts.
-    """
+    """The networks of `fleet.allowed_networks`. `is_guarded`: the operator did not configure the host."""
 
     def __init__(self, networks: Iterable[str], is_guarded: Callable[[str], bool] = lambda _: False) -> None:
         self._networks = [ip_network(network) for network in networks]
@@ -44,10 +41,7 @@ class AllowedNetworks:
         return sorted(addresses, key=lambda address: address.version)
 
     async def to_connect(self, host: str) -> str:
-        """Return the address to connect to: an allowed one of a guarded host, otherwise the host itself.
-
-        Raises AddressNotAllowedError.
-        """
+        """Return the address to connect to: for a guarded host an allowed one. Raises AddressNotAllowedError."""
         return str((await self.check(host))[0]) if self.is_guarded(host) else host
 
 

@@ -32,7 +32,6 @@ class FleetWatch:
     """The prober, the metrics scraper and the stall detector of a fleet. `start` and `stop` own their tasks.
 
     - `on_model`: called after every successful probe, for each base model of the worker.
-    - `networks`: the networks to which the router connects for addresses that the operator did not configure.
     - `peer_load`: returns the requests of other routers on some ranks of the worker with a URL.
     """
 
@@ -112,10 +111,7 @@ def build_fleet(settings: Settings, indexer: Indexer) -> Fleet:
 def follow_sources(
     settings: Settings, file: SettingsFile | None, session: aiohttp.ClientSession, fleet: Fleet
 ) -> list[asyncio.Task[None]]:
-    """Start the tasks that add and remove workers as Kubernetes and the settings file name them.
-
-    - `file`: the settings file; None: no file is followed.
-    """
+    """Start the tasks that add and remove workers as Kubernetes and the settings file, if any, name them."""
     tasks: list[asyncio.Task[None]] = []
     if settings.kubernetes.used:
         cluster = ClusterAccess.in_cluster(settings.kubernetes.namespace)

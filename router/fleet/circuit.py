@@ -38,7 +38,6 @@ class CircuitLimits:
 class Circuit:
     """The circuit of one worker or rank. `begin` numbers the requests; each end is reported with its number.
 
-    - `closed`: all requests are allowed.
     - `reason`: why it opened; None while it is closed.
     """
 

@@ -55,13 +55,8 @@ class RefusedKeyError(DiscoveryError):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A name that requests may use.
-
-    - `name`: the name.
-    - `model`: the base model behind it.
-    - `adapter`: the adapter; None for a base model.
-    - `root`: the origin of its weights.
-    - `max_model_len`: its context length in tokens.
+    """A name that requests may use: its base model, adapter and context length in tokens. `root` is its weights'
+    origin.
     """
 
     name: str
@@ -75,14 +70,9 @@ class ServedModel:
 class WorkerDescription:
     """The answer of a worker to a probe.
 
-    - `engine`: its inference engine.
     - `models`: the served models and adapters, by the names that requests use.
-    - `streams`: its event streams.
     - `block_size`: the tokens of one block; None if not reported.
     - `capacity`: the blocks of each rank's KV cache; None if not reported.
-    - `ranks`: its DP ranks.
-    - `role`: the part of a request that it computes.
-    - `bootstrap_port`: the port of a prefill worker's bootstrap service.
     - `refused`: the fields that could not be used, in words.
     """
 
@@ -133,14 +123,9 @@ async def describe_worker(
     limits: FleetSettings | None = None,
     key: WorkerKey | None = None,
 ) -> WorkerDescription:
-    """Ask a worker for its description. Its settings override what it reports.
+    """Ask a worker for its description, which its settings override.
 
-    - `session`: the HTTP client.
-    - `worker`: the settings of the worker.
-    - `limits`: the section `fleet`; None: its defaults.
-    - `key`: the API key; None: the key of the settings.
-
-    Raises DiscoveryError; RefusedKeyError if the worker refuses the key.
+    Raises DiscoveryError; RefusedKeyError if the worker refuses the key, by default that of the settings.
     """
     url = str(worker.url).rstrip("/")
     key = key or WorkerKey(worker.name or url, worker)
@@ -188,10 +173,7 @@ class _WorkerClient:
             return await read_answer(response, self.limits.max_answer_bytes)
 
     async def get_if_there(self, path: str) -> bytes | None:
-        """Return the body at a path; None if the server does not have the path.
-
-        Raises ClientError for a status of 500 or more, because a failing server may have the path.
-        """
+        """Return the body at a path; None if it does not exist. Raises ClientError for a status of 500 or more."""
         try:
             return await self.get(path)
         except aiohttp.ClientResponseError as error:
@@ -200,10 +182,7 @@ class _WorkerClient:
             return None
 
     def cards(self, body: bytes) -> list[_Card]:
-        """Parse the answer to `/v1/models`.
-
-        Raises ValueError if it lists more names than `fleet.max_models`, or no usable name.
-        """
+        """Parse the answer to `/v1/models`. Raises ValueError without a usable name, and above `fleet.max_models`."""
         listed = msgspec.json.decode(body, type=_ModelList).data
         if len(listed) > self.limits.max_models:
             raise ValueError(f"/v1/models lists {len(listed)} names; fleet.max_models is {self.limits.max_models}")
@@ -276,10 +255,7 @@ def _ranks(ranks: list[int]) -> tuple[int, ...]:
 
 
 def _models(cards: list[_Card], only: str | None) -> dict[str, ServedModel]:
-    """Return the served names. Names with the same root are one model, and adapters have a parent.
-
-    `only`: the one name under which the worker is used; None: all its names.
-    """
+    """Return the served names, or the one of `only`. Names with one root are one model; adapters have a parent."""
     first_of_root: dict[str, str] = {}
     for card in cards:
         if card.parent is None:

@@ -40,7 +40,6 @@ _MOST_RANKS = 1024
 class EngineLoad:
     """The load that a DP rank reports.
 
-    - `running`, `waiting`: its requests.
     - `kv_usage`: the share of its KV cache in use; None if not reported.
     - `tokens`: the tokens that it has computed since its start.
     """
@@ -116,7 +115,6 @@ class EngineView:
     """The load of a rank beyond the requests that the router knows.
 
     - `unseen`: requests of other clients.
-    - `waiting`: the number of them that may be waiting.
     - `kv_usage`: the share of the KV cache in use; None if not reported.
     """
 
@@ -133,9 +131,7 @@ class EngineMetrics:
 
     - `sleep`: whether the engine sleeps; None if it does not report it.
     - `caches_prefixes`: False if the engine reports that prefix caching is off.
-    - `drafts`: whether the engine decodes speculatively.
     - `progress_at`: the time at which its token counters last increased.
-    - `read_at`: the time of the last scrape; 0 without one.
     """
 
     def __init__(self, stale: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -168,10 +164,7 @@ class EngineMetrics:
         return 0.0 if self._asked_at is None or not self._answers else self._clock() - self._asked_at
 
     def read(self, text: str, in_flight: Mapping[int, int]) -> bool:
-        """Parse the answer. Return whether it is that of a new process.
-
-        - `in_flight`: the known requests that each rank had during the scrape.
-        """
+        """Parse the answer, with the known requests of each rank. Return whether it is that of a new process."""
         self.sleep = read_sleep(text)
         self.caches_prefixes = _CACHES_NOTHING.search(text) is None
         self.drafts = _DRAFTS.search(text) is not None

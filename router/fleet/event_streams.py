@@ -36,10 +36,7 @@ class WorkerStreams:
         self._networks = networks
 
     async def without_refused(self, worker: Worker, description: WorkerDescription) -> WorkerDescription:
-        """Return a worker's description without the streams to which the router must not connect.
-
-        Streams that the operator configured are not checked, and neither is the host of a worker that it configured.
-        """
+        """Return a worker's description without refused streams. Those that the operator configured are not checked."""
         configured = worker.source != ADDED_SOURCE
         if configured and worker.settings.streams is not None:
             return description
@@ -87,9 +84,8 @@ class WorkerStreams:
 
 
 class RegisteredStreams:
-    """The event streams that are registered over HTTP, with host names replaced by checked addresses.
-
-    `run` resolves the names every `resolve_interval` seconds, and follows those whose address changes.
+    """The event streams registered over HTTP, by checked addresses, which `run` resolves every `resolve_interval`
+    seconds.
     """
 
     def __init__(
@@ -101,10 +97,7 @@ class RegisteredStreams:
         self._named: dict[Target, tuple[Registration, Registration]] = {}  # with host names, and with addresses
 
     async def admit(self, registration: Registration) -> Registration:
-        """Return a registration with addresses in place of host names.
-
-        Raises ValueError, which begins with the field, for an endpoint that is not allowed.
-        """
+        """Return a registration with addresses for host names. Raises ValueError (field first) if not allowed."""
         if registration.source is None:
             return registration
         given = replace(registration, source=canonical_source(registration.source))
@@ -139,10 +132,7 @@ class RegisteredStreams:
 async def allowed_sources(
     networks: AllowedNetworks, sources: Sequence[EventSource], own_host: str | None = None
 ) -> tuple[list[EventSource], list[str]]:
-    """Return the sources to which the router may connect, by address, and the reasons why others are refused.
-
-    `own_host`: the host of a worker that the operator configured. It is allowed without a check.
-    """
+    """Return the allowed sources, by address, and why others are refused. `own_host` is allowed without a check."""
     allowed: list[EventSource] = []
     refused: list[str] = []
     known: dict[str, str] = {} if own_host is None else {own_host: own_host}
@@ -157,11 +147,7 @@ async def allowed_sources(
 async def allowed_source(
     networks: AllowedNetworks, source: EventSource, known: dict[str, str] | None = None
 ) -> EventSource:
-    """Return a source with addresses in place of host names.
-
-    `known`: addresses of hosts that are checked already. New ones are added.
-    Raises ValueError, which begins with the field, for an endpoint that is not allowed.
-    """
+    """Return a source with addresses for host names, which are kept in `known`. Raises ValueError as `admit` does."""
     checked = {} if known is None else known
     replay = source.replay_endpoint
     return msgspec.structs.replace(

@@ -55,11 +55,8 @@ class Fleet:
     ) -> None:
         """Create the fleet of the settings file's workers.
 
-        - `workers`: those of the settings file.
-        - `settings`: the section `fleet`.
         - `indexer`: the index, in which targets of failed workers are suspended and those of removed ones unregistered.
         - `keys_for_added`: whether workers that were added over HTTP receive the fleet's API key.
-        - `aliases`: the model behind each additional name.
         - `expected`: models whose requests may wait for a first worker; None: requests never wait for one.
         """
         self.disaggregated = False
@@ -130,12 +127,9 @@ class Fleet:
     # Lookups by the names that requests use
 
     def able(self, name: str | None, prefill: bool = False) -> Sequence[Worker]:
-        """Return the workers that may receive new requests for a name, whatever their circuits.
+        """Return the workers that may receive requests for a name (None: any), whatever their circuits.
 
-        - `name`: of a model or an adapter; None: any.
-        - `prefill`: return prefill workers, instead of those that answer requests.
-
-        If no worker can answer, prefill workers that can answer alone are returned.
+        `prefill`: return prefill workers. If no worker can answer, prefill workers that can answer alone are returned.
         """
         if self._lookup_version != self.version:
             self._forget_lookups()
@@ -248,10 +242,7 @@ class Fleet:
             on_replaced(worker)
 
     def notify_restarted(self, worker: Worker, since: float) -> None:
-        """Forget what a worker held, and notify listeners, because it has a new process.
-
-        `since`: a time before its start, by `time.monotonic`.
-        """
+        """Forget what a worker held before its new process started, after `since`, and notify listeners."""
         self._indexer.forget_former_process(worker.targets, since)
         for on_restarted in self.on_restarted:
             on_restarted(worker)

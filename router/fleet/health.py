@@ -64,9 +64,7 @@ class Result:
 class Health:
     """The circuit of a worker, its requests in flight, and the outcomes of its last ones.
 
-    - `worker`: the health of the whole worker, if this is the health of one rank.
     - `ranks`: the health of each DP rank, if the worker has several.
-    - `attempts`: the requests in flight, the oldest first.
     """
 
     def __init__(
@@ -76,10 +74,7 @@ class Health:
         worker: Health | None = None,
         on_change: Callable[[], None] | None = None,
     ) -> None:
-        """Create the health of a worker, or of a rank of `worker`.
-
-        `on_change` is called when the circuit of the worker or of a rank opens or closes.
-        """
+        """Create the health of a worker, or of a rank of `worker`. `on_change`: a circuit opened or closed."""
         self.worker = worker
         self.ranks: dict[int, Health] = {}
         self._limits = limits or CircuitLimits()
@@ -104,10 +99,6 @@ class Health:
         """Record that a request is sent.
 
         - `work`: the tokens to compute before its first byte.
-        - `dp_rank`: the rank that receives it.
-        - `streamed`: whether its answer is a stream.
-        - `one_of_many`: whether the worker has several ranks.
-        - `now`: the time by the clock, if the caller has read it.
         """
         if now is None:
             now = self.clock()
@@ -126,10 +117,7 @@ class Health:
 
     @property
     def last_byte(self) -> float:
-        """The time of the last byte of any answer: now, if one was received since this property was read last.
-
-        The clock is not read for every byte, because that would cost time.
-        """
+        """The time of the last byte: now, if bytes arrived since the last read. No byte reads the clock."""
         if self._heard:
             self._heard = False
             self._last_byte = self.clock()
@@ -181,10 +169,7 @@ class Health:
             self._on_change()
 
     def move_waiting(self, whole_answers: bool = True) -> int:
-        """Move requests without a first byte to other workers. Return their number.
-
-        `whole_answers`: also move requests whose answers are not streamed.
-        """
+        """Move requests without a first byte to other workers, and return their number."""
         moved = 0
         for attempt in self.attempts:
             if attempt.give_up is not None and (attempt.streamed or whole_answers):
@@ -217,7 +202,6 @@ class Attempt:
     """One request on one worker, from the choice to the end.
 
     - `waits`: whether its first byte is awaited from this worker.
-    - `failed`: the worker did not compute the prompt.
     - `give_up`: moves the request to another worker; None if it cannot be moved.
     - `most_tokens`: the most tokens of its answer; None if the request does not limit them.
 
@@ -229,8 +213,6 @@ class Attempt:
     ) -> None:
         """Create the attempt of a request.
 
-        - `health`: the health of its rank, if its worker has several, else of its worker.
-        - `number`: its number at the circuit of `health`.
         - `of_worker`: its number at the circuit of its worker.
         """
         self.begun = now

@@ -77,10 +77,7 @@ class ClusterAccess:
 
 
 class ResourceWatch:
-    """A current copy of the objects at one path.
-
-    `on_change` is called with all objects whenever one of them changes.
-    """
+    """A current copy of the objects at one path. `on_change` is called with all of them after each change."""
 
     def __init__(
         self,

@@ -25,10 +25,7 @@ log = structlog.get_logger()
 
 
 class Prober:
-    """Probes workers of a fleet, and updates their state.
-
-    `on_model` is called after every successful probe, for each base model that the worker serves.
-    """
+    """Probes workers of a fleet, and updates their state. `on_model` is called with models of those that answer."""
 
     def __init__(
         self,
@@ -74,9 +71,9 @@ class Prober:
         self._fleet.notify_change()
 
     async def watch(self, worker: Worker) -> None:
-        """Probe a worker until the task is cancelled: at intervals, and soon after a request to it failed.
+        """Probe a worker until cancelled: at intervals, and soon after a failed request.
 
-        A worker that is up is probed at once, but not more often than every `fleet.retry_interval` seconds.
+        A worker that is up is probed at most every `fleet.retry_interval` seconds.
         """
         clock = asyncio.get_running_loop().time
         if worker.state is WorkerState.NEW:
@@ -148,10 +145,7 @@ class Prober:
 
 
 class MetricsScraper:
-    """Scrapes the metrics of workers of a fleet.
-
-    `peer_load` returns the requests of other routers on some ranks of the worker with a URL.
-    """
+    """Scrapes the metrics of workers. `peer_load`: returns other routers' requests on ranks of a worker's URL."""
 
     def __init__(
         self,

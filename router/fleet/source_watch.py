@@ -39,10 +39,8 @@ _ROLE_LABEL = "kvrouter.io/role"
 class Address(NamedTuple):
     """The address of a worker.
 
-    - `host`: its IP address.
     - `port`: its port; None: the port of the settings.
     - `role`: the role of its pod's label, if any.
-    - `name`: the name of its pod, if known.
     """
 
     host: str
@@ -52,11 +50,7 @@ class Address(NamedTuple):
 
 
 async def follow_settings_file(file: SettingsFile, settings: Settings, fleet: Fleet) -> None:
-    """Assign the workers of the settings file to the fleet whenever the file changes, until cancelled.
-
-    - `file`: the settings file. A file with mistakes is logged and ignored.
-    - `settings`: the settings in use. A change of other settings is logged, because it requires a restart.
-    """
+    """Follow the workers of the settings file. Mistakes, and changes of other settings, are logged."""
     seen: object = "not read"  # The file may have changed since the settings were loaded.
     while True:
         if (stamp := file.stamp()) != seen:

@@ -39,12 +39,7 @@ class OutlierLimits:
 
 
 class Recent:
-    """The recent requests of a worker.
-
-    - `errors`: the share that failed; None if they are too few.
-    - `first_bytes`: the first bytes of streams.
-    - `seconds`: the median time to them; 0 without any.
-    """
+    """The recent requests of a worker. `errors`: the failed share, of enough; `seconds`: the median to a first byte."""
 
     def __init__(self, health: Health, limits: OutlierLimits) -> None:
         results = health.results()
@@ -90,10 +85,7 @@ class Alike:
 
 
 def _usual(theirs: list[FirstByte], work: list[FirstByte]) -> float:
-    """Return the median time that the first bytes `work` would take on the workers of `theirs`.
-
-    It is the time of the median work, because the expected time never falls with the work.
-    """
+    """Return the workers' median time to a first byte for the median of `work`, with which time never falls."""
     tokens = sorted(seen.work for seen in work)
     middle = tokens[(len(tokens) - 1) // 2], tokens[len(tokens) // 2]
     return sum(expected_seconds(theirs, each, True) or 0.0 for each in middle) / 2
@@ -245,7 +237,6 @@ def stalled(
 ) -> str | None:
     """Return why a worker counts as hung; None if it does not.
 
-    - `seen`: first bytes of workers with the same models.
     - `silent`: seconds since the last sign of work: bytes of an answer, an event, or a higher counter in its metrics.
     - `unanswered`: seconds since an unanswered scrape began.
     """

@@ -40,9 +40,8 @@ def _weights(served: ServedModel) -> str:
 
 
 class WorkerState(StrEnum):
-    """The state of a worker. Others than ready, warming and half-open workers are chosen only if none of these exists.
-
-    The values are shown to users in `/workers`, metrics and logs.
+    """The state of a worker, as users see it. Only ready, warming and half-open ones are chosen while any of them
+    exists.
     """
 
     NEW = "new"  # not probed yet
@@ -65,25 +64,15 @@ def url_of(settings: WorkerSettings) -> str:
 class Worker:
     """One worker, which is one server URL.
 
-    - `url`: the base URL, which identifies the worker in the router.
-    - `name`: the name in logs, metrics and answers.
-    - `key`: its API key.
-    - `source`: the source that named it.
     - `slow_start`: seconds of warm-up.
-    - `description`: its answer to the last successful probe.
     - `problem`: why it is down; None while it is up.
-    - `failed_probes`: failed probes in a row.
     - `refused_at`: when it was first found to accept no connections; None while it accepts them.
     - `starts`: the number of times that it answered a probe after it was new or down.
     - `targets`: its targets that are registered with the index.
-    - `draining`: it receives no new requests.
-    - `asleep`: its engine sleeps.
     - `sleep_in_change`: a command to sleep is running, so that its metrics may be outdated.
     - `warming_since`: the beginning of its warm-up; None: it is warm.
     - `changed_models`: models that were replaced under the same name.
-    - `replaced_adapters`: names of adapters whose weights were replaced.
     - `probe_began`: when the unanswered probe began; None if the last probe was answered.
-    - `probe_now`: set to have it probed soon.
     - `probed`: set for a moment when a probe ends.
     - `routing_line`: the header lines that name it in its answers.
     """
@@ -190,11 +179,7 @@ class Worker:
         return target
 
     def accepts(self, name: str | None, prefill: bool = False) -> bool:
-        """Return whether it may receive new requests, whatever its circuit.
-
-        - `name`: of a model or an adapter; None: any.
-        - `prefill`: ask for requests whose decode runs on another worker. Prefill workers receive only these.
-        """
+        """Return whether it may receive requests for a name (None: any), whatever its circuit; or only prefills."""
         if self.problem is not None or self.draining or self.asleep or (self.role is _PREFILL) is not prefill:
             return False
         return name is None or (self.description is not None and name in self.description.models)
@@ -258,21 +243,14 @@ class Worker:
         return self.description.ranks if self.description else (0,)
 
     def rank_in_requests(self, dp_rank: int) -> int:
-        """Return the number of a rank in requests.
-
-        vLLM counts the ranks of its own server from 0, also where several servers share the ranks
-        (`--data-parallel-hybrid-lb`).
-        """
+        """Return a rank's number in requests: vLLM numbers each server's ranks from 0 (`--data-parallel-hybrid-lb`)."""
         if self.description is None or self.description.engine is Engine.SGLANG:
             return dp_rank
         return dp_rank - min(self.description.ranks)
 
 
 def has_turn(worker: Worker, random: Random) -> bool:
-    """Return whether a worker may receive one request while other workers exist.
-
-    Its circuit must allow it, and its warm-up must have a turn for it.
-    """
+    """Return whether a worker, by its circuit and warm-up, may receive one request while others exist."""
     if not (worker.health.circuit.closed or worker.trusted):
         return False
     return worker.warming_since is None or worker.share >= 1 or random.random() < worker.share
@@ -281,9 +259,8 @@ def has_turn(worker: Worker, random: Random) -> bool:
 def choosable(
     workers: Collection[Worker], random: Random, any_has_capacity: Callable[[Worker], bool] | None = None
 ) -> Collection[Worker]:
-    """Return the workers that a request may be sent to now.
+    """Return the workers that a request may be sent to now; those with open circuits only if no others exist.
 
-    Workers with open circuits are returned only if no others exist.
     If the trusted workers have no capacity, no worker is returned.
     """
     trusted = [worker for worker in workers if worker.health.circuit.closed or worker.trusted] or workers

@@ -71,12 +71,8 @@ async def put_to_sleep(
 ) -> list[CommandResult]:
     """Put workers to sleep by vLLM's `/sleep`. They receive no requests from now on, unless the command fails.
 
-    - `level`: 0 keeps weights and cache, 1 keeps the weights in CPU memory, 2 keeps nothing.
-    - `mode`: the treatment of running requests.
-
     With the mode `wait`, the command is sent when this router's requests to the worker have ended, or after a timeout.
-    The engine waits for requests that it has received; one that is still on its way would only be answered after the
-    engine is woken.
+    Its engine would answer a request that arrives after the command only when it is woken.
     """
 
     async def one(worker: Worker) -> CommandResult:

@@ -21,9 +21,7 @@ _REFUSED = (401, 403)
 class WorkerKey:
     """The API key of one worker.
 
-    - `name`: the worker's name, for logs.
     - `authorization`: the value of the header `Authorization`; None without a key.
-    - `headers`: the headers of the router's own requests.
     - `refused`: the status of the router's own requests that the worker refused, by path.
     """
 
@@ -44,10 +42,7 @@ class WorkerKey:
         return self.read()
 
     def read(self) -> bool:
-        """Read the key again, because its file may have changed. Return whether it did.
-
-        A key that cannot be read stays unchanged.
-        """
+        """Read the key again, unless its file is unreadable. Return whether it changed."""
         try:
             key = key_of(self._source) if self._source is not None else ""
         except ValueError as error:

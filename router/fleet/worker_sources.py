@@ -52,10 +52,7 @@ class WorkerSources:
         return host in self._untrusted_hosts
 
     def merged(self) -> dict[str, SourcedWorker]:
-        """Return the workers of all sources by URL.
-
-        A name that another worker already has is replaced by the URL.
-        """
+        """Return the workers of all sources by URL. The URL replaces a name that another worker has."""
         merged: dict[str, SourcedWorker] = {}
         names: set[str] = set()
         for source in SOURCES:

@@ -60,7 +60,6 @@ class Attempts:
     """The attempts of one request.
 
     - `assignment`: the current target; None before the first attempt, between attempts and at the end.
-    - `tried`: the workers it was sent to, the latest last.
     - `others`: another worker could serve it.
     """
 
@@ -84,11 +83,6 @@ class Attempts:
         transport: Transport | None,
         without: Collection[Worker],
     ) -> None:
-        """Create the attempts of a request.
-
-        - `transport`: sends the request once; None if the router itself sends it.
-        - `without`: workers that are excluded.
-        """
         self._services = services
         self._context = context
         self.prompt = prompt
@@ -122,12 +116,8 @@ class Attempts:
     # The next attempt
 
     def send_next(self, handler: AttemptHandler, arrived: float, now: float | None = None) -> bool:
-        """Send the request to the next worker. Return false if it must `wait` for one.
-
-        - `arrived`: when the request was complete.
-        - `now`: the current time, if the caller just read the clock.
-
-        Raises RequestError if no worker can serve it.
+        """Send the request to the next worker. Return false if it must `wait` for one. Raises RequestError if none is
+        left.
         """
         if self._sends >= self._most:
             raise self.exhausted()
@@ -145,10 +135,7 @@ class Attempts:
         return True
 
     async def wait(self) -> Assignment:
-        """Wait for a worker with capacity and return the assignment to `send`.
-
-        Raises RequestError if no worker has capacity in time.
-        """
+        """Wait for a worker and return the assignment to `send`. Raises RequestError if none has capacity in time."""
         try:
             return await self._services.admission.wait(self.prompt, self._excluded(), self._ticket)
         except RequestError as error:
@@ -166,10 +153,7 @@ class Attempts:
         return not_reached(len(self.tried)) if self._repeatable else broken_off()
 
     def send(self, assignment: Assignment, handler: AttemptHandler, arrived: float) -> None:
-        """Send the request to this worker; `arrived` is when it was complete.
-
-        Raises RequestError if two workers should serve it and its body cannot be changed for them.
-        """
+        """Send the request to this worker. Raises RequestError if its body cannot be changed for a pair of workers."""
         services, prompt, tried, worker = self._services, self.prompt, self.tried, assignment.worker
         context = self._context
         self.assignment = assignment
@@ -280,9 +264,7 @@ class Attempts:
     # The end of an attempt
 
     def retries_status(self, status: int, data: bytes) -> Outcome | None:
-        """Return the outcome of an attempt that this error status ends with a retry; None without a retry.
-
-        - `data`: the received beginning of the body.
+        """Return the outcome of an attempt that this status ends with a retry, else None. `data`: the body's beginning.
 
         A retry takes from the retry budget, unless the worker does not have the model and so computed nothing.
         """
@@ -296,10 +278,7 @@ class Attempts:
         return None
 
     def _tries_other(self, status: int, data: bytes) -> bool:
-        """Return whether another worker may accept a request that its worker refused.
-
-        It may have the model that the worker lacks, or a longer context. Requests about stored objects are sent once.
-        """
+        """Return whether another worker may accept a refused request, for its models or longer context."""
         assignment, prompt, services = self.assignment, self.prompt, self._services
         if assignment is None or prompt.stored is not None or not self._context.admitted.route.json:
             return False
@@ -340,14 +319,14 @@ class Attempts:
         self._left.pop(self.tried[-1], None)
 
     def not_reached(self) -> None:
-        """Record that no connection could be opened, so that nothing was sent. Other transports count their own
-        attempts."""
+        """Record that no connection could be opened. Transports count their own attempts."""
         if self._transport is None:
             self._sends -= 1
 
     def ends_with_break(self) -> bool:
-        """Record that a worker broke off. Return whether no other worker may be sent the request, which may be the
-        cause."""
+        """Record that a worker broke off. Return whether no other worker may be sent the request, as it may be the
+        cause.
+        """
         self._broken += 1
         return not self._repeatable or self._broken >= _MOST_BROKEN
 
@@ -367,10 +346,10 @@ class Attempts:
             self.tried[-1] = assignment.prefill.worker  # the decode worker is not to blame
 
     def _exclude_pair(self) -> bool:
-        """Exclude both workers of a failed pair, as far as others exist, because either may be the cause.
+        """Exclude both workers of a failed pair, as far as others exist; the prefill worker alone if the other can
+        prefill.
 
-        If the decode worker can compute prompts alone, only the prefill worker is excluded. Return false, without a
-        change, if there is no alternative or no pair.
+        Return false, without a change, if there is no alternative or no pair.
         """
         assignment = self.assignment
         if assignment is None or assignment.prefill is None:

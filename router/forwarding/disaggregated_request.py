@@ -55,7 +55,6 @@ class DisaggregatedRequest(ResponseHandler):
 
         - `on_prefilled`: called when the prefill is done and the decode is awaited.
         - `add_worker_key`: add each worker's own key, unless the headers have an `authorization`.
-        - `transport`: sends the decode; None if the router itself sends it.
         """
         assert assignment.prefill is not None
         self._handler: ResponseHandler | None = handler
@@ -261,10 +260,7 @@ class DisaggregatedRequest(ResponseHandler):
 
 
 class _Collected(ResponseHandler):
-    """A handler that collects a response and calls one of two functions at its end.
-
-    `keep_body`: keep the body of a successful response; a refusal's body is always kept.
-    """
+    """A handler that collects a response and calls one of two functions at its end. A refusal's body is always kept."""
 
     def __init__(
         self,

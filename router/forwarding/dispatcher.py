@@ -28,11 +28,8 @@ _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 class Dispatcher:
     """The dispatch of requests: what a connection needs to serve them.
 
-    - `contexts`: begins each request's context.
     - `cors`: the CORS rules; None if pages of other origins may not call.
-    - `questions`: answers questions of the index.
     - `repeated_paths`: paths of POST requests whose heads are remembered, because clients repeat them.
-    - `settings`: limits of bodies.
     """
 
     __slots__ = ("_app", "_workers", "contexts", "cors", "questions", "repeated_paths", "settings")
@@ -45,11 +42,6 @@ class Dispatcher:
         questions: Questions,
         workers: ProxyServices | None = None,
     ) -> None:
-        """Create a dispatcher.
-
-        - `app`: answers the service's own routes.
-        - `workers`: forwards requests to workers; None for a service that has none.
-        """
         self._app = app
         self.questions = questions
         self._workers = workers

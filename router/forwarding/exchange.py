@@ -64,9 +64,8 @@ class ResponseWriter:
     __slots__ = ()
 
     def begin(self, head: ResponseHead, ours: RoutingHeaders | None, data: bytes, ended: bool) -> None:
-        """Write the head, the routing headers if a worker answered, and the first bytes of the body.
-
-        Names of headers are in lower case. If `ended` is true, the writer adds a missing length.
+        """Write the head with any routing headers, and the first bytes of the body. If `ended`, a missing length is
+        added.
         """
         raise NotImplementedError
 

@@ -101,11 +101,6 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         transport: Transport | None = None,
         without: Collection[Worker] = (),
     ) -> None:
-        """Create a request.
-
-        - `transport`: sends the request; None if the router itself sends it.
-        - `without`: workers that are excluded.
-        """
         self._services = services
         self._context = context
         self._client = client
@@ -317,11 +312,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     def _retry(
         self, attempts: Attempts, problem: str, unreachable: Worker | None = None, takes_budget: bool = False
     ) -> None:
-        """Try another worker after an attempt that failed before any byte was forwarded.
-
-        - `unreachable`: the worker that could not be reached or broke off; None for other failures.
-        - `takes_budget`: the retry takes from the retry budget.
-        """
+        """Try another worker after an attempt that failed before any byte was forwarded."""
         self._phase, self._head = Phase.WAITING, None
         attempts.leave(problem)
         try:

@@ -27,13 +27,6 @@ from router.upstream import Upstreams
 class ProxyServices:
     """The services of proxied requests.
 
-    - `recorder`: records requests for listeners.
-    - `reader`, `selector`, `placement`: the parts of routing.
-    - `responses`: the workers that made stored responses.
-    - `long_bodies`: the thread that parses long bodies.
-    - `stream_failover`: continues streams on other workers; None if the settings disable it.
-    - `service_levels`: the configured service levels; None if there are no service levels.
-    - `budget`: limits the share of retries.
     - `attempts`: the most workers that a request is sent to.
     - `ask_usage`: whether workers are asked for token counts that the client did not ask for.
     """
@@ -72,11 +65,7 @@ class ProxyServices:
 
 @dataclass(frozen=True, slots=True)
 class ProxyContext:
-    """The dependencies of a server that receives requests for workers.
-
-    - `gate`: admits or refuses requests.
-    - `tracing`: sends spans to a collector; None: no spans are made.
-    """
+    """The dependencies of a server that receives requests for workers. Without `tracing`, no spans are made."""
 
     contexts: RequestContexts
     services: ProxyServices

@@ -14,10 +14,7 @@ from router.routing.prompt_reader import RoutedPrompt
 def read_request(
     services: ProxyServices, context: RequestContext, body: bytes, model_body: bytes, span: Span | None
 ) -> RoutedRequest:
-    """Parse a request. It can be called in any thread.
-
-    `model_body` is the body that routing by load parses. Raises RequestError, after ending `span`.
-    """
+    """Parse a request, in any thread; by load, parse `model_body` alone. Raises RequestError after ending `span`."""
     head, reader = context.head, services.reader
     try:
         call = Call(head.method, head.path, head.headers, body, head.session_headers, model_body)

@@ -26,11 +26,7 @@ class RequestHead:
     """A request's head. It is shared by all requests of a connection with an equal head.
 
     - `path`, `target`: the path without and with its query.
-    - `headers`: the headers; names are in lower case.
-    - `id`: the client's own id for the request, if it sent one.
     - `urgency`: the headers that a ticket is made of.
-    - `session_headers`: the headers that may name a session.
-    - `about_stored`: the request reads or creates stored objects.
     - `admitted`: the result of the auth gate; None before its check.
     - `lines`: the encoded headers for workers without the id; None before they are made.
     """
@@ -84,11 +80,7 @@ ServerAddress: TypeAlias = tuple[str, int | None]
 
 
 class RequestContext:
-    """One request, from its head to the end of its response.
-
-    - `logged`: the request is written to the access log.
-    - `trace`: its span; None without tracing.
-    """
+    """One request, from its head to the end of its response. `trace`: its span, with tracing."""
 
     __slots__ = ("_gate", "_line", "_metrics", "head", "id", "logged", "server", "tenant", "trace")
 
@@ -138,10 +130,7 @@ class RequestContext:
         return self._gate.bodies
 
     def refusal(self, error: RequestError) -> tuple[Headers, bytes]:
-        """Return the headers and body of an error response, and count the refusal.
-
-        Errors of admitted requests to the service's own routes are not counted.
-        """
+        """Return the headers and body of an error response, and count it unless it is of an admitted own route."""
         body = call_error_body(self.head.path, error)
         headers = error_headers(error, body)
         if error.status == 401 or error.code == "not_allowed":
@@ -208,13 +197,7 @@ class RequestContext:
 
 
 class RequestContexts:
-    """The factory of request contexts.
-
-    - `gate`: checks each request.
-    - `tracing`: None without tracing.
-    - `metrics`: None if requests are not counted.
-    - `log`: write an access log.
-    """
+    """The factory of request contexts. Optional: `tracing`, the counting `metrics`, and the access log."""
 
     def __init__(self, gate: AuthGate, tracing: Tracing | None, metrics: RequestMetrics | None, log: bool) -> None:
         self.gate = gate

@@ -43,7 +43,6 @@ class EventStream(ChunkForwarder):
     def __init__(self, client: ChunkWriter, health: Health, tail: UsageTail, hidden: HiddenUsage | None) -> None:
         """Create a stream to a client.
 
-        - `health`: is notified that the worker is alive.
         - `tail`: receives the chunks with usage.
         - `hidden`: removes usage from the stream; None if the client asked for it.
         """
@@ -80,11 +79,7 @@ _ADAPTER_CHANGES = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 class ProxiedResponse:
-    """A worker's response.
-
-    - `first_byte_at`: the time of its first byte by `time.monotonic`; 0 before.
-    - `usage`: its token usage, after its end and if it is needed.
-    """
+    """A worker's response. `first_byte_at`: by `time.monotonic`; 0 before. `usage`: after its end, if it is needed."""
 
     # Defaults on the class, because most responses never change them.
     usage: Usage | None = None
@@ -116,10 +111,8 @@ class ProxiedResponse:
     def start(
         self, headers: RoutingHeaders, hidden: HiddenUsage | None, recorded: bool, data: bytes, ended: bool
     ) -> None:
-        """Forward the head and the bytes that follow it.
-
-        - `hidden`: removes usage that the client did not ask for.
-        - `recorded`: a recorder needs the usage.
+        """Forward the head and the bytes after it. `hidden` removes unasked usage; `recorded`: a recorder needs the
+        usage.
         """
         head, context, assignment = self.head, self._context, self._assignment
         if 400 <= head.status < 500:  # The worker computes nothing, even if the rest of its response is late.

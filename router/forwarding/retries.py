@@ -18,10 +18,7 @@ _SGLANG_NOT_LOADED: Final = (b"not loaded", b"never been loaded")
 
 
 def is_model_missing(status: int, body: bytes) -> bool:
-    """Return whether a worker's answer to a request for inference says that it lacks the model or adapter.
-
-    - `body`: the received beginning of the answer's body.
-    """
+    """Return whether a worker's status, and the beginning of its body, say that it lacks the model or adapter."""
     if status == _NOT_FOUND:
         return True
     return status == _INVALID and _SGLANG_ADAPTER in body and any(words in body for words in _SGLANG_NOT_LOADED)

@@ -58,11 +58,7 @@ class RankLoad(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SentPrompt(msgspec.Struct, array_like=True, frozen=True):
-    """A prompt that was sent to a target.
-
-    - `number`: the number by which its end is reported.
-    - `prefixes`: the hashes of its prefixes, 8 bytes each.
-    """
+    """A prompt that was sent to a target. `number` reports its end; each hash of `prefixes` has 8 bytes."""
 
     number: _Count
     worker: _Name
@@ -74,8 +70,6 @@ class SentPrompt(msgspec.Struct, array_like=True, frozen=True):
 class Message(msgspec.Struct, array_like=True, frozen=True):
     """The message of one router.
 
-    - `number`: the number of messages that it has sent.
-    - `sent`: the prompts that it sent since its last message.
     - `ended`: the numbers of prompts that ended.
     - `oldest`: the number of its oldest prompt in flight. All prompts before it have ended.
     - `made`: the ids of stored responses, each with the URL of its worker.

@@ -45,17 +45,10 @@ class _Peer:
 
 
 class PeerLoad:
-    """The peers that sent a message in the last `expiry` seconds, and the sums of their loads.
-
-    - `on_change`: called with the worker and the DP rank of each load that changes.
-    """
+    """The peers of the last `expiry` seconds, and the sums of their loads. `on_change`: a rank's load changed."""
 
     def __init__(self, expiry: float, linger: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the loads of no peers.
-
-        - `expiry`: the seconds after which a silent peer is forgotten.
-        - `linger`: the seconds for which an ended prompt still counts as cached soon.
-        """
+        """Create the loads of no peers. An ended prompt still counts as cached soon for `linger` seconds."""
         self.expiry = expiry
         self.on_change: list[Callable[[str, int], None]] = []
         self._clock = clock

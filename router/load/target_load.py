@@ -44,13 +44,10 @@ class LoadJournal:
 class TargetLoad:
     """The load that this router has in flight on a DP rank.
 
-    - `requests`: the requests in flight.
     - `pending`: the uncached prompt tokens of requests without a first byte.
     - `context`: the tokens of all requests in flight.
     - `streamed`: the part of `pending` with streamed answers. Only their first byte shows the end of the prefill.
     - `slot`: the number of this load in its table and its `journal`, which records every change.
-    - `on_first_byte`, `on_ended`: called when a prefill or a request ends.
-    - `on_change`: called with the worker and the DP rank after every change.
     - `prefills`: the requests without a first byte, the oldest first, with their predicted seconds.
     - `head_since`: when the oldest prefill became the oldest, by `clock`.
     """
@@ -119,9 +116,7 @@ class Reservation:
         """Reserve a share of a load.
 
         - `uncached`: the tokens that the target has to compute.
-        - `context`: all tokens of the prompt.
         - `prefill_seconds`: the predicted seconds of the prefill; 0 if rates are not known.
-        - `streamed`: whether the answer's first byte shows the end of the prefill.
         - `now`: the load's clock, if it was just read. The same holds for all methods.
         """
         self._load = load
@@ -177,11 +172,7 @@ class Reservation:
 
 
 class LoadTable:
-    """The load of every DP rank of every worker, for all models together.
-
-    - `on_first_byte`, `on_ended`: called when a prefill or a request ends on any DP rank.
-    - `on_change`: called with the worker and the DP rank of each load that changes.
-    """
+    """The load of every DP rank of every worker, for all models together."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

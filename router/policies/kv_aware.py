@@ -38,10 +38,7 @@ from router.policies.records import Candidate, CostUnit, Decision, Request, chea
 
 @dataclass(frozen=True, slots=True)
 class KvWeights:
-    """The weights β, γ, θ and φ, and the price of loading a token from CPU memory or disk, as a share of computing it.
-
-    `near`: costs that exceed the lowest by at most this share count as ties.
-    """
+    """The weights β, γ, θ and φ, and the share of a computed token that loading costs. `near`: the share of a tie."""
 
     interference: float = 1.0
     interference_per_request: float = 0.06

@@ -46,9 +46,8 @@ class CostColumns:
         self.per_token[row] = per_token
 
     def costs(self, tokens: int, held: array[int], least: int) -> array[float]:
-        """Return the cost of a prompt of `tokens` for each row; the next call overwrites the result.
-
-        `held` has the cached tokens of each row as an `array("I")`.
+        """Return each row's cost of a prompt, of which `held` tokens (`array("I")`) are cached. The next call
+        overwrites it.
         """
         self._write_costs(self.fixed, self.per_token, held, tokens, least, self._costs)
         return self._costs
@@ -77,11 +76,7 @@ def highest(held: array[int]) -> int:
 
 
 class LinearPolicy(ABC):
-    """A policy with a linear cost, of which the lowest wins.
-
-    - `near`: costs that exceed the lowest by at most this share count as ties.
-    - `unit`: the unit of the cost.
-    """
+    """A policy with a linear cost in `unit`, of which the lowest wins. Costs within the share `near` of it are ties."""
 
     def __init__(
         self,
@@ -108,12 +103,7 @@ class LinearPolicy(ABC):
         """Return the terms of a prompt's cost for display. Their sum is the cost, or differs from it by a constant."""
 
     def cost(self, fixed: float, per_token: float, tokens: int, overlap: int, cpu: int, disk: int) -> float:
-        """Return the cost of a prompt on a target with this line.
-
-        - `tokens`: the prompt's tokens.
-        - `overlap`: the cached tokens among them.
-        - `cpu`, `disk`: the cached tokens that are loaded from CPU memory and from disk.
-        """
+        """Return the cost of a prompt on a target. `cpu`, `disk`: the cached tokens that are loaded from there."""
         uncached = tokens - overlap
         if uncached < self.least_uncached:
             uncached = self.least_uncached
@@ -137,10 +127,8 @@ class LinearPolicy(ABC):
         transfers: dict[int, tuple[int, int]],
         excluded: Collection[int],
     ) -> int | None:
-        """Return the row of the target that the policy chooses; None if all rows are excluded.
-
-        - `held`: the cached tokens of each row.
-        - `transfers`: for rows with cached tokens in CPU memory or on disk, the number of both.
+        """Return the row of the chosen target; None if all are excluded. `transfers`: rows' tokens in CPU memory and on
+        disk.
         """
         costs = columns.costs(tokens, held, self.least_uncached)
         for row, (cpu, disk) in transfers.items():

@@ -189,7 +189,6 @@ class RateLearner:
 
         - `tokens`, `cached`: tokens of the prompt, and those among them that were cached.
         - `requests`, `context`: requests that decoded meanwhile, and the tokens they held.
-        - `now`: the time of the measurement.
         """
         uncached = max(tokens - cached, 1)
         step, context_token = self._decode.coefficients
@@ -202,8 +201,6 @@ class RateLearner:
         """Learn from an answer with `output_tokens` after its first one.
 
         - `requests`, `context`: requests that decoded meanwhile, this one included, and the tokens they held.
-        - `seconds`: the time from the first byte to the last.
-        - `now`: the time of the measurement.
         """
         if output_tokens > 0:
             known = self._prefill.coefficients[0] * requests
@@ -232,8 +229,7 @@ class RateTable:
         return learner
 
     def likely(self, worker: str, model: str) -> Rates:
-        """Return a worker's rates for a model, or those of the worker with the most prefills until it has a few of its
-        own."""
+        """Return a worker's rates for a model; until it has a few prefills, those of the worker with the most."""
         learner = self.learner(worker, model)
         if learner.prefills < _HALFWAY:
             return self._leading.get(model, learner).rates
@@ -249,8 +245,7 @@ class RateTable:
             self._leading[model] = learner
 
     def mean_token(self) -> float:
-        """Return the mean seconds per computed token over workers with learned rates; without any, the configured
-        value."""
+        """Return the mean seconds per computed token over learned rates; without any, the configured value."""
         known = [each.rates.token for workers in self._learners.values() for each in workers.values() if each.learned]
         return sum(known) / len(known) if known else self.start.token
 
@@ -260,11 +255,7 @@ class RateTable:
             workers.pop(worker, None)
 
     def slowest_if_unlike(self, model: str, now: float | None = None) -> Rates | None:
-        """Return the slowest worker's rates if the workers of a model differ in speed; None if they are alike or
-        unknown.
-
-        `now` is the current time, if the caller just read the clock.
-        """
+        """Return the slowest worker's rates for a model; None if its workers are alike or unknown."""
         if now is None:
             now = self._clock()
         compared = self._compared.get(model)

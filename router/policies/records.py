@@ -27,10 +27,8 @@ class Candidate:
     """A target that could serve the request. Amounts are in tokens unless stated otherwise.
 
     - `overlap`: tokens of the prompt that it would serve from its cache, whatever the tier.
-    - `requests`: number of requests in flight.
     - `pending`: uncached tokens sent to it whose first byte was not received.
     - `context`: tokens that its requests in flight hold.
-    - `waiting`: number of requests whose first byte was not received.
     - `cpu`, `disk`: tokens of the overlap that are loaded from CPU memory, and from disk.
     - `eviction`: μ, the later cost of evicting for one prefill token, in prefill tokens; 0 while it evicts nothing.
     - `kv_usage`: share of its KV memory in use by running requests, 0 to 1; None if unknown.
@@ -101,9 +99,6 @@ class Candidate:
 class Request:
     """A policy's view of a request.
 
-    - `tokens`: tokens of its prompt.
-    - `output_tokens`: expected tokens of its answer.
-    - `session`: its session, if the client names one.
     - `beginning`: a hash of the prompt's beginning, which replaces a missing session.
     """
 
@@ -145,8 +140,6 @@ class Decision:
 
     - `candidates`: all candidates, or a function that makes their records later, with the load of that moment.
     - `count`: the number of candidates, if `candidates` is a function.
-    - `free`: the policy has no costs.
-    - `unit`: the unit of all terms.
     """
 
     def __init__(
@@ -179,8 +172,7 @@ class Decision:
         return [Cost(candidate, self.terms(candidate)) for candidate in self.candidates]
 
     def summary(self) -> str:
-        """Return the chosen candidate's terms in a line, for a header: `pending=0 prefill=12 total=12 unit=tokens
-        candidates=2`."""
+        """Return the chosen candidate's terms for a header: `pending=0 total=0 unit=tokens candidates=2`."""
         cost = Cost(self.chosen, self.terms(self.chosen))
         terms = " ".join(f"{name}={value:.6g}" for name, value in (*cost.terms.items(), ("total", cost.total)))
         return f"{terms} unit={self.unit} candidates={self.count}"
@@ -212,8 +204,7 @@ def cheapest(
     near: float = 0.0,
     unit: CostUnit = _TOKENS,
 ) -> Decision:
-    """Return the decision for the candidate with the lowest sum of terms; ties at random. `near` is as in
-    `one_of_lowest`."""
+    """Return the decision for the candidate with the lowest sum of terms. Ties are as in `one_of_lowest`."""
     totals = [sum(terms(candidate).values()) for candidate in candidates]
     return Decision(one_of_lowest(candidates, totals, random, near), candidates, terms, unit=unit)
 
@@ -224,8 +215,7 @@ def one_of_lowest(
     random: Random,
     near: float = 0.0,
 ) -> Candidate:
-    """Return the candidate with the lowest total; ties at random. Totals within the share `near` of the lowest count as
-    ties."""
+    """Return the candidate with the lowest total, or a random one within the share `near` of it."""
     lowest, first, ties = totals[0], 0, 0
     for place, total in enumerate(totals):
         if total < lowest:

@@ -28,7 +28,6 @@ from router.settings import PolicyName, PolicySettings
 class PolicySpec:
     """The description of one policy.
 
-    - `make`: makes the policy from the settings; the random generator breaks its ties.
     - `source`: where its rule and its constants come from.
     - `reads_prompts`: it uses overlaps or the beginnings of prompts. Otherwise no prompt is tokenized or matched.
     - `uses_rates`: it uses the speed of workers once that is learned.

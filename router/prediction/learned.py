@@ -66,7 +66,6 @@ class EvictionPressure:
 
         - `chunk`: the tokens of each hash of a prompt.
         - `stride`: one in this many hashes is remembered.
-        - `remembered`: the most prefixes that are remembered.
         """
         self._chunk = chunk
         self._stride = stride
@@ -79,11 +78,7 @@ class EvictionPressure:
         self._last_removal: dict[Target, float] = {}
 
     def routed(self, hashes: Sequence[int], held: int) -> None:
-        """Record a routed prompt.
-
-        - `hashes`: the hashes of its prefixes.
-        - `held`: the most tokens of it that any worker holds.
-        """
+        """Record a routed prompt by its hashes. `held`: the most tokens of it that any worker holds."""
         if len(hashes) < self._stride:
             return
         known = self._routed.remember(array("Q", hashes[self._stride - 1 :: self._stride]), self._remembered)
@@ -167,11 +162,7 @@ class OutputLengths:
         self._means[model] = (mean + max(1 / (count + 1), _ANSWER_WEIGHT) * (tokens - mean), count)
 
     def expected(self, model: str, max_tokens: int | None, announced: int | None = None) -> float:
-        """Return the expected tokens of an answer.
-
-        - `max_tokens`: the most that the answer may have; None: no limit.
-        - `announced`: the tokens that the agent announced; None if it did not.
-        """
+        """Return the expected tokens of an answer, from its limit and the announced tokens, if it has them."""
         mean = self._means.get(model, (_FIRST_OUTPUT_TOKENS, 0))[0] if announced is None else announced
         return mean if max_tokens is None else min(mean, max_tokens)
 
@@ -192,15 +183,7 @@ class EvictionCounts(Protocol):
 
 
 class Learned:
-    """The learned state of all models.
-
-    - `rates`: the speed of workers.
-    - `predictions`: TTFT and TPOT by these rates.
-    - `outputs`: the length of answers.
-    - `turns`: the turns of sessions.
-    - `pressure`: the price of evictions.
-    - `session_locations`: the targets to which sessions return.
-    """
+    """The learned state of all models."""
 
     def __init__(
         self,
@@ -233,10 +216,7 @@ class Learned:
         return self.rates.mean_token()
 
     def read_evictions(self, index: EvictionCounts, now: float | None = None) -> None:
-        """Read the evicted tokens of all targets that have an event stream, at most once a second.
-
-        - `now`: the clock's time, if it was just read.
-        """
+        """Read the evicted tokens of all targets that have an event stream, at most once a second."""
         if now is None:
             now = self._clock()
         if now < self._next_reading:

@@ -97,8 +97,6 @@ class Predictions:
     """Predicts latencies, and learns from watched answers.
 
     - `due`: the time from which the next answer without an SLO is watched.
-    - `tracks_slos`: whether any request had an SLO so far.
-    - `on_first_token`, `on_answered`: called with each watched answer when it begins and when it is complete.
     """
 
     def __init__(
@@ -121,12 +119,7 @@ class Predictions:
         self._busy: dict[Target, _Busy] = {}
 
     def of(self, candidate: Candidate, tokens: int, output_tokens: float, backlog: float) -> Prediction:
-        """Return the predicted latency of a prompt on a candidate.
-
-        - `tokens`: the tokens of the prompt.
-        - `output_tokens`: the expected tokens of its answer.
-        - `backlog`: the seconds until the candidate's prefills are done.
-        """
+        """Return the predicted latency of a prompt. `backlog`: the seconds until the candidate's prefills are done."""
         target = candidate.target
         rates = self._rates.likely(target.worker, target.model)
         transfer = self._cpu_token * candidate.cpu + self._disk_token * candidate.disk
@@ -205,12 +198,7 @@ class Predictions:
 
 
 class WatchedAnswer:
-    """A streamed answer and its prediction.
-
-    - `predicted_ttft`, `predicted_tpot`: the predicted percentiles.
-    - `sent`, `begun`: by the clock.
-    - `ttft`, `tpot`: the measured times; None until they are known.
-    """
+    """A streamed answer, its predicted percentiles, and the measured times once they are known."""
 
     __slots__ = (
         "_predictions",

@@ -44,12 +44,7 @@ class ServiceLevels:
 def read_slo(
     headers: HeaderItems, levels: ServiceLevels | None, tenant: str, model: str | None, arrived: float
 ) -> SLO | None:
-    """Return a request's SLO; None if it has no objective. Raises RequestError (400).
-
-    - `levels`: the service levels in the settings; None: not configured.
-    - `model`: the model that the request names.
-    - `arrived`: when the request arrived, by the router's clock.
-    """
+    """Return a request's SLO, if it has one. `arrived`: by the router's clock. Raises RequestError (400)."""
     values = {name: value for name, value in headers if name in SLO_HEADERS}
     name = levels.default(tenant, model) if levels is not None else None
     level = _NO_LEVEL

@@ -191,11 +191,7 @@ class Prediction:
 
 
 def ttft_by_rates(candidate: Candidate, rates: Rates, tokens: int, backlog: float, transfer_tokens: float) -> float:
-    """Return the seconds to the first token of a prompt on a candidate.
-
-    - `backlog`: the seconds until the prefills before it are done.
-    - `transfer_tokens`: the cost of loading cached tokens, in computed tokens.
-    """
+    """Return the seconds to the first token of a prompt on a candidate."""
     decoding = max(candidate.requests - candidate.waiting, 0)
     prefill = prefill_seconds(rates, tokens, candidate.overlap, decoding, candidate.context)
     return backlog + prefill + rates.token * transfer_tokens
@@ -220,7 +216,6 @@ def expected_misses(objectives: Mapping[float, int], without_objective: int, bef
 
     - `objectives`: the number of answers in flight by their TPOT objective.
     - `without_objective`: the number of answers in flight without one.
-    - `before`, `after`: the TPOT without and with the prefill.
     """
     misses = sum(count * (_kept(tpot, before) - _kept(tpot, after)) for tpot, count in objectives.items())
     return misses + _OF_NO_SLO * without_objective * (0.5 - _kept(before, after))
@@ -246,9 +241,6 @@ def choose_for_slo(
 ) -> int:
     """Return the position of the candidate with the lowest J', as the module describes it.
 
-    - `decision`: the policy's decision without the SLO.
-    - `predictions`: the predicted latency of each of its candidates.
-    - `slo_miss_cost`: ω, in prefill tokens.
     - `turns`: the mean turns of a session.
     """
     candidates = decision.candidates

@@ -55,13 +55,9 @@ class Disaggregation:
 class Selection:
     """A chosen rank, for which nothing is reserved yet.
 
-    - `hashes`: the chunk hashes of the request's prompts on this rank.
     - `by_events`: the overlap by events and prompts in flight, which the decision may not have used.
-    - `best_overlap`: the highest overlap of all candidates.
     - `disaggregation`: the verdict on a second worker for the prefill; None if the rank is no decode worker.
     - `prefill`: the selection of the second worker.
-    - `slo`: the request's SLO.
-    - `prediction`: the latency of the request on this rank, if it was predicted.
     - `slo_missed_by`: the seconds by which the SLO is expected to be missed; 0 if it is met.
     """
 
@@ -100,10 +96,7 @@ class Selection:
 
 
 class RequestSampler(Protocol):
-    """A sampler of placed requests.
-
-    - `due`: the time from which the next placed request is sampled, in seconds of the routing clock.
-    """
+    """A sampler of placed requests. `due`: the routing clock's time from which the next one is sampled."""
 
     @property
     def due(self) -> float: ...
@@ -126,7 +119,6 @@ class Assignment:
     """A placed request, and its share of the target's load until `release`.
 
     - `recorded`: whether its prompts count as cached soon at the target.
-    - `prefill`: the assignment of the worker that computes the prompt, if that is another one.
     """
 
     def __init__(self, selection: Selection, reservation: Reservation, attempt: Attempt) -> None:

@@ -64,14 +64,7 @@ def build_routing(
     sampler: RequestSampler | None = None,
     random: Random | None = None,
 ) -> Routing:
-    """Return the parts of routing over one state.
-
-    - `settings`: the costs of a missed SLO and of disaggregation.
-    - `state`: what the parts share.
-    - `fleet`, `indexer`, `tokenizers`: what reading prompts needs.
-    - `sampler`: records some of the placed requests, for people.
-    - `random`: breaks ties; None: a generator of its own.
-    """
+    """Return the parts of routing over one state. `random` breaks ties."""
     selector = Selector(state, settings.disaggregation, settings.policy.broken_promise, random or Random())
     reader = PromptReader(state, fleet, indexer, tokenizers, settings.proxy.forward_unknown_models)
     return Routing(state, reader, selector, Placement(state, selector, sampler))

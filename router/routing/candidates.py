@@ -26,9 +26,7 @@ _NO_ROWS: frozenset[int] = frozenset()
 class CandidateSet:
     """The candidates of one request, as rows of a name's targets.
 
-    - `excluded`: the rows that are no candidates.
     - `hashes`: the chunk hashes of its prompts, by the model that is served under the name.
-    - `overlaps`: its overlaps with the targets.
     - `rates`: the rates of the slowest worker, by model; only if workers differ.
     """
 
@@ -150,12 +148,9 @@ class CandidateFinder:
         prefill: bool = False,
         by_load: bool = False,
     ) -> CandidateSet:
-        """Return the candidates for a prompt.
+        """Return the candidates for a prompt, without `excluded` workers; or those for its prefill alone.
 
-        - `excluded`: the workers that may not receive it.
-        - `limits`: the most that a target may have in flight.
-        - `prefill`: find targets that only compute the prompt.
-        - `by_load`: leave overlaps out, because nothing reads them.
+        `by_load`: leave overlaps out, because nothing reads them.
         """
         targets = self._directory.of(prompt.name, prefill)
         view = targets.view
@@ -209,9 +204,8 @@ class CandidateFinder:
         limits: Limits,
         owner: str | None,
     ) -> Collection[int]:
-        """Return the rows that may not receive a request now: usually none.
-
-        - `owner`: the URL of the worker that has the response or file of the request. While it is up, it alone may.
+        """Return the rows that may not receive a request now. While the `owner` of its stored object is up, it alone
+        may.
         """
         unsettled = targets.unsettled(self._fleet.health_version)
         if not excluded and not unsettled and limits.unlimited and owner is None:
@@ -233,10 +227,7 @@ class CandidateFinder:
         limits: Limits,
         unsettled: list[Worker],
     ) -> set[int] | None:
-        """Return the excluded rows, from a check of excluded, unsettled and full workers only.
-
-        Returns None if no row would be left; `_usable` then picks from all workers.
-        """
+        """Return the excluded rows, from excluded, unsettled and full workers only; None if no row would be left."""
         rows: set[int] = set()
         for worker in excluded:
             rows.update([rank.row for rank in targets.of_worker.get(worker, [])])

@@ -51,7 +51,6 @@ def is_busy(load: TargetLoad, crowded: bool, others: int = 0, weight: float = 1.
 
     - `crowded`: whether more requests are held than there are targets.
     - `others`: the tokens that other routers have it compute.
-    - `weight`: the weight of its worker.
     """
     pending = (load.streamed + others) / weight
     if not crowded and should_hold(pending):
@@ -60,11 +59,7 @@ def is_busy(load: TargetLoad, crowded: bool, others: int = 0, weight: float = 1.
 
 
 def _done(under_way: int, elapsed: float, expected: float) -> float:
-    """Return how many of a running prefill's tokens count as done.
-
-    - `under_way`: the tokens of the prefill.
-    - `elapsed`, `expected`: the seconds since its start, and those that it is expected to take.
-    """
+    """Return how many of a running prefill's tokens count as done, after `elapsed` of `expected` seconds."""
     if not 0 <= elapsed < _LATE * expected:
         return 0.0
     return min(under_way * elapsed / expected, max(under_way - STEP_TOKENS, 0))
@@ -73,7 +68,6 @@ def _done(under_way: int, elapsed: float, expected: float) -> float:
 def is_sooner(there: Candidate, here: Candidate, tokens: int, prefilling: float) -> bool:
     """Return whether a request is sent to the idle target `there` instead of waiting for its target `here`.
 
-    - `tokens`: the tokens of its prompt.
     - `prefilling`: the average share of the targets that compute prompts.
     """
     if here.overlap - there.overlap > STEP_TOKENS:

@@ -109,10 +109,7 @@ class LoadView:
         self._swept = len(self._ranks)
 
     def _read(self, row: int) -> None:
-        """Read the load of a row: that of this router, of other routers, and of requests that no router sent.
-
-        The weight of the worker scales it.
-        """
+        """Read a row's load: of this router, other routers and other clients, scaled by the worker's weight."""
         rank = self._ranks[row]
         target, load = rank.target, rank.load
         peers = self._peer_load.of(target.worker, target.dp_rank)

@@ -125,8 +125,6 @@ class OverlapFinder:
     ) -> None:
         """Correct the index's overlap of a target with a prompt of `tokens` tokens.
 
-        - `in_flight`: the overlap with prompts in flight.
-        - `sent`: the overlap with sent prefixes.
         - `trusted`: whether the target's events are right. If not, the index does not count.
         """
         row, target = rank.row, rank.target

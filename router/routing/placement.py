@@ -30,12 +30,6 @@ class Placement:
     """Reserves load for selections, records prompts in flight, and learns from answers."""
 
     def __init__(self, state: RoutingState, selector: Selector, sampler: RequestSampler | None = None) -> None:
-        """Create a placement.
-
-        - `state`: the state that it shares with the selector.
-        - `selector`: predicts the latency of answers that are watched.
-        - `sampler`: records some of the placed requests, for people.
-        """
         self._state = state
         self._selector = selector
         self._sampler = sampler
@@ -59,10 +53,7 @@ class Placement:
         return assignment
 
     def reserve(self, prompt: RoutedPrompt, selection: Selection, now: float | None = None) -> Assignment:
-        """Reserve a request's share of the load. To be called in the step of the choice, with no await between them.
-
-        - `now`: the clock's time, if it was just read.
-        """
+        """Reserve a request's share of the load, in the step of the choice: with no await between them."""
         if now is None:
             now = self._clock()
         if selection.disaggregation is None:
@@ -123,12 +114,7 @@ class Placement:
         return assignment
 
     def record_in_flight(self, prompt: RoutedPrompt, assignment: Assignment, now: float | None = None) -> None:
-        """Count the prompts of a reserved request as cached soon, before the next choice reads them.
-
-        Only the first call counts.
-
-        - `now`: the clock's time, if it was just read.
-        """
+        """Count a reserved request's prompts as cached soon, once, before the next choice reads them."""
         if assignment.recorded:
             return
         if now is None:
@@ -153,9 +139,9 @@ class Placement:
             locations.drop(key)
 
     def _record_prompts(self, prompt: RoutedPrompt, assignment: Assignment, now: float, whole: bool) -> None:
-        """Count known prompts as cached soon, and predict the cached tokens that the answer will report.
+        """Count known prompts as cached soon, and predict the cached tokens of the answer.
 
-        - `whole`: whether the worker that computes the prompts also decodes the answer.
+        `whole`: the worker that computes the prompts also decodes the answer.
         """
         selection = assignment.selection
         chosen, target, hashes = selection.decision.chosen, selection.rank.target, selection.hashes
@@ -193,10 +179,7 @@ class Placement:
             assignment.timing = self._learned.timing(chosen, prompt.tokens)
 
     def answered(self, assignment: Assignment, usage: Usage | None) -> None:
-        """Learn from an answer that is complete.
-
-        - `usage`: the token counts that the worker reported, if it did.
-        """
+        """Learn from a complete answer, with the token counts that the worker reported, if it did."""
         if assignment.cache_prediction is not None:
             self._audit.answered(assignment.cache_prediction, usage)
         if assignment.sample:

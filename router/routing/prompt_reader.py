@@ -36,11 +36,8 @@ class RoutedPrompt:
     - `exact`: whether the engine is expected to compute exactly these tokens.
     - `answers`: the answers that each prompt asks for, of at most `max_tokens` tokens each.
     - `stored`: the id of a response or file that only the worker that made it has.
-    - `priority`: the body's priority; lower is sooner.
-    - `path`: the path of the request.
     - `by_text`: whether `identities` are bytes of text instead of tokens.
     - `reads_cache`: whether the engine uses cached blocks for it.
-    - `hints`: what its agent announces of the answer and the session.
     - `unknown_name`: whether it asks for a name that no worker serves, which an engine may load.
     """
 
@@ -126,10 +123,7 @@ class PromptReader:
         tokenizers: Tokenizers,
         forwards_unknown: bool = False,
     ) -> None:
-        """Create a reader.
-
-        - `forwards_unknown`: requests for names that no worker serves are forwarded and not refused.
-        """
+        """Create a reader. `forwards_unknown`: requests for unknown names are forwarded and not refused."""
         self._state = state
         self._fleet = fleet
         self._indexer = indexer
@@ -160,9 +154,9 @@ class PromptReader:
         return self.read_now(request, body_bytes) or await self.read_aside(request, body_bytes)
 
     def read_now(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt | None:
-        """Return a request's prompt, if it can be tokenized without blocking the event loop; None if not.
+        """Return a request's prompt, if it is tokenized without blocking; else None, and `read_aside` does.
 
-        `read_aside` tokenizes the others. Raises RequestError for a model that no worker serves.
+        Raises RequestError for a model that no worker serves.
         """
         name = request.model
         request, model = self._with_model(request)

@@ -33,12 +33,7 @@ class ServedModel:
 
 
 class RoutableRank:
-    """A DP rank of a worker, as the target of requests for one name.
-
-    - `one_of_many`: whether its worker has other ranks.
-    - `weight`: the weight of its worker.
-    - `row`: its position among the targets of the name.
-    """
+    """A DP rank of a worker, as the target of requests for one name, in the row `row` of the name's targets."""
 
     def __init__(
         self, worker: Worker, served: ServedModel, target: Target, load: TargetLoad, one_of_many: bool
@@ -54,11 +49,7 @@ class RoutableRank:
 
 @dataclass(slots=True)
 class Limits:
-    """The most that a target of weight 1 may have in flight. Requests above it wait in the router.
-
-    - `requests`: the number of requests; None: no limit.
-    - `tokens`: the tokens of their prompts; None: no limit.
-    """
+    """The most that a target of weight 1 may have in flight. None: no limit. Requests above it wait in the router."""
 
     requests: int | None = None
     tokens: int | None = None
@@ -68,12 +59,9 @@ class Limits:
         self.unlimited = self.requests is None and self.tokens is None
 
     def has_capacity(self, requests: float, context: float, tokens: int) -> bool:
-        """Return whether a target may receive one more prompt of `tokens` tokens.
+        """Return whether a target, with these requests that hold `context` tokens, may receive one more prompt.
 
         A prompt that is larger than the limit may go to a target that has no other request.
-
-        - `requests`: the number of requests that the target has in flight.
-        - `context`: the tokens that these requests hold.
         """
         if self.requests is not None and requests >= self.requests:
             return False
@@ -100,9 +88,6 @@ class TargetCapacity:
         return limits.has_capacity(requests / weight, (load.context + peers.context) / weight, tokens)
 
     def prefill_busy(self, rank: RoutableRank, crowded: bool) -> bool:
-        """Return whether late binding holds requests for a rank.
-
-        - `crowded`: whether more requests wait than the model has targets.
-        """
+        """Return whether late binding holds requests for a rank. `crowded`: more requests wait than it has targets."""
         peers = self._peer_load.of(rank.worker.url, rank.target.dp_rank)
         return is_busy(rank.load, crowded, peers.streamed, rank.weight)

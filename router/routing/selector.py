@@ -39,13 +39,7 @@ class Selector:
     def __init__(
         self, state: RoutingState, disaggregation: DisaggregationSettings, slo_miss_cost: float, random: Random
     ) -> None:
-        """Create a selector.
-
-        - `state`: what it shares with the placement.
-        - `disaggregation`: when another worker computes the prompt.
-        - `slo_miss_cost`: the cost of a missed SLO, in prefill tokens.
-        - `random`: breaks ties, and picks the requests that try a half-open worker.
-        """
+        """Create a selector. `random` breaks ties, and picks the requests that try a half-open worker."""
         policy = state.policy.choose
         self._state = state
         self._fleet = state.fleet
@@ -72,11 +66,6 @@ class Selector:
         """Return the selection for a request; None if every target is at its limits.
 
         Raises RequestError: 404 for a model that no worker serves, 503 if no worker is left.
-
-        - `excluded`: the workers that may not receive the request.
-        - `limits`: the most that a target may have in flight.
-        - `now`: the clock's time, if it was just read.
-        - `slo`: the request's SLO, if it has one.
         """
         by_load = not self._state.needs_prompts and limits.unlimited
         if now is None:
@@ -124,10 +113,7 @@ class Selector:
         return self._slo_selector.prediction(rank, candidate, prompt)
 
     def prefill_seconds(self, prompt: RoutedPrompt) -> float:
-        """Return the predicted duration of a prompt's prefill on the target that holds the most of it.
-
-        If no worker is left, the whole prompt counts.
-        """
+        """Return the predicted duration of a prompt's prefill where most of it is cached, on a worker that is left."""
         try:
             selection = self.choose(prompt)
         except RequestError:
@@ -145,11 +131,8 @@ class Selector:
     ) -> Selection | None:
         """Return the selection to send a request by; None if the request should wait for its target.
 
-        The result is the selection itself, or that of an idle target where the request is answered sooner.
-
-        - `excluded`: the workers that may not receive the request.
-        - `limits`: the most that a target may have in flight.
-        - `waiting`: the number of requests that wait in the router.
+        An idle target's selection replaces it where the request is answered sooner. `waiting` requests are in the
+        router.
         """
         if not self._is_busy(selection, crowded=True):
             return selection
@@ -165,10 +148,7 @@ class Selector:
     def _sooner(
         self, prompt: RoutedPrompt, selection: Selection, excluded: Collection[Worker], limits: Limits
     ) -> Selection | None:
-        """Return an idle target's selection by which a request is answered sooner; None if waiting is better.
-
-        A request with an SLO keeps its selection, because the SLO decided it.
-        """
+        """Return an idle target's selection that answers sooner; None to wait. An SLO keeps its own selection."""
         prefilling = self._directory.of(prompt.name).prefill_share.average
         if prefilling >= NO_TIME_TO_SPARE or selection.slo is not None or self._fleet.disaggregated:
             return None
@@ -193,9 +173,7 @@ class Selector:
     ) -> bool:
         """Return whether any target may receive a request now, so that choosing again can help.
 
-        - `excluded`: the workers that may not receive the request.
-        - `limits`: the most that a target may have in flight.
-        - `waiting`: the number of requests that wait in the router; None if late binding holds no requests.
+        `waiting`: the requests that wait in the router; None if late binding holds no requests.
         """
         ranks = [rank for rank in self._directory.of(prompt.name).ranks if rank.worker not in excluded]
         late_binding = waiting is not None and len(ranks) > 1
@@ -239,10 +217,7 @@ class Selector:
 
 
 class SLOSelector:
-    """Selects by predicted latencies.
-
-    - `slo_miss_cost`: the cost of a missed SLO, in prefill tokens.
-    """
+    """Selects by predicted latencies. `slo_miss_cost`: in prefill tokens."""
 
     def __init__(self, learned: Learned, peer_load: PeerLoad, slo_miss_cost: float) -> None:
         self._predictions = learned.predictions

@@ -21,7 +21,6 @@ class ModelTargets:
     """The workers of `Fleet.able` for one name, and their ranks: in rows, by worker and by target.
 
     - `view`: the load of the ranks as policies see it; None before the first choice.
-    - `prefill_share`: the average share of the ranks that compute prompts.
     - `nothing`: the overlap of an unknown prompt with each row: zeros, which are never changed.
     - `lengths`: the context length of each worker; None if all workers have the same.
     """
@@ -29,10 +28,7 @@ class ModelTargets:
     def __init__(
         self, workers: Sequence[Worker], name: str | None, load: LoadTable, before: ModelTargets | None = None
     ) -> None:
-        """Find the ranks of a name's workers.
-
-        - `before`: the targets of the version before, whose ranks are kept if their workers did not change.
-        """
+        """Find the ranks of a name's workers. Unchanged workers keep those of `before`."""
         self.workers = list(workers)
         self.of_worker: dict[Worker, list[RoutableRank]] = {}
         self.of_target: dict[Target, RoutableRank] = {}
@@ -79,20 +75,14 @@ class ModelTargets:
         return rows
 
     def unsettled(self, health_version: int) -> list[Worker]:
-        """Return the workers that may not receive every request: they warm up, or have a circuit that is not closed.
-
-        - `health_version`: the fleet's. Until it grows, the list stays the same.
-        """
+        """Return the workers that warm up or have a circuit that is not closed; anew if `health_version` has grown."""
         if self._unsettled_version != health_version:
             self._unsettled_version = health_version
             self._unsettled = [worker for worker in self.workers if not _settled(worker)]
         return self._unsettled
 
     def too_short(self, tokens: int, excluded: Collection[Worker]) -> list[Worker]:
-        """Return the workers whose context is too short for a prompt and its answer, if another worker's is longer.
-
-        - `tokens`: the tokens of the prompt and of its answer.
-        - `excluded`: the workers that may not receive the request.
+        """Return the workers whose context is too short for `tokens` of prompt and answer, if another's is longer.
 
         If the request fits no worker, the workers with the longest context remain, and their engine refuses it.
         """

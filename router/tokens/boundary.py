@@ -74,8 +74,7 @@ class Boundary(NamedTuple):
 
 
 def find_boundary(encoder: Encoder, conversation: str) -> Boundary | None:
-    """Return the first repeated special token of a conversation's text at which texts can be cut; None if there is
-    none."""
+    """Return the first repeated special token of a conversation at which texts can be cut, if there is one."""
     places = {text: conversation.find(text) for text in encoder.exact if conversation.count(text) > 1}
     for text in sorted(places, key=places.__getitem__):
         (token,) = encoder.encode([text])
@@ -97,8 +96,7 @@ def _overlapped(boundary: str, special: Sequence[str]) -> bool:
 
 
 def _passes(encoder: Encoder, boundary: Boundary) -> bool:
-    """Return whether awkward texts have equal tokens in two parts and as a whole, with the boundary's id at its
-    text."""
+    """Return whether awkward texts have equal tokens in two parts and whole, with the boundary's id."""
     rests = [f"{boundary.text}{text}" for text in AWKWARD]
     starts = [*AWKWARD, *encoder.special[:_TRIED_TOKENS], *rests, boundary.text[:1], boundary.text[:-1]]
     for number, start in enumerate(starts):

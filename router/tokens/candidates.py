@@ -52,8 +52,7 @@ class Mistral:
         self._knows_effort = version >= _KNOWS_EFFORT
 
     def encode(self, chat: ChatPrompt) -> bytes:
-        """Return the packed token ids of a conversation. Raises RequestError (400) if Mistral's models do not support
-        it."""
+        """Return a conversation's packed token ids. Raises RequestError (400) if Mistral's models do not support it."""
         if chat.chat_template_kwargs:
             raise RequestError(
                 "Mistral's tokenizers do not support chat_template_kwargs. Omit it.", param="chat_template_kwargs"

@@ -40,10 +40,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """Compile a template. `special_tokens` has the tokens by their names in templates.
-
-        Raises TemplateSyntaxError.
-        """
+        """Compile a template with the special tokens by their names in it. Raises TemplateSyntaxError."""
         self._source = source
         root = parsed(source)
         self._wraps_parts = loops_over_parts(root)
@@ -73,10 +70,7 @@ class ChatTemplate:
         return "none"
 
     def render(self, chat: ChatPrompt, *, media_as_text: bool = False) -> str:
-        """Return the text of a conversation. Raises RequestError (400) with the template's message if it refuses.
-
-        `media_as_text`: replace each media item by a text of its own.
-        """
+        """Return a conversation's text, also of media if `media_as_text`. Raises RequestError (400) if it refuses."""
         try:
             if self._error is not None:
                 raise self._error
@@ -114,10 +108,7 @@ class ChatTemplate:
 
 
 def template_variables(chat: ChatPrompt) -> dict[str, Any]:
-    """Return the variables that a client sets: `chat_template_kwargs`, overridden by the request's own fields.
-
-    As in vLLM, null and "auto" leave a variable unset.
-    """
+    """Return the client's variables: `chat_template_kwargs` below the request's own fields, unless null or "auto"."""
     fields: dict[str, Any] = {
         "add_generation_prompt": chat.add_generation_prompt,
         "continue_final_message": chat.continue_final_message,
@@ -203,8 +194,7 @@ def _check_arguments(messages: list[dict[str, Any]], variables: dict[str, Any]) 
 
 
 def _as_templates_see(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without null fields, and with its reasoning also under the name that gpt-oss's templates
-    read."""
+    """Return a message without null fields, and with its reasoning also under gpt-oss's name for it."""
     if len(message) == 2:  # the common case
         return message
     if "reasoning" in message:

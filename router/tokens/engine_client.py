@@ -80,8 +80,7 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
 def is_converted(prompt: ChatPrompt | TextPrompts) -> bool:
-    """Return whether a prompt belongs to another API than chats, so that `/tokenize` sees only the router's
-    conversion."""
+    """Return whether a prompt is not from the chats API, so that `/tokenize` sees only the router's conversion."""
     return isinstance(prompt, ChatPrompt) and prompt.call is not None and prompt.call[0] != CHAT
 
 
@@ -216,8 +215,7 @@ def _packed(url: str, rendered: _Rendered) -> PackedPrompt:
 
 
 def _chat_fields(chat: ChatPrompt) -> dict[str, Any]:
-    """Return the fields of a chat in the format of `/tokenize`; other template variables become
-    `chat_template_kwargs`."""
+    """Return the fields of a chat for `/tokenize`; other template variables become `chat_template_kwargs`."""
     variables = template_variables(chat)
     fields = {
         "messages": chat.messages,

@@ -38,10 +38,7 @@ class EngineAnswer(NamedTuple):
 
 
 class EngineTokenizer:
-    """A tokenizer that asks the workers at `urls()` about one model's prompts.
-
-    `limit_bytes` bounds the cached answers.
-    """
+    """A tokenizer that asks the workers at `urls()` about one model's prompts, with a cache of `limit_bytes`."""
 
     def __init__(self, client: EngineClient, urls: Callable[[], Sequence[str]], limit_bytes: int) -> None:
         self._client = client
@@ -68,10 +65,7 @@ class EngineTokenizer:
         return self._known.get(_keys(prompt)[-1])
 
     async def tokenize(self, prompt: ChatPrompt | TextPrompts, renders: bool = False) -> EngineAnswer:
-        """Return the tokens of a prompt. `renders`: only a rendering counts, not `/tokenize`.
-
-        Raises TokenizerUnavailableError if no engine answers and nothing is cached.
-        """
+        """Return a prompt's tokens. If `renders`, `/tokenize` is not used. Raises TokenizerUnavailableError."""
         keys = _keys(prompt)
         found = self._known.get(keys[-1])
         if found is not None:
@@ -90,12 +84,7 @@ class EngineTokenizer:
         return EngineAnswer(prompts, exact=True)
 
     async def ask(self, prompt: ChatPrompt | TextPrompts, renders: bool = False) -> list[PackedPrompt]:
-        """Ask the worker with the fewest open requests, and another one if it fails. The answer is not cached.
-
-        `renders`: only a rendering counts, not `/tokenize`.
-
-        Raises TokenizerUnavailableError.
-        """
+        """Ask the worker with the fewest open requests, then another one. Raises TokenizerUnavailableError."""
         if self._asked.total() >= MAX_ASKED:
             raise TokenizerUnavailableError(f"{MAX_ASKED} requests to engines are already waiting")
         urls = self._in_turn()

@@ -56,7 +56,6 @@ class LocalTokenizer:
     ) -> None:
         """Create a tokenizer from a model's files. Raises TokenizerUnavailableError.
 
-        - `cache_bytes`: the limit of the cache of earlier texts.
         - `chat_encoder`: replaces the chat template.
         - `text_encoder`: replaces tokenizer.json.
         - `method`: a name for `/workers`; "" names the library.
@@ -133,9 +132,8 @@ class LocalTokenizer:
         return self._chat_encoder.encode(chat)
 
     def encode_around_media(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> tuple[PackedPrompt, PackedPrompt]:
-        """Return a conversation's token ids up to its first media item, and its token ids with texts in place of media.
-
-        Raises as `render` and `encode` do.
+        """Return a chat's token ids up to its first media item, and with texts for media. Raises as `render` and
+        `encode`.
         """
         if self._chat_encoder is not None:
             raise TokenizerUnavailableError("the router cannot separate this model's media")
@@ -144,7 +142,7 @@ class LocalTokenizer:
         return before, whole
 
     def encode_placeholders(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> PackedPrompt:
-        """Return the token ids of a conversation with the template's placeholders for media.
+        """Return the token ids of a chat with its template's placeholders for media.
 
         Raises as `render` and `encode` do, and TokenizerUnavailableError if the chat is truncated.
         """

@@ -83,8 +83,7 @@ class Run:
 
 @dataclass(frozen=True)
 class _Answer:
-    """An engine's answer about an item, and the time until which it is valid; a missing `run` means that it is of no
-    use."""
+    """An engine's answer about an item, valid for a time; a missing `run` means that it is of no use."""
 
     run: Run | None
     until: float
@@ -138,10 +137,7 @@ class MediaReader:
         return self._agrees.get(case, False) and any(self._answer(item) is None for item in items)
 
     def expanded(self, chat: ChatPrompt, items: list[Item], at_most: int) -> Expanded | None:
-        """Build a prompt from cached answers; None if an item is unknown, or if built prompts of this kind differ.
-
-        Raises as the local tokenizer does.
-        """
+        """Build a prompt from cached answers; None if an item is unknown, or if built prompts of this kind differ."""
         runs = self._runs(items) if self._agrees.get(_case(items), False) else None
         return None if runs is None else self._put_together(chat, runs, at_most)
 
@@ -277,10 +273,7 @@ def _case(items: list[Item]) -> _Case:
 
 
 def _run(local: LocalTokenizer, alone: ChatPrompt, theirs: PackedPrompt, name: str) -> Run | None:
-    """Return the run for the placeholder in a chat with only one item; None if it cannot be determined.
-
-    `name` is the item's name if the engine gives none.
-    """
+    """Return the run for the placeholder of a chat's only item, if it can be determined, under its own or this name."""
     ours = local.encode_placeholders(alone)
     before, with_stand_ins = local.encode_around_media(alone)
     start = min(common_tokens(ours, theirs), theirs.media[0].start if theirs.media else len(before))

@@ -112,10 +112,9 @@ def _special_tokens(config: dict[str, Any], older: dict[str, Any]) -> dict[str, 
 
 
 def read_by_transformers(folder: Path) -> ModelFiles:
-    """Read the files of a model's folder by transformers.
+    """Read a folder's files by transformers, which needs no tokenizer.json: slow, so in a thread.
 
-    transformers reads tokenizers without a tokenizer.json, and engines use it too. Slow: call it in a thread. Raises
-    TokenizerUnavailableError.
+    Raises TokenizerUnavailableError.
     """
     # Suppress its advice to install PyTorch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -140,8 +139,7 @@ def read_by_transformers(folder: Path) -> ModelFiles:
 
 
 def files_of(tokenizer: Any, vocab_size: int = 0, model_type: str = "") -> ModelFiles:
-    """Return the files of a transformers tokenizer. `vocab_size` and `model_type` are those of the model's
-    configuration."""
+    """Return the files of a transformers tokenizer, and of its model's configuration."""
     template = tokenizer.chat_template
     templates = template if isinstance(template, dict) else {} if template is None else {"default": template}
     special = dict(tokenizer.special_tokens_map)
@@ -169,10 +167,7 @@ def is_hub_name(name: str) -> bool:
 
 
 async def fetch_from_hub(name: str, seconds: float) -> Path:
-    """Return a folder with a model's files, from the Hub or its local cache.
-
-    Raises TokenizerUnavailableError if they are not available within `seconds`.
-    """
+    """Return a folder with a model's files, from Hub or cache. Raises TokenizerUnavailableError after `seconds`."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Path] = loop.create_future()
 

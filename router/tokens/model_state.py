@@ -31,8 +31,6 @@ from router.tokens.tokenizers import Tokenizers
 class TrialRecord:
     """A worker's last trial.
 
-    - `at`: when it began, by the monotonic clock.
-    - `description`: the worker's description at that time.
     - `agreement`: the result; None if the worker did not answer.
     - `ended`: whether a trial with this description has ended.
     """
@@ -54,7 +52,6 @@ class ModelState:
     - `loading`: whether its files are still read.
     - `problem`: why no local tokenizer is used, or not the likely one.
     - `mismatched`: workers whose usage disagreed with the local tokenizer at their last trial.
-    - `logged_route`: the tokenizer route that was logged last.
     """
 
     name: str

@@ -42,8 +42,6 @@ class SourceUsage:
 class ModelTokenizer:
     """One model's tokenizer: local, an engine, or both, each for some kinds of prompts.
 
-    - `local`: the local tokenizer; None without one.
-    - `engine`: asks engines; None if they cannot be asked.
     - `asked`: kinds of prompts for which the engine is asked although there is a local tokenizer.
     - `suspected`: the engine is asked about all prompts, because usage in responses disagreed with the local tokenizer.
     - `media`: builds prompts with media; None if engines are not asked about media.

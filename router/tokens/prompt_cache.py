@@ -69,11 +69,7 @@ class CachedPrompt:
 
 
 class CachedPrefix:
-    """The cached part of a text: its first `common` characters equal those of a cached prompt.
-
-    `marks` are the positions in this part where the text can be cut. Before the last one, `cut`, its token ids are
-    cached.
-    """
+    """The cached part of a text, of `common` characters. The text can be cut at `marks`; ids end at the last, `cut`."""
 
     __slots__ = ("common", "cut", "known", "marks")
 
@@ -125,11 +121,7 @@ class PromptCache:
         return best
 
     def prompt(self, text: str, tokens: bytes, prefix: CachedPrefix, *, plain: bool = False) -> PackedPrompt:
-        """Return the prompt of a text and cache it.
-
-        - `prefix`: the text's cached prefix.
-        - `tokens`: the token ids after the prefix's cut.
-        """
+        """Return the prompt of a text and cache it. `tokens`: the token ids after its cached prefix's cut."""
         known, cut = prefix.known, prefix.cut[1]
         if known is None:
             prompt = PackedPrompt(tokens)

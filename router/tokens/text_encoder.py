@@ -76,10 +76,7 @@ _CHARACTERS_A_TEXT = 64
 
 
 def trial_texts(special: list[str]) -> Iterator[str]:
-    """Yield awkward texts around special tokens: alone, between any two tokens, and many at random.
-
-    Every character is also tried beside a letter, a digit and a space.
-    """
+    """Yield awkward texts around special tokens: alone, between two, beside other characters, at random."""
     yield from AWKWARD
     boundaries = [*special[: _BOUNDARIES // 2], *special[_BOUNDARIES // 2 :][-_BOUNDARIES // 2 :]]
     for number, token in enumerate(boundaries):
@@ -184,10 +181,7 @@ class TextEncoder:
             self._fast.enable_segment_cache(0)
 
     def encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[bytes]:
-        """Return the packed token ids of each text. Special tokens inside a text are recognized.
-
-        Raises RequestError (400) for a lone surrogate, which nested JSON can contain.
-        """
+        """Return each text's packed token ids. Raises RequestError (400) for a lone surrogate."""
         encode = self._by_fastokens if self._fast is not None else self._by_tokenizers
         try:
             return encode(texts, add_special_tokens)

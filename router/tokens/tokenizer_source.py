@@ -53,13 +53,6 @@ class TokenizerSource:
         settings: TokenizerSettings,
         audits: Callable[[], Iterable[tuple[Target, TargetAudit]]] = tuple,
     ) -> None:
-        """Create a source without models.
-
-        - `tokenizers`: receives the tokenizer of each model.
-        - `models`: the settings of models, by name.
-        - `session`: sends requests to workers.
-        - `audits`: returns the audit of each target, by which prompts that are read wrongly are noticed.
-        """
         self._audits = audits
         self._tokenizers = tokenizers
         self._configured = models
@@ -70,8 +63,7 @@ class TokenizerSource:
         self._one_at_a_time = asyncio.Lock()
 
     async def provide(self, worker: Worker, served: ServedModel) -> None:
-        """Load a tokenizer for a model that a worker serves, and start a trial if one is due. Called when the worker
-        answers."""
+        """Load the tokenizer of a served model, and start a trial if one is due, when a worker answers."""
         self._forget_former(worker)
         async with self._one_at_a_time:  # loading is not thread-safe
             model = self._models.get(served.model) or await self._begin(worker, served)
@@ -290,10 +282,7 @@ def _modified(folder: Path) -> float:
 
 
 async def configured_tokenizers(models: dict[str, ModelSettings], settings: TokenizerSettings) -> Tokenizers:
-    """Return the tokenizers of the settings, for an indexer without workers to ask.
-
-    Raises TokenizerUnavailableError if one cannot be loaded.
-    """
+    """Return the settings' tokenizers, for an indexer without workers. Raises TokenizerUnavailableError."""
     tokenizers = Tokenizers(settings.threads, settings.timeout)
     for model, named in models.items():
         if (name := named.tokenizer) is None:

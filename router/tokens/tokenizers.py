@@ -54,12 +54,7 @@ class Tokenizers:
     """The tokenizers by model, and the threads they run in."""
 
     def __init__(self, threads: int = 2, timeout_seconds: float = 5.0, most_characters: int = MOST_CHARACTERS) -> None:
-        """Create a set of tokenizers without models.
-
-        - `threads`: number of threads.
-        - `timeout_seconds`: longest time for one prompt.
-        - `most_characters`: longest prompt.
-        """
+        """Create a set of tokenizers without models. One prompt has `timeout_seconds`."""
         self._models: dict[str, ModelTokenizer] = {}
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._timeout_seconds = timeout_seconds
@@ -99,8 +94,7 @@ class Tokenizers:
         return self.tokenize_now(model, prompt, body_bytes) or await self.tokenize_aside(model, prompt)
 
     def tokenize_now(self, model: str, prompt: Prompt, body_bytes: int = 0) -> Tokenized | None:
-        """Return the tokens without waiting; None if that takes too long for the event loop. Raises as `token_ids`
-        does."""
+        """Return the tokens without waiting; None if that takes too long. Raises as `token_ids` does."""
         tokenizer = self._models.get(model)
         if isinstance(prompt, TokenPrompts):
             return None if body_bytes > INLINE_BYTES else _from_token_ids(prompt, tokenizer)
@@ -160,8 +154,7 @@ class Tokenizers:
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
 
     def _check_length(self, prompt: TextPrompts | ChatPrompt, body_bytes: int) -> None:
-        """Raise RequestError (413) if a prompt is too long. A body has at least as many bytes as its prompt has
-        characters."""
+        """Raise RequestError (413) if a prompt, which is no longer than its body, is too long."""
         if body_bytes <= self._most_characters:
             return
         if isinstance(prompt, TextPrompts):
@@ -235,7 +228,7 @@ def _tokenized(
     at_most: int = sys.maxsize,
     media: MediaReader | None = None,
 ) -> Tokenized:
-    """Return a prompt as tokens, with known runs of its `media`.
+    """Return a prompt as tokens, with the known runs of its `media`.
 
     Raises TooLongForNowError if more than `at_most` characters are new, or if an engine must be asked first.
     """

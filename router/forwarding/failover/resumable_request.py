@@ -150,7 +150,7 @@ class ResumableRequest:
 
 
 def resumable_request(path: str, body: bytes, tells_ids: bool, tells_usage: bool) -> ResumableRequest | None:
-    """Return the request if another worker could continue its stream; None if not, or if it is no stream.
+    """Return the request if another worker could continue its stream.
 
     - `body`: the admitted body.
     - `tells_ids`, `tells_usage`: every possible worker returns token ids, and usage in each chunk, if asked.

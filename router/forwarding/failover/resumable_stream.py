@@ -33,10 +33,7 @@ _encode = msgspec.json.Encoder().encode
 class ResumableStream:
     """The stream that answers a request, over one or more workers.
 
-    - `begun`: a part of it was forwarded.
     - `problem`: why the worker will not complete it, if its events state that.
-    - `error`: the event that states the problem.
-    - `text`: the answer so far.
     - `prompt_ids`, `output_ids`: the token ids, if known.
     - `given`: the number of tokens of the text; None if unknown.
     - `tokens_before`: the number of tokens from earlier workers.
@@ -210,8 +207,7 @@ class ResumableStream:
         return text, again and not any(delta.values())
 
     def _count(self, chunk: dict[str, Any], choice: dict[str, Any], text: str, finished: bool) -> None:
-        """Count the tokens of a chunk. Tokens without text count when text follows, because they are repeated
-        otherwise."""
+        """Count the tokens of a chunk. Tokens without text count when text follows: otherwise they are repeated."""
         prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if prompt_ids is not None and not self._resumed:
             self.prompt_ids, self._prompt_tokens = prompt_ids, len(prompt_ids)

@@ -71,10 +71,7 @@ class StreamFailover:
     async def resumption(
         self, context: RequestContext, stream: ResumableStream, before: RoutedPrompt
     ) -> Resumption | None:
-        """Return the exact continuation of a stream; None without one.
-
-        `before` is the prompt of the worker that failed. Raises RequestError.
-        """
+        """Return the exact continuation of a stream, after the failed worker's prompt. Raises RequestError."""
         request, text = stream.request, stream.text
         if not stream.can_go_on:
             return None

@@ -29,13 +29,7 @@ _MAX_ROOM = 2**63
 
 @dataclass(frozen=True, slots=True)
 class WorkerEndpoint:
-    """The address of one worker of a pair, and its chosen rank.
-
-    - `host`, `port`: the address that the worker listens on.
-    - `dp_rank`: the chosen rank, by its number in requests.
-    - `dp_size`: the number of the worker's ranks.
-    - `bootstrap_port`: the port of the engine's bootstrap service.
-    """
+    """The address of one worker of a pair, its chosen rank, and the port of its engine's bootstrap service."""
 
     host: str
     port: int
@@ -115,11 +109,9 @@ class Adapter:
         raise NotImplementedError
 
     def decode(self, prefilled: bytes) -> PreparedRequest:
-        """Return the request to the decode worker.
+        """Return the request to the decode worker, after the prefill's answer if that was sent first.
 
-        Raises AnsweredError if the prefill's answer is complete, and ValueError if it is invalid.
-
-        - `prefilled`: the prefill's answer; empty if both requests are sent at once.
+        Raises AnsweredError if the answer is complete, and ValueError if it is invalid.
         """
         raise NotImplementedError
 

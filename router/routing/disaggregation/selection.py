@@ -72,13 +72,7 @@ def disaggregate(
     settings: DisaggregationSettings,
     decodes_alone: bool,
 ) -> Disaggregation:
-    """Decide whether another worker computes a prompt, and which.
-
-    - `decode`: the chosen decode worker.
-    - `prefills`: the candidates for the prefill.
-    - `policy`: chooses among `prefills`.
-    - `decodes_alone`: whether the decode worker can compute a prompt itself.
-    """
+    """Decide whether another worker than the chosen decode worker computes a prompt, and which of `prefills`."""
     uncached = max(request.tokens - decode.overlap, 0)
     free = decode.kv_usage is not None and not decode.waiting and decode.pending < settings.skip_tokens
     saturated = all(candidate.pending >= settings.saturated_tokens for candidate in prefills)
@@ -110,11 +104,7 @@ class DisaggregatedSelector:
     def __init__(
         self, candidates: CandidateFinder, policy: Policy, settings: DisaggregationSettings, random: Random
     ) -> None:
-        """Create a selector.
-
-        - `policy`: the router's policy, which selects for models without decode workers.
-        - `random`: breaks ties.
-        """
+        """Create a selector. Models without decode workers use the router's policy alone."""
         self._candidates = candidates
         self._policy = policy
         self._settings = settings
