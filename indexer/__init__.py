@@ -11,6 +11,7 @@ from indexer.index import (
 )
 from indexer.indexer import Indexer, make_index
 from indexer.native import core_name
+from indexer.pools.holdings import PoolHoldings
 from indexer.targets import Registration, Target
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Indexer",
     "Match",
     "MatchQuery",
+    "PoolHoldings",
     "Registration",
     "RowMatches",
     "Target",

@@ -1,0 +1,1 @@
+"""Shared pools: cache tiers that several workers load from. A pool holds blocks and is never a target."""
