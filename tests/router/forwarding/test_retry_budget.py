@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from manual_clock import Clock
@@ -13,29 +14,16 @@ def taken(budget: RetryBudget, tries: int) -> int:
     return sum(budget.take() for _ in range(tries))
 
 
-def test_minimum_of_retries_is_always_allowed() -> None:
-    assert taken(RetryBudget(0.2, 3, Clock(0.5)), 10) == 3
-
-
-def test_share_of_recent_requests_adds_retries() -> None:
-    budget = RetryBudget(0.2, 3, Clock(0.5))
-    for _ in range(100):
+@pytest.mark.parametrize(("minimum", "requests", "retries"), [(3, 0, 3), (0, 0, 0), (3, 100, 23), (1, 50, 11)])
+def test_retries_are_a_minimum_and_a_share_of_recent_requests(
+    clock: Clock, minimum: int, requests: int, retries: int
+) -> None:
+    budget = RetryBudget(0.2, minimum, clock)
+    for _ in range(requests):
         budget.request()
-    assert taken(budget, 100) == 23
-
-
-def test_retry_budget_forgets_old_requests() -> None:
-    clock = Clock(0.5)
-    budget = RetryBudget(0.2, 1, clock)
-    for _ in range(50):
-        budget.request()
-    assert taken(budget, 50) == 11
+    assert taken(budget, 100) == retries
     clock.now += WINDOW
-    assert taken(budget, 50) == 1
-
-
-def test_no_retry_without_minimum_and_requests() -> None:
-    assert not RetryBudget(0.2, 0, Clock(0.5)).take()
+    assert taken(budget, 100) == minimum, "old requests are forgotten"
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 20), st.integers(0, 20)), max_size=60))

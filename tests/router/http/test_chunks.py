@@ -205,33 +205,33 @@ def test_incomplete_chunk_has_no_size(data: bytes) -> None:
     assert body_size(data) == 0
 
 
+class Client:
+    """A writer that keeps the response to the client."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+
 def test_forwarded_stream_reports_usage_and_progress() -> None:
-    written: list[bytes] = []
-
-    class Client:
-        def write(self, data: bytes) -> None:
-            written.append(data)
-
-    now = 1.0
+    client, now = Client(), 1.0
     worker = Health(clock=lambda: now)
     rank = worker.begin(10, dp_rank=1, one_of_many=True).health
     tail = UsageTail()
-    stream = EventStream(Client(), rank, tail, None)
+    stream = EventStream(client, rank, tail, None)
     now = 5.0
     chunks = [chunk(b'data: {"usage":null}\n\n'), chunk(USAGE), chunk(b"data: [DONE]\n\n")]
     for each in chunks:
         assert stream.forward(each)
-    assert written == chunks
+    assert client.written == chunks
     assert tail.usage() == Usage(9, 2, None)
     assert worker.last_byte == rank.last_byte == 5.0
     assert worker.begin(10).health is worker
 
 
 def test_usage_is_reported_after_an_event_without_usage() -> None:
-    class Client:
-        def write(self, data: bytes) -> None:
-            """Nothing is done with it."""
-
     tail = UsageTail()
     stream = EventStream(Client(), Health(), tail, None)
     assert stream.forward(chunk(b'data: {"usage":null}\n\n') + chunk(USAGE) + chunk(b"data: [DONE]\n\n"))
@@ -239,14 +239,8 @@ def test_usage_is_reported_after_an_event_without_usage() -> None:
 
 
 def test_usage_filter_forwards_complete_events_without_usage() -> None:
-    written: list[bytes] = []
-
-    class Client:
-        def write(self, data: bytes) -> None:
-            written.append(data)
-
-    hidden = HiddenUsage()
-    stream = EventStream(Client(), Health(), UsageTail(), hidden)
+    client, hidden = Client(), HiddenUsage()
+    stream = EventStream(client, Health(), UsageTail(), hidden)
     event = chunk(b"data: 1\n\n")
     assert stream.forward(event)
     assert not stream.forward(chunk(USAGE))
@@ -255,4 +249,4 @@ def test_usage_filter_forwards_complete_events_without_usage() -> None:
     assert not stream.forward(event)
     hidden.filter(b"\n", False)
     assert stream.forward(event)
-    assert written == [event, event]
+    assert client.written == [event, event]

@@ -38,37 +38,31 @@ async def test_problem_of_an_unknown_host() -> None:
     assert await problem("http://nobody.invalid/") == "has a name that no address is known for"
 
 
-async def test_problem_of_a_closed_connection() -> None:
-    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
+async def problem_of_a_server(answer: bytes, tls: ssl.SSLContext | None = None) -> str:
+    """Return the problem with a server that sends these bytes and closes the connection."""
 
-    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        assert await problem(f"http://127.0.0.1:{port}/") == "closed the connection"
-
-
-async def test_problem_of_an_error_status() -> None:
-    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n")
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
         await writer.drain()
         writer.close()
 
-    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        assert await problem(f"http://127.0.0.1:{port}/") == "answers 401 Unauthorized"
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls) as server:
+        return await problem(f"http{'s' if tls else ''}://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
+
+
+async def test_problem_of_a_closed_connection() -> None:
+    assert await problem_of_a_server(b"") == "closed the connection"
+
+
+async def test_problem_of_an_error_status() -> None:
+    refusal = b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n"
+    assert await problem_of_a_server(refusal) == "answers 401 Unauthorized"
 
 
 async def test_its_certificate_is_not_trusted() -> None:
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("127.0.0.1").configure_cert(tls)
-
-    async def nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-
-    async with await asyncio.start_server(nothing, "127.0.0.1", 0, ssl=tls) as server:
-        port = server.sockets[0].getsockname()[1]
-        said = await problem(f"https://127.0.0.1:{port}/")
-    assert said.startswith("has a certificate that is not trusted: ")
+    assert (await problem_of_a_server(b"", tls)).startswith("has a certificate that is not trusted: ")
 
 
 def test_problem_without_text_is_the_name_of_its_type() -> None:

@@ -40,32 +40,28 @@ def run(*steps: float | str) -> int:
     return late
 
 
-def test_deadline_is_called_once() -> None:
+def test_deadline_is_called_once_and_not_early() -> None:
     assert run(0.05, -0.2) == 1
     assert run(0.005, -0.1) == 1
-
-
-def test_deadline_is_never_early() -> None:
     assert run(10.0, -0.1) == 0
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        late, after = asyncio.Event(), list[float]()
 
-        def ring() -> None:
-            after.append(loop.time() - since)
-            late.set()
+async def test_deadline_is_never_early() -> None:
+    loop = asyncio.get_running_loop()
+    late, after = asyncio.Event(), list[float]()
 
-        watched = Deadline(loop, ring)
-        for _ in range(4):
-            since = loop.time()
-            watched.set(0.05)
-            await asyncio.sleep(0.03)
-        async with asyncio.timeout(60):
-            await late.wait()
-        assert min(after) >= 0.05
+    def ring() -> None:
+        after.append(loop.time() - since)
+        late.set()
 
-    asyncio.run(main())
+    watched = Deadline(loop, ring)
+    for _ in range(4):
+        since = loop.time()
+        watched.set(0.05)
+        await asyncio.sleep(0.03)
+    async with asyncio.timeout(60):
+        await late.wait()
+    assert min(after) >= 0.05
 
 
 def test_shorter_deadline_replaces_a_longer() -> None:
@@ -83,27 +79,21 @@ def test_deadline_can_be_set_again() -> None:
     assert run(0.03, "clear", -0.1, 0.03, -0.1) == 1
 
 
-def test_progress_moves_the_deadline() -> None:
-    async def main() -> None:
-        late = asyncio.Event()
-        signs = [True]  # one since it was set, which the next look finds
-        watched = Deadline(asyncio.get_running_loop(), late.set, lambda: bool(signs) and signs.pop())
-        began = time.monotonic()
-        watched.set(0.05)
-        async with asyncio.timeout(60):
-            await late.wait()
-        assert time.monotonic() - began >= event_loop.TICK + 0.05
-
-    asyncio.run(main())
+async def test_progress_moves_the_deadline() -> None:
+    late = asyncio.Event()
+    signs = [True]  # one since it was set, which the next look finds
+    watched = Deadline(asyncio.get_running_loop(), late.set, lambda: bool(signs) and signs.pop())
+    began = time.monotonic()
+    watched.set(0.05)
+    async with asyncio.timeout(60):
+        await late.wait()
+    assert time.monotonic() - began >= event_loop.TICK + 0.05
 
 
-def test_progress_does_not_restart_a_cleared_deadline() -> None:
-    async def main() -> None:
-        late = asyncio.Event()
-        watched = Deadline(asyncio.get_running_loop(), late.set, lambda: True)
-        watched.set(0.03)
-        watched.clear()
-        await asyncio.sleep(0.1)
-        assert not late.is_set()
-
-    asyncio.run(main())
+async def test_progress_does_not_restart_a_cleared_deadline() -> None:
+    late = asyncio.Event()
+    watched = Deadline(asyncio.get_running_loop(), late.set, lambda: True)
+    watched.set(0.03)
+    watched.clear()
+    await asyncio.sleep(0.1)
+    assert not late.is_set()

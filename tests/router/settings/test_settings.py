@@ -14,8 +14,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from kvevents.curve import create_key_pair
+from router.app.embedded_index import running_indexer
 from router.settings import ConfigError, PolicyName, Settings, WorkerSettings, load_settings
 
+SECRET = "sk-of-a-worker"
 CONFIG_YAML = Path(__file__).parents[3] / "config.yaml"
 
 
@@ -40,13 +43,9 @@ def test_config_yaml_lists_every_setting_with_its_default() -> None:
     assert load_settings(CONFIG_YAML) == Settings()
 
 
-def test_load_without_file_returns_defaults() -> None:
-    assert load_settings(None) == Settings()
-
-
-def test_load_of_empty_file_returns_defaults(file: Path) -> None:
+def test_settings_without_a_file_or_with_an_empty_file_are_the_defaults(file: Path) -> None:
     file.write_text("# nothing yet\n")
-    assert load_settings(file) == Settings()
+    assert load_settings(None) == load_settings(file) == Settings()
 
 
 def test_file_overrides_defaults_of_named_settings(file: Path) -> None:
@@ -69,12 +68,8 @@ def test_file_overrides_defaults_of_named_settings(file: Path) -> None:
     assert settings.models["m"].tokenizer == "/models/m"
     assert [str(worker.url) for worker in settings.workers] == ["http://10.0.0.1:8000/", "http://10.0.0.2:8000/"]
     (stream,) = settings.workers[1].streams or []
-    assert (stream.dp_rank, stream.endpoint, stream.replay_endpoint, stream.topic) == (
-        0,
-        "tcp://10.0.0.2:5557",
-        None,
-        "",
-    )
+    assert (stream.dp_rank, stream.endpoint) == (0, "tcp://10.0.0.2:5557")
+    assert (stream.replay_endpoint, stream.topic) == (None, "")
 
 
 def test_environment_overrides_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +81,13 @@ def test_environment_overrides_file(file: Path, monkeypatch: pytest.MonkeyPatch)
     assert settings.policy.name is PolicyName.LEAST_LOADED
 
 
-def test_environment_can_list_workers_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_can_list_workers_as_json_and_set_the_fleets_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVROUTER_WORKERS", '[{"url": "http://10.0.0.1:8000"}]')
-    assert [str(worker.url) for worker in load_settings(None).workers] == ["http://10.0.0.1:8000/"]
+    monkeypatch.setenv("KVROUTER_FLEET__API_KEY", SECRET)
+    settings = load_settings(None)
+    assert [str(worker.url) for worker in settings.workers] == ["http://10.0.0.1:8000/"]
+    assert settings.fleet.api_key is not None
+    assert settings.fleet.api_key.get_secret_value() == SECRET
 
 
 def test_options_override_file_and_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +106,9 @@ def test_options_override_file_and_environment(file: Path, monkeypatch: pytest.M
     [
         ("server: {prot: 1}", "server.prot"),
         ("sever: {port: 1}", "sever"),
+        ("server: {root_path: llm}", "server.root_path"),
+        ("server: {root_path: /a b}", "server.root_path"),
+        ("server: {cors_origins: ['https://a.example/path']}", "server.cors_origins.0"),
         ("server: {port: many}", "server.port"),
         ("server: {port: 70000}", "server.port"),
         ("server: 8080", "server"),
@@ -185,12 +187,9 @@ def test_file_without_mapping_is_refused(file: Path, text: str) -> None:
         load_settings(file)
 
 
-def test_missing_file_is_refused(file: Path) -> None:
+def test_missing_file_and_invalid_utf8_are_refused(file: Path) -> None:
     with pytest.raises(ConfigError, match=f"{file}: No such file"):
         load_settings(file)
-
-
-def test_file_with_invalid_utf8_is_refused(file: Path) -> None:
     file.write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ConfigError, match=f"{file}: not YAML"):
         load_settings(file)
@@ -218,33 +217,19 @@ def test_error_names_bad_option(file: Path) -> None:
         load_settings(file, {"policy": {"name": "best"}})
 
 
+@pytest.mark.parametrize("models", ["{a: {aliases: [b]}, b: {}}", "{a: {aliases: [c]}, b: {aliases: [c]}}"])
+def test_duplicate_alias_is_refused(file: Path, models: str) -> None:
+    file.write_text(f"models: {models}")
+    with pytest.raises(ConfigError, match=r"models.*an alias names one model"):
+        load_settings(file)
+
+
 @pytest.mark.parametrize("url", ["http://:secret@redis:6379", "redis://:secret@redis:port", "redis://:secret@r/0?db=x"])
 def test_error_of_redis_url_hides_its_password(file: Path, url: str) -> None:
     file.write_text(f"replicas: {{redis: '{url}'}}")
     with pytest.raises(ConfigError, match=r"replicas\.redis: ") as refused:
         load_settings(file)
     assert "secret" not in str(refused.value)
-
-
-@pytest.mark.parametrize("models", ["{a: {aliases: [b]}, b: {}}", "{a: {aliases: [c]}, b: {aliases: [c]}}"])
-def test_duplicate_alias_is_refused(models: str, tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(f"models: {models}")
-    with pytest.raises(ConfigError, match=r"models.*an alias names one model"):
-        load_settings(file)
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"), [("root_path", "llm"), ("root_path", "/a b"), ("cors_origins", "['https://a.example/path']")]
-)
-def test_invalid_root_path_and_cors_origin_are_refused(setting: str, value: str, tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(f"server: {{{setting}: {value}}}")
-    with pytest.raises(ConfigError, match=rf"server\.{setting}"):
-        load_settings(file)
-
-
-SECRET = "sk-of-a-worker"
 
 
 @pytest.mark.parametrize(
@@ -280,13 +265,6 @@ def test_repr_and_dumps_of_settings_contain_no_api_key(file: Path) -> None:
     assert b64encode(f"u:{SECRET}".encode()).decode() not in shown
 
 
-def test_environment_can_set_the_fleets_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVROUTER_FLEET__API_KEY", SECRET)
-    key = load_settings(None).fleet.api_key
-    assert key is not None
-    assert key.get_secret_value() == SECRET
-
-
 @given(user=st.text(min_size=1), password=st.text())
 def test_user_info_of_url_becomes_basic_api_key(user: str, password: str) -> None:
     assume(all(letter < "\ud800" or letter > "\udfff" for letter in user + password))
@@ -295,3 +273,36 @@ def test_user_info_of_url_becomes_basic_api_key(user: str, password: str) -> Non
     assert worker.api_key is not None
     scheme, _, credentials = worker.api_key.get_secret_value().partition(" ")
     assert (scheme, b64decode(credentials).decode()) == ("Basic", f"{user}:{password}")
+
+
+def test_curve_key_files_are_loaded_with_settings(tmp_path: Path) -> None:
+    public, secret = create_key_pair(tmp_path, "some")
+    stream = {"endpoint": "tcp://127.0.0.1:5557", "curve_server_key_file": str(public)}
+    overrides = {
+        "workers": [{"url": "http://127.0.0.1:1", "streams": [stream]}],
+        "events": {"curve_secret_key_file": str(secret)},
+    }
+    settings = load_settings(None, overrides)
+    (configured,) = settings.workers[0].streams or []
+    assert configured.curve_server_key_file == public
+    for used in (settings, Settings()):
+        with running_indexer(used) as indexer:
+            assert indexer.registered() == []
+
+
+@pytest.mark.parametrize("content", [None, "nothing"])
+def test_error_names_unreadable_curve_key_file(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "bad.key"
+    if content is not None:
+        path.write_text(content)
+    stream = {"endpoint": "tcp://127.0.0.1:5557", "curve_server_key_file": str(path)}
+    with pytest.raises(ConfigError, match=f"workers.0.streams.0.curve_server_key_file: .*{path}"):
+        load_settings(None, {"workers": [{"url": "http://127.0.0.1:1", "streams": [stream]}]})
+    with pytest.raises(ConfigError, match=f"events.curve_secret_key_file: .*{path}"):
+        load_settings(None, {"events": {"curve_secret_key_file": str(path)}})
+
+
+def test_public_key_file_is_refused_as_secret_key_file(tmp_path: Path) -> None:
+    public, _ = create_key_pair(tmp_path, "some")
+    with pytest.raises(ConfigError, match="holds no secret key"):
+        load_settings(None, {"events": {"curve_secret_key_file": str(public)}})

@@ -30,6 +30,28 @@ EXPIRY = 3.0
 LINGER = 1.0
 
 
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(0.0)
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+async def here(wire: Wire, clock: Clock) -> LoadSharing:
+    """The sharing of a router that sends its messages over `wire`."""
+    return sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
+
+
+@pytest.fixture
+def there(clock: Clock) -> PeerLoad:
+    """The load that another router knows of its peers."""
+    return PeerLoad(EXPIRY, LINGER, clock)
+
+
 def sharing_of(table: LoadTable, peer_load: PeerLoad, channels: list[SharingChannel]) -> LoadSharing:
     """Return the sharing of a table's load, subscribed to its changes."""
     sharing = LoadSharing(table, peer_load, channels)
@@ -56,6 +78,14 @@ class Wire:
     async def run(self, _receive: Callable[[bytes], None], connected: Callable[[], None]) -> None:
         connected()
         await asyncio.Event().wait()
+
+
+def hear_all(here: LoadSharing, wire: Wire, there: PeerLoad) -> None:
+    """Send everything, and receive it there."""
+    here.send_everything()
+    for message in wire.told:
+        there.apply(decode(message))
+    wire.told.clear()
 
 
 def load_of(worker: str, requests: int, pending: int = 0, rank: int = 0, backlog: float = 0.0) -> RankLoad:
@@ -124,125 +154,92 @@ TestOthersAreForgotten.settings = settings(max_examples=40, stateful_step_count=
 
 @given(st.lists(st.tuples(st.sampled_from("xy"), st.sampled_from(["begin", "first", "end"])), max_size=40), st.data())
 @settings(max_examples=60)
-def test_peers_learn_loads_despite_lost_messages(steps: list[tuple[str, str]], data: st.DataObject) -> None:
-    async def play() -> None:
-        clock, wire, table = Clock(0.0), Wire(), LoadTable()
-        here = sharing_of(table, PeerLoad(EXPIRY, LINGER, clock), [wire])
-        there = PeerLoad(EXPIRY, LINGER, clock)
-        held: list[Reservation] = []
-        for worker, step in steps:
-            if step == "begin":
-                held.append(Reservation(table.of(worker, 0), 7, 20))
-            elif held:
-                held[-1].first_byte() if step == "first" else held.pop().release()
-            await asyncio.sleep(0.001)
-            for message in wire.told:
-                if data.draw(st.booleans()):
-                    there.apply(decode(message))
-            wire.told.clear()
-        clock.now += EXPIRY + 1
-        here.send_everything()
-        for message in wire.told:
-            there.apply(decode(message))
-        there.expire()
-        for worker in "xy":
-            own, known = table.of(worker, 0), there.of(worker, 0)
-            assert (known.requests, known.pending, known.context, known.waiting) == (
-                own.requests,
-                own.pending,
-                own.context,
-                own.waiting,
-            )
-
-    asyncio.run(play())
-
-
-def test_prompts_of_peers_are_in_flight_prefixes_until_their_end() -> None:
-    async def play() -> None:
-        clock, wire = Clock(0.0), Wire()
-        here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
-        there = PeerLoad(EXPIRY, LINGER, clock)
-        target = Target("http://w", 1, "m")
-        prompt = array("Q", range(1, 41))  # 40 chunks: 5 prefixes are sent
-        ended = here.sent(target, prompt)
-        here.send_everything()
-        hear_all(wire, there)
-        assert there.overlaps(prompt).get(target, 0) == 5 * SHARED_TOKENS
-        sibling = array("Q", [*prompt[:20], *range(100, 120)])
-        assert there.overlaps(sibling).get(target, 0) == 2 * SHARED_TOKENS <= 20 * CHUNK_TOKENS
-        assert there.overlaps(prompt).get(Target("http://other", 1, "m"), 0) == 0
-        ended()
-        ended()  # only once
-        here.send_everything()
-        hear_all(wire, there)
-        assert there.overlaps(prompt).get(target, 0) == 5 * SHARED_TOKENS
-        clock.now += LINGER
-        assert there.overlaps(prompt).get(target, 0) == 0
-
-    asyncio.run(play())
-
-
-def test_failed_prompt_of_a_peer_is_dropped() -> None:
-    async def play() -> None:
-        wire = Wire()
-        here, there = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), [wire]), PeerLoad(EXPIRY, LINGER)
-        target, other = Target("http://w", 0, "m"), Target("http://v", 0, "m")
-        prompt = array("Q", range(1, 9))
-        for ended, failed in [(here.sent(target, prompt), True), (here.sent(other, prompt), False)]:
-            here.send_everything()
-            hear_all(wire, there)
-            assert ended is not None
-            ended(failed)
-            here.send_everything()
-            hear_all(wire, there)
-        assert there.overlaps(prompt) == {other: SHARED_TOKENS}
-
-    asyncio.run(play())
-
-
-def test_prompt_with_a_lost_end_is_dropped_by_the_next_message() -> None:
-    async def play() -> None:
-        clock, wire = Clock(0.0), Wire()
-        here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
-        there = PeerLoad(EXPIRY, LINGER, clock)
-        target, prompt = Target("http://w", 0, "m"), array("Q", range(1, 9))
-        ended = here.sent(target, prompt)
-        here.send_everything()
-        hear_all(wire, there)
-        ended()
-        here.send_everything()
-        wire.told.clear()  # lost
-        here.send_everything()
-        hear_all(wire, there)
-        clock.now += LINGER
-        assert there.overlaps(prompt).get(target, 0) == 0
-
-    asyncio.run(play())
-
-
-def test_prompts_of_a_removed_router_are_dropped() -> None:
-    clock = Clock(0.0)
+async def test_peers_learn_loads_despite_lost_messages(steps: list[tuple[str, str]], data: st.DataObject) -> None:
+    clock, wire, table = Clock(0.0), Wire(), LoadTable()
+    here = sharing_of(table, PeerLoad(EXPIRY, LINGER, clock), [wire])
     there = PeerLoad(EXPIRY, LINGER, clock)
+    held: list[Reservation] = []
+    for worker, step in steps:
+        if step == "begin":
+            held.append(Reservation(table.of(worker, 0), 7, 20))
+        elif held:
+            held[-1].first_byte() if step == "first" else held.pop().release()
+        await asyncio.sleep(0.001)
+        for message in wire.told:
+            if data.draw(st.booleans()):
+                there.apply(decode(message))
+        wire.told.clear()
+    clock.now += EXPIRY + 1
+    here.send_everything()
+    for message in wire.told:
+        there.apply(decode(message))
+    there.expire()
+    for worker in "xy":
+        own, known = table.of(worker, 0), there.of(worker, 0)
+        for amount in ("requests", "pending", "context", "waiting"):
+            assert getattr(known, amount) == getattr(own, amount)
+
+
+async def test_prompts_of_peers_are_in_flight_prefixes_until_their_end(
+    here: LoadSharing, there: PeerLoad, wire: Wire, clock: Clock
+) -> None:
+    target = Target("http://w", 1, "m")
+    prompt = array("Q", range(1, 41))  # 40 chunks: 5 prefixes are sent
+    ended = here.sent(target, prompt)
+    hear_all(here, wire, there)
+    assert there.overlaps(prompt).get(target, 0) == 5 * SHARED_TOKENS
+    sibling = array("Q", [*prompt[:20], *range(100, 120)])
+    assert there.overlaps(sibling).get(target, 0) == 2 * SHARED_TOKENS <= 20 * CHUNK_TOKENS
+    assert there.overlaps(prompt).get(Target("http://other", 1, "m"), 0) == 0
+    ended()
+    ended()  # only once
+    hear_all(here, wire, there)
+    assert there.overlaps(prompt).get(target, 0) == 5 * SHARED_TOKENS
+    clock.now += LINGER
+    assert there.overlaps(prompt).get(target, 0) == 0
+
+
+async def test_failed_prompt_of_a_peer_is_dropped(here: LoadSharing, there: PeerLoad, wire: Wire) -> None:
+    target, other = Target("http://w", 0, "m"), Target("http://v", 0, "m")
+    prompt = array("Q", range(1, 9))
+    for ended, failed in [(here.sent(target, prompt), True), (here.sent(other, prompt), False)]:
+        hear_all(here, wire, there)
+        assert ended is not None
+        ended(failed)
+        hear_all(here, wire, there)
+    assert there.overlaps(prompt) == {other: SHARED_TOKENS}
+
+
+async def test_prompt_with_a_lost_end_is_dropped_by_the_next_message(
+    here: LoadSharing, there: PeerLoad, wire: Wire, clock: Clock
+) -> None:
     target, prompt = Target("http://w", 0, "m"), array("Q", range(1, 9))
+    ended = here.sent(target, prompt)
+    hear_all(here, wire, there)
+    ended()
+    here.send_everything()
+    wire.told.clear()  # lost
+    hear_all(here, wire, there)
+    clock.now += LINGER
+    assert there.overlaps(prompt).get(target, 0) == 0
 
-    async def play() -> None:
-        wire = Wire()
-        here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [wire])
-        here.sent(target, prompt)
-        here.start()
-        await asyncio.sleep(0.01)
-        await here.stop()
-        hear_all(wire, there)
 
-    asyncio.run(play())
+async def test_prompts_of_a_removed_router_are_dropped(
+    here: LoadSharing, there: PeerLoad, wire: Wire, clock: Clock
+) -> None:
+    target, prompt = Target("http://w", 0, "m"), array("Q", range(1, 9))
+    here.sent(target, prompt)
+    here.start()
+    await asyncio.sleep(0.01)
+    await here.stop()
+    for message in wire.told:
+        there.apply(decode(message))
     assert there.routers() == []
     clock.now += LINGER
     assert there.overlaps(prompt).get(target, 0) == 0
 
 
-def test_backlogs_elsewhere_pass_with_time() -> None:
-    clock = Clock(0.0)
-    there = PeerLoad(EXPIRY, LINGER, clock)
+def test_backlogs_elsewhere_pass_with_time(there: PeerLoad, clock: Clock) -> None:
     there.apply(news("a", 1, load_of("w", 1, backlog=2.0)))
     there.apply(news("b", 1, load_of("w", 1, backlog=0.5)))
     assert there.backlog("w", 0) == 2.5
@@ -250,20 +247,16 @@ def test_backlogs_elsewhere_pass_with_time() -> None:
     assert there.backlog("w", 0) == 1.0
 
 
-def test_invalid_messages_are_ignored() -> None:
-    async def play() -> None:
-        here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
-        odd = [load_of("w", -5), load_of("w", 2**60), load_of("w", 5, backlog=math.nan), load_of("w", 5, rank=-1)]
-        for data in (
-            *(b"", b"nonsense", encode([1, 2, 3]), encode(news(here.router, 1, load_of("w", 5)))),
-            encode(news("\x01", 1, load_of("w", 5))).replace(b"\x01", b"\xff", 1),  # no UTF-8
-            *(encode(news("a", 1, load)) for load in odd),
-            encode(Message("a", 1, Kind.NEWS, spent=[("t", 0, -5)])),
-        ):
-            here.receive(data)
-        assert here.peer_load.routers() == []
-
-    asyncio.run(play())
+async def test_invalid_messages_are_ignored(here: LoadSharing) -> None:
+    odd = [load_of("w", -5), load_of("w", 2**60), load_of("w", 5, backlog=math.nan), load_of("w", 5, rank=-1)]
+    for data in (
+        *(b"", b"nonsense", encode([1, 2, 3]), encode(news(here.router, 1, load_of("w", 5)))),
+        encode(news("\x01", 1, load_of("w", 5))).replace(b"\x01", b"\xff", 1),  # no UTF-8
+        *(encode(news("a", 1, load)) for load in odd),
+        encode(Message("a", 1, Kind.NEWS, spent=[("t", 0, -5)])),
+    ):
+        here.receive(data)
+    assert here.peer_load.routers() == []
 
 
 def test_repeated_prompt_is_held_once() -> None:
@@ -276,18 +269,15 @@ def test_repeated_prompt_is_held_once() -> None:
     assert peers.overlaps(hashes) == {}
 
 
-def test_lost_channel_is_only_a_finding() -> None:
-    async def play() -> None:
-        wire, table = Wire(), LoadTable()
-        sharing = sharing_of(table, PeerLoad(EXPIRY, LINGER), [wire])
-        wire.problem = "connection refused"
-        Reservation(table.of("w", 0), 7, 20).release()
-        sharing.send_everything()
-        assert wire.told == []
-        [found] = sharing.findings()
-        assert found == {"finding": "load_not_shared", "carrier": "wire", "detail": "connection refused"}
-
-    asyncio.run(play())
+async def test_lost_channel_is_only_a_finding() -> None:
+    wire, table = Wire(), LoadTable()
+    sharing = sharing_of(table, PeerLoad(EXPIRY, LINGER), [wire])
+    wire.problem = "connection refused"
+    Reservation(table.of("w", 0), 7, 20).release()
+    sharing.send_everything()
+    assert wire.told == []
+    [found] = sharing.findings()
+    assert found == {"finding": "load_not_shared", "carrier": "wire", "detail": "connection refused"}
 
 
 def test_processes_of_a_machine_share_loads_and_survive_a_crash() -> None:
@@ -318,65 +308,49 @@ def test_processes_of_a_machine_share_loads_and_survive_a_crash() -> None:
         asyncio.run(play(Path(folder)))
 
 
-def test_waiting_requests_wake_when_peer_load_falls() -> None:
-    async def play() -> None:
-        here = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), [Wire()])
-        told: list[int] = []
-        here.on_update.append(lambda: told.append(here.peer_load.of("w", 0).requests))
-        here.receive(encode(news("a", 1, load_of("w", 2))))
-        here.receive(encode(news("a", 2, load_of("w", 1))))
-        here.receive(encode(Message("a", 3, Kind.GONE)))
-        assert told == [2, 1, 0]
-
-    asyncio.run(play())
+async def test_waiting_requests_wake_when_peer_load_falls(here: LoadSharing) -> None:
+    told: list[int] = []
+    here.on_update.append(lambda: told.append(here.peer_load.of("w", 0).requests))
+    here.receive(encode(news("a", 1, load_of("w", 2))))
+    here.receive(encode(news("a", 2, load_of("w", 1))))
+    here.receive(encode(Message("a", 3, Kind.GONE)))
+    assert told == [2, 1, 0]
 
 
-def test_rates_of_tenants_hold_for_all_routers_together_and_count_once() -> None:
-    async def play() -> None:
-        limits = TenantSettings(keys=["0" * 64], requests_per_second=4)
-        wires = [Wire(), Wire()]
-        wires[1].interval = 1.0  # a slower way for the same
-        tenants = TenantsSettings(named={"t": limits})
-        here, there = (sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in (wires, []))
-        controls = [AccessControl(tenants, "token") for _ in range(2)]
-        for control, sharing in zip(controls, (here, there), strict=True):
-            control.share_spent(sharing.spent)
-            sharing.on_spent.append(control.spent_elsewhere)
-        asks, also = (control.tenant("t") for control in controls)
-        for _ in range(3):
-            asks.admit("m", 10)
-        here.send_everything()
-        for wire in wires:
-            for message in wire.told:
-                there.receive(message, wire.interval)
-        also.admit("m", 10)
-        with pytest.raises(RequestError) as refused:
-            also.admit("m", 10)
-        assert refused.value.status == 429
-
-    asyncio.run(play())
-
-
-def test_response_of_another_router_is_found() -> None:
-    async def play() -> None:
-        wire = Wire()
-        here, there = (sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in ([wire], []))
-        mine, theirs = ResponseOwners(), ResponseOwners()
-        mine.on_learned.append(here.share_response)
-        there.on_response.append(theirs.remember)
-        mine.learn(b'{"id": "resp_1", ', "http://w")
-        here.send_everything()
+async def test_rates_of_tenants_hold_for_all_routers_together_and_count_once() -> None:
+    limits = TenantSettings(keys=["0" * 64], requests_per_second=4)
+    wires = [Wire(), Wire()]
+    wires[1].interval = 1.0  # a slower way for the same
+    tenants = TenantsSettings(named={"t": limits})
+    here, there = (sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in (wires, []))
+    controls = [AccessControl(tenants, "token") for _ in range(2)]
+    for control, sharing in zip(controls, (here, there), strict=True):
+        control.share_spent(sharing.spent)
+        sharing.on_spent.append(control.spent_elsewhere)
+    asks, also = (control.tenant("t") for control in controls)
+    for _ in range(3):
+        asks.admit("m", 10)
+    here.send_everything()
+    for wire in wires:
         for message in wire.told:
-            there.receive(message)
-        assert theirs.get("resp_1") == "http://w"
+            there.receive(message, wire.interval)
+    also.admit("m", 10)
+    with pytest.raises(RequestError) as refused:
+        also.admit("m", 10)
+    assert refused.value.status == 429
 
-    asyncio.run(play())
 
-
-def hear_all(wire: Wire, peer_load: PeerLoad) -> None:
+async def test_response_of_another_router_is_found() -> None:
+    wire = Wire()
+    here, there = (sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER), ways) for ways in ([wire], []))
+    mine, theirs = ResponseOwners(), ResponseOwners()
+    mine.on_learned.append(here.share_response)
+    there.on_response.append(theirs.remember)
+    mine.learn(b'{"id": "resp_1", ', "http://w")
+    here.send_everything()
     for message in wire.told:
-        peer_load.apply(decode(message))
-    wire.told.clear()
+        there.receive(message)
+    assert theirs.get("resp_1") == "http://w"
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -386,7 +360,6 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 @pytest.mark.parametrize("prefixes", [b"1234567", b"12345678" * 2000])
-def test_invalid_prefixes_are_not_held(prefixes: bytes) -> None:
-    there = PeerLoad(EXPIRY, LINGER)
+def test_invalid_prefixes_are_not_held(there: PeerLoad, prefixes: bytes) -> None:
     there.apply(Message("a", 1, Kind.NEWS, sent=[SentPrompt(1, "w", 0, "m", prefixes)]))
     assert there.overlaps(array("Q", [int.from_bytes(b"12345678", "little")] * 8)).get(Target("w", 0, "m"), 0) == 0

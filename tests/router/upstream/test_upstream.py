@@ -69,6 +69,10 @@ class Passing(ChunkForwarder):
 Serve = Callable[[StreamReader, StreamWriter], Awaitable[None]]
 
 
+async def never(reader: StreamReader, _: StreamWriter) -> None:
+    await reader.read()
+
+
 async def always_ok(reader: StreamReader, writer: StreamWriter) -> None:
     while await reader.readuntil(b"\r\n\r\n"):
         writer.write(OK)
@@ -102,95 +106,70 @@ async def _gone(upstreams: Upstreams) -> bool:
 async def ask(upstreams: Upstreams, url: str) -> Remembering:
     handler = Remembering()
     upstreams.get(url).send(handler, "GET", b"/x", b"", b"")
-    async with asyncio.timeout(60):
-        await handler.over
+    await asyncio.wait_for(handler.over, 60)
     return handler
 
 
-def test_connections_are_used_again_the_latest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with served() as (upstreams, url):
-            await asyncio.gather(*(ask(upstreams, url) for _ in range(5)))
-            upstream = upstreams.get(url)
-            assert (upstream.open_connections, upstream.idle_connections) == (5, 5)
-            assert (await ask(upstreams, url)).body == b"{}"
-            assert (upstream.open_connections, upstream.idle_connections) == (5, 5)
-            monkeypatch.setattr(pool_module, "MAX_IDLE", 5)
-            await asyncio.gather(*(ask(upstreams, url) for _ in range(9)))
-            assert upstream.idle_connections == 5
-
-    asyncio.run(main())
+async def test_connections_are_used_again_the_latest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as (upstreams, url):
+        await asyncio.gather(*(ask(upstreams, url) for _ in range(5)))
+        upstream = upstreams.get(url)
+        assert (upstream.open_connections, upstream.idle_connections) == (5, 5)
+        assert (await ask(upstreams, url)).body == b"{}"
+        assert (upstream.open_connections, upstream.idle_connections) == (5, 5)
+        monkeypatch.setattr(pool_module, "MAX_IDLE", 5)
+        await asyncio.gather(*(ask(upstreams, url) for _ in range(9)))
+        assert upstream.idle_connections == 5
 
 
-def test_idle_connections_are_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_are_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "KEEPALIVE_SECONDS", 0.1)
 
-    async def main() -> None:
-        async with served() as (upstreams, url):
-            await asyncio.gather(*(ask(upstreams, url) for _ in range(3)))
-            assert await _gone(upstreams)
-            assert (await ask(upstreams, url)).body == b"{}"
-
-    asyncio.run(main())
+    async with served() as (upstreams, url):
+        await asyncio.gather(*(ask(upstreams, url) for _ in range(3)))
+        assert await _gone(upstreams)
+        assert (await ask(upstreams, url)).body == b"{}"
 
 
-def test_removed_worker_finishes_its_requests() -> None:
+async def test_removed_worker_finishes_its_requests() -> None:
     async def slowly(reader: StreamReader, writer: StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(0.1)
         writer.write(OK)
         await reader.read()
 
-    async def main() -> None:
-        async with served(slowly) as (upstreams, url):
-            asking = asyncio.create_task(ask(upstreams, url))
+    async with served(slowly) as (upstreams, url):
+        asking = asyncio.create_task(ask(upstreams, url))
+        await asyncio.sleep(0.05)
+        upstreams.forget(url)
+        assert (await asking).body == b"{}"
+        assert await _gone(upstreams)
+
+
+async def test_closing_fails_requests_in_flight() -> None:
+    async with served(never) as (upstreams, url):
+        asking = asyncio.create_task(ask(upstreams, url))
+        await asyncio.sleep(0.05)
+        await upstreams.close()
+        assert (await asking).error is not None
+
+
+async def test_failures_have_their_kinds() -> None:
+    async with served(never, patience=0.1) as (upstreams, url):
+        assert isinstance((await ask(upstreams, url)).error, UpstreamTimeoutError)
+        assert isinstance((await ask(upstreams, "http://127.0.0.1:1")).error, UnreachableError)
+        assert isinstance((await ask(upstreams, "http://no.such.host.invalid")).error, UnreachableError)
+
+
+async def test_aborted_request_calls_its_handler_no_more() -> None:
+    async with served() as (upstreams, url):
+        for sent in (False, True):
+            if sent:
+                await ask(upstreams, url)  # an idle connection: the request is written at once
+            handler = Remembering()
+            upstreams.get(url).send(handler, "GET", b"/x", b"", b"").abort()
             await asyncio.sleep(0.05)
-            upstreams.forget(url)
-            assert (await asking).body == b"{}"
-            assert await _gone(upstreams)
-
-    asyncio.run(main())
-
-
-def test_closing_fails_requests_in_flight() -> None:
-    async def never(reader: StreamReader, _: StreamWriter) -> None:
-        await reader.read()
-
-    async def main() -> None:
-        async with served(never) as (upstreams, url):
-            asking = asyncio.create_task(ask(upstreams, url))
-            await asyncio.sleep(0.05)
-            await upstreams.close()
-            assert (await asking).error is not None
-
-    asyncio.run(main())
-
-
-def test_failures_have_their_kinds() -> None:
-    async def never(reader: StreamReader, _: StreamWriter) -> None:
-        await reader.read()
-
-    async def main() -> None:
-        async with served(never, patience=0.1) as (upstreams, url):
-            assert isinstance((await ask(upstreams, url)).error, UpstreamTimeoutError)
-            assert isinstance((await ask(upstreams, "http://127.0.0.1:1")).error, UnreachableError)
-            assert isinstance((await ask(upstreams, "http://no.such.host.invalid")).error, UnreachableError)
-
-    asyncio.run(main())
-
-
-def test_aborted_request_calls_its_handler_no_more() -> None:
-    async def main() -> None:
-        async with served() as (upstreams, url):
-            for sent in (False, True):
-                if sent:
-                    await ask(upstreams, url)  # an idle connection: the request is written at once
-                handler = Remembering()
-                upstreams.get(url).send(handler, "GET", b"/x", b"", b"").abort()
-                await asyncio.sleep(0.05)
-                assert not handler.over.done()
-
-    asyncio.run(main())
+            assert not handler.over.done()
 
 
 def head_of(url: str, method: str, target: bytes, lines: bytes = b"", size: int = 0) -> bytes:
@@ -225,7 +204,7 @@ def test_the_head_of_a_request(url: str, host: bytes, target: bytes) -> None:
 
 
 @pytest.mark.parametrize("request_id", [b"", b"1"])
-def test_a_workers_key_is_shown_unless_the_request_has_one_or_must_not(request_id: bytes) -> None:
+async def test_a_workers_key_is_shown_unless_the_request_has_one_or_must_not(request_id: bytes) -> None:
     heads: list[bytes] = []
 
     async def remembers(reader: StreamReader, writer: StreamWriter) -> None:
@@ -233,28 +212,24 @@ def test_a_workers_key_is_shown_unless_the_request_has_one_or_must_not(request_i
             heads.append(await reader.readuntil(b"\r\n\r\n"))
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
 
-    async def main() -> None:
-        async with served(remembers) as (upstreams, url):
-            for shown, lines, add_worker_key, expected in (
-                (b"Bearer a", b"x: 1\r\n", True, [b"Bearer a"]),
-                (b"Bearer a", b"x: 1\r\n", False, []),
-                (b"Bearer a", b"x: 1\r\n", True, [b"Bearer a"]),
-                (b"Bearer a", b"authorization: Bearer own\r\n", True, [b"Bearer own"]),
-                (b"Bearer b", b"x: 1\r\n", True, [b"Bearer b"]),
-                (None, b"x: 1\r\n", True, []),
-            ):
-                upstream = upstreams.get(url)
-                upstreams.show(url, shown)
-                handler = Remembering()
-                upstream.send(handler, "GET", b"/", lines, b"", request_id, add_worker_key=add_worker_key)
-                async with asyncio.timeout(60):
-                    await handler.over
-                assert re.findall(rb"authorization: (.*)\r\n", heads[-1]) == expected
-
-    asyncio.run(main())
+    async with served(remembers) as (upstreams, url):
+        for shown, lines, add_worker_key, expected in (
+            (b"Bearer a", b"x: 1\r\n", True, [b"Bearer a"]),
+            (b"Bearer a", b"x: 1\r\n", False, []),
+            (b"Bearer a", b"x: 1\r\n", True, [b"Bearer a"]),
+            (b"Bearer a", b"authorization: Bearer own\r\n", True, [b"Bearer own"]),
+            (b"Bearer b", b"x: 1\r\n", True, [b"Bearer b"]),
+            (None, b"x: 1\r\n", True, []),
+        ):
+            upstream = upstreams.get(url)
+            upstreams.show(url, shown)
+            handler = Remembering()
+            upstream.send(handler, "GET", b"/", lines, b"", request_id, add_worker_key=add_worker_key)
+            await asyncio.wait_for(handler.over, 60)
+            assert re.findall(rb"authorization: (.*)\r\n", heads[-1]) == expected
 
 
-def test_stalled_stream_times_out_after_forwarded_chunks() -> None:
+async def test_stalled_stream_times_out_after_forwarded_chunks() -> None:
     event = b"9\r\ndata: 1\n\n\r\n"
 
     async def stops(reader: StreamReader, writer: StreamWriter) -> None:
@@ -265,17 +240,13 @@ def test_stalled_stream_times_out_after_forwarded_chunks() -> None:
             writer.write(event)
         await reader.read()
 
-    async def main() -> None:
-        async with served(stops, patience=0.5) as (upstreams, url):
-            handler, forwarder = Remembering(), Passing()
-            request = upstreams.get(url).send(handler, "GET", b"/x", b"", b"")
-            request.forwarder = forwarder
-            async with asyncio.timeout(60):
-                await handler.over
-            assert isinstance(handler.error, UpstreamTimeoutError)
-            assert b"".join(forwarder.passed) == event * 4
-
-    asyncio.run(main())
+    async with served(stops, patience=0.5) as (upstreams, url):
+        handler, forwarder = Remembering(), Passing()
+        request = upstreams.get(url).send(handler, "GET", b"/x", b"", b"")
+        request.forwarder = forwarder
+        await asyncio.wait_for(handler.over, 60)
+        assert isinstance(handler.error, UpstreamTimeoutError)
+        assert b"".join(forwarder.passed) == event * 4
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_QUICKACK"), reason="only Linux can be set to acknowledge less")
@@ -309,8 +280,7 @@ def test_not_every_segment_of_a_stream_is_acknowledged() -> None:
         async with served(streams) as (upstreams, url):
             handler = Counting(came)
             upstreams.get(url).send(handler, "GET", b"/x", b"", b"")
-            async with asyncio.timeout(60):
-                await handler.over
+            await asyncio.wait_for(handler.over, 60)
         return int(counts[0])
 
     # After a long pause of the machine, Linux acknowledges each packet again.
