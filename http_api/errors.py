@@ -8,9 +8,6 @@ import msgspec
 class RequestError(Exception):
     """A request that the service refuses, with the response to send.
 
-    - `message`: text of the error, which says what to send instead.
-    - `status`: HTTP status of the response.
-    - `type`: error type in OpenAI's body.
     - `param`: name of the wrong field; None if the whole body is wrong, or no field is.
     - `code`: machine-readable reason in OpenAI's body.
     - `retry_after`: seconds after which the client may try again; None leaves the header out.

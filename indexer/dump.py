@@ -89,10 +89,7 @@ class TargetDump(msgspec.Struct, tag_field="kind", tag="target"):
 
 
 class SavedTarget:
-    """A target that was read from a dump. `about` is the target without its blocks.
-
-    The target is kept as MessagePack until its worker registers, because as Python objects each block takes 200 bytes.
-    """
+    """A target read from a dump. Its blocks stay encoded until its worker registers, which saves memory."""
 
     __slots__ = ("_packed", "about")
 
@@ -140,10 +137,7 @@ def write_dump(targets: Iterable[TargetDump], secret: str) -> Iterator[bytes]:
 
 
 def read_dump(lines: Iterable[bytes], secret: str) -> list[SavedTarget]:
-    """Read a complete dump. An invalid target is skipped, with a line in the log.
-
-    Raises DumpError if the dump is cut off or damaged, or has another format or another secret.
-    """
+    """Read a complete dump, without its invalid targets. Raises DumpError if it is damaged or has another secret."""
     checksum = xxh3_64()
     targets: list[SavedTarget] = []
     skipped = 0

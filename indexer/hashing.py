@@ -77,7 +77,6 @@ def extend_prefix_hashes(
     """Append the prefix hashes of blocks `len(hashes)` to `end` (not included) of a packed prompt.
 
     - `seed`: hash before the first block of `tokens`, used while `hashes` is empty.
-    - `keys`: extra keys of the blocks, by block number.
     """
     step = block_size * TOKEN_BYTES
     start = len(hashes)
@@ -201,10 +200,7 @@ class PackedPrompt:
     __hash__ = None  # type: ignore[assignment]
 
     def hashes(self, seed: int, block_size: int, end: int = 0) -> array[int]:
-        """Return at least the first `end` prefix hashes in the namespace whose hash is `seed`.
-
-        Later calls extend the returned array.
-        """
+        """Return at least `end` prefix hashes that begin with the hash `seed`. Later calls extend the same array."""
         made = self._made.get(seed)
         if made is None:
             made = self._made[seed] = _Hashes(block_size, array("Q"))

@@ -20,9 +20,6 @@ class Received(NamedTuple):
     """Messages that one socket received in its turn; there may be none.
 
     - `socket`: file descriptor of the socket.
-    - `messages`: number of messages.
-    - `size`: bytes of all messages.
-    - `largest`: bytes of the largest message.
     - `first`: sequence number of the first message, if all are batches with consecutive numbers; else None.
     - `payload`: payload of the last batch, if `first` is given.
     """
@@ -40,8 +37,6 @@ class Taken(NamedTuple):
 
     - `socket`: file descriptor of the socket.
     - `first`, `last`: sequence numbers of the first and the last batch.
-    - `payload`: payload of the last batch.
-    - `size`: bytes of all batches.
     - `received_at`: time at which the last batch was received, in unix seconds.
     """
 
@@ -56,7 +51,6 @@ class Taken(NamedTuple):
 class Reading(NamedTuple):
     """Result of `Inbox.read`.
 
-    - `taken`: batches that were expected and are applied.
     - `told`: results of those batches that need reporting, by socket and sequence number, as in `Inbox.apply`.
     - `received`: messages that were not expected, or not alone. None of them is applied yet.
     - `untold`: whether batches were applied that `taken` does not have yet. Under load it has them half a second later.
@@ -69,10 +63,7 @@ class Reading(NamedTuple):
 
 
 class Inbox(ABC):
-    """Receiver of live messages for an index. Only the thread that owns the sockets may use it.
-
-    Sockets are identified by their file descriptors.
-    """
+    """Receiver of live messages for an index. Sockets are file descriptors, and only their thread may use it."""
 
     @abstractmethod
     def follow(self, socket: zmq.Socket[bytes], target: Target) -> int:
@@ -88,11 +79,7 @@ class Inbox(ABC):
 
     @abstractmethod
     def expect(self, socket: int, seq: int | None, largest: int) -> None:
-        """Allow the inbox to apply a socket's batches by itself.
-
-        - `seq`: sequence number of the first batch; None returns every message to the caller.
-        - `largest`: maximum bytes of a message; a larger one is returned to the caller.
-        """
+        """Allow the inbox to apply a socket's batches from `seq` on, if they have at most `largest` bytes."""
 
     @abstractmethod
     def read(self, seconds: float) -> Reading:

@@ -44,10 +44,7 @@ class MatchQuery:
 
 @dataclass(frozen=True, slots=True)
 class HashQuery:
-    """Prefix hashes of consecutive blocks from the start of a prompt.
-
-    `block_size` is in tokens; None is allowed if all workers of the model use one size.
-    """
+    """Prefix hashes of consecutive blocks. `block_size` may be None if all workers of the model use one size."""
 
     model: str
     prefix_hashes: list[int]
@@ -57,9 +54,8 @@ class HashQuery:
 
 @dataclass(slots=True, init=False)
 class Match:
-    """The tokens of a prompt that one target holds.
+    """The tokens of a prompt that one target holds. `tiers` counts each matched block once, in its fastest tier.
 
-    `tiers` counts each matched block once, in the fastest tier that has it: the counts add up to `matched_tokens`.
     The constructor is written by hand, because mypyc does not compile a generated one and a query makes thousands.
     """
 
@@ -84,11 +80,7 @@ class TargetRows:
 
 
 class RowMatches:
-    """The tokens of a prompt that the targets in some rows hold.
-
-    `tokens` has the matched tokens of each row. `transfers` has the tokens in CPU memory and on disk, for the rows with
-    any there.
-    """
+    """The tokens of a prompt that the targets in rows hold. `transfers`: for some, those in CPU memory and on disk."""
 
     __slots__ = ("tokens", "transfers")
 
@@ -110,8 +102,6 @@ class RowMatches:
 class TargetStatus:
     """State of one target in the index.
 
-    - `blocks`: number of blocks by tier.
-    - `block_sizes`: block sizes of its events, in tokens.
     - `orphans`: number of blocks that wait for their parent.
     - `window`: the fewest last blocks that any cache group keeps; None if every group keeps whole prefixes.
     """
@@ -146,11 +136,7 @@ class Index(ABC):
 
     @abstractmethod
     def add(self, target: Target, adapter: str | None = None, capacity: int | None = None) -> None:
-        """Add a target without blocks. Does nothing if the target is known.
-
-        - `adapter`: the LoRA of events that name none.
-        - `capacity`: number of blocks in the engine's own memory; None if it is unknown.
-        """
+        """Add a target without blocks, unless it is known. `adapter`: the LoRA of events that name none."""
 
     @abstractmethod
     def apply_payload(self, target: Target, payload: bytes) -> Applied:

@@ -68,11 +68,8 @@ class _BlockSizes:
 class Indexer:
     """Index of registered targets that follows their event streams. `start` and `stop` control its thread.
 
-    - `names`: display names of workers.
     - `registrations`: counts every registration and every removal.
-    - `secret`: a key that makes prefix hashes unpredictable without it.
     - `orphan_blocks`: maximum number of a target's blocks that wait for their parent.
-    - `sequence`: settings of gaps and replays.
     - `keys`: this subscriber's key pair for encrypted streams; None makes a temporary one.
     """
 
@@ -103,7 +100,7 @@ class Indexer:
         self._reader.stop()
 
     def register(self, registration: Registration) -> None:
-        """Follow a target. An identical registration does nothing; a different one starts again without blocks.
+        """Follow a target, unless it is followed already in the same way.
 
         Raises ValueError, whose text begins with the wrong field, for an unusable endpoint, rank or block size.
         """
@@ -129,10 +126,7 @@ class Indexer:
         self.registrations += 1
 
     def dump(self) -> Iterator[bytes]:
-        """Yield the lines of a dump of the targets whose stream can be replayed.
-
-        Raises TimeoutError if the reader does not get to a target within 30 seconds.
-        """
+        """Yield a dump of the targets whose stream can be replayed. Raises TimeoutError after 30 seconds for one."""
         return write_dump(filter(None, map(self._dump_target, self.registered())), self._secret)
 
     def use_dump(self, targets: Iterable[SavedTarget]) -> None:
@@ -207,7 +201,7 @@ class Indexer:
     def match(self, query: MatchQuery) -> list[Match]:
         """Return the prompt tokens that each target would serve from its cache: targets that hold any, the most first.
 
-        An engine always computes the last token, so only full blocks before it count. Raises UnknownModelError. Raises
+        An engine always computes the last token, so only full blocks before it count. Raises UnknownModelError, and
         OverflowError or TypeError for a token id that is not one.
         """
         return self._matches(query, len(query.token_ids) - 1)
@@ -222,17 +216,13 @@ class Indexer:
         return found
 
     def longest(self, query: MatchQuery) -> list[Match]:
-        """Return the tokens of a sequence that each target holds: targets that hold any, the most first.
-
-        Unlike `match`, it counts the last block. Raises UnknownModelError, OverflowError or TypeError.
-        """
+        """Return the tokens of a sequence that each target holds, with its last block. Raises as `match` does."""
         return self._matches(query, len(query.token_ids))
 
     def longest_by_hash(self, query: HashQuery) -> list[Match]:
-        """Return the tokens that each target holds of a prefix given by hashes: targets that hold any, the most first.
+        """Return the tokens that targets hold of a prefix given by hashes, the most first.
 
-        Raises UnknownModelError, OverflowError for a number that is not a hash, and ValueError for a missing or invalid
-        block size.
+        Raises UnknownModelError, OverflowError for a number that is not a hash, and ValueError for a bad block size.
         """
         served = self.targets(query.model, query.tenant)
         sizes = self.block_sizes(query.model, query.tenant)
@@ -286,10 +276,7 @@ class Indexer:
         return size
 
     def window(self, target: Target) -> int | None:
-        """Return the fewest last tokens that any cache group of a target keeps; None if all groups keep whole prompts.
-
-        The result is cached, because every request needs it.
-        """
+        """Return the fewest last tokens that a cache group of a target keeps; None if all keep whole prompts."""
         now = time.monotonic()
         if now >= self._windows_until:
             self._windows_until = now + _WINDOW_SECONDS
@@ -349,12 +336,7 @@ class Indexer:
 
 
 def make_index(secret: str = "", orphan_blocks: int = ORPHAN_BLOCKS, most_blocks: int = MOST_BLOCKS) -> Index:
-    """Return an empty index of the implementation in use.
-
-    - `secret`: a key that makes prefix hashes unpredictable without it.
-    - `orphan_blocks`: maximum number of a target's blocks that wait for their parent.
-    - `most_blocks`: maximum number of blocks per target.
-    """
+    """Return an empty index of the implementation in use."""
     if core_name() == "native":
         from indexer.native.index import NativeIndex
 

@@ -56,10 +56,7 @@ class SavedTargets:
 
 
 def dump_target(registration: Registration, sequence: StreamSequence | None, index: Index) -> TargetDump | None:
-    """Return the dump of a target, or None if its stream has no batch yet or no replay.
-
-    Without replay, the batches that a restarted indexer missed could not be recovered.
-    """
+    """Return the dump of a target, or None if its stream has no batch yet, or no replay of what a restart misses."""
     source, target = registration.source, registration.target
     last = sequence.last_frame if sequence else None
     status = index.status(target)

@@ -64,12 +64,7 @@ def load_snapshot(path: Path, secret: str) -> list[SavedTarget]:
 
 
 def load_from_peer(url: str, secret: str, token: str = "") -> list[SavedTarget]:
-    """Return the targets of another indexer's dump. If it is unusable, the list is empty and the log has the reason.
-
-    - `url`: base URL of the other indexer.
-    - `secret`: this index's secret, which the other indexer must share.
-    - `token`: the other indexer's `server.token`.
-    """
+    """Return the targets of another indexer's dump; if it is unusable, an empty list and a log line with the reason."""
     request = Request(f"{url.rstrip('/')}/dump", headers={"Authorization": f"Bearer {token}"} if token else {})
     try:
         with closing(_opener.open(request, timeout=_PEER_SILENCE)) as answer:

@@ -117,8 +117,8 @@ def reconnect(socket: zmq.Socket[bytes], endpoint: str) -> None:
 class SocketPoller:
     """Sockets with a handler each, of which only those with messages are read.
 
-    ZeroMQ's own poll checks every socket each time. The file descriptor of a socket reports a message only once. So a
-    socket stays ready until it is drained, and `recheck` makes it ready after its notification was consumed.
+    A file descriptor of ZeroMQ reports a message only once. So a socket stays ready until it is drained, and `recheck`
+    makes it ready after its notification was consumed.
     """
 
     def __init__(self) -> None:
@@ -201,11 +201,7 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class HandshakeFailed:
-    """Connection event: the address accepted a connection, but the handshake failed.
-
-    `final` is true if the publisher gave a reason; ZeroMQ then does not try again. It is false if the publisher closed
-    the connection or sent nothing.
-    """
+    """Connection event: the handshake failed. `final`: the publisher gave a reason, so ZeroMQ does not try again."""
 
     reason: str
     final: bool

@@ -9,10 +9,7 @@ from kvevents import EventSource
 
 
 class Target(NamedTuple):
-    """One DP rank of one worker, serving one model for one tenant.
-
-    A named tuple, because its hash costs a fraction of a dataclass's: each decision looks up each target several times.
-    """
+    """One DP rank of a worker, for one model and tenant: a tuple, because its hash is cheap and needed often."""
 
     worker: str
     dp_rank: int
@@ -24,9 +21,6 @@ class Target(NamedTuple):
 class Registration:
     """A target, and the event stream to follow for it.
 
-    - `source`: the stream; None for a target without one.
-    - `engine`: name of the engine, for reports only.
-    - `block_size`: block size in tokens, needed only until the first event has one.
     - `adapter`: the LoRA of events that name none.
     - `capacity`: number of blocks in the engine's own memory; None if it is unknown.
     """

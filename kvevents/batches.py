@@ -68,10 +68,7 @@ def batch_time(payload: bytes) -> float | None:
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """Decode the payload of one stream frame.
-
-    Raises MalformedBatchError if the payload is not an event batch. An unreadable event does not raise.
-    """
+    """Decode a frame's payload. Unreadable events are set apart. Raises MalformedBatchError if it is no batch."""
     try:
         batch = _decode_maps(payload)
     except _UNREADABLE:

@@ -25,9 +25,9 @@ class KeyPair(NamedTuple):
 
 
 def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write `NAME.key` and `NAME.key_secret`, and create the folder if it is missing. Returns both paths.
+    """Write `NAME.key` and `NAME.key_secret`, which only the owner may read, and return both paths.
 
-    Only the owner may read the secret key. Raises OSError, and FileExistsError if one of the files exists.
+    Raises OSError, and FileExistsError if one of the files exists.
     """
     public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
     folder.mkdir(parents=True, exist_ok=True)

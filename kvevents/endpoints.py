@@ -53,10 +53,9 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def parse_host(text: str) -> str:
-    """Parse the host of an endpoint or a URL: an IPv4 address, an IPv6 address in brackets, or a DNS name.
+    """Parse a host: an IPv4 address, an IPv6 address in brackets, or a DNS name. Return it canonical, without brackets.
 
-    Returns its canonical form, without the brackets. Raises ValueError for anything else. That includes numbers that
-    resolvers accept as an address (`127.1`, `0x7f000001`) and IPv6 addresses with a zone.
+    Raises ValueError for anything else, also for numbers that resolvers accept (`127.1`, `0x7f000001`) and for zones.
     """
     try:
         if text.startswith("[") and text.endswith("]"):
@@ -81,10 +80,7 @@ def bracketed(host: str) -> str:
 
 
 def rank_endpoint(endpoint: str, dp_rank: int) -> str:
-    """Return the endpoint of a DP rank, given rank 0's: the rank is added to the TCP port; other names get a suffix.
-
-    Raises ValueError for an invalid endpoint, and for a port above 65535.
-    """
+    """Return a rank's endpoint, given rank 0's: a higher TCP port, or a suffix. Raises ValueError if it is invalid."""
     read = parse_endpoint(endpoint)
     if read.port is None:
         return endpoint if dp_rank == 0 else f"{endpoint}_dp{dp_rank}"
@@ -102,10 +98,7 @@ def publisher_binds(endpoint: str) -> bool:
 
 
 def connectable(endpoint: str, host: str) -> str:
-    """Return the endpoint that a subscriber connects to, with `host` in place of a wildcard. Raises ValueError.
-
-    `tcp://*:5557` and `tcp://0.0.0.0:5557` only say where a publisher listens.
-    """
+    """Return the endpoint to connect to, with `host` in place of a wildcard (`*`, `0.0.0.0`). Raises ValueError."""
     read = parse_endpoint(endpoint)
     if read.port == 0:
         raise ValueError(f"endpoint {_short(endpoint)}: port 0 cannot be reached")

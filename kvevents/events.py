@@ -68,10 +68,7 @@ class RejectedEvent(msgspec.Struct, frozen=True):
 
 
 class EventBatch(msgspec.Struct):
-    """Changes that one engine step made in one DP rank's cache, in order.
-
-    `ts` is the engine's clock (unix seconds). `rejected` lists the unreadable events.
-    """
+    """Changes that one engine step made in one DP rank's cache, in order. `ts`: the engine's clock (unix seconds)."""
 
     ts: float
     events: list[Event]
@@ -83,10 +80,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class BlockIdentity(NamedTuple):
-    """Adapter and salt of a sequence, and one encoded key per block if other keys, such as images, take part.
-
-    Adapter and salt are only known for events that start a sequence; later blocks inherit them from their parent.
-    """
+    """A sequence's adapter and salt, known only where it starts, and a key per block with media or other keys."""
 
     adapter: str | None
     cache_salt: str | None
@@ -96,8 +90,7 @@ class BlockIdentity(NamedTuple):
 def identity_of(event: BlockStored, adapters: Collection[str] = ()) -> BlockIdentity:
     """Return the identity of an event's blocks. Raises ValueError if `extra_keys` does not have one entry per block.
 
-    `adapters` are the known ones. An event with a parent may name its adapter only among the extra keys. There, its
-    name could also be that of an image.
+    An event with a parent may name its adapter among the extra keys only, so the known `adapters` are needed.
     """
     extra = event.extra_keys
     adapter = event.lora_name
@@ -123,10 +116,7 @@ def identity_of(event: BlockStored, adapters: Collection[str] = ()) -> BlockIden
 
 
 def has_identity(event: BlockStored) -> bool:
-    """Return whether an event has the whole identity of its blocks, so that its tokens show their prefix.
-
-    In other events, a block with a cache salt, an adapter or an image looks like a block without.
-    """
+    """Return whether an event has its blocks' whole identity. Otherwise salted blocks look like unsalted ones."""
     return event.extra_keys is not None or event.cache_salt is not None or is_identified(event.medium)
 
 

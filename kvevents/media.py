@@ -49,17 +49,10 @@ def canonical_medium(medium: str | None) -> str | None:
 
 
 def is_pooled(medium: str | None, locality: str | None = None) -> bool:
-    """Return whether other workers can load blocks in this medium too, so that they are not the worker's own.
-
-    - `medium`: a canonical medium.
-    - `locality`: `REMOTE` if the operator declared the medium shared.
-    """
+    """Return whether other workers can load blocks in this medium too. `locality` may declare it by `REMOTE`."""
     return medium in _POOLS or medium in _POOLS_IN_LOWER_CASE or locality == "REMOTE"
 
 
 def is_identified(medium: str | None) -> bool:
-    """Return whether events in this medium carry the whole identity of a block.
-
-    The connectors of vLLM report copies without adapter, cache salt and keys of media.
-    """
+    """Return whether events in this medium carry a block's whole identity. Those of vLLM's connectors do not."""
     return medium in _IDENTIFIED

@@ -40,10 +40,7 @@ class TornRecordingError(ValueError):
 
 
 class RecordingWriter(AbstractContextManager["RecordingWriter"]):
-    """Writer of a new recording. Each record is flushed, so that it survives the end of the process.
-
-    Raises OSError if the file exists or cannot be written.
-    """
+    """Writer of a new recording, flushed after each record. Raises OSError if the file exists or is not writable."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb")
@@ -66,10 +63,9 @@ class RecordingWriter(AbstractContextManager["RecordingWriter"]):
 
 
 def read_recording(path: Path, *, torn_end: bool = False) -> Iterator[Record]:
-    """Yield the records of a recording in the order in which they were received.
+    """Yield the records of a recording, in their order. `torn_end`: skip a last record that is cut off.
 
-    Raises TornRecordingError for a file that is not a recording, and for a last record that is cut off. With
-    `torn_end`, the cut-off record is skipped instead.
+    Raises TornRecordingError for a file that is not a recording, and for a last record that is cut off.
     """
     data = path.read_bytes()
     offset = 0

@@ -83,7 +83,6 @@ MOST_BLOCK_SIZE = 65_536  # tokens
 class EventSource(msgspec.Struct, frozen=True):
     """The event stream of one DP rank.
 
-    - `endpoint`: endpoint of the publisher's PUB socket.
     - `replay_endpoint`: endpoint of its ROUTER socket for replays; None if it has none.
     - `curve_server_key`: the publisher's public key; None if the stream is not encrypted.
     """
@@ -99,10 +98,7 @@ LONGEST_TOPIC = 256  # characters
 
 
 def canonical_source(source: EventSource) -> EventSource:
-    """Return a source with its endpoints in canonical form.
-
-    Raises ValueError, whose text begins with the wrong field, for an invalid rank, topic or endpoint.
-    """
+    """Return a source with canonical endpoints. Raises ValueError, field first, for a bad rank, topic or endpoint."""
     if source.dp_rank < 0 or source.dp_rank > HIGHEST_RANK:
         raise ValueError(f"dp_rank: {source.dp_rank} is not from 0 to {HIGHEST_RANK}")
     if len(source.topic) > LONGEST_TOPIC:
@@ -131,8 +127,6 @@ def _reachable(text: str, field: str) -> str:
 class ReportedStreams:
     """Streams that an engine reports.
 
-    - `sources`: the valid streams.
-    - `ranks`: all DP ranks with a stream, valid or not.
     - `block_size`: block size in tokens; None if the engine does not report it.
     """
 
@@ -159,9 +153,9 @@ class _SglangServer(msgspec.Struct):
 
 
 def vllm_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: int) -> ReportedStreams:
-    """Return the streams in the JSON answer of `/kv_event_sources`. `host` replaces wildcard addresses.
+    """Return the streams in `/kv_event_sources`, with `host` for wildcards, and notes in `fields` on invalid ones.
 
-    Invalid streams are skipped, with a note in `fields`. Raises msgspec.MsgspecError if the body is not a JSON object.
+    Raises msgspec.MsgspecError if the body is not a JSON object.
     """
     found = ReportedStreams()
     by_rank = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -181,9 +175,9 @@ def vllm_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: int
 
 
 def sglang_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: int) -> ReportedStreams:
-    """Return the streams and the block size in the JSON answer of `/server_info`.
+    """Return the streams and block size in `/server_info`, with notes in `fields` on invalid ones.
 
-    Invalid streams are skipped, with a note in `fields`. Raises msgspec.MsgspecError if the body is not a JSON object.
+    Raises msgspec.MsgspecError if the body is not a JSON object.
     """
     server = msgspec.json.decode(body, type=_SglangServer)
     page_size = fields.integer("page_size", server.page_size, 1, MOST_BLOCK_SIZE)

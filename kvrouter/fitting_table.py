@@ -17,10 +17,7 @@ _ANY_WIDTH = 10_000
 
 @dataclass(frozen=True, slots=True)
 class FittingColumn:
-    """A column.
-
-    The column with the lowest `matters` is omitted first. With `wraps`, its words may use several lines.
-    """
+    """A column. That with the lowest `matters` is omitted first. With `wraps`, its words may use several lines."""
 
     title: str
     cells: Sequence[str | Text]

@@ -50,10 +50,7 @@ _COMMANDS = {"demo": "demo", "picker": "router,envoy"}
 
 
 def missing_extra(module: str | None, arguments: list[str]) -> str | None:
-    """Return the message for a module that a command did not find; `None` if no extra installs it.
-
-    `arguments` are those of the command line, and begin with the command's name.
-    """
+    """Return the message for a module that a command did not find; None if no extra installs it."""
     name = (module or "").partition(".")[0]
     extra = next((extra for extra, modules in MODULES.items() if name in modules), None)
     if extra is None:

@@ -37,10 +37,7 @@ class KvrouterProcess(AbstractContextManager["KvrouterProcess"]):
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def wait_until_listening(self) -> str:
-        """Return the URL once the process has printed it.
-
-        Raises ProcessError if it ends or the deadline passes first.
-        """
+        """Return the URL once the process has printed it. Raises ProcessError if it ends, or after the deadline."""
         deadline = time.monotonic() + START_TIMEOUT
         while time.monotonic() < deadline:
             if ready := _READY.search(self.output()):

@@ -25,11 +25,7 @@ _BATCH_BLOCKS = 64  # blocks in one batch of a snapshot
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A run: blocks that were stored by one event.
-
-    - `stored_event`: that event, without its tokens.
-    - `live`: the number of its blocks that are held.
-    """
+    """A run: blocks that were stored by one event, of which `live` are held."""
 
     stored_event: BlockStored
     tokens: array[int]
@@ -71,10 +67,7 @@ class _Place:
 
 
 class HeldBlocks:
-    """The blocks of one DP rank. Each change returns the events that report it.
-
-    A block is reported when its first reference is added and when its last one is removed.
-    """
+    """The blocks of one DP rank. Changes return the events of first references, and of last ones removed."""
 
     def __init__(self) -> None:
         self.unknown_removed = 0
@@ -84,10 +77,9 @@ class HeldBlocks:
         return sum(len(place.runs) for place in self._places.values())
 
     def store(self, event: BlockStored) -> list[BlockStored]:
-        """Count a reference to each block, and return events for the new ones.
+        """Count a reference to each block, and return events for new ones. Raises ValueError (field) for a token ID.
 
-        The event must not be changed afterwards. Raises ValueError, naming the field, if a token ID does not fit 32
-        bits.
+        The event must not be changed afterwards.
         """
         try:
             tokens = array("I", event.token_ids)
@@ -134,10 +126,7 @@ class HeldBlocks:
         self._places.clear()
 
     def clear_medium(self, medium: str | None) -> list[BlockRemoved]:
-        """Drop the blocks of one medium, and return their removals.
-
-        Each block is reported as removed, because older readers ignore the medium of a clear.
-        """
+        """Drop a medium's blocks, and return a removal of each: older readers ignore the medium of a clear."""
         removed = []
         for kind in [kind for kind in self._places if kind[1] == (medium or "GPU")]:
             place = self._places.pop(kind)
@@ -146,10 +135,7 @@ class HeldBlocks:
         return removed
 
     def snapshot(self) -> Iterator[list[Event]]:
-        """Return batches that store all held blocks, each block after its parent.
-
-        The content is fixed at this call. The batches may be read later and by another thread.
-        """
+        """Return batches that store all held blocks, each after its parent, fixed now and readable in any thread."""
         places = [(place.medium, place.group_idx, place.runs.copy()) for place in self._places.values()]
         return _batches(places)
 

@@ -29,10 +29,8 @@ _AtLeast1 = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """SGLang's publisher configuration; endpoints are those of rank 0.
 
-    - `buffer_steps`: batches kept for replay.
     - `hwm`: messages buffered for each subscriber.
     - `max_queue_size`: batches that may wait for the publisher's thread.
-    - `wire_form`: the dialect of the stream.
     - `curve_secret_key_file`: key pair (CURVE) that encrypts both sockets; `None`: no encryption.
     - `curve_client_keys`: folder with the public keys of allowed subscribers; `None`: every subscriber with our public
       key.
@@ -70,9 +68,7 @@ class Snapshot:
 class EventPublisher(ABC):
     """A sender of one DP rank's event batches, in order.
 
-    - `wire_form`: the dialect of the stream.
     - `last_seq`: the number of the last batch, -1 before the first.
-    - `dropped`: batches that were not sent.
     """
 
     wire_form: WireForm = WireForm.VLLM_MAPS
@@ -88,10 +84,7 @@ class EventPublisher(ABC):
         return self._attn_dp_rank
 
     def offer_snapshots(self, take: Callable[[], Snapshot | None]) -> None:  # noqa: B027
-        """Answer snapshot requests of subscribers with the result of `take`, which may run on any thread.
-
-        A publisher without snapshots ignores this call.
-        """
+        """Answer snapshot requests, if they are supported, with the result of `take` on any thread."""
 
     @abstractmethod
     def publish(self, batch: EventBatch) -> None:

@@ -18,12 +18,7 @@ class EventPublisherFactory:
 
     @classmethod
     def register_publisher(cls, name: str, ctor: Callable[..., EventPublisher]) -> None:
-        """Register a constructor as `name`.
-
-        It receives `attn_dp_rank` and the other fields of the configuration as keywords.
-
-        Raises KeyError if the name is taken.
-        """
+        """Register a constructor, which receives `attn_dp_rank` and the other configured fields. Raises KeyError."""
         if name == "null" or name in cls._constructors:
             raise KeyError(f"publisher {name!r} is already registered")
         cls._constructors[name] = ctor

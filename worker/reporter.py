@@ -42,10 +42,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelRanks:
-    """The position of a process within an engine: its rank in each kind of parallelism.
-
-    All ranks of one DP rank hold the same blocks (shards or layers of them), so the first of them reports for all.
-    """
+    """A process's rank in each kind of parallelism. All ranks of a DP rank hold equal blocks, so only one reports."""
 
     dp: int = 0
     tp: int = 0
@@ -62,8 +59,6 @@ class Reporter:
 
     - `silent_because`: why nothing is reported; `None` if it reports.
     - `untold`: blocks that the dialect cannot express.
-    - `unknown_removed`: removals of blocks that were not held.
-    - `dropped`: batches that were not sent.
     """
 
     def __init__(self, publisher: EventPublisher, silent_because: str | None = None) -> None:
@@ -183,10 +178,7 @@ class Reporter:
     def removed(
         self, block_hashes: Sequence[EngineHash], *, medium: str | None = "GPU", group_idx: int | None = None
     ) -> None:
-        """Remove one reference to each block. A block without references is no longer cached in that medium.
-
-        Raises as `stored` does.
-        """
+        """Remove one reference to each block. Without references it is no longer cached there. Raises as `stored`."""
         if not self._is_open():
             return
         event = BlockRemoved(list(block_hashes), medium, group_idx)
@@ -195,20 +187,14 @@ class Reporter:
             self._remove(event)
 
     def cleared(self, medium: str | None = None) -> None:
-        """Report that one medium, or with `None` the whole cache, holds nothing.
-
-        Raises RuntimeError after `shutdown`.
-        """
+        """Report that one medium, or with None the whole cache, holds nothing. Raises RuntimeError after `shutdown`."""
         if not self._is_open():
             return
         with self._lock:
             self._clear(medium)
 
     def report(self, events: Iterable[Event]) -> None:
-        """Report changes that the engine has as events.
-
-        Raises as `stored` does; events before the invalid one are reported.
-        """
+        """Report an engine's events, up to the first invalid one. Raises as `stored` does."""
         if not self._is_open():
             return
         for event in events:
@@ -225,10 +211,7 @@ class Reporter:
                     self._clear(event.medium)
 
     def step(self) -> None:
-        """Send the reports since the last step as one batch.
-
-        An engine calls it after each of its steps. Without calls, a thread sends every MAX_DELAY_S seconds.
-        """
+        """Send the reports since the last step as one batch. A thread sends them after MAX_DELAY_S seconds."""
         if not self._is_open():
             return
         with self._lock:

@@ -110,10 +110,7 @@ class ZmqEventPublisher(EventPublisher):
         self._thread.start()
 
     def publish(self, batch: EventBatch) -> None:
-        """Queue a batch for sending. The batch may be changed afterwards.
-
-        Raises RuntimeError after shutdown, and in a process that was forked from the publisher's own.
-        """
+        """Queue a batch, which may then be changed. Raises RuntimeError after shutdown and in a forked process."""
         if batch.dp_rank is None:
             batch = EventBatch(batch.ts, batch.events, self._attn_dp_rank)
         payload = encode_batch(batch, self.wire_form)
@@ -132,10 +129,7 @@ class ZmqEventPublisher(EventPublisher):
             self._wake()
 
     def shutdown(self) -> None:
-        """Send the queued batches for at most SHUTDOWN_TIMEOUT_S, then close the sockets and end the thread.
-
-        In a process that was forked from the publisher's own, this has no effect.
-        """
+        """Send the queued batches for at most SHUTDOWN_TIMEOUT_S, and close. No effect in a forked process."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -204,10 +198,7 @@ class ZmqEventPublisher(EventPublisher):
             self._replays.append(_Replay(client, messages, time.monotonic()))
 
     def _replay(self, client: bytes, start: int) -> Iterator[list[bytes]]:
-        """Return the sent batches from `start` on.
-
-        The iterator raises _OvertakenError if newer batches replace them.
-        """
+        """Return the sent batches from `start` on. The iterator raises _OvertakenError if newer ones replace them."""
         end = self._sent_end
         return self._batches(client, max(start, end - len(self._sent)), end)
 
@@ -269,10 +260,7 @@ class ZmqEventPublisher(EventPublisher):
         return progressed
 
     def _send_chunk(self, replay: _Replay) -> bool:
-        """Send a client its next messages.
-
-        Return whether they were the last. Raises zmq.Again if its buffer is full.
-        """
+        """Send a client its next messages. Return whether they were the last. Raises zmq.Again if it is blocked."""
         assert self._router is not None
         until = time.monotonic() + REPLAY_TURN_S
         for _ in range(REPLAY_CHUNK):

@@ -57,11 +57,6 @@ class Answers:
         self._version = (0, 0)  # the registrations and renames that `_empty` was made after
 
     def by_target(self, model: str, tenant: str, tokens: int, matches: list[Match]) -> bytes:
-        """Return the answer of `/match`, target by target.
-
-        - `tokens`: number of tokens in the prompt.
-        - `matches`: the targets that hold a part of it.
-        """
         others = self._empty_answers(model, tenant).targets.copy()
         for match in matches:
             others.pop(match.target, None)
@@ -69,10 +64,7 @@ class Answers:
         return msgspec.json.encode({"model": model, "tokens": tokens, "matches": [*held, *others.values()]})
 
     def by_instance(self, model: str, tenant: str, matches: list[Match]) -> bytes:
-        """Return the answer of RFC 1403, instance by instance.
-
-        The tiers of an instance are those of its rank with the most tokens, which `matches` has first.
-        """
+        """Return the answer of RFC 1403, by instance. Its tiers are those of the rank with the most tokens."""
         empty = self._empty_answers(model, tenant)
         if not matches:
             return empty.answer
@@ -186,8 +178,7 @@ def _read_query(body: bytes, packed_numbers: PackedNumbers | None) -> MatchQuery
 def _read_packed_query(body: bytes, packed_numbers: PackedNumbers) -> MatchQuery | None:
     """Read the body of `/query` without making a Python object for each token id.
 
-    The native core packs the bytes of the only list; msgspec decodes the rest. Returns None for a body with another
-    list, or with an error.
+    The native core packs the bytes of the only list; msgspec decodes the rest. Returns None for other bodies.
     """
     start, end = body.find(b"["), body.rfind(b"]") + 1
     if not 0 <= start < end:  # in compiled code, a slice that ends before its start raises
@@ -204,10 +195,7 @@ def _read_packed_query(body: bytes, packed_numbers: PackedNumbers) -> MatchQuery
 
 
 def _find(find: Callable[[T], list[Match]], query: T, numbers: str, highest: int) -> list[Match]:
-    """Call a lookup of the indexer, and turn its errors into RequestError.
-
-    `numbers` is the field whose numbers have to be from 0 to `highest`.
-    """
+    """Call a lookup, and turn its errors into RequestError. `numbers`: a field with numbers up to `highest`."""
     try:
         return find(query)
     except UnknownModelError as unknown:

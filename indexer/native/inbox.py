@@ -23,11 +23,7 @@ _NOTHING, _TO_REPORT = 0, 1  # results of LiveReader.read
 
 
 class NativeInbox(Inbox):
-    """Inbox for a native index.
-
-    - `functions`: addresses of libzmq's functions, from `zmq_functions`.
-    - `others`: a file descriptor of the other events that end a wait.
-    """
+    """Inbox for a native index. A wait also ends with an event of the file descriptor `others`."""
 
     def __init__(self, index: NativeIndex, functions: list[int], others: int) -> None:
         self._index = index
@@ -81,10 +77,7 @@ class NativeInbox(Inbox):
 
 
 def zmq_functions() -> list[int] | None:
-    """Return the addresses of the libzmq functions that the inbox calls; None if they cannot be found.
-
-    They are in the library that pyzmq loaded, among the dependencies of pyzmq's own module.
-    """
+    """Return the addresses of the libzmq functions that the inbox calls, from pyzmq's own module; None if not found."""
     try:
         library = ctypes.CDLL(str(sys.modules[zmq.backend.Socket.__module__].__file__))
         return [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _FUNCTIONS]

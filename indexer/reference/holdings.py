@@ -49,8 +49,6 @@ class Holder:
     """The blocks that a target holds in one medium for one cache group.
 
     - `window`: number of last blocks that a hit needs; None if a hit needs every block of a prefix.
-    - `stored_events`: number of stored events.
-    - `positions`: position in the tree, by engine hash.
     - `extra_copies`: copies beyond the first, by engine hash. Engines may keep several physical copies of a block, and
       report the removal of each.
     - `namesakes`: engine hashes beyond the first, by position. An engine may distinguish blocks that are equal here.
@@ -71,13 +69,7 @@ Place: TypeAlias = tuple[Run[Holder], int]
 
 
 class Holdings:
-    """Blocks of one target in the shared tree.
-
-    - `orphan_blocks`: maximum number of blocks that wait for their parent.
-    - `adapter`: the LoRA of events that name none.
-    - `capacity`: number of blocks in the engine's own memory; None if it is unknown.
-    - `most_blocks`: maximum number of blocks, above what all memories of an engine have.
-    """
+    """Blocks of one target in the shared tree. `adapter`: the LoRA of events that name none."""
 
     def __init__(
         self,
@@ -149,10 +141,7 @@ class Holdings:
         return counts
 
     def store(self, event: BlockStored) -> None:
-        """Add the blocks of an event. An event whose parent is unknown waits for it.
-
-        Raises UnusableEventError for an invalid event, which changes nothing.
-        """
+        """Add the blocks of an event, once its parent is known. Raises UnusableEventError, with nothing changed."""
         if len(event.block_hashes) == 1 and self._append(event):
             return
         if event.kv_cache_spec_kind not in _WHOLE_PREFIX_KINDS:
@@ -264,10 +253,7 @@ class Holdings:
         return True
 
     def _append(self, event: BlockStored) -> bool:
-        """Append a new block to the last one of its run, which is by far the most frequent event, in the fewest steps.
-
-        Returns False without a change if the event is a different one.
-        """
+        """Append a new block to the last one of its run: the most frequent event. Return False for another event."""
         (engine_hash,) = event.block_hashes
         holder = self._holders.get((event.group_idx or 0, event.medium or "GPU"))
         if holder is None or event.kv_cache_spec_kind not in _WHOLE_PREFIX_KINDS:
@@ -435,10 +421,9 @@ class Holdings:
     def _hold(
         self, holder: Holder, run: Run[Holder], start: int, engine_hashes: Sequence[EngineHash], recounts: bool
     ) -> list[int]:
-        """Mark blocks of a run, from `start` on, as held.
+        """Mark blocks of a run, from `start` on, as held. If `recounts`, blocks that are held count as another copy.
 
-        If `recounts`, a block that is held already counts as another copy. Returns the former positions of the engine
-        hashes that were elsewhere.
+        Returns the former positions of the engine hashes that were elsewhere.
         """
         count = len(engine_hashes)
         before = run.held.get(holder, 0)
@@ -480,10 +465,7 @@ class Holdings:
             self._tree.release(run)
 
     def _drop_oldest(self, holder: Holder, limit: int) -> None:
-        """Drop at least one and at most `limit` blocks: the oldest first, but each block after its children.
-
-        Engines evict in this order too, because an old block with children is most likely in use.
-        """
+        """Drop 1 to `limit` blocks as engines evict: the oldest first, but each block after its children."""
         kept: list[tuple[EngineHash, int]] = []
         dropped: list[EngineHash] = []
         for block in holder.positions.items():
@@ -573,10 +555,10 @@ def _window_blocks(event: BlockStored) -> int | None:
 
 
 def _all_in(engine_hashes: Sequence[EngineHash], positions: dict[EngineHash, int]) -> bool:
-    """Return whether an event that starts a prompt only repeats blocks that are held.
+    """Return whether an event that starts a prompt only repeats blocks that are held, and so is no second copy.
 
-    Such an event is no second copy. An engine computes a second copy only of a prompt's last block, which has a parent;
-    an engine with a hybrid model may compute more.
+    An engine computes a second copy only of a prompt's last block, which has a parent. With a hybrid model it may
+    compute more.
     """
     return engine_hashes[0] in positions and all(engine_hash in positions for engine_hash in engine_hashes)
 

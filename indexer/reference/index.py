@@ -27,10 +27,7 @@ _Held: TypeAlias = list[tuple[Holder, int]]
 
 
 def follow(spans: Iterable[Span[Holder]], block_size: int) -> list[Match]:
-    """Return the match of each target that holds a part of a prompt, which is given by its spans in the tree.
-
-    Spans are taken from the iterator only up to the first one in which no target matches all blocks.
-    """
+    """Return the match of each target that holds a part of a prompt. Spans are read only as far as they match."""
     trails: dict[Holdings, list[tuple[int, _Held]]] = {}  # by target: matched blocks and holders in each span
     following: Collection[Holdings] | None = None
     for run, _, count in spans:

@@ -48,10 +48,7 @@ class Orphan:
 
 
 class Orphans:
-    """Orphans of one target: at most `limit` blocks and removals. Beyond the limit, the oldest orphans are dropped.
-
-    A block that two events store counts twice.
-    """
+    """Orphans of one target: at most `limit` blocks and removals, the newest. A block in two events counts twice."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -79,10 +76,7 @@ class Orphans:
         return [orphan for parent in parents for orphan in self._pop(parent)]
 
     def remove(self, engine_hash: EngineHash, event: BlockRemoved) -> int | None:
-        """Record the removal of a waiting block.
-
-        Returns the number of older blocks that were dropped for the record; None if the block does not wait here.
-        """
+        """Record the removal of a waiting block. Return the older blocks dropped for it; None if it does not wait."""
         orphan = self._by_block.get(engine_hash)
         if orphan is None:
             return None

@@ -79,10 +79,7 @@ class PrefixTree(Generic[HolderT]):
         return run if run is not None and length == len(run.hashes) < RUN_BLOCKS and not run.children else None
 
     def insert(self, after: tuple[Run[HolderT], int] | None, hashes: array[int]) -> list[Span[HolderT]]:
-        """Find or add consecutive blocks after a given block (None: at the start of a prompt).
-
-        Returns their spans in order. The caller marks them as held.
-        """
+        """Find or add consecutive blocks after a block (None: at the start), and return their spans, not yet held."""
         spans: list[Span[HolderT]] = []
         run, offset = after or (self._root, -1)
         done = 0
@@ -106,7 +103,6 @@ class PrefixTree(Generic[HolderT]):
     def walk(self, hashes: array[int], limit: int, extend: Callable[[int], array[int]]) -> Iterator[Span[HolderT]]:
         """Yield the spans of a prompt's first `limit` blocks, up to the first block that is not in the tree.
 
-        - `hashes`: the prompt's prefix hashes so far.
         - `extend`: computes more of them; `extend(n)` makes the array at least n long.
 
         A prompt is hashed only as far as it matches, and only as far as the caller takes spans.
@@ -181,10 +177,7 @@ class PrefixTree(Generic[HolderT]):
 
 
 def common_blocks(ours: array[int], start: int, theirs: array[int], done: int) -> int:
-    """Return the number of blocks that two paths share from these offsets on, which is at least one.
-
-    Equal hashes mean equal prefixes, so bisection finds the last shared block.
-    """
+    """Return the number of blocks that two paths share from these offsets on: at least one, found by bisection."""
     low, high = 1, min(len(ours) - start, len(theirs) - done)
     while low < high:
         middle = (low + high + 1) // 2

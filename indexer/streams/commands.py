@@ -19,10 +19,7 @@ _ANSWER_TIMEOUT = 30.0  # seconds
 
 
 class CommandQueue:
-    """Queue of commands for one thread. `socket` receives a message for each command, which wakes a polling thread.
-
-    `send` and `ask` are for any thread, the other methods for the thread that runs the commands.
-    """
+    """Queue of commands for one thread, whose poll the `socket` wakes. Any thread may call `send` and `ask`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()

@@ -37,14 +37,7 @@ _RECEIVED_BYTES = 16 << 20
 
 
 class StreamReader:
-    """Reader of all targets' event streams, in a thread of its own. `start` and `stop` control the thread.
-
-    All public methods are for any thread.
-
-    - `sessions`: the sessions in use, by target.
-    - `keys`: this subscriber's key pair for encrypted streams; None makes a temporary one.
-    - `names`: display names of workers in log lines.
-    """
+    """Reader of all targets' event streams, in a thread of its own. All public methods are for any thread."""
 
     def __init__(
         self,
@@ -91,8 +84,8 @@ class StreamReader:
     def open(self, target: Target, source: EventSource) -> StreamSession:
         """Connect to a target's stream, for `follow`.
 
-        Raises ValueError, whose text begins with the wrong field, for an unusable endpoint or key. It is also raised if
-        the process cannot open more sockets.
+        Raises ValueError, which begins with the wrong field, for a bad endpoint or key, or if no more sockets can be
+        opened.
         """
         if source.curve_server_key is not None:
             checked_key(source.curve_server_key, "curve_server_key")
@@ -149,10 +142,7 @@ class StreamReader:
         return None if session is None else session.status()
 
     def between_batches(self, ask: Callable[[Target, StreamSequence | None], T], target: Target) -> T:
-        """Call `ask` with a target and the sequence of its stream, while no batch is being applied.
-
-        Raises TimeoutError if the reader does not get to it within 30 seconds.
-        """
+        """Call `ask` with a target and its sequence between two batches. Raises TimeoutError after 30 seconds."""
 
         def question() -> T:
             session = self._followed.get(target)

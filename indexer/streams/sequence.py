@@ -69,11 +69,9 @@ Action = Apply | Clear | AskReplay
 class SequenceSettings:
     """Timeouts and limits of a sequence.
 
-    - `replay_timeout`: seconds without a message after which a replay has failed.
     - `replay_rounds`: number of further replays for the same gap, if none returns a new batch.
     - `idle_check`: seconds without a batch after which a stream is checked for lost batches at its end.
     - `pending_batches`, `pending_bytes`: maximum number and bytes of batches that wait for a replay.
-    - `snapshot_interval`: minimum seconds between two snapshots.
     """
 
     replay_timeout: float = 1.0
@@ -86,10 +84,7 @@ class SequenceSettings:
 
 @dataclass(slots=True)
 class SequenceCounters:
-    """Counters of a stream since its registration.
-
-    `idle_checks` counts the replay requests that check an idle stream; `replays` counts all others.
-    """
+    """Counters of a stream since its registration. `idle_checks`, the replays that check an idle stream, are apart."""
 
     batches: int = 0
     duplicates: int = 0
@@ -149,12 +144,9 @@ class _Replay:
     """State of a running replay.
 
     - `known`: the batch that the replay was asked to start from; None for a replay from the beginning.
-    - `heard_at`: monotonic time of the last message.
-    - `rounds_left`: number of further replays if batches are still missing.
     - `heard`: whether this round had any message.
     - `answered`: whether this round had a batch.
     - `progress`: whether this round had a new batch.
-    - `snapshot`: whether this is a snapshot, for whose end live batches wait.
     - `parts`: number of applied parts of the snapshot.
     """
 
@@ -176,11 +168,7 @@ _FIRST_CHECK = 1.0
 
 
 class StreamSequence:
-    """State machine of one stream. The methods return actions in order; times are monotonic seconds.
-
-    - `last_seq`: sequence number of the last batch that was applied or skipped.
-    - `confirmed_at`: last time at which every batch was known to be applied.
-    """
+    """State machine of one stream. The methods return actions in order; times are monotonic seconds."""
 
     def __init__(self, can_replay: bool, settings: SequenceSettings | None = None) -> None:
         self.state = StreamState.CONNECTING
@@ -246,10 +234,7 @@ class StreamSequence:
         return [Clear(), *self._ask(now)]
 
     def on_connected(self, now: float) -> list[Action]:
-        """Handle a connection of the live socket, the first one or a later one.
-
-        Without replays, a later connection may be that of a new process. Then nothing is known until it reports again.
-        """
+        """Handle a connection of the live socket. Without replays, a later one may be that of a new process."""
         self._check_after = _FIRST_CHECK
         self._heard = None
         self._snapshot_at = 0.0
@@ -269,11 +254,7 @@ class StreamSequence:
         return seq if self._goes_on(seq) else None
 
     def takes(self, first: int, last: StreamFrame, now: float) -> bool:
-        """Accept consecutive live batches from `first` to `last`, if they are the next ones and no replay is running.
-
-        Returns True if the caller has to apply them. If it returns False, nothing has changed, and the caller passes
-        each batch to `on_live`.
-        """
+        """Accept live batches if they are the next ones and no replay runs. If not, pass each batch to `on_live`."""
         if not self._goes_on(first):
             return False
         self._check_at = now + self._check_after

@@ -64,11 +64,9 @@ class StreamCounters:
 class StreamStatus:
     """State of one stream, for reports.
 
-    - `received_at`: time of the last live batch, in unix seconds.
     - `lag`: seconds from the engine's time of that batch until the index applied it.
     - `confirmed`: seconds since the index was last known to have every batch; None if it never was.
     - `began_at`: time at which the session began or its target was last cleared, in monotonic seconds.
-    - `pending`: number of batches that wait for an earlier one.
     """
 
     state: StreamState
@@ -87,12 +85,8 @@ class StreamSession:
     """The subscription to one target's event stream.
 
     A session has a SUB socket for live batches, a DEALER for replays if the publisher has any, and a monitor socket for
-    connection events. All methods except `status` are for the reader thread. Other threads read the attributes that
-    `publish` sets: `state`, `last_seq` and `confirmed_at`, which describe what the index shows.
-
-    - `breaks`: number of times that the publisher disconnected.
-
-    `recheck` makes the reader read a socket again, after a call that may have consumed its notification.
+    connection events. Other threads may call `status`, and read what `publish` sets: `state`, `last_seq` and
+    `confirmed_at`, which describe what the index shows. `recheck` makes the reader read a socket again.
     """
 
     target: Target
@@ -328,10 +322,7 @@ def open_sockets(
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes], zmq.Socket[bytes] | None]:
     """Open and connect the live, monitor and replay sockets of a stream.
 
-    - `keys`: this subscriber's key pair, for an encrypted stream.
-
-    Raises ValueError, whose text begins with the wrong field, for an unusable endpoint. Also raises it if the process
-    cannot open more sockets.
+    Raises ValueError, which begins with the wrong field, for a bad endpoint, or if no more sockets can be opened.
     """
     with ExitStack() as on_error:
         try:

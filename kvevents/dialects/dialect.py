@@ -24,9 +24,8 @@ class Dialect:
     - `read`: decodes an event from msgpack. Returns None for another dialect. Raises msgspec.DecodeError if it is
       unreadable.
     - `write`: returns the data that represents an event in the batch of a DP rank.
-    - `expressible`: returns a stored event in a form that the dialect can express; None if it has none.
-      Without its whole identity, an index would mistake a block for another one. Then it must not be published.
-    - `hash_types`: types of block hashes.
+    - `expressible`: returns a stored event in a form that the dialect can express; None if it has none. Without its
+      whole identity, an index would mistake a block for another one. Then it must not be published.
     """
 
     read: Callable[[RawEvent], Event | None]

@@ -16,10 +16,7 @@ class _Kind(msgspec.Struct):
 
 
 class _StandardEvent(msgspec.Struct):
-    """One event. `backend_id` is ignored, because it names the owner of the cache and not a target.
-
-    Mooncake's master sends null for unknown fields.
-    """
+    """One event, whose unknown fields may be null. `backend_id`, the owner of the cache, is ignored."""
 
     event_type: Literal["stored", "removed", "cleared"]
     seq_hashes: list[EngineHash] | None = None

@@ -68,10 +68,7 @@ async def worker_sources(urls: Sequence[str]) -> list[EventSource]:
 
 
 async def record_streams(sources: Sequence[EventSource], output: Path, seconds: float | None) -> list[RecordedStream]:
-    """Record until SIGINT, SIGTERM, or the end of `seconds`. A source's number is its position in `sources`.
-
-    Raises OSError for the file, and ValueError for an invalid endpoint.
-    """
+    """Record until SIGINT, SIGTERM, or the end of `seconds`. Raises OSError (file) and ValueError (endpoint)."""
     context = zmq.asyncio.Context()
     try:
         with stop_signal() as stopped, RecordingWriter(output) as writer:

@@ -64,9 +64,7 @@ _TTFT_MISSED = _Held(WaitReason.LATE_BINDING, ttft_missed=True)
 class Admission:
     """Places requests at once, or queues them. One event loop uses it; all timers are of that loop.
 
-    - `late_binding`: whether requests wait while their target is busy.
     - `on_waited`: called with the reason and the seconds of each wait that ended with a place.
-    - `refusals`: counts refused requests.
     """
 
     def __init__(
@@ -77,11 +75,7 @@ class Admission:
         late_binding: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the queue.
-
-        - `late_binding`: whether the policy is one that requests are held for. The settings can still turn it off.
-        - `clock`: the selector's clock.
-        """
+        """Create the queue. `late_binding`: whether the policy uses it, unless the settings turn it off."""
         self.limits = Limits(settings.requests, settings.tokens)
         self.queue: FairQueue[WaitingRequest] = FairQueue(settings.queue, settings.queue_bytes)
         self.late_binding = settings.late_binding and late_binding
@@ -103,9 +97,6 @@ class Admission:
         """Return a request's assignment; None if the request has to `wait` for one.
 
         Raises RequestError: 503 if no worker is left, 504 if its deadline has passed.
-
-        - `tried`: the workers that may not receive it.
-        - `now`: the clock's time, if it was just read.
         """
         if ticket.place_by is not None and self._clock() >= ticket.place_by:
             raise self.refusals.deadline()
@@ -126,10 +117,9 @@ class Admission:
         return placed
 
     async def wait(self, prompt: RoutedPrompt, tried: Collection[Worker], ticket: Ticket) -> Assignment:
-        """Queue a request, and return its assignment once it is placed. Cancelling removes it from the queue.
+        """Queue a request, and return its assignment once it is placed. Cancelling removes it.
 
-        Raises RequestError: 429 if the queue is full or the wait too long, 503 if no worker is left, 504 if its
-        deadline has passed.
+        Raises RequestError: 429 if the queue is full or the wait too long, and as `place` does.
         """
         has_capacity = self._selector.any_has_capacity(prompt, tried, self.limits)
         cold = self._awaits_worker(prompt, ticket)
@@ -290,11 +280,9 @@ class Admission:
             raise self.refusals.slo_missed(slo, model, selection.slo_missed_by, prediction)
 
     def _force(self, request: WaitingRequest, though_late: bool = True) -> Assignment | None:
-        """Return an assignment however busy its target is; None if all targets are at their limits.
+        """Return an assignment however busy its target is; None if all are at their limits, or if it is too late.
 
-        Raises RequestError for a request that its SLO refuses.
-
-        - `though_late`: whether a request that misses its TTFT is placed as well; if not, None is returned for it.
+        `though_late`: place it even if it misses its TTFT. Raises RequestError if its SLO then refuses it.
         """
         slo = request.ticket.slo
         selection = self._selector.choose(request.prompt, request.tried, self.limits, slo=slo)

@@ -64,10 +64,9 @@ class AdmissionMetrics(Collector):
 
 
 class DemandCollector(Collector):
-    """The requests for each model, waiting and in flight, from which the number of its workers can be scaled.
+    """The requests for each model, waiting and in flight, by which its workers can be scaled.
 
-    The models are those of workers, of the settings, and of waiting requests. Requests in flight count for the first
-    model of their worker.
+    Requests in flight count for the first model of their worker.
     """
 
     def __init__(self, fleet: Fleet, load: LoadTable, admission: Admission) -> None:

@@ -26,11 +26,9 @@ _numbers = count()
 class Waiting:
     """A waiting request.
 
-    - `name`: the model or adapter that it asks for.
     - `order`: its position in its group, where the lowest is first.
     - `tokens`: the tokens that its tenant is charged.
     - `size`: the bytes that it keeps in memory.
-    - `slo_missed`: whether all other requests of its priority are served first.
     """
 
     priority: int
@@ -140,7 +138,6 @@ class FairQueue(Generic[W]):
     def in_order(self, without: Container[str | None] = (), most_missed: int | None = None) -> Iterator[W]:
         """Return the requests in order. They may be removed and served meanwhile, which changes the order of the rest.
 
-        - `without`: names to skip; names may be added meanwhile.
         - `most_missed`: the requests that may stay in a group of missed SLOs before the rest of the group is skipped.
         """
         heap = [(self._key(group, queue[0]), group, 0) for group, queue in self._groups.items()]

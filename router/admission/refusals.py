@@ -33,10 +33,7 @@ class DrainRate:
         self._ended += 1
 
     def seconds_for(self, requests: int, otherwise: float) -> int:
-        """Return the whole seconds in which `requests` requests end at this rate, from 1 to 60.
-
-        - `otherwise`: the seconds to return while no request has ended.
-        """
+        """Return the whole seconds in which this many requests end, from 1 to 60; `otherwise` until one has ended."""
         now = self._clock()
         known = [*self._before, (self._second, self._ended)]
         recent = [(second, ended) for second, ended in known if second > now - _RATE_SECONDS and ended]
@@ -46,12 +43,7 @@ class DrainRate:
 
 
 class Refusals:
-    """Counts the requests that are refused, and makes their errors. The caller raises them.
-
-    - `on_refused`: called with the reason of each refusal.
-    - `on_slo_refused`: called with the model and the SLO of each refused request that has an SLO.
-    - `rate`: the rate at which requests end, from which `Retry-After` is computed.
-    """
+    """Counts the requests that are refused, and makes their errors. The caller raises them."""
 
     def __init__(self, timeout: float, clock: Callable[[], float]) -> None:
         """Create the refusals of one queue. `timeout`: the seconds that a request may wait in it."""
@@ -76,11 +68,7 @@ class Refusals:
         return unavailable(f"No worker serves model {name!r} now, and the request cannot wait longer for one.")
 
     def slo_missed(self, slo: SLO, model: str, seconds: float, prediction: Prediction | None) -> RequestError:
-        """Return the error of a request whose SLO no worker can meet: 429.
-
-        - `seconds`: by how much the best candidate misses the SLO.
-        - `prediction`: the latency of the best candidate; None if it is not known.
-        """
+        """Return the error (429) of a request whose SLO the best candidate misses by `seconds`."""
         self.count("promise")
         self._count_slo(model, slo)
         retry_after = _retry_after(seconds)
@@ -97,11 +85,7 @@ class Refusals:
         )
 
     def too_many(self, code: str, name: str | None, slo: SLO | None, waiting: int, ahead: int) -> RequestError:
-        """Return the error of a request that the queue has no space for, or that waited too long: 429.
-
-        - `waiting`: the number of requests in the queue.
-        - `ahead`: the number of these that go first.
-        """
+        """Return the error (429) for a full queue or a long wait. `ahead`: waiting requests that are served first."""
         self.count(code)
         if slo is not None:
             self._count_slo(name or "", slo)

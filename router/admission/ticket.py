@@ -50,12 +50,8 @@ class Ticket:
 
     - `priority`: lower is sooner.
     - `deadline`: when the whole answer is due; None: any time.
-    - `tokens`: the tokens of its prompts.
-    - `size`: the bytes of its body.
     - `arrived`: when the request was complete.
     - `place_by`: the latest time to send it, at most `deadline`; None: any time.
-    - `slo`: its service-level objective; None for most requests.
-    - `hints`: what its headers announce of the answer and the session.
     - `cold_until`: when it stops waiting for a worker; None before it first waits for one.
     """
 
@@ -95,13 +91,7 @@ def read_ticket(
 ) -> Ticket:
     """Return the ticket of a complete request. Raises RequestError (400), which names the invalid header.
 
-    - `headers`: those that `urgent` returned.
-    - `priority`: the body's priority; 0 if it has no priority.
     - `best_priority`: the best priority that its tenant may use, and its default; None: any priority.
-    - `tokens`: the tokens of its prompts.
-    - `size`: the bytes of its body.
-    - `service_levels`: those of the settings; None: not configured.
-    - `model`: the model whose default service level applies.
     - `arrived`: when it was complete, by `clock`; None: now.
     """
     now = clock()
@@ -180,12 +170,7 @@ class WaitReason(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class WaitingRequest(Waiting):
-    """A waiting request, and the future that its proxy waits on.
-
-    - `tried`: the workers that may not receive it.
-    - `prefill`: the predicted seconds of its prefill.
-    - `ttft_missed`: whether its last selection missed the SLO's TTFT.
-    """
+    """A waiting request, and the future that its proxy waits on. `tried`: workers that may not receive it."""
 
     prompt: RoutedPrompt = field(kw_only=True)
     tried: Collection[Worker] = field(kw_only=True)
@@ -204,12 +189,7 @@ class WaitingRequest(Waiting):
 
 
 def queue_order(prefill: float, ticket: Ticket, ttft_missed: bool, now: float) -> float:
-    """Return the position of a request in its group of the queue, where the lowest is first.
-
-    - `prefill`: the predicted seconds of its prefill.
-    - `ttft_missed`: whether its last selection missed the SLO's TTFT.
-    - `now`: the clock's time.
-    """
+    """Return a request's position in its group, lowest first. `prefill`: the predicted seconds of its prefill."""
     slo = ticket.slo
     if slo is None or slo.first_token_by is None:
         return held_order(ticket.arrived or now, prefill)

@@ -71,11 +71,7 @@ _NAMES = _DECODERS | dict.fromkeys((CHAT, COMPLETIONS, ANTHROPIC), decode_model_
 
 
 class Call:
-    """A received request.
-
-    `session_headers` are the headers that may name a session. `model_body` is the body, or the part of it that routing
-    by load reads.
-    """
+    """A received request. `model_body`: the body, or the part of it that routing by load reads."""
 
     __slots__ = ("body", "headers", "method", "model_body", "path", "session_headers")
 
@@ -97,10 +93,7 @@ class Call:
 
 
 def read_call(call: Call, with_prompt: bool = True) -> RoutedRequest:
-    """Parse what routing needs of a request. Raises RequestError (400) that names the invalid field.
-
-    `with_prompt`: false if only the model is needed, and the prompt is not parsed.
-    """
+    """Parse what routing needs of a request, with or without its prompt. Raises RequestError (400) with the field."""
     if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
         return _decoded(call, decode)
     session = find_session(call.session_headers, SessionFields())

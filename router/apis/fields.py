@@ -23,8 +23,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def read_body(body: bytes, kind: type[S]) -> S:
-    """Parse the fields of a body that `kind`, a struct of untyped fields, has. Raises RequestError if it is no JSON
-    object."""
+    """Parse the fields of a body that `kind`, an untyped struct, has. Raises RequestError for other JSON."""
     decode: Callable[[bytes], S] = _decoder(kind).decode
     try:
         return decode(body)

@@ -37,10 +37,9 @@ _SEPARATORS: Final = re.compile(rb"[&;]")
 
 
 def form_fields(content_type: bytes, body: bytes, wanted: Collection[str] = ()) -> Iterator[tuple[str, bytes]] | None:
-    """Return the (name, value) pairs of a form, files included; None if the content type is not a form.
+    """Return a form's (name, value) pairs, with the values of `wanted` names decoded; None for another content type.
 
-    Values of the `wanted` names are decoded; other values may still be encoded. A name that is too long to be a wanted
-    one is returned as "". Raises RequestError (400) if the form is not plain.
+    A name that is too long to be a wanted one is returned as "". Raises RequestError (400) if the form is not plain.
     """
     kind = content_type.strip().lower()
     if kind.startswith(b"multipart/"):

@@ -60,10 +60,9 @@ def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
 
 
 def _computes_all(fields: _GenerateFields, sampling: dict[str, Any]) -> bool:
-    """Return whether the engine computes the whole prompt, because the request asks for the probabilities of its
-    tokens.
+    """Return whether the engine computes the whole prompt for its probabilities (`skip_reading_prefix_cache`).
 
-    vLLM decides it by `SamplingParams.skip_reading_prefix_cache`. SGLang reuses only tokens before `logprob_start_len`.
+    SGLang reuses only tokens before `logprob_start_len`.
     """
     skips = sampling.get("skip_reading_prefix_cache")
     if isinstance(skips, bool):

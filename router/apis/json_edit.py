@@ -33,11 +33,9 @@ class OutlineField(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """A JSON body without the contents of its strings.
+    """A JSON body with empty strings, except for names, and the positions of its top-level fields.
 
-    - `text`: the JSON with empty strings, except for names.
-    - `fields`: the positions of the top-level fields.
-    - `values`: the number of values. Beyond the limit that was given to `read_outline`, text and fields are incomplete.
+    `values`: the number of values. Beyond the limit of `read_outline`, text and fields are incomplete.
     """
 
     text: bytes
@@ -46,9 +44,9 @@ class Outline(NamedTuple):
 
 
 def read_outline(body: bytes, most_values: int = sys.maxsize) -> Outline | None:
-    """Return the outline of a long body; None if the body is short or there is no native core.
+    """Return the outline of a long body; None without a native core. Its errors stay, for the body's parser.
 
-    Raises ValueError for a string that parsers read differently. Other errors in the body are kept in the outline.
+    Raises ValueError for a string that parsers read differently.
     """
     native = native_core() if len(body) > LONG else None
     if native is None:
@@ -81,10 +79,7 @@ class _Field(NamedTuple):
 
 
 def field(body: bytes, name: str) -> bytes | None:
-    """Return the encoded value of an object's field; None if it is missing.
-
-    If a name occurs more than once, the last value is returned, as parsers do. Raises SpliceError.
-    """
+    """Return an object's encoded field, of equal names the last; None if it is missing. Raises SpliceError."""
     found = [body[each.start : each.end] for each in _fields(body) if each.name == name]
     return found[-1] if found else None
 

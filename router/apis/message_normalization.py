@@ -87,8 +87,7 @@ BILLING_HEADER = "x-anthropic-billing-header"
 
 
 def _without_billing_header(parts: Iterable[Any]) -> Iterator[Any]:
-    """Yield the parts without the billing line of Claude Code's system prompts, which differs in each request. vLLM
-    drops it."""
+    """Yield the parts without the billing line of Claude Code's prompts, which always differs. vLLM drops it too."""
     for part in parts:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
         if not isinstance(text, str) or not text.startswith(BILLING_HEADER):

@@ -75,11 +75,7 @@ def _request(
     max_tokens: int | None,
     echoes_logprobs: bool,
 ) -> RoutedRequest:
-    """Build the request from its fields.
-
-    `echoes_logprobs`: the answer has the prompt's tokens with their probabilities. The engine computes the whole prompt
-    for them (vLLM's `SamplingParams.skip_reading_prefix_cache`).
-    """
+    """Build the request. `echoes_logprobs`: the whole prompt is computed (vLLM's `skip_reading_prefix_cache`)."""
     return RoutedRequest(
         model=model,
         prompt=prompt,

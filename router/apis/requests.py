@@ -39,10 +39,7 @@ class TextPrompts:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompts:
-    """Prompts that are lists of token ids; `token_ids` is empty for embeddings, which have no tokens.
-
-    `param` is the body's field that holds the prompts.
-    """
+    """Prompts as token ids (empty for embeddings, which have no tokens), from the body's field `param`."""
 
     token_ids: list[list[int]]
     truncation: Truncation | None = None
@@ -55,7 +52,6 @@ class ChatPrompt:
 
     - `merges_system`: join later system messages into the first, where the template accepts only one at the start.
     - `thinking_off`: the client disables thinking, which templates express in two ways.
-    - `media_options`: the body's fields that change how media are processed.
     - `call`: the request's path and body, for tokenization by an engine.
     """
 
@@ -114,11 +110,8 @@ class RoutedRequest:
     """A parsed request. Without a `prompt` it is routed by load; without a `model` any worker can serve it.
 
     - `max_tokens`: the limit for each of the `n` answers to a prompt; None is no limit.
-    - `session`: the session that the request belongs to.
     - `stored`: the id of a response, conversation or file that only its creator worker has.
     - `reads_cache`: false if the engine computes the whole prompt, whatever is cached.
-    - `other_prompts`: whether the request also has prompts without tokens.
-    - `hints`: what the body states of the answer's length and the session.
     """
 
     model: str | None

@@ -68,10 +68,7 @@ class StoredFields(msgspec.Struct):
 
 
 class ResponseOwners:
-    """The URLs of the workers that created the latest stored objects.
-
-    `on_learned` is called with the id and the worker's URL of each object that is new in a response.
-    """
+    """The URLs of the workers that created the latest stored objects. `on_learned` receives new ids with their URL."""
 
     def __init__(self, most: int = MAX_RESPONSES) -> None:
         self.on_learned: list[Callable[[str, str], None]] = []

@@ -111,10 +111,7 @@ class AgentHints:
 
 
 def hints_in_headers(headers: HeaderItems) -> AgentHints | None:
-    """Return the hints of the headers; None without one.
-
-    Raises RequestError (400) that names the invalid header.
-    """
+    """Return the hints of the headers, if there are any. Raises RequestError (400) that names the invalid header."""
     given = {name: value for name, value in headers if name in HINT_HEADERS}
     if not given:
         return None
@@ -138,8 +135,7 @@ def hints_in_headers(headers: HeaderItems) -> AgentHints | None:
 
 
 def hints_in_body(nvext: Any) -> AgentHints | None:
-    """Return the hints of a body's `nvext`; None without one. Raises RequestError (400) that names the invalid
-    field."""
+    """Return the hints of a body's `nvext`, if there are any. Raises RequestError (400) with the invalid field."""
 
     # The worker checks other types.
     if not isinstance(nvext, dict):

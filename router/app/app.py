@@ -28,11 +28,7 @@ from router.sharing.worker_processes import WorkerProcesses
 async def running_router(
     settings: Settings, file: SettingsFile | None = None, worker_processes: WorkerProcesses | None = None
 ) -> AsyncIterator[FastAPI]:
-    """Start all services, yield the application over them, and stop them when the context ends.
-
-    - `file`: the file of the settings, whose workers are followed; None: no file is followed.
-    - `worker_processes`: the other processes that share this process's port; None: there are no others.
-    """
+    """Start all services, yield the application over them, and stop them when the context ends."""
     async with running_services(settings, file, worker_processes) as services:
         yield router_app(services)
 

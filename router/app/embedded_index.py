@@ -17,8 +17,8 @@ from router.sharing.worker_processes import WorkerProcesses
 def running_indexer(settings: Settings, worker_processes: WorkerProcesses | None = None) -> Iterator[Indexer]:
     """Yield an indexer that reads its streams until the context ends.
 
-    It starts with the index of another process, else with the snapshot, else with the dump of `index.peer`. Of several
-    processes, only the first writes snapshots.
+    It starts with the index of another process, else the snapshot, else the dump of `index.peer`. Of several processes,
+    only the first writes snapshots.
     """
     index = settings.index
     key_file = settings.events.curve_secret_key_file

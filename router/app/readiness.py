@@ -25,11 +25,7 @@ class Readiness:
         without_workers: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the readiness of a fleet.
-
-        - `patience`: seconds to wait for the index.
-        - `without_workers`: the router is ready without a worker, because requests wait for the first one.
-        """
+        """Create the readiness of a fleet. `without_workers`: requests wait for the first worker, so none is needed."""
         self._fleet = fleet
         self._indexer = indexer
         self._patience = patience

@@ -40,11 +40,7 @@ from router.upstream.build import build_upstreams, client_session
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The running services that the application's routes use.
-
-    - `session`: sends probes and commands to workers.
-    - `started`: when the services were started, in seconds since the epoch.
-    """
+    """The running services that the application's routes use. `started`: in seconds since the epoch."""
 
     settings: Settings
     indexer: Indexer
@@ -74,11 +70,7 @@ class Services:
 async def running_services(
     settings: Settings, file: SettingsFile | None = None, worker_processes: WorkerProcesses | None = None
 ) -> AsyncIterator[Services]:
-    """Start all services of the settings, and stop them when the context ends.
-
-    - `file`: the file that the settings came from, whose workers are followed; None: no file is followed.
-    - `worker_processes`: the processes that share this one's port; None: it has no others.
-    """
+    """Start all services of the settings, and stop them when the context ends."""
     async with AsyncExitStack() as stack:
         # Made: nothing runs but the index.
         indexer = stack.enter_context(running_indexer(settings, worker_processes))

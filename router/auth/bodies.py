@@ -49,11 +49,7 @@ _MESSAGES: Final = ("messages", "input")
 
 
 class BodyCheck:
-    """Checks of bodies against the limits.
-
-    `model_body` recognizes most plain JSON bodies quickly: those with nothing to refuse, strip or limit. It returns the
-    fields that routing by load reads, and None for other bodies. Without the native core it always returns None.
-    """
+    """Checks of bodies against the limits. `model_body` is quick for most: bodies with nothing to refuse or strip."""
 
     def __init__(self, limits: LimitSettings) -> None:
         native = native_core()
@@ -67,9 +63,9 @@ class BodyCheck:
     def checked(
         self, route: Route, content_type: bytes, body: bytes, tenant: Tenant | None, engine_fields: EngineFields
     ) -> tuple[bytes, bytes]:
-        """Return the body to forward, and the body that routing by load parses. Raises RequestError (400, 413).
+        """Return the body to forward, with limits and without stripped fields, and the part for routing by load.
 
-        The body is unchanged, except for the tenant's limits and fields that are stripped.
+        Raises RequestError (400, 413).
         """
         if not route.json:
             body = _checked_other(content_type, body, self._limits, engine_fields)
@@ -98,10 +94,7 @@ class BodyCheck:
         return most + _OF_A_NAME * names + _OF_A_LIST * lists <= self._limits.values
 
     def check_amount(self, body: bytes) -> None:
-        """Raise RequestError (413) for a JSON body with too many values. Invalid JSON is left to the body's parser.
-
-        A long body takes milliseconds.
-        """
+        """Raise RequestError (413) for a JSON body with too many values. A long body takes milliseconds."""
         with suppress(ValueError):
             _bounded_outline(body, self._limits.values)
 
@@ -111,10 +104,7 @@ def _no_model_body(_: bytes) -> bytes | None:
 
 
 def read_object(body: bytes, most_values: int) -> dict[str, Any]:
-    """Parse a body's JSON object; in a long body's object, strings other than names may be empty.
-
-    Raises RequestError (400, 413) if it is no object or has too many values.
-    """
+    """Parse a JSON object, a long one without its strings. Raises RequestError (400, 413) for another body."""
     try:
         outline = _bounded_outline(body, most_values)
         fields = strict_json(body if outline is None else outline.text)
@@ -126,10 +116,7 @@ def read_object(body: bytes, most_values: int) -> dict[str, Any]:
 
 
 def _bounded_outline(body: bytes, most_values: int) -> Outline | None:
-    """Return the outline of a long body, if there is one.
-
-    Raises RequestError (413) for too many values, and ValueError as `read_outline` does.
-    """
+    """Return the outline of a long body, if there is one. Raises RequestError (413), and ValueError."""
     outline = read_outline(body, most_values)
     if len(body) > LONG:
         values = _values_in(body, most_values) if outline is None else outline.values
@@ -143,10 +130,7 @@ def _bounded_outline(body: bytes, most_values: int) -> Outline | None:
 
 
 def _values_in(body: bytes, enough: int) -> int:
-    """Return an upper bound of the number of values in a body; names, lists and objects count as several.
-
-    The contents of strings are excluded only if the quick count exceeds `enough`.
-    """
+    """Return an upper bound of the number of a body's values. It is exact enough to compare with `enough`."""
     values = _marks(body)
     return values if values <= enough else _marks(_STRING.sub(b"", body))
 
@@ -201,8 +185,7 @@ def _checked_other(content_type: bytes, body: bytes, limits: LimitSettings, engi
 
 
 def _seems_object(body: bytes) -> bool:
-    """Return whether a decoder of an engine might find a JSON object: engines accept any UTF, whatever the content
-    type."""
+    """Return whether an engine might decode a JSON object, in any UTF, whatever the content type."""
     return body.lstrip(_BEFORE_AN_OBJECT)[:1] == b"{"
 
 
@@ -242,8 +225,7 @@ class ArrivingBodies:
         return self._bytes
 
     def add(self, before: int, more: int) -> None:
-        """Count `more` bytes of a body of which `before` were received. Raises RequestError (503) and then counts
-        nothing."""
+        """Count `more` bytes of a body, after `before`. Raises RequestError (503) and then counts nothing."""
         first = not before and more > 0
         bodies = self._bodies + first
         if self._bytes + more > self._limit and (before + more) * bodies > self._limit:

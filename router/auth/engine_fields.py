@@ -56,10 +56,7 @@ CONTROL_HEADERS: Final = frozenset(
 
 
 def control_header(headers: Headers) -> bytes | None:
-    """Return the first engine control header; None without one.
-
-    Names are in lower case, and `_` equals `-`.
-    """
+    """Return the first engine control header, if any. Names are in lower case, and `_` equals `-`."""
     for name, _ in headers:
         if name in CONTROL_HEADERS or (b"_" in name and name.replace(b"_", b"-") in CONTROL_HEADERS):
             return name

@@ -40,11 +40,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(headers: Headers, loopback: bool, allowed: Collection[str]) -> None:
-    """Raise RequestError for a request whose `Host` names another service.
-
-    - `loopback`: the router listens on loopback. Otherwise, without `allowed`, every host is accepted.
-    - `allowed`: host names that are accepted beside private ones.
-    """
+    """Raise RequestError if `Host` names another service. On loopback, or with `allowed`, public names are others."""
     given = [value for name, value in headers if name == b"host"]
     if len(given) > 1:
         raise RequestError("Duplicate Host header. Send it once.", code="host")
@@ -114,8 +110,7 @@ _ANY_HOST = frozenset({"/health", "/ready", "/v1/models"})
 
 
 class Admitted:
-    """The result of a head's check: its route, its tenant, and how its headers and body are forwarded. Equal heads
-    share it."""
+    """The result of a head's check, shared by equal heads: route, tenant, and how it is forwarded."""
 
     __slots__ = ("add_worker_key", "content_type", "engine_fields", "keeps_credentials", "route", "tenant")
 
@@ -130,8 +125,6 @@ class Admitted:
     ) -> None:
         """Describe an admitted request.
 
-        - `tenant`: the tenant that sent the request; None for the operator and for open routes.
-        - `engine_fields`: whether engine control fields are refused, stripped or passed.
         - `keeps_credentials`: the client's key is forwarded to the worker.
         - `add_worker_key`: the worker's own key is added if the request has none.
         """
@@ -144,12 +137,7 @@ class Admitted:
 
 
 class AuthGate:
-    """The checks of one service.
-
-    - `access`: its tenants and the operator's token.
-    - `arrivals`: the limit on bodies that are being received.
-    - `bodies`: the checks of complete bodies.
-    """
+    """The checks of one service: tenants, arriving bodies, complete bodies."""
 
     def __init__(self, settings: Settings) -> None:
         server = settings.server
@@ -170,10 +158,7 @@ class AuthGate:
         self._admin_port = server.admin_port
 
     def admit(self, method: str, target: bytes, headers: Headers, port: int | None = None) -> Admitted:
-        """Check a head. Raises RequestError (400, 401, 403, 404, 405, 415, 421).
-
-        `port` is the port that received the request, or `PROCESS_SOCKET`; None skips the check of the port.
-        """
+        """Check a head that this `port` received. Raises RequestError (400, 401, 403, 404, 405, 415, 421)."""
         route = self._route(method, target)
         if route.access is Access.PROCESS:
             if port == PROCESS_SOCKET:
@@ -204,10 +189,7 @@ class AuthGate:
         return not (self.access.has_tenants or self._always_add_worker_key or self._add_worker_key)
 
     def headers_for_workers(self, admitted: Admitted, headers: Headers) -> Headers:
-        """Return the headers to forward, without engine control headers and without credentials for the router.
-
-        They do not ask for compressed answers.
-        """
+        """Return the headers to forward, without engine control, the router's credentials and compression."""
         if admitted.engine_fields is not EngineFields.PASS:
             headers = without_control_headers(headers)
         return asking_uncompressed(headers if admitted.keeps_credentials else without_credentials(headers))

@@ -157,10 +157,7 @@ class Routes:
         self._patterns = [(_pattern(route.path), route) for route in listed if "{" in route.path]
 
     def find(self, method: str, path: str) -> Route:
-        """Return the route of a request whose path is canonical.
-
-        HEAD is treated as GET. OPTIONS is allowed for any forwarded path.
-        """
+        """Return the route of a canonical path. HEAD is treated as GET. OPTIONS is allowed for forwarded paths."""
         asked = "GET" if method == "HEAD" else method
         route = self._exact.get((asked, path))
         if route is not None:

@@ -40,10 +40,7 @@ ADAPTER = "lora_path"
 
 
 class Bucket:
-    """A token bucket that fills with `rate` per second up to `seconds` worth of it.
-
-    A charge may exceed the level; later requests wait for the debt.
-    """
+    """A token bucket that fills with `rate` per second up to `seconds` worth of it, and can go into debt."""
 
     def __init__(self, rate: float, seconds: float, clock: Callable[[], float]) -> None:
         self._rate = rate
@@ -75,11 +72,7 @@ class Tenant:
         clock: Callable[[], float] = time.monotonic,
         aliases: Mapping[str, str] = {},
     ) -> None:
-        """Create a tenant from its settings.
-
-        - `isolate`: no other tenant shares its cached prefixes.
-        - `aliases`: served models by the aliases that `settings.models` may contain.
-        """
+        """Create a tenant. `isolate`: no other tenant shares its cached prefixes. `aliases`: models by alias."""
         self.name = name
         self.on_spent: Callable[[str, int, int], None] = lambda *_: None
         self.priority = settings.priority
@@ -102,11 +95,7 @@ class Tenant:
             raise RequestError(f"The body is not JSON: {error}. Send one JSON object, in UTF-8.") from error
 
     def with_priority(self, body: bytes, asked: object) -> bytes:
-        """Return a body with a priority no better than the tenant's; `asked` is the priority in the body.
-
-        A body without a priority stays unchanged, because engines without priorities refuse the field. Raises
-        RequestError (400) if it is not an integer.
-        """
+        """Return a body whose priority, if it has one, is no better than the tenant's. Raises RequestError (400)."""
         if asked is None:
             return body
         if type(asked) is not int:
@@ -218,10 +207,7 @@ class AccessControl:
         return bool(self._token) and compare_digest(credential(headers).encode(), self._token)
 
     def check(self, route: Route, headers: Headers) -> Tenant | None:
-        """Return the tenant that sent a request; None for the operator and for open routes.
-
-        Raises RequestError: 401 for an unknown key, 403 for a route that the key does not open.
-        """
+        """Return the tenant that sent a request, if any. Raises RequestError: 401 (unknown key), 403 (wrong route)."""
         if route.access is Access.ANYONE or self.is_operator(headers):
             return None
         tenant = self._tenants.get(hashed_key(credential(headers)))

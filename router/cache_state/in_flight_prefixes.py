@@ -24,9 +24,7 @@ CHUNK_TOKENS: Final = 16
 def prompt_hashes(
     model: str, adapter: str | None, cache_salt: str | None, token_ids: Sequence[int] | PackedPrompt
 ) -> array[int]:
-    """Return a hash for each prefix of whole chunks. With blocks as large, they are the index's hashes without a
-    secret.
-    """
+    """Return a hash for each prefix of whole chunks. Without a secret, these are the index's for equal block sizes."""
     return chunk_hashes(chunk_root(model, adapter, cache_salt), PackedPrompt.of(token_ids))
 
 
@@ -60,9 +58,7 @@ class InFlightPrefixes:
     """The prompts in flight by target. Each is released some time after its request ended, or at once if it failed."""
 
     def __init__(self, linger: float, clock: Callable[[], float] = time.monotonic, stride: int = 1) -> None:
-        """Create the prefixes of no prompts. One in `stride` prefixes is held, until `linger` seconds after its
-        request.
-        """
+        """Create the prefixes of no prompts. One in `stride` is held, until `linger` seconds after its request."""
         self._linger = linger
         self._clock = clock
         self._stride = stride
@@ -73,9 +69,7 @@ class InFlightPrefixes:
         self._ended_prefixes = 0
 
     def hold(self, target: Target, hashes: array[int], *, lasting: bool = False) -> ReleaseCallback:
-        """Hold a prompt for a target, longer if `lasting`: no event will report it. Return the callback for its
-        request's end.
-        """
+        """Hold a prompt, longer if `lasting`: no event will report it. Return the callback for its request's end."""
         holder = self._targets.get(target)
         if holder is None:
             holder = self._targets[target] = _Target(target)

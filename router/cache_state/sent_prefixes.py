@@ -54,9 +54,7 @@ class Retention:
         self.proven_seconds = max(self.proven_seconds, seconds)
 
     def missed(self, chunks: int, seconds: float) -> bool:
-        """Lower a bound halfway to the proven one, after a miss. Return False if no bound explains it: the cache was
-        reset.
-        """
+        """Lower a bound after a miss. Return False if no bound explains it, so that the cache must have been reset."""
         if chunks > self.proven_chunks:
             self.chunks = (self.proven_chunks + chunks) // 2
         elif seconds > self.proven_seconds:

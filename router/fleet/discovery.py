@@ -55,9 +55,7 @@ class RefusedKeyError(DiscoveryError):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A name that requests may use: its base model, adapter and context length in tokens. `root` is its weights'
-    origin.
-    """
+    """A name that requests may use, with its base model and its adapter. `root`: the origin of its weights."""
 
     name: str
     model: str

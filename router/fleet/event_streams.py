@@ -84,9 +84,7 @@ class WorkerStreams:
 
 
 class RegisteredStreams:
-    """The event streams registered over HTTP, by checked addresses, which `run` resolves every `resolve_interval`
-    seconds.
-    """
+    """The event streams registered over HTTP. `run` resolves their host names to addresses at intervals."""
 
     def __init__(
         self, indexer: Indexer, networks: AllowedNetworks, resolve_interval: float = _RESOLVE_INTERVAL

@@ -40,9 +40,7 @@ def _weights(served: ServedModel) -> str:
 
 
 class WorkerState(StrEnum):
-    """The state of a worker, as users see it. Only ready, warming and half-open ones are chosen while any of them
-    exists.
-    """
+    """The state of a worker, as users see it. If a ready, warming or half-open worker exists, others are not chosen."""
 
     NEW = "new"  # not probed yet
     READY = "ready"

@@ -116,9 +116,7 @@ class Attempts:
     # The next attempt
 
     def send_next(self, handler: AttemptHandler, arrived: float, now: float | None = None) -> bool:
-        """Send the request to the next worker. Return false if it must `wait` for one. Raises RequestError if none is
-        left.
-        """
+        """Send the request to the next worker. Return false if it must `wait` for one. Raises RequestError."""
         if self._sends >= self._most:
             raise self.exhausted()
         self._span = span = self._context.trace and self._context.trace.span("decide")
@@ -324,9 +322,7 @@ class Attempts:
             self._sends -= 1
 
     def ends_with_break(self) -> bool:
-        """Record that a worker broke off. Return whether no other worker may be sent the request, as it may be the
-        cause.
-        """
+        """Record that a worker broke off. Return whether no other worker may be sent the request, a possible cause."""
         self._broken += 1
         return not self._repeatable or self._broken >= _MOST_BROKEN
 

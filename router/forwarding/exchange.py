@@ -64,9 +64,7 @@ class ResponseWriter:
     __slots__ = ()
 
     def begin(self, head: ResponseHead, ours: RoutingHeaders | None, data: bytes, ended: bool) -> None:
-        """Write the head with any routing headers, and the first bytes of the body. If `ended`, a missing length is
-        added.
-        """
+        """Write the head with any routing headers, and the first bytes of the body. If `ended`, a length is added."""
         raise NotImplementedError
 
     def more(self, data: bytes, ended: bool) -> None:

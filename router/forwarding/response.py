@@ -111,9 +111,7 @@ class ProxiedResponse:
     def start(
         self, headers: RoutingHeaders, hidden: HiddenUsage | None, recorded: bool, data: bytes, ended: bool
     ) -> None:
-        """Forward the head and the bytes after it. `hidden` removes unasked usage; `recorded`: a recorder needs the
-        usage.
-        """
+        """Forward the head and first bytes. `hidden` removes usage from the stream; if `recorded`, usage is kept."""
         head, context, assignment = self.head, self._context, self._assignment
         if 400 <= head.status < 500:  # The worker computes nothing, even if the rest of its response is late.
             assignment.attempt.end(_REFUSED, f"status {head.status}")

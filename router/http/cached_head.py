@@ -23,11 +23,7 @@ def head_size(data: bytes) -> int:
 
 
 class HeadPrefix:
-    """The bytes at the beginning of a message, up to the value of its length.
-
-    - `seen`: the bytes of the latest message.
-    - `dated`: the value of a `date` header may differ.
-    """
+    """The bytes of a message before its length's value. `dated`: the value of a `date` header in them may differ."""
 
     __slots__ = ("_date_at", "seen", "size")
 
@@ -54,11 +50,7 @@ class HeadPrefix:
 
 
 class CachedHead(Generic[T]):
-    """A head of which all bytes but the digits of its length are known, and its parsed form.
-
-    The parser starts at the beginning of each message, so equal bytes have equal results and need no second parse.
-    `said` is the parsed form.
-    """
+    """A head of which all bytes but its length's digits are known, and its parsed form `said`."""
 
     __slots__ = ("_after", "_before", "said")
 
@@ -69,12 +61,7 @@ class CachedHead(Generic[T]):
 
     @classmethod
     def of(cls, data: bytes, said: T, dated: bool = False) -> CachedHead[T] | None:
-        """Return the head of a parsed message; None if the head has not one length, or `data` is not one whole message.
-
-        - `data`: the bytes of the message.
-        - `said`: the parsed form of its head.
-        - `dated`: later messages may have another date before their length.
-        """
+        """Return the head of one whole message with one length, if it is one. `dated`: a later date may differ."""
         end = head_size(data)
         lengths = list(_LENGTH.finditer(data, 0, end))
         if len(lengths) != 1 or int(lengths[0][1]) != len(data) - end:

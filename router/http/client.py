@@ -15,7 +15,7 @@ _REDIRECTS = range(300, 400)
 async def refuse_redirects(
     request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
-    """Send a request, and refuse a redirect: it could send a prompt or a token to another server.
+    """Send a request, and refuse a redirect, by which another server could get a prompt or token.
 
     This is a middleware of aiohttp's clients. Raises ClientResponseError if the response is a redirect.
     """
@@ -36,10 +36,7 @@ _PART_BYTES = 64 * 1024
 
 
 async def read_answer(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """Return a response's body.
-
-    Raises ValueError, and closes the connection, if the body is longer than `most_bytes`.
-    """
+    """Return a response's body. Raises ValueError beyond `most_bytes`, and closes the connection."""
     body = bytearray()
     async for part in response.content.iter_chunked(_PART_BYTES):
         body += part

@@ -25,11 +25,7 @@ class Deadline:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, late: Callable[[], None], lives: Callable[[], bool] | None = None
     ) -> None:
-        """Create a deadline, which is not set.
-
-        - `late`: called when the deadline passes. It may set the deadline again.
-        - `lives`: called at every check. If it returns True, the deadline starts again. None: never.
-        """
+        """Create a deadline that is not set. When it passes, `late` is called, or it starts again if `lives` allows."""
         self._loop = loop
         self._late = late
         self._lives = lives

@@ -123,11 +123,8 @@ _OUR_PREFIX = b"x-kvrouter-"
 class ResponseHead:
     """The head of a response.
 
-    - `headers`: all headers, with names in lower case.
-    - `is_stream`: the body is an event stream.
     - `length`: the value of `content-length`; empty without one, and for a status without a body.
     - `passed_on`: the headers that are about the message.
-    - `status`: the status code.
     """
 
     __slots__ = ("_beginning", "_lines", "_made_with", "headers", "is_stream", "length", "passed_on", "status")
@@ -188,19 +185,12 @@ _EXPOSED: Final = b"x-request-id, x-kvrouter-worker, x-kvrouter-overlap-tokens, 
 
 
 class Cors:
-    """The CORS rules of a service.
-
-    Browser credentials are never allowed: pages send API keys in headers, which they set themselves.
-    """
+    """The CORS rules of a service. Browser credentials are never allowed: pages send API keys in headers."""
 
     __slots__ = ("_allows_any", "_methods", "_origins")
 
     def __init__(self, origins: Collection[str], methods: Collection[str]) -> None:
-        """Create the rules.
-
-        - `origins`: origins whose pages may call; `*` allows all.
-        - `methods`: HTTP methods that pages may use.
-        """
+        """Create the rules for origins (`*`: all) and methods that their pages may use."""
         self._allows_any = _ANY in origins
         self._origins = frozenset(origin.encode() for origin in origins)
         self._methods = frozenset(methods)
@@ -213,10 +203,7 @@ class Cors:
         return b"%bvary: Origin\r\naccess-control-expose-headers: %b\r\n" % (self._allowed(origin), _EXPOSED)
 
     def preflight(self, method: str, headers: Headers) -> tuple[int, Headers, bytes] | None:
-        """Return the response to a preflight request; None for any other request.
-
-        `lines` are sent with the response too.
-        """
+        """Return the response to a preflight request; None for others. `lines` are sent with the response too."""
         wanted = _first(headers, b"access-control-request-method")
         origin = _first(headers, b"origin")
         if method != "OPTIONS" or not origin or not wanted:

@@ -38,10 +38,7 @@ def without_root(target: bytes, root: bytes) -> bytes:
 
 
 def canonical_path(target: bytes, encoded_slashes: bool = False) -> str:
-    """Return the decoded path of a target, without its query. Raises TargetError.
-
-    `encoded_slashes`: accept `%2F` for a slash in a name; the returned path has it as a slash.
-    """
+    """Return a target's decoded path. `encoded_slashes`: `%2F` is accepted, as a slash. Raises TargetError."""
     raw, question_mark, query = target.partition(b"?")
     if question_mark and (_QUERY.fullmatch(query) is None or _NOT_IN_QUERY.search(query)):
         raise TargetError("its query has a character that must be percent-encoded")

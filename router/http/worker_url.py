@@ -47,11 +47,7 @@ def canonical_url(text: str) -> str:
 
 
 def split_user_info(text: str) -> tuple[str, str | None]:
-    """Return a worker's URL without its user info, and the user info as an API key; None if the URL has no user info.
-
-    `http://KEY@host` has the key `KEY`. `http://user:password@host` has the value of an `Authorization: Basic` header.
-    Any other text is returned unchanged.
-    """
+    """Return a worker's URL without its user info, and that as an API key: `KEY@` or, as Basic, `user:password@`."""
     read = _URL.fullmatch(text) if len(text) <= _LONGEST else None
     if read is None or not read["userinfo"]:
         return text, None

@@ -33,9 +33,6 @@ class Observability:
     """The services that observe the router.
 
     - `registry`: every Prometheus metric.
-    - `requests`, `admission`, `predictions`: metrics that events count in.
-    - `snapshot`: the data of the live page.
-    - `recorder`: recordings of requests.
     - `about`: the version, the policy and the models.
     - `findings`: returns what is wrong now, for `/health`.
     """

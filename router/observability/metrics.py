@@ -126,10 +126,7 @@ class RequestMetrics:
         return of_model
 
     def placed(self, model: str, waited: float, decision: Decision, cache_prediction: CachePrediction | None) -> None:
-        """Record a choice, `waited` seconds after the request was complete.
-
-        `cache_prediction` has the prompt's cached tokens on all targets; None if the index was not searched.
-        """
+        """Record a choice, `waited` seconds after the request was complete, and its prediction, if there is one."""
         of_model = self._of_models.get(model) or self._of(model)
         of_model.queue.observe(waited)
         of_model.decisions.amount += 1
@@ -172,8 +169,7 @@ class RequestMetrics:
             self.token_time.labels(of_model.model).observe(seconds / (usage.completion - 1))
 
     def failures(self) -> dict[str, float]:
-        """Return the totals of workers' `errors`, of requests that the router `refused` under load, and of `retried`
-        attempts."""
+        """Return the totals of workers' `errors`, of requests `refused` under load, and of `retried` attempts."""
         errors = sum(count for status, count in self.answered.by("status").items() if int(status) >= 500)
         return {
             "errors": errors + _total(self.broken),

@@ -61,8 +61,7 @@ class PredictionMetrics:
         self._slo(self._named(model), slo, "refused")
 
     def summary(self) -> list[dict[str, Any]]:
-        """Return each model's number of compared answers, median error, share within the predicted range, and SLO
-        outcomes."""
+        """Return each model's compared answers, median error, share within the predicted range, and SLO outcomes."""
         return [
             {
                 "model": model,

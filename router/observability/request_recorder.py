@@ -80,11 +80,7 @@ class RecordingRequest:
 
 
 class RequestRecorder:
-    """The recorder of requests.
-
-    - `listening`: there are listeners. A request checks only this flag.
-    - `on_listening`: called with the flag when it changes.
-    """
+    """The recorder of requests. A request checks only `listening`; `on_listening` is called when that changes."""
 
     def __init__(self, on_listening: Callable[[bool], None] = lambda _: None) -> None:
         self._listeners: list[Listener] = []
@@ -109,10 +105,10 @@ class RequestRecorder:
     async def lines(
         self, recording: Recording, others: Callable[[Listener], Coroutine[None, None, None]] | None = None
     ) -> AsyncIterator[bytes]:
-        """Yield lines of JSON for the requests from now on, with lines in between that count missing ones.
+        """Yield lines of JSON for the requests from now on, also those of `others` until it is cancelled.
 
         A line without a timestamp counts missing requests: `dropped` lines that a slow reader missed, and `unknown`
-        requests without tokens. `others` reads the lines of other processes until it is cancelled.
+        requests without tokens.
         """
         with self._listening(Listener(recording)) as listener:
             reading = asyncio.create_task(others(listener)) if others else None
@@ -213,8 +209,7 @@ class Listener:
         return b"".join([*lines, _line(self.missing())])
 
     def _ids(self, prompt: RoutedPrompt, packed: PackedPrompt) -> list[int]:
-        """Return the ids of a prompt's blocks. Each id identifies all tokens up to its end, the model and the cache
-        salt."""
+        """Return the ids of a prompt's blocks, each of all tokens up to its end, the model and the cache salt."""
         known = self._digest(msgspec.msgpack.encode((prompt.name, prompt.cache_salt)), b"root")
         step, tokens, ids = self._block_tokens * TOKEN_BYTES, packed.tokens, []
         for start in range(0, len(tokens), step):

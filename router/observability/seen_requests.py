@@ -78,8 +78,7 @@ class HotPrefixes:
             self._rescale(weight)
 
     def tree(self) -> list[dict[str, Any]]:
-        """Return the prefixes that at least a hundredth of the requests share, the most shared first, with longer ones
-        inside."""
+        """Return the prefixes that at least a hundredth of the requests share, as a tree, the most shared first."""
         return _shown(self._shortest, self._total, self._total * _LEAST_SHARE) if self._total else []
 
     def _weight(self) -> float:

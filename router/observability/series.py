@@ -29,11 +29,7 @@ class Series:
         waiting: Callable[[], Mapping[Any, int]],
         seconds_per_token: Callable[[], float],
     ) -> None:
-        """Create a series.
-
-        - `waiting`: returns the number of waiting requests by reason.
-        - `seconds_per_token`: returns the learned seconds per prefill token.
-        """
+        """Create a series. `waiting`: by reason; `seconds_per_token`: the learned one of a prefill."""
         self.points: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._metrics = metrics
         self._audit = audit
@@ -86,10 +82,7 @@ class Series:
 
 
 def percentile(buckets: dict[float, float], share: float) -> float | None:
-    """Return a percentile in seconds, interpolated between a histogram's bounds; None without values.
-
-    `buckets` has the number of values up to each upper bound.
-    """
+    """Return a percentile in seconds, between a histogram's bounds and their cumulative counts; None without values."""
     bounds = sorted(buckets)
     wanted = share * buckets[bounds[-1]] if bounds else 0.0
     if not wanted:

@@ -85,10 +85,8 @@ NO_RESPONSE_BODY: Final = field(_MODE_OVERRIDE, number_field(6, 1))
 class Routed:
     """Encoder of a routing decision.
 
-    - `endpoints`: the endpoint and its fallbacks, separated by commas.
     - `number`: identifies the response if Envoy shows it in another stream.
     - `before`, `after`: the received headers, and those to forward.
-    - `path`: the path and query to forward; None: the received ones.
     - `said`: routing headers for the response. They are metadata, so that Envoy can add them by itself.
     """
 

@@ -30,11 +30,7 @@ class Observation(Enum):
 
 
 class PickedResponse:
-    """The known part of a response.
-
-    - `handler`: receives the response: the request's attempt, or its prefill or decode.
-    - `mode`: Envoy's mode for the response's body.
-    """
+    """The known part of a response. `handler` receives it; `mode` is Envoy's mode for its body."""
 
     __slots__ = ("_early", "_unseen", "handler", "head", "mode", "observation", "proxied")
 
@@ -68,10 +64,7 @@ class PickedResponse:
                 assignment.reservation.first_byte()
 
     def expect_no_head(self) -> None:
-        """Prepare for a response whose head Envoy does not report.
-
-        The prefill is assumed to end after its expected duration, and the worker's response time is not measured.
-        """
+        """Prepare for a response without a head: prefills end as expected, and no response time is measured."""
         assignment = self.proxied.assignment
         if assignment is not None:
             assignment.attempt.waits_for_another()

@@ -90,12 +90,7 @@ _MESSAGE_MARGIN = 2**20
 
 @asynccontextmanager
 async def running_picker(app: FastAPI, settings: Settings) -> AsyncIterator[int]:
-    """Serve Envoy beside a router's application, and yield the port.
-
-    At the end, requests have `server.shutdown_timeout` seconds to finish.
-
-    Raises OSError when the address cannot be bound, or the certificate cannot be read.
-    """
+    """Serve Envoy beside a router's application, and yield the port. Raises OSError for address or certificate."""
     router, picker = app.state, settings.picker
     async with AsyncExitStack() as stack:
         named = await stack.enter_async_context(_followed_objectives(settings))

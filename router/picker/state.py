@@ -41,10 +41,7 @@ class Addresses:
         self._asking: dict[str, asyncio.Task[str]] = {}
 
     def of(self, url: str) -> str | None:
-        """Return a worker's known address; None if `found` has to resolve it first.
-
-        An expired address is used until it is resolved again.
-        """
+        """Return a worker's address, even if it has expired; None if `found` has to resolve it first."""
         if numeric := _numeric(url):
             return numeric
         known = self._known.get(url)
@@ -143,10 +140,7 @@ _HIGHEST: Final = 2**31 - 1
 
 
 class Objectives:
-    """Priorities of objectives: higher is sooner, 0 is the default, below 0 is refused first.
-
-    `settings`: configured priorities. Priorities from the cluster override them.
-    """
+    """Priorities of objectives: higher is sooner, 0 is the default. Those of the cluster override `settings`."""
 
     def __init__(self, settings: Mapping[str, int]) -> None:
         self._settings = dict(settings)

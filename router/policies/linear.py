@@ -46,9 +46,7 @@ class CostColumns:
         self.per_token[row] = per_token
 
     def costs(self, tokens: int, held: array[int], least: int) -> array[float]:
-        """Return each row's cost of a prompt, of which `held` tokens (`array("I")`) are cached. The next call
-        overwrites it.
-        """
+        """Return each row's cost of a prompt, of which `held` tokens are cached. The next call overwrites it."""
         self._write_costs(self.fixed, self.per_token, held, tokens, least, self._costs)
         return self._costs
 
@@ -127,9 +125,7 @@ class LinearPolicy(ABC):
         transfers: dict[int, tuple[int, int]],
         excluded: Collection[int],
     ) -> int | None:
-        """Return the row of the chosen target; None if all are excluded. `transfers`: rows' tokens in CPU memory and on
-        disk.
-        """
+        """Return the chosen row; None if all are excluded. `transfers`: rows' tokens in CPU memory and on disk."""
         costs = columns.costs(tokens, held, self.least_uncached)
         for row, (cpu, disk) in transfers.items():
             costs[row] = self.cost(columns.fixed[row], columns.per_token[row], tokens, held[row], cpu, disk)

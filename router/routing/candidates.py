@@ -204,9 +204,7 @@ class CandidateFinder:
         limits: Limits,
         owner: str | None,
     ) -> Collection[int]:
-        """Return the rows that may not receive a request now. While the `owner` of its stored object is up, it alone
-        may.
-        """
+        """Return the rows that may not receive a request. While the `owner` of its stored object is up, it may."""
         unsettled = targets.unsettled(self._fleet.health_version)
         if not excluded and not unsettled and limits.unlimited and owner is None:
             return _NO_ROWS

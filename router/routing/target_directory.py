@@ -75,7 +75,7 @@ class ModelTargets:
         return rows
 
     def unsettled(self, health_version: int) -> list[Worker]:
-        """Return the workers that warm up or have a circuit that is not closed; anew if `health_version` has grown."""
+        """Return the workers that warm up or whose circuit is not closed, cached by `health_version`."""
         if self._unsettled_version != health_version:
             self._unsettled_version = health_version
             self._unsettled = [worker for worker in self.workers if not _settled(worker)]

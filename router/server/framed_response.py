@@ -48,18 +48,12 @@ class ResponseOwner:
         raise NotImplementedError
 
     def response_broken_off(self, until_close: bool) -> None:
-        """Close the connection: a response stays incomplete.
-
-        `until_close`: the body would seem complete if the connection were closed in order.
-        """
+        """Close the connection of an incomplete response, by a reset if `until_close` would make it seem complete."""
         raise NotImplementedError
 
 
 class FramedResponse(ResponseWriter):
-    """The response to one request.
-
-    `keep_alive`: the connection stays open afterwards. It is final once the response has begun.
-    """
+    """The response to one request. `keep_alive`, the connection's, is final once the response has begun."""
 
     __slots__ = (
         "_chunks_allowed",
@@ -82,11 +76,7 @@ class FramedResponse(ResponseWriter):
         chunks_allowed: bool,
         cors: bytes,
     ) -> None:
-        """Create the response.
-
-        - `chunks_allowed`: the client speaks HTTP/1.1.
-        - `cors`: header lines of CORS; empty if the service has no CORS rules.
-        """
+        """Create the response. `chunks_allowed`: the client speaks HTTP/1.1. `cors`: header lines, if any."""
         self._owner = owner
         self._transport = transport
         self._server_state = server_state
@@ -184,10 +174,7 @@ class _LoggedChunks:
 
 
 class _FirstLines:
-    """The beginning of every response: the status line, the date and other default headers.
-
-    `close`: connections are closed after their response.
-    """
+    """The beginning of every response: the status line, the date and other default headers."""
 
     __slots__ = ("_by_status", "_headers", "_lines", "close")
 

@@ -30,11 +30,7 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self, app: FastAPI, shutdown_timeout: float, certificate: Path | None = None, key: Path | None = None
     ) -> None:
-        """Create a server.
-
-        - `shutdown_timeout`: how many seconds requests in flight have to finish when it stops.
-        - `certificate`, `key`: files for TLS; None for plain HTTP.
-        """
+        """Create a server. `shutdown_timeout`: the seconds that requests in flight have when it stops."""
         config = uvicorn.Config(
             app,
             http=partial(HttpConnection, app.state.dispatcher, RecentHeads()),  # type: ignore[arg-type]
@@ -77,10 +73,7 @@ class HttpServer(uvicorn.Server):
 
 
 class Connections(set[Any]):
-    """The connections of a server.
-
-    A connection that is accepted while the server stops is shut down at once: the server would wait for it.
-    """
+    """The connections of a server. One that is accepted while it stops is shut down, because the server would wait."""
 
     stopping = False
 

@@ -69,10 +69,7 @@ class RequestParser:
         return b""
 
     def _go_on(self) -> None:
-        """Parse the body of a request with `Upgrade`, and the bytes after it, with a new parser.
-
-        The new parser first gets a head that frames the body in the same way.
-        """
+        """Parse the rest of a request with `Upgrade` with a new parser, after a head that frames the body equally."""
         framing, keep_alive = self._framing(), self._parser.should_keep_alive()
         events = _Events(self._events, self, muted=bool(framing))
         self._parser = self._new_parser(events)

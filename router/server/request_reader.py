@@ -31,10 +31,7 @@ class RefusedRequestError(Exception):
 
 
 class HeadLimiter:
-    """Counts the bytes of the current head, and sets the connection's deadline for it.
-
-    `reading`: a head is awaited or incomplete.
-    """
+    """Counts the bytes of the current head, and sets the deadline for it. `reading`: it is awaited or incomplete."""
 
     __slots__ = ("_deadline", "_size", "reading")
 
@@ -67,13 +64,7 @@ class HeadLimiter:
         return self._size if self.reading else 0
 
     def fits(self, before: int, came: int) -> bool:
-        """Return whether an incomplete head is within its limit.
-
-        The parser reports a header only when it is complete. So all received bytes count:
-
-        - `before`: the size of the head before these bytes.
-        - `came`: the number of received bytes.
-        """
+        """Return whether an incomplete head is within its limit: `came` bytes after `before` bytes."""
         if not self.reading:
             return True
         self._size = before + came
@@ -90,8 +81,6 @@ class IncomingRequest:
     """A request that is being received. Names of headers are in lower case.
 
     - `body`: the received parts of its body, while it is within its limit.
-    - `size`: the number of received bytes of its body.
-    - `complete`: the whole request was received.
     - `repeated_head`: its head, if its client is likely to send that again.
     """
 
@@ -185,13 +174,7 @@ class RequestReader:
         deadline: Deadline,
         root_path: bytes = b"",
     ) -> None:
-        """Create a reader.
-
-        - `receiver`: the connection.
-        - `recent`: the heads of recent requests, shared by all connections.
-        - `deadline`: the deadline of the connection.
-        - `root_path`: a prefix that every path may have.
-        """
+        """Create a reader. `recent`: the heads of recent requests, shared by all connections."""
         self._receiver = receiver
         self._root_path = root_path
         self._recent = recent
@@ -212,10 +195,7 @@ class RequestReader:
         self._receiver = RequestReceiver()
 
     def read_known(self, data: bytes) -> tuple[RequestHead, bytes] | None:
-        """Return head and body of a request that is all of `data` and whose head is cached; None for anything else.
-
-        A request with a cached head keeps its connection alive.
-        """
+        """Return head and body of a request that is all of `data`, if its head is cached. It keeps the connection."""
         if self._request is not None and not self._request.complete:
             return None
         cached = self._cached

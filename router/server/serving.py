@@ -40,11 +40,7 @@ _OWN_MAPPING_BYTES = 4 * 1024 * 1024
 
 
 def keep_freed_memory() -> None:
-    """Keep some freed memory for the next bodies, up to 64 MiB.
-
-    By default glibc returns freed memory to the system from 128 KiB on. The next body of that size would then have its
-    pages mapped and cleared again. With another C library this does nothing.
-    """
+    """Keep up to 64 MiB of freed memory, which glibc would return to the system and map again for each body."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
@@ -52,10 +48,7 @@ def keep_freed_memory() -> None:
 
 
 def collect_rarely() -> None:
-    """Look for cycles of garbage less often: requests make none, and what was made until now stays.
-
-    The default looks after 700 objects that are in use at once, which any load has.
-    """
+    """Look for cycles of garbage less often, because requests make no cycles and present objects stay."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -88,10 +81,9 @@ async def serve_worker_process(
     ready: Callable[[], None],
     parent: int,
 ) -> None:
-    """Run one of several processes until SIGINT, SIGTERM, or the end of its parent, whose sentinel is `parent`.
+    """Run one of several processes until SIGINT, SIGTERM, or the end of its parent.
 
-    The other processes may ask it from the start, over a socket of its own; they wait until it serves. `ready` is
-    called then.
+    `ready` is called when it serves. The other processes may ask it from the start, over a socket of its own.
     """
     with closing(listen_at_path(worker_processes.path)) as process_socket:
         async with running_router(settings, file, worker_processes) as app:

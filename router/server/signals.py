@@ -63,11 +63,7 @@ def stopped_by_signals(server: HttpServer, app: FastAPI, drain_seconds: float) -
 
 
 class SignalWaiter:
-    """Receives signals without an event loop.
-
-    - `last`: the last signal; None before the first.
-    - `readable`: a socket that becomes readable with a signal, to wait for beside processes.
-    """
+    """Receives signals without an event loop. `readable`: a socket to wait for; `last`: the last signal."""
 
     def __init__(self) -> None:
         self.last: int | None = None

@@ -29,10 +29,7 @@ def listen_at(settings: ServerSettings, port: int | None = None, *, shared: bool
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Create a socket that has an address and does not listen. `shared`: other processes may bind the same address.
-
-    Raises OSError, which names the address.
-    """
+    """Create a bound socket; others may bind its address if `shared`. Raises OSError, which names the address."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -80,12 +77,10 @@ _LOOKS: Final[tuple[float, ...]] = (0.01, 0.05, 0.2, 1.0, 5.0)
 
 
 def probe(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, answering: bool) -> bool:
-    """Return whether to keep the connection of a client that has closed its sending side.
+    """Return whether to keep the connection of a client that closed its sending side, before its answer has begun.
 
-    The client may still read, or may have disconnected. Only a write shows which: a disconnected client answers with a
-    reset, and then its connection is aborted. The write is an interim response, which every client skips.
-
-    `answering`: its response has begun. Then the client counts as disconnected.
+    The client may still read, or may have disconnected. Only a write shows which: a reset answers it then. The write is
+    an interim response, which every client skips.
     """
     connected = transport.get_extra_info("socket")
     if answering or _TCP_INFO < 0 or transport.get_extra_info("ssl_object") is not None:

@@ -48,10 +48,7 @@ class Role(StrEnum):
 
 
 class KeySettings(Section):
-    """The API key of workers: its text, a file with it, or the name of an environment variable with it.
-
-    It is sent as `Authorization: Bearer`, unless it begins with a scheme of its own: `Basic …`.
-    """
+    """The API key of workers: text, file or environment variable; a Bearer token unless it has a scheme: `Basic …`."""
 
     api_key: ApiKey | None = None
     api_key_file: ApiKeyFile | None = None
@@ -71,10 +68,7 @@ class KeySettings(Section):
 
 
 class WorkerSettings(KeySettings):
-    """A worker. Only the URL is required: the worker reports the rest, and settings override its report.
-
-    User info in the URL is read as the API key.
-    """
+    """A worker. It reports all but its URL, and settings override its report. User info in the URL is the API key."""
 
     url: HttpUrl
     name: Annotated[str, Field(pattern=WORKER_NAME.pattern)] | None = None

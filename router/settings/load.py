@@ -25,11 +25,7 @@ _UNKNOWN = "extra_forbidden"
 def mistakes(
     error: ValidationError, settings: type[BaseModel], hidden: Collection[str], between_sections: bool = True
 ) -> list[str]:
-    """Return one line for each mistake of a failed validation.
-
-    - `hidden`: places whose values are secret and are not shown.
-    - `between_sections`: include mistakes of checks that compare sections.
-    """
+    """Return one line for each mistake; without the values of `hidden` places, or checks `between_sections`."""
     return [_line(each, settings, hidden) for each in error.errors() if each["loc"] or between_sections]
 
 
@@ -108,11 +104,7 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SettingsFile:
-    """A settings file that can be loaded again.
-
-    - `path`: the YAML file.
-    - `overrides`: settings from the command line, which override the file.
-    """
+    """A settings file that can be loaded again, below settings from the command line."""
 
     path: Path
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -122,10 +114,7 @@ class SettingsFile:
         return load_settings(self.path, self.overrides)
 
     def stamp(self) -> tuple[int, int, int] | None:
-        """Return a value that differs after each change of the file; None if the file does not exist.
-
-        A link that points to another file has another stamp.
-        """
+        """Return a value that differs after each change of the file, or of a link's file; None if it does not exist."""
         try:
             status = self.path.stat()
         except OSError:
@@ -134,11 +123,7 @@ class SettingsFile:
 
 
 def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
-    """Load a YAML file; without a path, the defaults. Environment variables override the file.
-
-    `overrides` have the shape of the file, and override both.
-    Raises ConfigError, with one line for each mistake.
-    """
+    """Load a YAML file, which the environment and then `overrides` override. Raises ConfigError: a line a mistake."""
     fields: dict[str, Any] = {}
     settings = Settings()
     for source, given in (

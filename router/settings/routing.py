@@ -48,10 +48,7 @@ class RateSettings(Section):
 
 
 class ModelSettings(Section):
-    """A model: its tokenizer, its default service level, and its other names.
-
-    `tokenizer` is a folder or a name on the Hugging Face Hub.
-    """
+    """A model: its tokenizer (a folder, or a name on the Hugging Face Hub), default service level, and other names."""
 
     tokenizer: str | None = None
     service_level: str | None = None

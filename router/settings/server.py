@@ -88,10 +88,7 @@ class OtelSettings(Section):
 
 
 class EngineFields(StrEnum):
-    """The treatment of engine control fields and headers in requests of clients.
-
-    AUTO: refuse the request of a tenant, strip the fields of other clients.
-    """
+    """The treatment of engine control fields and headers of clients. AUTO: refuse a tenant's, strip others'."""
 
     AUTO = "auto"
     REFUSE = "refuse"

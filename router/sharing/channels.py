@@ -128,13 +128,9 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> str:
 
 
 class DatagramChannel:
-    """The channel between the processes of one machine: datagrams between Unix sockets in one folder.
+    """The channel between processes, numbered from 0: datagrams over the Unix sockets of a folder.
 
     The kernel keeps each datagram whole and in order. A process that does not read for a while loses some.
-
-    - `folder`: the folder of all sockets.
-    - `number`: the number of this process, from 0.
-    - `processes`: the number of all processes.
     """
 
     def __init__(self, folder: Path, number: int, processes: int) -> None:

@@ -36,9 +36,7 @@ FLUSH_SECONDS = 0.5
 class SharingChannel(Protocol):
     """A channel for messages to and from other routers.
 
-    - `name`: its name in logs and metrics.
     - `interval`: the seconds for which changes are gathered into one message.
-    - `problem`: why it does not work now; None while it works.
     """
 
     name: str
@@ -58,7 +56,6 @@ class SharingChannel(Protocol):
 class LoadSharing:
     """Sends the load of a table over its channels, and applies the load of other routers to `peer_load`.
 
-    - `on_update`: called after each change of the load of others.
     - `on_response`: called with a response that another router received, and the URL of its worker.
     - `on_spent`: called with a tenant, and the requests and tokens that it used at another router.
     """
@@ -102,10 +99,7 @@ class LoadSharing:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def sent(self, target: Target, hashes: array[int]) -> ReleaseCallback | None:
-        """Report a prompt that was sent to a target. `hashes`: its chunk hashes.
-
-        Returns the callback for the end of its request; None if the prompt is not shared.
-        """
+        """Report a prompt's hashes. Return the callback for the end of its request; None if it is not shared."""
         if not self._outboxes or not (prefixes := shared_hashes(hashes)):
             return None
         self._prompts = number = self._prompts + 1
@@ -164,10 +158,7 @@ class LoadSharing:
             outbox.changed((worker, dp_rank))
 
     def receive(self, data: bytes, interval: float = 0.0) -> None:
-        """Apply a message of another router. Invalid messages are ignored.
-
-        - `interval`: that of the channel on which it arrived.
-        """
+        """Apply another router's message, if it is valid, from a channel with this interval."""
         try:
             message = decode(data)
         except ValueError as error:

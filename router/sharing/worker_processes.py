@@ -48,13 +48,7 @@ class _ApiChanges(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcesses:
-    """One process of several that serve a port.
-
-    - `folder`: the folder of all Unix sockets.
-    - `number`: the number of this process, from 0.
-    - `processes`: the number of all processes.
-    - `again`: whether it replaces a process that ended, so that the others know more than it.
-    """
+    """One process of several that serve a port, numbered from 0. `again`: it replaces a process that ended."""
 
     folder: Path
     number: int

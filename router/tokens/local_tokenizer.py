@@ -132,9 +132,7 @@ class LocalTokenizer:
         return self._chat_encoder.encode(chat)
 
     def encode_around_media(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> tuple[PackedPrompt, PackedPrompt]:
-        """Return a chat's token ids up to its first media item, and with texts for media. Raises as `render` and
-        `encode`.
-        """
+        """Return a chat's token ids up to its first media item, and all with texts for media. Raises as `encode`."""
         if self._chat_encoder is not None:
             raise TokenizerUnavailableError("the router cannot separate this model's media")
         add = chat.add_special_tokens

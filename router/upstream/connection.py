@@ -43,11 +43,7 @@ _BODY: Final = ResponsePhase.BODY
 
 
 class ConnectionOwner:
-    """The pool of a connection.
-
-    - `idle_timeout`: the longest time in seconds between bytes of a response.
-    - `cached_head`: the head of the worker's last response that arrived at once; None before.
-    """
+    """The pool of a connection, and the cached head of the worker's last response that arrived at once, if any."""
 
     def __init__(self, idle_timeout: float) -> None:
         self.idle_timeout = idle_timeout
@@ -66,10 +62,7 @@ class ConnectionOwner:
         raise NotImplementedError
 
     def failed(self, request: UpstreamRequest, error: UpstreamError, unanswered: bool) -> None:
-        """Called when a request's connection fails.
-
-        `unanswered`: the connection was kept, and no byte of this response was received.
-        """
+        """Called when the connection fails. `unanswered`: it was kept, and no byte of this response was received."""
         raise NotImplementedError
 
 
@@ -247,10 +240,7 @@ class UpstreamConnection(RequestConnection):
         owner.cached_head = CachedHead.of(data, head.without_length(), dated=True) or owner.cached_head
 
     def _acknowledge_less(self) -> None:
-        """Acknowledge every other segment of a stream instead of each one, which takes much processor time.
-
-        Linux returns to single acknowledgements by itself if segments are rare.
-        """
+        """Acknowledge every other segment of a stream instead of each one, which saves processor time."""
         if _QUICKACK < 0:
             return
         connected = self._transport.get_extra_info("socket")
@@ -260,10 +250,7 @@ class UpstreamConnection(RequestConnection):
     # The end of a response
 
     def _complete(self, request: UpstreamRequest, keep: bool) -> ResponseHandler | None:
-        """Release the request of a complete response, and return its handler, which then receives the last bytes.
-
-        `keep`: another request may be sent on the connection.
-        """
+        """Release a complete response's request, and return its handler. `keep`: the connection may serve another."""
         self.current = None
         handler, request.handler, request.connection = request.handler, None, None
         self._deadline.clear()

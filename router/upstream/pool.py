@@ -63,10 +63,7 @@ class Upstream(ConnectionOwner):
     ) -> None:
         """Create a pool for the worker at `url`.
 
-        - `tls`: the context for https.
-        - `connect_timeout`, `idle_timeout`: seconds until a connection is open, and between bytes of a response.
         - `address_of`: returns the address for a host; None connects to the host itself.
-        - `authorization`: the worker's credentials; None without any.
         - `on_broken`: called when the worker closes an idle connection.
         """
         super().__init__(idle_timeout)
@@ -100,10 +97,7 @@ class Upstream(ConnectionOwner):
     ) -> UpstreamRequest:
         """Send a request and return it.
 
-        - `target`: the path with its query.
-        - `lines`: the encoded headers of the message.
         - `request_id`: an id that is sent beside the lines; b"" if the lines have it.
-        - `now`: the current time, if the caller just read the clock.
         - `once`: open a new connection, because a kept one may be closed and the request may not be sent twice.
         - `add_worker_key`: add the worker's API key if the lines have no `authorization`.
         """
@@ -277,10 +271,7 @@ class Upstream(ConnectionOwner):
 
 
 class Upstreams:
-    """The connections to all workers.
-
-    - `on_broken`: called with the URL of a worker that closes an idle connection.
-    """
+    """The connections to all workers. `on_broken` gets the URL of a worker that closes an idle one."""
 
     def __init__(
         self,

@@ -76,7 +76,6 @@ class UpstreamRequest:
 
     - `request`: the bytes to write at once: everything, or only the head if `body` is set.
     - `body`: a large body, written after the head.
-    - `handler`: receives the response; None after its end.
     - `connection`: None while the task `connecting` opens one, and after the end.
     - `sent_before`: the request was sent over a kept connection that was already closed.
     - `forwarder`: receives complete chunks of complete lines; None while the handler receives everything.

@@ -102,7 +102,6 @@ class EngineRequest:
     - `done`: the tokens of its prompt that are cached or computed.
     - `cached`: the tokens of its prompt that the cache held when it was admitted.
     - `held`: the named blocks that it uses.
-    - `unnamed`: the number of unnamed blocks that it uses.
     - `named`: the number of its leading blocks that are computed.
     """
 

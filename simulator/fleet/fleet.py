@@ -40,11 +40,7 @@ _BYTES_PER_TOKEN = 4
 
 @dataclass(slots=True)
 class Outcome:
-    """A request's times in seconds of the run, its tokens from the cache, and the number of its worker.
-
-    - `sent`: when its worker received it.
-    - `begun`, `ended`: the times of its first and its last token. A refused request never begins.
-    """
+    """A request's times in seconds of the run, its cached tokens, and its worker. A refused request never begins."""
 
     request: TracedRequest
     begun: float = inf
@@ -84,13 +80,7 @@ class Simulation:
     def __init__(
         self, spec: FleetSpec, side: Side, random: Random, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        """Create a run.
-
-        - `spec`: its engines.
-        - `side`: its router.
-        - `random`: breaks the ties of the policy, and delays the events.
-        - `loop`: the event loop that it owns; None for one with virtual time.
-        """
+        """Create a run. `random` breaks the policy's ties, and delays the events. Without a `loop`, time is virtual."""
         self.spec = spec
         self.side = side
         self.random = random

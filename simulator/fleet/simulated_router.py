@@ -49,12 +49,8 @@ class Knowledge(StrEnum):
 class Side:
     """A router, by its name in tables.
 
-    - `policy`: the name of its policy.
     - `late_binding`: whether requests wait while the chosen worker is busy.
-    - `knowledge`: the source of what it knows of the workers' caches.
     - `weights`: the settings of its policy; None for the defaults.
-    - `slos`: whether it reads the requests' SLOs.
-    - `hints`: whether it reads the requests' hints.
     """
 
     name: str
@@ -71,11 +67,7 @@ class Side:
         return self.weights or PolicySettings(name=self.policy)
 
     def make_policy(self, random: Random, learned: Learned, load: LoadTable) -> NamedPolicy:  # noqa: ARG002
-        """Return a policy for one run.
-
-        - `random`: breaks ties.
-        - `learned`, `load`: what the router knows, for rules that predict latencies.
-        """
+        """Return a policy for one run. Rules that predict latencies override this, and read `learned` and `load`."""
         return policy_named(self.settings, random)
 
 
@@ -124,15 +116,7 @@ def build_router(
     clock: Callable[[], float],
     channels: Sequence[SharingChannel] = (),
 ) -> SimulatedRouter:
-    """Return a router.
-
-    - `workers`: its own records of the workers.
-    - `index`: the index of what they hold.
-    - `side`: its policy, and the parts that work with it.
-    - `random`: breaks the ties of its policy.
-    - `clock`: its time in seconds.
-    - `channels`: what it shares its load over.
-    """
+    """Return a router over its own records of the workers. It shares its load over `channels`."""
     settings = side.settings
     load = LoadTable(clock)
     sharing = LoadSharing(load, PeerLoad(ReplicasSettings().expiry, _LINGER, clock), list(channels))

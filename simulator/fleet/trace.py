@@ -69,10 +69,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class RequestSLO:
-    """The SLO of a request's class. `ttft`, `tpot`: seconds, or None for any time.
-
-    `refuses_late`: whether the router refuses a request that no worker can serve in time.
-    """
+    """The SLO of a request's class, in seconds. `refuses_late`: the router refuses what no worker can serve in time."""
 
     service_level: str
     ttft: float | None
@@ -87,8 +84,6 @@ class TracedRequest:
     - `arrival`: seconds since the start of the trace.
     - `blocks`: the ids of the prompt's full blocks.
     - `finished`: the ids of the full blocks of prompt and answer, as the next turn of the conversation names them.
-    - `session`: the name of its conversation.
-    - `slo`: the SLO of its class; None for no SLO.
     - `hints`: what its agent reports of the session; None for nothing.
     """
 
@@ -160,10 +155,7 @@ def _request(line: TraceLine, speed: float, block_tokens: int) -> TracedRequest:
 def _finished(
     request: TracedRequest, number: int, later: dict[int, TracedRequest], block_tokens: int
 ) -> tuple[int, ...]:
-    """Return the ids of the full blocks of prompt and answer.
-
-    A block of the answer has the id that the next turn gives it, or an id that no other request uses.
-    """
+    """Return the ids of the full blocks of prompt and answer, as the next turn names them, or else unique ones."""
     total = (request.input_tokens + request.output_tokens) // block_tokens
     known = request.blocks
     turn = later.get(known[-1]) if known else None

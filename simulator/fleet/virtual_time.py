@@ -6,10 +6,9 @@ import asyncio
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """An event loop for code that uses only timers, callbacks, futures and tasks.
+    """An event loop for timers, callbacks, futures and tasks only, in the order of asyncio's own loops.
 
-    Timers, callbacks and futures run in the order of asyncio's own loops. The clock starts at 0, and does not
-    advance while a callback runs.
+    The clock starts at 0, and does not advance while a callback runs.
     """
 
     def __init__(self) -> None:
@@ -22,10 +21,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return self._now
 
     def select(self, timeout: float | None) -> list[None]:
-        """Advance the clock by `timeout` seconds, which end at the next timer.
-
-        Raise RuntimeError if nothing is scheduled any more, because the loop would wait forever.
-        """
+        """Advance the clock to the next timer. Raises RuntimeError without one, because the loop would wait forever."""
         if timeout is None:
             raise RuntimeError("Deadlock in virtual time: no timer is scheduled, and the awaited future is not done.")
         self._now += timeout

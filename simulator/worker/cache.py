@@ -76,11 +76,9 @@ class PagedPrefixCache:
         return self._matched_blocks(sequence) * self.block_size
 
     def allocate(self, sequence: CachedSequence, num_tokens: int) -> bool:
-        """Allocate the blocks for a sequence's first `num_tokens` tokens.
+        """Allocate the blocks for a sequence's first `num_tokens` tokens, from its cached prefix on.
 
         If they do not fit, change nothing and return False.
-
-        A sequence without blocks begins with the blocks of its cached prefix.
         """
         shared = self._matched_blocks(sequence) if not sequence.blocks else 0
         found = [self._by_hash[block_hash][0] for block_hash in sequence.hashes[:shared]]

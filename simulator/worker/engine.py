@@ -42,7 +42,6 @@ class Answer:
 class Output:
     """One generated token; the last one has a finish reason.
 
-    - `cached_tokens`: prompt tokens that were found in the cache.
     - `failure`: the reason of a failure. An aborted request has one more output, without a token.
     - `kv_transfer_params`: the address of its KV for another worker, in vLLM's form.
     """
@@ -126,10 +125,7 @@ class Generation:
 
 
 class SimulatedEngine:
-    """A scheduler of one DP rank's requests, which reports its cache to `reporter`.
-
-    `run` is the engine's loop, and is ended by cancellation. The reporter is not shut down with it.
-    """
+    """A scheduler of one DP rank's requests, which reports its cache. Cancellation ends its loop, `run`."""
 
     def __init__(
         self, settings: SimulatedWorkerSettings, reporter: Reporter, compute_kv: ComputeKv | None = None
@@ -171,10 +167,7 @@ class SimulatedEngine:
         cache_salt: str | None = None,
         handover: Handover | None = None,
     ) -> Generation:
-        """Add a request. `deliver` is called with each output, on the event loop.
-
-        Raises QueueFullError if the queue is full, and ValueError if the request can never fit.
-        """
+        """Add a request, whose outputs `deliver` receives. Raises QueueFullError, and ValueError if it cannot fit."""
         settings = self._settings
         if not prompt or len(prompt) + len(answer.tokens) > settings.max_model_len:
             raise ValueError(
@@ -188,10 +181,9 @@ class SimulatedEngine:
         return generation
 
     def hold(self, sequence: CachedSequence) -> bool:
-        """Allocate the blocks for all tokens of a sequence that another worker will fill.
+        """Allocate the blocks for all tokens of a sequence that another worker will fill, its cached prefix first.
 
-        Return False if they do not fit. The sequence keeps its blocks until `adopt` or `release`. Those of its cached
-        prefix are the first ones.
+        Return False if they do not fit. The sequence keeps its blocks until `adopt` or `release`.
         """
         if len(self._running) + len(self._held) >= self._settings.max_num_seqs:
             return False
@@ -336,10 +328,7 @@ class SimulatedEngine:
         return scheduled
 
     def _compute(self, generation: Generation, count: int) -> bool:
-        """Allocate blocks for the next `count` tokens of a request. Return False if they do not fit.
-
-        The filled blocks can be shared from now on, also by requests of the same step.
-        """
+        """Allocate blocks for the next `count` tokens, shared from now on. Return False if they do not fit."""
         end = generation.num_computed + count
         # The blocks of a handover are allocated at once, so that it is never preempted.
         needed = end if generation.handover is None else max(end, generation.prompt_length)

@@ -21,10 +21,7 @@ _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class KeyMiddleware:
-    """A middleware that refuses requests without the API key with status 401.
-
-    As in the engines, vLLM needs the key for paths under /v1, SGLang for all except /health and /metrics.
-    """
+    """A middleware that answers 401 without the API key: for vLLM below /v1, for SGLang except /health and /metrics."""
 
     def __init__(self, app: Callable[[_Scope, _Receive, _Send], Awaitable[None]], api_key: str, sglang: bool) -> None:
         self._app = app

@@ -18,10 +18,7 @@ GRACE_S = 1  # seconds for open responses at the end
 
 
 def run(settings: SimulatedWorkerSettings) -> None:
-    """Serve until SIGINT or SIGTERM, and print the worker's URL when it is ready.
-
-    Raises OSError if the port or an event endpoint is in use.
-    """
+    """Serve until SIGINT or SIGTERM, and print the worker's URL when it is ready. Raises OSError."""
     asyncio.run(_serve_until_signalled(settings))
 
 

@@ -131,9 +131,7 @@ def _environment() -> Any:
 
 
 def _normalized_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool with the fields that vLLM gives a template, in its order: absent ones are null, unknown ones
-    dropped.
-    """
+    """Return a tool with the fields that vLLM gives a template, in its order. Absent fields are null."""
     function = tool.get("function") or {}
     shown = {name: function.get(name) for name in ("name", "description", "parameters")}
     if function.get("strict") is not None:

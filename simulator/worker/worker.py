@@ -24,12 +24,9 @@ if TYPE_CHECKING:
 
 
 class SimulatedWorker:
-    """The engines of a worker.
+    """The engines of a worker. Its event streams open at once; `running` starts the engines and closes everything.
 
-    The constructor opens the event streams; `running` starts the engines and closes everything.
-
-    Raises OSError if an endpoint is in use or the tokenizer cannot be found. Raises ValueError for a host that peers of
-    a prefill or decode worker cannot reach.
+    Raises OSError if an endpoint is in use or the tokenizer is missing, and ValueError for an unreachable host.
     """
 
     def __init__(self, settings: SimulatedWorkerSettings) -> None:

@@ -9,10 +9,7 @@ def join_host_port(host: str, port: int | str) -> str:
 
 
 def split_host_port(address: str, field: str) -> tuple[str, int]:
-    """Return the host, without brackets, and the port.
-
-    Raises ValueError, which names the field, for an invalid address.
-    """
+    """Return the host, without brackets, and the port. Raises ValueError, which names the field."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:

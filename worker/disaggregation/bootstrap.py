@@ -168,10 +168,7 @@ def _later_sizes(entry: Registration) -> dict[str, Any]:
 
 
 class KVBootstrapServer:
-    """The bootstrap service in its own thread, beside an engine. `address` is `host:port`; port 0 binds a free port.
-
-    Raises OSError for an address in use.
-    """
+    """The bootstrap service in its own thread, at `address` (`host:port`). Port 0 binds a free one. Raises OSError."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = DEFAULT_PORT, token: str = "") -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -31,10 +31,9 @@ class _NotNow(Exception):  # noqa: N818
 
 
 class BootstrapClient:
-    """A client of the service at `address` (`host:port`).
+    """A client of the service at `address` (`host:port`). Raises ValueError for an invalid address.
 
-    Calls block until they succeed, `stop` is set, or the deadline (`time.monotonic()`) passes. Raises ValueError for an
-    invalid address.
+    Calls block until they succeed, `stop` is set, or the deadline (`time.monotonic()`) passes.
     """
 
     def __init__(self, address: str, token: str = "") -> None:
@@ -110,10 +109,7 @@ def _backoff() -> Iterator[float]:
 
 
 class Registrar:
-    """A registration of a prefill rank that is repeated every heartbeat and removed by `close`.
-
-    The repetition registers the rank again after a restart of the service.
-    """
+    """A registration of a prefill rank, repeated every heartbeat, also for a restarted service, until `close`."""
 
     def __init__(self, client: BootstrapClient, registration: Registration, heartbeat_s: float) -> None:
         self.registered = threading.Event()
@@ -157,10 +153,7 @@ Answer = PrefillRanks | BootstrapError | TimeoutError
 
 
 class PrefillDirectory:
-    """Searches for the ranks of prefill instances, one thread for each address.
-
-    `found` receives each result, in the thread of its search.
-    """
+    """Searches for ranks of prefill instances, in a thread per address, from which `found` receives each result."""
 
     def __init__(self, token: str, found: Callable[[str, Answer], None]) -> None:
         self._token = token

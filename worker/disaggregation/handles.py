@@ -18,11 +18,7 @@ from worker.disaggregation.transfer.runs import page_array
 
 
 class RoomHandle:
-    """The engine's handle of one room, for use by one thread. Only the `wait` methods block.
-
-    - `engine`: the side of the engine, prefill or decode.
-    - `notify_failed`: reports the reason of a failure to the other side.
-    """
+    """The engine's handle of one room, for use by one thread. Only the `wait` methods block."""
 
     def __init__(self, room: Room, engine: str, notify_failed: Callable[[str], None]) -> None:
         self._room = room
@@ -88,10 +84,7 @@ class KVSender(RoomHandle):
         self._local.channel.post(partial(self._side.open, self._sending))
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Set the number of the prompt's pages and its item in the aux buffers.
-
-        Raises ValueError for a negative number and for an item that does not exist.
-        """
+        """Set the number of the prompt's pages and its item in the aux buffers. Raises ValueError if invalid."""
         if self._pages is not None:
             raise ValueError("init() was called before")
         if num_kv_indices < 0:

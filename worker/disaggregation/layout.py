@@ -125,10 +125,7 @@ class Layout(msgspec.Struct, frozen=True):
                 raise ValueError(f"a buffer of {buffer.length} bytes at {buffer.pointer} has no item of {buffer.item}")
 
     def ranges(self, pages: Pages, aux_index: int | None) -> Ranges:
-        """Return the bytes of these pages in every layer, and of one item of every aux buffer.
-
-        Raises ValueError for a page or an item that does not exist, and for a repeated page.
-        """
+        """Return the bytes of these pages in every layer, and of one aux item. Raises ValueError for invalid pages."""
         self.check_pages(pages)
         if len(np.unique(pages)) != len(pages):
             raise ValueError("kv_indices has a page twice: each page receives one part of the prompt")
@@ -214,10 +211,7 @@ def _paired_buffers(prefill: Layout, decode: Layout) -> list[tuple[Buffer, Buffe
 
 
 def kv_writes(prefill: Layout, decode: Layout, sources: Pages, destinations: Pages) -> Writes:
-    """Return the copies of pages `sources` to `destinations`, in every layer, for the heads that both ranks hold.
-
-    Raises ValueError for empty or unequal arrays and for pages that do not exist.
-    """
+    """Return the copies of pages in every layer, for the heads that both ranks hold. Raises ValueError."""
     prefill.check_pages(sources)
     decode.check_pages(destinations)
     pairs = _paired_buffers(prefill, decode)

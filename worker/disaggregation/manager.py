@@ -39,9 +39,7 @@ class DisaggregationSettings:
     """Addresses, credentials and timeouts of a rank; times in seconds.
 
     - `host`: the address on which this rank listens and to which peers connect.
-    - `port`: the port; 0 binds a free one.
     - `bootstrap_addr`: the service of a prefill rank's registration, `host:port`.
-    - `bootstrap_token`: the token of that service.
     - `secret`: the key that signs frames, equal on every rank.
     - `heartbeat_s`: the interval of heartbeats; a peer is lost after two missed ones.
     """
@@ -149,9 +147,7 @@ class KVManager:
         return self._decode
 
     def wait_registered(self, timeout: float) -> bool:
-        """Return whether this prefill rank is registered with its bootstrap service, after at most `timeout`
-        seconds.
-        """
+        """Return whether this prefill rank is registered with its bootstrap service, within `timeout` seconds."""
         return self._registrar is not None and self._registrar.registered.wait(timeout)
 
     def stats(self) -> ManagerStats:

@@ -39,10 +39,7 @@ class WriteTask:
 
 
 class PeerWriter:
-    """A queue of writes to one peer.
-
-    `address` is that of the peer's transfer engine; the first write connects to it.
-    """
+    """A queue of writes to the peer with the transfer engine at `address`, to which the first one connects."""
 
     def __init__(self, engine: TransferEngine, endpoint: str, layout: Layout, address: bytes) -> None:
         self.endpoint = endpoint

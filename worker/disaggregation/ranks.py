@@ -53,10 +53,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class RankMapping:
-    """The sources of one decode rank's pages.
-
-    `required_dst_info_num`: decode ranks whose request each prefill rank needs before it sends.
-    """
+    """The sources of a decode rank's pages. `required_dst_info_num`: requests that each prefill rank needs to send."""
 
     sources: tuple[Source, ...]
     required_dst_info_num: int
@@ -73,10 +70,7 @@ def target_dp_group(bootstrap_room: int, prefill_dp_size: int) -> int:
 
 
 def head_range(total_heads: int, tp_size: int, tp_rank: int) -> range:
-    """Return the KV heads of a TP rank. With fewer heads than ranks, ranks share a head.
-
-    Raises ValueError if neither number divides the other.
-    """
+    """Return the KV heads of a TP rank, which may share one. Raises ValueError if neither number divides the other."""
     if max(total_heads, tp_size) % min(total_heads, tp_size):
         raise ValueError(f"{total_heads} KV heads can't be split over TP {tp_size}: one must divide the other")
     if total_heads < tp_size:
@@ -92,10 +86,7 @@ def page_share(pages: int, cp_size: int, cp_rank: int) -> range:
 
 
 def map_ranks(decode: Topology, rank: Rank, prefill: Topology, dp_rank: int, total_heads: int) -> RankMapping:
-    """Return the sources of decode rank `rank` for a room of the prefill's `dp_rank`. MLA counts as one head.
-
-    Raises ValueError, with both sides' sizes, for sizes that do not match.
-    """
+    """Return the sources of a decode rank for a room of `dp_rank`. MLA counts as one head. Raises ValueError."""
     _check_sizes(decode, prefill, dp_rank)
     if decode.tp >= prefill.tp:
         served = decode.tp // prefill.tp

@@ -186,10 +186,7 @@ class RankRegistry:
         self._expires: dict[Rank, float] = {}
 
     def register(self, registration: Registration, now: float) -> None:
-        """Add a rank or its heartbeat. A new instance replaces its predecessor.
-
-        Raises RegistryError if live ranks have another topology.
-        """
+        """Add a rank, a heartbeat, or a new instance. Raises RegistryError if live ranks have another topology."""
         self._expire(now)
         others = [r for r in self._ranks.values() if r.topology != registration.topology]
         if any(other.heartbeat_s is not None for other in others):

@@ -23,10 +23,7 @@ class KVPoll(IntEnum):
 
 
 def group_state(states: Iterable[KVPoll]) -> KVPoll:
-    """Return the state of a TP group: that of its least advanced rank. One failed rank fails the group.
-
-    Raises ValueError without states.
-    """
+    """Return a TP group's state: failed, or that of its least advanced rank. Raises ValueError without states."""
     return min(states)
 
 
@@ -40,7 +37,7 @@ class KVTransferError(Exception):
 
 
 class Room:
-    """The state machine of a room. Success and Failed are final. All methods may be called from any thread.
+    """The state machine of a room, for any thread. Success and Failed are final.
 
     - `generation`: distinguishes attempts with the same number.
     - `deadline`: an instant of `time.monotonic()`, at which the owner fails the room.

@@ -27,10 +27,7 @@ ANSWER_TOKENS = 32
 
 @dataclass(slots=True)
 class Request:
-    """One request; sizes in tokens.
-
-    `error` is why its answer is incomplete. `begun` is whether a part of it arrived.
-    """
+    """One request; sizes in tokens. `error`: why its answer is incomplete. `begun`: whether a part of it arrived."""
 
     answer: str = ""
     begun: bool = False
@@ -48,10 +45,7 @@ class Request:
 async def play(
     url: str, model: str, conversations: Sequence[Conversation], at_once: int, on_answer: Callable[[int], None]
 ) -> list[Request]:
-    """Play all conversations, `at_once` at a time. A conversation ends with its first failed request.
-
-    `on_answer` receives the number of ended requests.
-    """
+    """Play all conversations, `at_once` at a time. A conversation ends with its first failed request."""
     places = asyncio.Semaphore(at_once)
     requests: list[Request] = []
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
@@ -126,10 +120,7 @@ class _Played:
 
 
 def run_disaggregated_demo(conversations: int) -> bool:
-    """Play conversations through prefill and decode workers of each style, and print the results.
-
-    Return whether nothing was lost. Raises DemoError.
-    """
+    """Play conversations in each style, and print the results. Return whether nothing was lost. Raises DemoError."""
     console = Console()
     played: dict[str, _Played] = {}
     try:

@@ -73,13 +73,7 @@ ANSWER_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One answered request.
-
-    - `worker`: the worker that answered.
-    - `first_token`: seconds until the first token.
-    - `cached_tokens`: prompt tokens from the worker's cache, as reported.
-    - `expected_tokens`: prompt tokens that the router expected in the cache.
-    """
+    """One answered request. `first_token`: in seconds; `expected_tokens`: cached tokens that the router expected."""
 
     worker: str
     first_token: float

@@ -224,10 +224,7 @@ class Examination:
             await self._examine_match(Target(self.url, rank, model), expected.token_ids)
 
     async def _stored_on(self, streams: list[WatchedStream], prompt: NewPrompt | None) -> BlockStored | None:
-        """Return the event that stores a prompt, if it arrives on any of the streams in time.
-
-        If the tokens of the prompt are unknown, wait for any event and return None.
-        """
+        """Return the event that stores a prompt, if it arrives in time. For unknown tokens, wait for any event."""
         deadline = time.monotonic() + self._patience
         while True:
             for stream in streams:

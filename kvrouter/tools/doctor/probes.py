@@ -117,9 +117,7 @@ _BY_CHANCE = 4
 
 @dataclass(frozen=True, slots=True)
 class NewPrompt:
-    """The token IDs of a prompt that was never sent, except for the first `shared` ones, which other prompts may
-    share.
-    """
+    """The token IDs of a prompt that was never sent, except for the first `shared` ones, as others share them."""
 
     token_ids: list[int]
     shared: int

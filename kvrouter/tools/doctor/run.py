@@ -80,11 +80,7 @@ def _print(passed: dict[str, list[str]], findings: list[dict[str, Any]], as_json
 
 
 async def examine(settings: Settings, api_key: str | None, patience: float) -> list[Examination]:
-    """Examine the settings' workers, several at once.
-
-    - `api_key`: the key of workers without one in the settings.
-    - `patience`: seconds to wait for events.
-    """
+    """Examine the settings' workers, several at once. `api_key`: for workers without one; `patience`: in seconds."""
     key_file = settings.events.curve_secret_key_file
     keys = load_key_pair(key_file, "events.curve_secret_key_file") if key_file else None
     # The router's saved index must be neither read nor written.

@@ -22,10 +22,7 @@ _POLL_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A request with differing answers of indexer and engine, in tokens by source number.
-
-    `ghosts` are sources whose match exceeds all blocks stored since their start.
-    """
+    """A request with differing answers, in tokens by source. `ghosts` exceed all blocks stored since their start."""
 
     request: AnsweredRequest
     answers: dict[int, int]
@@ -59,8 +56,7 @@ async def check_indexer(
 ) -> Score:
     """Publish a recording up to each request's start, query the indexer for its prompt, and compare.
 
-    `requests` are in the order of their start. Raises IndexerError, also if the indexer does not read the published
-    batches in time.
+    Raises IndexerError, also if the indexer does not read the published batches in time.
     """
     async with registered(client, recording, publication, model) as names:
         check = _Check(client, recording, publication, model, names)
@@ -131,9 +127,7 @@ class _Check:
             self.score.mismatches.append(Mismatch(request, answers, ghosts, wrong))
 
     def _asked(self, request: AnsweredRequest) -> list[int]:
-        """Return the sources that may have answered a request: one, or all of the worker if the engine chose the
-        rank.
-        """
+        """Return the sources that may have answered: one, or all of the worker if the engine chose the rank."""
         return [
             number
             for number, source in self._recording.sources.items()

@@ -34,10 +34,7 @@ class StoredPrefixes:
         self._stored.clear()
 
     def apply(self, batch: EventBatch) -> None:
-        """Apply a batch.
-
-        Blocks with unknown tokens or an unknown parent are dropped, because nothing can match them.
-        """
+        """Apply a batch, without blocks of unknown tokens or an unknown parent, which nothing can match."""
         for event in batch.events:
             if isinstance(event, BlockStored) and event.kv_cache_spec_kind in (None, "full_attention"):
                 self._store(event)
@@ -121,10 +118,9 @@ _decode = msgspec.json.Decoder(AnsweredRequest | _Admin).decode
 
 
 def requests_beside(recording: Path) -> Path:
-    """Return the requests file of a recording: `NAME.requests.jsonl` or `.gz` beside it.
+    """Return the requests file beside a recording, `NAME.requests.jsonl` or `.gz`. Raises UnusableRequestsError.
 
     A recording in an older wire form, `NAME.RELEASE.kvrec`, shares the requests of NAME, also from the parent folder.
-    Raises UnusableRequestsError.
     """
     folder, stem = recording.parent, recording.stem
     shared = stem.partition(".")[0]

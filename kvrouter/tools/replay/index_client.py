@@ -131,10 +131,7 @@ def _matched(instance: _Instance, dp_rank: int) -> int:
 async def registered(
     client: IndexClient, recording: Recording, publication: Publication, model: str
 ) -> AsyncIterator[dict[int, RankName]]:
-    """Register every source until the end of the block, and yield its name by source number.
-
-    Returns once the indexer is subscribed to all. Raises IndexerError.
-    """
+    """Register every source until the end of the block, and yield its name by source number. Raises IndexerError."""
     names = {
         number: RankName(f"{recording.name}/{source.worker}", source.dp_rank)
         for number, source in recording.sources.items()

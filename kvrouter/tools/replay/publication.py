@@ -42,10 +42,7 @@ SUBSCRIBE_TIMEOUT_S = 10.0
 
 
 class PublishedSource:
-    """The sockets of one source. `endpoint` and `replay_endpoint` stay over restarts of the source.
-
-    `last_seq` is the newest batch that a subscriber can have.
-    """
+    """The sockets of one source, whose endpoints stay over restarts. `last_seq`: the newest batch of a subscriber."""
 
     def __init__(self, context: zmq.asyncio.Context, source: Source, host: str, port: int) -> None:
         self.source = source
@@ -152,8 +149,7 @@ class PublishedSource:
 class Publication(AbstractAsyncContextManager["Publication"]):
     """All sources of a recording, as a context. Nothing is published before `publish`.
 
-    Source n has port `port + 2n`, and its replays the next one; port 0 binds free ones. Raises OSError for an address
-    that cannot be bound.
+    Source n has port `port + 2n`, and its replays the next one; port 0 binds free ones. Raises OSError.
     """
 
     def __init__(self, recording: Recording, host: str = "127.0.0.1", port: int = 0) -> None:

@@ -30,10 +30,7 @@ _REQUESTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column and the key that sorts by it. The column with the lowest `matters` is omitted first.
-
-    With `largest`, the largest values are first.
-    """
+    """A column and the key that sorts by it, with the `largest` values first. The lowest `matters` is omitted first."""
 
     key: str
     title: str

@@ -53,10 +53,7 @@ class RecordedRequests:
 async def record_requests(
     url: str, token: str, output: Path, block_tokens: int, stopped: asyncio.Event, on_begun: Callable[[], None]
 ) -> RecordedRequests:
-    """Record until `stopped`.
-
-    `on_begun` is called once the router reports. Raises RecordingError before, and OSError.
-    """
+    """Record until `stopped`. `on_begun` is called once the router answers. Raises RecordingError and OSError."""
     recorded = RecordedRequests()
     reading = asyncio.create_task(_read(url, token, output, block_tokens, recorded, on_begun))
     stopping = asyncio.create_task(stopped.wait())

@@ -22,7 +22,6 @@ class Answer:
     - `ttft`: `None` without a first token.
     - `cached_tokens`: `None` if not reported.
     - `held`: the part of `seconds` in the router's queue, if known.
-    - `error`: empty on success.
     """
 
     arrival: float

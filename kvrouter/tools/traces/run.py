@@ -105,11 +105,7 @@ def replay_to(path: Path, trace: Trace, targets: Sequence[LiveTarget], speed: fl
 def live_targets(
     urls: Sequence[str], model: str | None, api_key: str, speed: float, max_tokens: int, seed: str | None
 ) -> list[LiveTarget]:
-    """Parse routers given as URL or LABEL=URL. Raises ValueError.
-
-    Each target has its own prompts, because routers may share workers. Each replay has new ones, because caches
-    persist.
-    """
+    """Parse routers given as URL or LABEL=URL, each with new prompts of its own. Raises ValueError."""
     seed = seed or token_hex(8)
     targets: dict[str, LiveTarget] = {}
     for text in urls:

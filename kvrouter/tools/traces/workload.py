@@ -17,10 +17,8 @@ _SIZES = 8  # number of cache sizes, each twice the previous one
 class Workload:
     """A trace in figures. Lengths are tokens, times are seconds.
 
-    - `working_set`: the tokens of all distinct blocks.
     - `best_hit_rate`: the hit rate of one unlimited cache.
     - `by_cache`: hit rates of LRU caches by size; empty if no prompt fills a block.
-    - `recorded_hit_rate`: the reported hit rate at recording time; `None` if not reported.
     """
 
     requests: int

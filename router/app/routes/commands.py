@@ -51,10 +51,7 @@ def serving(fleet: Fleet, model: str) -> list[Worker]:
 
 
 def base_model(fleet: Fleet, name: str | None) -> str:
-    """Return the base model of a name. None as name means the only model of the workers.
-
-    Raises RequestError for an unknown name, and for None if the workers do not serve exactly one model.
-    """
+    """Return a name's base model; for None, the only model. Raises RequestError if that is unknown."""
     models = sorted({model for worker in fleet.workers for model in worker.models()})
     if name is not None:
         model = fleet.model_of(fleet.aliases.get(name, name))
@@ -144,13 +141,7 @@ def adapter_routes(services: Services) -> APIRouter:
 
 
 class _Asked:
-    """A parsed command for adapters. Raises RequestError, which names the invalid field.
-
-    - `body`: the body for engines.
-    - `chosen`: the client named the workers.
-    - `model`: the base model; None if the client named the workers.
-    - `workers`: the workers that receive the command.
-    """
+    """A parsed command for adapters. `chosen`: the client named its workers. Raises RequestError with the field."""
 
     def __init__(self, fleet: Fleet, data: bytes, wanted: tuple[str, ...]) -> None:
         try:

@@ -73,13 +73,7 @@ async def explain(
     headers: HeaderItems,
     levels: ServiceLevels | None = None,
 ) -> dict[str, Any]:
-    """Return the answer to `/explain`, with the best candidate first.
-
-    - `body`, `headers`: those of the request to `/explain`.
-    - `levels`: the service levels in the settings; None if they have no levels.
-
-    Raises RequestError, which names the invalid field.
-    """
+    """Return the answer to `/explain`, the best candidate first. Raises RequestError, which names the invalid field."""
     call, request = await aside_if_long(body, partial(_asked, limits, headers))
     prompt = await reader.read(request, len(call.body))
     prompt = replace(prompt, path=call.path)

@@ -19,10 +19,7 @@ Resolve = Callable[[str, str], tuple[str, str | None]]
 
 
 def match_reader(tokenizers: Tokenizers, resolve: Resolve) -> ReadMatch:
-    """Return the reader with which the index API answers `/match` for prompts and messages.
-
-    `resolve` returns the model and adapter of a name and a tenant.
-    """
+    """Return the reader of `/match` for prompts and messages. `resolve`: a name's model and adapter for a tenant."""
 
     def read(body: bytes) -> MatchQuery | Awaitable[MatchQuery]:
         return read_long(body) if len(body) > LONG_BODY else tokenized(decode_match(body), len(body))

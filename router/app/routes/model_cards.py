@@ -33,11 +33,7 @@ def model_routes(services: Services) -> APIRouter:
 
 
 def model_cards(fleet: Fleet, created: int, tenant: Tenant | None = None) -> dict[str, dict[str, Any]]:
-    """Return the cards of all models and adapters that workers serve, and of their aliases, by name.
-
-    - `created`: the value of `created` in all cards, in seconds since the epoch.
-    - `tenant`: only models that it may use are listed; None: all models.
-    """
+    """Return the cards of models, adapters and aliases that the tenant may use, by name. `created`: unix seconds."""
     cards: dict[str, dict[str, Any]] = {}
     for worker in fleet.workers:
         for served in worker.description.models.values() if worker.description else ():

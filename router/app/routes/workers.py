@@ -78,11 +78,7 @@ def _rank_load(services: Services, worker: Worker, dp_rank: int) -> dict[str, An
 
 
 def _learned(services: Services, target: Target) -> dict[str, Any]:
-    """Return the learned facts about a DP rank's cache. A fact that is not learned yet is absent.
-
-    - `retention`: bounds of what a rank without events keeps of sent prefixes; null for an unknown bound.
-    - `recomputed_tokens`: tokens of each hit that the rank computes again.
-    """
+    """Return the learned facts about a DP rank's cache: bounds of what it keeps, and tokens computed again per hit."""
     found: dict[str, Any] = {}
     if (kept := services.routing.state.audit.retention(target)) is not None:
         found["retention"] = {"tokens": kept.tokens, "seconds": kept.seconds and round(kept.seconds, 1)}

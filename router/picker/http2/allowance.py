@@ -39,11 +39,7 @@ class AddressAllowance:
 
 
 class Allowance:
-    """The token bucket of one connection.
-
-    At first it holds up to `most` tokens from its address, and at least `least`. Later it gains earned tokens.
-    When it is empty, it takes more from its address.
-    """
+    """The token bucket of one connection: at first `least` to `most` tokens. It refills from that of its address."""
 
     __slots__ = ("_address", "_left", "_most")
 
@@ -76,7 +72,6 @@ class Allowances:
 
     - `most`, `least`: the largest and smallest number of tokens of a new connection.
     - `rate`: tokens a second of each address.
-    - `clock`: returns the time in seconds.
     """
 
     def __init__(self, most: float, least: float, rate: float, clock: Callable[[], float] = time.monotonic) -> None:

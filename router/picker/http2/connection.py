@@ -78,12 +78,7 @@ class PeerAllowances:
 
 
 class Http2Connection(asyncio.Protocol):
-    """The server's side of one connection.
-
-    - `accept`: creates the handler of a stream that the peer opens.
-    - `connections`: the set of all open connections, which this one joins.
-    - `allowances`: the token buckets of all peers.
-    """
+    """The server's side of one connection, among `connections`. `accept` creates the handler of a peer's stream."""
 
     def __init__(
         self,
@@ -163,10 +158,7 @@ class Http2Connection(asyncio.Protocol):
         self._sender.go_on()
 
     def drain(self) -> None:
-        """Announce the end of the connection, so that the peer opens others, and close after the last stream.
-
-        Streams are accepted until the peer has read the announcement, which it shows by answering a ping.
-        """
+        """Announce the end of the connection, and close it after the last stream. The peer then opens another."""
         if self._draining or self._over:
             return
         self._draining = True

@@ -20,13 +20,7 @@ _OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"
 
 
 class RequestHeaders:
-    """A decoded header block.
-
-    - `headers`: its headers.
-    - `is_grpc`: the request is a gRPC call.
-    - `is_request`: the headers are valid for a request (RFC 9113, 8.2 and 8.3).
-    - `path`: the path; empty without one.
-    """
+    """A decoded header block. `is_request`: the headers are valid for a request (RFC 9113, 8.2 and 8.3)."""
 
     __slots__ = ("headers", "is_grpc", "is_request", "path")
 
@@ -46,11 +40,7 @@ class RequestHeaders:
 
 
 class HeaderDecoder:
-    """The decoder of a connection's header blocks. It caches results.
-
-    Most blocks of a gRPC client only refer to entries of the connection's dynamic table, and are equal for each call.
-    Their meaning is valid until that table changes.
-    """
+    """The decoder of a connection's header blocks. It caches results until the dynamic table changes."""
 
     def __init__(self) -> None:
         self._decoder = hpack.Decoder(max_header_list_size=MOST_BYTES)

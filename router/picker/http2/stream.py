@@ -17,7 +17,6 @@ from router.picker.http2.frames import HEAD, Http2Error
 class FrameSender:
     """The sender of one connection.
 
-    - `unread`: the peer does not read, so the transport's buffer is full.
     - `blocked`: streams with waiting data, in their order.
     - `sent_data`: called for each sent DATA frame.
     """

@@ -42,7 +42,4 @@ class Role(Protocol):
     """A worker's role in disaggregation."""
 
     def parts(self, body: GenerationRequest, prompts: int) -> Sequence[Part | None]:
-        """Return the part of each of a request's `prompts` prompts; `None` for one that this worker computes alone.
-
-        Raises ApiError.
-        """
+        """Return the part of each prompt of a request; None for one that this worker computes. Raises ApiError."""

@@ -36,10 +36,7 @@ class TransferCounts:
 
 
 class TransferRank:
-    """A DP rank that transfers KV. It is created on the event loop of the rank's engine, which sets `engine` later.
-
-    Raises OSError and ValueError as the transfer engine and the manager do.
-    """
+    """A DP rank that transfers KV. Its engine is set later. Raises OSError and ValueError as its parts do."""
 
     engine: SimulatedEngine
 

@@ -17,10 +17,7 @@ NO_ITEM = "This rank accepts no more transfers at the moment. Retry later."
 
 
 class Sending:
-    """A transfer of one room. Its pages may be freed when `until_over` has returned.
-
-    Raises ValueError for a room in use, and RuntimeError if all aux items are in use.
-    """
+    """A transfer of one room. Its pages may be freed after `until_over`. Raises ValueError and RuntimeError."""
 
     def __init__(self, rank: TransferRank, room: int, prompt_tokens: int) -> None:
         item = rank.take_item()

@@ -115,10 +115,7 @@ class Channel:
         buffers.advance(count)
 
     def wait_readable(self, deadline: float = inf, most: int = 1) -> None:
-        """Wait until bytes arrive or the connection ends. Raises DeadlineError.
-
-        If `most` bytes are still expected, wait until enough of them arrived for an efficient read.
-        """
+        """Wait until bytes arrive, and for `most` expected ones, enough for an efficient read. Raises DeadlineError."""
         wanted = _WORTH if most >= _WORTH else 1
         if wanted != self._wanted:
             self._wanted = wanted

@@ -21,10 +21,7 @@ from worker.disaggregation.transfer.runs import Ranges, Writes
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A region of host memory:
-
-    `length` bytes at address `pointer`. Its owner keeps it mapped while it is registered.
-    """
+    """A region of host memory: `length` bytes at address `pointer`, mapped while it is registered."""
 
     pointer: int
     length: int
@@ -75,7 +72,7 @@ class Session(Protocol):
     def write(self, key: GrantKey, writes: Writes, deadline: float) -> None:
         """Copy our registered memory into ranges that the peer granted to `key`. Return when all bytes have landed.
 
-        Raises TransferError. Raises ValueError for a source outside of the registered regions.
+        Raises TransferError, and ValueError for a source outside of the registered regions.
         """
         ...
 
@@ -91,17 +88,11 @@ class TransferEngine(Protocol):
     """The name: tcp, shm, mooncake or nixl."""
 
     def allocate(self, length: int) -> NDArray[np.uint8]:
-        """Return new zeroed bytes, page-aligned, that live as long as the array. `Region.of` returns their address.
-
-        Shared memory (shm) needs them as the source of writes. Any host memory works otherwise.
-        """
+        """Return new zeroed bytes, page-aligned. Shared memory (shm) needs them as the source of writes."""
         ...
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register all regions that are source or destination, before `address` and `connect`.
-
-        Raises ValueError for a region that is empty or overlaps a registered one.
-        """
+        """Register all sources and destinations, before `address` and `connect`. Raises ValueError for bad regions."""
         ...
 
     def address(self) -> bytes:

@@ -58,10 +58,7 @@ def welcome(channel: Channel, engine: str, secret: bytes | None, deadline: float
 
 
 def expect(channel: Channel, kind: Kind, deadline: float = inf) -> bytes:
-    """Return the body of the next frame, which must be of `kind`.
-
-    Raises RefusedError, PeerLostError and DeadlineError.
-    """
+    """Return the body of the next frame, of this kind. Raises RefusedError, PeerLostError and DeadlineError."""
     received, body = channel.receive(deadline)
     if received is Kind.REFUSED:
         raise RefusedError(body.decode(errors="replace"))

@@ -78,10 +78,7 @@ class Listener:
             channel.close()
 
     def _make_room(self) -> None:
-        """End one session if MOST_SESSIONS are open: one without granted writes first, then the longest idle.
-
-        The caller holds the lock.
-        """
+        """End one session if MOST_SESSIONS are open, at best one without granted writes. The caller holds the lock."""
         if len(self._sessions) < MOST_SESSIONS:
             return
         least = min(

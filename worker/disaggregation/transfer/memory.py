@@ -19,10 +19,7 @@ class Spans:
     """Disjoint byte ranges in ascending order. With `merge`, adjacent ranges are joined."""
 
     def __init__(self, ranges: Ranges, *, merge: bool = True) -> None:
-        """Sort the ranges.
-
-        Raises ValueError for one beyond the address space, and without `merge` for overlapping ones.
-        """
+        """Sort the ranges. Raises ValueError beyond the address space, and without `merge` for overlapping ones."""
         order = np.argsort(ranges.pointers, kind="stable")
         starts, lengths = ranges.pointers[order], ranges.lengths[order]
         if (lengths > ~starts).any():
@@ -83,10 +80,7 @@ class Memory:
         return self._bases[found] + (pointers - self._spans.starts[found])
 
     def views(self, pointers: Addresses, lengths: Addresses, *, merge: bool = True) -> list[memoryview]:
-        """Return buffers of the ranges in order, merged if adjacent.
-
-        Raises ValueError for one that is not registered.
-        """
+        """Return buffers of the ranges in order, merged if adjacent. Raises ValueError for an unregistered range."""
         spans, views = self._spans, self._views
         found = spans.find(pointers, lengths)
         begins = pointers - spans.starts[found]

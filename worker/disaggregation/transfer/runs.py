@@ -56,10 +56,7 @@ def group_runs(src_pages: ArrayLike, dst_pages: ArrayLike) -> PageRuns:
 def page_writes(
     runs: PageRuns, sources: Sequence[int], destinations: Sequence[int], item_lengths: Sequence[int]
 ) -> Writes:
-    """Return the copies of the runs in every buffer (layer). Page `p` has `item_length` bytes at `p * item_length`.
-
-    Raises ValueError if the numbers of buffers differ.
-    """
+    """Return the copies of the runs of pages in every buffer (layer). Raises ValueError for unequal buffers."""
     if not len(sources) == len(destinations) == len(item_lengths):
         raise ValueError(
             f"{len(sources)} source buffers, {len(destinations)} destination buffers and {len(item_lengths)} item "
@@ -74,10 +71,7 @@ def page_writes(
 
 
 def page_ranges(pages: ArrayLike, pointers: Sequence[int], item_lengths: Sequence[int]) -> Ranges:
-    """Return the bytes of pages, in any order, in every buffer. No pages give no ranges.
-
-    Raises ValueError if the numbers of buffers differ.
-    """
+    """Return the bytes of pages, in any order, in every buffer. Raises ValueError for unequal buffers."""
     wanted = np.sort(page_array(pages, "pages"))
     if not len(wanted):
         return Ranges(np.empty(0, np.uint64), np.empty(0, np.uint64))
@@ -97,10 +91,7 @@ def join_writes(*parts: Writes) -> Writes:
 
 
 def page_array(pages: ArrayLike, name: str) -> NDArray[np.int64]:
-    """Return page indices as a flat int64 array.
-
-    Raises ValueError, with `name`, for other values or a negative page.
-    """
+    """Return page indices as a flat int64 array. Raises ValueError, with `name`, for others or a negative page."""
     array = np.asarray(pages)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be a flat array of page indices, not {array.dtype} of shape {array.shape}")
@@ -111,10 +102,7 @@ def page_array(pages: ArrayLike, name: str) -> NDArray[np.int64]:
 
 
 def split_writes(writes: Writes, most_runs: int, most_bytes: int) -> Iterator[Writes]:
-    """Split copies into portions of at most `most_runs` runs and `most_bytes` bytes.
-
-    Longer runs are cut, empty ones dropped.
-    """
+    """Split copies into portions of at most `most_runs` and `most_bytes`. Longer runs are cut, empty ones dropped."""
     kept = writes.lengths > 0
     sources, destinations, lengths = (array[kept] for array in writes)
     pieces = (lengths + np.uint64(most_bytes - 1)) // np.uint64(most_bytes)

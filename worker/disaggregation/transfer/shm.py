@@ -67,10 +67,7 @@ class ShmEngine(Endpoint):
         return array
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register as TransferEngine.register does.
-
-        Regions that this engine did not allocate can only be destinations.
-        """
+        """Register as TransferEngine.register does. Regions of other origin can only be destinations."""
         super().register(regions)
         for pointer, length in ((region.pointer, region.length) for region in regions):
             for first, (_, array) in self._allocated.items():

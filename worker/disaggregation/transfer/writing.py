@@ -69,10 +69,7 @@ class FrameWriter:
 
 
 def next_write(channel: Channel, kind: Kind) -> bytes:
-    """Return the body of the peer's next frame, within the session's idle time.
-
-    Raises PeerLostError, DeadlineError and RefusedError.
-    """
+    """Return the body of the peer's next frame, in time. Raises PeerLostError, DeadlineError and RefusedError."""
     patience = IDLE_SECONDS if channel.landed else FIRST_WRITE_SECONDS
     return expect(channel, kind, channel.idle_since + patience)
 
