@@ -161,7 +161,7 @@ class Holdings {
             if (holder != nullptr) fetch_first(*holder, names, event.names.count);
             for (u32 index = 0; index < event.names.count; ++index) {
                 if (holder != nullptr && index + kAhead < event.names.count) holder->names.prefetch(names[index + kAhead]);
-                remove(names[index], event.group, medium_of(event), holder);
+                if (!remove_held(names[index], holder)) remove_waiting(names[index], event.group, medium_of(event), 1);
                 turns.did(1);
             }
         } else if (event.medium.data() == nullptr) {
@@ -432,18 +432,16 @@ class Holdings {
                 orphans_.adopt(own.names[waited.names.first + index], pending);
         }
         for (const Removal& removal : removals) {
-            for (u64 time = 0; time < removal.times; ++time) {
-                if (!remove(removal.name, removal.group, removal.medium, find_holder(removal.group, removal.medium))) {
-                    counters_.unknown_removed += removal.times - time - 1;
-                    break;
-                }
-                turns.did(1);
-            }
+            Holder* holder = find_holder(removal.group, removal.medium);
+            u64 left = removal.times;
+            for (; left > 0 && remove_held(removal.name, holder); --left) turns.did(1);
+            if (left > 0) remove_waiting(removal.name, removal.group, removal.medium, left);
+            turns.did(1);
         }
     }
 
-    // Remove one copy of a block. Returns false if the block is unknown.
-    bool remove(const Name& name, const Integer& group, std::string_view medium, Holder* holder) {
+    // Remove one copy of a block that is held, or that waits for its prefix..
+    bool remove_held(const Name& name, Holder* holder) {
         if (auto* entry = holder == nullptr ? nullptr : holder->names.find(name)) {
             if (entry->copies > 0) {
                 --entry->copies;
@@ -454,12 +452,12 @@ class Holdings {
             }
             return true;
         }
-        if (holder != nullptr && forget_early(*holder, name)) return true;
-        Event event;
-        event.group = group;
-        if (orphans_.remove(name, event, medium, counters_.orphans_dropped)) return true;
-        ++counters_.unknown_removed;
-        return false;
+        return holder != nullptr && forget_early(*holder, name);
+    }
+
+    // Remove copies of a block that is not held. It costs the same for any number of `times`.
+    void remove_waiting(const Name& name, const Integer& group, std::string_view medium, u64 times) {
+        if (!orphans_.remove(name, group, medium, times, counters_.orphans_dropped)) counters_.unknown_removed += times;
     }
 
     // Add copies of known blocks in another medium, by their names: an event without tokens or without identity.

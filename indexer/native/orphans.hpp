@@ -84,20 +84,20 @@ class Orphans {
         groups_.erase(group);
     }
 
-    // Record the removal of a waiting block. Returns false if it does not wait here. Older blocks may be dropped.
-    bool remove(const Name& name, const Event& event, std::string_view medium, u64& dropped) {
+    // Record removals of a waiting block. Returns false if it does not wait here. Older blocks may be dropped.
+    bool remove(const Name& name, const Integer& group, std::string_view medium, u64 times, u64& dropped) {
         const auto found = by_block_.find(name);
         if (found == by_block_.end()) return false;
         Orphan& orphan = *found->second;
-        const u64 parts[] = {name.key, name.kind, event.group.bits, event.group.negative};
+        const u64 parts[] = {name.key, name.kind, group.bits, group.negative};
         const u64 digest = xxh3::hash(medium.data(), medium.size(), xxh3::hash(parts, sizeof parts, seed_));
         const auto [at, added] = orphan.removal_at.try_emplace(digest, orphan.removals.size());
         if (!added) {
-            ++orphan.removals[at->second].times;
+            orphan.removals[at->second].times += times;
             return true;
         }
         bytes_ -= orphan.bytes();
-        orphan.removals.push_back({{name.key, {}, name.kind}, event.group, std::string(medium), 1});
+        orphan.removals.push_back({{name.key, {}, name.kind}, group, std::string(medium), times});
         bytes_ += orphan.bytes();
         ++size_;
         dropped += keep_limit();

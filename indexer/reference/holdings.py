@@ -63,6 +63,10 @@ class Holder:
     extra_copies: dict[EngineHash, int] = field(default_factory=dict)
     namesakes: dict[int, int] = field(default_factory=dict)
 
+    def holds(self, engine_hash: EngineHash, early: dict[EngineHash, list[Holder]]) -> bool:
+        """Return whether it has a copy of a block. `early`: the holders of blocks stored before their prefix."""
+        return engine_hash in self.positions or self in early.get(engine_hash, ())
+
 
 # A run and the offset of a block in it.
 Place: TypeAlias = tuple[Run[Holder], int]
@@ -164,11 +168,15 @@ class Holdings:
                     self.counters.removed += 1
                     self._vacate(holder, holder.positions.pop(engine_hash))
             elif not self._forget_early(holder, engine_hash):
-                dropped = self._orphans.remove(engine_hash, event)
-                if dropped is None:
-                    self.counters.unknown_removed += 1
-                else:
-                    self.counters.orphans_dropped += dropped
+                self._remove_waiting(engine_hash, event, 1)
+
+    def _remove_waiting(self, engine_hash: EngineHash, event: BlockRemoved, times: int) -> None:
+        """Remove copies of a block that is not held. It costs the same for any number of `times`."""
+        dropped = self._orphans.remove(engine_hash, event, times)
+        if dropped is None:
+            self.counters.unknown_removed += times
+        else:
+            self.counters.orphans_dropped += dropped
 
     def clear_medium(self, medium: str) -> None:
         """Remove every block in one medium, and the orphans of that medium."""
@@ -347,8 +355,13 @@ class Holdings:
                 removals += orphan.removals.items()
                 pending += self._orphans.adopt(orphan.event.block_hashes)
         for (engine_hash, group, medium), times in removals:
-            for _ in range(times):
-                self.remove(BlockRemoved([engine_hash], medium, group))
+            event = BlockRemoved([engine_hash], medium, group)
+            holder = self._holders.get(_kind(event))
+            while times and holder is not None and holder.holds(engine_hash, self._early):
+                self.remove(event)
+                times -= 1
+            if times:
+                self._remove_waiting(engine_hash, event, times)
 
     def _store_known(self, event: BlockStored) -> None:
         """Add copies of known blocks by their hashes, from an event that has no tokens or not the whole identity."""

@@ -5,12 +5,15 @@ Matches of a prompt are computed from its path in the prefix tree.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from threading import Lock
 from typing import TypeAlias
+
+import msgspec
 
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
 from indexer.hashing import PackedPrompt
@@ -18,7 +21,7 @@ from indexer.index import MOST_BLOCKS, ORPHAN_BLOCKS, Applied, Index, Match, Tar
 from indexer.reference.holdings import Holder, Holdings, UnusableEventError
 from indexer.reference.tree import PrefixTree, Span
 from indexer.targets import Target
-from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, RejectedEvent, Tier, decode_batch
+from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier, decode_batch
 from kvevents.media import canonical_medium, is_pooled
 
 _NONE = dict.fromkeys(Tier, 0)
@@ -126,12 +129,15 @@ def _leading_ones(bits: int, count: int) -> int:
 
 # Blocks of a dropped target that one sweep frees. The limit keeps each pause short.
 _SWEEP_BLOCKS = 2048
-# Events that are applied before the lock is released for a match.
-_EVENTS_A_TURN = 64
+# Blocks that are applied before the lock is released for a match.
+_BLOCKS_A_TURN = 256
+# A thread that applies payloads pauses this often, for a moment, so that other threads receive Python's lock at once.
+_PAUSE_EVERY = 0.0005
+_PAUSE_SECONDS = 0.00005
 
 
 class PythonIndex(Index):
-    """Index in Python, with one lock that is held for a few events or one match at a time."""
+    """Index in Python, with one lock that is held for a few blocks, one stored event or one match at a time."""
 
     def __init__(self, secret: str = "", orphan_blocks: int = ORPHAN_BLOCKS, most_blocks: int = MOST_BLOCKS) -> None:
         super().__init__(secret)
@@ -141,6 +147,7 @@ class PythonIndex(Index):
         self._tree: PrefixTree[Holder] = PrefixTree()
         self._holdings: dict[Target, Holdings] = {}
         self._dropped: deque[Holdings] = deque()
+        self._paused_at = 0.0
 
     def add(self, target: Target, adapter: str | None = None, capacity: int | None = None) -> None:
         with self._lock:
@@ -149,17 +156,19 @@ class PythonIndex(Index):
 
     def apply_payload(self, target: Target, payload: bytes) -> Applied:
         batch = decode_batch(payload)
-        rejected = batch.rejected + self.apply(target, batch)
+        rejected = batch.rejected + self.apply(target, batch, self._pause)
         return Applied(
             rejected, any(type(event) is AllBlocksCleared and event.medium is None for event in batch.events)
         )
 
-    def apply(self, target: Target, batch: EventBatch) -> list[RejectedEvent]:
+    def apply(
+        self, target: Target, batch: EventBatch, between_turns: Callable[[], None] = lambda: None
+    ) -> list[RejectedEvent]:
         rejected: list[RejectedEvent] = []
         sizes = len(self.block_sizes([target]))
-        for first in range(0, len(batch.events), _EVENTS_A_TURN):
+        for turn in _turns(batch.events):
             with self._lock:
-                for number, event in enumerate(batch.events[first : first + _EVENTS_A_TURN], first):
+                for number, event in turn:
                     holdings = self._holdings.get(target)
                     if holdings is None:
                         return rejected
@@ -178,6 +187,7 @@ class PythonIndex(Index):
                             holdings.clear_medium(event.medium)
                     except UnusableEventError as error:
                         rejected.append(RejectedEvent(number, str(error)))
+            between_turns()
         with self._lock:
             if holdings := self._holdings.get(target):
                 holdings.keep_within_capacity()
@@ -259,6 +269,12 @@ class PythonIndex(Index):
     def runs(self) -> int:
         return len(self._tree)
 
+    def _pause(self) -> None:
+        """Pause for a moment, if the last pause was some time ago."""
+        if time.monotonic() - self._paused_at > _PAUSE_EVERY:
+            time.sleep(_PAUSE_SECONDS)
+            self._paused_at = time.monotonic()
+
     def _empty(self, target: Target, adapter: str | None, capacity: int | None) -> Holdings:
         return Holdings(self._tree, target, self.secret, self._orphan_blocks, adapter, capacity, self._most_blocks)
 
@@ -275,3 +291,31 @@ class PythonIndex(Index):
         holdings.alive = False
         if not holdings.release_some(_SWEEP_BLOCKS):
             self._dropped.append(holdings)
+
+
+def _turns(events: list[Event]) -> Iterator[list[tuple[int, Event]]]:
+    """Yield the events with their numbers, in turns of at most `_BLOCKS_A_TURN` blocks or one stored event.
+
+    The removal of many blocks is split. A stored event is not, because it is valid or invalid as a whole.
+    """
+    turn: list[tuple[int, Event]] = []
+    left = _BLOCKS_A_TURN
+    for number, event in enumerate(events):
+        for part in _parts(event):
+            turn.append((number, part))
+            left -= 1 if isinstance(part, AllBlocksCleared) else len(part.block_hashes) + 1
+            if left <= 0:
+                yield turn
+                turn, left = [], _BLOCKS_A_TURN
+    if turn:
+        yield turn
+
+
+def _parts(event: Event) -> Iterable[Event]:
+    if not isinstance(event, BlockRemoved) or len(event.block_hashes) <= _BLOCKS_A_TURN:
+        return (event,)
+    if is_pooled(canonical_medium(event.medium), None):  # ignored, and counted once
+        return (event,)
+    hashes = event.block_hashes
+    starts = range(0, len(hashes), _BLOCKS_A_TURN)
+    return (msgspec.structs.replace(event, block_hashes=hashes[at : at + _BLOCKS_A_TURN]) for at in starts)

@@ -75,8 +75,8 @@ class Orphans:
         """Remove and return the events whose parent is one of these blocks."""
         return [orphan for parent in parents for orphan in self._pop(parent)]
 
-    def remove(self, engine_hash: EngineHash, event: BlockRemoved) -> int | None:
-        """Record the removal of a waiting block. Return the older blocks dropped for it; None if it does not wait."""
+    def remove(self, engine_hash: EngineHash, event: BlockRemoved, times: int) -> int | None:
+        """Record removals of a waiting block. Return the older blocks dropped for it; None if it does not wait."""
         orphan = self._by_block.get(engine_hash)
         if orphan is None:
             return None
@@ -85,7 +85,7 @@ class Orphans:
         if count == 0:
             self._size += 1
             self._bytes += 64
-        orphan.removals[removal] = count + 1
+        orphan.removals[removal] = count + times
         return self._keep_limit()
 
     def clear_medium(self, medium: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 from indexer import Index, Match, Target
 from indexer.hashing import Namespace, PackedPrompt
 from indexer.indexer import make_index
-from kvevents import BlockRemoved, BlockStored, Event, EventBatch, MalformedBatchError, RejectedEvent
+from kvevents import BlockRemoved, BlockStored, Event, EventBatch, MalformedBatchError, RejectedEvent, encode_batch
 from kvevents.batches import batch_time
 
 A, B = Target("a", 0, "m"), Target("b", 0, "m")
@@ -77,6 +78,32 @@ def test_repeated_removals_of_one_orphan_take_no_memory(index: Index, grown: Cal
     status = index.status(A)
     assert status is not None
     assert status.counters.unknown_removed == 21_000 - 1
+
+
+def test_adoption_takes_no_time_for_repeated_removals(index: Index) -> None:
+    apply(index, stored([2], PROMPT[2:4], 1), stored([3], PROMPT[4:6], 99))
+    again = encode_batch(EventBatch(0.0, [BlockRemoved([2] * 500_000)]))
+    began = time.perf_counter()
+    index.apply_payload(A, again)
+    flood = time.perf_counter() - began
+    began = time.perf_counter()
+    index.apply(A, EventBatch(0.0, [stored([1], PROMPT[:2])]))
+    assert time.perf_counter() - began < max(flood / 5, 0.005)
+    assert matched(index) == 2
+    status = index.status(A)
+    assert status is not None
+    assert (status.counters.removed, status.counters.unknown_removed) == (1, 499_999)
+
+
+def test_prompts_are_matched_while_a_long_removal_is_applied(index: Index) -> None:
+    apply(index, stored([1, 2], PROMPT[:4]), stored([3], PROMPT[4:6], 99))
+    again = encode_batch(EventBatch(0.0, [BlockRemoved([3] * 500_000)]))
+    flood = threading.Thread(target=index.apply_payload, args=(A, again))
+    flood.start()
+    matches = 0
+    while flood.is_alive():
+        matches += matched(index) == 4
+    assert matches > 5
 
 
 def test_different_removals_of_an_orphan_are_limited(index: Index) -> None:
