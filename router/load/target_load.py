@@ -50,6 +50,7 @@ class TargetLoad:
     - `slot`: the number of this load in its table and its `journal`, which records every change.
     - `prefills`: the requests without a first byte, the oldest first, with their predicted seconds.
     - `head_since`: when the oldest prefill became the oldest, by `clock`.
+    - `prompts`: the number of prompts sent to it so far that it computes.
     """
 
     requests: int = 0
@@ -66,6 +67,7 @@ class TargetLoad:
     clock: Callable[[], float] = field(default=time.monotonic, compare=False, repr=False)
     prefills: dict[Reservation, float] = field(default_factory=dict, compare=False, repr=False)
     head_since: float = field(default=0.0, compare=False, repr=False)
+    prompts: int = field(default=0, compare=False, repr=False)
 
     @property
     def waiting(self) -> int:
@@ -101,7 +103,7 @@ class Reservation:
     - `streamed`: its uncached tokens, if its first byte shows the end of the prefill; otherwise 0.
     """
 
-    __slots__ = ("_context", "_held", "_load", "_pending", "streamed")
+    __slots__ = ("_context", "_held", "_load", "_number", "_pending", "streamed")
 
     def __init__(
         self,
@@ -124,6 +126,9 @@ class Reservation:
         self.streamed = uncached if streamed else 0
         self._context = context
         self._held = True
+        if uncached:
+            load.prompts += 1
+        self._number = load.prompts
         load.requests += 1
         load.pending += uncached
         load.streamed += self.streamed
@@ -137,6 +142,11 @@ class Reservation:
     def backlog(self) -> float:
         """The predicted seconds until all prefills of its target are done, its own included."""
         return self._load.backlog
+
+    @property
+    def is_latest(self) -> bool:
+        """True if this router sent no other prompt to the target since."""
+        return self._load.prompts == self._number
 
     def first_byte(self, now: float | None = None) -> None:
         """Release the share of the prefill, because it is done."""

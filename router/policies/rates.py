@@ -6,8 +6,12 @@ takes
     seconds = step + token · (m + n) + attention · Σ u·(c + u/2) + context_token · ctx
 
 for `u` tokens of a prompt that are computed after `c` earlier ones. (The literature names the coefficients t0, a, q and
-d.) Two durations are measured: the time to the first byte of a request that had nothing waiting before it, and the mean
-time between the bytes of an answer. Each is a linear regression in two unknowns, with
+d.) Two durations are measured, both in seconds of one request.
+
+    prefill   the time to its first byte, if its worker had no other prompt until then
+    decode    the mean time between the bytes of its answer
+
+Each is a linear regression in two unknowns, with
 
     a prior       the configured rates are the result without samples. After a few samples the prior is a multiple of
                   them, so that samples only have to separate the two coefficients
@@ -21,14 +25,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, log, sqrt
 from typing import Final
 
 CHUNK: Final = 8192  # tokens an engine computes in one step, at most
 HALF_LIFE: Final = 300.0
 BOUND: Final = 100.0
-# Workers whose price of a token differs by less than this factor are alike, and costs are counted in tokens.
+# Workers whose seconds for a mean prompt differ by less than this factor are alike, and costs are counted in tokens.
 UNLIKE: Final = 1.25
+# The factor grows by this many standard errors of both workers' seconds, because few samples make equal workers differ.
+_DOUBTS: Final = 2.0
+# The weight of a new prompt in the mean prompt of a worker, once there are many.
+_PROMPT_WEIGHT: Final = 0.02
 
 # The weight of the prior, in samples that one coefficient explains alone.
 _PRIOR: Final = 0.3
@@ -37,6 +45,8 @@ _HALFWAY: Final = 3.0
 _ENOUGH_SAMPLES = 20.0
 _OUTLIER: Final = 1.5  # times the usual relative error
 _LEAST_ERROR: Final = 0.02
+# A prefill that lasts less than this multiple of its steps' other work says little of the price of a token.
+_LEAST_SHARE: Final = 2.0
 _COMPARE_SECONDS: Final = 1.0
 _LEAST_SECONDS: Final = 1e-6
 _LOW: Final = 1 / BOUND
@@ -98,6 +108,11 @@ class BoundedRegression:
     def samples(self) -> float:
         """The number of samples, where old ones count less."""
         return self._samples
+
+    @property
+    def doubt(self) -> float:
+        """The relative standard error of the seconds that the coefficients explain; 1 without samples."""
+        return self._error / sqrt(max(self._samples, 1.0))
 
     def add(self, x0: float, x1: float, known: float, seconds: float, now: float) -> None:
         """Add a sample that was measured at `now`.
@@ -162,9 +177,13 @@ def _bounded(k: float, expected: float) -> float:
 
 
 class RateLearner:
-    """The learned rates of one worker for one model."""
+    """The learned rates of one worker for one model.
+
+    - `mean_prompt`: the tokens and the pairs in attention of the prompts that it learned from, on average.
+    """
 
     def __init__(self, start: Rates) -> None:
+        self.mean_prompt = 0.0, 0.0
         self._prefill = BoundedRegression((start.token, start.attention))
         self._decode = BoundedRegression((start.step, start.context_token))
         self.rates = start
@@ -184,6 +203,16 @@ class RateLearner:
         """True if enough prefills were measured to rely on the price of a token."""
         return self._prefill.samples >= _ENOUGH_SAMPLES
 
+    @property
+    def doubt(self) -> float:
+        """The relative standard error of the seconds of a mean prompt."""
+        return self._prefill.doubt
+
+    def seconds(self, prompt: tuple[float, float]) -> float:
+        """Return the seconds of a prompt in steps without other work. `prompt`: its tokens and pairs in attention."""
+        token, attention = self._prefill.coefficients
+        return token * prompt[0] + attention * prompt[1]
+
     def prefill_seen(self, tokens: int, cached: int, requests: int, context: int, seconds: float, now: float) -> None:
         """Learn from a prefill that lasted `seconds`.
 
@@ -193,8 +222,17 @@ class RateLearner:
         uncached = max(tokens - cached, 1)
         step, context_token = self._decode.coefficients
         steps = -(-uncached // CHUNK)
-        known = steps * (step + context_token * context)
-        self._prefill.add(uncached + steps * requests, uncached * (cached + uncached / 2), known, seconds, now)
+        # The first step begins when the step under way ends: on average after half of it.
+        known = (steps + (0.5 if requests else 0.0)) * (step + context_token * context)
+        if seconds < _LEAST_SHARE * known:
+            return
+        tokens_computed, pairs = uncached + steps * requests, uncached * (cached + uncached / 2)
+        self._prefill.add(tokens_computed, pairs, known, seconds, now)
+        weight, (mean_tokens, mean_pairs) = max(1 / max(self.prefills, 1.0), _PROMPT_WEIGHT), self.mean_prompt
+        self.mean_prompt = (
+            mean_tokens + weight * (tokens_computed - mean_tokens),
+            mean_pairs + weight * (pairs - mean_pairs),
+        )
         self._solved()
 
     def decode_seen(self, output_tokens: int, requests: int, context: int, seconds: float, now: float) -> None:
@@ -260,14 +298,30 @@ class RateTable:
             now = self._clock()
         compared = self._compared.get(model)
         if compared is None or now - compared[0] >= _COMPARE_SECONDS:
-            known = [learner.rates for learner in self._learners.get(model, {}).values() if learner.learned]
-            slowest = max(known, key=lambda rates: rates.token, default=None)
-            if slowest and slowest.token < UNLIKE * min(rates.token for rates in known):
-                slowest = None
-            compared = self._compared[model] = (now, slowest)
+            known = [learner for learner in self._learners.get(model, {}).values() if learner.learned]
+            compared = self._compared[model] = (now, _slowest_if_unlike(known))
         return compared[1]
 
     def learned_or(self, worker: str, model: str, otherwise: Rates) -> Rates:
         """Return a worker's rates, or `otherwise` until they are learned."""
         learner = self._learners.get(model, {}).get(worker)
         return learner.rates if learner and learner.learned else otherwise
+
+
+def _slowest_if_unlike(learners: list[RateLearner]) -> Rates | None:
+    """Return the rates of the slowest learner if it and the fastest differ by more than their doubts; otherwise None.
+
+    All are compared by the same prompt. Its seconds are known well, while a worker with prompts of one length can take
+    tokens for attention.
+    """
+    if len(learners) < 2:
+        return None
+    count = len(learners)
+    prompt = (
+        sum(each.mean_prompt[0] for each in learners) / count,
+        sum(each.mean_prompt[1] for each in learners) / count,
+    )
+    ordered = sorted(learners, key=lambda each: each.seconds(prompt))
+    fastest, slowest = ordered[0], ordered[-1]
+    factor = UNLIKE + _DOUBTS * (fastest.doubt + slowest.doubt)
+    return slowest.rates if slowest.seconds(prompt) >= factor * fastest.seconds(prompt) else None

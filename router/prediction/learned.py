@@ -24,6 +24,8 @@ from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.cache_state.recent_prefixes import RecentPrefixes
 from router.cache_state.session_locations import SessionLocations
 from router.cache_state.shared_prefixes import SharedPrefixes
+from router.load.peer_load import PeerLoad
+from router.load.target_load import Reservation
 from router.policies.rates import Rates, RateTable
 from router.policies.records import Candidate
 from router.prediction.predictions import Predictions
@@ -201,9 +203,13 @@ class Learned:
         self._clock = clock
         self._next_reading = 0.0
 
-    def timing(self, chosen: Candidate, tokens: int) -> RequestTiming:
-        """Return a timing of the streamed answer to a prompt of `tokens` tokens that is sent now."""
-        return RequestTiming(self, chosen, tokens, self._clock)
+    def timing(self, chosen: Candidate, tokens: int, reservation: Reservation, peers: PeerLoad) -> RequestTiming:
+        """Return a timing of the streamed answer to a prompt of `tokens` tokens that is sent now.
+
+        - `reservation`: the load that it reserved.
+        - `peers`: the load of other routers.
+        """
+        return RequestTiming(self, chosen, tokens, reservation, peers, self._clock)
 
     def forget(self, worker: str) -> None:
         """Forget a worker that was removed."""
@@ -233,13 +239,24 @@ class Learned:
 class RequestTiming:
     """The times of one streamed answer, from which rates are learned.
 
-    The first byte measures the prefill only if no other prompt waited at the target.
+    The first byte measures the prefill only if the target had no other prompt until then. An engine computes prompts
+    that arrive meanwhile in the same steps.
     """
 
-    def __init__(self, learned: Learned, chosen: Candidate, tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        learned: Learned,
+        chosen: Candidate,
+        tokens: int,
+        reservation: Reservation,
+        peers: PeerLoad,
+        clock: Callable[[], float],
+    ) -> None:
         self.learned = learned
         self.chosen = chosen
         self.tokens = tokens
+        self.reservation = reservation
+        self.peers = peers
         self.clock = clock
         self.sent = clock()
         self.begun: float | None = None
@@ -250,8 +267,10 @@ class RequestTiming:
             return
         self.begun = now = self.clock()
         chosen = self.chosen
-        if chosen.waiting == 0:
-            seconds, target = now - self.sent, chosen.target
+        target = chosen.target
+        alone = chosen.waiting == 0 and self.reservation.is_latest
+        if alone and not self.peers.of(target.worker, target.dp_rank).waiting:
+            seconds = now - self.sent
             self.learned.rates.prefill_seen(
                 target.worker,
                 target.model,

@@ -176,7 +176,9 @@ class Placement:
             if self._sharing.channels and (on_release := self._sharing.sent(target, chunks)):
                 assignment.when_released(on_release)
         if prompt.streamed and one_answer and whole:
-            assignment.timing = self._learned.timing(chosen, prompt.tokens)
+            assignment.timing = self._learned.timing(
+                chosen, prompt.tokens, assignment.reservation, self._sharing.peer_load
+            )
 
     def answered(self, assignment: Assignment, usage: Usage | None) -> None:
         """Learn from a complete answer, with the token counts that the worker reported, if it did."""

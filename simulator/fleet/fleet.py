@@ -57,12 +57,22 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """The engines of a run. `kv_tokens`: the tokens that each cache holds, in blocks of `block_tokens`."""
+    """The engines of a run.
+
+    - `kv_tokens`: the tokens that each cache holds, in blocks of `block_tokens`.
+    - `unlike`: the profiles of the first engines, if these differ from the others.
+    """
 
     profile: Profile
     workers: int
     kv_tokens: int
     block_tokens: int = BLOCK_TOKENS
+    unlike: tuple[Profile, ...] = ()
+
+    @property
+    def profiles(self) -> list[Profile]:
+        """The profile of each engine."""
+        return [*self.unlike, *[self.profile] * (self.workers - len(self.unlike))]
 
 
 @dataclass(slots=True)
@@ -88,7 +98,7 @@ class Simulation:
         self._start = self.loop.time()
         self._index = EventIndex(self._make_workers().registrations, side.knowledge is Knowledge.EVENTS, self.loop.time)
         self.routers = self.make_routers()
-        self._engines = [Engine(spec.profile, spec.kv_tokens, spec.block_tokens) for _ in range(spec.workers)]
+        self._engines = [Engine(profile, spec.kv_tokens, spec.block_tokens) for profile in spec.profiles]
         self._timers: list[asyncio.TimerHandle | None] = [None] * spec.workers
         self._targets = self.routers[0].workers.targets
         self._numbers = {target: number for number, target in enumerate(self._targets)}

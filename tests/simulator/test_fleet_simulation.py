@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from random import Random
@@ -20,6 +21,7 @@ from kvevents import BlockRemoved, BlockStored
 from router.admission.admission import Admission
 from router.admission.ticket import WaitReason
 from router.cache_state.target_audit import Basis
+from router.policies.rates import Rates, prefill_seconds
 from router.prediction.predictions import WatchedAnswer
 from router.routing.placement import Placement
 from router.routing.selector import Selector
@@ -27,7 +29,7 @@ from simulator.fleet.engine import LLAMA_70B, Progress, StoredBlocks
 from simulator.fleet.fleet import FleetSpec, Simulation
 from simulator.fleet.simulated_router import OURS, Knowledge, Side
 from simulator.fleet.trace import BLOCK_TOKENS, RequestSLO, TracedRequest, engine_hash, prompt_of, tokens_of
-from simulator.fleet.workers import events_of
+from simulator.fleet.workers import MODEL, events_of
 
 FLEET = FleetSpec(LLAMA_70B, 3, 30_000)
 
@@ -73,6 +75,35 @@ def test_cached_prefixes_are_found() -> None:
     cell = Cell(CONVERSATION, LLAMA_70B, 4, 400_000, 0.5, seconds=120.0)
     hit_rates = {side.name: play(cell, cell.requests(0), side, 0).hit_rate for side in SIDES}
     assert hit_rates["kv_aware"] > hit_rates["round_robin"] + 0.1
+
+
+def hot_prefix_among_long_prompts() -> list[TracedRequest]:
+    """Return short continuations of one prefix, which stay on one worker, and long prompts beside them."""
+    random, requests, arrival = Random(0), list[TracedRequest](), 0.0
+    for number in range(1, 600):
+        arrival += random.expovariate(5.5)
+        hot = random.random() < 0.7
+        blocks = tuple(range(16)) if hot else tuple(range(100 * number, 100 * number + random.randrange(4, 28)))
+        requests.append(request(arrival, blocks, 60, random.randrange(100, 400)))
+    return requests
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_learned_rates_differ_only_if_workers_do(factor: float) -> None:
+    """Prompts that arrive while another is computed share its steps. They do not make their worker look slow."""
+    true = LLAMA_70B.rates
+    first = Rates(true.step, factor * true.token, factor * true.attention, true.context_token)
+    spec = FleetSpec(LLAMA_70B, 3, 1_200_000, unlike=(replace(LLAMA_70B, rates=first),))
+    run = Simulation(spec, OURS, Random(0))
+    learned, found = run.routers[0].state.learned.rates, list[Rates | None]()
+    run.run(hot_prefix_among_long_prompts(), lambda: found.append(learned.slowest_if_unlike(MODEL)))
+    assert (found[-1] is not None) is (factor > 1)
+    assert factor > 1 or set(found) == {None}
+    for target, profile in zip(run.routers[0].workers.targets, spec.profiles, strict=True):
+        rates = learned.learner(target.worker, MODEL).rates
+        for tokens in (4000, 24_000):
+            expected = prefill_seconds(profile.rates, tokens, 0, 0, 0)
+            assert prefill_seconds(rates, tokens, 0, 0, 0) == pytest.approx(expected, rel=0.1)
 
 
 def test_run_uses_the_routers_own_objects() -> None:

@@ -22,9 +22,10 @@ def show(learner: RateLearner, truth: Rates, random: Random, begin: int = 0, noi
         requests = random.randrange(0, 30)
         context = 3000 * requests
         stalled = 20.0 if random.random() < 0.05 else 1.0
-        seconds = prefill_seconds(truth, tokens, cached, requests, context) * random.uniform(1 - noise, 1 + noise)
-        learner.prefill_seen(tokens, cached, requests, context, seconds * stalled, second)
         step = truth.step + truth.context_token * context + truth.token * requests
+        under_way = random.random() * step if requests else 0.0
+        seconds = prefill_seconds(truth, tokens, cached, requests, context) * random.uniform(1 - noise, 1 + noise)
+        learner.prefill_seen(tokens, cached, requests, context, (under_way + seconds) * stalled, second)
         seconds = 100 * step * random.uniform(1 - noise, 1 + noise) * stalled
         learner.decode_seen(100, requests, context, seconds, second)
 
@@ -97,6 +98,29 @@ def test_similar_workers_share_rates(clock: Clock) -> None:
         show(table.learner(worker, "m"), START, Random(1))
     assert table.slowest_if_unlike("m") is None
     assert table.slowest_if_unlike("other") is None
+
+
+def show_prompts(learner: RateLearner, truth: Rates, shortest: int, longest: int, noise: float, count: int) -> None:
+    """Let a learner see prompts of these lengths, with measured times that differ from the true ones by `noise`."""
+    random = Random(longest)
+    for second in range(count):
+        tokens = random.randrange(shortest, longest)
+        seconds = prefill_seconds(truth, tokens, 0, 0, 0) * random.lognormvariate(0, noise)
+        learner.prefill_seen(tokens, 0, 0, 0, seconds, second)
+
+
+@pytest.mark.parametrize(("count", "noise"), [(25, 0.4), (100, 0.4), (400, 0.1)])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_workers_with_other_prompts_are_unlike_only_if_their_speed_differs(
+    count: int, noise: float, factor: float
+) -> None:
+    clock = Clock()
+    table, first = RateTable(START, clock), START
+    second = Rates(START.step, factor * START.token, factor * START.attention)
+    show_prompts(table.learner("short", "m"), first, 500, 4000, noise, count)
+    show_prompts(table.learner("long", "m"), second, 4000, 60_000, noise, count)
+    slowest = table.slowest_if_unlike("m")
+    assert slowest == (table.learner("long", "m").rates if factor > 1 else None)
 
 
 def test_new_worker_uses_rates_of_its_model() -> None:

@@ -10,6 +10,9 @@ from manual_clock import Clock
 from indexer import Indexer, Registration, Target
 from kvevents import BlockRemoved, BlockStored, EventBatch, EventSource
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
+from router.load.load_messages import Kind, Message, RankLoad
+from router.load.peer_load import PeerLoad
+from router.load.target_load import Reservation, TargetLoad
 from router.policies import Candidate
 from router.policies.rates import Rates, prefill_seconds
 from router.prediction.learned import Learned, OutputLengths, SessionTurns
@@ -23,8 +26,19 @@ def learned(clock: Clock) -> Learned:
     return Learned(Rates(), clock)
 
 
-def answer(learned: Learned, clock: Clock, tokens: int, waiting: int = 0, output_tokens: int = 40) -> None:
-    timing = learned.timing(Candidate(TARGET, waiting=waiting), tokens)
+NO_PEERS = PeerLoad(10.0, 10.0)
+# The other prompts that a target computes: sent before, sent meanwhile by this router, sent meanwhile by another.
+OTHERS = ["before", "meanwhile", "by another router"]
+
+
+def answer(learned: Learned, clock: Clock, tokens: int, others: str | None = None, output_tokens: int = 40) -> None:
+    load, peers = TargetLoad(), PeerLoad(10.0, 10.0)
+    candidate = Candidate(TARGET, waiting=int(others == "before"))
+    timing = learned.timing(candidate, tokens, Reservation(load, tokens, tokens), peers)
+    if others == "meanwhile":
+        Reservation(load, 1, 1).first_byte()
+    elif others == "by another router":
+        peers.apply(Message("peer", 1, Kind.NEWS, [RankLoad(TARGET.worker, 0, 1, 1, 1, 1, 0, 0.0)]))
     clock.now += prefill_seconds(TRUTH, tokens, 0, 0, 0)
     timing.first_byte()
     clock.now += (output_tokens - 1) * TRUTH.step
@@ -39,9 +53,10 @@ def test_streamed_answers_tell_how_fast_a_worker_is_and_how_long_answers_are(lea
     assert learned.outputs.expected("m", None) == pytest.approx(40, rel=0.2)
 
 
-def test_queued_prompt_does_not_change_the_prefill_rate(learned: Learned, clock: Clock) -> None:
+@pytest.mark.parametrize("others", OTHERS)
+def test_prompt_beside_others_does_not_change_the_prefill_rate(learned: Learned, clock: Clock, others: str) -> None:
     for number in range(100):
-        answer(learned, clock, 500 + 100 * number, waiting=1)
+        answer(learned, clock, 500 + 100 * number, others)
     learner = learned.rates.learner(TARGET.worker, "m")
     assert learner.rates.token == Rates().token
     assert not learner.learned
@@ -49,7 +64,7 @@ def test_queued_prompt_does_not_change_the_prefill_rate(learned: Learned, clock:
 
 def test_answer_without_first_byte_is_ignored(learned: Learned) -> None:
     before = learned.outputs.expected("m", None)
-    learned.timing(Candidate(TARGET), 100).end(5)
+    learned.timing(Candidate(TARGET), 100, Reservation(TargetLoad(), 100, 100), NO_PEERS).end(5)
     assert learned.outputs.expected("m", None) == before
 
 
