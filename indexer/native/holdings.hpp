@@ -440,7 +440,7 @@ class Holdings {
         }
     }
 
-    // Remove one copy of a block that is held, or that waits for its prefix..
+    // Remove one copy of a block that is held, or that waits for its prefix.
     bool remove_held(const Name& name, Holder* holder) {
         if (auto* entry = holder == nullptr ? nullptr : holder->names.find(name)) {
             if (entry->copies > 0) {

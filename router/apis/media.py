@@ -73,14 +73,7 @@ def stand_in(part: dict[str, Any], kind: str) -> str:
     return f"\0{MODALITIES[kind]} {xxhash.xxh3_128_hexdigest(data)}\0"
 
 
-def text_length(messages: list[dict[str, Any]]) -> int:
-    """Return the number of characters in a conversation's texts, without media."""
-    length = 0
-    for message in messages:
-        content = message.get("content")
-        parts = content if isinstance(content, list) else [content]
-        for part in parts:
-            text = part.get("text") if isinstance(part, dict) and media_type(part) is None else part
-            if isinstance(text, str):
-                length += len(text)
-    return length
+def media_length(messages: list[dict[str, Any]]) -> int:
+    """Return the number of characters in the URLs and data of a conversation's media."""
+    contents = (_content(part, kind) for part, kind in media_parts(messages))
+    return sum(len(content) for content in contents if isinstance(content, str))

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
-from router.apis.media import has_media, text_length
+from router.apis.media import has_media, media_length
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts
 from router.tokens.errors import OnTrialError, TokenizerUnavailableError, TooLongForNowError
 from router.tokens.local_tokenizer import LocalTokenizer
@@ -154,13 +154,16 @@ class Tokenizers:
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
 
     def _check_length(self, prompt: TextPrompts | ChatPrompt, body_bytes: int) -> None:
-        """Raise RequestError (413) if a prompt, which is no longer than its body, is too long."""
+        """Raise RequestError (413) if a prompt is too long. Its body has a byte for each character.
+
+        All bytes count that are not media, because a template can write any field of a chat.
+        """
         if body_bytes <= self._most_characters:
             return
         if isinstance(prompt, TextPrompts):
             characters = sum(map(len, prompt.texts))
         else:
-            characters = text_length(prompt.messages) if has_media(prompt.messages) else body_bytes
+            characters = body_bytes - media_length(prompt.messages)
         if characters > self._most_characters:
             raise RequestError(
                 f"The prompt has {characters} characters. Send at most {self._most_characters}, "

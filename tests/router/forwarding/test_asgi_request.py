@@ -10,8 +10,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from http_api.errors import RequestError
-from router.apis.media import text_length
-from router.apis.requests import TextPrompts
+from router.apis.requests import ChatPrompt, TextPrompts
 from router.auth import AuthGate
 from router.forwarding.exchange import ResponseWriter, RoutingHeaders
 from router.forwarding.local_requests import AsgiRequest
@@ -19,7 +18,7 @@ from router.forwarding.long_bodies import LongBodies
 from router.forwarding.request_context import RequestContexts, RequestHead
 from router.http.headers import ResponseHead
 from router.settings import Settings
-from router.tokens.tokenizers import Tokenizers
+from router.tokens.tokenizers import Tokenizers, TokenizerUnavailableError
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 HOST = (b"host", b"r")
@@ -203,7 +202,25 @@ async def test_a_prompt_that_is_too_long_is_not_tokenized() -> None:
         await tokenizers.close()
 
 
-def test_media_are_no_text() -> None:
-    image = {"type": "image_url", "image_url": {"url": "x" * 100}}
-    parts = [image, {"type": "text", "text": "abc"}, "de", 7]
-    assert text_length([{"content": parts}, {"content": "fgh"}, {"content": None}, {}]) == 8
+LONG_TEXT = "x" * 400
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        ChatPrompt([{"role": "assistant", "tool_calls": [{"function": {"arguments": LONG_TEXT}}]}]),
+        ChatPrompt([], [{"type": "function", "function": {"name": "f", "description": LONG_TEXT}}]),
+        ChatPrompt([{"role": "user", "content": [{"type": "image_url", "image_url": "i", "text": LONG_TEXT}]}]),
+    ],
+    ids=["arguments", "tools", "beside media"],
+)
+async def test_all_text_of_a_prompt_counts_except_for_media(chat: ChatPrompt) -> None:
+    chat.messages.append({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x" * 1000}}]})
+    tokenizers = Tokenizers(most_characters=300)
+    try:
+        with pytest.raises(RequestError, match="characters"):
+            tokenizers.tokenize_now("m", chat, 1500)
+        with pytest.raises(TokenizerUnavailableError, match="no tokenizer"):
+            tokenizers.tokenize_now("m", ChatPrompt(chat.messages[-1:]), 1100)
+    finally:
+        await tokenizers.close()
