@@ -1,6 +1,9 @@
-"""Time as a test wants it."""
+"""Time as a test wants it: a manual clock, and waiting for a condition."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
 
 
 class Clock:
@@ -11,3 +14,10 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+async def until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until a condition holds that has no event."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

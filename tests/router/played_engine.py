@@ -7,12 +7,12 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from transformers import AutoTokenizer
 
 import simulator.worker
 from http_api.errors import RequestError
@@ -23,16 +23,14 @@ from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet.worker import Worker
 from router.settings import WorkerSettings
 from router.tokens.local_tokenizer import LocalTokenizer
-from router.tokens.model_files import files_of
+from router.tokens.model_files import ModelFiles
 
 MODEL = Path(simulator.worker.__file__).parent / "model"
 
 
 def with_template(template: str) -> LocalTokenizer:
     """Return the bundled tokenizer with another chat template."""
-    loaded: Any = AutoTokenizer.from_pretrained(MODEL)
-    loaded.chat_template = template
-    return LocalTokenizer(files_of(loaded))
+    return LocalTokenizer(replace(ModelFiles.read(MODEL), templates={"default": template}))
 
 
 class PlayedEngine:

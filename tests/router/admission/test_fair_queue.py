@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import count, islice
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,16 +17,8 @@ MOST, BYTES = 12, 100
 numbers = count(1_000_000)
 
 
-def waiting(
-    tenant: str = "a",
-    priority: int = 0,
-    order: float = 0.0,
-    tokens: int = 1,
-    name: str | None = "m",
-    size: int = 0,
-    slo_missed: bool = False,
-) -> Waiting:
-    return Waiting(priority, tenant, name, order, tokens, size, slo_missed)
+def waiting(tenant: str = "a", priority: int = 0, name: str | None = "m", **more: Any) -> Waiting:
+    return Waiting(priority, tenant, name, **({"order": 0.0, "tokens": 1, "size": 0, "slo_missed": False} | more))
 
 
 def queue_of(*requests: Waiting) -> FairQueue[Waiting]:
@@ -90,6 +83,11 @@ def test_empty_queue_resets_debts() -> None:
     for tenant in "ab":
         queue.add(waiting(tenant, order=1.0 if tenant == "a" else 2.0))
     assert next(queue.in_order()).tenant == "a"
+
+
+def test_going_through_stops_where_the_caller_does() -> None:
+    queue = queue_of(*(waiting(order=place) for place in range(5)))
+    assert [request.order for request in islice(queue.in_order(), 2)] == [0, 1]
 
 
 def test_names_can_be_left_out_while_going_through() -> None:
@@ -221,8 +219,3 @@ class FairQueueMachine(RuleBasedStateMachine):
 
 TestFairQueue = FairQueueMachine.TestCase
 TestFairQueue.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
-def test_going_through_stops_where_the_caller_does() -> None:
-    queue = queue_of(*(waiting(order=place) for place in range(5)))
-    assert [request.order for request in islice(queue.in_order(), 2)] == [0, 1]

@@ -20,12 +20,9 @@ def test_without_anything_said_a_request_has_all_the_time() -> None:
     assert ticket().left(NOW + 10**6) is None
 
 
-def test_priority_header_overrides_the_body() -> None:
+def test_priority_header_overrides_the_body_up_to_the_cap_of_the_tenant() -> None:
     assert ticket(priority=3).priority == 3
     assert ticket(("x-kvrouter-priority", "-2"), priority=3).priority == -2
-
-
-def test_priority_is_capped_by_the_tenant() -> None:
     assert ticket(("x-kvrouter-priority", "-9"), best_priority=1).priority == 1
     assert ticket(best_priority=1).priority == 1
     assert ticket(priority=5, best_priority=1).priority == 5

@@ -94,27 +94,21 @@ def test_messages_are_kept_whole() -> None:
     assert prompt_of_chat(messages=messages).messages == messages
 
 
-def test_max_completion_tokens_goes_before_max_tokens() -> None:
+def test_max_completion_tokens_precede_max_tokens_and_null_is_the_default() -> None:
     assert chat(max_tokens=5).max_tokens == 5
     assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
     assert chat(max_tokens=5, max_completion_tokens=None).max_tokens == 5
-
-
-def test_null_is_the_default() -> None:
     nothing = dict.fromkeys(["stream", "max_tokens", "n", "priority", "user", "cache_salt", "truncate_prompt_tokens"])
     assert completion(**nothing) == completion()
     assert chat(**nothing, tools=None, documents=None, add_generation_prompt=None) == chat()
 
 
-def test_numbers_and_booleans_may_be_strings() -> None:
+def test_values_that_a_worker_refuses_are_the_defaults_and_numbers_may_be_strings() -> None:
     request = chat(stream="true", max_tokens="5", n="2", priority=1.0, add_generation_prompt="false")
     assert (request.stream, request.max_tokens, request.n, request.priority) == (True, 5, 2, 1)
     assert prompt_of_chat(add_generation_prompt="false").add_generation_prompt is False
-
-
-def test_fields_of_the_worker_are_not_refused() -> None:
-    request = chat(stream="perhaps", max_tokens="many", n=[], priority={}, user=5, tools="hammer", documents=1)
-    assert request == chat()
+    refused = chat(stream="perhaps", max_tokens="many", n=[], priority={}, user=5, tools="hammer", documents=1)
+    assert refused == chat()
     assert prompt_of_chat(chat_template_kwargs=[], reasoning_effort=3, chat_template=4) == ChatPrompt([HELLO])
 
 

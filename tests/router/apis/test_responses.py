@@ -26,10 +26,12 @@ def prompt(**fields: Any) -> ChatPrompt:
     return made
 
 
-def test_string_input_is_a_user_message() -> None:
+def test_string_input_is_a_user_message_with_effort_and_variables_of_the_template() -> None:
     assert prompt(instructions="Be brief.") == ChatPrompt(
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}], add_special_tokens=True
     )
+    made = prompt(reasoning={"effort": "low"}, chat_template_kwargs={"a": 1})
+    assert (made.reasoning_effort, made.chat_template_kwargs) == ("low", {"a": 1})
 
 
 def test_what_else_decides() -> None:
@@ -98,11 +100,6 @@ def test_an_unfinished_answer_is_gone_on_with(status: str) -> None:
     assert (unfinished.continue_final_message, unfinished.add_generation_prompt) == (True, False)
     finished = prompt(input=[USER, said | {"status": "completed"}])
     assert (finished.continue_final_message, finished.add_generation_prompt) == (False, True)
-
-
-def test_effort_and_variables_of_the_template() -> None:
-    made = prompt(reasoning={"effort": "low"}, chat_template_kwargs={"a": 1})
-    assert (made.reasoning_effort, made.chat_template_kwargs) == ("low", {"a": 1})
 
 
 @pytest.mark.parametrize(

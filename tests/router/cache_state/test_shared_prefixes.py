@@ -127,9 +127,9 @@ class Remembered(RuleBasedStateMachine):
 
 
 TestHeldPrefixes = HeldPrefixes.TestCase
-TestHeldPrefixes.settings = settings(max_examples=80, stateful_step_count=40)
+TestHeldPrefixes.settings = settings(max_examples=50, stateful_step_count=40)
 TestRemembered = Remembered.TestCase
-TestRemembered.settings = settings(max_examples=120, stateful_step_count=40)
+TestRemembered.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_growing_prompt_has_few_edges() -> None:

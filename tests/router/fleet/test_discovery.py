@@ -66,10 +66,12 @@ async def test_vllm_worker_is_described() -> None:
     )
 
 
-async def test_vllm_worker_without_events_has_no_streams() -> None:
+async def test_worker_without_events_has_no_streams() -> None:
     description = await describe(VLLM | {"/kv_event_sources": {}})
     assert (description.engine, description.streams, description.ranks) == (Engine.VLLM, (), (0,))
     assert description.block_size == 32
+    description = await describe(SGLANG | {"/server_info": {"page_size": 64, "kv_events": None}})
+    assert (description.engine, description.streams, description.block_size) == (Engine.SGLANG, (), 64)
 
 
 @pytest.mark.parametrize("metrics", ["", 'vllm:cache_config_info{block_size="None"} 1.0\n', "up 1\n"])
@@ -90,14 +92,11 @@ async def test_sglang_worker_is_described() -> None:
     )
 
 
-async def test_sglang_worker_without_events_has_no_streams() -> None:
-    description = await describe(SGLANG | {"/server_info": {"page_size": 64, "kv_events": None}})
-    assert (description.engine, description.streams, description.block_size) == (Engine.SGLANG, (), 64)
-
-
-async def test_other_server_is_described_by_its_models() -> None:
+async def test_other_server_is_described_by_its_models_and_the_settings() -> None:
     description = await describe({"/v1/models": {"object": "list", "data": [{"id": "m"}, {"id": "n"}]}})
     assert description == WorkerDescription(Engine.OTHER, {"m": ServedModel("m", "m"), "n": ServedModel("n", "n")})
+    description = await describe({"/v1/models": MODELS}, streams=[{"endpoint": "tcp://10.0.0.1:1"}])
+    assert (description.engine, description.streams) == (Engine.OTHER, (EventSource(0, "tcp://10.0.0.1:1"),))
 
 
 @pytest.mark.parametrize("wildcard", ["*", "0.0.0.0", "[::]"])
@@ -160,11 +159,6 @@ async def test_stream_key_is_loaded_and_a_missing_file_is_an_error_of_its_worker
     async with server({"/v1/models": MODELS}) as url, aiohttp.ClientSession() as session:
         with pytest.raises(DiscoveryError, match="curve_server_key_file"):
             await describe_worker(session, settings.model_copy(update={"url": url}))
-
-
-async def test_streams_of_the_settings_are_used_for_an_unknown_engine() -> None:
-    description = await describe({"/v1/models": MODELS}, streams=[{"endpoint": "tcp://10.0.0.1:1"}])
-    assert (description.engine, description.streams) == (Engine.OTHER, (EventSource(0, "tcp://10.0.0.1:1"),))
 
 
 @pytest.mark.parametrize(

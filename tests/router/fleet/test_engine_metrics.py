@@ -35,11 +35,8 @@ def metrics(clock: Clock) -> EngineMetrics:
     return EngineMetrics(5.0, clock)
 
 
-def test_vllm_metrics_are_read_by_rank() -> None:
+def test_metrics_of_vllm_and_sglang_are_read_by_rank() -> None:
     assert read_engine_loads(VLLM) == {0: EngineLoad(3, 2, 0.25, 2000), 1: EngineLoad(1, 0, 0.5, 0)}
-
-
-def test_sglang_metrics_are_read_by_rank() -> None:
     assert read_engine_loads(SGLANG) == {0: EngineLoad(0, 0, None, 10), 1: EngineLoad(4, 5, 0.75, 0)}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from manual_clock import until
 
 from indexer import Indexer, MatchQuery, Target
 from kvevents import BlockStored, EventBatch
@@ -25,13 +26,6 @@ from worker import ZmqEventPublisher
 
 QUICK = FleetSettings(probe_interval=0.05, retry_interval=0.05, probe_timeout=1.0, failed_probes=3)
 TOKENS = list(range(33))
-
-
-async def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    """Wait until a condition holds."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the condition has no event
-            await asyncio.sleep(0.01)
 
 
 class WorkerServer:

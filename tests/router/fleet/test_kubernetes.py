@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 import trustme
 from aiohttp import web
+from manual_clock import until
 
 from indexer import Indexer
 from router.fleet.allowed_networks import AllowedNetworks
@@ -105,12 +106,7 @@ class Cluster:
 
     async def until_workers(self, *hosts: str) -> None:
         """Wait until the fleet has exactly these workers."""
-        await self.until(lambda: {worker.url for worker in self.fleet.workers} == {f"http://{host}" for host in hosts})
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(60):
-            while not condition():  # noqa: ASYNC110 - the condition has no event
-                await asyncio.sleep(0.01)
+        await until(lambda: {worker.url for worker in self.fleet.workers} == {f"http://{host}" for host in hosts})
 
 
 async def no_model(worker: Worker, model: object) -> None:
@@ -181,7 +177,7 @@ async def test_worker_has_the_name_of_its_pod(api: ApiServer, cluster: Cluster) 
     assert [worker.name for worker in cluster.fleet.workers] == ["a"]
     api.push("DELETED", pod("a", "127.0.0.2", 2))
     api.push("ADDED", pod("gpu-b", "127.0.0.2", 3))
-    await cluster.until(lambda: [worker.name for worker in cluster.fleet.workers] == ["gpu-b"])
+    await until(lambda: [worker.name for worker in cluster.fleet.workers] == ["gpu-b"])
 
 
 async def test_address_stays_when_another_pod_reuses_it(api: ApiServer, cluster: Cluster) -> None:
@@ -221,14 +217,14 @@ async def test_pods_are_listed_again_when_the_version_was_dropped(api: ApiServer
         api.fail_with = [410]
         api.cut()
     await cluster.until_workers("127.0.0.3:8000")
-    await cluster.until(lambda: api.watched_from[-1:] == ["50"])
+    await until(lambda: api.watched_from[-1:] == ["50"])
 
 
 async def test_workers_stay_while_the_api_server_fails(api: ApiServer, cluster: Cluster) -> None:
     api.fail_with = [500, 403, 503]
     api.push_bytes(b"no json\n")
     api.cut()
-    await cluster.until(lambda: not api.fail_with)
+    await until(lambda: not api.fail_with)
     await cluster.until_workers("127.0.0.2:8000")
     api.push("ADDED", pod("b", "127.0.0.3", 2))
     await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
@@ -275,7 +271,7 @@ async def test_api_server_certificate_is_verified_by_the_clusters_authority(tmp_
 
 async def test_pods_are_listed_again_after_resync_seconds(api: ApiServer) -> None:
     async with following(api, resync=0.2) as cluster:
-        await cluster.until(lambda: api.lists == 1)
+        await until(lambda: api.lists == 1)
         api.pods = [pod("a", "127.0.0.2")]  # without an event
         await asyncio.sleep(0.25)
         api.cut()
@@ -285,11 +281,11 @@ async def test_pods_are_listed_again_after_resync_seconds(api: ApiServer) -> Non
 async def test_token_file_is_read_for_every_request(api: ApiServer, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("first\n")
-    async with following(api, token) as cluster:
-        await cluster.until(lambda: api.watched_from)
+    async with following(api, token):
+        await until(lambda: api.watched_from)
         token.write_text("second")
         api.cut()
-        await cluster.until(lambda: len(api.watched_from) == 2)
+        await until(lambda: len(api.watched_from) == 2)
     assert api.tokens == ["Bearer first", "Bearer first", "Bearer second"]
 
 
@@ -317,7 +313,7 @@ async def test_endpoints_of_a_service_become_workers(api: ApiServer) -> None:
     assert {query["labelSelector"] for query in api.queries} == {"kubernetes.io/service-name=vllm"}
 
 
-def test_pods_without_address_or_about_to_end_are_ignored() -> None:
+def test_pods_and_slices_without_a_usable_address_are_ignored() -> None:
     pods = [
         pod("starting", None, phase="Pending"),
         pod("done", "127.0.0.2", phase="Succeeded"),
@@ -326,6 +322,7 @@ def test_pods_without_address_or_about_to_end_are_ignored() -> None:
         {},
     ]
     assert pod_addresses(pods) == [Address("127.0.0.4")]
+    assert service_addresses([{"addressType": "FQDN", "endpoints": [{"addresses": ["x.example"]}]}, {}], 8000) == []
 
 
 def test_label_sets_the_role() -> None:
@@ -339,22 +336,17 @@ def test_label_sets_the_role() -> None:
 async def test_changed_label_changes_the_role_of_a_worker(api: ApiServer) -> None:
     api.pods = [pod("a", "127.0.0.2", metadata={"labels": {"kvrouter.io/role": "prefill"}})]
     async with following(api) as cluster:
-        await cluster.until(lambda: [w.settings.role for w in cluster.fleet.workers] == [Role.PREFILL])
+        await until(lambda: [w.settings.role for w in cluster.fleet.workers] == [Role.PREFILL])
         api.push("MODIFIED", pod("a", "127.0.0.2", 2, metadata={"labels": {"kvrouter.io/role": "decode"}}))
-        await cluster.until(lambda: [w.settings.role for w in cluster.fleet.workers] == [Role.DECODE])
+        await until(lambda: [w.settings.role for w in cluster.fleet.workers] == [Role.DECODE])
 
 
-def test_host_names_of_endpoint_slices_are_ignored() -> None:
-    assert service_addresses([{"addressType": "FQDN", "endpoints": [{"addresses": ["x.example"]}]}, {}], 8000) == []
-
-
-def test_in_cluster_access_is_refused_outside_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_cluster_access_uses_the_service_account_and_is_refused_outside_of_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(KubernetesError, match="not in a pod"):
         ClusterAccess.in_cluster("")
-
-
-def test_in_cluster_access_uses_the_service_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
     monkeypatch.setattr("router.fleet.kubernetes._ACCOUNT", tmp_path)

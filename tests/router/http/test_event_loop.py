@@ -40,12 +40,6 @@ def run(*steps: float | str) -> int:
     return late
 
 
-def test_deadline_is_called_once_and_not_early() -> None:
-    assert run(0.05, -0.2) == 1
-    assert run(0.005, -0.1) == 1
-    assert run(10.0, -0.1) == 0
-
-
 async def test_deadline_is_never_early() -> None:
     loop = asyncio.get_running_loop()
     late, after = asyncio.Event(), list[float]()
@@ -64,19 +58,22 @@ async def test_deadline_is_never_early() -> None:
     assert min(after) >= 0.05
 
 
-def test_shorter_deadline_replaces_a_longer() -> None:
-    assert run(10.0, 0.01, -0.1) == 1
-    assert run(10.0, 0.05, -0.2) == 1
-
-
-@pytest.mark.parametrize("end", ["clear", "close"])
-def test_cleared_or_closed_deadline_is_not_called(end: str) -> None:
-    assert run(0.05, end, -0.15) == 0
-
-
-def test_deadline_can_be_set_again() -> None:
-    assert run(0.03, -0.1, 0.03, -0.1) == 2
-    assert run(0.03, "clear", -0.1, 0.03, -0.1) == 1
+@pytest.mark.parametrize(
+    ("steps", "calls"),
+    [
+        ((0.05, -0.2), 1),
+        ((0.005, -0.1), 1),
+        ((10.0, -0.1), 0),
+        ((10.0, 0.01, -0.1), 1),  # a shorter deadline replaces a longer one
+        ((10.0, 0.05, -0.2), 1),
+        ((0.05, "clear", -0.15), 0),
+        ((0.05, "close", -0.15), 0),
+        ((0.03, -0.1, 0.03, -0.1), 2),  # it can be set again
+        ((0.03, "clear", -0.1, 0.03, -0.1), 1),
+    ],
+)
+def test_deadline_is_called_once_each_time_it_passes(steps: tuple[float | str, ...], calls: int) -> None:
+    assert run(*steps) == calls
 
 
 async def test_progress_moves_the_deadline() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from router.load.target_load import LoadTable, Reservation, TargetLoad
 
 
-def test_load_of_a_request_from_selection_to_end() -> None:
+def test_load_of_a_request_is_released_with_or_without_an_answer() -> None:
     load = TargetLoad()
     reservation = Reservation(load, uncached=30, context=100)
     assert load == TargetLoad(requests=1, pending=30, context=100)
@@ -16,9 +16,6 @@ def test_load_of_a_request_from_selection_to_end() -> None:
     assert load == TargetLoad(requests=1, pending=0, context=100)
     reservation.release()
     assert load == TargetLoad()
-
-
-def test_load_of_a_request_without_an_answer_is_released() -> None:
     load = TargetLoad()
     Reservation(load, 30, 100).release()
     assert load == TargetLoad()

@@ -60,7 +60,7 @@ async def test_calls_at_once_do_not_mix(channel: grpc.Channel, server: tuple[Cal
         call.done_writing()
         assert await call.read() is None
 
-    await asyncio.gather(*(ask(number) for number in range(200)))
+    await asyncio.gather(*(ask(number) for number in range(100)))
     await server[0].until_empty()
 
 

@@ -1,13 +1,20 @@
-"""Our messages to Envoy, read with protobuf."""
+"""The picker's messages to Envoy, read with protobuf; its deadlines; and the limit of arriving bodies."""
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from http_api.errors import RequestError
+from router.auth import ArrivingBodies
 from router.picker import ext_proc_pb2 as pb
 from router.picker import process_responses as ours
 from router.picker.process_responses import field, number_field, varint
+from router.picker.request_body import RequestBody
+from router.picker.state import Deadlines
 
 _NAMES = st.sampled_from([b"a", b"content-length", b"x-request-id", b"x-gateway-destination-endpoint"])
 _HEADERS = st.lists(st.tuples(_NAMES, st.binary(max_size=300)), max_size=6)
@@ -93,3 +100,39 @@ def test_encoded_responses_without_changes() -> None:
     for message, kind in kept.items():
         assert _read(message).WhichOneof("response") == kind
     assert field(1, b"") == b"\x0a\x00"
+
+
+async def test_deadlines_are_called_in_order_unless_dropped() -> None:
+    called: list[str] = []
+    done = asyncio.Event()
+    deadlines = Deadlines(0.02)
+    for name in ("a", "dropped", "b"):
+        deadlines.set(name, lambda name=name: called.append(name))  # type: ignore[misc]
+    deadlines.drop("dropped")
+    deadlines.drop("unknown")
+    deadlines.set("later", done.set)
+    await asyncio.wait_for(done.wait(), 60)
+    assert called == ["a", "b"]
+    deadlines.set("never", lambda: called.append("never"))
+    deadlines.close()
+    done.clear()
+    others = Deadlines(0.03)
+    others.set("after", done.set)
+    await asyncio.wait_for(done.wait(), 60)
+    assert called == ["a", "b"]
+
+
+async def test_arriving_bodies_share_one_limit() -> None:
+    arrivals = ArrivingBodies(100)
+    first, second = RequestBody(arrivals), RequestBody(arrivals)
+    first.add(b"x" * 60)
+    with pytest.raises(RequestError) as refused:
+        second.add(b"y" * 60)
+    assert refused.value.status == 503
+    second.end_arrival()
+    first.add(b"x" * 30)
+    assert arrivals.bytes == 90
+    for _ in range(2):  # once it is whole, and when its call is over
+        first.end_arrival()
+    assert arrivals.bytes == 0
+    assert first.whole() == b"x" * 90

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer import Target
@@ -56,6 +56,7 @@ def columns_of(policy: LinearPolicy, records: list[Candidate]) -> CostColumns:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("core", CORES)
+@settings(max_examples=40)
 @given(data=st.data(), seed=st.integers())
 def test_choice_by_columns_equals_the_formula(core: str, name: str, data: Any, seed: int) -> None:
     rows = data.draw(st.sampled_from([1, 2, 5, 64, 129]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -68,9 +69,8 @@ def test_random_policy_needs_no_prompt() -> None:
     assert min(counts["a"], counts["b"]) > 150
 
 
-def test_least_loaded_counts_requests_only() -> None:
+def test_least_loaded_breaks_ties_at_random() -> None:
     policy = LeastLoaded(Random(0))
-    assert chosen(policy, [candidate("a", overlap=1000, requests=2), candidate("b", requests=1, pending=9999)]) == "b"
     assert {chosen(policy, [candidate("a"), candidate("b")]) for _ in range(50)} == {"a", "b"}
 
 
@@ -102,28 +102,26 @@ def test_session_leaves_an_overloaded_target() -> None:
         assert (chosen(policy, [*others, candidate(home, requests=requests)], session="ann") == home) is stays
 
 
-def test_without_a_session_the_least_loaded_is_taken() -> None:
-    assert chosen(session_affinity(Random(0)), [candidate("a", requests=1), candidate("b")]) == "b"
-
-
-def test_cache_aware_takes_the_longest_match_above_its_threshold() -> None:
-    policy = cache_aware(Random(0))
-    assert chosen(policy, [candidate("a", overlap=301, requests=60), candidate("b")]) == "a"
-    assert chosen(policy, [candidate("a", overlap=300, requests=60), candidate("b")]) == "b"
-
-
-def test_cache_aware_balances_unequal_loads() -> None:
-    policy = cache_aware(Random(0))
-    assert chosen(policy, [candidate("a", overlap=999, requests=65), candidate("b")]) == "b"
-    assert chosen(policy, [candidate("a", overlap=999, requests=64), candidate("b")]) == "a"
-    assert chosen(policy, [candidate("a", overlap=999, requests=300), candidate("b", requests=200)]) == "a"
-
-
-def test_dynamo_adds_prefill_and_held_tokens() -> None:
-    policy = Dynamo(Random(0))
-    assert chosen(policy, [candidate("a", overlap=500, context=600), candidate("b")]) == "b"
-    assert chosen(policy, [candidate("a", overlap=500, context=400), candidate("b")]) == "a"
-    assert chosen(policy, [candidate("a", overlap=500, pending=400), candidate("b")]) == "a"
+@pytest.mark.parametrize(
+    ("policy", "a", "b", "expected"),
+    [
+        # The least loaded counts requests only, and is taken without a session.
+        (LeastLoaded, {"overlap": 1000, "requests": 2}, {"requests": 1, "pending": 9999}, "b"),
+        (session_affinity, {"requests": 1}, {}, "b"),
+        # Cache-aware routing takes the longest match above its threshold, and balances unequal loads.
+        (cache_aware, {"overlap": 301, "requests": 60}, {}, "a"),
+        (cache_aware, {"overlap": 300, "requests": 60}, {}, "b"),
+        (cache_aware, {"overlap": 999, "requests": 65}, {}, "b"),
+        (cache_aware, {"overlap": 999, "requests": 64}, {}, "a"),
+        (cache_aware, {"overlap": 999, "requests": 300}, {"requests": 200}, "a"),
+        # Dynamo adds the tokens to compute and those held.
+        (Dynamo, {"overlap": 500, "context": 600}, {}, "b"),
+        (Dynamo, {"overlap": 500, "context": 400}, {}, "a"),
+        (Dynamo, {"overlap": 500, "pending": 400}, {}, "a"),
+    ],
+)
+def test_choice_between_two(policy: Any, a: dict[str, int], b: dict[str, int], expected: str) -> None:
+    assert chosen(policy(Random(0)), [candidate("a", **a), candidate("b", **b)]) == expected
 
 
 def test_dynamo_credits_slower_tiers_with_less() -> None:

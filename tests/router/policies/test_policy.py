@@ -111,14 +111,11 @@ def with_rates(name: str, rates: Rates | None, **load: int) -> Candidate:
     return Candidate(Target(name, 0, "m"), rates=rates, **load)
 
 
-def test_among_unlike_workers_seconds_count() -> None:
+def test_seconds_count_among_unlike_workers_whose_rates_are_all_known() -> None:
     fast, slow = with_rates("fast", FAST), with_rates("slow", SLOW, overlap=500)
     assert chosen(kv(), [with_rates("fast", None), with_rates("slow", None, overlap=500)]) == "slow"
     assert chosen(kv(), [fast, slow]) == "fast"
     assert chosen(kv(), [with_rates("slow", SLOW, overlap=900), fast]) == "slow"
-
-
-def test_tokens_count_unless_the_rates_of_all_are_known() -> None:
     terms = kv()([with_rates("fast", FAST), candidate("w")], Request(1000)).costs[0].terms
     assert terms["prefill"] == 1000
 

@@ -43,15 +43,12 @@ class Load:
         return is_busy(self.load, crowded, int(others * STEP_TOKENS), weight)
 
 
-def test_remaining_time_of_a_running_prefill_counts() -> None:
+def test_remaining_time_of_a_running_prefill_counts_and_an_overdue_one_in_full() -> None:
     load = Load(4)
     assert [load.busy_after(seconds) for seconds in (0, 7, 8, 9.9)] == [True, True, False, False]
     assert [load.busy_after(seconds) for seconds in (10, 19.9)] == [False, False]
     assert [Load(4, 0.5).busy_after(seconds) for seconds in (8, 9.9)] == [True, True]  # at least a step is left
     assert not Load(0.5, 0.25).busy_after(0)
-
-
-def test_overdue_prefill_counts_in_full() -> None:
     assert [Load(4).busy_after(seconds) for seconds in (20, 1000)] == [True, True]
 
 

@@ -38,16 +38,13 @@ async def test_bytes_kept_by_the_parser_count(limiter: HeadLimiter) -> None:
     assert not limiter.fits(limiter.size, 1)
 
 
-async def test_each_head_is_counted_from_its_own_beginning(limiter: HeadLimiter) -> None:
+async def test_only_heads_are_counted_each_from_its_own_beginning(limiter: HeadLimiter) -> None:
     for _ in range(3):
         assert limiter.size == 0
         limiter.begin()
         limiter.add(HEAD_BYTES - 10)
         assert limiter.fits(0, HEAD_BYTES - 10)
         limiter.end()
-
-
-async def test_body_size_is_not_limited_by_the_head_limit(limiter: HeadLimiter) -> None:
     limiter.begin()
     limiter.end()
     assert limiter.fits(limiter.size, 100 * HEAD_BYTES)

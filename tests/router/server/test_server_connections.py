@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import uvloop
+from manual_clock import until
 
 from indexer import Indexer
 from router.fleet.allowed_networks import AllowedNetworks
@@ -44,8 +45,7 @@ async def _clients_come_at_once(server: HttpServer) -> None:
     address = listening.getsockname()
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     async with asyncio.timeout(60):
-        while not server.started:  # noqa: ASYNC110 - uvicorn tells nobody
-            await asyncio.sleep(0.001)
+        await until(lambda: server.started)
         with ExitStack() as clients:
             for _ in range(_CLIENTS):  # while the server does not accept
                 clients.enter_context(socket.create_connection(address))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from manual_clock import Clock
+from manual_clock import Clock, until
 
 from http_api.errors import RequestError
 from indexer import Target
@@ -351,12 +351,6 @@ async def test_response_of_another_router_is_found() -> None:
     for message in wire.told:
         there.receive(message)
     assert theirs.get("resp_1") == "http://w"
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the condition is another's
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("prefixes", [b"1234567", b"12345678" * 2000])

@@ -1,13 +1,15 @@
-"""The bundled model's tokenizer, an engine that uses it, and a client of that engine."""
+"""The bundled model's tokenizer, an engine that uses it, a client of that engine, and short trials of tokenizers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import islice
 
 import aiohttp
 import pytest
 from played_engine import MODEL, PlayedEngine
 
+from router.tokens import text_encoder
 from router.tokens.engine_client import EngineClient
 from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.local_tokenizer import LocalTokenizer
@@ -17,6 +19,15 @@ from router.tokens.tokenizers import Tokenizers
 @pytest.fixture(scope="module")
 def local() -> LocalTokenizer:
     return LocalTokenizer.load(str(MODEL))
+
+
+@pytest.fixture(scope="module")
+def short_trials() -> Iterator[None]:
+    """Try tokenizers with few of the texts, because a whole trial takes most of a second of processor time."""
+    whole = text_encoder.trial_texts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_encoder, "trial_texts", lambda special: islice(whole(special), 0, None, 20))
+        yield
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import contextlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jinja2
@@ -293,40 +294,31 @@ MESSAGE = st.fixed_dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
-@given(
-    messages=st.lists(MESSAGE, min_size=1, max_size=3),
+CHATS = st.builds(
+    ChatPrompt,
+    st.lists(MESSAGE, min_size=1, max_size=3),
     tools=st.none() | st.lists(TOOL | ANY_JSON, max_size=2),
-    variables=st.none() | st.dictionaries(st.sampled_from(["tools", "documents", "color", "messages"]), ANY_JSON),
-    source=st.sampled_from([SHOW, SHOW_PARTS, SHOW + "{# 'developer' #}"]),
+    chat_template_kwargs=st.none()
+    | st.dictionaries(st.sampled_from(["tools", "documents", "color", "messages"]), ANY_JSON),
+    add_generation_prompt=st.booleans(),
 )
-def test_any_messages_of_a_client_are_rendered_or_refused(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any] | None, source: str
-) -> None:
-    with contextlib.suppress(RequestError):
-        rendered(source, ChatPrompt(messages, tools=tools, chat_template_kwargs=variables))
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
-@given(
-    messages=st.lists(MESSAGE, min_size=1, max_size=3),
-    tools=st.none() | st.lists(TOOL, max_size=2),
-    color=ANY_JSON,
-    add_generation_prompt=st.booleans(),
-    wraps_parts=st.booleans(),
-)
+@given(CHATS, st.sampled_from([SHOW, SHOW_PARTS, SHOW + "{# 'developer' #}"]))
+def test_any_messages_of_a_client_are_rendered_or_refused(chat: ChatPrompt, source: str) -> None:
+    with contextlib.suppress(RequestError):
+        rendered(source, chat)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(CHATS, st.none() | st.lists(TOOL, max_size=2), ANY_JSON, st.booleans())
 def test_text_equals_that_of_transformers(
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    color: Any,
-    add_generation_prompt: bool,
-    wraps_parts: bool,
+    chat: ChatPrompt, tools: list[dict[str, Any]] | None, color: Any, wraps_parts: bool
 ) -> None:
     source = (SHOW_PARTS if wraps_parts else SHOW) + "{{ [tools, color, bos_token, add_generation_prompt] | tojson }}"
-    chat = ChatPrompt(
-        messages, tools=tools, chat_template_kwargs={"color": color}, add_generation_prompt=add_generation_prompt
-    )
-    prepared = prepare_messages(messages, wraps_parts=wraps_parts, knows_developer=False)
+    chat = replace(chat, tools=tools, chat_template_kwargs={"color": color})
+    prepared = prepare_messages(chat.messages, wraps_parts=wraps_parts, knows_developer=False)
     shown = {} if color is None or color == "auto" else {"color": color}
 
     def expected() -> str:
@@ -334,7 +326,7 @@ def test_text_equals_that_of_transformers(
             prepared,
             tools=prepare_tools(tools),
             chat_template=source,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=chat.add_generation_prompt,
             tokenize=False,
             **shown,
         )

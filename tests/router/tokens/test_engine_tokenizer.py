@@ -90,20 +90,10 @@ async def test_chat_is_tokenized_with_all_fields_that_change_its_text(
         add_special_tokens=True,
     )
     await asker.tokenize(chat)
-    assert engine.bodies[-1] == {
-        "model": "m",
-        "messages": [USER],
-        "tools": TOOLS,
-        "chat_template_kwargs": {
-            "color": "red",
-            "documents": [{"text": "d"}],
-            "reasoning_effort": "low",
-            "enable_thinking": True,
-        },
-        "add_generation_prompt": True,
-        "continue_final_message": False,
-        "add_special_tokens": True,
-    }
+    variables = {"color": "red", "documents": [{"text": "d"}], "reasoning_effort": "low", "enable_thinking": True}
+    flags = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": True}
+    prompt = {"model": "m", "messages": [USER], "tools": TOOLS}
+    assert engine.bodies[-1] == prompt | {"chat_template_kwargs": variables} | flags
 
 
 async def test_router_truncates_what_tokenize_does_not(
@@ -221,13 +211,12 @@ async def test_invalid_answers_leave_token_ids_unknown(
             await EngineClient(session, "m").tokenized(url, TextPrompts(["a"]))
 
 
-async def test_call_of_a_silent_engine_times_out(engine: PlayedEngine, session: aiohttp.ClientSession) -> None:
+async def test_silent_or_unreachable_engine_leaves_token_ids_unknown(
+    engine: PlayedEngine, session: aiohttp.ClientSession
+) -> None:
     engine.hangs = True
     with pytest.raises(TokenizerUnavailableError, match="render"):
         await EngineClient(session, "m", timeout_seconds=0.05).rendered(engine.url, TextPrompts(["a"]))
-
-
-async def test_unreachable_engine_leaves_token_ids_unknown(session: aiohttp.ClientSession) -> None:
     with pytest.raises(TokenizerUnavailableError, match=r"127\.0\.0\.1:9/tokenize"):
         await EngineClient(session, "m").tokenized("http://127.0.0.1:9", TextPrompts(["a"]))
 

@@ -23,6 +23,8 @@ from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_files import ModelFiles, files_of
 
+pytestmark = pytest.mark.usefixtures("short_trials")
+
 USER = {"role": "user", "content": "What holds the cache?"}
 
 
@@ -62,11 +64,6 @@ def test_token_ids_equal_those_of_transformers(
     assert [list(ids) for ids in local.encode(texts, add_special_tokens=True)] == reference(texts)["input_ids"]
 
 
-def test_special_tokens_in_a_text_are_recognized(local: LocalTokenizer, reference: PreTrainedTokenizerFast) -> None:
-    (ids,) = local.encode(["a<|im_end|>b"], add_special_tokens=False)
-    assert reference.convert_tokens_to_ids("<|im_end|>") in ids
-
-
 def test_special_tokens_are_added_only_on_request(tmp_path: Path) -> None:
     tokenizer = LocalTokenizer.load(saved(tmp_path, trained(bos=True)))
     (with_bos,) = tokenizer.encode(["the cache"], add_special_tokens=True)
@@ -83,18 +80,6 @@ def test_segments_are_cached_only_if_texts_cannot_be_cut(bos: bool) -> None:
     text = "<s>the worker holds the prefix<|end|>" * 2
     assert tokenizer.encode([text], add_special_tokens=True) == tokenizer.encode([text], add_special_tokens=True)
     assert (tokenizer.cached_bytes > 0) == bos
-
-
-def test_padding_and_truncation_of_the_file_are_ignored(tmp_path: Path) -> None:
-    text = "the worker holds the cache " * 20
-    plain = LocalTokenizer.load(saved(tmp_path / "plain", trained())).encode([text, "a"], add_special_tokens=False)
-    tokenizer = trained()
-    tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=500)
-    (tmp_path / "cut").mkdir()
-    path = saved(tmp_path / "cut", tokenizer)
-    tokenizer.save(str(tmp_path / "cut" / "tokenizer.json"))
-    assert LocalTokenizer.load(path).encode([text, "a"], add_special_tokens=False) == plain
 
 
 def test_one_tokenizer_is_used_by_many_threads(local: LocalTokenizer) -> None:
@@ -160,8 +145,3 @@ def test_vocabulary_size_is_the_larger_of_model_and_tokenizer(
     tokenizer.add_special_tokens([AddedToken("<|added|>", special=True)])
     own = tokenizer.get_vocab_size()
     assert LocalTokenizer.load(saved(tmp_path, tokenizer, **config)).vocab_size == (size or own)
-
-
-def test_error_names_a_folder_without_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerUnavailableError, match="no tokenizer can be loaded from"):
-        LocalTokenizer.load(str(tmp_path))

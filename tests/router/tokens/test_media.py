@@ -48,14 +48,11 @@ async def test_tokens_before_the_first_image_are_exact(tokenizers: Tokenizers, k
     assert AutoTokenizer.from_pretrained(MODEL).decode(list(ids)) == start + known
 
 
-async def test_equal_images_have_equal_tokens_and_others_differ(tokenizers: Tokenizers) -> None:
+async def test_images_have_tokens_by_their_content_and_not_their_detail(tokenizers: Tokenizers) -> None:
     first, again, other = [await tokenized(tokenizers, TEXT, image(url)) for url in ("data:,1", "data:,1", "data:,2")]
     assert first == again
     assert first.token_ids == other.token_ids
     assert first.identities != other.identities
-
-
-async def test_detail_of_an_image_does_not_change_tokens(tokenizers: Tokenizers) -> None:
     near = {"type": "image_url", "image_url": {"url": "data:,1", "detail": "high"}}
     assert await tokenized(tokenizers, image("data:,1")) == await tokenized(tokenizers, near)
 

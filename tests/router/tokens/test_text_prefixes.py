@@ -33,8 +33,9 @@ def test_prefix_of_a_turn_begins_with_the_previous_turn() -> None:
     assert len(first) % 4 == 0
 
 
-def test_content_in_parts_has_the_text_of_a_string() -> None:
+def test_texts_are_unchanged_whole_or_in_parts() -> None:
     assert text(user([{"type": "text", "text": "What is it?"}])) == text(user("What is it?"))
+    assert [each.tokens for each in text_prefixes(TextPrompts(["abcdefgh", "é" * 4]))] == [b"abcdefgh", b"\xc3\xa9" * 4]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +72,6 @@ def test_calls_and_reasoning_are_part_of_the_text() -> None:
     plain = {"role": "assistant", "content": None}
     assert text(user("x"), plain | {"tool_calls": [call]}) != text(user("x"), plain)
     assert text(user("x"), plain | {"reasoning": "hm"}) != text(user("x"), plain)
-
-
-def test_plain_texts_are_unchanged() -> None:
-    assert [each.tokens for each in text_prefixes(TextPrompts(["abcdefgh", "é" * 4]))] == [b"abcdefgh", b"\xc3\xa9" * 4]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
+from manual_clock import until
 
 from router.http.headers import forwarded_lines
 from router.http.worker_url import end_of_head
@@ -93,14 +94,7 @@ async def served(serve: Serve = always_ok, patience: float = 5.0) -> AsyncIterat
     async with server:
         yield upstreams, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         await upstreams.close()
-        assert upstreams.open_connections == 0 or await _gone(upstreams)
-
-
-async def _gone(upstreams: Upstreams) -> bool:
-    async with asyncio.timeout(60):
-        while upstreams.open_connections:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return True
+        await until(lambda: not upstreams.open_connections)
 
 
 async def ask(upstreams: Upstreams, url: str) -> Remembering:
@@ -127,7 +121,7 @@ async def test_idle_connections_are_dropped_in_time(monkeypatch: pytest.MonkeyPa
 
     async with served() as (upstreams, url):
         await asyncio.gather(*(ask(upstreams, url) for _ in range(3)))
-        assert await _gone(upstreams)
+        await until(lambda: not upstreams.open_connections)
         assert (await ask(upstreams, url)).body == b"{}"
 
 
@@ -143,7 +137,7 @@ async def test_removed_worker_finishes_its_requests() -> None:
         await asyncio.sleep(0.05)
         upstreams.forget(url)
         assert (await asking).body == b"{}"
-        assert await _gone(upstreams)
+        await until(lambda: not upstreams.open_connections)
 
 
 async def test_closing_fails_requests_in_flight() -> None:
@@ -303,6 +297,6 @@ def test_connection_cancelled_while_opening_is_not_counted(monkeypatch: pytest.M
             monkeypatch.setattr(upstream, "opened", give_up_now)
             sent = upstream.send(Remembering(), "GET", b"/", b"", b"")
             await given_up.wait()
-            assert await _gone(upstreams)
+            await until(lambda: not upstreams.open_connections)
 
     uvloop.run(give_up())
