@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,16 @@ from router.tokens.model_files import ModelFiles
 
 MODEL = Path(simulator.worker.__file__).parent / "model"
 
+# A template whose placeholder of an image is the token `IMAGE_TOKEN`.
+SEES_IMAGES = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}<|endoftext|>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>{% endfor %}"
+)
+IMAGE_TOKEN = 0
 
+
+@cache
 def with_template(template: str) -> LocalTokenizer:
     """Return the bundled tokenizer with another chat template."""
     return LocalTokenizer(replace(ModelFiles.read(MODEL), templates={"default": template}))

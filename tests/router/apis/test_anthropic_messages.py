@@ -29,9 +29,12 @@ def said(*given: dict[str, Any]) -> list[dict[str, Any]]:
     return prompt(messages=list(given)).messages
 
 
-def test_a_message() -> None:
+def test_a_message_with_its_options() -> None:
     request = messages(stream=True, cache_salt="s", metadata={"user_id": "u"})
     assert request == RoutedRequest("m", ChatPrompt([USER], merges_system=True), True, "s", max_tokens=9, session="u")
+    assert prompt(thinking={"type": "disabled"}).thinking_off
+    assert not prompt(thinking={"type": "enabled", "budget_tokens": 1024}).thinking_off
+    assert prompt(output_config={"effort": "low"}).reasoning_effort == "low"
 
 
 @pytest.mark.parametrize(
@@ -51,13 +54,18 @@ LINKED = {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}
 IMAGE_URL = {"type": "image_url", "image_url": {"url": "http://a/b.png"}}
 
 
-def test_blocks_of_text_and_images() -> None:
+def test_images_stay_in_their_message_and_follow_tool_results() -> None:
     text = {"type": "text", "text": "one"}
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
     image_url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     assert said({"role": "user", "content": [text]}) == [{"role": "user", "content": "one"}]
     made = said({"role": "user", "content": [text, image, LINKED]})
     assert made == [{"role": "user", "content": [text, image_url, IMAGE_URL]}]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [LINKED]}
+    assert said({"role": "user", "content": [result]}) == [
+        {"role": "tool", "tool_call_id": "t", "content": ""},
+        {"role": "user", "content": [IMAGE_URL]},
+    ]
 
 
 def test_tools_are_used_and_give_results() -> None:
@@ -80,14 +88,6 @@ def test_tools_are_used_and_give_results() -> None:
     ]
 
 
-def test_image_of_tool_result_follows_result() -> None:
-    result = {"type": "tool_result", "tool_use_id": "t", "content": [LINKED]}
-    assert said({"role": "user", "content": [result]}) == [
-        {"role": "tool", "tool_call_id": "t", "content": ""},
-        {"role": "user", "content": [IMAGE_URL]},
-    ]
-
-
 def test_tools_have_a_schema_of_an_object() -> None:
     parameters = {"properties": {}, "type": "object"}
     function = {"name": "weather", "description": "Says it", "parameters": parameters}
@@ -103,18 +103,10 @@ def test_tools_come_and_go_within_a_conversation() -> None:
     named = {"type": "tool_reference", "name": "weather"}
     added = changed("tool_addition", {"type": "tool_definition", "definition": TOOL | {"name": "clock"}})
     tools = prompt(tools=[TOOL], messages=[USER, changed("tool_removal", named), added]).tools
-    assert tools is not None
     assert [tool["function"]["name"] for tool in tools] == ["clock"]
     deferred = TOOL | {"defer_loading": True}
     tools = prompt(tools=[deferred], messages=[USER, changed("tool_addition", named)]).tools
-    assert tools is not None
     assert tools[0]["function"]["defer_loading"] is None
-
-
-def test_thinking_and_effort() -> None:
-    assert prompt(thinking={"type": "disabled"}).thinking_off
-    assert not prompt(thinking={"type": "enabled", "budget_tokens": 1024}).thinking_off
-    assert prompt(output_config={"effort": "low"}).reasoning_effort == "low"
 
 
 @pytest.mark.parametrize(

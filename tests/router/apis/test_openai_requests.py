@@ -69,7 +69,7 @@ def test_the_forms_of_a_prompt(prompt: Any, expected: TextPrompts | TokenPrompts
     assert completion(prompt=None, prompt_embeds="UEsDBAAA").prompt == TokenPrompts([]), "embeddings have no tokens"
 
 
-def test_chat_keeps_every_field_of_its_prompt() -> None:
+def test_chat_keeps_whole_messages_and_every_field_of_its_prompt() -> None:
     fields: dict[str, Any] = {
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "documents": [{"title": "t", "text": "x"}],
@@ -82,9 +82,6 @@ def test_chat_keeps_every_field_of_its_prompt() -> None:
     }
     prompt = prompt_of_chat(**fields, truncate_prompt_tokens=7, truncation_side="right")
     assert prompt == ChatPrompt([HELLO], **fields, truncation=Truncation(7, "right"))
-
-
-def test_messages_are_kept_whole() -> None:
     messages = [
         {"role": "wizard", "name": "merlin", "anything": {"deep": [1, None]}},
         {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]},

@@ -41,7 +41,7 @@ def test_what_else_decides() -> None:
     assert responses(model=None).model is None
 
 
-def test_reasoning_text_and_calls_become_one_message() -> None:
+def test_reasoning_or_its_summary_text_and_calls_become_one_message() -> None:
     items = [
         USER,
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
@@ -60,9 +60,6 @@ def test_reasoning_text_and_calls_become_one_message() -> None:
         {"role": "assistant", "content": "Sun."},
         {"role": "assistant", "content": "And warm."},
     ]
-
-
-def test_summary_replaces_missing_reasoning() -> None:
     summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}
     assert prompt(input=[USER, summary]).messages[1] == {"role": "assistant", "reasoning": "so"}
     assert prompt(input=[USER, {"type": "reasoning", "summary": []}]).messages[1]["reasoning"] == ""
@@ -85,7 +82,6 @@ def test_tools_are_those_the_model_is_shown() -> None:
             {"type": "namespace", "name": "ns", "tools": [function, {"type": "custom", "name": "no"}]},
         ]
     ).tools
-    assert tools is not None
     assert [tool["function"]["name"] for tool in tools] == ["weather", "code", "ns__weather"]
     assert tools[0]["function"]["strict"] is True
     assert tools[1]["function"]["parameters"]["required"] == ["input"]

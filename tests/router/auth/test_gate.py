@@ -105,14 +105,11 @@ def test_tenants_never_share_a_salt(clock: Clock) -> None:
     assert salts == [json.loads(each.with_tenant_salt(CHAT, body))["cache_salt"] for each in tenants for body in bodies]
 
 
-def test_only_the_salt_is_changed_and_only_when_wanted(clock: Clock) -> None:
+def test_only_the_salt_of_an_object_is_changed_and_only_when_wanted(clock: Clock) -> None:
     body = b'{ "prompt": "\\u00e9",\n"x": 1.0 }'
     apart = tenant(clock, isolate=True)
     assert apart.with_tenant_salt(CHAT, body).startswith(body[:-2] + b',"cache_salt":"')
     assert apart.with_tenant_salt("/v1/embeddings", body) == body
     assert tenant(clock).with_tenant_salt(CHAT, body) == body
-
-
-def test_body_without_object_cannot_be_salted(clock: Clock) -> None:
     with pytest.raises(RequestError, match="Send one JSON object, in UTF-8"):
         tenant(clock, isolate=True).with_tenant_salt(CHAT, b"[]")

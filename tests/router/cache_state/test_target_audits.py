@@ -45,7 +45,6 @@ class Streams:
         return self.known
 
     def resync(self, target: Target) -> bool:  # noqa: ARG002
-        assert self.known is not None
         self.resyncs += self.replays
         self.known.began_at = time.monotonic()
         return self.replays

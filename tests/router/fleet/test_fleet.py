@@ -169,7 +169,6 @@ async def test_restarted_worker_with_another_event_port_has_only_its_new_blocks(
             await server.start()
             await until(lambda: watched.matched() == 16)
         (registration,) = watched.indexer.registered()
-        assert registration.source is not None
         assert registration.source.endpoint == server.sources["0"]["endpoint"]
 
 
@@ -240,7 +239,6 @@ async def test_worker_with_an_invalid_event_endpoint_stays_up(server: WorkerServ
     async with watching(server) as watched:
         assert watched.worker.up
         assert [known.source for known in watched.indexer.registered()] == [None]
-        assert watched.worker.description is not None
         assert "nowhere" in watched.worker.description.refused[0]
 
 

@@ -105,7 +105,6 @@ class Cluster:
     fleet: Fleet
 
     async def until_workers(self, *hosts: str) -> None:
-        """Wait until the fleet has exactly these workers."""
         await until(lambda: {worker.url for worker in self.fleet.workers} == {f"http://{host}" for host in hosts})
 
 

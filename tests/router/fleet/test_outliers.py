@@ -12,7 +12,7 @@ from manual_clock import Clock
 
 from router.fleet.circuit import CircuitLimits, CircuitState
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
-from router.fleet.health import FirstByte, Health, Outcome, expected_seconds
+from router.fleet.health import Health, Outcome, expected_seconds
 from router.fleet.stall_detector import Alike, OutlierLimits, Recent, StallDetector
 from router.fleet.worker import Worker
 from router.settings import FleetSettings, WorkerSettings
@@ -106,15 +106,9 @@ def test_late_worker_is_late_against_each_of_its_requests(of_workers: list[list[
         theirs = [first for other in workers if other is not worker for first in other.first_bytes()]
         mine = worker.first_bytes()
         seconds = median(first.seconds for first in mine)
-        usual = median(_expected(theirs, first.work) for first in mine)
+        usual = median(expected_seconds(theirs, first.work, True) for first in mine)
         is_late = seconds > usual + LIMITS.seconds and seconds > LIMITS.factor * usual
         assert (reason is not None) == is_late
-
-
-def _expected(theirs: list[FirstByte], work: int) -> float:
-    expected = expected_seconds(theirs, work, True)
-    assert expected is not None
-    return expected
 
 
 def fleet(workers: int, clock: Clock, serves: Callable[[int], str]) -> list[Worker]:

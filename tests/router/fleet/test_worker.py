@@ -62,16 +62,13 @@ def named(host: str, name: str | None = None) -> WorkerSettings:
     return WorkerSettings.model_validate({"url": f"http://{host}:1", "name": name})
 
 
-def test_first_source_counts_when_two_name_the_same_url() -> None:
+def test_first_source_of_a_url_counts_and_duplicate_names_are_replaced_by_urls() -> None:
     sources = WorkerSources([named("a", "configured")])
     sources.assign("kubernetes", [named("a", "pod"), named("b", "pod")])
     assert {url: (each.name, each.source) for url, each in sources.merged().items()} == {
         "http://a:1": ("configured", "config"),
         "http://b:1": ("pod", "kubernetes"),
     }
-
-
-def test_worker_with_a_duplicate_name_is_shown_by_its_url() -> None:
     sources = WorkerSources([named("a", "gpu")])
     sources.assign("api", [named("b", "gpu")])
     assert [each.name for each in sources.merged().values()] == ["gpu", "http://b:1"]

@@ -103,7 +103,6 @@ def test_missing_end_of_a_complete_answer_is_added() -> None:
     assert cut.ending() is None
     cut.filter(event("b", [2]), False)
     ending = cut.ending()
-    assert ending is not None
     last, usage, done, _ = ending.split(b"\n\n")
     assert json.loads(last[5:])["choices"][0]["finish_reason"] == "length"
     assert json.loads(usage[5:])["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}

@@ -215,7 +215,7 @@ class Client:
         self.written.append(data)
 
 
-def test_forwarded_stream_reports_usage_and_progress() -> None:
+def test_forwarded_stream_reports_progress_and_usage_in_separate_or_joined_chunks() -> None:
     client, now = Client(), 1.0
     worker = Health(clock=lambda: now)
     rank = worker.begin(10, dp_rank=1, one_of_many=True).health
@@ -229,9 +229,6 @@ def test_forwarded_stream_reports_usage_and_progress() -> None:
     assert tail.usage() == Usage(9, 2, None)
     assert worker.last_byte == rank.last_byte == 5.0
     assert worker.begin(10).health is worker
-
-
-def test_usage_is_reported_after_an_event_without_usage() -> None:
     tail = UsageTail()
     stream = EventStream(Client(), Health(), tail, None)
     assert stream.forward(chunk(b'data: {"usage":null}\n\n') + chunk(USAGE) + chunk(b"data: [DONE]\n\n"))

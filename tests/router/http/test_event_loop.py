@@ -76,7 +76,7 @@ def test_deadline_is_called_once_each_time_it_passes(steps: tuple[float | str, .
     assert run(*steps) == calls
 
 
-async def test_progress_moves_the_deadline() -> None:
+async def test_progress_moves_a_deadline_that_is_not_cleared() -> None:
     late = asyncio.Event()
     signs = [True]  # one since it was set, which the next look finds
     watched = Deadline(asyncio.get_running_loop(), late.set, lambda: bool(signs) and signs.pop())
@@ -85,9 +85,6 @@ async def test_progress_moves_the_deadline() -> None:
     async with asyncio.timeout(60):
         await late.wait()
     assert time.monotonic() - began >= event_loop.TICK + 0.05
-
-
-async def test_progress_does_not_restart_a_cleared_deadline() -> None:
     late = asyncio.Event()
     watched = Deadline(asyncio.get_running_loop(), late.set, lambda: True)
     watched.set(0.03)

@@ -41,7 +41,6 @@ def test_sampled_request_records_its_outcome() -> None:
     clock = Clock(0.0)
     requests = SeenRequests(clock)
     seen = requests.placed("m", 100, decided())
-    assert seen is not None
     (first,) = requests.since(0)
     clock.now = 0.25
     seen.first_byte()

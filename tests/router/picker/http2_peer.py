@@ -40,11 +40,9 @@ class Calls:
                 await self._changed.wait()
 
     async def until_empty(self) -> None:
-        """Wait until all calls have ended."""
         await self.until(lambda: not self.open)
 
     def end(self, handler: CallHandler) -> None:
-        """A call is over."""
         self.open.remove(handler)
         self._changed.set()
 

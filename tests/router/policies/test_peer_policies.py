@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 
 from indexer import Target
-from router.policies import Candidate, Policy, Request, policy_named
-from router.policies.peers import (
-    AtRandom,
-    Dynamo,
-    LeastLoaded,
-    Lmetric,
-    RoundRobin,
-    cache_aware,
-    llm_d,
-    session_affinity,
-)
+from router.policies import Candidate, Policy, Request, peers, policy_named
 from router.settings import PolicyName, PolicySettings
 
 
@@ -49,7 +39,7 @@ def test_a_single_candidate_is_chosen(name: PolicyName) -> None:
 
 
 def test_round_robin_takes_turns() -> None:
-    policy = RoundRobin()
+    policy = peers.RoundRobin()
     candidates = [candidate("a", overlap=1000), candidate("b", requests=9), candidate("c")]
     decisions = [policy(candidates, Request(1000)) for _ in range(6)]
     assert [decision.chosen.target.worker for decision in decisions] == ["a", "b", "c"] * 2
@@ -58,24 +48,24 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_round_robin_continues_after_a_lost_candidate() -> None:
-    policy = RoundRobin()
+    policy = peers.RoundRobin()
     chosen(policy, [candidate("a"), candidate("b"), candidate("c")])
     assert {chosen(policy, [candidate("a"), candidate("b")]) for _ in range(2)} == {"a", "b"}
 
 
 def test_random_policy_needs_no_prompt() -> None:
-    policy = AtRandom(Random(0))
+    policy = peers.AtRandom(Random(0))
     counts = Counter(chosen(policy, [candidate("a", requests=99), candidate("b", overlap=1000)]) for _ in range(400))
     assert min(counts["a"], counts["b"]) > 150
 
 
 def test_least_loaded_breaks_ties_at_random() -> None:
-    policy = LeastLoaded(Random(0))
+    policy = peers.LeastLoaded(Random(0))
     assert {chosen(policy, [candidate("a"), candidate("b")]) for _ in range(50)} == {"a", "b"}
 
 
 def test_session_keeps_its_target() -> None:
-    policy = session_affinity(Random(0))
+    policy = peers.session_affinity(Random(0))
     names = "abcdefgh"
     homes = {
         session: chosen(policy, [candidate(name) for name in names], session=session) for session in map(str, range(99))
@@ -86,7 +76,7 @@ def test_session_keeps_its_target() -> None:
 
 
 def test_removed_target_moves_only_its_sessions() -> None:
-    policy = session_affinity(Random(0))
+    policy = peers.session_affinity(Random(0))
     for session in map(str, range(99)):
         home = chosen(policy, [candidate(name) for name in "abcd"], session=session)
         after = chosen(policy, [candidate(name) for name in "abc"], session=session)
@@ -95,7 +85,7 @@ def test_removed_target_moves_only_its_sessions() -> None:
 
 def test_session_leaves_an_overloaded_target() -> None:
     """With 40 requests in flight on four targets, one may have 13."""
-    policy = session_affinity(Random(0))
+    policy = peers.session_affinity(Random(0))
     home = chosen(policy, [candidate(name) for name in "abcd"], session="ann")
     for requests, stays in ((12, True), (13, False)):
         others = [candidate(name, requests=(40 - requests) // 3) for name in "abcd" if name != home]
@@ -106,18 +96,18 @@ def test_session_leaves_an_overloaded_target() -> None:
     ("policy", "a", "b", "expected"),
     [
         # The least loaded counts requests only, and is taken without a session.
-        (LeastLoaded, {"overlap": 1000, "requests": 2}, {"requests": 1, "pending": 9999}, "b"),
-        (session_affinity, {"requests": 1}, {}, "b"),
+        (peers.LeastLoaded, {"overlap": 1000, "requests": 2}, {"requests": 1, "pending": 9999}, "b"),
+        (peers.session_affinity, {"requests": 1}, {}, "b"),
         # Cache-aware routing takes the longest match above its threshold, and balances unequal loads.
-        (cache_aware, {"overlap": 301, "requests": 60}, {}, "a"),
-        (cache_aware, {"overlap": 300, "requests": 60}, {}, "b"),
-        (cache_aware, {"overlap": 999, "requests": 65}, {}, "b"),
-        (cache_aware, {"overlap": 999, "requests": 64}, {}, "a"),
-        (cache_aware, {"overlap": 999, "requests": 300}, {"requests": 200}, "a"),
+        (peers.cache_aware, {"overlap": 301, "requests": 60}, {}, "a"),
+        (peers.cache_aware, {"overlap": 300, "requests": 60}, {}, "b"),
+        (peers.cache_aware, {"overlap": 999, "requests": 65}, {}, "b"),
+        (peers.cache_aware, {"overlap": 999, "requests": 64}, {}, "a"),
+        (peers.cache_aware, {"overlap": 999, "requests": 300}, {"requests": 200}, "a"),
         # Dynamo adds the tokens to compute and those held.
-        (Dynamo, {"overlap": 500, "context": 600}, {}, "b"),
-        (Dynamo, {"overlap": 500, "context": 400}, {}, "a"),
-        (Dynamo, {"overlap": 500, "pending": 400}, {}, "a"),
+        (peers.Dynamo, {"overlap": 500, "context": 600}, {}, "b"),
+        (peers.Dynamo, {"overlap": 500, "context": 400}, {}, "a"),
+        (peers.Dynamo, {"overlap": 500, "pending": 400}, {}, "a"),
     ],
 )
 def test_choice_between_two(policy: Any, a: dict[str, int], b: dict[str, int], expected: str) -> None:
@@ -125,7 +115,7 @@ def test_choice_between_two(policy: Any, a: dict[str, int], b: dict[str, int], e
 
 
 def test_dynamo_credits_slower_tiers_with_less() -> None:
-    policy = Dynamo(Random(0))
+    policy = peers.Dynamo(Random(0))
     on_disk = Candidate(Target("disk", 0, "m"), 800, disk=800)
     in_host = Candidate(Target("host", 0, "m"), 800, cpu=800)
     assert policy([on_disk, in_host], Request(1000)).costs[0].terms["prefill"] == pytest.approx(800)
@@ -135,7 +125,7 @@ def test_dynamo_credits_slower_tiers_with_less() -> None:
 def test_llm_d_weighs_queue_memory_and_prefix() -> None:
     holder = Candidate(Target("holder", 0, "m"), overlap=1000, waiting=4, kv_usage=0.9)
     idle = Candidate(Target("idle", 0, "m"), kv_usage=0.5)
-    decision = llm_d(Random(0))([holder, idle], Request(1000))
+    decision = peers.llm_d(Random(0))([holder, idle], Request(1000))
     assert [cost.terms for cost in decision.costs] == [
         {"queue": 2.0, "memory": pytest.approx(1.8), "uncached": 0.0},
         {"queue": 0.0, "memory": pytest.approx(1.0), "uncached": 3.0},
@@ -143,7 +133,7 @@ def test_llm_d_weighs_queue_memory_and_prefix() -> None:
 
 
 def test_unknown_kv_usage_counts_as_the_highest() -> None:
-    policy = llm_d(Random(0))
+    policy = peers.llm_d(Random(0))
     full, free = (Candidate(Target(name, 0, "m"), kv_usage=usage) for name, usage in (("full", 0.8), ("free", 0.2)))
     silent = candidate("silent")
     assert [cost.terms["memory"] for cost in policy([silent, full, free], Request(10)).costs] == [1.6, 1.6, 0.4]
@@ -151,6 +141,6 @@ def test_unknown_kv_usage_counts_as_the_highest() -> None:
 
 
 def test_lmetric_multiplies() -> None:
-    policy = Lmetric(Random(0))
+    policy = peers.Lmetric(Random(0))
     decision = policy([candidate("a", overlap=400, pending=100, requests=3)], Request(1000))
     assert decision.costs[0].total == 700 * 4

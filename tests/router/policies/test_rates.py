@@ -92,12 +92,21 @@ def test_rates_follow_a_changed_worker() -> None:
     assert learner.rates.token == pytest.approx(START.token, rel=0.2)
 
 
-def test_similar_workers_share_rates(clock: Clock) -> None:
+def test_similar_workers_share_rates_and_different_ones_have_their_own(clock: Clock) -> None:
     table = RateTable(START, clock)
     for worker in "ab":
         show(table.learner(worker, "m"), START, Random(1))
     assert table.slowest_if_unlike("m") is None
     assert table.slowest_if_unlike("other") is None
+    table = RateTable(START, clock)
+    show(table.learner("slow", "m"), Rates(token=1e-4), Random(1))
+    assert table.slowest_if_unlike("m") is None
+    show(table.learner("fast", "m"), START, Random(1))
+    clock.now += 10
+    slowest = table.slowest_if_unlike("m")
+    assert slowest == table.learner("slow", "m").rates
+    assert table.learned_or("fast", "m", slowest) == table.learner("fast", "m").rates
+    assert table.learned_or("new", "m", slowest) == slowest
 
 
 def show_prompts(learner: RateLearner, truth: Rates, shortest: int, longest: int, noise: float, count: int) -> None:
@@ -133,16 +142,3 @@ def test_new_worker_uses_rates_of_its_model() -> None:
     assert table.likely("new", "other") == START
     show(table.learner("new", "m"), START, Random(1))
     assert table.likely("new", "m") == table.learner("new", "m").rates
-
-
-def test_different_workers_have_own_rates_and_unknown_ones_the_slowest(clock: Clock) -> None:
-    table = RateTable(START, clock)
-    show(table.learner("slow", "m"), Rates(token=1e-4), Random(1))
-    assert table.slowest_if_unlike("m") is None
-    show(table.learner("fast", "m"), START, Random(1))
-    clock.now += 10
-    slowest = table.slowest_if_unlike("m")
-    assert slowest == table.learner("slow", "m").rates
-    assert slowest is not None
-    assert table.learned_or("fast", "m", slowest) == table.learner("fast", "m").rates
-    assert table.learned_or("new", "m", slowest) == slowest

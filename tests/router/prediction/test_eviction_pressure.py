@@ -73,10 +73,6 @@ def test_only_recent_evictions_make_a_target_full(pressure: EvictionPressure, cl
     assert not pressure.evicting(A)
 
 
-def test_target_without_counters_is_assumed_to_evict(pressure: EvictionPressure) -> None:
-    assert pressure.evicting(Target("silent", 0, "m"))
-
-
 def test_evictions_have_no_price_without_counters(clock: Clock) -> None:
     pressure = EvictionPressure(CHUNK, STRIDE, clock=clock)
     pressure.routed(PROMPT, 0)
@@ -84,10 +80,11 @@ def test_evictions_have_no_price_without_counters(clock: Clock) -> None:
     assert pressure.price() == 0
 
 
-def test_counter_reset_is_no_eviction(pressure: EvictionPressure) -> None:
+def test_counter_reset_is_no_eviction_and_a_target_without_counters_evicts(pressure: EvictionPressure) -> None:
     pressure.removed({A: 5000})
     pressure.removed({A: 10, B: 70})
     assert not pressure.evicting(B)
+    assert pressure.evicting(Target("silent", 0, "m"))
 
 
 hash_lists = st.lists(st.integers(0, 40), max_size=60)

@@ -89,16 +89,13 @@ def test_evictions_are_read_from_the_index(learned: Learned, clock: Clock, index
     assert learned.pressure.price() == pytest.approx(lost / (1 - lost))
 
 
-def test_mean_output_of_a_model_is_learned() -> None:
+def test_mean_output_of_a_model_is_learned_and_bounded_by_the_limit_of_a_request() -> None:
     lengths = OutputLengths()
     guess = lengths.expected("m", None)
     for _ in range(1000):
         lengths.seen("m", 40)
     assert lengths.expected("m", None) == pytest.approx(40, rel=0.05)
     assert lengths.expected("other", None) == guess
-
-
-def test_limit_of_a_request_bounds_its_expected_output() -> None:
     lengths = OutputLengths()
     assert lengths.expected("m", 5) == 5
     assert lengths.expected("m", 100_000) == lengths.expected("m", None)

@@ -169,10 +169,8 @@ def test_promises_are_read_from_headers_and_classes() -> None:
     levels = ServiceLevels.from_settings(settings)
     assert ServiceLevels.from_settings(Settings()) is None
     by_model = read_slo([], levels, "", "m", 5.0)
-    assert by_model is not None
     assert (by_model.service_level, by_model.first_token_by, by_model.tpot) == ("slow", 35.0, 0.2)
     named = read_slo([(b"x-kvrouter-service-level", b"fast"), (b"x-slo-tpot-ms", b"50")], levels, "", "m", 5.0)
-    assert named is not None
     assert (named.ttft, named.tpot, named.refuses_late) == (1.0, 0.05, True)
     assert read_slo([(b"x-slo-ttft-ms", b"0")], None, "", "m", 5.0) is None  # none, as llm-d has it
     assert read_slo([], levels, "", "other", 5.0) is None

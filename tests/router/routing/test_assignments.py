@@ -33,7 +33,6 @@ SHARED = 8 * CHUNK_TOKENS
 
 
 def prompt(last: int) -> RoutedPrompt:
-    """A prompt that shares its start with all others."""
     packed = PackedPrompt.of(array("I", [*range(SHARED), *[last] * CHUNK_TOKENS]))
     return RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True)
 
@@ -105,7 +104,6 @@ async def test_request_is_not_held_for_a_busy_worker_while_another_is_idle(
     if idle_seconds < 10:
         assert other is None  # for all that is known, it has none
     else:
-        assert other is not None
         assert (other.worker, other.decision.chosen.overlap) == (second, 0)
         assert [each.target.worker for each in other.decision.candidates] == [second.url]
         routing.placement.place(other_prompt, excluded=[first])
@@ -128,7 +126,6 @@ async def test_idle_worker_is_preferred_to_a_prefill_that_ends_soon(
     selection = choose(routing, asked)
     assert selection.worker is first
     placed = routing.selector.bind(asked, selection, (), NO_LIMITS, waiting=0)
-    assert placed is not None
     assert placed.worker is fleet.workers[goes_to]
 
 
@@ -270,7 +267,6 @@ async def test_prompts_in_flight_are_the_same_where_their_images_are(routing: Ro
         return RoutedPrompt(MODEL, len(tokens), [tokens], [tokens], exact=True)
 
     placed = routing.placement.place(about("red", "green"))
-    assert placed.cache_prediction is not None
     assert (placed.cache_prediction.media, placed.cache_prediction.comparable) == (True, True)
     for names, chunks in ((("red", "green"), 9), (("red", "blue"), 4), (("blue", "green"), 0)):
         overlap = candidates(routing, about(*names))[placed.worker.url].overlap

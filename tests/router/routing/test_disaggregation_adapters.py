@@ -40,7 +40,7 @@ def sent(body: bytes) -> dict[str, Any]:
     return dict(json.loads(body))
 
 
-def test_sglang_uses_one_room_for_both_workers() -> None:
+def test_sglang_uses_one_room_for_both_workers_and_keeps_the_clients_request_id() -> None:
     adapter = made(Sglang)
     prefill, decode = sent(adapter.prefill().body), sent(adapter.decode(b"").body)
     assert prefill == decode
@@ -50,6 +50,9 @@ def test_sglang_uses_one_room_for_both_workers() -> None:
     assert sent(adapter.abort.body) == {"rid": meeting["rid"]}
     assert b'"seed": 1.0e2' in adapter.prefill().body  # all else stays as it was sent
     assert sent(made(Sglang).prefill().body)["bootstrap_room"] != meeting["bootstrap_room"]
+    adapter = made(Sglang, b'{"text": "x", "rid": "mine"}', "/generate")
+    assert sent(adapter.prefill().body)["rid"] == "mine"
+    assert sent(adapter.abort.body) == {"rid": "mine"}
 
 
 @given(st.integers(1, 64), st.data())
@@ -71,12 +74,6 @@ def test_batch_has_a_room_for_each_prompt(prompt: Any, rooms: int | None) -> Non
     assert (len(room) if isinstance(room, list) else None) == rooms
 
 
-def test_sglang_keeps_the_clients_own_request_id() -> None:
-    adapter = made(Sglang, b'{"text": "x", "rid": "mine"}', "/generate")
-    assert sent(adapter.prefill().body)["rid"] == "mine"
-    assert sent(adapter.abort.body) == {"rid": "mine"}
-
-
 def test_nixl_prefills_one_token_and_forwards_its_transfer_parameters() -> None:
     body = BODY.replace(b'"n":1', b'"min_tokens": 5, "max_tokens": 100')
     adapter = made(Nixl, body)
@@ -88,9 +85,6 @@ def test_nixl_prefills_one_token_and_forwards_its_transfer_parameters() -> None:
     opaque = b'{"remote_block_ids":[1, 2.0],"new": {"deep":  1}}'
     decode = adapter.decode(b'{"id": 1, "kv_transfer_params": %b}' % opaque)
     assert decode.body == body[:-1] + b',"kv_transfer_params":' + opaque + b"}"
-
-
-def test_nixl_chats_have_two_names_for_the_bound() -> None:
     prefill = sent(made(Nixl, b'{"messages": [], "max_completion_tokens": 9}', CHAT).prefill().body)
     assert (prefill["max_tokens"], prefill["max_completion_tokens"]) == (1, 1)
 

@@ -38,12 +38,13 @@ def test_decode_uses_the_least_load_and_overlap_breaks_ties() -> None:
     )  # they are counted, and counters only rise
 
 
-def test_prefill_uses_the_earliest_end() -> None:
+def test_prefill_uses_the_earliest_end_and_without_prefill_workers_decode_computes() -> None:
     queued, cold = worker("queued", pending=8000, overlap=9000), worker("cold")
     found = decided(worker("d"), queued, cold)
-    assert found.prefill is not None
     assert found.prefill.chosen is queued  # 8000 + 1000 against 10000
     assert found.as_json(WorkerNames())["prefill"] == {"worker": "http://queued", "dp_rank": 0}
+    found = decided(worker("d", waiting=3))
+    assert (found.prefill, found.reason) == (None, "no prefill worker is left")
 
 
 @pytest.mark.parametrize(
@@ -71,8 +72,3 @@ def test_saturated_prefill_workers_are_spared_while_decode_is_free() -> None:
     assert decided(worker("d"), full, worker("q")).prefill is not None
     assert decided(worker("d", waiting=1), full).prefill is not None
     assert decided(worker("d"), full, alone=False).prefill is not None
-
-
-def test_without_prefill_workers_decode_computes() -> None:
-    found = decided(worker("d", waiting=3))
-    assert (found.prefill, found.reason) == (None, "no prefill worker is left")

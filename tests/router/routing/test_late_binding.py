@@ -52,12 +52,9 @@ def test_remaining_time_of_a_running_prefill_counts_and_an_overdue_one_in_full()
     assert [Load(4).busy_after(seconds) for seconds in (20, 1000)] == [True, True]
 
 
-def test_while_many_are_held_the_whole_counts() -> None:
+def test_held_requests_and_prefills_of_peers_count_and_unobserved_ones_do_not() -> None:
     assert Load(4).busy_after(9, crowded=True)
     assert not Load(0.5).busy_after(9, crowded=True)
-
-
-def test_peer_prefills_count_and_unobserved_ones_do_not() -> None:
     assert Load(4).busy_after(9, others=0.5)
     assert Load(0.5).busy_after(0, others=1)
     assert not Load(4, 4, streamed=False).busy_after(0)

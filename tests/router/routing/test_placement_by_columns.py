@@ -69,7 +69,6 @@ class Fixture:
         assert selection.rank.target == selection.decision.chosen.target
         for candidate in candidates:
             worker, rank = self.fleet.find(candidate.target.worker), candidate.target.dp_rank
-            assert worker is not None
             assert worker not in excluded
             assert self.routing.selector.has_capacity(worker, rank, limits, prompt.tokens)
             load, peers = self.loads.of(worker.url, rank), self.peer_load.of(worker.url, rank)
@@ -163,7 +162,6 @@ def test_wanted_tokens_raise_the_eviction_cost(indexer: Indexer, monkeypatch: py
 
     def evictions() -> dict[str, float]:
         selection = fixture.routing.selector.choose(prompt)
-        assert selection is not None
         return {each.target.worker: each.eviction for each in selection.decision.candidates}
 
     assert set(evictions().values()) == {0.0, 0.5}

@@ -68,7 +68,6 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 @pytest.fixture(scope="module")
 def local(tokenizer: Tokenizer) -> LocalTokenizer:
     local = LocalTokenizer(ModelFiles(tokenizer.to_str(), {"default": TEMPLATE}))
-    assert local._prompts.boundary is not None
     assert local._prompts.boundary.text == "<|turn|>"
     return local
 
@@ -142,19 +141,14 @@ def test_text_is_not_cut_where_a_cut_may_change_tokens(tokens: tuple[AddedToken,
 def test_first_token_that_passes_the_trial_becomes_the_boundary() -> None:
     encoder = TextEncoder(trained(*TOKENS, special("x<|turn")).to_str())
     boundary = find_boundary(encoder, "<|turn|>user\nHi<|end|><|turn|>user\nHi<|end|>")
-    assert boundary is not None
     assert boundary.text == "<|end|>"
 
 
-def test_text_with_unexpected_number_of_boundary_tokens_is_not_cut() -> None:
+def test_text_with_unexpected_or_too_many_boundaries_is_not_cut() -> None:
     boundary = find_boundary(TextEncoder(trained(*TOKENS).to_str()), "<|turn|>user\nHi<|turn|>")
-    assert boundary is not None
     text, token = "<|turn|>user\nHi<|turn|>", boundary.token
     assert boundary.marks(text, pack_tokens([token, 256, 256, 256, token])) == [(0, 0), (15, 16)]
     assert boundary.marks(text, pack_tokens([token, 256, 256, 256])) == []
-
-
-def test_text_of_only_boundaries_is_not_cut() -> None:
     boundary, count = Boundary("|", 7), 2**14
     assert len(boundary.marks("|" * count, pack_tokens([7] * count))) == count
     assert boundary.marks("|" * (count + 1), pack_tokens([7] * (count + 1))) == []

@@ -177,15 +177,12 @@ def test_line_that_changes_with_each_request_is_dropped(content: Any, expected: 
 DEVELOPER = {"role": "developer", "content": "d", "tools": [{"function": {"name": "f"}, "type": "function"}]}
 
 
-def test_developer_becomes_system_if_template_has_no_developer() -> None:
+def test_developer_becomes_system_unless_the_template_has_it() -> None:
     assert seen(DEVELOPER, USER) == [{"role": "system", "content": "d"}, USER]
     system = {"role": "system", "content": "s"}
     assert seen(USER, system) == [USER, system], "system messages are not merged without a developer"
     assert seen(system, USER, DEVELOPER) == [{"role": "system", "content": "s\n\nd"}, USER]
     assert seen(USER, DEVELOPER, source=SHOW_PARTS)[0] == {"role": "system", "content": "d"}
-
-
-def test_developer_is_kept_if_template_has_it() -> None:
     assert seen(USER, DEVELOPER, source=SHOW + "{# 'developer' #}") == [USER, DEVELOPER]
 
 

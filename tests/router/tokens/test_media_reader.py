@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 from manual_clock import Clock
-from played_engine import PlayedEngine, with_template
+from played_engine import IMAGE_TOKEN, SEES_IMAGES, PlayedEngine, with_template
 
 from indexer.hashing import MediaSpan, PackedPrompt, media_keys
 from router.apis.endpoints import CHAT, Call, read_call
@@ -25,18 +25,12 @@ from router.tokens.media_reader import MediaReader
 from router.tokens.model_tokenizer import ModelTokenizer
 from router.tokens.tokenizers import Tokenized, Tokenizers
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'image' %}<|endoftext|>{% else %}{{ p.text }}{% endif %}{% endfor %}"
-    "{% endif %}<|im_end|>{% endfor %}"
-)
-IMAGE_TOKEN = 0
 TIMEOUT, INTERVAL = 5.0, 60.0
 
 
 @pytest.fixture(scope="module")
 def local() -> LocalTokenizer:
-    return with_template(TEMPLATE)
+    return with_template(SEES_IMAGES)
 
 
 def image(url: str) -> dict[str, Any]:
@@ -109,7 +103,6 @@ async def test_prompt_equals_that_of_the_engine_with_one_call_per_image(played: 
     assert played.asked == 2, "the image, and the whole of the first prompt"
     another = chat("Look again: ", RED, "What is it?", more=(ANSWER, {"role": "user", "content": "Sure?"}))
     found_now = played.tokenizers.tokenize_now("m", another)
-    assert found_now is not None
     assert found_now.token_ids == played.computed(another)
     assert played.asked == 2
     several = chat(GREEN, "and", RED, more=(ANSWER, {"role": "user", "content": [RED, GREEN]}))

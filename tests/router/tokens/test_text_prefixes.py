@@ -95,11 +95,7 @@ JSON = st.recursive(
 CONTENTS = st.none() | st.text() | st.lists(st.text() | st.dictionaries(st.text(), JSON))
 MESSAGES = st.lists(
     st.fixed_dictionaries(
-        {
-            "role": st.text(min_size=1),
-            "content": st.none() | st.text() | st.lists(st.text() | st.dictionaries(st.text(), JSON)),
-        },
-        optional={"name": JSON, "tool_calls": JSON},
+        {"role": st.text(min_size=1), "content": CONTENTS}, optional={"name": JSON, "tool_calls": JSON}
     ),
     min_size=1,
     max_size=4,

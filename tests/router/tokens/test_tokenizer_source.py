@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from played_engine import MODEL, PlayedEngine, with_template
+from played_engine import IMAGE_TOKEN, MODEL, SEES_IMAGES, PlayedEngine, with_template
 
 from indexer import Target
 from router.apis.endpoints import RESPONSES
@@ -272,19 +272,11 @@ async def test_suspected_engine_without_rendering_computes_the_probes(local: Loc
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,red#40"}}
 
 
-def that_takes_images(folder: Path) -> str:
-    """A copy of the model with a template that knows of images."""
-    parts = "{% if p.type == 'image' %}<|endoftext|>{% else %}{{ p.text }}{% endif %}"
-    source = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
-    source += "{% for p in m.content %}" + parts + "{% endfor %}{% endif %}{% endfor %}"
-    return replaced(folder, source)
-
-
 async def test_overloaded_engines_receive_no_images(tmp_path: Path) -> None:
-    folder = that_takes_images(tmp_path)
+    folder = replaced(tmp_path, SEES_IMAGES)
     async with playing(LocalTokenizer.load(folder), media_timeout=0) as played:
         for engine in played.engines:
-            engine.image_token = 0
+            engine.image_token = IMAGE_TOKEN
         await played.answers(root=folder)
         found = await played.tokenizers.tokenize("m", ChatPrompt([{"role": "user", "content": [IMAGE]}]))
         assert (found.token_ids[0].media, found.identities[0].media) == ((), ())
@@ -292,11 +284,11 @@ async def test_overloaded_engines_receive_no_images(tmp_path: Path) -> None:
 
 
 async def test_engines_process_images(tmp_path: Path) -> None:
-    folder = that_takes_images(tmp_path)
+    folder = replaced(tmp_path, SEES_IMAGES)
     chat = ChatPrompt([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, IMAGE]}])
     async with playing(LocalTokenizer.load(folder)) as played:
         for engine in played.engines:
-            engine.image_token = 0
+            engine.image_token = IMAGE_TOKEN
         played.engines[0].renders = False
         await played.answers(root=folder)
         found = await played.tokenizers.tokenize("m", chat)
