@@ -26,8 +26,7 @@ from kvevents.frames import (
     replay_frames,
     snapshot_frames,
 )
-from worker.publisher import EventPublisher, Snapshot
-from worker.stream_security import StreamSecurity
+from worker.publisher import EventPublisher, Snapshot, StreamSecurity
 
 logger = logging.getLogger(__name__)
 

@@ -142,7 +142,7 @@ def _run(service: Coroutine[Any, Any, None], settings: Settings, log_level: str)
 
     from router.fleet.kubernetes import KubernetesError
     from router.server.sockets import raise_file_limit
-    from router.tokens.errors import TokenizerUnavailableError
+    from router.tokens import TokenizerUnavailableError
 
     _begin_log(settings, log_level)
     raise_file_limit()

@@ -10,7 +10,7 @@ import msgspec
 from http_api.errors import RequestError
 from router.apis.body_fields import MessagesFields
 from router.apis.fields import kind_of, lenient, model_name, optional_string, read_body
-from router.apis.message_normalization import BILLING_HEADER
+from router.apis.messages import BILLING_HEADER
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.sessions import find_session, hints_in_body
 from router.http.headers import HeaderItems

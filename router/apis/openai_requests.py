@@ -5,7 +5,7 @@ from __future__ import annotations
 from http_api.errors import RequestError
 from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
 from router.apis.fields import kind_of, kinds_of, lenient, model_name, optional_string, read_body, token_ids
-from router.apis.media import media_options
+from router.apis.messages import media_options
 from router.apis.requests import (
     ChatPrompt,
     MatchRequest,

@@ -12,7 +12,7 @@ from typing import Any
 from http_api.errors import RequestError
 from router.apis.body_fields import ResponsesFields
 from router.apis.fields import kind_of, lenient, optional_string, read_body
-from router.apis.media import media_options
+from router.apis.messages import media_options
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.response_owners import StoredFields
 from router.apis.sessions import find_session, hints_in_body

@@ -12,8 +12,7 @@ from http_api.routes import add_error_handlers
 from indexer.api.questions import Questions
 from indexer.api.routes import index_routes
 from router.app.routes.commands import adapter_routes, cache_routes, sleep_routes
-from router.app.routes.explain import explain_routes
-from router.app.routes.match_requests import match_reader
+from router.app.routes.explain import explain_routes, match_reader
 from router.app.routes.model_cards import model_routes
 from router.app.routes.status import live_routes, status_routes
 from router.app.routes.workers import worker_routes

@@ -16,7 +16,6 @@ from router.app import subscriptions
 from router.app.embedded_index import running_indexer
 from router.app.readiness import Readiness
 from router.cache_state.build import build_cache_state
-from router.fleet.adapters import Adapters
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.build import FleetWatch, build_fleet, follow_sources
 from router.fleet.discovery import ServedModel
@@ -24,6 +23,7 @@ from router.fleet.event_streams import RegisteredStreams
 from router.fleet.fleet import Fleet
 from router.fleet.prober import Prober
 from router.fleet.worker import Worker
+from router.fleet.worker_commands import Adapters
 from router.forwarding.proxy_services import ProxyContext, build_forwarding
 from router.http.event_loop import end_tasks
 from router.load.target_load import LoadTable

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from router.admission.admission import Admission
-from router.fleet.adapters import Adapters
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
+from router.fleet.worker_commands import Adapters
 from router.forwarding.proxy_services import ProxyContext
 from router.observability.build import Observability
 from router.routing.build import Routing

@@ -23,9 +23,8 @@ from indexer.streams.sequence import StreamState
 from indexer.streams.session import StreamSession
 from indexer.targets import WorkerNames
 from router.apis.usage import Usage
-from router.cache_state.draft_blocks import DraftBlockCorrections
 from router.cache_state.sent_prefixes import Retention, SentPrefixes
-from router.cache_state.target_audit import Basis, CachePrediction, PredictionErrors, TargetAudit
+from router.cache_state.target_audit import Basis, CachePrediction, DraftBlockCorrections, PredictionErrors, TargetAudit
 from router.settings import AuditSettings
 
 log = structlog.get_logger()

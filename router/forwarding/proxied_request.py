@@ -41,8 +41,7 @@ from router.fleet.worker import Worker
 from router.forwarding.attempts import RANK_ERROR, AttemptHandler, Attempts
 from router.forwarding.disaggregated_request import PrefillFailedError
 from router.forwarding.exchange import ResponseWriter, ServedRequest
-from router.forwarding.long_bodies import LONG_BODY
-from router.forwarding.proxy_services import ProxyServices
+from router.forwarding.proxy_services import LONG_BODY, ProxyServices
 from router.forwarding.reading import prompt_now, read_prompt_aside, read_request
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse

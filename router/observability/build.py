@@ -14,12 +14,11 @@ from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
 from router.fleet.fleet import Fleet
 from router.observability.fleet_report import About, findings
-from router.observability.fleet_snapshot import FleetSnapshot
+from router.observability.fleet_snapshot import FleetSnapshot, Series
 from router.observability.metrics import AuditCollector, FleetCollector, RequestMetrics
 from router.observability.prediction_metrics import PredictionMetrics
 from router.observability.request_recorder import RequestRecorder
 from router.observability.seen_requests import SampledTraffic
-from router.observability.series import Series
 from router.routing.build import Routing
 from router.settings import Settings
 from router.sharing import SharingCollector

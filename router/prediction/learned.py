@@ -21,7 +21,7 @@ from typing import Final, Protocol
 from indexer import Registration, Target
 from indexer.index import Index
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
-from router.cache_state.recent_prefixes import RecentPrefixes
+from router.cache_state.sent_prefixes import RecentPrefixes
 from router.cache_state.session_locations import SessionLocations
 from router.cache_state.shared_prefixes import SharedPrefixes
 from router.load.peer_load import PeerLoad

@@ -15,8 +15,8 @@ from uvicorn.server import ServerState
 
 from router.forwarding.exchange import ChunkWriter, ResponseWriter, RoutingHeaders
 from router.forwarding.request_context import RequestContext
-from router.http.chunks import LAST, body_size
 from router.http.headers import WITHOUT_BODY, Headers, ResponseHead, lines_of, without_cors
+from router.http.unparsed import LAST, body_size
 
 _STATUS_LINES: Final = {each.value: b"HTTP/1.1 %d %b\r\n" % (each.value, each.phrase.encode()) for each in HTTPStatus}
 _OK: Final = 200

@@ -23,9 +23,9 @@ from router.auth import too_large, too_slow
 from router.forwarding.dispatcher import Dispatcher
 from router.forwarding.exchange import ServedRequest
 from router.forwarding.request_context import RequestHead, ServerAddress
-from router.http.cached_head import RecentHeads
 from router.http.event_loop import Deadline
 from router.http.headers import Headers, ResponseHead
+from router.http.unparsed import RecentHeads
 from router.server.framed_response import FramedResponse, ResponseOwner, bad_request
 from router.server.request_reader import IncomingRequest, RequestReader, RequestReceiver
 from router.server.sockets import probe

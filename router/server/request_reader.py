@@ -15,10 +15,10 @@ from urllib.parse import unquote
 import httptools
 
 from router.forwarding.request_context import RequestHead
-from router.http.cached_head import CachedHead, RecentHeads
 from router.http.event_loop import Deadline
 from router.http.headers import LENGTH, Headers, length_of
 from router.http.strict_requests import head_problem, without_root
+from router.http.unparsed import CachedHead, RecentHeads
 from router.server.request_parser import RequestParser
 
 HEAD_BYTES = 64 * 1024

@@ -17,16 +17,15 @@ from indexer.api.questions import Questions
 from indexer.api.routes import indexer_app
 from router.app.app import running_router
 from router.app.embedded_index import running_indexer
-from router.app.routes.match_requests import match_reader
+from router.app.routes.explain import match_reader
 from router.auth import AuthGate
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.event_streams import RegisteredStreams
 from router.forwarding.dispatcher import Dispatcher
 from router.forwarding.request_context import RequestContexts
 from router.http.event_loop import end_tasks
-from router.server.http_server import HttpServer
+from router.server.http_server import HttpServer, stopped_by_signals
 from router.server.logs import announce_models, announce_page, announce_start, say
-from router.server.signals import stopped_by_signals
 from router.server.sockets import listen_at, listen_at_path, url_of
 from router.settings import ServerSettings, Settings, SettingsFile
 from router.sharing.worker_processes import WorkerProcesses

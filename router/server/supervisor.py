@@ -22,13 +22,13 @@ import structlog
 import uvloop
 
 from router.fleet.kubernetes import KubernetesError
+from router.server.http_server import SignalWaiter
 from router.server.logs import announce_page, announce_start, log_to_stderr, say
 from router.server.serving import serve_worker_process
-from router.server.signals import SignalWaiter
 from router.server.sockets import bind, url_of
 from router.settings import Settings, SettingsFile
 from router.sharing.worker_processes import WorkerProcesses
-from router.tokens.errors import TokenizerUnavailableError
+from router.tokens import TokenizerUnavailableError
 
 log = structlog.get_logger()
 

@@ -14,8 +14,8 @@ from itertools import zip_longest
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt, TextPrompts
+from router.tokens import TokenizerUnavailableError
 from router.tokens.engine_client import EngineClient, NotOfferedError, PromptRefusedError, is_converted
-from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.probes import PROBES, Probe, ProbeKind
 from router.tokens.prompt_cache import common_tokens

@@ -15,8 +15,8 @@ from typing import Any
 from http_api.errors import RequestError
 from indexer.hashing import pack_tokens
 from router.apis.requests import ChatPrompt
+from router.tokens import TokenizerUnavailableError
 from router.tokens.deepseek_v32 import USER, DeepSeekV32
-from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.harmony import Harmony
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_files import ModelFiles, model_config, read_by_transformers, read_json

@@ -16,7 +16,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from http_api.errors import RequestError
-from router.apis.message_normalization import prepare_messages, prepare_tools
+from router.apis.messages import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt
 from router.tokens.content_format import Generation, loops_over_parts, parsed
 

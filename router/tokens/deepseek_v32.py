@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from http_api.errors import RequestError
-from router.apis.message_normalization import prepare_messages, prepare_tools
+from router.apis.messages import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt
 from router.tokens.chat_template import template_variables
 

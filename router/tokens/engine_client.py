@@ -16,12 +16,12 @@ import msgspec
 from indexer.hashing import MediaSpan, PackedPrompt
 from router.apis.endpoints import CHAT
 from router.apis.fields import MAX_TOKEN_ID
-from router.apis.media import has_media
+from router.apis.messages import has_media
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet.worker_keys import WorkerKey
 from router.http.client import connection_problem
+from router.tokens import TokenizerUnavailableError
 from router.tokens.chat_template import template_variables
-from router.tokens.errors import TokenizerUnavailableError
 
 _COMPLETIONS = "/v1/completions"
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]

@@ -15,9 +15,9 @@ from xxhash import xxh3_128_digest
 
 from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt, TextPrompts
+from router.tokens import TokenizerUnavailableError
 from router.tokens.chat_template import template_variables
 from router.tokens.engine_client import EngineClient, NotOfferedError, PromptRefusedError
-from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.prompt_cache import common_tokens
 
 # Maximum number of requests to engines that wait for answers.

@@ -20,7 +20,7 @@ from typing import Any
 from http_api.errors import RequestError
 from indexer.hashing import pack_tokens
 from router.apis.requests import ChatPrompt
-from router.tokens.errors import TokenizerUnavailableError
+from router.tokens import TokenizerUnavailableError
 
 # Shorter texts take little time, whatever their content.
 _SHORT = 4096

@@ -13,9 +13,9 @@ from jinja2 import TemplateSyntaxError
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt, TextPrompts
+from router.tokens import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.boundary import Boundary, find_boundary
 from router.tokens.chat_template import ChatTemplate
-from router.tokens.errors import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.model_files import ModelFiles
 from router.tokens.prompt_cache import PromptCache, common_start
 from router.tokens.text_encoder import Encoder, TextEncoder

@@ -32,11 +32,11 @@ from xxhash import xxh3_128_digest
 
 from http_api.errors import RequestError
 from indexer.hashing import TOKEN_BYTES, MediaSpan, PackedPrompt
-from router.apis.media import MODALITIES, is_fetched, media_parts, stand_in
+from router.apis.messages import MODALITIES, is_fetched, media_parts, stand_in
 from router.apis.requests import ChatPrompt
+from router.tokens import TokenizerUnavailableError
 from router.tokens.engine_client import PromptRefusedError
 from router.tokens.engine_tokenizer import EngineTokenizer
-from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.prompt_cache import common_tokens
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from router.tokens.errors import TokenizerUnavailableError
+from router.tokens import TokenizerUnavailableError
 
 # The special tokens that chat templates use by name.
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

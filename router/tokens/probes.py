@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from router.apis.endpoints import ANTHROPIC, CHAT, COMPLETIONS, RESPONSES, Call, read_call
-from router.apis.media import has_media
+from router.apis.messages import has_media
 from router.apis.requests import ChatPrompt, TextPrompts
 
 

@@ -19,7 +19,7 @@ import structlog
 
 from http_api.errors import RequestError
 from indexer.hashing import pack_tokens
-from router.tokens.errors import TokenizerUnavailableError
+from router.tokens import TokenizerUnavailableError
 
 # Texts that some tokenizers treat specially: at their start, at their end, or by normalization.
 AWKWARD = (

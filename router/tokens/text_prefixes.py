@@ -15,7 +15,7 @@ from xxhash import xxh3_128_digest
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts
-from router.tokens.errors import TokenizerUnavailableError
+from router.tokens import TokenizerUnavailableError
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 # Fields of a message that templates show beside its role and content.

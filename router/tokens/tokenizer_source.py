@@ -22,11 +22,11 @@ from router.fleet.discovery import ServedModel
 from router.fleet.worker import Worker
 from router.http.event_loop import end_tasks
 from router.settings import ModelSettings, TokenizerSettings
+from router.tokens import TokenizerUnavailableError
 from router.tokens.agreement import Agreement, TokenizerRoute, Trial
 from router.tokens.candidates import candidates
 from router.tokens.engine_client import EngineClient
 from router.tokens.engine_tokenizer import EngineTokenizer
-from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.media_reader import MediaReader
 from router.tokens.model_files import fetch_from_hub, is_hub_name
 from router.tokens.model_state import ModelState, TrialRecord, tokenizer_findings, tokenizer_report

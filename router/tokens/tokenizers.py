@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeVar
 
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
-from router.apis.media import has_media, media_length
+from router.apis.messages import has_media, media_length
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts
-from router.tokens.errors import OnTrialError, TokenizerUnavailableError, TooLongForNowError
+from router.tokens import OnTrialError, TokenizerUnavailableError, TooLongForNowError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.media_reader import Expanded, MediaReader, media_items
 from router.tokens.model_tokenizer import ModelTokenizer, PromptSource

@@ -11,10 +11,9 @@ import socket
 from enum import Enum, auto
 from typing import Final
 
-from router.http.cached_head import CachedHead
-from router.http.chunks import END, body_size
 from router.http.event_loop import Deadline
 from router.http.headers import WITHOUT_BODY, ResponseHead
+from router.http.unparsed import END, CachedHead, body_size
 from router.upstream.request import (
     ChunkForwarder,
     RequestConnection,

@@ -14,7 +14,6 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from simulator.worker.answers import AnswerWriter
 from simulator.worker.disaggregation.part import Job, Part, Role, Running
 from simulator.worker.engine import Output, QueueFullError, SimulatedEngine
 from simulator.worker.messages_api import MessageReply, MessagesRequest
@@ -30,7 +29,7 @@ from simulator.worker.protocol import (
 from simulator.worker.replies import Choice, CompletionReply, GenerateReply, GenerateRequest, Reply
 from simulator.worker.responses_api import ResponseReply, ResponsesRequest, StoredResponses
 from simulator.worker.settings import SimulatedWorkerSettings
-from simulator.worker.tokens import ChatTokenizer, TemplateError
+from simulator.worker.tokens import AnswerWriter, ChatTokenizer, TemplateError
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may use the whole context
 BUSY = "The engine is busy and accepts no more requests. Retry later or on another instance."

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 from benchmarks.ports import free_port
 from kvrouter.cli import app
 from kvrouter.tools.doctor import NoWorkersError
-from kvrouter.tools.doctor.run import run_doctor
-from kvrouter.tools.doctor.running_fleet import ROUTER_FIXES
+from kvrouter.tools.doctor.run import ROUTER_FIXES, run_doctor
 from router.fleet.kubernetes import ClusterAccess, KubernetesError
 from router.settings import Settings
 from simulator.worker import SimulatedWorkerSettings

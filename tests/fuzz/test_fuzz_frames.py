@@ -18,7 +18,7 @@ from worker.disaggregation.frames import Done, Failure, FrameCodec, FrameError, 
 from worker.disaggregation.layout import Buffer, Layout  # noqa: E402
 from worker.disaggregation.transfer import GrantKey, Ranges, Region, Writes, open_engine  # noqa: E402
 from worker.disaggregation.transfer.channel import Channel, Kind  # noqa: E402
-from worker.disaggregation.transfer.handshake import greet  # noqa: E402
+from worker.disaggregation.transfer.sessions import greet  # noqa: E402
 from worker.disaggregation.transfer.writing import encode_runs  # noqa: E402
 
 FEW_FRAMES, FEW_SESSIONS = 5000, 150

@@ -16,9 +16,8 @@ from benchmarks.policy.workloads import CONVERSATION, sessions
 from kvrouter.cli import app
 from kvrouter.tools.traces.live import Prompts
 from kvrouter.tools.traces.plots import amount, duration, log_ticks, seconds
-from kvrouter.tools.traces.results import Answer, Run
+from kvrouter.tools.traces.results import Answer, Run, histogram, shape
 from kvrouter.tools.traces.run import live_targets, open_trace
-from kvrouter.tools.traces.workload import histogram, shape
 from simulator.fleet.trace import TraceLine, requests_of
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}

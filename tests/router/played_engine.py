@@ -19,7 +19,7 @@ import simulator.worker
 from http_api.errors import RequestError
 from indexer.hashing import MediaSpan, PackedPrompt
 from router.apis.endpoints import CHAT, Call, read_call
-from router.apis.media import media_parts
+from router.apis.messages import media_parts
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet.worker import Worker
 from router.settings import WorkerSettings

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from simulator.worker.answers import AnswerWriter
 from simulator.worker.settings import BUNDLED_MODEL
-from simulator.worker.tokens import ChatTokenizer, TemplateError
+from simulator.worker.tokens import AnswerWriter, ChatTokenizer, TemplateError
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from worker.disaggregation.addresses import split_host_port
 from worker.disaggregation.decode import ReceivingRoom, Wanted
 from worker.disaggregation.manager import KVManager
 from worker.disaggregation.rooms import KVPoll, KVTransferError, Room, check_room, check_timeout
-from worker.disaggregation.sending_room import Chunk, SendingRoom
+from worker.disaggregation.sending import Chunk, SendingRoom
 from worker.disaggregation.transfer.runs import page_array
 
 

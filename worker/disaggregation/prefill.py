@@ -15,10 +15,9 @@ from worker.disaggregation.channel import Timer
 from worker.disaggregation.frames import Done, Failure, Hello, Refusal, RoomRequest, Welcome
 from worker.disaggregation.layout import Pages, aux_writes, kv_writes, mismatch
 from worker.disaggregation.local import MAX_ROOMS, LocalRank
-from worker.disaggregation.peer_writer import PeerWriter, WriteTask
 from worker.disaggregation.ranks import page_share
 from worker.disaggregation.rooms import KVPoll, RecentRooms
-from worker.disaggregation.sending_room import Chunk, Destination, SendingRoom
+from worker.disaggregation.sending import Chunk, Destination, PeerWriter, SendingRoom, WriteTask
 from worker.disaggregation.transfer import GrantKey, Writes, join_writes
 
 MAX_WAITING_BYTES = 256 << 20  # bytes of waiting page indices

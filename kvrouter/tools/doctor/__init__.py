@@ -3,7 +3,6 @@
 It can also examine a running router.
 """
 
-from kvrouter.tools.doctor.run import NoWorkersError, run_doctor, run_doctor_on_router
-from kvrouter.tools.doctor.running_fleet import RouterError
+from kvrouter.tools.doctor.run import NoWorkersError, RouterError, run_doctor, run_doctor_on_router
 
 __all__ = ["NoWorkersError", "RouterError", "run_doctor", "run_doctor_on_router"]

@@ -12,8 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvrouter.tools.traces import plots
-from kvrouter.tools.traces.results import Run
-from kvrouter.tools.traces.workload import Workload, histogram
+from kvrouter.tools.traces.results import Run, Workload, histogram
 from simulator.fleet.trace import TracedRequest
 
 _COLUMNS = 48

@@ -19,8 +19,7 @@ from rich.table import Table
 from kvrouter.tools.traces.live import LiveTarget, replay_live
 from kvrouter.tools.traces.plots import seconds, share
 from kvrouter.tools.traces.report import Report, headline, render
-from kvrouter.tools.traces.results import Answer, Run
-from kvrouter.tools.traces.workload import Workload, shape
+from kvrouter.tools.traces.results import Answer, Run, Workload, shape
 from router.settings import PolicyName
 from simulator.fleet.engine import LLAMA_8B, LLAMA_70B
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation

@@ -1,8 +1,14 @@
-"""`POST /explain`: the decision for a request with its terms. The request is not sent, and no load is reserved."""
+"""`POST /explain`: the decision for a request with its terms. The request is not sent, and no load is reserved.
+
+`match_reader` reads the prompts of `/match`, which are tokenized like those of other requests.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,17 +18,20 @@ from fastapi import APIRouter, Request
 
 from http_api.errors import RequestError
 from http_api.openapi import errors, json_body
+from indexer import DEFAULT_TENANT, MatchQuery
+from indexer.api.questions import ReadMatch
 from indexer.targets import WorkerNames
 from router.admission.admission import Admission
 from router.admission.ticket import WaitReason
 from router.apis.endpoints import PROMPTED, Call, read_call
 from router.apis.fields import kind_of, read_body
-from router.apis.requests import RoutedRequest
+from router.apis.openai_requests import decode_match
+from router.apis.requests import ChatPrompt, MatchRequest, RoutedRequest
 from router.apis.sessions import AgentHints, hints_in_headers
 from router.app.services import Services
 from router.auth.bodies import check_amounts
 from router.cache_state.session_locations import SessionLocations
-from router.forwarding.long_bodies import aside_if_long
+from router.forwarding.proxy_services import LONG_BODY, aside_if_long
 from router.http.headers import HeaderItems
 from router.policies import Cost
 from router.prediction.service_levels import ServiceLevels, read_slo
@@ -30,6 +39,7 @@ from router.prediction.slo import SLO, Estimate, Prediction
 from router.routing.prompt_reader import PromptReader, RoutedPrompt
 from router.routing.selector import Selector
 from router.settings import LimitSettings
+from router.tokens.tokenizers import Tokenized, Tokenizers, TokenizerUnavailableError
 
 
 def explain_routes(services: Services) -> APIRouter:
@@ -182,3 +192,52 @@ def _prediction(prediction: Prediction, slo: SLO | None, now: float) -> dict[str
 def _estimate(estimate: Estimate) -> dict[str, float]:
     band = estimate.band
     return {"low": round(band.low, 6), "expected": round(band.expected, 6), "high": round(band.high, 6)}
+
+
+# Returns the model and adapter of a (name, tenant). Raises RequestError (404) for a name that no worker serves.
+Resolve = Callable[[str, str], tuple[str, str | None]]
+
+
+def match_reader(tokenizers: Tokenizers, resolve: Resolve) -> ReadMatch:
+    """Return the reader of `/match` for prompts and messages. `resolve`: a name's model and adapter for a tenant."""
+
+    def read(body: bytes) -> MatchQuery | Awaitable[MatchQuery]:
+        return read_long(body) if len(body) > LONG_BODY else tokenized(decode_match(body), len(body))
+
+    async def read_long(body: bytes) -> MatchQuery:
+        query = tokenized(await asyncio.to_thread(decode_match, body), len(body))
+        return query if isinstance(query, MatchQuery) else await query
+
+    def tokenized(asked: MatchRequest, size: int) -> MatchQuery | Awaitable[MatchQuery]:
+        """Return the query, or an awaitable of it if its prompt is long. `size` is the body's size in bytes."""
+        model, adapter = resolve(asked.model, asked.tenant_id or DEFAULT_TENANT)
+        with _explained(asked, model):
+            now = tokenizers.tokenize_now(model, asked.prompt, size)
+            return tokenized_aside(asked, model, adapter) if now is None else _query(asked, model, adapter, now)
+
+    async def tokenized_aside(asked: MatchRequest, model: str, adapter: str | None) -> MatchQuery:
+        with _explained(asked, model):
+            return _query(asked, model, adapter, await tokenizers.tokenize_aside(model, asked.prompt))
+
+    return read
+
+
+def _query(asked: MatchRequest, model: str, adapter: str | None, tokenized: Tokenized) -> MatchQuery:
+    """Return the query of a tokenized prompt. Raises ValueError unless there is exactly one prompt."""
+    (token_ids,) = tokenized.token_ids
+    tenant = asked.tenant_id or DEFAULT_TENANT
+    return MatchQuery(model, token_ids, asked.lora_name or adapter, asked.cache_salt, tenant)
+
+
+@contextmanager
+def _explained(asked: MatchRequest, model: str) -> Iterator[None]:
+    """Convert errors of tokenization to RequestErrors that say what to send instead."""
+    try:
+        yield
+    except TokenizerUnavailableError as error:
+        raise RequestError(
+            f"{error}: send token_ids instead, or set models.{model}.tokenizer",
+            param="messages" if isinstance(asked.prompt, ChatPrompt) else "prompt",
+        ) from error
+    except ValueError as error:
+        raise RequestError("prompt: /match takes one prompt. Ask for each of them.", param="prompt") from error

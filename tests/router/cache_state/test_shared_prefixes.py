@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from xxhash import xxh3_64_intdigest
 
-from router.cache_state.recent_prefixes import RecentPrefixes
+from router.cache_state.sent_prefixes import RecentPrefixes
 from router.cache_state.shared_prefixes import Edge, PrefixHolder, SharedPrefixes
 
 HOLDERS = 3

@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 from http_api.errors import RequestError
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.auth import AuthGate
+from router.forwarding.dispatcher import AsgiRequest
 from router.forwarding.exchange import ResponseWriter, RoutingHeaders
-from router.forwarding.local_requests import AsgiRequest
-from router.forwarding.long_bodies import LongBodies
+from router.forwarding.proxy_services import LongBodies
 from router.forwarding.request_context import RequestContexts, RequestHead
 from router.http.headers import ResponseHead
 from router.settings import Settings

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.http.cached_head import CachedHead, RecentHeads
+from router.http.unparsed import CachedHead, RecentHeads
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %b\r\nX-Id: 1\r\n\r\n"
 

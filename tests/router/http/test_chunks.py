@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from router.apis.usage import HiddenUsage, Usage, UsageTail
 from router.fleet.health import Health
 from router.forwarding.response import EventStream
-from router.http.chunks import body_size
+from router.http.unparsed import body_size
 from router.upstream import ChunkForwarder, ResponseHandler, ResponseHead, Upstream, UpstreamError, UpstreamRequest
 from router.upstream.connection import ConnectionState, UpstreamConnection
 

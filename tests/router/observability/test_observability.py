@@ -17,6 +17,7 @@ from indexer import Target
 from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, prompt_hashes
 from router.observability.counters import Counter, Histogram
+from router.observability.fleet_snapshot import percentile
 from router.observability.metrics import MOST_MODELS, OTHER_MODELS, RequestMetrics
 from router.observability.seen_requests import (
     HALF_LIFE,
@@ -27,7 +28,6 @@ from router.observability.seen_requests import (
     SeenRequests,
     lengths,
 )
-from router.observability.series import percentile
 from router.policies import Candidate, Decision, Request, policy_named
 from router.settings import PolicySettings
 

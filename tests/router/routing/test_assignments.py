@@ -12,8 +12,8 @@ import pytest
 from benchmarks.make_routing import MODEL, make_fleet, make_routing
 from indexer import Indexer, Target
 from indexer.hashing import MediaSpan, PackedPrompt
-from router.cache_state.draft_blocks import DraftBlockCorrections
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
+from router.cache_state.target_audit import DraftBlockCorrections
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.health import Outcome

@@ -23,7 +23,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from http_api.errors import RequestError
-from router.apis.message_normalization import prepare_messages, prepare_tools
+from router.apis.messages import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt
 from router.tokens.chat_template import ChatTemplate, Sandbox
 from router.tokens.content_format import loops_over_parts

@@ -15,9 +15,9 @@ from played_engine import PlayedEngine
 
 from router.apis.endpoints import Call, read_call
 from router.apis.requests import ChatPrompt, TextPrompts, Truncation
+from router.tokens import TokenizerUnavailableError
 from router.tokens.engine_client import EngineClient, NotOfferedError, PromptRefusedError
 from router.tokens.engine_tokenizer import MAX_ASKED, EngineTokenizer
-from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
 
 USER = {"role": "user", "content": "What holds the cache?"}

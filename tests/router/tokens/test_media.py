@@ -9,7 +9,7 @@ from played_engine import MODEL, with_template
 from transformers import AutoTokenizer
 
 from router.apis.requests import ChatPrompt, Truncation
-from router.tokens.errors import TokenizerUnavailableError
+from router.tokens import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.tokenizers import Tokenized, Tokenizers
 

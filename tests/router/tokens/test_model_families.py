@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt, TextPrompts, Truncation
+from router.tokens import TokenizerUnavailableError
 from router.tokens.candidates import candidates
 from router.tokens.deepseek_v32 import DeepSeekV32
-from router.tokens.errors import TokenizerUnavailableError
 from router.tokens.harmony import Harmony
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_files import ModelFiles

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from indexer.hashing import pack_tokens
-from router.tokens import text_encoder
-from router.tokens.errors import TokenizerUnavailableError
+from router.tokens import TokenizerUnavailableError, text_encoder
 from router.tokens.text_encoder import TextEncoder
 
 SPECIAL = ("<s>", "<|end|>")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.apis.openai_requests import decode_chat
 from router.apis.requests import ChatPrompt, TextPrompts, TokenPrompts, Truncation
-from router.tokens.errors import TokenizerUnavailableError
+from router.tokens import TokenizerUnavailableError
 from router.tokens.text_prefixes import text_prefixes
 
 SYSTEM = {"role": "system", "content": "Be brief. " * 30}

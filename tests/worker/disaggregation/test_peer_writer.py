@@ -9,10 +9,9 @@ import numpy as np
 
 from worker.disaggregation.frames import RoomRequest
 from worker.disaggregation.layout import KVArgs, Layout, layout_of
-from worker.disaggregation.peer_writer import PeerWriter, WriteTask
 from worker.disaggregation.ranks import Rank, Topology
 from worker.disaggregation.rooms import Room
-from worker.disaggregation.sending_room import Destination
+from worker.disaggregation.sending import Destination, PeerWriter, WriteTask
 from worker.disaggregation.transfer import GrantKey, PeerLostError, TransferEngine, Writes, open_engine
 
 NOTHING = Writes(*(np.empty(0, np.uint64) for _ in range(3)))

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from worker.disaggregation.transfer import GrantKey, PeerLostError, Ranges, RefusedError, Region, Writes, open_engine
 from worker.disaggregation.transfer.channel import Channel, Kind
 from worker.disaggregation.transfer.endpoint import Address, dial
-from worker.disaggregation.transfer.handshake import expect, greet
 from worker.disaggregation.transfer.memory import Bytes, Memory, copy_runs, new_array
+from worker.disaggregation.transfer.sessions import expect, greet
 from worker.disaggregation.transfer.shm import ShmEngine
 from worker.disaggregation.transfer.writing import encode_runs
 

@@ -32,7 +32,7 @@ from worker.disaggregation.transfer import (
 )
 from worker.disaggregation.transfer import channel as channels
 from worker.disaggregation.transfer.channel import MOST_BODY, Channel, Kind
-from worker.disaggregation.transfer.handshake import expect, greet
+from worker.disaggregation.transfer.sessions import expect, greet
 from worker.disaggregation.transfer.writing import MOST_BYTES, encode_runs
 
 SECRET = b"known to few"

@@ -10,7 +10,7 @@ tcp       plain sockets, the default
 shm       processes of one host; copying
 mooncake, nixl: libraries that write by themselves; one_sided is their common base
 
-endpoint, writing, listener, handshake, channel: sessions over sockets, from the session down to the frame
+endpoint, writing, sessions, channel: sessions over sockets, from the session down to the frame
 """
 
 from worker.disaggregation.transfer.engine import (

@@ -23,10 +23,9 @@ from worker.disaggregation.transfer.engine import (
     Session,
 )
 from worker.disaggregation.transfer.grants import Grants, check_key
-from worker.disaggregation.transfer.handshake import greet
-from worker.disaggregation.transfer.listener import Listener
 from worker.disaggregation.transfer.memory import Memory, array_at, new_array
 from worker.disaggregation.transfer.runs import Ranges, Writes
+from worker.disaggregation.transfer.sessions import Listener, greet
 
 
 class Address(msgspec.Struct, frozen=True):

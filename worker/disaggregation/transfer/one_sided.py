@@ -30,9 +30,9 @@ from worker.disaggregation.transfer.engine import (
     Region,
     TransferError,
 )
-from worker.disaggregation.transfer.handshake import expect
 from worker.disaggregation.transfer.memory import Memory
 from worker.disaggregation.transfer.runs import Ranges, Writes, split_writes
+from worker.disaggregation.transfer.sessions import expect
 from worker.disaggregation.transfer.writing import MOST_BYTES, decode_runs, encode_runs, next_write
 
 _MOST_RUNS = 1024  # runs of one request; 4096 make Mooncake fail, and its peer for a while

@@ -24,9 +24,9 @@ from worker.disaggregation.transfer.channel import Channel, Kind
 from worker.disaggregation.transfer.endpoint import Address, Endpoint
 from worker.disaggregation.transfer.engine import GrantKey, PeerLostError, RefusedError, Region
 from worker.disaggregation.transfer.grants import Grant
-from worker.disaggregation.transfer.handshake import expect
 from worker.disaggregation.transfer.memory import Bytes, Memory, copy_runs
 from worker.disaggregation.transfer.runs import Writes, split_writes
+from worker.disaggregation.transfer.sessions import expect
 from worker.disaggregation.transfer.writing import FrameWriter, decode_runs, encode_runs, next_write
 
 _MOST_SHARED = 1 << 14  # arrays of one sender

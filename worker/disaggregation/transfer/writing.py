@@ -13,9 +13,9 @@ import numpy as np
 
 from worker.disaggregation.transfer.channel import Channel, Kind
 from worker.disaggregation.transfer.engine import GrantKey, PeerLostError, RefusedError
-from worker.disaggregation.transfer.handshake import expect
 from worker.disaggregation.transfer.memory import Memory
 from worker.disaggregation.transfer.runs import Addresses, Ranges, Writes, split_writes
+from worker.disaggregation.transfer.sessions import expect
 
 FIRST_WRITE_SECONDS = 30.0
 """Idle seconds of a session without a granted write, after which it ends."""

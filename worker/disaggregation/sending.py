@@ -1,4 +1,7 @@
-"""Writes to one decode rank: each has its own queue and thread, so that a slow rank delays no other."""
+"""The sending side of rooms: their chunks, the decode ranks that receive them, and the writes to each rank.
+
+Writes to a decode rank have their own queue and thread, so that a slow rank delays no other.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from worker.disaggregation.layout import Layout
+from worker.disaggregation.channel import Timer
+from worker.disaggregation.frames import RoomRequest
+from worker.disaggregation.layout import Layout, Pages
+from worker.disaggregation.rooms import Room
 from worker.disaggregation.transfer import (
     IDLE_SECONDS,
     GrantKey,
@@ -126,3 +132,60 @@ class PeerWriter:
             session, self._session = self._session, None
         if session is not None:
             session.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Source pages for the prompt's pages from position `start` on."""
+
+    pages: Pages
+    start: int
+    is_last: bool
+
+
+class Destination:
+    """The part of a room that one decode rank receives."""
+
+    def __init__(self, room: Room, request: RoomRequest, writer: PeerWriter) -> None:
+        self.request = request
+        self.writer = writer
+        self.pages = request.page_array()
+        self.queued = 0
+        self.has_last = False
+        self.done = False
+        self._room = room
+        self._writing = False
+        self._lock = threading.Lock()
+
+    def begin(self) -> bool:
+        """Return whether a write may begin. After the room failed and `writing` was read, none may."""
+        with self._lock:
+            self._writing = not self._room.terminal
+            return self._writing
+
+    def end(self) -> None:
+        with self._lock:
+            self._writing = False
+
+    @property
+    def writing(self) -> bool:
+        with self._lock:
+            return self._writing
+
+
+@dataclass(slots=True)
+class SendingRoom:
+    """A room of this rank's sender. `KVSender.init` sets `pages` and `aux_index`."""
+
+    room: Room
+    pages: int | None = None
+    aux_index: int | None = None
+    required: int | None = None
+    destinations: dict[str, Destination] = field(default_factory=dict)
+    chunks: list[Chunk] = field(default_factory=list)  # wait until all destinations are known
+    timer: Timer | None = None
+    settled: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return self.required is not None and len(self.destinations) == self.required
