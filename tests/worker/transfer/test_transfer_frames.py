@@ -25,8 +25,8 @@ from worker.disaggregation.transfer import (
     Region,
     TransferEngine,
     Writes,
-    listener,
     open_engine,
+    sessions,
     tcp,
     writing,
 )
@@ -261,7 +261,7 @@ def test_revocation_between_frames_refuses_rest_of_write(parties: tuple[Party, P
 
 def test_idle_sessions_are_replaced_by_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Maximal sessions without a secret: a proper sender is served, and a session with a write is kept."""
-    monkeypatch.setattr(listener, "MOST_SESSIONS", 32)
+    monkeypatch.setattr(sessions, "MOST_SESSIONS", 32)
     receiver, sender = Party(secret=None), Party(secret=None)
     strangers: list[Channel] = []
     try:
