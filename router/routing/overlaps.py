@@ -7,7 +7,7 @@ and sent prefixes, if a target's events are missing.
 from __future__ import annotations
 
 from array import array
-from itertools import chain
+from itertools import chain, takewhile
 
 from indexer import MatchQuery, RowMatches, Target, UnknownModelError
 from indexer.hashing import PackedPrompt
@@ -81,9 +81,14 @@ class OverlapFinder:
         if self._indexer.index.cleared:
             self._forget_cleared()
         of_target, distrusted = targets.of_target, self._audit.distrusted
+        earlier: set[int] = set()
         for number, chunks in enumerate(hashes):
             found = self._matches(targets, served, prompt.token_ids[number], prompt.cache_salt)
             by_events: dict[int, int] = {}
+            if number:
+                self._add_earlier(targets, served, found, chunks, earlier, len(prompt.identities[number]))
+            if len(hashes) > 1:
+                earlier.update(chunks)
             in_flight = self._in_flight_prefixes.overlaps(chunks, now)
             for target, shared in self._peer_load.overlaps(chunks).items():
                 in_flight[target] = max(in_flight.get(target, 0), shared)
@@ -112,6 +117,27 @@ class OverlapFinder:
             if self.uncached:
                 self._clear_uncached(targets, found, by_events)
             overlaps.add(found, by_events)
+
+    def _add_earlier(
+        self,
+        targets: ModelTargets,
+        served: ServedModel,
+        found: RowMatches,
+        chunks: array[int],
+        earlier: set[int],
+        tokens: int,
+    ) -> None:
+        """Add what a prompt shares with earlier prompts of its request, which its target computes before.
+
+        - `chunks`: the chunk hashes of the prompt, which has `tokens` tokens.
+        - `earlier`: the chunk hashes of the earlier prompts.
+        """
+        shared = CHUNK_TOKENS * sum(1 for _ in takewhile(earlier.__contains__, chunks))
+        if not shared:
+            return
+        for rank in targets.ranks:
+            if rank.served is served and self._indexer.window(rank.target) is None:
+                found.add(rank.row, self._full_blocks(rank.target, shared, tokens), 0, 0)
 
     def _correct(
         self,

@@ -31,6 +31,7 @@ class Mistral:
     """An encoder of Mistral's chats and texts. It can be used by several threads."""
 
     truncates = True
+    ignores_template = False
 
     def __init__(self, folder: Path) -> None:
         """Load tekken.json. Slow: call it in a thread. Raises TokenizerUnavailableError."""

@@ -53,6 +53,7 @@ class DeepSeekV32:
     """A renderer of chats to the text that the model's tokenizer.json encodes."""
 
     truncates = True
+    ignores_template = False
 
     def encode(self, chat: ChatPrompt) -> str:
         """Return the text of a conversation. Raises RequestError (400) if the format cannot represent it."""

@@ -214,11 +214,25 @@ def _packed(url: str, rendered: _Rendered) -> PackedPrompt:
     return PackedPrompt(prompt.tokens, tuple(media))
 
 
+def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its parts of text in the format of chats, which has no `input_text`."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [
+        {"type": "text", "text": part.get("text")}
+        if isinstance(part, dict) and part.get("type") in ("input_text", "output_text")
+        else part
+        for part in content
+    ]
+    return message | {"content": parts}
+
+
 def _chat_fields(chat: ChatPrompt) -> dict[str, Any]:
     """Return the fields of a chat for `/tokenize`; other template variables become `chat_template_kwargs`."""
     variables = template_variables(chat)
     fields = {
-        "messages": chat.messages,
+        "messages": [_chat_message(message) for message in chat.messages],
         "add_generation_prompt": variables.pop("add_generation_prompt"),
         "continue_final_message": variables.pop("continue_final_message"),
         "add_special_tokens": chat.add_special_tokens,

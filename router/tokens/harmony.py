@@ -19,6 +19,7 @@ from typing import Any
 
 from http_api.errors import RequestError
 from indexer.hashing import pack_tokens
+from router.apis.endpoints import RESPONSES
 from router.apis.requests import ChatPrompt
 from router.tokens import TokenizerUnavailableError
 
@@ -72,6 +73,7 @@ class Harmony:
     """An encoder that makes the same tokens of chats as vLLM does for gpt-oss. It can be used by several threads."""
 
     truncates = False  # vLLM ignores `truncate_prompt_tokens` here
+    ignores_template = True
 
     def __init__(self) -> None:
         """Load the library and its vocabulary. Slow: call it in a thread. Raises TokenizerUnavailableError."""
@@ -124,8 +126,10 @@ class Harmony:
             for message in messages
             for call in message.get("tool_calls") or []
         }
+        items = chat.call is not None and chat.call[0] == RESPONSES
         for message in messages:
-            made += self._of_message(message, names)
+            for each in _items(message) if items else [message]:
+                made += self._of_message(each, names)
         tokens = self._encoding.render_conversation_for_completion(
             library.Conversation.from_messages(_without_old_thoughts(made)),
             library.Role.ASSISTANT,
@@ -187,6 +191,8 @@ class Harmony:
     def _of_message(self, message: Message, names: dict[Any, Any]) -> Iterator[Any]:
         role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
         make, reasoning = self._library.Message.from_role_and_content, message.get("reasoning")
+        if reasoning is None:
+            reasoning = message.get("reasoning_content")
         if role == "assistant" and calls:
             if text := _text(content):
                 yield make(role, text).with_channel("commentary")
@@ -212,6 +218,13 @@ class Harmony:
             if role != "assistant" or (texts and texts[0]):
                 said = self._library.Message.from_role_and_contents(role, contents)
                 yield said.with_channel("final") if role == "assistant" else said
+
+
+def _items(message: Message) -> list[Message]:
+    """Return the items of /v1/responses that were joined to a message, in their order. vLLM converts each alone."""
+    if message["role"] != "assistant":
+        return [message]
+    return [{"role": "assistant", key: value} for key, value in message.items() if key != "role"]
 
 
 def _text(content: Any) -> str | None:

@@ -28,9 +28,14 @@ _FASTER = 8
 
 
 class ChatEncoder(Protocol):
-    """A model family's replacement for a chat template. `truncates`: it supports `truncate_prompt_tokens`."""
+    """A model family's replacement for a chat template.
+
+    - `truncates`: whether it supports `truncate_prompt_tokens`.
+    - `ignores_template`: whether the engine ignores a request's own chat template.
+    """
 
     truncates: bool
+    ignores_template: bool
 
     def encode(self, chat: ChatPrompt) -> bytes | str:
         """Return a conversation's packed token ids, or its text.
@@ -128,7 +133,8 @@ class LocalTokenizer:
         """Return a conversation's text, or its packed token ids if the model family's encoder returns those."""
         if self._chat_encoder is None:
             return self.render(chat)
-        _check_own_template(chat)
+        if not self._chat_encoder.ignores_template:
+            _check_own_template(chat)
         return self._chat_encoder.encode(chat)
 
     def encode_around_media(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> tuple[PackedPrompt, PackedPrompt]:

@@ -363,3 +363,11 @@ async def test_round_robin_sends_a_warming_worker_its_share(routing: Routing, fl
     first = fleet.workers[0]
     first.slow_start, first.warming_since = 1000.0, first.health.clock()
     assert 0 < chosen(routing, 400)[first.url] < 60
+
+
+async def test_prompt_of_a_list_overlaps_with_the_prompts_before_it(routing: Routing) -> None:
+    packed = [prompt(last).identities[0] for last in (1, 2)]
+    other = PackedPrompt.of(array("I", range(500, 600)))
+    for prompts, expected in ((packed, SHARED), ([packed[0], packed[0]], SHARED), ([other, packed[0]], 0)):
+        asked = RoutedPrompt(MODEL, sum(map(len, prompts)), prompts, prompts, exact=True)
+        assert {each.overlap for each in candidates(routing, asked).values()} == {expected}

@@ -228,3 +228,14 @@ async def test_what_is_kept_is_bounded(engine: PlayedEngine, session: aiohttp.Cl
         assert tokenizer.cached_bytes <= 2000
     assert tokenizer.cached(TextPrompts(["prompt 19"])) is not None
     assert tokenizer.cached(TextPrompts(["prompt 0"])) is None
+
+
+async def test_text_parts_of_responses_are_sent_to_tokenize_in_the_format_of_chats(
+    engines: list[PlayedEngine], spread: EngineTokenizer
+) -> None:
+    for engine in engines:
+        engine.renders = False
+    parts = [{"type": "input_text", "text": "What holds"}, {"type": "input_text", "text": "the cache?"}]
+    await spread.tokenize(sent("/v1/responses", input=[{"role": "user", "content": parts}]))
+    bodies = [body for engine in engines for body in engine.bodies if "messages" in body]
+    assert [part["type"] for body in bodies for part in body["messages"][0]["content"]] == ["text", "text"]

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
+from router.apis.endpoints import RESPONSES, Call, read_call
 from router.apis.requests import ChatPrompt, TextPrompts, Truncation
 from router.tokens import TokenizerUnavailableError
 from router.tokens.candidates import candidates
@@ -127,6 +128,33 @@ def test_harmony_renders_calls_in_the_trained_format(harmony: Harmony) -> None:
         '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1, "b": "x"}<|call|>'
         "<|start|>functions.f<|channel|>commentary to=assistant<|message|>2<|end|><|start|>assistant"
     )
+
+
+def test_harmony_reads_the_deprecated_name_of_reasoning(harmony: Harmony) -> None:
+    chats = [
+        ChatPrompt([USER, called("1") | {name: "hm"}, result("1")], tools=TOOLS)
+        for name in ("reasoning", "reasoning_content")
+    ]
+    assert harmony.encode(chats[0]) == harmony.encode(chats[1])
+
+
+@pytest.mark.parametrize(
+    "given", [{"chat_template": "x"}, {"chat_template_kwargs": {"chat_template": "x"}}], ids=["field", "variable"]
+)
+def test_harmony_ignores_a_template_in_the_request(harmony: Harmony, given: dict[str, Any]) -> None:
+    local = LocalTokenizer(ModelFiles.read(MODEL), chat_encoder=harmony)
+    assert local.tokenize(ChatPrompt([USER], **given)) == local.tokenize(ChatPrompt([USER]))
+
+
+def test_harmony_converts_each_item_of_responses_alone(harmony: Harmony) -> None:
+    answer = {"role": "assistant", "content": "Wait."}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    for items, channels in (([answer, call], ["final", "commentary"]), ([call, answer], ["commentary", "final"])):
+        body = json.dumps({"model": "m", "input": [USER, *items]}).encode()
+        chat = read_call(Call("POST", RESPONSES, [], body)).prompt
+        assert isinstance(chat, ChatPrompt)
+        text = shown(harmony, chat)
+        assert [part.split("<|message|>")[0].split(" ")[0] for part in text.split("<|channel|>")[1:]] == channels
 
 
 def test_harmony_refuses_unknown_effort_and_truncation(harmony: Harmony) -> None:
