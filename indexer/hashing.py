@@ -115,7 +115,6 @@ class MediaSpan(NamedTuple):
     name: str
 
     def moved(self, tokens: int) -> MediaSpan:
-        """Return the span moved by `tokens` tokens."""
         return MediaSpan(self.start + tokens, self.end + tokens, self.name)
 
 
@@ -183,18 +182,15 @@ class PackedPrompt:
         return sum(len(made.hashes) * made.hashes.itemsize for made in list(self._made.values()))
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the token ids."""
         token_ids = array("I", self.tokens)
         if _BIG_ENDIAN:
             token_ids.byteswap()
         return iter(token_ids)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the other prompt has the same tokens and the same media."""
         return isinstance(other, PackedPrompt) and (self.tokens, self.media) == (other.tokens, other.media)
 
     __hash__ = None  # type: ignore[assignment]

@@ -164,7 +164,6 @@ class Indexer:
             self.index.drop(target)
 
     def registered(self) -> list[Registration]:
-        """Return all registrations."""
         return [known for served in self._served.values() for known in served.values()]
 
     def clear(self, target: Target) -> None:
@@ -300,7 +299,6 @@ class Indexer:
         return sizes
 
     def _block_sizes(self) -> _BlockSizes:
-        """Return the cache of block sizes, emptied after a change."""
         changes = self.registrations + self.index.block_size_changes  # both only grow
         if self._sizes.changes != changes:
             self._sizes = _BlockSizes(changes)
@@ -353,7 +351,6 @@ def _best_first(targets: Collection[Target], found: Iterable[Match]) -> list[Mat
 
 
 def _best(found: Iterable[Match]) -> dict[Target, Match]:
-    """Return the best match of each target."""
     best: dict[Target, Match] = {}
     for match in found:
         known = best.get(match.target)

@@ -106,5 +106,4 @@ def connectable(endpoint: str, host: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Return a text, shortened, for an error message."""
     return repr(text if len(text) <= 100 else f"{text[:100]}…")

@@ -193,7 +193,6 @@ def _split(place: _Place, run: _Run) -> None:
 
 
 def _spans(run: _Run, held: dict[EngineHash, _Run]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a run that are held."""
     hashes = run.stored_event.block_hashes
     start = 0
     while start < len(hashes):

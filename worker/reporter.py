@@ -307,7 +307,6 @@ class Reporter:
         return self._last_ts
 
     def _is_open(self) -> bool:
-        """Return whether reports are on. Raises RuntimeError after shutdown and after a fork."""
         if self.silent_because is not None:
             return False
         if os.getpid() != self._process:  # in a forked process the lock may be held forever

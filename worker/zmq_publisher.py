@@ -299,7 +299,6 @@ class _OvertakenError(Exception):
 
 
 def _bind(sock: zmq.Socket[bytes], endpoint: str) -> str:
-    """Bind a socket, and return its endpoint with the bound port."""
     sock.setsockopt(zmq.IPV6, "[" in endpoint)
     try:
         sock.bind(endpoint)

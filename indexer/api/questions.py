@@ -167,7 +167,6 @@ class Questions:
 
 
 def _read_query(body: bytes, packed_numbers: PackedNumbers | None) -> MatchQuery:
-    """Read the body of `/query`. Raises RequestError."""
     packed = None if packed_numbers is None else _read_packed_query(body, packed_numbers)
     if packed is not None:
         return packed

@@ -137,7 +137,6 @@ def _registration(body: RegisterBody) -> Registration:
 
 
 def _selects(body: UnregisterBody, target: Target) -> bool:
-    """Return whether `POST /unregister` with this body is about a target."""
     return (
         target.worker == body.instance_id
         and target.tenant == body.tenant_id

@@ -319,7 +319,6 @@ class Holdings:
         return True
 
     def _start(self, event: BlockStored, block_size: int) -> tuple[int, list[bytes | None] | None]:
-        """Return the seed and the extra keys of blocks that start a prompt."""
         adapter, salt, keys = self._identity(event)
         if block_size not in self.block_sizes:
             if len(self.block_sizes) >= _MOST_BLOCK_SIZES:
@@ -413,7 +412,6 @@ class Holdings:
         return True
 
     def _blocks_of(self, event: BlockStored) -> tuple[bytes, int]:
-        """Return the packed tokens and the block size of an event."""
         count = len(event.block_hashes)
         if count > 1 and len(set(event.block_hashes)) != count:
             raise UnusableEventError("block_hashes has a duplicate")
@@ -499,7 +497,6 @@ class Holdings:
         self.counters.over_capacity += len(dropped)
 
     def _is_end(self, holder: Holder, position: int) -> bool:
-        """Return whether the holder has no child of this block."""
         place = self._tree.find(position)
         assert place is not None, "a held position is in the tree"
         run, offset = place
@@ -526,7 +523,6 @@ class Holdings:
         return None
 
     def _holder(self, event: BlockStored) -> Holder:
-        """Return the holder for the blocks of a stored event, and count the event."""
         holder = self._holder_of(*_kind(event))
         holder.stored_events += 1
         return holder

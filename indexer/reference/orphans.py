@@ -58,7 +58,6 @@ class Orphans:
         self._bytes = 0
 
     def __len__(self) -> int:
-        """Return the number of waiting blocks."""
         return len(self._by_block)
 
     def park(self, orphan: Orphan) -> int:

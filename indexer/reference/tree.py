@@ -60,7 +60,6 @@ class PrefixTree(Generic[HolderT]):
         self._last_number = 0
 
     def __len__(self) -> int:
-        """Return the number of runs."""
         return len(self._runs)
 
     def begins_with(self, first_hash: int) -> bool:

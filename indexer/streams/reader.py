@@ -65,7 +65,6 @@ class StreamReader:
         self._thread = Thread(target=self._run, name="kv-event-reader", daemon=True)
 
     def start(self) -> None:
-        """Start to read."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -243,7 +242,6 @@ class StreamReader:
     def _record_applied(
         self, taken: list[Taken], told: Iterable[tuple[tuple[int, int], Applied | Exception]] = ()
     ) -> None:
-        """Record the batches that the inbox applied by itself."""
         now = time.monotonic()
         changed: list[StreamSession] = []
         for turn in taken:

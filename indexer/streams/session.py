@@ -353,7 +353,6 @@ def open_sockets(
 
 
 def _prepare(socket: zmq.Socket[bytes]) -> None:
-    """Set the options that live and replay sockets share."""
     limit_queue(socket, USUAL_MESSAGE)
     keep_alive(socket)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)

@@ -182,7 +182,6 @@ class Admission:
         request.timer = asyncio.get_running_loop().call_later(seconds, self._time_over, request)
 
     def _misses_ttft(self, prompt: RoutedPrompt, tried: Collection[Worker], slo: SLO) -> bool:
-        """Return whether the selection of a request misses its SLO's TTFT."""
         try:
             selection = self._selector.choose(prompt, tried, self.limits, slo=slo)
         except RequestError:
@@ -388,7 +387,6 @@ class Admission:
 
 
 def _is_ttft_missed(selection: Selection) -> bool:
-    """Return whether a selection misses an SLO that has a TTFT."""
     slo = selection.slo
     return slo is not None and slo.ttft is not None and selection.slo_missed
 

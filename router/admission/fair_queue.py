@@ -76,7 +76,6 @@ class FairQueue(Generic[W]):
         self.size = 0  # bytes
 
     def __len__(self) -> int:
-        """Return the number of waiting requests."""
         return self.length
 
     def fits(self, size: int) -> bool:
@@ -90,7 +89,6 @@ class FairQueue(Generic[W]):
         return sum(map(len, kept)) < self._max_requests and size + request.size <= self._max_bytes
 
     def add(self, request: W) -> None:
-        """Add a request."""
         self._put_in(request)
         if not self._of_tenant[request.tenant]:
             self._clocks[request.tenant] = max(self._clocks.get(request.tenant, 0.0), self._clock)

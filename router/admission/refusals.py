@@ -53,7 +53,6 @@ class Refusals:
         self._timeout = timeout
 
     def count(self, reason: str) -> None:
-        """Count a refusal."""
         for on_refused in self.on_refused:
             on_refused(reason)
 

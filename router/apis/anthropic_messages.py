@@ -113,7 +113,6 @@ def _text(block: Any) -> str | None:
 
 
 def _converted(message: dict[str, Any]) -> list[Message]:
-    """Return the chat messages for one message of the body."""
     role, content = message["role"], message["content"]
     if role == "system":
         return [{"role": "system", "content": text}] if (text := _system_text(content)) else []

@@ -156,7 +156,6 @@ def _place_of(content_type: str, body: bytes, name: str) -> slice | None:
 
 
 def _is_field(head: bytes, name: str) -> bool:
-    """Return whether a part's headers declare the form field `name`."""
     for line in head.decode(errors="replace").split("\r\n"):
         key, _, value = line.partition(":")
         if key.strip().lower() == "content-disposition":

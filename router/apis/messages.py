@@ -244,7 +244,6 @@ def _tool(tool: Any) -> Any:
 
 
 def _developer_tool(tool: Any) -> Any:
-    """Return a tool of a developer message with its keys in vLLM's order."""
     if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
         return tool
     function = _ordered(tool["function"], ("name", "description", "parameters", "strict"))

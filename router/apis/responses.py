@@ -43,7 +43,6 @@ def decode_responses(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
 
 
 def _conversation(fields: ResponsesFields) -> str | None:
-    """Return the id of the conversation that the request continues; None if it continues none."""
     return StoredFields(conversation=fields.conversation).stored_id()
 
 

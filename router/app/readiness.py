@@ -50,7 +50,6 @@ class Readiness:
         return None if self._caught_up else "the index is catching up"
 
     def _index_caught_up(self, workers: set[str]) -> bool:
-        """Return whether the index has applied all events that these workers have sent."""
         followed = (
             self._indexer.stream_status(registration.target)
             for registration in self._indexer.registered()

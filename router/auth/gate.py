@@ -263,7 +263,6 @@ def _content_type(headers: Headers) -> bytes:
 
 
 def _is_admin(route: Route) -> bool:
-    """Return whether a route is for operators and not for users."""
     if route.access in (Access.OPERATOR, Access.ENGINE):
         return True
     return route.own and route.access is not Access.TENANT and route.path not in _ANY_HOST

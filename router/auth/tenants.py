@@ -114,7 +114,6 @@ class Tenant:
             )
 
     def may_use(self, model: str | None) -> bool:
-        """Return whether the tenant may use a model."""
         return self._models is None or model in self._models
 
     def admit(self, model: str | None, tokens: int) -> None:
@@ -179,7 +178,6 @@ class AccessControl:
             self._tenants |= dict.fromkeys(each.keys, self._named[name])
 
     def tenant(self, name: str) -> Tenant:
-        """Return a tenant by its name."""
         return self._named[name]
 
     def share_spent(self, spent: Callable[[str, int, int], None]) -> None:

@@ -241,7 +241,6 @@ class HitAudit:
             )
 
     def _add_audit(self, target: Target) -> TargetAudit:
-        """Add the audit of a target, and forget targets that are no longer registered."""
         known = {registration.target for registration in self._indexer.registered()} | {target}
         self._audits = {each: audit for each, audit in self._audits.items() if each in known}
         self.distrusted &= known

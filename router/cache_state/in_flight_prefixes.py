@@ -111,7 +111,6 @@ class InFlightPrefixes:
             ended.extend(kept)
 
     def __len__(self) -> int:
-        """Return the number of held prefixes."""
         self._expire(self._clock())
         return sum(holder.chunks for holder in self._targets.values())
 

@@ -262,7 +262,6 @@ class SentPrefixes:
         return list(self._sent)
 
     def __len__(self) -> int:
-        """Return the number of remembered prefixes."""
         return sum(sent.chunks for sent in self._sent.values())
 
     def _apply_seconds(self, target: Target, learned: Retention) -> None:

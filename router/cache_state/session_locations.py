@@ -66,7 +66,6 @@ class SessionLocations:
         self._numbers = count()
 
     def __len__(self) -> int:
-        """Return the number of locations."""
         return len(self._locations)
 
     def record(self, key: SessionKey, target: Target, tokens: int, next_call: float | None) -> SessionLocation:

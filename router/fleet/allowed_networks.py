@@ -90,5 +90,4 @@ async def _resolve(host: str) -> list[Address]:
 
 
 def _unwrapped(address: Address) -> Address:
-    """Return the IPv4 address that an IPv6 address maps, or the address itself."""
     return (isinstance(address, IPv6Address) and address.ipv4_mapped) or address

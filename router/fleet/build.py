@@ -71,7 +71,6 @@ class FleetWatch:
         self._tasks.clear()
 
     def _begin(self, worker: Worker) -> None:
-        """Begin to watch a worker."""
         self._tasks[worker] = [
             asyncio.create_task(self.prober.watch(worker), name=f"probe {worker.name}"),
             asyncio.create_task(self._scraper.watch(worker), name=f"scrape {worker.name}"),
@@ -89,7 +88,6 @@ class FleetWatch:
             await asyncio.sleep(_STREAM_CHECK_INTERVAL)
 
     def _end(self, worker: Worker) -> None:
-        """Cancel the tasks of a removed worker. They change nothing from now on."""
         for task in self._tasks.pop(worker, ()):
             task.cancel()
             self._cancelled.add(task)

@@ -107,8 +107,6 @@ class _SglangRole(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """A model or an adapter in the answer to `/v1/models`."""
-
     id: str
     root: str | None
     parent: str | None

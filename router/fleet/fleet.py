@@ -279,7 +279,6 @@ class Fleet:
         return worker
 
     def _apply(self, worker: Worker, sourced: SourcedWorker) -> None:
-        """Apply the settings, the source and the API key of a worker."""
         if worker.settings != sourced.settings:
             worker.apply_settings(sourced.settings)
             self.probe_soon(worker)

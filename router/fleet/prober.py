@@ -184,7 +184,6 @@ class MetricsScraper:
         self._fleet.notify_scrape(worker)
 
     async def _get(self, worker: Worker) -> bytes:
-        """Return the metrics of a worker; no bytes for a status other than 200."""
         timeout = aiohttp.ClientTimeout(total=self._settings.probe_timeout)
         async with self._session.get(
             f"{worker.url}/metrics", headers=worker.key.headers, timeout=timeout, allow_redirects=False

@@ -106,7 +106,6 @@ def _watch_of(
     session: aiohttp.ClientSession,
     on_change: Callable[[Iterable[dict[str, Any]]], Awaitable[None]],
 ) -> ResourceWatch:
-    """Return a watch of the pods or endpoints that the settings select."""
     if settings.service:
         path = f"/apis/discovery.k8s.io/v1/namespaces/{access.namespace}/endpointslices"
         selector = f"kubernetes.io/service-name={settings.service}"
@@ -175,5 +174,4 @@ def service_addresses(slices: Iterable[dict[str, Any]], port: int) -> list[Addre
 
 
 def _worker_name(given: Any) -> str | None:
-    """Return the name of a pod, if it is valid as the name of a worker."""
     return given if isinstance(given, str) and WORKER_NAME.fullmatch(given) else None

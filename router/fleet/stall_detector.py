@@ -225,7 +225,6 @@ class StallDetector:
 
 
 def _others(worker: Worker, workers: Sequence[Worker]) -> bool:
-    """Return whether another worker can receive the requests of a worker."""
     return any(
         other is not worker and other.up and other.trusted and not other.draining and other.models() & worker.models()
         for other in workers

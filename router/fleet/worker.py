@@ -136,7 +136,6 @@ class Worker:
 
     @property
     def state(self) -> WorkerState:
-        """The state of the worker."""
         if self.draining:
             return WorkerState.DRAINING if self.health.attempts else WorkerState.DRAINED
         if not self.up:
@@ -170,7 +169,6 @@ class Worker:
         return known.capacity * known.block_size if known and known.capacity and known.block_size else None
 
     def target(self, dp_rank: int, model: str) -> Target:
-        """Return the target of one of its ranks and a model."""
         target = self._targets_made.get((dp_rank, model))
         if target is None:
             target = self._targets_made[dp_rank, model] = Target(self.url, dp_rank, model)

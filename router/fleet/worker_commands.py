@@ -119,7 +119,6 @@ async def _until_idle(worker: Worker) -> None:
 
 
 def _message(answer: str) -> str:
-    """Return the message of an engine's answer, which is plain text or JSON with an error."""
     try:
         parsed = msgspec.json.decode(answer)
     except (msgspec.DecodeError, RecursionError):

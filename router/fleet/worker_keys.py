@@ -78,7 +78,6 @@ class WorkerKey:
         return self.refusal(", ".join(sorted(self.refused)), next(iter(self.refused.values())))
 
     def refuses(self, status: int) -> bool:
-        """Return whether a status refuses the key."""
         return status in _REFUSED
 
     def refusal(self, path: str, status: int) -> str:

@@ -44,7 +44,6 @@ class WorkerSources:
         self._untrusted_hosts = frozenset(hosts[ADDED_SOURCE] - trusted)
 
     def assigned(self, source: str) -> list[WorkerSettings]:
-        """Return the workers of a source."""
         return list(self._by_source[source].values())
 
     def is_untrusted_host(self, host: str) -> bool:

@@ -214,7 +214,6 @@ class DisaggregatedRequest(ResponseHandler):
             handler.on_failed(PrefillFailedError(problem, answered, self._adapter.concurrent))
 
     def _answer(self, head: ResponseHead, body: bytes) -> None:
-        """Report the prefill's response as the client's."""
         handler, self._handler = self._handler, None
         self._close()
         if handler is not None:
@@ -223,7 +222,6 @@ class DisaggregatedRequest(ResponseHandler):
     # Called with the decode's response
 
     def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
-        """Called when the decode's head is received. A prefill that runs beside a refused decode is cancelled."""
         if 400 <= head.status < 500:
             self._prefill_assignment.attempt.end(Outcome.REFUSED, f"decode: status {head.status}")
         self._note_decode(data, ended)
@@ -231,7 +229,6 @@ class DisaggregatedRequest(ResponseHandler):
             self._handler.on_head(head, data, ended)
 
     def on_body(self, data: bytes, ended: bool) -> None:
-        """Called when more of the decode's response is received."""
         self._note_decode(data, ended)
         if self._handler is not None:
             self._handler.on_body(data, ended)
@@ -292,8 +289,6 @@ class _Collected(ResponseHandler):
 
 
 class _Ignored(ResponseHandler):
-    """A handler that discards a response."""
-
     def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         """Ignore it."""
 

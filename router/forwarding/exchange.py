@@ -31,13 +31,11 @@ class RoutingHeaders:
         return self._worker.name
 
     def add(self, name: bytes, value: bytes) -> None:
-        """Add a header."""
         if self._more is None:
             self._more = []
         self._more.append((name, value))
 
     def headers(self) -> Headers:
-        """Return the headers."""
         said = [
             (b"x-kvrouter-worker", self._worker.name.encode()),
             (b"x-kvrouter-overlap-tokens", b"%d" % self._overlap),

@@ -107,7 +107,6 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         self._without = without
 
     def start(self, body: bytes) -> None:
-        """Parse and place the complete request."""
         self._arrived = _now()
         try:
             self._read(body)
@@ -134,7 +133,6 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
 
     @property
     def answering(self) -> bool:
-        """True if a part of the response was forwarded."""
         return self._response is not None
 
     @property
@@ -150,7 +148,6 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     # The client
 
     def client_disconnected(self) -> None:
-        """Release everything, because the client disconnected."""
         if self._phase is not _ENDED:
             self._services.metrics.abandoned.inc()
             self._finish("client left")
@@ -169,7 +166,6 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             self._stall = self._services.loop.call_later(seconds, self._client_stalled)
 
     def resume(self) -> None:
-        """Continue reading from the worker."""
         if self._attempts is not None and self._attempts.sent is not None:
             self._attempts.sent.resume()
         if self._stall is not None:
@@ -341,7 +337,6 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             self._crash()
 
     def on_body(self, data: bytes, ended: bool) -> None:
-        """Called when more of the response is received."""
         try:
             response, attempts = self._response, self._attempts
             if response is None or attempts is None:
@@ -427,7 +422,6 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     def _begin_answer(
         self, attempts: Attempts, assignment: Assignment, head: ResponseHead, data: bytes, ended: bool
     ) -> None:
-        """Forward the beginning of a response."""
         self._phase = _ANSWERING
         headers = attempts.routing_headers()
         self._response = response = self._new_response(attempts, assignment, head)
@@ -479,7 +473,6 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         recorded.ended(attempts.tried[-1].name, response.first_byte_at or None, response.usage, failed)
 
     def _crash(self) -> None:
-        """End the request after an unexpected error."""
         with self._context.logging():
             log.exception("request failed")
         self._finish("error")

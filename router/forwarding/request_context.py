@@ -126,7 +126,6 @@ class RequestContext:
 
     @property
     def bodies(self) -> BodyCheck:
-        """The checks of bodies."""
         return self._gate.bodies
 
     def refusal(self, error: RequestError) -> tuple[Headers, bytes]:

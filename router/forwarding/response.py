@@ -130,7 +130,6 @@ class ProxiedResponse:
         self._learn(data, ended)
 
     def _count(self) -> None:
-        """Count a response that has begun."""
         prompt, assignment = self._prompt, self._assignment
         self._services.metrics.begun(
             prompt.name or "", assignment.worker.name, self.head.status, prompt.tokens, assignment.overlap
@@ -152,7 +151,6 @@ class ProxiedResponse:
             request.forwarder = EventStream(writer, self._assignment.attempt.health, tail, self._hidden)
 
     def _learn(self, data: bytes, ended: bool) -> None:
-        """Learn from bytes that were forwarded."""
         assignment, now = self._assignment, _now()
         if data:
             assignment.attempt.heard(now)
@@ -173,7 +171,6 @@ class ProxiedResponse:
             self._end(now)
 
     def _end(self, now: float) -> None:
-        """Record the end of a complete response."""
         assignment, status, tenant = self._assignment, self.head.status, self._context.tenant
         if status < 400:
             assignment.attempt.end(_SUCCEEDED, now=now)

@@ -29,8 +29,6 @@ WINDOW = 30  # seconds that count as recent
 
 @dataclass(slots=True)
 class _Second:
-    """The counts of one second."""
-
     number: int
     requests: int = 0
     retries: int = 0

@@ -50,7 +50,6 @@ def forwarded_lines(headers: Headers) -> bytes:
 
 
 def lines_of(headers: Headers) -> bytes:
-    """Return headers as lines."""
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 

@@ -23,7 +23,6 @@ class LoadJournal:
         return self._forgotten + len(self._slots)
 
     def __len__(self) -> int:
-        """Return the number of remembered changes."""
         return len(self._slots)
 
     def add(self, slot: int) -> None:

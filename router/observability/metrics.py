@@ -28,8 +28,6 @@ OTHER_MODELS = "other"
 
 
 class _ModelSeries:
-    """The series of one model, which are looked up once."""
-
     __slots__ = (
         "best_overlap_tokens",
         "completion_tokens",

@@ -41,7 +41,6 @@ class OtelTracing(Tracing):
         return trace
 
     def stop(self) -> None:
-        """Export the remaining spans and stop."""
         self._provider.shutdown()
 
 
@@ -82,7 +81,6 @@ class _OtelTrace(_OtelSpan, RequestTrace):
 
 
 def _attribute(name: str) -> str:
-    """Return the attribute's name in OpenTelemetry's conventions, or with this project's prefix."""
     return _CONVENTIONS.get(name, f"kvrouter.{name}")
 
 

@@ -15,8 +15,6 @@ _TPOT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 
 
 class _ModelAccuracy:
-    """The accuracy of recent predictions for one model."""
-
     def __init__(self) -> None:
         self.answers = 0
         self.errors = Ratios()  # of TTFT, as shares of the measured time
@@ -77,7 +75,6 @@ class PredictionMetrics:
         return self._of_models.setdefault(model, _ModelAccuracy())
 
     def _named(self, model: str) -> str:
-        """Return the label of a model."""
         known = model in self._of_models or len(self._of_models) < MOST_MODELS
         return model if known else OTHER_MODELS
 

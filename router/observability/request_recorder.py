@@ -180,7 +180,6 @@ class Listener:
             self._missing_elsewhere[process] = msgspec.json.decode(line, type=_Missing)
 
     def missing(self) -> Line:
-        """Return the number of missing lines."""
         peer_load = self._missing_elsewhere.values()
         return {
             "dropped": self._dropped + sum(each.dropped for each in peer_load),

@@ -45,7 +45,6 @@ class HotPrefixes:
     """The counts of prefixes. `tree` returns the hot ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, names: WorkerNames | None = None) -> None:
-        """Create empty counts; `names` has the names of workers."""
         self._names = names or WorkerNames()
         self._clock = clock
         self._began = clock()
@@ -224,7 +223,6 @@ class SampledTraffic:
     """A sample of the placed requests, and the prefixes that they share: a `RequestSampler`."""
 
     def __init__(self, names: WorkerNames) -> None:
-        """Create an empty sample. `names`: the names of workers on the page."""
         self.requests = SeenRequests(names=names)
         self.prefixes = HotPrefixes(names=names)
 

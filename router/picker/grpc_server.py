@@ -136,7 +136,6 @@ class _GrpcCall:
         stream.send(b"".join([part for each in messages for part in (_PREFIX.pack(0, len(each)), each)]))
 
     def end(self, status: int = OK, reason: str = "") -> None:
-        """End the call with a status."""
         stream = self._stream
         if status == OK:
             stream.begin(_HEADERS)

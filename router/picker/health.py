@@ -44,8 +44,6 @@ class Health:
 
 
 class _Check:
-    """A call that asks once for a service's state."""
-
     def __init__(self, health: Health, call: Call) -> None:
         self._health = health
         self._call = call

@@ -172,10 +172,8 @@ def _set(name: bytes, value: bytes) -> bytes:
 
 
 def _entry(key: bytes, value: bytes) -> bytes:
-    """Encode a field of a `google.protobuf.Struct`."""
     return field(1, field(1, key) + field(2, value))
 
 
 def _structure(entries: bytes) -> bytes:
-    """Encode a `google.protobuf.Value` that is a Struct."""
     return field(5, entries)

@@ -387,7 +387,6 @@ class PickedRequest(ResponseWriter):
 
 @lru_cache(maxsize=4096)
 def _path_of(url: str) -> str:
-    """Return the prefix of all paths at a worker."""
     return Origin.of(url).path.decode("latin-1")
 
 

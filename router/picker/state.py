@@ -113,7 +113,6 @@ class Deadlines:
             self._timer = loop.call_later(self._seconds, self._ring)
 
     def drop(self, key: Hashable) -> None:
-        """Drop the deadline of a key."""
         self._due.pop(key, None)
 
     def close(self) -> None:

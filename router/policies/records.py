@@ -78,7 +78,6 @@ class Candidate:
         self.rates = rates
 
     def copy(self) -> Candidate:
-        """Return a copy."""
         return Candidate(
             self.target,
             self.overlap,
@@ -160,7 +159,6 @@ class Decision:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """All candidates of the decision."""
         candidates = self._candidates
         if not isinstance(candidates, list):
             candidates = self._candidates = candidates()

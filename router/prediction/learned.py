@@ -50,11 +50,9 @@ class DecayingSum:
         self._at = now
 
     def at(self, now: float) -> float:
-        """Return the sum at `now`."""
         return self._sum and self._sum * exp((self._at - now) / self._horizon)
 
     def __bool__(self) -> bool:
-        """Return whether anything was ever added."""
         return self._sum > 0
 
 
@@ -117,7 +115,6 @@ class EvictionPressure:
         return last is not None and self._clock() - last < HORIZON
 
     def __len__(self) -> int:
-        """Return the number of remembered prefixes."""
         return self._routed.chunks
 
 
@@ -146,7 +143,6 @@ class SessionTurns:
         self._shares[model] = (mean + max(1 / count, _PROMPT_WEIGHT) * (share - mean), count)
 
     def expected(self, model: str) -> float:
-        """Return the expected turns of a new session."""
         share, _ = self._shares.get(model, (0.0, 0))
         return 1 / max(1 - share, 1 / _MOST_TURNS)
 

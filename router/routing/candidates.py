@@ -46,7 +46,6 @@ class CandidateSet:
 
     @property
     def count(self) -> int:
-        """The number of candidates."""
         return len(self.targets.ranks) - len(self.excluded)
 
     @property
@@ -87,7 +86,6 @@ class CandidateSet:
         return record
 
     def rank_of(self, candidate: Candidate) -> RoutableRank:
-        """Return the rank of a candidate."""
         return self.targets.of_target[candidate.target]
 
     def cheapest(self, policy: LinearPolicy, tokens: int) -> Selection | None:
@@ -292,5 +290,4 @@ class CandidateFinder:
 
 
 def without(workers: Sequence[Worker], excluded: Collection[Worker]) -> Sequence[Worker]:
-    """Return the workers that are not excluded."""
     return [worker for worker in workers if worker not in excluded] if excluded else workers

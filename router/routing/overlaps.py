@@ -187,7 +187,6 @@ class OverlapFinder:
     def _matches(
         self, targets: ModelTargets, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None
     ) -> RowMatches:
-        """Return the overlaps of a prompt by the index."""
         rows = targets.rows_of(served)
         if served.replacement is not None:
             return RowMatches(rows)

@@ -214,7 +214,6 @@ class PromptReader:
         return request, model
 
     def _only_model(self) -> str | None:
-        """Return the model of all workers; None if they serve several."""
         described = [worker.description for worker in self._fleet.workers if worker.description]
         models = {model.name for description in described for model in description.base_models()}
         return models.pop() if len(models) == 1 else None

@@ -91,7 +91,6 @@ class Selector:
     def _cheapest(
         self, prompt: RoutedPrompt, excluded: Collection[Worker], found: CandidateSet, now: float
     ) -> Selection:
-        """Return the policy's selection among candidates."""
         if self._linear is not None and not found.rates and not self._fleet.disaggregated:
             selection = found.cheapest(self._linear, prompt.tokens)
             if selection is not None:

@@ -67,7 +67,6 @@ class ModelTargets:
         return self.of_worker[worker]
 
     def rows_of(self, served: ServedModel) -> TargetRows:
-        """Return the rows of the targets that serve a model."""
         rows = self._rows_of.get(served)
         if rows is None:
             row_of = {rank.target: rank.row for rank in self.ranks if rank.served is served}

@@ -189,7 +189,6 @@ class HttpConnection(RequestReceiver, ResponseOwner):
                 self._refuse(self._response, too_large(self._limits))
 
     def _has_room(self, size: int) -> bool:
-        """Return whether `size` more bytes of the body may be held; refuse the request if not."""
         try:
             self._dispatcher.contexts.gate.arrivals.add(self._arriving, size)
         except RequestError as error:
@@ -200,7 +199,6 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         return True
 
     def _end_arrival(self) -> None:
-        """Stop counting the body among those that are arriving."""
         if self._arriving:
             self._dispatcher.contexts.gate.arrivals.end(self._arriving)
             self._arriving = 0
@@ -280,7 +278,6 @@ class HttpConnection(RequestReceiver, ResponseOwner):
     # One request
 
     def _serve(self, request: IncomingRequest) -> None:
-        """Serve a request that the parser reads."""
         head = request.make_head(self._dispatcher.repeated_paths)
         self._request = request
         size = request.size if request.complete else max(request.size, request.announced_size())
@@ -328,18 +325,15 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         return response
 
     def _start(self, response: FramedResponse, body: bytes) -> None:
-        """Serve a complete request."""
         self._end_arrival()
         self._deadline.clear()
         self._taken = taken = self._dispatcher.serve(response.context, response)
         taken.start(body)
 
     def _refuse(self, response: FramedResponse, error: RequestError) -> None:
-        """Answer a request without serving it."""
         self._answer(response, error.status, *response.context.refusal(error))
 
     def _answer(self, response: FramedResponse, status: int, headers: Headers, body: bytes) -> None:
-        """Answer a request whose body is not wanted."""
         if not self._came_whole:
             response.keep_alive = False
         response.begin(ResponseHead(status, headers), None, body, True)
@@ -373,7 +367,6 @@ class HttpConnection(RequestReceiver, ResponseOwner):
             self._transport.close()
 
     def _end_request(self) -> None:
-        """Release the request that was served."""
         self._end_arrival()
         response = self._response
         assert response is not None
@@ -384,7 +377,6 @@ class HttpConnection(RequestReceiver, ResponseOwner):
 
 
 def _address(name: object) -> ServerAddress | None:
-    """Return the address of a listening socket's name."""
     if isinstance(name, tuple):
         return str(name[0]), int(name[1])
     return (name, None) if isinstance(name, str) else None

@@ -80,7 +80,6 @@ class Connections(set[Any]):
     stopping = False
 
     def add(self, connection: Any) -> None:
-        """Add a connection."""
         super().add(connection)
         if self.stopping:
             asyncio.get_running_loop().call_soon(connection.shutdown)

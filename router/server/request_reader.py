@@ -227,7 +227,6 @@ class RequestReader:
             self._remember(data, last)
 
     def _remember(self, data: bytes, last: IncomingRequest | None) -> None:
-        """Cache the head of a request that is all of `data`."""
         request = self._request
         if request is None or request is last or request.repeated_head is None:
             return

@@ -204,8 +204,6 @@ def _workers(answer: ProcessAnswer) -> list[dict[str, Any]]:
 
 
 class _Captured:
-    """A complete answer of an application."""
-
     def __init__(self) -> None:
         self.status = 500
         self.headers: Headers = []

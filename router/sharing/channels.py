@@ -120,7 +120,6 @@ class RedisChannel:
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> str:
-    """Return the text of the first error in a group."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -188,7 +188,6 @@ def _tokenize_locally(
 
 
 def _difference(ours: PackedPrompt, theirs: PackedPrompt) -> str:
-    """Describe the first difference between two prompts."""
     place = common_tokens(ours, theirs)
     here, there = next(
         ((a, b) for number, (a, b) in enumerate(zip_longest(ours, theirs)) if number == place), (None, None)

@@ -148,7 +148,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 @lru_cache(256)
 def _undefined(name: str) -> jinja2.Undefined:
-    """Return the undefined value for a missing field of a dict."""
     return jinja2.Undefined(obj={}, name=name)
 
 

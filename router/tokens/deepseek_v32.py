@@ -110,7 +110,6 @@ class _Rendering:
         return _THINK if answers_now and self._thinks else _THOUGHT
 
     def _result(self, place: int, content: Any) -> str:
-        """Return the text of a function's result."""
         called = place - 1
         while called >= 0 and self._messages[called]["role"] == "tool":
             called -= 1

@@ -141,13 +141,11 @@ class EngineClient:
         return [PackedPrompt.of(ids)]
 
     def render_path(self, prompt: ChatPrompt | TextPrompts) -> str:
-        """Return the path at which an engine renders this prompt."""
         if isinstance(prompt, TextPrompts):
             return f"{_COMPLETIONS}/render"
         return f"{prompt.call[0] if prompt.call else CHAT}/render"
 
     def _request(self, prompt: ChatPrompt | TextPrompts) -> tuple[str, dict[str, Any]]:
-        """Return the path and body of a request for this prompt: the client's own, if there is one."""
         call = prompt.call if isinstance(prompt, ChatPrompt) else None
         if call is not None:
             path = call[0]

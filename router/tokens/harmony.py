@@ -228,7 +228,6 @@ def _items(message: Message) -> list[Message]:
 
 
 def _text(content: Any) -> str | None:
-    """Return the texts of a content joined to one; None without one."""
     if content is None or isinstance(content, str):
         return content
     texts = [part if isinstance(part, str) else part.get("text") for part in content]

@@ -223,7 +223,6 @@ class LocalTokenizer:
 
 
 def _adds_tokens(encoder: Encoder) -> bool:
-    """Return whether the encoder adds special tokens to a text if it is asked to."""
     texts = ["", "Hi"]
     return encoder.encode(texts, add_special_tokens=True) != encoder.encode(texts)
 

@@ -199,7 +199,6 @@ class MediaReader:
         return equal
 
     def _answer(self, item: Item) -> _Answer | None:
-        """Return the cached answer about an item; None if it is missing or has expired."""
         answer = self._answers.get(item.key)
         return None if answer is None or self._clock() >= answer.until else answer
 
@@ -223,7 +222,6 @@ class MediaReader:
             asking.set()
 
     async def _asked(self, alone: ChatPrompt, name: str) -> Run | None:
-        """Return the run that an engine makes of an item; None if the answer is of no use."""
         try:
             (theirs,) = await self._engine.ask(alone)
             run = _run(self.local, alone, theirs, name)
@@ -342,7 +340,6 @@ def _find(tokens: bytes, wanted: bytes, start: int) -> int:
 
 
 def _count(tokens: bytes, wanted: bytes) -> int:
-    """Return how often packed tokens occur in a prompt."""
     count, place = 0, _find(tokens, wanted, 0)
     while place >= 0:
         count += 1

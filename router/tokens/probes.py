@@ -48,7 +48,6 @@ _OF_PATH = {RESPONSES: ProbeKind.RESPONSES, ANTHROPIC: ProbeKind.MESSAGES}
 
 
 def probe_kinds(prompt: ChatPrompt | TextPrompts) -> set[ProbeKind]:
-    """Return the probe kinds of a prompt."""
     if isinstance(prompt, TextPrompts):
         return {ProbeKind.TEXT}
     found = {ProbeKind.PLAIN}

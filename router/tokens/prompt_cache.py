@@ -57,7 +57,6 @@ class CachedPrompt:
     __slots__ = ("keys", "marks", "prompt", "size", "text")
 
     def __init__(self, text: str, prompt: PackedPrompt, marks: list[Mark], prefix: CachedPrefix) -> None:
-        """Create an entry; `prefix` is the cached prompt that it continues."""
         self.text = text
         self.prompt = prompt
         self.marks = marks
@@ -164,7 +163,6 @@ class PromptCache:
                 del self._by_place[key]
 
     def __len__(self) -> int:
-        """Return the number of texts."""
         return len(self._known)
 
 
@@ -181,7 +179,6 @@ def _places(length: int) -> int:
 
 
 def _key(text: str, number: int) -> _Key:
-    """Return a text's lookup key at a position, by the position's number."""
     first = len(_FIRST_PLACES)
     place = _FIRST_PLACES[number] if number < first else (number - first + 1) * _STEP
     return place, text[place - _CHARACTERS : place]

@@ -153,7 +153,6 @@ class TokenizerSource:
             model.problem = f"the folder that the worker names ({served.root}) is not on this machine"
 
     async def _load_first(self, model: ModelState) -> None:
-        """Load the first tokenizer candidate that can be loaded."""
         if model.folder is None:
             return
         model.problem, model.local = "", None
@@ -174,7 +173,6 @@ class TokenizerSource:
             log.warning("tokenizer not loaded", model=model.name, reason=model.problem)
 
     def _due(self, model: ModelState, url: str) -> bool:
-        """Return whether a worker's trial is due."""
         worker, tried = model.workers[url], model.trials.get(url)
         if not worker.up:
             return False
@@ -192,7 +190,6 @@ class TokenizerSource:
         )
 
     async def _try(self, model: ModelState, urls: list[str]) -> None:
-        """Try workers, and use what agrees with all of them."""
         for url in urls:
             worker = model.workers.get(url)
             if worker is None:
@@ -272,7 +269,6 @@ _LOG_LINES = {
 
 
 def _modified(folder: Path) -> float:
-    """Return when the latest of a model's small files was modified."""
     try:
         return max(
             (path.stat().st_mtime for path in folder.iterdir() if path.suffix in (".json", ".jinja")), default=0.0

@@ -72,7 +72,6 @@ class Tokenizers:
         self._models.pop(model, None)
 
     def by_model(self) -> dict[str, ModelTokenizer]:
-        """Return the tokenizers by model."""
         return dict(self._models)
 
     def states(self) -> dict[str, str]:

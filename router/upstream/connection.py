@@ -232,7 +232,6 @@ class UpstreamConnection(RequestConnection):
             self._forwarder = request.forwarder
 
     def _remember(self, data: bytes, head: ResponseHead) -> None:
-        """Cache the head of a response, for the next one."""
         if head.status in WITHOUT_BODY or not data.startswith(b"HTTP/1.1 %d" % head.status):
             return  # or an interim response precedes it
         owner = self._owner

@@ -122,7 +122,6 @@ class Upstream(ConnectionOwner):
         self._openings.clear()
 
     def _begin(self, method: str, target: bytes, lines: bytes, add_worker_key: bool) -> bytes:
-        """Return the beginning of a request's head."""
         if add_worker_key and self._authorization and b"\r\nauthorization:" not in b"\r\n" + lines:
             lines += self._authorization
         return self.origin.opening(method, target, lines)
@@ -146,7 +145,6 @@ class Upstream(ConnectionOwner):
 
     @property
     def idle_connections(self) -> int:
-        """The number of idle connections."""
         return len(self._idle)
 
     def retire(self) -> None:
@@ -215,7 +213,6 @@ class Upstream(ConnectionOwner):
         return None
 
     def _connect_for(self, request: UpstreamRequest) -> None:
-        """Send a request over a new connection."""
         # An empty context, because the connection will serve other requests, too.
         task = self._loop.create_task(self._connect(request), context=Context())
         self._connecting.add(task)

@@ -106,7 +106,6 @@ class ResponseParser:
         return self.framing is Framing.KEEP_ALIVE and self.phase is not ResponsePhase.FOLLOWED
 
     def head(self) -> ResponseHead:
-        """Return the parsed head."""
         return ResponseHead(self._status, self._headers)
 
     def take_body(self) -> bytes:

@@ -266,7 +266,6 @@ class Engine:
         self.next_event = now + seconds
 
     def _seconds(self, steps: int) -> float:
-        """Return the duration of steps without prefill."""
         n = len(self._decoding)
         once = self._rates.step + self._rates.token * n + self._rates.context_token * self._context
         return steps * once + self._rates.context_token * n * steps * (steps - 1) / 2

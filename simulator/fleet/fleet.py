@@ -77,8 +77,6 @@ class FleetSpec:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A request that a worker computes."""
-
     outcome: Outcome
     assignment: Assignment
     router: SimulatedRouter
@@ -162,7 +160,6 @@ class Simulation:
             await router.state.sharing.kill()
 
     def _now(self) -> float:
-        """Return the seconds since the start of the run."""
         return self.loop.time() - self._start
 
     # The router's side

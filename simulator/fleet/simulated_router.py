@@ -63,7 +63,6 @@ class Side:
 
     @property
     def settings(self) -> PolicySettings:
-        """The settings of its policy."""
         return self.weights or PolicySettings(name=self.policy)
 
     def make_policy(self, random: Random, learned: Learned, load: LoadTable) -> NamedPolicy:  # noqa: ARG002

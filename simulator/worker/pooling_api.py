@@ -99,7 +99,6 @@ class Pooling:
 
 
 def _vector(tokens: list[int]) -> list[float]:
-    """Return the sum of a random direction for each token, with length 1."""
     total = [0.0] * DIMENSIONS
     for token in tokens:
         for place, byte in enumerate(blake2b(token.to_bytes(4, "little"), digest_size=DIMENSIONS).digest()):

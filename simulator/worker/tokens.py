@@ -229,7 +229,6 @@ class AnswerWriter:
 
 
 def _source(prompt: list[int], key: bytes) -> random.Random:
-    """Return the random source of a prompt's answer."""
     seed = blake2b(array("I", prompt).tobytes(), digest_size=8)
     seed.update(key)
     return random.Random(seed.digest())

@@ -271,7 +271,6 @@ class Channel:
         self._call(lambda: self._on_lost(endpoint, reason))
 
     def _call(self, call: Callable[[], None]) -> None:
-        """Run a call, and log its exception so that it affects no other room."""
         try:
             call()
         except Exception:

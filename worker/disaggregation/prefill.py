@@ -220,7 +220,6 @@ class PrefillSide:
         self._drop_rooms(instance, f"the decode rank was lost: {reason}")
 
     def _drop_rooms(self, instance: str, reason: str) -> None:
-        """Fail every room of a decode rank."""
         for sending in list(self._rooms.values()):
             if instance in sending.destinations:
                 self.fail(sending, reason)
@@ -229,7 +228,6 @@ class PrefillSide:
                 self._abort_room(waiting.request.room, instance, reason)
 
     def _drop_waiting(self, waiting: _Waiting) -> bool:
-        """Remove a waiting request. Return False if it was already removed."""
         by_peer = self._waiting.get(waiting.request.room, {})
         if by_peer.get(waiting.request.sender) is not waiting:
             return False

@@ -55,7 +55,6 @@ class Quarantine:
             return sum(entry.pages for entry in self._entries.values())
 
     def add(self, room: Room, key: GrantKey, pages: int) -> None:
-        """Add the pages granted to `key`."""
         with self._changed:
             entry = self._entries[key] = _Entry(room, key, pages)
             self._fresh.append(entry)

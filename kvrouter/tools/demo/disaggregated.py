@@ -172,7 +172,6 @@ def _play_style(style: str, conversations: int, console: Console) -> _Played:
 
 
 async def _counters(urls: Sequence[str]) -> dict[str, float]:
-    """Return the sums of the workers' metrics."""
     totals: dict[str, float] = {}
     async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=aiohttp.ClientTimeout(10)) as session:
         for url in urls:

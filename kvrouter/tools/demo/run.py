@@ -227,7 +227,6 @@ def run_demo(workers: int, conversations: int, keep: bool) -> None:
 
 
 def _start(stack: ExitStack, commands: Sequence[Sequence[str]]) -> list[str]:
-    """Start processes in parallel, and return their URLs."""
     started = [stack.enter_context(KvrouterProcess(command)) for command in commands]
     return [process.wait_until_listening() for process in started]
 

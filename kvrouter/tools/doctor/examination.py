@@ -117,7 +117,6 @@ class Examination:
             self._found(Cause.REQUESTS_REFUSED, f"a request failed: {connection_problem(error)}")
 
     def _examine_tokenizer(self, model: str) -> None:
-        """Record how the model's prompts become tokens, as the probes showed."""
         report = self._source.report().get(model)
         if report is None:
             return
@@ -245,7 +244,6 @@ class Examination:
                 return None
 
     def _examine_reading(self, stream: WatchedStream) -> None:
-        """Check topics and form of the received events."""
         rank, received, topic = stream.source.dp_rank, stream.received, stream.source.topic
         if not any(published.startswith(topic) for published in received.topics):
             names = ", ".join(sorted(map(repr, received.topics)))
@@ -256,7 +254,6 @@ class Examination:
             self._found(Cause.EVENTS_WITHOUT_TOKENS, "BlockStored events have no token_ids", rank)
 
     def _examine_stored(self, event: BlockStored, described: WorkerDescription, rank: int) -> None:
-        """Check the event of a prompt that was sent without salt and adapter."""
         if described.block_size not in (None, event.block_size):
             evidence = f"the settings have {described.block_size} tokens, the engine's events {event.block_size}"
             self._found(Cause.BLOCK_SIZE, evidence, rank)
@@ -292,7 +289,6 @@ class Examination:
             self.passed.append(f"rank {rank}: prompts and conversations have the engine's tokens")
 
     def _examine_order(self, stream: WatchedStream) -> None:
-        """Check sequence numbers and times of the batches."""
         rank, batches = stream.source.dp_rank, stream.received.batches
         for (before, _, _), (after, _, _) in pairwise(batches):
             if after != before + 1:
@@ -317,7 +313,6 @@ class Examination:
         self.passed.append(f"rank {rank}: {batches} batches can be replayed")
 
     async def _examine_match(self, target: Target, token_ids: list[int]) -> None:
-        """Check that the index finds the prompt."""
         query = MatchQuery(target.model, token_ids)
         deadline = time.monotonic() + self._patience
         while not (matched := max((m.matched_tokens for m in self._indexer.match(query)), default=0)):

@@ -163,5 +163,4 @@ def difference(expected: Sequence[int], events: Iterable[BlockStored]) -> str:
 
 
 def _equal(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of leading tokens that two sequences share."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -145,7 +145,6 @@ def _examine_tokenizer(fleet: RunningFleet, model: str, report: dict[str, Any]) 
 
 
 def _finding(router: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Convert a finding of the router to the doctor's form."""
     evidence = found.get("detail") or ""
     if model := found.get("model"):
         evidence = f"{model}: {evidence}"

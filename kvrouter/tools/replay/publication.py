@@ -182,7 +182,6 @@ class Publication(AbstractAsyncContextManager["Publication"]):
 
 
 def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> str:
-    """Bind a socket, and return its endpoint with the bound port."""
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
     socket.bind(endpoint)
     bound = socket.getsockopt(zmq.LAST_ENDPOINT)

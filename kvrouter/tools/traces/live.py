@@ -216,7 +216,6 @@ class _Event(msgspec.Struct):
 
 
 def _note(event: _Event, answer: Answer, due: float) -> None:
-    """Record an event of an answer."""
     if event.error is not None:
         answer.error = _message(b'{"error": %b}' % bytes(event.error))
     if answer.ttft is None and event.choices:

@@ -107,7 +107,6 @@ async def _read(
 
 
 def _sort(output: Path) -> None:
-    """Sort the lines of a file by their times."""
     lines = output.read_bytes().splitlines(keepends=True)
     head = [line for line in lines[:1] if line.startswith(b'{"block_tokens"')]
     beside = output.with_name(f"{output.name}.sorted")

@@ -80,7 +80,6 @@ class Run:
 
     @cached_property
     def figures(self) -> Figures:
-        """The figures of the run."""
         reported = [answer for answer in self.answers if answer.cached_tokens is not None]
         prompt = sum(answer.prompt_tokens for answer in reported)
         cached = sum(answer.cached_tokens or 0 for answer in reported)

@@ -118,7 +118,6 @@ async def explain(
 
 
 def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Call, RoutedRequest]:
-    """Return the request to explain. Raises RequestError, which names the invalid field or the exceeded limit."""
     fields = read_body(body, _ExplainFields)
     if not isinstance(fields.request, dict):
         raise RequestError(
@@ -223,7 +222,6 @@ def match_reader(tokenizers: Tokenizers, resolve: Resolve) -> ReadMatch:
 
 
 def _query(asked: MatchRequest, model: str, adapter: str | None, tokenized: Tokenized) -> MatchQuery:
-    """Return the query of a tokenized prompt. Raises ValueError unless there is exactly one prompt."""
     (token_ids,) = tokenized.token_ids
     tenant = asked.tenant_id or DEFAULT_TENANT
     return MatchQuery(model, token_ids, asked.lora_name or adapter, asked.cache_salt, tenant)

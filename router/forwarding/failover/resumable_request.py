@@ -137,7 +137,6 @@ class ResumableRequest:
         return with_field(self._reduced(tokens), "prompt", msgspec.json.encode(prompt))
 
     def _reduced(self, tokens: int | None) -> bytes:
-        """Return the body with the limits reduced by `tokens`."""
         body = self.body
         if not tokens:
             return body

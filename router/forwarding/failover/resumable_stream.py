@@ -136,7 +136,6 @@ class ResumableStream:
     # Events
 
     def _event(self, event: bytes) -> bytes:
-        """Return the bytes to forward for an event."""
         if event.startswith(b":"):
             return event + b"\n\n"
         data = event[5:].strip() if event.startswith(b"data:") else b""
@@ -242,7 +241,6 @@ class ResumableStream:
     # Usage
 
     def _total(self) -> int | None:
-        """Return the number of tokens of the whole answer, including those without text."""
         if self.output_ids is not None:
             return len(self.output_ids)
         return None if self._counted is None else self.tokens_before + self._counted

@@ -193,7 +193,6 @@ class Http2Connection(asyncio.Protocol):
         self._ending = self._loop.call_later(_TICK, self._transport.abort)  # the peer may not read the GOAWAY
 
     def _tick(self) -> None:
-        """Check all time limits, once a second."""
         self._ticker = self._loop.call_later(_TICK, self._tick)
         self._age += 1
         self._silent += 1
@@ -349,7 +348,6 @@ class Http2Connection(asyncio.Protocol):
             stream.waited = 0
 
     def _ended(self, stream: Stream) -> None:
-        """Record that the peer has ended its side of a stream."""
         self._touched(stream)
         stream.peer_ended = True
         if stream.handler is not None:

@@ -287,7 +287,6 @@ def _one_token(path: str, body: bytes, **values: Any) -> bytes:
 
 
 def _raw_field(answer: bytes, name: str) -> msgspec.Raw | None:
-    """Return a field of an answer as its bytes; None if it is missing or null. Raises ValueError."""
     try:
         value = fields_of(answer).get(name)
     except RequestError as error:

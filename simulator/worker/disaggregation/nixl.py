@@ -61,8 +61,6 @@ class PullAnswer(BaseModel):
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """The blocks of a prompt, kept until they are pulled."""
-
     request_id: str
     rank: TransferRank
     sequence: CachedSequence
@@ -85,7 +83,6 @@ class NixlPrefill:
 
     @property
     def leases(self) -> int:
-        """The number of leases."""
         return len(self._leases)
 
     def parts(self, body: GenerationRequest, prompts: int) -> Sequence[_Prefill | None]:

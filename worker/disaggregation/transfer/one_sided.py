@@ -74,12 +74,10 @@ class OneSidedEndpoint(Endpoint):
         super().__init__(listen(host), secret)
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register as TransferEngine.register does."""
         super().register(regions)
         self._library.register(regions)
 
     def close(self) -> None:
-        """Close as TransferEngine.close does."""
         super().close()
         self._library.close()
 

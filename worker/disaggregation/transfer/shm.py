@@ -76,7 +76,6 @@ class ShmEngine(Endpoint):
                     self._shared.add(first)
 
     def close(self) -> None:
-        """Close as TransferEngine.close does."""
         super().close()
         self._sources = Memory()
         self._allocated.clear()

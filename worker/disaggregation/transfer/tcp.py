@@ -22,7 +22,6 @@ class TcpEngine(Endpoint):
     name = "tcp"
 
     def __init__(self, host: str = "127.0.0.1", secret: bytes | None = None) -> None:
-        """Listen on `host`. Raises ValueError for an invalid host and an empty secret."""
         super().__init__(listen(host), secret)
 
     def _writer(self, channel: Channel, deadline: float) -> FrameWriter:  # noqa: ARG002
