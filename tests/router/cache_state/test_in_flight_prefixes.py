@@ -40,12 +40,6 @@ def test_prompt_matches_the_shared_prefix_of_one_in_flight(holdings: InFlightPre
     assert overlap(holdings, THERE, hashes(sibling)) == 0
 
 
-def test_shared_prefix_is_rounded_down_to_whole_chunks(holdings: InFlightPrefixes) -> None:
-    holdings.hold(HERE, hashes(PROMPT[: 2 * CHUNK_TOKENS + 5]))
-    assert overlap(holdings, HERE, hashes(PROMPT)) == 2 * CHUNK_TOKENS
-    assert overlap(holdings, HERE, hashes(PROMPT[: CHUNK_TOKENS - 1])) == 0
-
-
 @pytest.mark.parametrize(
     "other",
     [hashes([7, *PROMPT]), hashes(PROMPT, "n"), hashes(PROMPT, adapter="poet"), hashes(PROMPT, salt="pepper")],
@@ -68,28 +62,6 @@ def test_prompt_expires_some_time_after_its_end(holdings: InFlightPrefixes, cloc
     clock.now += 0.02
     assert overlap(holdings, HERE, hashes(PROMPT)) == 0
     assert len(holdings) == 0
-
-
-def test_prefix_of_a_longer_prompt_stays(holdings: InFlightPrefixes, clock: Clock) -> None:
-    ended = holdings.hold(HERE, hashes(PROMPT))
-    holdings.hold(HERE, hashes(PROMPT[: 3 * CHUNK_TOKENS]))
-    ended()
-    clock.now += LINGER + 1
-    assert overlap(holdings, HERE, hashes(PROMPT)) == 3 * CHUNK_TOKENS
-
-
-def test_prompt_is_dropped_at_its_end_without_lingering() -> None:
-    holdings = InFlightPrefixes(0.0, Clock())
-    holdings.hold(HERE, hashes(PROMPT))()
-    assert len(holdings) == 0
-
-
-def test_prompts_shorter_than_a_chunk_hold_nothing() -> None:
-    holdings = InFlightPrefixes(0.0, Clock())
-    endings = [holdings.hold(HERE, hashes([1, 2, 3])) for _ in range(2)]
-    for ended in endings:
-        ended()
-    assert overlap(holdings, HERE, hashes([1, 2, 3])) == 0
 
 
 def test_reset_drops_earlier_prompts(holdings: InFlightPrefixes, clock: Clock) -> None:

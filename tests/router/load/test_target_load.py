@@ -8,19 +8,6 @@ from hypothesis import strategies as st
 from router.load.target_load import LoadTable, Reservation, TargetLoad
 
 
-def test_load_of_a_request_is_released_with_or_without_an_answer() -> None:
-    load = TargetLoad()
-    reservation = Reservation(load, uncached=30, context=100)
-    assert load == TargetLoad(requests=1, pending=30, context=100)
-    reservation.first_byte()
-    assert load == TargetLoad(requests=1, pending=0, context=100)
-    reservation.release()
-    assert load == TargetLoad()
-    load = TargetLoad()
-    Reservation(load, 30, 100).release()
-    assert load == TargetLoad()
-
-
 def test_every_rank_of_a_worker_has_a_load_of_its_own() -> None:
     table = LoadTable()
     Reservation(table.of("w", 0), 1, 1)
@@ -98,6 +85,7 @@ def test_load_is_the_sum_over_unended_requests(requests: list[tuple[int, int, li
     reservations = [Reservation(load, uncached, context) for uncached, context, _ in requests]
     calls = [(number, call) for number, (_, _, calls) in enumerate(requests) for call in calls]
     random.shuffle(calls)  # type: ignore[attr-defined]
+    assert load.requests == len(requests)
     begun: set[int] = set()
     ended: set[int] = set()
     for number, call in calls:

@@ -57,8 +57,7 @@ async def test_head_has_one_deadline_for_all_its_parts(
     limiter.begin()
     monkeypatch.setattr(request_reader, "HEAD_SECONDS", 60.0)
     limiter.begin()  # the parser has seen the first byte
-    async with asyncio.timeout(60):
-        await late.wait()
+    await asyncio.wait_for(late.wait(), 60)
 
 
 async def test_complete_head_is_not_late(
