@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from router_under_test import RouterUnderTest, router
 from scripted_worker import Exchange, Script, ScriptedWorker, scripted_worker
+from simulated_workers import simulated_workers
 
 from benchmarks.ports import free_port
 from kvrouter.processes import KvrouterProcess
@@ -42,9 +43,12 @@ async def ranks(routed: RouterUnderTest) -> int:
 @pytest.mark.parametrize("others", [0, 1])
 async def test_no_request_fails_when_a_worker_starts_again_with_fewer_ranks(others: int) -> None:
     arguments = ["simulate", "--port", str(free_port()), "--dp-size"]
-    with KvrouterProcess([*arguments, "4"]) as before, KvrouterProcess(["simulate"]) as other:
-        urls = [await asyncio.to_thread(each.wait_until_listening) for each in (before, other)][: 1 + others]
-        async with router(*urls, fleet=RARE, policy={"name": "round_robin"}, admission=COLD) as routed:
+    with KvrouterProcess([*arguments, "4"]) as before:
+        url = await asyncio.to_thread(before.wait_until_listening)
+        async with (
+            simulated_workers(others) as urls,
+            router(url, *urls, fleet=RARE, policy={"name": "round_robin"}, admission=COLD) as routed,
+        ):
             assert await ranks(routed) == 4 + others
             for _ in range(8):
                 assert (await routed.call("/v1/completions", BODY)).status == 200

@@ -43,9 +43,10 @@ class Endless(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("drain_seconds", [0, 60])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "drain_seconds", "processes"),
+    [(signal.SIGTERM, 0, 1), (signal.SIGTERM, 60, 2), (signal.SIGINT, 60, 1), (signal.SIGINT, 0, 2)],
+)
 def test_a_second_signal_ends_the_router_at_once(
     number: signal.Signals, drain_seconds: int, processes: int, tmp_path: Path
 ) -> None:
