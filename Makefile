@@ -153,7 +153,7 @@ bench-faults: .venv/installed
 # The transfer engines over Mooncake and NIXL. Both move host memory here, Mooncake over TCP, NIXL over UCX, without its
 # InfiniBand module: with it NIXL 1.5.1 crashes a process that exits.
 test-transfer: .venv/installed .venv/transfer
-	UCX_MODULES=^ib $(BIN)/pytest tests/worker tests/end_to_end/test_killed_pairs.py -m transfer $(ARGS)
+	UCX_MODULES=^ib $(BIN)/pytest tests/worker tests/end_to_end/test_killed_workers.py -m transfer $(ARGS)
 
 bench-transfer: .venv/installed .venv/transfer
 	UCX_MODULES=^ib $(BIN)/python -m benchmarks.transfer $(ARGS)

@@ -1,4 +1,4 @@
-"""Secrets, ports, limits and shutdown of the services, tested on real processes."""
+"""A router that is stopped by signals while a request runs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import json
 import re
 import signal
 import socket
+import subprocess
+import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import pytest
 from test_command import service
 
 from benchmarks.ports import free_port
+from kvrouter.processes import KvrouterProcess
 
 PASSWORD = "pass-w0rd"
 
@@ -225,3 +230,61 @@ def test_api_page_needs_admin_token_with_tenants(worker: str, settings: Path) ->
         for path in ("/docs", "/openapi.json"):
             assert ask(url, path)[0] == 401
             assert ask(url, path, authorization="Bearer t")[0] == 200
+
+
+class Endless(BaseHTTPRequestHandler):
+    """A worker whose completions never end."""
+
+    def do_GET(self) -> None:
+        body = b'{"data": [{"id": "m"}]}'
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        if self.path != "/v1/completions":
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        with suppress(OSError):  # the router ends
+            while True:
+                self.wfile.write(b"data: {}\n\n")
+                time.sleep(0.05)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.mark.parametrize(
+    ("number", "drain_seconds", "processes"),
+    [(signal.SIGTERM, 0, 1), (signal.SIGTERM, 60, 2), (signal.SIGINT, 60, 1), (signal.SIGINT, 0, 2)],
+)
+def test_a_second_signal_ends_the_router_at_once(
+    number: signal.Signals, drain_seconds: int, processes: int, tmp_path: Path
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as worker:
+        worker.daemon_threads = True
+        threading.Thread(target=worker.serve_forever, daemon=True).start()
+        file = tmp_path / "config.yaml"
+        file.write_text(
+            f"server: {{port: 0, drain_seconds: {drain_seconds}, shutdown_timeout: 60, processes: {processes}}}\n"
+            f"workers: [{{url: 'http://127.0.0.1:{worker.server_port}'}}]\n"
+        )
+        with KvrouterProcess(["serve", "--config", str(file)]) as router:
+            url = router.wait_until_listening()
+            body = b'{"model": "m", "prompt": "x", "stream": true}'
+            with urlopen(
+                Request(f"{url}/v1/completions", body, {"content-type": "application/json"}), timeout=60
+            ) as stream:
+                assert stream.readline() == b"data: {}\n"
+                router.send_signal(number)
+                with pytest.raises(subprocess.TimeoutExpired):
+                    router.wait(1.0)  # the request has its time to finish
+                router.send_signal(number)
+                router.wait(30.0)  # not the 60 s of shutdown_timeout
+            assert "Traceback" not in router.output()
+        worker.shutdown()

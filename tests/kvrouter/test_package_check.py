@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvrouter
+from router.server.sockets import listen
 
 OURS = Path(kvrouter.__file__).resolve().parent.parent
 AS_MODULE = [sys.executable, "-P", "-m", "kvrouter"]
@@ -88,3 +91,38 @@ def test_linked_own_packages_are_accepted(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(OURS / name)
     status, output = run([*AS_MODULE, "serve", "--worker=nonsense"], tmp_path)
     assert (status, output.startswith("kvrouter: options: workers.0.url: ")) == (1, True)
+
+
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    with listen("127.0.0.1", 0) as listening:
+        with socket.create_connection(listening.getsockname(), timeout=60):
+            accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+# Allocates and frees sixteen bodies at a time, and prints the pages mapped in the second round.
+_BODIES = """
+import resource
+from router.server.serving import keep_freed_memory
+{prepare}
+def bodies():
+    for _ in range(200):
+        held = [bytearray(100_000) for _ in range(16)]
+bodies()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+bodies()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def pages_mapped(prepare: str) -> int:
+    ran = subprocess.run(
+        [sys.executable, "-c", _BODIES.format(prepare=prepare)], capture_output=True, text=True, check=True, timeout=60
+    )
+    return int(ran.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_freed_memory_is_kept_for_next_bodies() -> None:
+    assert pages_mapped("keep_freed_memory()") < pages_mapped("") / 10

@@ -1,11 +1,14 @@
-"""A connection that is accepted in the moment its server is closed is closed too, on the loops of tests."""
+"""Connections and requests of ours: none stays open, and none follows a redirect."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gc
 import socket
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +35,25 @@ def test_connection_accepted_while_the_server_closes_is_closed(steps: int) -> No
         made.clear()
         gc.collect()
     assert [str(each.message) for each in recorded] == []
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def sessions() -> Iterator[tuple[str, bool]]:
+    """Yield the place of every session, and whether it refuses redirects."""
+    for package in ("indexer", "router", "kvrouter"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "aiohttp.ClientSession":
+                    refuses = any(
+                        keyword.arg == "middlewares" and "refuse_redirects" in ast.unparse(keyword.value)
+                        for keyword in node.keywords
+                    )
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", refuses
+
+
+def test_every_session_refuses_redirects() -> None:
+    found = dict(sessions())
+    assert len(found) > 5
+    assert [place for place, refuses in found.items() if not refuses] == []

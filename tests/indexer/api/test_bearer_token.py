@@ -1,4 +1,4 @@
-"""The token that protects routes which change the index."""
+"""Routes that need the token, and registrations of encrypted streams."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import uvicorn
+import zmq
 from engine_publisher import eventually
 from index_client import Client, admit
 
@@ -55,3 +56,21 @@ def test_queries_need_no_token(guarded: Client) -> None:
     assert guarded.get("/health")[0] == 200
     assert guarded.request("GET", "/dump")[0] == 200
     assert guarded.post("/query", {"model": "m", "token_ids": [1]})[0] == 404
+
+
+STREAM = {"endpoint": "tcp://127.0.0.1:1", "modelname": "m", "instance_id": "w"}
+
+
+def test_register_accepts_a_curve_key(client: Client, indexer: Indexer) -> None:
+    public, _ = zmq.curve_keypair()
+    assert client.post("/register", STREAM | {"curve_server_key": public.decode()})[0] == 201
+    (registration,) = indexer.registered()
+    assert registration.source is not None
+    assert registration.source.curve_server_key == public.decode()
+
+
+def test_invalid_curve_key_is_rejected(client: Client, indexer: Indexer) -> None:
+    status, answer = client.post("/register", STREAM | {"curve_server_key": "worker-1.key"})
+    assert (status, answer["error"]["param"]) == (400, "curve_server_key")
+    assert "40 characters" in answer["error"]["message"]
+    assert indexer.registered() == []
