@@ -14,12 +14,14 @@ attention at 0.4 of the peak, and memory at 0.7 of the bandwidth.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
 from router.policies.rates import CHUNK, Rates
+from simulator.fleet.sources import WorkerSources
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
 
 
@@ -51,6 +53,10 @@ class BlockCache:
     def in_use(self) -> int:
         """The number of blocks that cannot be evicted."""
         return len(self._used) + self.unnamed
+
+    def __contains__(self, block: object) -> bool:
+        """Return whether the cache holds a block."""
+        return block in self._used or block in self._idle
 
     def matched(self, ids: tuple[int, ...]) -> int:
         """Return how many leading blocks of a prompt the cache holds."""
@@ -103,6 +109,8 @@ class EngineRequest:
     - `cached`: the tokens of its prompt that the cache held when it was admitted.
     - `held`: the named blocks that it uses.
     - `named`: the number of its leading blocks that are computed.
+    - `loaded`: the tokens that were loaded from the pool or a peer.
+    - `peer`: the worker that it pulls from, if any.
     """
 
     request: TracedRequest
@@ -111,6 +119,8 @@ class EngineRequest:
     held: list[int] = field(default_factory=list)
     unnamed: int = 0
     named: int = 0
+    loaded: int = 0
+    peer: WorkerSources | None = None
 
 
 class StoredBlocks(NamedTuple):
@@ -128,18 +138,25 @@ class Progress:
     ended: list[EngineRequest] = field(default_factory=list)
     stored: list[StoredBlocks] = field(default_factory=list)
     removed: list[int] = field(default_factory=list)
+    host_stored: list[StoredBlocks] = field(default_factory=list)
+    host_removed: list[int] = field(default_factory=list)
 
 
 class Engine:
-    """An engine that receives requests by `submit` and computes when `advance` is called at `next_event`."""
+    """An engine that receives requests by `submit` and computes when `advance` is called at `next_event`.
+
+    - `sources`: where it loads blocks from; None for nowhere.
+    """
 
     def __init__(self, profile: Profile, kv_tokens: int, block_tokens: int = BLOCK_TOKENS) -> None:
+        self.sources: WorkerSources | None = None
         self._rates = profile.rates
         self._max_requests = profile.max_requests
         self._block_tokens = block_tokens
         self.cache = BlockCache(kv_tokens // block_tokens)
         self.next_event = inf
         self._waiting: deque[EngineRequest] = deque()
+        self._loading: list[tuple[float, int, EngineRequest]] = []  # heap of (end of its load, number, request)
         self._prefilling: deque[EngineRequest] = deque()
         self._decoding: list[tuple[int, int, EngineRequest]] = []  # heap of (step at which it ends, number, sequence)
         self._context = 0
@@ -162,28 +179,41 @@ class Engine:
     @property
     def running(self) -> int:
         """The number of requests that have memory."""
-        return len(self._prefilling) + len(self._decoding)
+        return len(self._loading) + len(self._prefilling) + len(self._decoding)
 
-    def submit(self, request: TracedRequest, now: float) -> None:
-        """Receive a request."""
-        self._waiting.append(EngineRequest(request))
-        if self.next_event == inf:
+    def submit(self, request: TracedRequest, now: float, peer: WorkerSources | None = None) -> None:
+        """Receive a request. `peer`: the worker to pull its prefix from, if any."""
+        self._waiting.append(EngineRequest(request, peer=peer))
+        if not self._planned:  # nothing to compute: it is idle, or waits for a load
             self.next_event = now
         elif self._planned > 1:
-            steps = self._steps_by(now - self._started)
-            if steps < self._planned:
-                self._planned = steps
-                self.next_event = self._started + self._seconds(steps)
+            self._end_at(now)
+
+    def _end_at(self, now: float) -> None:
+        """End the combined steps with the step under way at `now`."""
+        steps = self._steps_by(now - self._started)
+        if steps < self._planned:
+            self._planned = steps
+            self.next_event = self._started + self._seconds(steps)
 
     def advance(self) -> Progress:
         """End the steps that lead to `next_event`, and begin the next ones. Return what happened."""
         now = self.next_event
         progress = Progress()
         self._finish_steps(progress)
-        self._admit()
+        while self._loading and self._loading[0][0] <= now:
+            self._loaded(heappop(self._loading)[2], progress)
+        self._admit(now)
         progress.removed = self.cache.take_removed()
+        if self.sources is not None and self.sources.host is not None:
+            progress.host_removed, self.sources.host.removed = self.sources.host.removed, []
         self._begin(now)
         return progress
+
+    def _loaded(self, sequence: EngineRequest, progress: Progress) -> None:
+        """Compute the rest of a prompt whose load has ended."""
+        self._store(sequence, sequence.request.blocks, sequence.done // self._block_tokens, progress)
+        self._prefilling.append(sequence)
 
     def _finish_steps(self, progress: Progress) -> None:
         self._steps += self._planned
@@ -221,6 +251,9 @@ class Engine:
                 run = []
                 progress.stored.append(StoredBlocks(ids[place - 1] if place else None, run))
             run.append(block)
+        if self.sources is not None and count > sequence.named:
+            in_host = set(self.sources.store(ids[sequence.named : count]))
+            progress.host_stored += _runs(ids, sequence.named, count, in_host)
         sequence.named = max(sequence.named, count)
 
     def _end(self, sequence: EngineRequest, progress: Progress) -> None:
@@ -230,11 +263,12 @@ class Engine:
         self.cache.release(sequence.held, sequence.unnamed)
         progress.ended.append(sequence)
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._prefilling) + len(self._decoding) < self._max_requests:
+    def _admit(self, now: float) -> None:
+        while self._waiting and self.running < self._max_requests:
             sequence = self._waiting[0]
             request = sequence.request
-            matched = self.cache.matched(request.blocks[: (request.input_tokens - 1) // self._block_tokens])
+            reusable = request.blocks[: (request.input_tokens - 1) // self._block_tokens]
+            matched = self.cache.matched(reusable)
             total = min(ceil((request.input_tokens + request.output_tokens) / self._block_tokens), self.cache.capacity)
             if not self.cache.acquire(request.blocks[:matched], total - matched):
                 return
@@ -242,16 +276,27 @@ class Engine:
             sequence.done = sequence.cached = matched * self._block_tokens
             sequence.held = list(request.blocks[:matched])
             sequence.named, sequence.unnamed = matched, total - matched
+            if self.sources is not None:
+                load = self.sources.load(reusable[matched:], sequence.peer, now)
+                if load.blocks:
+                    sequence.done = sequence.cached = (matched + load.blocks) * self._block_tokens
+                    sequence.loaded = load.outside * self._block_tokens
+                    self._numbers += 1
+                    heappush(self._loading, (load.ready, self._numbers, sequence))
+                    continue
             self._prefilling.append(sequence)
 
     def _begin(self, now: float) -> None:
         self._started = now
         if not self._prefilling:
+            loaded_at = self._loading[0][0] if self._loading else inf
             if not self._decoding:
-                self.next_event = inf
+                self.next_event = loaded_at
                 return
             self._planned = self._decoding[0][0] - self._steps
             self.next_event = now + self._seconds(self._planned)
+            if loaded_at < self.next_event and self._planned > 1:
+                self._end_at(loaded_at)
             return
         rates, budget = self._rates, CHUNK - len(self._decoding)
         seconds = self._seconds(1)
@@ -279,3 +324,15 @@ class Engine:
             return max(ceil(seconds / once), 1)
         linear = once - growth
         return max(ceil((sqrt(linear**2 + 4 * growth * seconds) - linear) / (2 * growth)), 1)
+
+
+def _runs(ids: Sequence[int], start: int, end: int, blocks: set[int]) -> Iterator[StoredBlocks]:
+    """Yield the runs of `blocks` among the blocks of a prompt from `start` to `end`."""
+    run: list[int] = []
+    for place in range(start, end):
+        if ids[place] not in blocks:
+            run = []
+            continue
+        if not run:
+            yield StoredBlocks(ids[place - 1] if place else None, run)
+        run.append(ids[place])

@@ -29,6 +29,7 @@ from router.settings import FleetSettings
 from router.sharing import SharingChannel
 from simulator.fleet.engine import Engine, EngineRequest, Profile, Progress
 from simulator.fleet.simulated_router import Knowledge, Side, SimulatedRouter, build_router
+from simulator.fleet.sources import SourceSpec, sources_of
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest, prompt_of
 from simulator.fleet.virtual_time import VirtualTimeLoop
 from simulator.fleet.workers import MODEL, EventIndex, SimulatedWorkers, events_of
@@ -40,7 +41,10 @@ _BYTES_PER_TOKEN = 4
 
 @dataclass(slots=True)
 class Outcome:
-    """A request's times in seconds of the run, its cached tokens, and its worker. A refused request never begins."""
+    """A request's times in seconds of the run, its cached tokens, and its worker. A refused request never begins.
+
+    - `loaded`: the part of its cached tokens that its worker loaded from the pool or a peer.
+    """
 
     request: TracedRequest
     begun: float = inf
@@ -48,6 +52,7 @@ class Outcome:
     cached: int = 0
     worker: int = -1
     sent: float = inf
+    loaded: int = 0
 
     @property
     def refused(self) -> bool:
@@ -61,6 +66,7 @@ class FleetSpec:
 
     - `kv_tokens`: the tokens that each cache holds, in blocks of `block_tokens`.
     - `unlike`: the profiles of the first engines, if these differ from the others.
+    - `sources`: where engines load blocks from; None for nowhere.
     """
 
     profile: Profile
@@ -68,6 +74,7 @@ class FleetSpec:
     kv_tokens: int
     block_tokens: int = BLOCK_TOKENS
     unlike: tuple[Profile, ...] = ()
+    sources: SourceSpec | None = None
 
     @property
     def profiles(self) -> list[Profile]:
@@ -97,6 +104,10 @@ class Simulation:
         self._index = EventIndex(self._make_workers().registrations, side.knowledge is Knowledge.EVENTS, self.loop.time)
         self.routers = self.make_routers()
         self._engines = [Engine(profile, spec.kv_tokens, spec.block_tokens) for profile in spec.profiles]
+        if spec.sources is not None:
+            caches = [engine.cache for engine in self._engines]
+            for engine, sources in zip(self._engines, sources_of(spec.sources, caches, spec.block_tokens), strict=True):
+                engine.sources = sources
         self._timers: list[asyncio.TimerHandle | None] = [None] * spec.workers
         self._targets = self.routers[0].workers.targets
         self._numbers = {target: number for number, target in enumerate(self._targets)}
@@ -232,12 +243,15 @@ class Simulation:
             self._first_byte(computed)
         for computed in progress.ended:
             self._answered(computed)
-        if (progress.stored or progress.removed) and self.side.knowledge is Knowledge.EVENTS:
+        if (
+            progress.stored or progress.removed or progress.host_stored or progress.host_removed
+        ) and self.side.knowledge is Knowledge.EVENTS:
             self._report(worker, progress)
 
     def _first_byte(self, computed: EngineRequest) -> None:
         flight = self._in_flight[id(computed.request)]
         flight.outcome.begun, flight.outcome.cached = self._now(), computed.cached
+        flight.outcome.loaded = computed.loaded
         now = self.loop.time()
         flight.assignment.attempt.heard(now)
         flight.assignment.first_byte(now)

@@ -124,11 +124,15 @@ class EventIndex:
 def events_of(progress: Progress, block_tokens: int) -> EventBatch:
     """Return the events by which an engine reports the blocks that it stored and removed."""
     batch = EventBatch(0.0, [], 0)
-    for parent, blocks in progress.stored:
-        parent_hash = None if parent is None else engine_hash(parent)
-        hashes: list[EngineHash] = [engine_hash(block) for block in blocks]
-        batch.events.append(BlockStored(hashes, parent_hash, tokens_of(blocks, block_tokens), block_tokens))
-    if progress.removed:
-        removed: list[EngineHash] = [engine_hash(block) for block in progress.removed]
-        batch.events.append(BlockRemoved(removed))
+    for medium, stored, removed in (
+        (None, progress.stored, progress.removed),
+        ("CPU", progress.host_stored, progress.host_removed),
+    ):
+        for parent, blocks in stored:
+            parent_hash = None if parent is None else engine_hash(parent)
+            hashes: list[EngineHash] = [engine_hash(block) for block in blocks]
+            tokens = tokens_of(blocks, block_tokens)
+            batch.events.append(BlockStored(hashes, parent_hash, tokens, block_tokens, medium=medium))
+        if removed:
+            batch.events.append(BlockRemoved([engine_hash(block) for block in removed], medium=medium))
     return batch

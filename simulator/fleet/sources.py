@@ -1,0 +1,139 @@
+"""The sources from which simulated engines load blocks: host tiers, a shared pool, and peers.
+
+    host tier   memory of one worker; every block that its engine stores is copied there
+    pool        memory that all workers share; every block that any engine stores is copied there
+    peer        another worker, from which a request pulls; it has what its device or its host tier holds
+
+A load continues the prefix that the device holds, block by block, each from the first of these that has it. It lasts
+`latency` seconds, and its tokens at the rate of the slower end. Each end serves one load after the other. So loads wait
+for their worker's link, for the pool, and for the peer that they pull from.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """The sources of a fleet. Sizes in tokens, rates in tokens per second. A source of size 0 does not exist.
+
+    - `host_tokens`, `host_rate`: the host tier of each worker.
+    - `pool_tokens`: the pool. A worker loads at `link_rate`, and all workers together at `pool_rate`.
+    - `pulls`: whether a request may pull from a peer, at `link_rate`.
+    """
+
+    host_tokens: int = 0
+    host_rate: float = 400_000.0
+    pool_tokens: int = 0
+    pool_rate: float = 0.0
+    link_rate: float = 0.0
+    pulls: bool = False
+    latency: float = 0.01
+
+
+class BlockStore:
+    """Blocks outside of devices. The least recently used are evicted first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self.removed: list[int] = []  # since they were last taken
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def store(self, blocks: Sequence[int]) -> list[int]:
+        """Store or use blocks of a prompt, and return those that are new. The last are evicted before the first."""
+        new = [block for block in blocks if block not in self._blocks]
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._capacity:
+            self.removed.append(self._blocks.popitem(last=False)[0])
+        return new
+
+
+@dataclass(slots=True)
+class Link:
+    """One end of loads: tokens per second, and the time at which its last load is done."""
+
+    rate: float
+    free: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBlocks:
+    """A load of the blocks that continue a prefix.
+
+    - `blocks`: the number of blocks.
+    - `outside`: the number of those that are from the pool or a peer.
+    - `ready`: when all are loaded, in seconds of the engine's clock.
+    """
+
+    blocks: int
+    outside: int
+    ready: float
+
+
+class WorkerSources:
+    """The sources of one worker. `host`: its host tier, if it has one."""
+
+    def __init__(
+        self, spec: SourceSpec, cache: Container[int], pool: BlockStore | None, pool_link: Link, block_tokens: int
+    ) -> None:
+        self.host = BlockStore(spec.host_tokens // block_tokens) if spec.host_tokens else None
+        self._latency = spec.latency
+        self._cache = cache
+        self._pool = pool
+        self._pool_link = pool_link
+        self._block_tokens = block_tokens
+        self._host_link = Link(spec.host_rate)
+        self._link = Link(spec.link_rate)
+
+    def __contains__(self, block: int) -> bool:
+        """Return whether a peer can pull a block from this worker."""
+        return block in self._cache or (self.host is not None and block in self.host)
+
+    def store(self, blocks: Sequence[int]) -> list[int]:
+        """Copy blocks that the device stored. Return those that are new in the host tier."""
+        if self._pool is not None:
+            self._pool.store(blocks)
+        return [] if self.host is None else self.host.store(blocks)
+
+    def load(self, blocks: Sequence[int], peer: WorkerSources | None, now: float) -> LoadedBlocks:
+        """Begin to load the longest run of `blocks` that sources have. `peer`: the worker to pull from, if any."""
+        from_host = from_pool = from_peer = 0
+        for block in blocks:
+            if self.host is not None and block in self.host:
+                from_host += 1
+            elif self._pool is not None and block in self._pool:
+                from_pool += 1
+            elif peer is not None and block in peer:
+                from_peer += 1
+            else:
+                break
+        ready = now
+        if from_host:
+            ready = max(ready, self._transfer(from_host, now, self._host_link))
+        if from_pool:
+            ready = max(ready, self._latency + self._transfer(from_pool, now, self._link, self._pool_link))
+        if from_peer and peer is not None:
+            ready = max(ready, self._latency + self._transfer(from_peer, now, self._link, peer._link))
+        return LoadedBlocks(from_host + from_pool + from_peer, from_pool + from_peer, ready)
+
+    def _transfer(self, blocks: int, now: float, *links: Link) -> float:
+        """Return when a load is done that begins when all its links are free."""
+        begin = max(now, *(link.free for link in links))
+        for link in links:
+            link.free = begin + blocks * self._block_tokens / link.rate
+        return max(link.free for link in links)
+
+
+def sources_of(spec: SourceSpec, caches: Sequence[Container[int]], block_tokens: int) -> list[WorkerSources]:
+    """Return the sources of each worker of a fleet."""
+    pool = BlockStore(spec.pool_tokens // block_tokens) if spec.pool_tokens else None
+    pool_link = Link(spec.pool_rate)
+    return [WorkerSources(spec, cache, pool, pool_link, block_tokens) for cache in caches]
