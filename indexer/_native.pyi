@@ -75,6 +75,22 @@ def json_outline(body: bytes, most: int) -> tuple[bytes, list[tuple[int, int, in
     parsers may disagree about a string; other invalid JSON has an invalid outline. Releases Python's lock.
     """
 
+class PoolBlocks:
+    """The blocks of a shared pool. Its methods are thread-safe."""
+
+    def __init__(self, limit: int, media: list[str]) -> None:
+        """Create the empty blocks of a pool, as `indexer.pools.blocks.make_pool_blocks` describes."""
+    def learn(self, prefix_hashes: array[int], names: array[int]) -> None:
+        """Record the engine hashes of blocks. Both are an `array("Q")`."""
+    def apply(self, changes: bytes) -> None:
+        """Apply packed changes of 16 bytes each."""
+    def clear(self) -> None:
+        """Remove all objects."""
+    def match(self, hashes: array[int], reach: int, needed: int, allowed: int) -> tuple[list[int], int]:
+        """Return the bounds of the ranges of whole blocks, and `needed` with the parts found here."""
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Return the entries of the chain, the blocks with objects, the bytes of both, and the replaced entries."""
+
 class Index:
     """An index of the blocks that targets hold. Its methods are thread-safe."""
 
@@ -87,6 +103,8 @@ class Index:
         """
     def add(self, model: str, tenant: str, adapter: str | None, capacity: int | None) -> int:
         """Register a target and return its number."""
+    def attach(self, target: int, pool: PoolBlocks | None) -> None:
+        """Let a target's events report the chain and the blocks of a pool."""
     def apply(
         self, target: int, payload: bytes, known: list[tuple[int, bytes]] | None = None, trusted: bool = False
     ) -> int | _Outcome:

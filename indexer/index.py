@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from indexer.dump import DumpedHolder, DumpedRun, TargetDump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
+from indexer.pools.blocks import PoolBlocks
 from indexer.targets import HoldingsCounters, Target
 from kvevents import EventBatch, RejectedEvent, Tier
 
@@ -137,6 +138,10 @@ class Index(ABC):
     @abstractmethod
     def add(self, target: Target, adapter: str | None = None, capacity: int | None = None) -> None:
         """Add a target without blocks, unless it is known. `adapter`: the LoRA of events that name none."""
+
+    @abstractmethod
+    def attach(self, target: Target, pool: PoolBlocks) -> None:
+        """Let the events of a target, which is known, report the chain and the blocks of a pool."""
 
     @abstractmethod
     def apply_payload(self, target: Target, payload: bytes) -> Applied:

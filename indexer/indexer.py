@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -25,6 +25,8 @@ from indexer.index import (
     UnknownModelError,
 )
 from indexer.native import core_name
+from indexer.pools.holdings import PoolHoldings
+from indexer.pools.pool import SharedPool
 from indexer.saved import SavedTargets, dump_target
 from indexer.streams.reader import StreamReader
 from indexer.streams.sequence import SequenceSettings, StreamSequence
@@ -71,6 +73,7 @@ class Indexer:
     - `registrations`: counts every registration and every removal.
     - `orphan_blocks`: maximum number of a target's blocks that wait for their parent.
     - `keys`: this subscriber's key pair for encrypted streams; None makes a temporary one.
+    - `pools`: shared pools. A target loads from the first one that serves it.
     """
 
     def __init__(
@@ -79,8 +82,10 @@ class Indexer:
         orphan_blocks: int = 65_536,
         sequence: SequenceSettings | None = None,
         keys: KeyPair | None = None,
+        pools: Sequence[SharedPool] = (),
     ) -> None:
         self.names = WorkerNames()
+        self.pools = pools
         self.index = make_index(secret, orphan_blocks)
         self._secret = secret
         self._saved = SavedTargets()
@@ -118,9 +123,15 @@ class Indexer:
             self._reader.remove(target)
             self.index.drop(target)
         self.index.add(target, registration.adapter, registration.capacity)
+        pool = self.pool_of(target)
+        if pool is not None:
+            pool.use_engine(registration)
+            self.index.attach(target, pool.blocks)
         if stream is not None:
             if known is None:
                 self._saved.restore(registration, stream.sequence, self.index, self.names)
+                if pool is not None:
+                    pool.learn(*self.index.dump(target))
             self._reader.follow(stream)
         self._served.setdefault((target.tenant, target.model), {})[target] = registration
         self.registrations += 1
@@ -213,6 +224,28 @@ class Indexer:
         for block_size, root in roots:
             self.index.match_rows(root, block_size, prompt, tokens // block_size, rows, found)
         return found
+
+    def pool_of(self, target: Target) -> SharedPool | None:
+        """Return the shared pool that a target loads from."""
+        return next((pool for pool in self.pools if pool.serves(target)), None)
+
+    def pooled(self, query: MatchQuery, reach: int = 0) -> list[PoolHoldings]:
+        """Return what each shared pool holds of a prompt, for each block size: none without pools.
+
+        - `reach`: the most tokens that a target holds itself. Behind them, a pool is asked up to its first missing
+          block.
+
+        The last token does not count, as in `match`. Raises as `match` does.
+        """
+        if not self.pools:
+            return []
+        prompt, tokens = PackedPrompt.of(query.token_ids), len(query.token_ids) - 1
+        found = [
+            pool.holdings(query.model, query.tenant, root, size, prompt, tokens // size, reach // size)
+            for size, root in self._roots(query)
+            for pool in self.pools
+        ]
+        return [holdings for holdings in found if holdings is not None]
 
     def longest(self, query: MatchQuery) -> list[Match]:
         """Return the tokens of a sequence that each target holds, with its last block. Raises as `match` does."""

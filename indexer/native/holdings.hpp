@@ -7,6 +7,7 @@
 #include "identity.hpp"
 #include "name_table.hpp"
 #include "orphans.hpp"
+#include "pool.hpp"
 #include "turns.hpp"
 
 namespace kvrouter {
@@ -125,6 +126,7 @@ class Holdings {
     bool alive = true;
     u32 number = 0;
     std::mutex changing;  // held by the thread that changes these holdings
+    std::shared_ptr<PoolBlocks> pool;  // the pool that the target can load from
 
     const std::vector<Holder*>& holders() const { return holders_; }
     const std::vector<u64>& block_sizes() const { return block_sizes_; }
@@ -151,7 +153,9 @@ class Holdings {
 
     // Throws UnusableEvent for an invalid event, which changes nothing.
     void apply(const Event& event, const Batch& batch, Turns& turns) {
-        if (event.is_pooled()) {
+        if (pool != nullptr && pool->hears(medium_of(event))) {
+            pool->hint(event, batch);
+        } else if (event.is_pooled()) {
             ++counters_.ignored;
         } else if (event.kind == EventKind::kStored) {
             store(event, batch, turns);
@@ -344,6 +348,7 @@ class Holdings {
             }
             hashes_[block] = hash;
         }
+        if (pool != nullptr) pool->learn(hashes_, {names, count});
         const bool recounts = hybrid_ || event.has_parent || !all_in(names, count, holder);
         left_.clear();
         for (u32 done = 0; done < count;) {

@@ -51,6 +51,11 @@ class Index {
         return static_cast<u32>(free - targets_.begin());
     }
 
+    // Let a target's events report the chain and the blocks of a pool.
+    void attach(u32 number, std::shared_ptr<PoolBlocks> pool) {
+        change(holdings(number), [&](Holdings& holdings) { holdings.pool = std::move(pool); });
+    }
+
     // Apply a batch of events to a target.
     // - `known`: the batch's foreign events that the caller could decode, by number; null on the first attempt. Foreign
     //   events that are not in this list are skipped.

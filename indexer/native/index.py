@@ -29,6 +29,7 @@ from indexer.index import (
     TargetStatus,
     apply_and_report,
 )
+from indexer.pools.blocks import NativePoolBlocks, PoolBlocks
 from indexer.targets import HoldingsCounters, Target
 from kvevents import EventBatch, RejectedEvent, Tier, decode_batch
 from kvevents.batches import decode_event
@@ -67,6 +68,10 @@ class NativeIndex(Index):
             self._targets[number] = target
             self._numbers[target] = number
             self._numbering += 1
+
+    def attach(self, target: Target, pool: PoolBlocks) -> None:
+        assert isinstance(pool, NativePoolBlocks)
+        self.core.attach(self._numbers[target], pool.core)
 
     def apply_payload(self, target: Target, payload: bytes) -> Applied:
         number = self._numbers.get(target)

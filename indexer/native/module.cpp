@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -151,6 +152,20 @@ nb::tuple match(
         as_bytes({reinterpret_cast<const char*>(matches.data()), matches.size() * sizeof(Match)}), as_bytes(hashes.made()));
 }
 
+void learn(PoolBlocks& blocks, nb::handle hashes, nb::handle names) {
+    const auto prefixes = numbers(hashes), engine = numbers(names);
+    std::vector<Name> known;
+    for (const u64 name : engine) known.push_back({name, {}, Name::kNumber});
+    if (known.size() != prefixes.size()) throw nb::value_error("as many names as hashes");
+    blocks.learn(prefixes, known);
+}
+
+nb::tuple match_pool(PoolBlocks& blocks, nb::handle hashes, u64 reach, u64 needed, u64 allowed) {
+    std::vector<u32> ranges;
+    blocks.match(numbers(hashes), reach, needed, allowed, ranges);
+    return nb::make_tuple(ranges, needed);
+}
+
 nb::bytes match_hashes(Index& index, nb::handle known) {
     auto given = numbers(known);
     const std::size_t blocks = given.size();
@@ -292,9 +307,28 @@ NB_MODULE(_native, module) {
         .def(nb::init<std::vector<std::string>, std::vector<std::string>, u64, u64, u64>())
         .def("named", &named);
     module.def("json_outline", &json_outline);
+    nb::class_<PoolBlocks>(module, "PoolBlocks")
+        .def(
+            "__init__",
+            [](PoolBlocks* blocks, u32 limit, const std::vector<std::string>& media) {
+                new (blocks) PoolBlocks(limit, media, std::random_device()());
+            })
+        .def("learn", &learn)
+        .def("apply", [](PoolBlocks& blocks, const nb::bytes& changes) {
+            const std::string_view bytes = view(changes);
+            const nb::gil_scoped_release others_run;
+            blocks.apply(bytes);
+        })
+        .def("clear", &PoolBlocks::clear, Release())
+        .def("match", &match_pool)
+        .def("sizes", [](PoolBlocks& blocks) {
+            const PoolBlocks::Sizes sizes = blocks.sizes();
+            return nb::make_tuple(sizes.chain, sizes.objects, sizes.bytes, sizes.replaced);
+        });
     nb::class_<Index>(module, "Index")
         .def(nb::init<std::string, std::size_t, u64>())
         .def("add", &Index::add, nb::arg("model"), nb::arg("tenant"), nb::arg("adapter").none(), nb::arg("capacity").none())
+        .def("attach", &Index::attach, Release())
         .def("apply", &apply, nb::arg("target"), nb::arg("payload"), nb::arg("known").none() = nb::none(),
              nb::arg("trusted") = false)
         .def("clear", &Index::clear, Release())

@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, read_hash, written_hash
 from indexer.hashing import Namespace, extend_prefix_hashes, namespace_hash, pack_tokens
+from indexer.pools.blocks import PythonPoolBlocks
 from indexer.reference.orphans import Orphan, Orphans, Removal
 from indexer.reference.tree import PrefixTree, Run, split_position
 from indexer.targets import HoldingsCounters, Target
@@ -89,6 +90,7 @@ class Holdings:
         self.adapter = adapter
         self.capacity = capacity
         self.most_blocks = most_blocks
+        self.pool: PythonPoolBlocks | None = None  # the pool that the target can load from
         self.alive = True
         self.hybrid = False
         self.block_sizes: set[int] = set()
@@ -283,6 +285,8 @@ class Holdings:
         run.held[holder] = run.held.get(holder, 0) | 1 << len(run.hashes)
         run.hashes.append(prefix_hash)
         positions[engine_hash] = parent + 1
+        if self.pool is not None:
+            self.pool.learn(array("Q", [prefix_hash]), event.block_hashes)
         holder.stored_events += 1
         self.counters.stored += 1
         return True
@@ -306,6 +310,8 @@ class Holdings:
         holder = self._holder(event)
         hashes: array[int] = array("Q")
         extend_prefix_hashes(hashes, seed, tokens, block_size, len(engine_hashes), keys)
+        if self.pool is not None:
+            self.pool.learn(hashes, engine_hashes)
         left: list[int] = []
         done = 0
         recounts = self.hybrid or parent is not None or not _all_in(engine_hashes, holder.positions)

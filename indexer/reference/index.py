@@ -18,6 +18,7 @@ import msgspec
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
 from indexer.hashing import PackedPrompt
 from indexer.index import MOST_BLOCKS, ORPHAN_BLOCKS, Applied, Index, Match, TargetStatus
+from indexer.pools.blocks import PoolBlocks, PythonPoolBlocks
 from indexer.reference.holdings import Holder, Holdings, UnusableEventError
 from indexer.reference.tree import PrefixTree, Span
 from indexer.targets import Target
@@ -154,6 +155,11 @@ class PythonIndex(Index):
             if target not in self._holdings:
                 self._holdings[target] = self._empty(target, adapter, capacity)
 
+    def attach(self, target: Target, pool: PoolBlocks) -> None:
+        assert isinstance(pool, PythonPoolBlocks)
+        with self._lock:
+            self._holdings[target].pool = pool
+
     def apply_payload(self, target: Target, payload: bytes) -> Applied:
         batch = decode_batch(payload)
         rejected = batch.rejected + self.apply(target, batch, self._pause)
@@ -173,6 +179,9 @@ class PythonIndex(Index):
                     if holdings is None:
                         return rejected
                     event.medium = canonical_medium(event.medium)
+                    if holdings.pool is not None and event.medium in holdings.pool.media:
+                        holdings.pool.hint(event)
+                        continue
                     if is_pooled(event.medium, event.locality if type(event) is BlockStored else None):
                         holdings.counters.ignored += 1
                         continue
@@ -282,6 +291,7 @@ class PythonIndex(Index):
         old = self._holdings[target]
         new = self._holdings[target] = self._empty(target, old.adapter, old.capacity)
         new.block_sizes = old.block_sizes
+        new.pool = old.pool
         new.counters = old.counters
         new.counters.cleared += 1
         self.cleared.add(target)

@@ -12,7 +12,7 @@ from kvevents.frames import parse_live, parse_replay
 from kvevents.recording import Channel, Record, RecordingWriter, TornRecordingError, read_recording
 
 DATA = Path(__file__).parents[1] / "data"
-RECORDINGS = sorted(DATA.rglob("*.kvrec"), key=str)
+RECORDINGS = sorted({*DATA.rglob("*.kvrec")} - {*DATA.glob("pools/*")}, key=str)  # without masters of pools
 
 
 def batches(path: Path, channel: Channel) -> list[tuple[int, int, EventBatch]]:

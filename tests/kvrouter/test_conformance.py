@@ -69,7 +69,8 @@ def replay(*arguments: object) -> Result:
 
 
 def test_every_recording_has_its_score() -> None:
-    assert {path.stem for path in DATA.rglob("*.kvrec")} == set(RIGHT)
+    recordings = {*DATA.rglob("*.kvrec")} - {*DATA.glob("pools/*")}  # with a pool, a device is not the whole truth
+    assert {path.stem for path in recordings} == set(RIGHT)
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -1,0 +1,175 @@
+"""The content of a Mooncake Store: its master's stream of events, checked against the master's HTTP API.
+
+The stream reports each object that is stored or removed by request. It reports no eviction and no segment of a lost
+client, so counters of the master's metrics are polled, and all keys are listed again after one of them moves.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Event as Flag
+from threading import Thread
+from typing import Final, Literal
+from urllib.request import urlopen
+
+import msgspec
+import structlog
+import zmq
+
+from indexer.pools.pool import SharedPool
+
+log = structlog.get_logger()
+
+_MOST_BYTES: Final = 64 * 2**20  # of one message, and of one answer for each thousand keys that may be listed
+_MOVED: Final = (
+    b"master_evicted_key_count",
+    b"master_active_clients",
+    b"master_client_liveness_offline_transitions_total",
+)
+_METRIC: Final = re.compile(rb"^(master_\w+)(?:\{[^}]*\})? ([0-9.eE+]+)", re.MULTILINE)
+
+
+class _MasterEvent(msgspec.Struct):
+    event_type: Literal["stored", "removed", "cleared"]
+    object_key: str | None = None
+    medium: str | None = None
+
+
+class _MasterBatch(msgspec.Struct, array_like=True):
+    at_ms: float
+    events: list[_MasterEvent]
+
+
+_decode = msgspec.msgpack.Decoder(_MasterBatch).decode
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeMaster:
+    """Where a master is, and how often it is asked. Times are in seconds.
+
+    - `url`: its HTTP API (`--metrics_port`).
+    - `events`: its stream (`--kv_events_bind_endpoint`).
+    - `most_keys`: the most keys that are listed. Above it, evictions leave the content unknown.
+    - `interval`: between polls of the metrics. A listing follows the last one after five intervals at the earliest.
+    """
+
+    url: str
+    events: str
+    most_keys: int = 100_000
+    interval: float = 1.0
+    timeout: float = 2.0
+
+
+class MasterContent:
+    """Keeps a pool's content equal to that of its master. Not thread-safe.
+
+    - `unknown_because`: why the content is unknown; None if it is known.
+    """
+
+    def __init__(self, pool: SharedPool, master: MooncakeMaster, fetch: Callable[[str], bytes]) -> None:
+        """Create a reader of a master. `fetch` returns the body of a path; raises OSError."""
+        self.unknown_because: str | None = "the master was not asked yet"
+        self._pool = pool
+        self._master = master
+        self._fetch = fetch
+        self._seq: int | None = None
+        self._counters: tuple[float, ...] = ()
+        self._keys = 0  # expected number of keys
+        self._listed_at = float("-inf")
+
+    def receive(self, seq: int, payload: bytes) -> None:
+        """Apply a batch of the stream. After a gap or a restart, the content is unknown."""
+        if self._seq is not None and seq != self._seq + 1:
+            self._lose("batches of the stream are missing" if seq > self._seq else "the master started again")
+        self._seq = seq
+        try:
+            events = _decode(payload).events
+        except msgspec.DecodeError as error:
+            self._lose(f"a batch is unreadable: {error}")
+            return
+        changes: list[tuple[str, bool, bool]] = []
+        for event in events:
+            if event.event_type == "cleared":
+                changes.clear()
+                self._pool.blocks.clear()
+                self._keys = 0
+            elif event.object_key is not None:
+                stored = event.event_type == "stored"
+                changes.append((event.object_key, (event.medium or "cpu").lower() != "cpu", stored))
+                self._keys += 1 if stored else -1
+        self._pool.store(changes)
+
+    def check(self, now: float) -> None:
+        """Poll the master's counters, and list its keys if they show a loss that the stream does not report."""
+        try:
+            metrics = {name: float(value) for name, value in _METRIC.findall(self._fetch("/metrics"))}
+            keys = int(metrics.get(b"master_key_count", 0))
+            counters = tuple(metrics.get(name, 0.0) for name in _MOVED)
+            if counters != self._counters or keys < self._keys:
+                self._lose("the master evicted objects or lost a client")
+            if self.unknown_because is None:
+                return
+            if keys > self._master.most_keys:
+                self._lose(f"{keys} keys are more than most_keys ({self._master.most_keys})")
+            elif now - self._listed_at >= 5 * self._master.interval:
+                self._list(now, counters)
+        except (OSError, ValueError) as error:
+            self._lose(f"the master does not answer: {error}")
+
+    def _list(self, now: float, counters: tuple[float, ...]) -> None:
+        """Replace the content by the master's keys. Batches received meanwhile are applied after it."""
+        self._listed_at = now
+        keys = self._fetch("/get_all_keys").decode().split()
+        self._pool.replace((key, False) for key in keys)
+        self._keys, self._counters = len(keys), counters
+        self._pool.known, self.unknown_because = True, None
+        log.info("content of a pool listed", pool=self._pool.config.name, keys=len(keys))
+
+    def _lose(self, reason: str) -> None:
+        if self.unknown_because is None:
+            log.info("content of a pool unknown", pool=self._pool.config.name, reason=reason)
+        self._pool.known, self.unknown_because = False, reason
+
+
+class MooncakeFollower:
+    """A thread that follows the master of a pool from `start` to `stop`."""
+
+    def __init__(self, pool: SharedPool, master: MooncakeMaster) -> None:
+        self.content = MasterContent(pool, master, self._fetch)
+        self._master = master
+        self._stopping = Flag()
+        self._thread = Thread(target=self._run, name=f"pool-{pool.config.name}", daemon=True)
+
+    def start(self) -> None:
+        """Start to follow the master."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop, and wait for the thread."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _fetch(self, path: str) -> bytes:
+        with urlopen(self._master.url.rstrip("/") + path, timeout=self._master.timeout) as answer:
+            body: bytes = answer.read(_MOST_BYTES)
+        return body
+
+    def _run(self) -> None:
+        with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.SUB) as socket:
+            socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.subscribe(b"")
+            socket.connect(self._master.events)
+            checked_at = float("-inf")
+            while not self._stopping.is_set():
+                if socket.poll(100):
+                    frames = socket.recv_multipart()
+                    if len(frames) == 3 and len(frames[1]) == 8:
+                        self.content.receive(int.from_bytes(frames[1], "big"), frames[2])
+                now = time.monotonic()
+                if now - checked_at >= self._master.interval:
+                    self.content.check(now)
+                    checked_at = now

@@ -1,0 +1,106 @@
+"""A shared pool as the index sees it: its blocks, whose targets load from it, and whether its content is known."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from indexer.dump import DumpedHolder, DumpedRun, read_hash
+from indexer.hashing import PackedPrompt
+from indexer.pools.blocks import make_pool_blocks
+from indexer.pools.holdings import PoolHoldings
+from indexer.pools.keys import ObjectKeys
+from indexer.targets import Registration, Target
+
+_ALL_PARTS: Final = 2**64 - 1
+_FIRST_BLOCKS: Final = 64  # hashed blocks of a prompt before the pool is asked for the first time
+_BYTES_A_BLOCK: Final = 64  # memory of a block in the tables, with its share of hash slots
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """What an operator says of a pool.
+
+    - `name`: its name in answers, logs and metrics.
+    - `workers`: URLs of the workers that load from it; empty: all workers of `models`.
+    - `models`: models whose workers load from it, each with a text that its objects' keys contain; empty: all models.
+    - `media`: media of workers' events that report its blocks; empty if the pool reports them itself.
+    - `objects`: the fewest objects of a block: ranks times cache groups, twice if keys and values are apart.
+    - `memory`: bound of the tables in bytes.
+    """
+
+    name: str
+    workers: frozenset[str] = frozenset()
+    models: dict[str, str] = field(default_factory=dict)
+    media: frozenset[str] = frozenset()
+    objects: int = 1
+    memory: int = 256 * 2**20
+
+
+class SharedPool:
+    """A pool that holds blocks and is never a target.
+
+    - `known`: whether the recorded objects are those in the pool. While they are not, the pool holds nothing.
+    """
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+        self.blocks = make_pool_blocks(max(config.memory // _BYTES_A_BLOCK, 1024), config.media)
+        self.keys = ObjectKeys()
+        self.known = bool(config.media)
+        self._needed: dict[tuple[str, str], int] = {}  # parts of a block, by tenant and model
+
+    def serves(self, target: Target) -> bool:
+        """Return whether a target loads from this pool."""
+        config = self.config
+        return (not config.workers or target.worker in config.workers) and (
+            not config.models or target.model in config.models
+        )
+
+    def use_engine(self, registration: Registration) -> None:
+        """Read keys as the engine of a registered target writes them."""
+        self.keys.leading = registration.engine.lower().startswith("sglang")
+
+    def learn(self, runs: Sequence[DumpedRun], holders: Iterable[DumpedHolder]) -> None:
+        """Learn the chain from the blocks of a restored target, in the form of a dump."""
+        for holder in holders:
+            hashes = array("Q", [runs[run].hashes[offset] for _, run, offset in holder.blocks])
+            self.blocks.learn(hashes, [read_hash(name) for name, _, _ in holder.blocks])
+
+    def store(self, objects: Iterable[tuple[str, bool, bool]]) -> None:
+        """Apply changes of objects: the key, whether it is on disk, and whether it was stored or removed."""
+        changes = [self.keys.change(key, on_disk, stored) for key, on_disk, stored in objects]
+        self.blocks.apply([change for change in changes if change is not None])
+
+    def replace(self, objects: Iterable[tuple[str, bool]]) -> None:
+        """Replace all objects by those of a listing: the key, and whether it is on disk."""
+        self.blocks.clear()
+        self.store((key, on_disk, True) for key, on_disk in objects)
+
+    def holdings(
+        self, model: str, tenant: str, root: int, block_size: int, prompt: PackedPrompt, blocks: int, reach: int
+    ) -> PoolHoldings | None:
+        """Return what the pool holds of a prompt's first `blocks` blocks; None for nothing.
+
+        - `root`: hash of the prompt's namespace.
+        - `reach`: blocks after which the first missing block ends the search: the most that any target holds.
+        """
+        if not self.known or blocks <= 0:
+            return None
+        text = self.config.models.get(model, "")
+        allowed = self.keys.parts_with(text) if text else _ALL_PARTS
+        needed = self._needed.get((tenant, model), 0)
+        asked = min(blocks, max(reach + 1, _FIRST_BLOCKS))
+        while True:
+            hashes = prompt.hashes(root, block_size, asked)[:asked]
+            ranges, needed = self.blocks.match(hashes, reach, needed, allowed)
+            if asked == blocks or not ranges or ranges[-1][1] < asked:
+                break
+            asked = min(blocks, 4 * asked)
+        self._needed[tenant, model] = needed
+        if not ranges or needed.bit_count() < self.config.objects:
+            return None
+        bounds = tuple((start * block_size, end * block_size) for start, end in ranges)
+        return PoolHoldings(self.config.name, block_size, bounds)
