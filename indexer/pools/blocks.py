@@ -1,8 +1,8 @@
-"""The blocks of one shared pool: which prefix each engine hash stands for, and which of their objects are stored.
+"""The blocks of one shared pool: the prefix of each engine hash, and the objects that are stored.
 
-A pool names its objects by the engines' hashes, and tells no tokens. The chain, from prefix hashes to engine hashes, is
-learned from the events of the workers' own memory, which have the whole identity of a block. A block may consist of
-several objects, its parts: one for each rank, cache group, or keys and values.
+A pool names its objects by the engines' hashes, without tokens. The chain maps prefix hashes to engine hashes. It
+is learned from events about the workers' own memory, because these have the whole identity of a block. A block may
+consist of several objects, its parts: one for each rank, cache group, or keys and values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The content of a Mooncake Store: its master's stream of events, checked against the master's HTTP API.
 
 The stream reports each object that is stored or removed by request. It reports no eviction and no segment of a lost
-client, so counters of the master's metrics are polled, and all keys are listed again after one of them moves.
+client. So counters of the master's metrics are polled. After one of them changes, all keys are listed again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _decode = msgspec.msgpack.Decoder(_MasterBatch).decode
 
 @dataclass(frozen=True, slots=True)
 class MooncakeMaster:
-    """Where a master is, and how often it is asked. Times are in seconds.
+    """Addresses of a master, and the rate of questions to it. Times are in seconds.
 
     - `url`: its HTTP API (`--metrics_port`).
     - `events`: its stream (`--kv_events_bind_endpoint`).

@@ -21,7 +21,7 @@ _BYTES_A_BLOCK: Final = 64  # memory of a block in the tables, with its share of
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """What an operator says of a pool.
+    """Configuration of a pool.
 
     - `name`: its name in answers, logs and metrics.
     - `workers`: URLs of the workers that load from it; empty: all workers of `models`.
