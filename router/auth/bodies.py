@@ -1,8 +1,9 @@
 """Checks of request bodies: one meaning for each JSON body, limits on its work, model aliases.
 
 The router parses a body and an engine parses it again, with another parser. So a body is accepted only if parsers
-cannot differ: UTF-8 without a byte order mark, no duplicate names, no NaN, no lone surrogates. An accepted body is
-forwarded byte for byte.
+cannot differ: no duplicate names, no NaN, no lone surrogates. An accepted body in UTF-8 is forwarded byte for byte.
+vLLM and SGLang also read a byte order mark, UTF-16 and UTF-32, as Python's `json.loads` does. These bodies are
+forwarded in UTF-8, because other parsers refuse them.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class BodyCheck:
             body = _checked_other(content_type, body, self._limits, engine_fields)
             return body, body
         model_body = self.model_body(body)
+        if model_body is None and (plain := in_utf8(body)) is not body:
+            return self.checked(route, content_type, plain, tenant, engine_fields)
         if model_body is not None:
             return body if tenant is None else tenant.with_tenant_salt(route.path, body), model_body
         fields = read_object(body, self._limits.values)
@@ -101,6 +104,17 @@ class BodyCheck:
 
 def _no_model_body(_: bytes) -> bytes | None:
     return None
+
+
+def in_utf8(body: bytes) -> bytes:
+    """Return a JSON body in UTF-8 without a byte order mark: the same object if it is already. Raises RequestError."""
+    encoding = json.detect_encoding(body)
+    if encoding == "utf-8":
+        return body
+    try:
+        return body.decode(encoding).encode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"The body is not {encoding}: {error.reason}. Send one JSON object, in UTF-8.") from error
 
 
 def read_object(body: bytes, most_values: int) -> dict[str, Any]:
