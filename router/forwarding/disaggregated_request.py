@@ -14,6 +14,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from router.fleet.health import Outcome
+from router.http.compression import decompressed, is_compressed
 from router.http.headers import RANK_HEADER, UNCOMPRESSED, Headers, forwarded_lines, lines_of
 from router.routing.assignment import Assignment
 from router.routing.disaggregation.adapters import Adapter, AnsweredError, PreparedRequest, WorkerEndpoint
@@ -282,7 +283,17 @@ class _Collected(ResponseHandler):
         if len(self._body) > _MAX_ANSWER:
             self._on_failure(f"an answer of more than {_MAX_ANSWER} bytes")
         elif ended:
-            self._on_answer(self._head, bytes(self._body))
+            self._answered(self._head, bytes(self._body))
+
+    def _answered(self, head: ResponseHead, body: bytes) -> None:
+        """Report a whole answer. A body that is read is decompressed; that of a refusal is forwarded as it is."""
+        if self._keep_body and head.status < 400 and is_compressed(head.headers):
+            try:
+                body = decompressed(body, _MAX_ANSWER)
+            except ValueError as error:
+                self._on_failure(str(error))
+                return
+        self._on_answer(head, body)
 
     def on_failed(self, error: UpstreamError) -> None:
         self._on_failure(str(error))

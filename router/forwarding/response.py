@@ -22,6 +22,7 @@ from router.forwarding.disaggregated_request import DisaggregatedRequest
 from router.forwarding.exchange import ChunkWriter, ResponseWriter, RoutingHeaders
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
+from router.http.compression import Decompressor, is_compressed
 from router.routing.assignment import Assignment
 from router.routing.prompt_reader import RoutedPrompt
 from router.upstream import ResponseHead, UpstreamRequest
@@ -87,6 +88,7 @@ class ProxiedResponse:
     resumed = False  # another worker began the stream
     _hidden: HiddenUsage | None = None
     _tail: UsageTail | None = None
+    _decompressor: Decompressor | None = None  # if a proxy compressed the body
     _searched: bytes | None = None  # the beginning of the body, while the response's id is searched for
 
     def __init__(
@@ -126,6 +128,8 @@ class ProxiedResponse:
             self._tail = UsageTail()
         if context.head.about_stored and head.status < 400:
             self._searched = b""
+        if is_compressed(head.headers):
+            self._decompressor = Decompressor()
         self._count()
         self._learn(data, ended)
 
@@ -143,7 +147,7 @@ class ProxiedResponse:
     def forward_chunks(self, sent: SentRequest | None) -> None:
         """Let chunks of a stream bypass this object, unless the response's id is still searched for."""
         tail = self._tail
-        if not self.head.is_stream or self._searched is not None or tail is None:
+        if not self.head.is_stream or self._searched is not None or tail is None or self._decompressor is not None:
             return
         request = sent.answering if isinstance(sent, DisaggregatedRequest) else sent
         writer = self._client.chunks()
@@ -160,13 +164,14 @@ class ProxiedResponse:
                     assignment.first_byte(now)
                 if not self.resumed:
                     self._services.metrics.first_byte_of(self._prompt.name or "", now - self._arrived)
+            plain = data if self._decompressor is None else self._decompressor.read(data)
             if self._searched is not None:
-                self._searched += data
+                self._searched += plain
                 learned = self._services.responses.learn(self._searched, assignment.worker.url)
                 if learned or len(self._searched) >= SEARCHED_BYTES:
                     self._searched = None
             if self._tail is not None:
-                self._tail.feed(data)
+                self._tail.feed(plain)
         if ended:
             self._end(now)
 

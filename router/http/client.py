@@ -9,6 +9,8 @@ from socket import gaierror
 
 import aiohttp
 
+from router.http.compression import decompressed, is_known_encoding
+
 _REDIRECTS = range(300, 400)
 
 
@@ -36,13 +38,15 @@ _PART_BYTES = 64 * 1024
 
 
 async def read_answer(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """Return a response's body. Raises ValueError beyond `most_bytes`, and closes the connection."""
+    """Return a response's body, decompressed. Raises ValueError beyond `most_bytes`, and closes the connection."""
     body = bytearray()
     async for part in response.content.iter_chunked(_PART_BYTES):
         body += part
         if len(body) > most_bytes:
             response.close()
             raise ValueError(f"{response.url.path} answers with more than {most_bytes} bytes (fleet.max_answer_bytes)")
+    if is_known_encoding(response.headers.get("Content-Encoding", "")):
+        return decompressed(bytes(body), most_bytes)
     return bytes(body)
 
 

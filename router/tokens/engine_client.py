@@ -19,7 +19,7 @@ from router.apis.fields import MAX_TOKEN_ID
 from router.apis.messages import has_media
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet.worker_keys import WorkerKey
-from router.http.client import connection_problem
+from router.http.client import connection_problem, read_answer
 from router.tokens import TokenizerUnavailableError
 from router.tokens.chat_template import template_variables
 
@@ -29,6 +29,8 @@ _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 _NOT_RENDERED = ("stream", "stream_options", "kv_transfer_params", "cache_salt", "request_id", "priority")
 
 
+# Largest answer: the ids of the longest prompt, with a media item's name for each block.
+_MOST_ANSWER = 256 * 2**20
 # Longest name of a media item, which is hashed into each of its blocks. A client can choose it (`uuid`).
 _MOST_NAME = 256
 
@@ -171,8 +173,8 @@ class EngineClient:
             async with self._session.post(
                 url, data=data, headers=headers, timeout=self._timeout, allow_redirects=False
             ) as response:
-                status, answer = response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
+                status, answer = response.status, await read_answer(response, _MOST_ANSWER)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise TokenizerUnavailableError(f"{url}: {connection_problem(error)}") from error
         if key is not None and status != 403:  # 403 can also mean that rendering is disabled
             key.record_status(path, status)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import time
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from enum import StrEnum
@@ -153,13 +154,15 @@ async def test_a_worker_that_answers_nothing_is_ejected_and_its_request_moved_on
 
 # The header of openai-python.
 ACCEPTED = {"accept-encoding": "gzip, deflate, br, zstd"}
+CODINGS = pytest.mark.parametrize("coding", [None, "gzip", "deflate"], ids=["if accepted", "gzip", "deflate"])
 
 
 @asynccontextmanager
-async def compressing(worker: str, default: str = "identity") -> AsyncIterator[str]:
+async def compressing(worker: str, default: str = "identity", coding: str | None = None) -> AsyncIterator[str]:
     """Run a proxy in front of a worker that compresses responses, unless the request accepts identity only.
 
-    `default` is the encoding of a request without `accept-encoding`.
+    - `default`: the encoding of a request without `accept-encoding`.
+    - `coding`: the content-encoding of every response, whatever the request accepts.
     """
     async with aiohttp.ClientSession(auto_decompress=False) as session:
 
@@ -169,7 +172,9 @@ async def compressing(worker: str, default: str = "identity") -> AsyncIterator[s
             async with session.request(request.method, worker + request.path_qs, data=body, headers=headers) as answer:
                 whole, kind = await answer.read(), answer.headers.get("content-type", "text/plain")
             sent = {"content-type": kind}
-            if request.headers.get("accept-encoding", default) != "identity":
+            if coding == "deflate":
+                whole, sent["content-encoding"] = zlib.compress(whole), coding
+            elif coding or request.headers.get("accept-encoding", default) != "identity":
                 whole, sent["content-encoding"] = gzip.compress(whole), "gzip"
             return web.Response(status=answer.status, body=whole, headers=sent)
 
@@ -186,13 +191,14 @@ async def compressing(worker: str, default: str = "identity") -> AsyncIterator[s
 
 
 @asynccontextmanager
-async def compressed_workers(count: int) -> AsyncIterator[list[str]]:
+async def compressed_workers(count: int, coding: str | None = None) -> AsyncIterator[list[str]]:
     async with AsyncExitStack() as stack, simulated_workers(count) as workers:
-        yield [await stack.enter_async_context(compressing(worker)) for worker in workers]
+        yield [await stack.enter_async_context(compressing(worker, coding=coding)) for worker in workers]
 
 
-async def test_stored_response_is_found_behind_compressing_proxy() -> None:
-    async with compressed_workers(4) as urls, router(*urls) as routed:
+@CODINGS
+async def test_stored_response_is_found_behind_compressing_proxy(coding: str | None) -> None:
+    async with compressed_workers(4, coding) as urls, router(*urls) as routed:
         for turn in range(4):
             made = await routed.openai.responses.create(model="simulated", input=f"turn {turn}", max_output_tokens=2)
             for _ in range(4):
@@ -204,15 +210,16 @@ async def test_stored_response_is_found_behind_compressing_proxy() -> None:
                 assert following.previous_response_id == made.id
 
 
+@CODINGS
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_usage_is_counted_behind_compressing_proxy(path: str, stream: bool) -> None:
+async def test_usage_is_counted_behind_compressing_proxy(path: str, stream: bool, coding: str | None) -> None:
     body: dict[str, Any] = {"model": "simulated", "max_tokens": 3, "stream": stream}
     body |= {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
     if stream:
         body["stream_options"] = {"include_usage": True}
     tenants = {"named": {"a": {"keys": [hashed_key("key")]}}}
-    async with compressed_workers(1) as urls, router(*urls, server={"token": "t"}, tenants=tenants) as routed:
+    async with compressed_workers(1, coding) as urls, router(*urls, server={"token": "t"}, tenants=tenants) as routed:
         reply = await routed.call(path, body, headers=ACCEPTED | {"authorization": "Bearer key"})
         assert reply.status == 200, reply.body
         assert await routed.metric("kvrouter_completion_tokens_total") == 3
@@ -229,9 +236,10 @@ async def test_probes_are_read_behind_compressing_proxy() -> None:
         assert seen["up"], seen["problem"]
 
 
+@CODINGS
 @pytest.mark.parametrize("style", ["sglang", "nixl"])
-async def test_prefill_is_read_behind_compressing_proxy(style: str) -> None:
-    async with simulated_pairs(style) as pairs, compressing(pairs.prefills[0]) as prefill:
+async def test_prefill_is_read_behind_compressing_proxy(style: str, coding: str | None) -> None:
+    async with simulated_pairs(style) as pairs, compressing(pairs.prefills[0], coding=coding) as prefill:
         known = [{**each, "url": prefill if each["url"] in pairs.prefills else each["url"]} for each in pairs.known]
         async with router(workers=known) as front:
             prompt = {"model": MODEL, "prompt": list(range(64)), "max_tokens": 2}
