@@ -10,7 +10,6 @@ from http_api.errors import RequestError
 from router.admission.ticket import read_ticket, urgent
 from router.apis.endpoints import Call, read_call
 from router.apis.sessions import AgentHints, hints_in_body, hints_in_headers
-from router.prediction.learned import OutputLengths
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "nvext": %s}'
 
@@ -92,10 +91,3 @@ def test_hints_in_headers_override_the_body_and_each_states_the_end_of_session()
     assert AgentHints(5).before(None) == AgentHints(5)
     assert [AgentHints(5).returns, AgentHints(final=True, next_call=1.0).returns] == [False, False]
     assert [AgentHints(final=False).returns, AgentHints(next_call=0.0).returns] == [True, True]
-
-
-def test_output_hint_replaces_learned_length_within_limit() -> None:
-    lengths = OutputLengths()
-    assert lengths.expected("m", None, 4000) == 4000
-    assert lengths.expected("m", 100, 4000) == 100
-    assert lengths.expected("m", None, None) == lengths.expected("m", None)

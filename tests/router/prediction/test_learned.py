@@ -89,7 +89,7 @@ def test_evictions_are_read_from_the_index(learned: Learned, clock: Clock, index
     assert learned.pressure.price() == pytest.approx(lost / (1 - lost))
 
 
-def test_mean_output_of_a_model_is_learned_and_bounded_by_the_limit_of_a_request() -> None:
+def test_mean_output_of_a_model_is_learned_and_a_hint_replaces_it_within_the_limit() -> None:
     lengths = OutputLengths()
     guess = lengths.expected("m", None)
     for _ in range(1000):
@@ -99,6 +99,10 @@ def test_mean_output_of_a_model_is_learned_and_bounded_by_the_limit_of_a_request
     lengths = OutputLengths()
     assert lengths.expected("m", 5) == 5
     assert lengths.expected("m", 100_000) == lengths.expected("m", None)
+    lengths = OutputLengths()
+    assert lengths.expected("m", None, 4000) == 4000
+    assert lengths.expected("m", 100, 4000) == 100
+    assert lengths.expected("m", None, None) == lengths.expected("m", None)
 
 
 @pytest.mark.parametrize(("turns", "expected"), [(1, 1.0), (2, 2.0), (5, 5.0), (40, 8.0)])

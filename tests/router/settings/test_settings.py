@@ -72,15 +72,6 @@ def test_file_overrides_defaults_of_named_settings(file: Path) -> None:
     assert (stream.replay_endpoint, stream.topic) == (None, "")
 
 
-def test_environment_overrides_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text("server: {port: 9000, host: 127.0.0.2}")
-    monkeypatch.setenv("KVROUTER_SERVER__PORT", "9001")
-    monkeypatch.setenv("KVROUTER_POLICY__NAME", "least_loaded")
-    settings = load_settings(file)
-    assert (settings.server.port, settings.server.host) == (9001, "127.0.0.2")
-    assert settings.policy.name is PolicyName.LEAST_LOADED
-
-
 def test_environment_can_list_workers_as_json_and_set_the_fleets_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVROUTER_WORKERS", '[{"url": "http://10.0.0.1:8000"}]')
     monkeypatch.setenv("KVROUTER_FLEET__API_KEY", SECRET)
@@ -89,14 +80,16 @@ def test_environment_can_list_workers_as_json_and_set_the_fleets_api_key(monkeyp
     assert settings.fleet.api_key.get_secret_value() == SECRET
 
 
-def test_options_override_file_and_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text("server: {port: 9000, host: 127.0.0.2}\npolicy: {name: round_robin}")
+def test_options_override_the_environment_and_the_environment_overrides_the_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text("server: {port: 9000, host: 127.0.0.2, max_body_bytes: 5}\npolicy: {name: round_robin}")
     monkeypatch.setenv("KVROUTER_SERVER__PORT", "9001")
     monkeypatch.setenv("KVROUTER_SERVER__MAX_BODY_BYTES", "1000")
+    monkeypatch.setenv("KVROUTER_POLICY__NAME", "least_loaded")
     settings = load_settings(file, {"server": {"port": 9002}, "workers": [{"url": "http://w:1"}]})
-    assert (settings.server.port, settings.server.host) == (9002, "127.0.0.2")
-    assert settings.server.max_body_bytes == 1000
-    assert settings.policy.name is PolicyName.ROUND_ROBIN
+    assert (settings.server.port, settings.server.max_body_bytes, settings.server.host) == (9002, 1000, "127.0.0.2")
+    assert settings.policy.name is PolicyName.LEAST_LOADED
     assert [str(worker.url) for worker in settings.workers] == ["http://w:1/"]
 
 
