@@ -11,8 +11,9 @@ from kvevents.events import (
     Event,
     EventBatch,
     RejectedEvent,
+    Tier,
+    tier_of,
 )
-from kvevents.media import Tier, tier_of
 from kvevents.sources import EventSource
 
 __all__ = [

@@ -27,7 +27,7 @@ import msgspec
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, EventBatch
 from kvevents.dialects import DIALECTS
-from kvevents.media import is_identified
+from kvevents.events import is_identified
 from worker.held_blocks import HeldBlocks
 from worker.publisher import EventPublisher, NullEventPublisher, PublisherConfig, Snapshot
 from worker.publisher_factory import EventPublisherFactory

@@ -1,4 +1,4 @@
-// Media of blocks in events (kvevents/media.py).
+// Media of blocks in events (kvevents/events.py).
 #pragma once
 
 #include <algorithm>

@@ -23,7 +23,7 @@ from indexer.reference.holdings import Holder, Holdings, UnusableEventError
 from indexer.reference.tree import PrefixTree, Span
 from indexer.targets import Target
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier, decode_batch
-from kvevents.media import canonical_medium, is_pooled
+from kvevents.events import canonical_medium, is_pooled
 
 _NONE = dict.fromkeys(Tier, 0)
 # A target's holders in one span, each with the bits of its blocks there.

@@ -7,8 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvevents.dialects.dialect import Dialect, RawEvent, is_map, only_full_attention
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
-from kvevents.media import is_identified
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, is_identified
 
 
 class _Kind(msgspec.Struct):

@@ -61,8 +61,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print the fleet once, and exit.")] = False,
 ) -> None:
     """Show the fleet in the terminal: state, cache, load and hits of its ranks, and the latest requests."""
-    from kvrouter.tools.top import run_top
-    from kvrouter.tools.top.feed import FeedError
+    from kvrouter.tools.top import FeedError, run_top
 
     try:
         asyncio.run(run_top(url, token, once))

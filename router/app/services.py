@@ -15,7 +15,6 @@ from router.admission.admission import Admission
 from router.app import subscriptions
 from router.app.embedded_index import running_indexer
 from router.app.readiness import Readiness
-from router.cache_state.build import build_cache_state
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.build import FleetWatch, build_fleet, follow_sources
 from router.fleet.discovery import ServedModel
@@ -29,7 +28,7 @@ from router.http.event_loop import end_tasks
 from router.load.target_load import LoadTable
 from router.observability.build import Observability, build_observability
 from router.observability.seen_requests import SampledTraffic
-from router.routing.build import Routing, build_routing, build_state
+from router.routing.build import Routing, build_cache_state, build_routing, build_state
 from router.settings import Settings, SettingsFile
 from router.sharing import build_sharing
 from router.sharing.worker_processes import WorkerProcesses

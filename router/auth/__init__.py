@@ -1,11 +1,4 @@
-"""The checks that every request passes before it is routed.
-
-- `gate`: all checks in their order, with those of the `Host` header and of a browser's site.
-- `routes`: the allow-list of methods and paths, with the required access.
-- `tenants`: API keys, their permissions and their rates.
-- `engine_fields`: fields and headers that control an engine.
-- `bodies`: one meaning for each body, limits on its work, and limits on bodies that are being received.
-"""
+"""The checks that every request passes before it is routed; `gate` has all of them in their order."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from kvevents.endpoints import join_host_port
 from router.app.routes.model_cards import model_card, model_cards
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
@@ -77,7 +78,7 @@ class Addresses:
         origin = Origin.of(url)
         found = await asyncio.get_running_loop().getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
         found.sort(key=lambda each: each[0] != socket.AF_INET)  # engines listen there, if at only one of both
-        address = _joined(str(found[0][4][0]), origin.port)
+        address = join_host_port(str(found[0][4][0]), origin.port)
         self._known[url] = _Known(address, time.monotonic() + _FRESH_SECONDS)
         return address
 
@@ -90,11 +91,7 @@ def _numeric(url: str) -> str | None:
         ip_address(origin.host)
     except ValueError:
         return None
-    return _joined(origin.host, origin.port)
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_host_port(origin.host, origin.port)
 
 
 class Deadlines:

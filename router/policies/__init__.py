@@ -1,12 +1,4 @@
-"""Policies: pure functions from candidates and a request to a decision.
-
-- `records`: the input and output of a policy.
-- `registry`: the policies by name, their needs and their sources.
-- `linear`: policies whose cost is linear in the uncached tokens, which most are; costs as columns for native code.
-- `kv_aware`: the default policy, with prefill tokens, load and evictions in one cost.
-- `peers`: the policies of other routers.
-- `rates`: the speed of workers, learned from their responses.
-"""
+"""Policies: pure functions from candidates and a request to a decision."""
 
 from __future__ import annotations
 

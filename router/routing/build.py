@@ -1,4 +1,4 @@
-"""Routing as one record, made once from the settings."""
+"""Routing, and the cache state that it reads, as records that are made once from the settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from random import Random
 
 from indexer import Indexer
-from router.cache_state.build import CacheState
+from router.cache_state.hit_audit import HitAudit
+from router.cache_state.in_flight_prefixes import InFlightPrefixes
+from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.fleet import Fleet
 from router.load.target_load import LoadTable
 from router.policies import policy_named
@@ -20,6 +22,23 @@ from router.routing.state import RoutingState
 from router.settings import Settings
 from router.sharing import LoadSharing
 from router.tokens.tokenizers import Tokenizers
+
+
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """The prefixes in flight, the sent prefixes, and the audit of the predicted cache hits."""
+
+    in_flight_prefixes: InFlightPrefixes
+    sent_prefixes: SentPrefixes
+    audit: HitAudit
+
+
+def build_cache_state(settings: Settings, indexer: Indexer) -> CacheState:
+    """Return the cache state of an index's targets."""
+    in_flight_prefixes, sent_prefixes = InFlightPrefixes(settings.proxy.speculation_seconds), SentPrefixes()
+    return CacheState(
+        in_flight_prefixes, sent_prefixes, HitAudit(indexer, sent_prefixes, settings.audit, indexer.names)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,5 @@
 """Load shared between routers: each sends its load in flight to the others, many times a second.
 
-- `sharing` sends local changes over any number of channels, and applies those of others.
-- `channels` are the channels between processes of one machine and between replicas.
-- `worker_processes` are the processes of one port, and requests from one to the others.
-- `all_processes` merges the answers of all processes.
-
 No request waits for any of it. If a channel is lost, each router sees only its own requests. The engines' metrics then
 show it the requests of other routers.
 """

@@ -14,10 +14,9 @@ from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.tokens import TokenizerUnavailableError, TooLongForNowError
-from router.tokens.boundary import Boundary, find_boundary
 from router.tokens.chat_template import ChatTemplate
 from router.tokens.model_files import ModelFiles
-from router.tokens.prompt_cache import PromptCache, common_start
+from router.tokens.prompt_cache import Boundary, PromptCache, common_start, find_boundary
 from router.tokens.text_encoder import Encoder, TextEncoder
 
 log = structlog.get_logger()

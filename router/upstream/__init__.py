@@ -1,10 +1,4 @@
-"""Requests to workers and their responses, over kept HTTP/1.1 connections.
-
-- `request`: one request in flight, the handler of its response, and transports that replace the router's own sending.
-- `response_parser`: responses as llhttp parses them.
-- `connection`: one connection, which serves one request at a time.
-- `pool`: the connections to a worker, and the choice of one for a request.
-"""
+"""Requests to workers and their responses, over kept HTTP/1.1 connections."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from rich.console import Console, RenderableType
 
 from kvrouter.fitting_table import FittingColumn, FittingTable
 from kvrouter.tools.lookups import _explanation_table as explanation
-from kvrouter.tools.top.feed import Fleet
-from kvrouter.tools.top.screen import COLUMNS, View, ordered, screen
+from kvrouter.tools.top import COLUMNS, Fleet, View, ordered, screen
 
 WORKERS = [f"http://llama-3-70b-decode-{number}.inference.svc.cluster.local:8000" for number in range(3)]
 

@@ -30,7 +30,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from worker.disaggregation.addresses import join_host_port
+from kvevents.endpoints import join_host_port
 from worker.disaggregation.ranks import Rank
 from worker.disaggregation.registry import RankRegistry, Registration, RegistryError, read_registration
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from worker.disaggregation.addresses import split_host_port
+from kvevents.endpoints import split_host_port
 from worker.disaggregation.registry import PrefillRanks, Registration, check_ranks, registration_body
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from worker.disaggregation.addresses import tcp_endpoint
+from kvevents.endpoints import tcp_endpoint
 from worker.disaggregation.frames import MAX_FRAME, AnyMessage, FrameCodec, FrameError
 
 logger = logging.getLogger(__name__)

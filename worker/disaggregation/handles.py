@@ -9,7 +9,7 @@ from functools import partial
 
 from numpy.typing import ArrayLike
 
-from worker.disaggregation.addresses import split_host_port
+from kvevents.endpoints import split_host_port
 from worker.disaggregation.decode import ReceivingRoom, Wanted
 from worker.disaggregation.manager import KVManager
 from worker.disaggregation.rooms import KVPoll, KVTransferError, Room, check_room, check_timeout

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from worker.disaggregation.addresses import join_host_port, split_host_port
+from kvevents.endpoints import join_host_port, split_host_port
 from worker.disaggregation.ranks import Rank, Topology
 
 HEARTBEATS_MISSED = 2

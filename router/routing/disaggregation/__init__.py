@@ -1,6 +1,1 @@
-"""Prefill and decode on different workers.
-
-- `selection` chooses the decode worker, and the prefill worker if another one computes the prompt.
-- `adapters` make the two requests, as each engine requires them.
-- `bodies` changes a few fields of a JSON body.
-"""
+"""Prefill and decode on different workers: the selection of both, and the requests that each engine requires."""

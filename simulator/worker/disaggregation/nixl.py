@@ -15,6 +15,7 @@ import aiohttp
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, ValidationError
 
+from kvevents.endpoints import join_host_port
 from simulator.worker.cache import CachedSequence
 from simulator.worker.disaggregation.part import Job, Part, Running
 from simulator.worker.disaggregation.rank import TransferRank, until
@@ -22,7 +23,6 @@ from simulator.worker.disaggregation.transfers import Arrival, ArrivalError, Sen
 from simulator.worker.engine import Answer, Generation, Output
 from simulator.worker.protocol import ApiError, GenerationRequest
 from worker.disaggregation import KVReceiver
-from worker.disaggregation.addresses import join_host_port
 from worker.disaggregation.rooms import MAX_ROOM
 
 LEASE_S = 30.0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TypeVar
 
+from kvevents.endpoints import join_host_port
 from simulator.worker.cache import CachedSequence
 from simulator.worker.disaggregation.part import Job, Running
 from simulator.worker.disaggregation.rank import TransferRank
@@ -18,7 +19,6 @@ from simulator.worker.disaggregation.transfers import Arrival, Sending
 from simulator.worker.engine import Answer, Generation, Output
 from simulator.worker.protocol import ApiError, GenerationRequest
 from worker.disaggregation import KVReceiver
-from worker.disaggregation.addresses import join_host_port
 from worker.disaggregation.bootstrap import DEFAULT_PORT
 
 _T = TypeVar("_T")

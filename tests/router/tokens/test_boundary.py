@@ -12,9 +12,9 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from indexer.hashing import pack_tokens
-from router.tokens.boundary import Boundary, find_boundary, reference_token_places, token_places
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_files import ModelFiles
+from router.tokens.prompt_cache import Boundary, find_boundary, reference_token_places, token_places
 from router.tokens.text_encoder import TextEncoder
 
 pytestmark = pytest.mark.usefixtures("short_trials")

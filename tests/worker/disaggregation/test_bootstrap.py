@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvevents.endpoints import join_host_port, split_host_port, tcp_endpoint
 from worker.disaggregation import Rank, Topology
-from worker.disaggregation.addresses import join_host_port, split_host_port, tcp_endpoint
 from worker.disaggregation.bootstrap import KVBootstrapServer, bootstrap_app
 from worker.disaggregation.bootstrap_client import ATTEMPT_TIMEOUT_S, BootstrapClient, BootstrapError, Registrar
 from worker.disaggregation.registry import Registration, RegistryError, read_registration

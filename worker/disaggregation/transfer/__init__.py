@@ -8,7 +8,7 @@ grants    ranges that peers may write, and writes that are landing
 
 tcp       plain sockets, the default
 shm       processes of one host; copying
-mooncake, nixl: libraries that write by themselves; one_sided is their common base
+libraries Mooncake and NIXL, which write by themselves; one_sided is their common base
 
 endpoint, writing, sessions, channel: sessions over sockets, from the session down to the frame
 """

@@ -31,13 +31,13 @@ def _shm(host: str, secret: bytes | None) -> TransferEngine:  # noqa: ARG001
 
 
 def _mooncake(host: str, secret: bytes | None) -> TransferEngine:
-    from worker.disaggregation.transfer.mooncake import MooncakeEngine
+    from worker.disaggregation.transfer.libraries import MooncakeEngine
 
     return MooncakeEngine(host, secret)
 
 
 def _nixl(host: str, secret: bytes | None) -> TransferEngine:
-    from worker.disaggregation.transfer.nixl import NixlEngine
+    from worker.disaggregation.transfer.libraries import NixlEngine
 
     return NixlEngine(host, secret)
 

@@ -1,7 +1,8 @@
-"""Transfers by NIXL, for sites with RDMA: the extra `nixl`.
+"""Transfers by libraries for sites with RDMA: by NIXL (extra `nixl`), and by Mooncake (`mooncake`, libibverbs1).
 
-With an engine's description, NIXL allows writes to all its registered memory. Therefore grants only bind honest
-senders. The description is sent over our session alone, to peers that know the secret.
+Mooncake writes to any address that a peer names, and its own port needs no secret. With an engine's description, NIXL
+allows writes to all its registered memory. Therefore grants only bind honest senders. Restrict access to Mooncake's
+port. NIXL's description is sent over our session alone, to peers that know the secret.
 
 At the exit of a process, long after everything is closed, NIXL 1.5.1 may crash in its bundled libnl (for InfiniBand).
 `UCX_MODULES=^ib` excludes that library.
@@ -22,6 +23,60 @@ import numpy as np
 from worker.disaggregation.transfer.engine import PeerLostError, Region
 from worker.disaggregation.transfer.one_sided import OneSidedEndpoint
 from worker.disaggregation.transfer.runs import Addresses, Writes
+
+
+class MooncakeEngine(OneSidedEndpoint):
+    """A TransferEngine by Mooncake. `protocol` is Mooncake's: tcp, or rdma with the names of its `devices`."""
+
+    name = "mooncake"
+
+    def __init__(
+        self, host: str = "127.0.0.1", secret: bytes | None = None, protocol: str = "tcp", devices: str = ""
+    ) -> None:
+        """Start Mooncake. Raises ValueError for an invalid host or protocol, and ImportError without Mooncake."""
+        super().__init__(host, secret, _Mooncake(host, protocol, devices))
+
+
+class _Mooncake:
+    def __init__(self, host: str, protocol: str, devices: str) -> None:
+        try:
+            from mooncake.engine import TransferEngine as Mooncake
+        except ImportError as error:
+            raise ImportError(
+                f"the mooncake engine needs the extra kvrouter[mooncake] and the library libibverbs1: {error}"
+            ) from error
+        self._engine = Mooncake()
+        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices):
+            raise ValueError(f"Mooncake can't start on {host} with protocol {protocol}, devices {devices or 'any'}")
+        self._host = f"[{host}]" if ":" in host else host
+        self._registered: list[int] = []
+
+    def register(self, regions: Sequence[Region]) -> None:
+        for region in regions:
+            if self._engine.register_memory(region.pointer, region.length):
+                raise ValueError(f"Mooncake can't register {region.length} bytes at {region.pointer:#x}")
+            self._registered.append(region.pointer)
+
+    def describe(self) -> bytes:
+        return f"{self._host}:{self._engine.get_rpc_port()}".encode()
+
+    def open(self, description: bytes) -> str:
+        return description.decode()
+
+    def forget(self, peer: str) -> None:
+        pass
+
+    def write(self, peer: str, writes: Writes) -> None:
+        status = self._engine.batch_transfer_sync_write(
+            peer, writes.sources.tolist(), writes.destinations.tolist(), writes.lengths.tolist()
+        )
+        if status:
+            raise PeerLostError(f"Mooncake failed to write to {peer}: status {status}")
+
+    def close(self) -> None:
+        while self._registered:
+            self._engine.unregister_memory(self._registered.pop())
+
 
 _LONGEST_NAP = 0.001  # seconds between two checks of a transfer
 
