@@ -16,6 +16,7 @@ import structlog
 from http_api.errors import RequestError
 from router.apis.endpoints import error_event
 from router.apis.response_owners import SEARCHED_BYTES
+from router.apis.stream_errors import stream_error
 from router.apis.usage import HiddenUsage, Usage, UsageTail
 from router.fleet.health import Health, Outcome
 from router.forwarding.disaggregated_request import DisaggregatedRequest
@@ -158,13 +159,17 @@ class ProxiedResponse:
         assignment, now = self._assignment, _now()
         if data:
             assignment.attempt.heard(now)
+            plain = data if self._decompressor is None else self._decompressor.read(data)
             if not self.first_byte_at:
                 self.first_byte_at = now
+                if self.head.is_stream and (error := stream_error(plain)) is not None:
+                    # Some engines begin a stream before they check its request.
+                    assignment.attempt.end(_REFUSED if error < 500 else _FAILED, f"error event {error}", now)
+                    assignment.release(now)
                 if not assignment.attempt.failed:
                     assignment.first_byte(now)
                 if not self.resumed:
                     self._services.metrics.first_byte_of(self._prompt.name or "", now - self._arrived)
-            plain = data if self._decompressor is None else self._decompressor.read(data)
             if self._searched is not None:
                 self._searched += plain
                 learned = self._services.responses.learn(self._searched, assignment.worker.url)
@@ -181,7 +186,7 @@ class ProxiedResponse:
             assignment.attempt.end(_SUCCEEDED, now=now)
         else:
             assignment.attempt.end(_FAILED, f"status {status}", now)
-        if status != _OK:
+        if status != _OK or assignment.attempt.failed:
             return
         if self._context.head.path in _ADAPTER_CHANGES or self._prompt.unknown_name:
             self._services.fleet.probe_soon(assignment.worker)

@@ -78,6 +78,7 @@ def unread_prompt(request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
         body_bytes // _BYTES_PER_TOKEN,
         streamed=request.stream,
         session=request.session,
+        max_tokens=request.max_tokens,
         stored=request.stored,
         priority=request.priority,
         hints=request.hints,

@@ -211,6 +211,42 @@ async def test_a_refused_prompt_is_not_expected_to_be_cached(session: str | None
         await routed.until_released()
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"error": {"message": "too long", "code": 400}}\n\n',
+        b'data: {"error": {"message": "too long", "type": "BadRequestError"}}\n\n',
+        b'event: error\r\ndata: {"type": "error", "error": {"type": "invalid_request_error"}}\r\n\r\n',
+        b'data: {"error": {"message": "the engine died", "code": 500}}\n\ndata: [DONE]\n\n',
+    ],
+)
+async def test_a_prompt_is_not_expected_to_be_cached_after_an_error_as_first_event(event: bytes) -> None:
+    async def begin_and_refuse(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        await exchange.chunk(event)
+        await exchange.chunk(b"")
+
+    async with scripted_worker(begin_and_refuse) as worker, router(worker.url) as routed:
+        body = {"model": SCRIPTED, "prompt": PROMPT, "stream": True}
+        reply = await routed.call("/v1/completions", body)
+        assert (reply.status, reply.body) == (200, event)
+        worker.script = compute
+        assert await overlap(routed) == 0
+        assert await overlap(routed) > 1000
+        await routed.until_released()
+
+
+@pytest.mark.parametrize("status", ["500 Internal Server Error", "503 Service Unavailable"])
+async def test_a_prompt_is_not_expected_to_be_cached_after_a_server_error(status: str) -> None:
+    async def fail(exchange: Exchange) -> None:
+        await exchange.answer(ERROR, status=status)
+
+    async with scripted_worker(fail) as worker, router(worker.url) as routed:
+        assert (await routed.call("/v1/completions", {"model": SCRIPTED, "prompt": PROMPT})).status >= 500
+        worker.script = compute
+        assert await overlap(routed) == 0
+
+
 async def test_a_prompt_is_refused_with_the_head_of_the_response() -> None:
     async with scripted_worker(refuse_late) as worker, router(worker.url) as routed:
         body = {"model": SCRIPTED, "prompt": PROMPT}
