@@ -42,6 +42,7 @@ class Completions:
         self,
         settings: SimulatedWorkerSettings,
         tokenizer: ChatTokenizer,
+        writer: AnswerWriter,
         engines: Sequence[SimulatedEngine],
         metrics: WorkerMetrics,
         role: Role | None = None,
@@ -50,7 +51,7 @@ class Completions:
         self._by_rid: dict[str, _Outputs] = {}
         self._settings = settings
         self._tokenizer = tokenizer
-        self._writer = AnswerWriter(tokenizer)
+        self._writer = writer
         self._engines = engines
         self._metrics = metrics
         self.responses = StoredResponses()

@@ -9,6 +9,7 @@ import json
 import random
 import re
 from array import array
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,13 @@ def _source(prompt: list[int], key: bytes) -> random.Random:
     seed = blake2b(array("I", prompt).tobytes(), digest_size=8)
     seed.update(key)
     return random.Random(seed.digest())
+
+
+@lru_cache(maxsize=2)
+def load_model(path: str) -> tuple[ChatTokenizer, AnswerWriter]:
+    """Return the tokenizer of a folder and the writer of its answers, which the workers of a process share.
+
+    Raises ValueError for a folder without a readable tokenizer.
+    """
+    tokenizer = ChatTokenizer(path)
+    return tokenizer, AnswerWriter(tokenizer)

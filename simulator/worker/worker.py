@@ -14,7 +14,7 @@ from simulator.worker.engine import SimulatedEngine
 from simulator.worker.metrics import WorkerMetrics
 from simulator.worker.pooling_api import Pooling
 from simulator.worker.settings import SimulatedWorkerSettings
-from simulator.worker.tokens import ChatTokenizer
+from simulator.worker.tokens import load_model
 from worker.publisher import EventPublisher, NullEventPublisher
 from worker.reporter import Reporter
 from worker.zmq_publisher import ZmqEventPublisher
@@ -31,7 +31,7 @@ class SimulatedWorker:
 
     def __init__(self, settings: SimulatedWorkerSettings) -> None:
         self.settings = settings
-        self.tokenizer = ChatTokenizer(settings.tokenizer)
+        self.tokenizer, writer = load_model(settings.tokenizer)
         self.reporters: list[Reporter] = []
         try:
             for rank in range(settings.dp_size):
@@ -49,7 +49,7 @@ class SimulatedWorker:
         if opened is not None:
             opened.attach(self.engines, self.metrics.registry)
         self.completions = Completions(
-            settings, self.tokenizer, self.engines, self.metrics, opened.role if opened else None
+            settings, self.tokenizer, writer, self.engines, self.metrics, opened.role if opened else None
         )
         self.pooling = Pooling(self.tokenizer, settings.model)
         self._loops: list[asyncio.Task[None]] = []
