@@ -86,6 +86,7 @@ class TargetDump(msgspec.Struct, tag_field="kind", tag="target"):
     runs: list[DumpedRun]
     holders: list[DumpedHolder]
     curve_server_key: str | None = None
+    additional_salt: _Name | None = None
 
 
 class SavedTarget:

@@ -34,23 +34,32 @@ class UnknownModelError(LookupError):
 
 @dataclass(slots=True)
 class MatchQuery:
-    """A tokenized prompt, with everything that separates its blocks from others with the same tokens."""
+    """A tokenized prompt, with everything that separates its blocks from others with the same tokens.
+
+    - `additional_salt`: only registrations with this additional salt match. With None, `cache_salt` selects the
+      registrations whose additional salt it is, and the salted blocks of registrations without one.
+    """
 
     model: str
     token_ids: Sequence[int] | PackedPrompt
     adapter: str | None = None
     cache_salt: str | None = None
     tenant: str = DEFAULT_TENANT
+    additional_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HashQuery:
-    """Prefix hashes of consecutive blocks. `block_size` may be None if all workers of the model use one size."""
+    """Prefix hashes of consecutive blocks. `block_size` may be None if all workers of the model use one size.
+
+    Only registrations with this `additional_salt` match. The hashes include any cache salt.
+    """
 
     model: str
     prefix_hashes: list[int]
     block_size: int | None = None
     tenant: str = DEFAULT_TENANT
+    additional_salt: str | None = None
 
 
 @dataclass(slots=True, init=False)
@@ -97,6 +106,11 @@ class RowMatches:
                 self.transfers[row] = cpu, disk
             else:
                 self.transfers.pop(row, None)
+
+    def clear(self, row: int) -> None:
+        """Remove the match of a row."""
+        self.tokens[row] = 0
+        self.transfers.pop(row, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ class Indexer:
         self._saved = SavedTargets()
         self._reader = StreamReader(self.index, sequence, keys, self.names)
         self._served: dict[tuple[str, str], dict[Target, Registration]] = {}  # by tenant and model
+        self._salted: set[Target] = set()  # those with an additional salt
         self.registrations = 0
         self._sizes = _BlockSizes(0)
         self._windows: dict[Target, int | None] = {}
@@ -134,6 +135,9 @@ class Indexer:
                     pool.learn(*self.index.dump(target))
             self._reader.follow(stream)
         self._served.setdefault((target.tenant, target.model), {})[target] = registration
+        self._salted.discard(target)
+        if registration.additional_salt is not None:
+            self._salted.add(target)
         self.registrations += 1
 
     def dump(self) -> Iterator[bytes]:
@@ -170,6 +174,7 @@ class Indexer:
                 continue
             if not served:
                 del self._served[target.tenant, target.model]
+            self._salted.discard(target)
             self.registrations += 1
             self._reader.remove(target)
             self.index.drop(target)
@@ -223,6 +228,10 @@ class Indexer:
         prompt = PackedPrompt.of(query.token_ids)
         for block_size, root in roots:
             self.index.match_rows(root, block_size, prompt, tokens // block_size, rows, found)
+        for target in self._salted:  # routed requests have no additional salt
+            row = rows.row_of.get(target)
+            if row is not None:
+                found.clear(row)
         return found
 
     def pool_of(self, target: Target) -> SharedPool | None:
@@ -256,7 +265,7 @@ class Indexer:
 
         Raises UnknownModelError, OverflowError for a number that is not a hash, and ValueError for a bad block size.
         """
-        served = self.targets(query.model, query.tenant)
+        served = self._with_salt(query.model, query.tenant, query.additional_salt)
         sizes = self.block_sizes(query.model, query.tenant)
         if query.block_size is None and len(sizes) != 1:
             raise ValueError(f"block_size: the workers of {query.model!r} use {sorted(sizes) or 'none yet'}; send one")
@@ -338,7 +347,21 @@ class Indexer:
         return self._sizes
 
     def _matches(self, query: MatchQuery, tokens: int) -> list[Match]:
-        return _best_first(self.targets(query.model, query.tenant), self._found(query, tokens))
+        salt, own = query.cache_salt, query.additional_salt
+        matches = _best_first(self._with_salt(query.model, query.tenant, own), self._found(query, tokens))
+        if own is None and salt is not None and self._salted:
+            found = self._found(replace(query, cache_salt=None), tokens)
+            matches += _best_first(self._with_salt(query.model, query.tenant, salt), found)
+            matches.sort(key=_by_tokens)
+        return matches
+
+    def _with_salt(self, model: str, tenant: str, additional_salt: str | None) -> Collection[Target]:
+        """Return the targets of a model that registered with this additional salt. Raises UnknownModelError."""
+        served = self.targets(model, tenant)
+        if additional_salt is None and not self._salted:
+            return served
+        known = self._served[tenant, model]
+        return {target for target, each in known.items() if each.additional_salt == additional_salt}
 
     def _found(self, query: MatchQuery, tokens: int) -> list[Match]:
         """Return the matches of a prompt's first `tokens` tokens, for each block size."""
@@ -380,7 +403,11 @@ def make_index(secret: str = "", orphan_blocks: int = ORPHAN_BLOCKS, most_blocks
 def _best_first(targets: Collection[Target], found: Iterable[Match]) -> list[Match]:
     """Return the best match of each of these targets, the most tokens first."""
     best = [match for match in _best(found).values() if match.target in targets]
-    return sorted(best, key=lambda match: -match.matched_tokens)
+    return sorted(best, key=_by_tokens)
+
+
+def _by_tokens(match: Match) -> int:
+    return -match.matched_tokens
 
 
 def _best(found: Iterable[Match]) -> dict[Target, Match]:

@@ -34,6 +34,7 @@ class SavedTargets:
                 about.block_size,
                 about.adapter,
                 about.capacity,
+                about.additional_salt,
             )
             for target, about in [(target, saved.about) for target, saved in self._saved.items()]
         ]
@@ -80,4 +81,5 @@ def dump_target(registration: Registration, sequence: StreamSequence | None, ind
         runs,
         holders,
         source.curve_server_key,
+        registration.additional_salt,
     )

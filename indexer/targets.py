@@ -23,6 +23,7 @@ class Registration:
 
     - `adapter`: the LoRA of events that name none.
     - `capacity`: number of blocks in the engine's own memory; None if it is unknown.
+    - `additional_salt`: name of a variant of the model (RFC 1403). Blocks of different variants never match.
     """
 
     target: Target
@@ -31,6 +32,7 @@ class Registration:
     block_size: int | None = None
     adapter: str | None = None
     capacity: int | None = None
+    additional_salt: str | None = None
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import msgspec
 
 from http_api.errors import RequestError, named_first
 from http_api.routes import decode_body
-from indexer.api.bodies import HashQueryBody, PackedQuery, QueryBody
+from indexer.api.bodies import HashQueryBody, PackedQuery, QueryBody, one_of
 from indexer.hashing import PackedPrompt
 from indexer.index import HashQuery, Match, MatchQuery, UnknownModelError
 from indexer.indexer import Indexer
@@ -75,6 +75,21 @@ class Answers:
                 instance["DP"].setdefault(rank, 0)
         return msgspec.json.encode({tenant: instances | others})
 
+    def of_query(self, body: QueryBody | PackedQuery | HashQueryBody, model: str, matches: list[Match]) -> bytes:
+        """Return the answer to a query: in Dynamo's form if it has Dynamo's `model_name`, otherwise in RFC 1403's."""
+        tenant, instance = body.tenant_id, "" if body.instance_id is None else str(body.instance_id)
+        if not instance and body.model_name is None:
+            return self.by_instance(model, tenant, matches)
+        names = self._indexer.names
+        targets = list(self._indexer.targets(model, tenant))
+        if instance:
+            targets = [target for target in targets if instance in (target.worker, names.get(target.worker))]
+        held = {match.target: match for match in matches}
+        chosen = [match for match in matches if match.target in targets]
+        chosen += [Match(target, 0, _NO_TOKENS) for target in targets if target not in held]
+        instances = _by_instance(chosen, names)
+        return msgspec.json.encode({tenant: instances} if body.model_name is None else _dynamo_answer(instances))
+
     def _empty_answers(self, model: str, tenant: str) -> _EmptyAnswers:
         version = self._indexer.registrations, self._indexer.names.changes  # both only grow
         if version != self._version:
@@ -107,6 +122,17 @@ def _by_instance(matches: list[Match], names: WorkerNames) -> dict[str, Any]:
             instance = instances[name] = {"longest_matched": tokens, "GPU": gpu, "CPU": cpu, "DISK": disk, "DP": {}}
         instance["DP"][str(target.dp_rank)] = tokens
     return instances
+
+
+def _dynamo_answer(instances: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer in the form of Dynamo's indexer, whose tiers are cumulative: `gpu` ≤ `cpu` ≤ `disk`."""
+    scores, tiers = {}, {}
+    for name, found in instances.items():
+        gpu, cpu = found["GPU"], found["GPU"] + found["CPU"]
+        scores[name] = {rank: tokens for rank, tokens in found["DP"].items() if tokens}
+        longest = found["longest_matched"]
+        tiers[name] = {"longest_matched": longest, "gpu": gpu, "cpu": cpu, "disk": longest, "dp": found["DP"]}
+    return {"scores": {name: ranks for name, ranks in scores.items() if ranks}, "instances": tiers}
 
 
 def _encode(value: Any) -> msgspec.Raw:
@@ -154,27 +180,34 @@ class Questions:
 
     def query(self, body: bytes) -> bytes:
         """Return how many tokens of a token sequence each instance holds, including its last block."""
-        query = _read_query(body, self._packed_numbers)
+        read, query = _read_query(body, self._packed_numbers)
         matches = _find(self._indexer.longest, query, "token_ids", 2**32 - 1)
-        return self._answers.by_instance(query.model, query.tenant, matches)
+        return self._answers.of_query(read, query.model, matches)
 
     def query_by_hash(self, body: bytes) -> bytes:
         """Return how many tokens each instance holds of a prefix that is given by its prefix hashes."""
         read = decode_body(body, HashQueryBody)
-        query = HashQuery(read.model, read.block_hashes, read.block_size, read.tenant_id)
+        hashes = one_of(read, "block_hashes", "seq_hashes", "block_hash")
+        salt = read.additional_salt or read.cache_salt or None
+        query = HashQuery(one_of(read, "model", "model_name"), hashes, read.block_size, read.tenant_id, salt)
         matches = _find(self._indexer.longest_by_hash, query, "block_hashes", 2**64 - 1)
-        return self._answers.by_instance(query.model, query.tenant, matches)
+        return self._answers.of_query(read, query.model, matches)
 
 
-def _read_query(body: bytes, packed_numbers: PackedNumbers | None) -> MatchQuery:
+def _read_query(body: bytes, packed_numbers: PackedNumbers | None) -> tuple[QueryBody | PackedQuery, MatchQuery]:
     packed = None if packed_numbers is None else _read_packed_query(body, packed_numbers)
     if packed is not None:
         return packed
     query = decode_body(body, QueryBody)
-    return MatchQuery(query.model, query.token_ids, query.lora_name, query.cache_salt, query.tenant_id)
+    return query, _match_query(query, query.token_ids)
 
 
-def _read_packed_query(body: bytes, packed_numbers: PackedNumbers) -> MatchQuery | None:
+def _match_query(read: QueryBody | PackedQuery, tokens: list[int] | PackedPrompt) -> MatchQuery:
+    model, adapter, salt = one_of(read, "model", "model_name"), read.lora_name or None, read.cache_salt or None
+    return MatchQuery(model, tokens, adapter, salt, read.tenant_id, read.additional_salt or None)
+
+
+def _read_packed_query(body: bytes, packed_numbers: PackedNumbers) -> tuple[PackedQuery, MatchQuery] | None:
     """Read the body of `/query` without making a Python object for each token id.
 
     The native core packs the bytes of the only list; msgspec decodes the rest. Returns None for other bodies.
@@ -190,7 +223,7 @@ def _read_packed_query(body: bytes, packed_numbers: PackedNumbers) -> MatchQuery
         rest = _decode_packed(b"%b[]%b" % (body[:start], body[end:]))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
-    return MatchQuery(rest.model, PackedPrompt(tokens), rest.lora_name, rest.cache_salt, rest.tenant_id)
+    return rest, _match_query(rest, PackedPrompt(tokens))
 
 
 def _find(find: Callable[[T], list[Match]], query: T, numbers: str, highest: int) -> list[Match]:

@@ -24,9 +24,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from http_api.errors import RequestError, named_first
 from http_api.openapi import add_api_page, errors, json_body
 from http_api.routes import add_error_handlers, decode_body, encoded_response, json_response, token_check
-from indexer.api.bodies import HashQueryBody, MatchBody, QueryBody, RegisterBody, UnregisterBody
+from indexer.api.bodies import HashQueryBody, MatchBody, QueryBody, RegisterBody, UnregisterBody, one_of
 from indexer.api.metrics import IndexCollector, add_process_metrics, build_info
 from indexer.api.questions import Questions
+from indexer.index import DEFAULT_TENANT
 from indexer.indexer import Indexer, TargetReport
 from indexer.targets import Registration, Target
 from kvevents import EventSource, Tier
@@ -58,7 +59,8 @@ def index_routes(indexer: Indexer, questions: Questions, admit: Admit, token: st
             indexer.register(await admit(registration))
         except ValueError as error:
             raise RequestError(str(error), param=named_first(error)) from error
-        return json_response({"status": "registered", "instance_id": body.instance_id, "dp_rank": body.dp_rank}, 201)
+        rank = registration.target.dp_rank
+        return json_response({"status": "registered", "instance_id": body.instance_id, "dp_rank": rank}, 201)
 
     @routes.post(
         "/unregister",
@@ -72,13 +74,15 @@ def index_routes(indexer: Indexer, questions: Questions, admit: Admit, token: st
         targets = [known.target for known in indexer.registered() if _selects(body, known.target)]
         if not targets:
             raise RequestError(
-                f"no registered target has instance_id {body.instance_id!r} in tenant {body.tenant_id!r}",
+                f"no registered target has instance_id {body.instance_id!r} in the selected tenant",
                 status=404,
                 type="not_found_error",
                 param="instance_id",
             )
         indexer.unregister(targets)
-        return json_response({"status": "unregistered", "instance_id": body.instance_id, "targets": len(targets)})
+        removed = [f"{target.worker}|{target.tenant}|{target.dp_rank}" for target in targets]
+        answer = {"status": "unregistered", "instance_id": body.instance_id, "targets": len(targets)}
+        return json_response({**answer, "removed_instances": removed})
 
     @routes.get("/dump", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}})
     async def dump() -> StreamingResponse:
@@ -121,26 +125,30 @@ def workers_report(indexer: Indexer) -> list[dict[str, Any]]:
 
 
 def _registration(body: RegisterBody) -> Registration:
-    for name in ("instance_id", "modelname", "tenant_id", "endpoint", "lora_name"):
-        value = getattr(body, name)
-        if not value and value is not None:
+    instance, model, rank = str(body.instance_id), one_of(body, "modelname", "model_name"), body.dp_rank or 0
+    salt = body.additionalsalt or body.additional_salt or None
+    required = {"instance_id": instance, "modelname": model, "tenant_id": body.tenant_id, "endpoint": body.endpoint}
+    for name, value in (required | {"lora_name": body.lora_name, "additionalsalt": salt}).items():
+        if not value and name in required:
             raise RequestError(f"{name} is empty. Send a non-empty string.", param=name)
         if value is not None and len(value) > _LONGEST_NAME:
             raise RequestError(f"{name} has {len(value)} characters. Send at most {_LONGEST_NAME}.", param=name)
     return Registration(
-        Target(body.instance_id, body.dp_rank, body.modelname, body.tenant_id),
-        EventSource(body.dp_rank, body.endpoint, body.replay_endpoint, body.topic, body.curve_server_key),
+        Target(instance, rank, model, body.tenant_id),
+        EventSource(rank, body.endpoint, body.replay_endpoint or None, body.topic, body.curve_server_key),
         body.type,
         body.block_size,
-        body.lora_name,
+        body.lora_name or None,
+        additional_salt=salt,
     )
 
 
 def _selects(body: UnregisterBody, target: Target) -> bool:
+    every_tenant = body.tenant_id is None and body.model_name is not None
     return (
-        target.worker == body.instance_id
-        and target.tenant == body.tenant_id
-        and body.modelname in (None, target.model)
+        target.worker == str(body.instance_id)
+        and (every_tenant or target.tenant == (body.tenant_id or DEFAULT_TENANT))
+        and (body.modelname or body.model_name) in (None, target.model)
         and body.dp_rank in (None, target.dp_rank)
     )
 
@@ -155,6 +163,7 @@ def _rank_report(report: TargetReport) -> dict[str, Any]:
         "replay_endpoint": source and source.replay_endpoint,
         "topic": source and source.topic,
         "adapter": registration.adapter,
+        "additional_salt": registration.additional_salt,
         "block_sizes": sorted(holdings.block_sizes) or ([registration.block_size] if registration.block_size else []),
         "state": stream.state if stream else ("connecting" if source else "no stream"),
         "last_seq": stream.last_seq if stream else None,

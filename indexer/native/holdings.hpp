@@ -30,6 +30,7 @@ struct Holder {
     Tier tier;
     u64 window = 0;
     u64 told = 0;  // number of stored events
+    bool evicts = false;  // a block was removed from it
     NameTable names;
     std::unordered_map<u64, u32> namesakes;  // engine names beyond the first of equal blocks, by place
     u32 swept = 0;                           // number of freed entries of a dropped holder
@@ -132,7 +133,7 @@ class Holdings {
     const std::vector<u64>& block_sizes() const { return block_sizes_; }
 
     // Return whether a cache group belongs to the model: it has about as many stored events as the others. `seen`: it
-    // holds a part of the prompt in question.
+    // holds a part of the prompt in question. One stored event is enough for a group that blocks were removed from.
     bool counts(const Integer& group, bool seen) const {
         u64 told = 0, most = 0;
         std::map<std::pair<bool, u64>, u64> by_group;
@@ -140,7 +141,7 @@ class Holdings {
             u64& sum = by_group[{holder->group.negative, holder->group.bits}];
             sum += holder->told;
             most = std::max(most, sum);
-            if (holder->group == group) told = sum;
+            if (holder->group == group) told = sum, seen = seen || holder->evicts;
         }
         return told * 8 >= most && (told > 1 || seen);
     }
@@ -452,6 +453,7 @@ class Holdings {
                 --entry->copies;
             } else {
                 ++counters_.removed;
+                holder->evicts = true;
                 vacate(*holder, {entry->run, entry->offset});
                 holder->names.remove(*entry);
             }

@@ -50,6 +50,7 @@ class Holder:
     """The blocks that a target holds in one medium for one cache group.
 
     - `window`: number of last blocks that a hit needs; None if a hit needs every block of a prefix.
+    - `evicts`: whether a block was removed from it.
     - `extra_copies`: copies beyond the first, by engine hash. Engines may keep several physical copies of a block, and
       report the removal of each.
     - `namesakes`: engine hashes beyond the first, by position. An engine may distinguish blocks that are equal here.
@@ -60,6 +61,7 @@ class Holder:
     tier: Tier
     window: int | None = None
     stored_events: int = 0
+    evicts: bool = False
     positions: dict[EngineHash, int] = field(default_factory=dict)
     extra_copies: dict[EngineHash, int] = field(default_factory=dict)
     namesakes: dict[int, int] = field(default_factory=dict)
@@ -127,13 +129,15 @@ class Holdings:
         """Return those of some cache groups that belong to the model, and so are needed for a hit.
 
         The groups of a model have about equally many stored events. A group with far fewer comes from a stray event.
-        `seen` are the groups that hold a part of the prompt in question.
+        `seen` are the groups that hold a part of the prompt in question. One stored event is enough for a group that
+        blocks were removed from.
         """
         events: dict[int, int] = {}
+        known = {holder.group for holder in self._holders.values() if holder.evicts}.union(seen)
         for holder in self._holders.values():
             events[holder.group] = events.get(holder.group, 0) + holder.stored_events
         most = max(events.values(), default=0)
-        return {group for group in groups if events[group] * 8 >= most and (events[group] > 1 or group in seen)}
+        return {group for group in groups if events[group] * 8 >= most and (events[group] > 1 or group in known)}
 
     def blocks_by_tier(self) -> dict[Tier, int]:
         """Return the number of blocks in each tier. A block in several cache groups of a tier counts once."""
@@ -168,6 +172,7 @@ class Holdings:
             if holder is not None and engine_hash in holder.positions:
                 if not _take_one(holder.extra_copies, engine_hash):
                     self.counters.removed += 1
+                    holder.evicts = True
                     self._vacate(holder, holder.positions.pop(engine_hash))
             elif not self._forget_early(holder, engine_hash):
                 self._remove_waiting(engine_hash, event, 1)

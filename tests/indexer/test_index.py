@@ -471,6 +471,18 @@ def test_hit_ends_where_window_groups_have_its_last_blocks(index: Index) -> None
     assert match(index) == {}
 
 
+@pytest.mark.parametrize("group", [0, 1])
+def test_prefix_counts_while_all_full_attention_groups_hold_it(index: Index, group: int) -> None:
+    for number in (0, 1):
+        kind = {"group_idx": number, "kv_cache_spec_kind": "full_attention"}
+        apply(index, A, stored([1, 2, 3, 4], PROMPT, medium="GPU", **kind))
+    assert match(index) == {A: 8}
+    apply(index, A, BlockRemoved([4], "GPU", group))
+    assert match(index) == {A: 6}
+    apply(index, A, BlockRemoved([1, 2, 3], "GPU", group))
+    assert match(index) == {}
+
+
 def test_state_group_needs_the_state_after_the_last_block(index: Index) -> None:
     state = BlockStored([2], None, PROMPT, 2, medium="GPU", group_idx=0, kv_cache_spec_kind="mamba")
     apply(index, A, stored([1, 2, 3, 4], PROMPT, group_idx=1, medium="GPU"), state)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from engine_publisher import Publisher, eventually
 from index_client import Client, served
 from prometheus_client.parser import text_string_to_metric_families
 
-from indexer import Indexer, Registration, Target
+from indexer import Indexer, MatchQuery, Registration, Target
+from indexer.hashing import Namespace, extend_prefix_hashes, namespace_hash, pack_tokens
+from indexer.index import TargetRows
 from kvevents import BlockRemoved, BlockStored, Event
 
 Worker = Callable[..., Publisher]
@@ -35,7 +39,7 @@ def worker(client: Client, publishers: Callable[..., Publisher], caught_up: Call
         status, answer = client.post("/register", body)
         assert (status, answer["status"]) == (201, "registered")
         tenant = fields.get("tenant_id", "default")
-        target = Target(instance, fields.get("dp_rank", 0), body["modelname"], tenant)
+        target = Target(instance, fields.get("dp_rank") or 0, body["modelname"], tenant)
         caught_up(target, 0 if events else None)
         return publisher
 
@@ -128,6 +132,105 @@ def test_tenants_do_not_see_each_other(client: Client, worker: Worker) -> None:
     assert client.post("/unregister", {"instance_id": "a"})[0] == 404
 
 
+def test_registrations_with_different_additional_salts_never_match_each_other(
+    client: Client, indexer: Indexer, worker: Worker
+) -> None:
+    salted = BlockStored([9], None, [5, 6], 2, medium="GPU", cache_salt="s")
+    worker("plain", stored(1, 2, 3, 4))
+    worker("salted", stored(1, 2, 3, 4, cache_salt="w8a8"))
+    worker("w8a8", stored(1, 2, 3, 4), additionalsalt="w8a8")
+    worker("w4a4", stored(1, 2, 3, 4), salted, additional_salt="w4a4")
+
+    def holders(path: str = "/query", **fields: Any) -> set[str]:
+        _, answer = client.post(path, {"model": "m", "token_ids": [1, 2, 3, 4], **fields})
+        assert len(answer["default"]) == 4
+        return {name for name, found in answer["default"].items() if found["longest_matched"]}
+
+    assert holders() == {"plain"}
+    assert holders(cache_salt="w8a8") == {"salted", "w8a8"}
+    assert holders(cache_salt="w4a4") == {"w4a4"}
+    assert holders(additional_salt="w8a8") == {"w8a8"}
+    assert holders(additional_salt="w4a4", cache_salt="w8a8") == set()
+    assert holders(additional_salt="w4a4", cache_salt="s", token_ids=[5, 6]) == {"w4a4"}
+    assert holders(cache_salt="s", token_ids=[5, 6]) == set()
+    hashes = prefix_hashes([1, 2, 3, 4])
+    assert holders("/query_by_hash", seq_hashes=hashes) == {"plain"}
+    assert holders("/query_by_hash", block_hash=hashes, cache_salt="w8a8") == {"w8a8"}
+    rows = TargetRows(2, {Target("plain", 0, "m"): 0, Target("w8a8", 0, "m"): 1})
+    assert list(indexer.match_rows(MatchQuery("m", [1, 2, 3, 4, 5]), rows).tokens) == [4, 0]
+    _, answer = client.get("/workers")
+    assert [each["ranks"][0]["additional_salt"] for each in answer["workers"]] == [None, None, "w8a8", "w4a4"]
+    worker("w8a8", stored(1, 2, 3, 4))
+    assert holders() == {"plain", "w8a8"}
+
+
+def prefix_hashes(tokens: list[int]) -> list[int]:
+    """Return the prefix hashes of a prompt of model `m` in blocks of two tokens."""
+    hashes: array[int] = array("Q")
+    seed = namespace_hash(Namespace("m", "default", None, None, 2))
+    extend_prefix_hashes(hashes, seed, pack_tokens(tokens), 2, len(tokens) // 2)
+    return list(hashes)
+
+
+@pytest.mark.parametrize("instance", [7, "7"])
+def test_instances_may_have_numbers(client: Client, worker: Worker, instance: int | str) -> None:
+    worker("7", stored(1, 2), instance_id=instance, dp_rank=None, lora_name="")
+    _, answer = client.post("/query", {"model": "m", "token_ids": [1, 2], "instance_id": instance})
+    assert answer["default"]["7"]["longest_matched"] == 2
+    status, answer = client.post("/unregister", {"instance_id": instance, "modelname": "m", "dp_rank": 0})
+    assert (status, answer["removed_instances"]) == (200, ["7|default|0"])
+
+
+def test_query_for_one_instance_answers_for_that_one(client: Client, indexer: Indexer, worker: Worker) -> None:
+    worker("a", stored(1, 2))
+    worker("b", stored(1, 2, 3, 4), dp_rank=0)
+    worker("b", stored(1, 2), dp_rank=1)
+    asked = {"model": "m", "token_ids": PROMPT[:4]}
+    found = {"longest_matched": 4, "GPU": 4, "CPU": 0, "DISK": 0, "DP": {"0": 4, "1": 2}}
+    assert client.post("/query", {**asked, "instance_id": "b"}) == (200, {"default": {"b": found}})
+    hashed = {"model": "m", "seq_hashes": prefix_hashes(PROMPT[:4]), "instance_id": "b"}
+    assert client.post("/query_by_hash", hashed) == (200, {"default": {"b": found}})
+    nothing = {"longest_matched": 0, "GPU": 0, "CPU": 0, "DISK": 0, "DP": {"0": 0}}
+    assert client.post("/query", {"model": "m", "token_ids": [9, 9], "instance_id": "a"})[1]["default"] == {
+        "a": nothing
+    }
+    assert client.post("/query", {**asked, "instance_id": "c"}) == (200, {"default": {}})
+    assert list(client.post("/query", {**asked, "instance_id": ""})[1]["default"]) == ["b", "a"]
+    indexer.names.set("a", "named")
+    assert list(client.post("/query", {**asked, "instance_id": "named"})[1]["default"]) == ["named"]
+
+
+def test_fields_of_dynamo_get_answers_of_dynamo(client: Client, publishers: Callable[..., Publisher]) -> None:
+    for tenant in ("default", "red"):
+        publisher = publishers()
+        publisher.publish(stored(1, 2, 3, 4), stored(1, 2, medium="CPU_PINNED"), BlockRemoved([1], "GPU"))
+        body = {"instance_id": 1, "endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+        assert client.post("/register", {**body, "model_name": "m", "block_size": 2, "tenant_id": tenant})[0] == 201
+    asked = {"model_name": "m", "token_ids": PROMPT, "tenant_id": "red"}
+    eventually(lambda: client.post("/query", asked)[1]["scores"])
+    assert client.post("/query", asked)[1] == {
+        "scores": {"1": {"0": 4}},
+        "instances": {"1": {"longest_matched": 4, "gpu": 2, "cpu": 4, "disk": 4, "dp": {"0": 4}}},
+    }
+    assert client.post("/query", {**asked, "token_ids": [9, 9]})[1]["scores"] == {}
+    status, answer = client.post("/unregister", {"instance_id": 1, "model_name": "m"})
+    assert (status, sorted(answer["removed_instances"])) == (200, ["1|default|0", "1|red|0"])
+
+
+def test_publisher_of_mooncake_is_followed(client: Client, worker: Worker, indexer: Indexer) -> None:
+    """Blocks with tokens in an instance's own memory count for it; blocks of the pool count for no instance."""
+    event = {"event_type": "stored", "seq_hashes": [1], "token_ids": [1, 2], "block_size": 2, "backend_id": "daemon-1"}
+    publisher = worker("a", type="Mooncake", additionalsalt="")
+    publisher.wait_for_subscriber()
+    publisher.send(0, msgspec.msgpack.encode([1.0, [{**event, "medium": "gpu"}], 0]))
+    pooled = {**event, "seq_hashes": [2], "token_ids": None, "parent_hash": 1, "medium": "cpu", "object_key": "0x2"}
+    publisher.send(1, msgspec.msgpack.encode([1.0, [pooled], 0]))
+    report = indexer.report
+    eventually(lambda: (found := report(Target("a", 0, "m"))) and found.stream and found.stream.last_seq == 1)
+    assert client.post("/query", {"model": "m", "token_ids": PROMPT})[1]["default"]["a"]["longest_matched"] == 2
+    assert client.get("/workers")[1]["workers"][0]["ranks"][0]["engine"] == "Mooncake"
+
+
 def test_one_instance_may_serve_two_models(client: Client, worker: Worker) -> None:
     worker("a", stored(1, 2), modelname="llama")
     worker("a", stored(3, 4), modelname="qwen")
@@ -188,7 +291,7 @@ def test_unregister_removes_one_rank_or_a_whole_instance(client: Client, worker:
     worker("b")
     assert client.post("/unregister", {"instance_id": "a", "dp_rank": 1}) == (
         200,
-        {"status": "unregistered", "instance_id": "a", "targets": 1},
+        {"status": "unregistered", "instance_id": "a", "targets": 1, "removed_instances": ["a|default|1"]},
     )
     _, answer = client.post("/query", {"model": "m", "token_ids": [1, 2]})
     assert answer["default"]["a"]["DP"] == {"0": 2, "2": 2}
@@ -220,7 +323,8 @@ REGISTRATION = {"endpoint": "tcp://127.0.0.1:5557", "modelname": "m", "instance_
             for missing in REGISTRATION
         ],
         *[("/register", {**REGISTRATION, name: ""}, name) for name in REGISTRATION],
-        *[("/register", {**REGISTRATION, name: 5}, name) for name in REGISTRATION],
+        *[("/register", {**REGISTRATION, name: 5}, name) for name in ("endpoint", "modelname")],
+        ("/register", {**REGISTRATION, "instance_id": 1.5}, "instance_id"),
         ("/register", {**REGISTRATION, "tenant_id": ""}, "tenant_id"),
         ("/register", {**REGISTRATION, "dp_rank": -1}, "dp_rank"),
         ("/register", {**REGISTRATION, "dp_rank": "0"}, "dp_rank"),
@@ -267,7 +371,7 @@ def test_unknown_model_returns_404(unchanged: Client, path: str) -> None:
 
 
 def test_unknown_fields_of_the_rfc_are_ignored(client: Client, worker: Worker) -> None:
-    worker("a", additionalsalt="x", type="SGLang")
+    worker("a", backend_id="x", type="SGLang")
     assert client.post("/query", {"model": "m", "token_ids": [], "block_size": 16})[0] == 200
 
 

@@ -114,7 +114,8 @@ parts = st.sampled_from(
 def packed(body: bytes) -> MatchQuery | None:
     from indexer import _native
 
-    return _read_packed_query(body, _native.packed_numbers)
+    read = _read_packed_query(body, _native.packed_numbers)
+    return None if read is None else read[1]
 
 
 def is_read_alike(body: bytes) -> bool:
