@@ -26,7 +26,9 @@ from router.settings import Settings
 FEW = 2000
 _WARM = 20_000  # requests after which memory is not to grow
 _AT_ONCE = 32
-_QUIET = {"probe_interval": 3600, "metrics_interval": 3600, **PATIENT}
+_RETRIES = {"retry_minimum": 1_000_000}
+# The worker stays in use, although it refuses many requests and closes their connections.
+_QUIET = {"probe_interval": 3600, "metrics_interval": 3600, "failures": 1_000_000, **PATIENT}
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def anyio_backend() -> tuple[str, dict[str, bool]]:
 async def ways_in(worker: RecordingWorker) -> AsyncIterator[tuple[InProcess, OverSockets]]:
     """A router in front of a worker, and the ways to it."""
     await worker.start()
-    settings = Settings(workers=[{"url": worker.url}], fleet=_QUIET)  # type: ignore[arg-type, list-item]
+    settings = Settings(workers=[{"url": worker.url}], fleet=_QUIET, proxy=_RETRIES)  # type: ignore[arg-type, list-item]
     try:
         async with running_router(settings) as app, serving(HttpServer(app, shutdown_timeout=1)) as url:
             yield InProcess(app, worker), OverSockets(url, worker)

@@ -61,7 +61,8 @@ class Publisher:
             self.send_raw(live_frames(self.topic, seq, payload))
 
     def send_raw(self, frames: list[bytes]) -> None:
-        self._live.send_multipart(frames)
+        """Send a live message. Raises zmq.Again if the socket would wait for a subscriber."""
+        self._live.send_multipart(frames, zmq.DONTWAIT)
 
     def wait_for_subscriber(self) -> None:
         """Wait until a subscriber is connected and has subscribed."""

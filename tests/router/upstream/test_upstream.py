@@ -141,9 +141,16 @@ async def test_removed_worker_finishes_its_requests() -> None:
 
 
 async def test_closing_fails_requests_in_flight() -> None:
-    async with served(never) as (upstreams, url):
+    received = asyncio.Event()
+
+    async def silent(reader: StreamReader, writer: StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        received.set()
+        await never(reader, writer)
+
+    async with served(silent) as (upstreams, url):
         asking = asyncio.create_task(ask(upstreams, url))
-        await asyncio.sleep(0.05)
+        await received.wait()
         await upstreams.close()
         assert (await asking).error is not None
 
