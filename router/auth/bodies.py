@@ -32,7 +32,15 @@ from router.apis.json_edit import (
     with_field,
     without_fields,
 )
-from router.auth.engine_fields import CARRIERS, CONTROL_FIELDS, control_fields, refusal, without_control_fields
+from router.auth.engine_fields import (
+    CARRIERS,
+    CONTROL_FIELDS,
+    control_fields,
+    control_names,
+    has_prompt_ids,
+    refusal,
+    without_control_fields,
+)
 from router.auth.routes import Route
 from router.auth.tenants import ADAPTER, Tenant
 from router.settings import EngineFields, LimitSettings, ServerSettings
@@ -50,16 +58,15 @@ _MESSAGES: Final = ("messages", "input")
 
 
 class BodyCheck:
-    """Checks of bodies against the limits. `model_body` is quick for most: bodies with nothing to refuse or strip."""
+    """Checks of bodies against the limits.
+
+    `model_body` is quick for most: bodies with nothing to refuse or strip.
+    """
 
     def __init__(self, limits: LimitSettings) -> None:
-        native = native_core()
-        names, kept = [*CONTROL_FIELDS, *CARRIERS, "priority", ADAPTER], ModelFields.__struct_fields__
-        elements = min(limits.prompts, limits.messages)
         self._limits = limits
-        self.model_body: Callable[[bytes], bytes | None] = (
-            _no_model_body if native is None else native.JsonCheck(names, kept, elements, limits.values, LONG).named
-        )
+        self.model_body = _quick_check("", limits)
+        self._generate_body = _quick_check("/generate", limits)
 
     def checked(
         self, route: Route, content_type: bytes, body: bytes, tenant: Tenant | None, engine_fields: EngineFields
@@ -71,16 +78,16 @@ class BodyCheck:
         if not route.json:
             body = _checked_other(content_type, body, self._limits, engine_fields)
             return body, body
-        model_body = self.model_body(body)
+        model_body = (self._generate_body if has_prompt_ids(route.path) else self.model_body)(body)
         if model_body is None and (plain := in_utf8(body)) is not body:
             return self.checked(route, content_type, plain, tenant, engine_fields)
         if model_body is not None:
             return body if tenant is None else tenant.with_tenant_salt(route.path, body), model_body
         fields = read_object(body, self._limits.values)
-        if engine_fields is not EngineFields.PASS and (steering := control_fields(fields)):
+        if engine_fields is not EngineFields.PASS and (steering := control_fields(fields, control_names(route.path))):
             if engine_fields is EngineFields.REFUSE:
                 raise refusal(steering[0])
-            body = _without(body, fields, steering)
+            body = _without(body, steering)
         if route.path in PROMPTED:
             check_amounts(fields, self._limits)
         if tenant is not None:
@@ -100,6 +107,17 @@ class BodyCheck:
         """Raise RequestError (413) for a JSON body with too many values. A long body takes milliseconds."""
         with suppress(ValueError):
             _bounded_outline(body, self._limits.values)
+
+
+def _quick_check(path: str, limits: LimitSettings) -> Callable[[bytes], bytes | None]:
+    """Return a check that answers None for a body of this path that may have something to refuse or strip."""
+    native = native_core()
+    if native is None:
+        return _no_model_body
+    names, kept = [*control_names(path), *CARRIERS, "priority", ADAPTER], ModelFields.__struct_fields__
+    elements = min(limits.prompts, limits.messages)
+    quick: Callable[[bytes], bytes | None] = native.JsonCheck(names, kept, elements, limits.values, LONG).named
+    return quick
 
 
 def _no_model_body(_: bytes) -> bytes | None:
@@ -170,12 +188,12 @@ def check_amounts(fields: dict[str, Any], limits: LimitSettings) -> None:
                 )
 
 
-def _without(body: bytes, fields: dict[str, Any], steering: list[str]) -> bytes:
-    kept = {name for name in fields if name not in CONTROL_FIELDS}
-    body = without_fields(body, fields.keys() - kept)
-    for name in {path.partition(".")[0] for path in steering} & kept:
-        inside = without_control_fields({name: strict_json(field(body, name) or b"null")})
-        body = with_field(body, name, json.dumps(inside[name], ensure_ascii=False).encode())
+def _without(body: bytes, steering: list[str]) -> bytes:
+    """Return the body without the engine control fields at these paths."""
+    body = without_fields(body, {path for path in steering if "." not in path})
+    for name in {path.partition(".")[0] for path in steering if "." in path}:
+        inside = without_control_fields(strict_json(field(body, name) or b"null"))
+        body = with_field(body, name, json.dumps(inside, ensure_ascii=False).encode())
     return body
 
 
@@ -194,7 +212,7 @@ def _checked_other(content_type: bytes, body: bytes, limits: LimitSettings, engi
         if steering := control_fields(read):
             if engine_fields is EngineFields.REFUSE:
                 raise refusal(steering[0])
-            return _without(body, read, steering)
+            return _without(body, steering)
     return body
 
 

@@ -1,7 +1,8 @@
-"""Engine control fields and headers, which only the router may send: transfer addresses, ranks, request ids, code.
+"""Engine control fields and headers, which only the router may send: addresses, ranks, request ids, code, token ids.
 
 The setting `proxy.engine_fields` says whether a client's own are refused, stripped or passed. The names are those of
-vLLM 0.32, SGLang 0.5, TensorRT-LLM 1.0 and llm-d's sidecar.
+vLLM 0.32, SGLang 0.5, TensorRT-LLM 1.0, Dynamo and llm-d's sidecar. Token ids beside a prompt are control fields,
+because the engine computes them instead of the prompt that is routed, moderated and logged.
 """
 
 from __future__ import annotations
@@ -30,8 +31,14 @@ CONTROL_FIELDS: Final = frozenset(
         "rid",
         "request_id",
         "custom_logit_processor",
+        "prompt_token_ids",
+        "token_data",
+        "input_ids",
     }
 )
+# SGLang's own API, where `input_ids` is the prompt.
+_PROMPT_IDS_PATHS: Final = frozenset({"/generate", "/encode"})
+_WITHOUT_PROMPT_IDS: Final = CONTROL_FIELDS - {"input_ids"}
 # Objects whose fields engines read as settings of the request. Control fields are searched in them, too.
 CARRIERS: Final = ("vllm_xargs", "extra_args", "extra_body", "sampling_params", "custom_params", "nvext")
 
@@ -43,6 +50,7 @@ CONTROL_HEADERS: Final = frozenset(
         b"x-prefiller-url",
         b"x-decoder-host-port",
         b"x-encoder-hosts-ports",
+        b"x-kv-cache-source-host-port",
         b"x-routed-dp-rank",
         b"x-sglang-dp-rank",
         b"x-dp-rank",
@@ -68,9 +76,22 @@ def without_control_headers(headers: Headers) -> Headers:
     return [header for header in headers if header[0].replace(b"_", b"-") not in CONTROL_HEADERS]
 
 
-def control_fields(fields: dict[str, Any]) -> list[str]:
-    """Return the paths of an object's engine control fields, such as `rid` or `vllm_xargs.kv_transfer_params`."""
-    found = [] if CONTROL_FIELDS.isdisjoint(fields) else [name for name in fields if name in CONTROL_FIELDS]
+def has_prompt_ids(path: str) -> bool:
+    """Return whether `input_ids` is the prompt in requests to this path, and not a control field."""
+    return path in _PROMPT_IDS_PATHS
+
+
+def control_names(path: str) -> frozenset[str]:
+    """Return the names of the top-level engine control fields in bodies for this path."""
+    return _WITHOUT_PROMPT_IDS if has_prompt_ids(path) else CONTROL_FIELDS
+
+
+def control_fields(fields: dict[str, Any], names: frozenset[str] = CONTROL_FIELDS) -> list[str]:
+    """Return the paths of an object's engine control fields, such as `rid` or `vllm_xargs.kv_transfer_params`.
+
+    `names`: the names at the top level. Inside carriers, all control fields count.
+    """
+    found = [] if names.isdisjoint(fields) else [name for name in fields if name in names]
     for name in CARRIERS:
         if name in fields:
             found += [f"{name}.{inner}" for inner in _control_fields_inside(fields[name])]
@@ -83,19 +104,17 @@ def _control_fields_inside(value: Any) -> list[str]:
     return control_fields(value) if isinstance(value, dict) else []
 
 
-def without_control_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the object without engine control fields."""
+def without_control_fields(value: Any) -> Any:
+    """Return a carrier's value without engine control fields."""
+    if isinstance(value, list):
+        return [without_control_fields(each) for each in value]
+    if not isinstance(value, dict):
+        return value
     return {
-        name: _without_inside(value) if name in CARRIERS else value
-        for name, value in fields.items()
+        name: without_control_fields(inner) if name in CARRIERS else inner
+        for name, inner in value.items()
         if name not in CONTROL_FIELDS
     }
-
-
-def _without_inside(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_inside(each) for each in value]
-    return without_control_fields(value) if isinstance(value, dict) else value
 
 
 def refusal(name: str) -> RequestError:

@@ -261,6 +261,46 @@ async def test_engine_fields_of_clients_are_refused_or_stripped(
     assert worker.last.body == body
 
 
+PROMPT_IDS = [
+    '{"input_ids": [1]%s}',
+    '{"\\u0069nput_ids": [[1]]%s}',
+    '{"prompt_token_ids": [1]%s}',
+    '{"prompt_\\u0074oken_ids": []%s}',
+    '{"kv_transfer_params": {"prompt_token_ids": [1]}%s}',
+    '{"extra_body": {"input_ids": [1]}%s}',
+    '{"extra_body": [{"extra_args": {"kv_transfer_params": {"prompt_token_ids": [1]}}}]%s}',
+    '{"nvext": {"token_data": [1]}%s}',
+    '{"sampling_params": {"input_ids": [1]}%s}',
+]
+CHAT_PATHS = (*BODIES, "/v1/chat/completions/batch", "/invocations", "/inference/v1/generate", "/mine")
+
+
+@pytest.mark.parametrize("padding", ["", "y" * 70_000], ids=["short", "long"])
+async def test_clients_cannot_replace_the_prompt_by_token_ids(worker: ScriptedWorker, padding: str) -> None:
+    """The prompt that the engine computes is the one that was routed. Long bodies have a parser of their own."""
+    own_prompt = ("/generate", "/encode")
+    fields = COMPLETION | CHAT | {"input": "x", "text": "x", "token_ids": [7], "max_tokens": 1, "x": padding}
+    bodies = [(template % f", {json.dumps(fields)[1:-1]}").encode() for template in PROMPT_IDS]
+    more = {"more_routes": ["POST /mine"]}
+    async with (
+        router(worker.url, proxy=more | {"engine_fields": "strip"}) as strips,
+        router(worker.url, proxy=more | {"engine_fields": "refuse"}) as refuses,
+    ):
+        for path in CHAT_PATHS:
+            for body in bodies:
+                reply = await refuses.call(path, body)
+                assert (reply.status, "controls an engine" in reply.error["message"]) == (400, True), (path, body)
+        assert worker.exchanges == []
+        for number, body in enumerate(bodies):
+            for path in (*CHAT_PATHS, *own_prompt):
+                assert (await strips.call(path, body)).status == 200, path
+                kept = json.loads(worker.exchanges.pop().body)
+                assert ("input_ids" in kept) == (path in own_prompt and number < 2), path
+                kept.pop("input_ids", None)
+                assert not any(name in json.dumps(kept) for name in ("input_ids", "prompt_token_ids", "token_data"))
+                assert {name: kept[name] for name in fields} == fields
+
+
 async def test_engine_fields_are_stripped_or_passed_by_setting(worker: ScriptedWorker) -> None:
     extra = {"vllm_xargs": {"kv_transfer_params": 1, "x": [1]}, "rid": "r", "user": "é", "kv_transfer_params": {"a": 1}}
     headers = {"x-data-parallel-rank": "1", "x-mine": "2"}

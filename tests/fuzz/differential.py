@@ -27,7 +27,7 @@ from generated_requests import request_with_known_head
 from recording_worker import Got
 from ways import InProcess, Manner, OverSockets
 
-from router.auth.engine_fields import CONTROL_FIELDS, CONTROL_HEADERS, control_fields
+from router.auth.engine_fields import CONTROL_FIELDS, CONTROL_HEADERS, control_fields, control_names
 from router.auth.routes import Access, Routes
 from router.http.strict_requests import canonical_path
 
@@ -151,10 +151,11 @@ def judge(read: Read | None, got: Got) -> str | None:
         asked, read_there = strict_json(read.body), strict_json(got.body)
     except ValueError as error:
         return f"the body is not strict: {error}"
-    if control_fields(read_there):
+    names = control_names(route.path)
+    if control_fields(read_there, names):
         return "a field steers the engine"
-    if not CONTROL_FIELDS.isdisjoint(asked) or "vllm_xargs" in asked:
-        asked = {name: value for name, value in asked.items() if name not in CONTROL_FIELDS and name != "vllm_xargs"}
+    if not names.isdisjoint(asked) or "vllm_xargs" in asked:
+        asked = {name: value for name, value in asked.items() if name not in names and name != "vllm_xargs"}
         read_there = {name: value for name, value in read_there.items() if name != "vllm_xargs"}
     return None if asked == read_there else "the body means something else"
 

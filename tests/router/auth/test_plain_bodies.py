@@ -137,6 +137,8 @@ NOT_PLAIN = [
     b'{"a": "\\u12',
     b'{"kv_transfer_params": {}}',
     b'{"vllm_xargs": {}}',
+    b'{"input_ids": [1]}',
+    b'{"prompt_token_ids": [1]}',
     b'{"priority": 1}',
     b'{"prompt": ["a", "b", "c", "d", "e", "f", "g"]}',
     b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}",
@@ -148,6 +150,14 @@ NOT_PLAIN = [
 @pytest.mark.parametrize("body", NOT_PLAIN)
 def test_rare_bodies_are_not_plain(body: bytes) -> None:
     assert CHECK.model_body(body) is None
+
+
+def test_ids_are_plain_where_they_are_the_prompt() -> None:
+    """Bodies with a prompt of token ids are as quick to check as others."""
+    check, body = BodyCheck(LIMITS), b'{"input_ids": [1, 2], "model": "m"}'
+    for path in ("/generate", "/encode"):
+        route = Routes().find("POST", path)
+        assert check.checked(route, b"", body, None, EngineFields.REFUSE) == (body, b'{"model": "m"}')
 
 
 @pytest.mark.parametrize("byte", [b"\x00", b"\x1f", b"\x80", b"\xff", b'"', b"\\"])
