@@ -52,9 +52,10 @@ def config_page() -> str:
         definition = _definition(value, definitions)
         lines += ["", f"## {section}", "", told.get(("", section)) or definition["description"]]
         if value.get("type") == "array":
-            lines += ["", *_table(definition, section, told, definitions, prefix="workers[].")]
-            streams = definitions["StreamSettings"]
-            lines += _table(streams, section, told, definitions, prefix="workers[].streams[].")[2:]
+            lines += ["", *_table(definition, section, told, definitions, prefix=f"{section}[].")]
+            if section == "workers":
+                streams = definitions["StreamSettings"]
+                lines += _table(streams, section, told, definitions, prefix="workers[].streams[].")[2:]
         elif section in ("models", "service_levels"):
             lines += ["", *_table(definition, section, told, definitions, prefix=f"{section}.<name>.")]
         else:

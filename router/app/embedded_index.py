@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from indexer import Indexer
+from indexer.pools.mooncake import MooncakeFollower, MooncakeMaster
+from indexer.pools.pool import PoolConfig, SharedPool
 from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot
 from indexer.streams.sequence import SequenceSettings
 from kvevents.curve import load_key_pair
-from router.settings import EventSettings, Settings
+from router.settings import EventSettings, PoolSettings, Settings
 from router.sharing.worker_processes import WorkerProcesses
 
 
@@ -23,13 +25,17 @@ def running_indexer(settings: Settings, worker_processes: WorkerProcesses | None
     index = settings.index
     key_file = settings.events.curve_secret_key_file
     keys = load_key_pair(key_file, "events.curve_secret_key_file") if key_file else None
-    indexer = Indexer(index.secret, index.orphan_blocks, _sequence(settings.events), keys)
+    pools = [(each, shared_pool(each)) for each in settings.pools]
+    indexer = Indexer(index.secret, index.orphan_blocks, _sequence(settings.events), keys, [pool for _, pool in pools])
     saved = worker_processes.load_index(index.secret, settings.server.token) if worker_processes else []
     if not saved and index.snapshot:
         saved = load_snapshot(index.snapshot, index.secret)
     if not saved and index.peer:
         saved = load_from_peer(str(index.peer), index.secret, settings.server.token)
     indexer.use_dump(saved)
+    followers = [MooncakeFollower(pool, mooncake_master(each)) for each, pool in pools if each.master is not None]
+    for follower in followers:
+        follower.start()
     indexer.start()
     try:
         if index.snapshot is None or (worker_processes and worker_processes.number):
@@ -43,6 +49,24 @@ def running_indexer(settings: Settings, worker_processes: WorkerProcesses | None
             writer.stop()
     finally:
         indexer.stop()
+        for follower in followers:
+            follower.stop()
+
+
+def shared_pool(settings: PoolSettings) -> SharedPool:
+    """Return the empty pool of these settings."""
+    workers = frozenset(str(url).rstrip("/") for url in settings.workers)
+    memory = settings.memory
+    return SharedPool(
+        PoolConfig(settings.name, workers, settings.models, settings.reported_media, settings.objects, memory)
+    )
+
+
+def mooncake_master(settings: PoolSettings) -> MooncakeMaster:
+    """Return the master of a Mooncake Store."""
+    assert settings.master is not None
+    assert settings.events is not None
+    return MooncakeMaster(str(settings.master), settings.events, settings.most_keys, settings.interval)
 
 
 def _sequence(events: EventSettings) -> SequenceSettings:

@@ -16,6 +16,7 @@ from router.settings.fleet import (
     WorkerSettings,
 )
 from router.settings.load import ConfigError, SettingsFile, load_settings, shown
+from router.settings.pools import PoolSettings, PoolType
 from router.settings.routing import (
     Backend,
     DisaggregationSettings,
@@ -58,6 +59,8 @@ __all__ = [
     "PickerSettings",
     "PolicyName",
     "PolicySettings",
+    "PoolSettings",
+    "PoolType",
     "ProxySettings",
     "ReplicasSettings",
     "Role",

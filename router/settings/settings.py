@@ -21,6 +21,7 @@ from router.settings.fleet import (
     TokenizerSettings,
     WorkerSettings,
 )
+from router.settings.pools import PoolSettings
 from router.settings.routing import (
     DisaggregationSettings,
     ModelSettings,
@@ -54,6 +55,7 @@ class Settings(BaseSettings):
     server: ServerSettings = ServerSettings()
     limits: LimitSettings = LimitSettings()
     workers: list[WorkerSettings] = []
+    pools: list[PoolSettings] = []
     models: dict[str, ModelSettings] = {}
     policy: PolicySettings = PolicySettings()
     rates: RateSettings = RateSettings()
@@ -110,6 +112,14 @@ class Settings(BaseSettings):
             if worker.name is not None and (first := places.setdefault(worker.name, place)) != place:
                 raise ValueError(f"workers.{place}.name: {worker.name!r} is already the name of workers.{first}")
         return workers
+
+    @field_validator("pools")
+    @classmethod
+    def _pool_names_are_unique(cls, pools: list[PoolSettings]) -> list[PoolSettings]:
+        names = [pool.name for pool in pools]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"{', '.join(sorted(twice))}: each pool needs its own name")
+        return pools
 
     @field_validator("service_levels")
     @classmethod

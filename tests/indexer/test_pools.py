@@ -6,15 +6,20 @@ import gzip
 import json
 from array import array
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
+from engine_publisher import eventually
 
 from indexer import Indexer, MatchQuery, Registration, Target
 from indexer.pools.blocks import MOST_PARTS, Change, PoolBlocks, make_pool_blocks
 from indexer.pools.keys import ObjectKeys
-from indexer.pools.mooncake import MasterContent, MooncakeMaster
+from indexer.pools.mooncake import MasterContent, MooncakeFollower, MooncakeMaster
 from indexer.pools.pool import PoolConfig, SharedPool
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvevents.recording import Record, read_recording
@@ -211,9 +216,9 @@ class Master:
         self.counters = {"master_evicted_key_count": 0, "master_active_clients": 2}
         self.listings = 0
         self.pool = SharedPool(PoolConfig("pool"))
-        self.content = MasterContent(self.pool, MooncakeMaster("", "", most_keys=100), self._fetch)
+        self.content = MasterContent(self.pool, MooncakeMaster("", "", most_keys=100), self.answer)
 
-    def _fetch(self, path: str) -> bytes:
+    def answer(self, path: str) -> bytes:
         if self.keys is None:
             raise OSError("refused")
         if path == "/metrics":
@@ -309,3 +314,33 @@ def test_model_has_the_parts_whose_keys_name_it(indexer: Indexer) -> None:
     assert loadable("tiny") == 0, "the other rank is missing"
     pool.store((each, False, True) for each in keys[1:])
     assert [loadable(model) for model in ("tiny", "other", "third")] == [2, 0, 0]
+
+
+def test_follower_reads_a_masters_stream_and_its_http_api(master: Master) -> None:
+    master.keys = [key(1)]
+    events = [{"event_type": "stored", "object_key": key(2), "medium": "cpu"}]
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(master.answer(self.path))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    Thread(target=server.serve_forever, daemon=True).start()
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        at = MooncakeMaster(f"http://127.0.0.1:{server.server_port}/", f"tcp://127.0.0.1:{port}", interval=0.05)
+        follower = MooncakeFollower(master.pool, at)
+        follower.start()
+        assert publisher.poll(5000), "the follower subscribes"
+        eventually(lambda: master.blocks == 1)
+        master.keys.append(key(2))
+        publisher.send_multipart([b"", (1).to_bytes(8, "big"), msgspec.msgpack.encode([1000, events, 0])])
+        eventually(lambda: master.blocks == 2)
+        follower.stop()
+    server.shutdown()
+    server.server_close()
