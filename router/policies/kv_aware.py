@@ -2,9 +2,10 @@
 
 The cost of a target is counted in prefill tokens and needs no rates. The lowest cost wins, ties at random:
 
-    J = pending + transfer + u · (1 + β + γ·n + θ·μ) + φ·ctx
+    J = pending + transfer + (u + load) · (1 + β + γ·n + θ·μ) + φ·ctx
 
-    u         uncached tokens of the prompt, at least 1
+    u         uncached tokens of the prompt that are not loaded, at least 1
+    load      the time of loads from a pool or a peer, in computed tokens; 0 without them
     pending   uncached tokens already sent to the target whose first byte was not received
     transfer  cached tokens in CPU memory or on disk, each at the price of loading it
     n, ctx    requests in flight to the target, and the tokens they hold
@@ -13,11 +14,15 @@ The cost of a target is counted in prefill tokens and needs no rates. The lowest
 A prefill delays every request that decodes on that worker (β, γ), and evicts blocks that will be needed again (θ). So
 an uncached token costs more than its own time, and prefixes stay together until queues become long.
 
+A loaded token counts as the part of a computed one that its time is, harm included. A load takes memory, evicts, and
+moves a session as computing does. At its bare time, loads would move sessions for differences too small to matter.
+
 If workers have different speeds and their rates are known, the cost is counted in seconds:
 
-    J = Q + P · (1 + β + γ·n + θ·μ) + D
+    J = Q + (P + L) · (1 + β + γ·n + θ·μ) + D
 
     Q   remaining time of the prefills that were sent to the target
+    L   the time of loads from a pool or a peer
     P   the prompt's own prefill: a·u + q·u·(c + u/2) + steps · (t0 + d·ctx + a·n)
     D   slower decoding, of the new request by the others and of the others by it:
         output · (κ_own · (a·n + d·ctx) + κ_ext · n · (a + d·tokens))
@@ -33,7 +38,7 @@ from random import Random
 
 from router.policies.linear import LinearPolicy
 from router.policies.rates import prefill_seconds
-from router.policies.records import Candidate, CostUnit, Decision, Request, cheapest
+from router.policies.records import Candidate, CostUnit, Decision, Request, Source, cheapest
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,11 @@ class KvAware(LinearPolicy):
             self._per_token + self._per_request * candidate.requests + self._eviction * candidate.eviction,
         )
 
+    def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:
+        fixed, per_token = self.line(candidate)
+        cost = self.cost(fixed, per_token, tokens, candidate.reused, candidate.cpu, candidate.disk)
+        return cost + per_token * source.load
+
     def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
         return kv_cost(candidate, tokens, self._weights)
 
@@ -90,8 +100,8 @@ def kv_aware(weights: KvWeights, random: Random) -> KvAware:
 
 def kv_cost(candidate: Candidate, tokens: int, weights: KvWeights) -> dict[str, float]:
     """Return the terms of the cost of a prompt of `tokens` on a candidate, in prefill tokens."""
-    uncached = max(tokens - candidate.overlap, 1)
-    return {
+    uncached = max(tokens - candidate.reused, 1)
+    terms = {
         "pending": candidate.pending,
         "transfer": weights.cpu_token * candidate.cpu + weights.disk_token * candidate.disk,
         "prefill": uncached,
@@ -99,6 +109,10 @@ def kv_cost(candidate: Candidate, tokens: int, weights: KvWeights) -> dict[str, 
         "eviction": uncached * weights.eviction * candidate.eviction,
         "context": weights.context * candidate.context,
     }
+    if candidate.source is not None:
+        harm = weights.interference + weights.interference_per_request * candidate.requests
+        terms["load"] = candidate.source.load * (1 + harm + weights.eviction * candidate.eviction)
+    return terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +131,17 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
     rates = candidate.rates
     assert rates is not None
     n, context = candidate.requests, candidate.context
-    prefill = prefill_seconds(rates, request.tokens, candidate.overlap, n, context)
+    prefill = prefill_seconds(rates, request.tokens, candidate.reused, n, context)
     slowed = weights.slowed_by_others * (rates.token * n + rates.context_token * context)
     slowing = weights.slowing_others * n * (rates.token + rates.context_token * request.tokens)
-    return {
+    harm = weights.interference + weights.interference_per_request * n
+    terms = {
         "pending": candidate.backlog,
         "prefill": prefill,
-        "interference": prefill * (weights.interference + weights.interference_per_request * n),
+        "interference": prefill * harm,
         "eviction": prefill * weights.eviction * candidate.eviction,
         "decode": request.output_tokens * (slowed + slowing),
     }
+    if candidate.source is not None:
+        terms["load"] = candidate.source.load_seconds * (1 + harm + weights.eviction * candidate.eviction)
+    return terms

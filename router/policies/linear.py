@@ -20,7 +20,7 @@ from random import Random
 from typing import TypeAlias
 
 from indexer.native import native_core
-from router.policies.records import Candidate, CostUnit, Decision, Request, one_of_lowest, one_of_tied
+from router.policies.records import Candidate, CostUnit, Decision, Request, Source, one_of_lowest, one_of_tied
 
 Costs: TypeAlias = Callable[["array[float]", "array[float]", "array[int]", int, int, "array[float]"], None]
 Highest: TypeAlias = Callable[["array[int]"], int]
@@ -109,11 +109,22 @@ class LinearPolicy(ABC):
             fixed += self.cpu_token * cpu + self.disk_token * disk
         return fixed + uncached * per_token
 
+    def cost_of(self, candidate: Candidate, tokens: int) -> float:
+        """Return the cost of a prompt of `tokens` tokens on a candidate. Sources count if `cost_with` says so."""
+        if candidate.source is not None:
+            return self.cost_with(candidate, candidate.source, tokens)
+        fixed, per_token = self.line(candidate)
+        return self.cost(fixed, per_token, tokens, candidate.overlap, candidate.cpu, candidate.disk)
+
+    def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:  # noqa: ARG002
+        """Return the cost on a candidate that has a source: here, as if it had none."""
+        fixed, per_token = self.line(candidate)
+        return self.cost(fixed, per_token, tokens, candidate.overlap, candidate.cpu, candidate.disk)
+
     def __call__(self, candidates: list[Candidate], request: Request) -> Decision:
         tokens, totals = request.tokens, list[float]()
         for candidate in candidates:
-            fixed, per_token = self.line(candidate)
-            totals.append(self.cost(fixed, per_token, tokens, candidate.overlap, candidate.cpu, candidate.disk))
+            totals.append(self.cost_of(candidate, tokens))
         chosen = one_of_lowest(candidates, totals, self.random, self.near)
         return Decision(chosen, candidates, lambda candidate: self.terms(candidate, tokens), unit=self.unit)
 
@@ -124,11 +135,18 @@ class LinearPolicy(ABC):
         held: array[int],
         transfers: dict[int, tuple[int, int]],
         excluded: Collection[int],
+        sources: dict[int, Candidate],
     ) -> int | None:
-        """Return the chosen row; None if all are excluded. `transfers`: rows' tokens in CPU memory and on disk."""
+        """Return the chosen row; None if all are excluded.
+
+        - `transfers`: rows' tokens in CPU memory and on disk.
+        - `sources`: the candidates of rows that have a source.
+        """
         costs = columns.costs(tokens, held, self.least_uncached)
         for row, (cpu, disk) in transfers.items():
             costs[row] = self.cost(columns.fixed[row], columns.per_token[row], tokens, held[row], cpu, disk)
+        for row, candidate in sources.items():
+            costs[row] = self.cost_of(candidate, tokens)
         for row in excluded:
             costs[row] = inf
         rows = columns.lowest(costs, self.near)

@@ -12,7 +12,17 @@ from random import Random
 from xxhash import xxh3_64_intdigest
 
 from router.policies.linear import LinearPolicy
-from router.policies.records import ByTurn, Candidate, CostUnit, Decision, Policy, Request, cheapest, known_usage
+from router.policies.records import (
+    ByTurn,
+    Candidate,
+    CostUnit,
+    Decision,
+    Policy,
+    Request,
+    Source,
+    cheapest,
+    known_usage,
+)
 
 # sgl-project/sglang, sgl-model-gateway/bindings/python/src/sglang_router/router_args.py at 6614f98405b9: the defaults
 # of cache_threshold, balance_abs_threshold and balance_rel_threshold.
@@ -23,11 +33,15 @@ _SGLANG_RATIO = 1.5
 # disk_cache_hit_weight.
 _DYNAMO_HOST_CREDIT = 0.75
 _DYNAMO_DISK_CREDIT = 0.25
+# ai-dynamo/dynamo, the default of --shared-cache-multiplier.
+_DYNAMO_SHARED_CREDIT = 0.5
 # llm-d/llm-d, guides/precise-prefix-cache-aware/gaie-kv-events/values.yaml at bf8659b23aa1: the weights of
 # queue-scorer, kv-cache-utilization-scorer and precise-prefix-cache-scorer. Later versions have other weights.
 _LLM_D_QUEUE = 2.0
 _LLM_D_KV_FREE = 2.0
 _LLM_D_PREFIX = 3.0
+# llm-d/llm-d-kv-cache, the weight of the tier shared_storage in kvCacheBackendConfig's defaults.
+_LLM_D_SHARED = 0.4
 # The default load factor of implementations of arXiv 1608.01350, such as apache/brpc's
 # chash_bounded_load_factor (c7b180164cbf).
 _BOUND = 1.25
@@ -137,10 +151,22 @@ class Dynamo(LinearPolicy):
     def line(self, candidate: Candidate) -> tuple[float, float]:
         return float(candidate.pending + candidate.context), 1.0
 
+    def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:
+        fixed, per_token = self.line(candidate)
+        cost = self.cost(fixed, per_token, tokens, candidate.overlap, candidate.cpu, candidate.disk)
+        return cost - _dynamo_credit(source)
+
     def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
         away = self.cpu_token * candidate.cpu + self.disk_token * candidate.disk
+        if candidate.source is not None:
+            away -= _dynamo_credit(candidate.source)
         prefill = candidate.pending + max(tokens - candidate.overlap, 0) + away
         return {"prefill": prefill, "decode": candidate.context + tokens}
+
+
+def _dynamo_credit(source: Source) -> float:
+    """Return the computed tokens that a pool counts for. Peers count nothing."""
+    return _DYNAMO_SHARED_CREDIT * source.tokens if source.peer is None else 0.0
 
 
 def llm_d(random: Random) -> Policy:
@@ -159,12 +185,18 @@ def llm_d(random: Random) -> Policy:
             return {
                 "queue": _LLM_D_QUEUE * (candidate.waiting - shortest) / spread if spread else 0.0,
                 "memory": _LLM_D_KV_FREE * usage,
-                "uncached": _LLM_D_PREFIX * (1 - candidate.overlap / max(request.tokens, 1)),
+                "uncached": _LLM_D_PREFIX * (1 - _llm_d_overlap(candidate) / max(request.tokens, 1)),
             }
 
         return cheapest(candidates, terms, random, unit=CostUnit.SCORE)
 
     return choose
+
+
+def _llm_d_overlap(candidate: Candidate) -> float:
+    """Return the overlap, with the pool's tokens at the weight of their tier. Pulls are decided after the choice."""
+    source = candidate.source
+    return candidate.overlap + (_LLM_D_SHARED * source.tokens if source is not None and source.peer is None else 0.0)
 
 
 class Lmetric(LinearPolicy):

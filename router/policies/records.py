@@ -22,6 +22,40 @@ from indexer import Target
 from router.policies.rates import Rates
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A source outside a target, from which it can load the tokens of a prompt that follow its own.
+
+    - `name`: the pool, or "peers".
+    - `price`: the price of loading a token, as a share of computing it.
+    - `waiting`: the tokens of loads that come before it.
+    - `seconds`: the seconds per loaded token.
+    - `peer`: the target to pull from; None for a pool.
+    """
+
+    name: str
+    tokens: int
+    price: float
+    waiting: int = 0
+    seconds: float = 0.0
+    peer: Target | None = None
+
+    @property
+    def load(self) -> float:
+        """The time until the tokens are loaded, in computed tokens."""
+        return self.price * (self.tokens + self.waiting)
+
+    @property
+    def load_seconds(self) -> float:
+        """The seconds until the tokens are loaded."""
+        return self.seconds * (self.tokens + self.waiting)
+
+    @property
+    def saved(self) -> float:
+        """The computed tokens that a load saves; negative if computing is faster."""
+        return self.tokens - self.load
+
+
 @dataclass(slots=True, init=False)
 class Candidate:
     """A target that could serve the request. Amounts are in tokens unless stated otherwise.
@@ -34,6 +68,7 @@ class Candidate:
     - `kv_usage`: share of its KV memory in use by running requests, 0 to 1; None if unknown.
     - `backlog`: seconds until the prefills sent to it are done, by `rates`.
     - `rates`: its speed; None if unknown, or if all workers are alike.
+    - `source`: where it can load tokens beyond its overlap; None for nowhere.
     """
 
     target: Target
@@ -48,6 +83,7 @@ class Candidate:
     kv_usage: float | None
     backlog: float
     rates: Rates | None
+    source: Source | None
 
     def __init__(
         self,
@@ -63,6 +99,7 @@ class Candidate:
         kv_usage: float | None = None,
         backlog: float = 0.0,
         rates: Rates | None = None,
+        source: Source | None = None,
     ) -> None:
         self.target = target
         self.overlap = overlap
@@ -76,6 +113,12 @@ class Candidate:
         self.kv_usage = kv_usage
         self.backlog = backlog
         self.rates = rates
+        self.source = source
+
+    @property
+    def reused(self) -> int:
+        """The tokens that it does not compute: its overlap, and what it loads from its source."""
+        return self.overlap if self.source is None else self.overlap + self.source.tokens
 
     def copy(self) -> Candidate:
         return Candidate(
@@ -91,6 +134,7 @@ class Candidate:
             self.kv_usage,
             self.backlog,
             self.rates,
+            self.source,
         )
 
 

@@ -26,7 +26,7 @@ from router.cache_state.session_locations import SessionLocations
 from router.cache_state.shared_prefixes import SharedPrefixes
 from router.load.peer_load import PeerLoad
 from router.load.target_load import Reservation
-from router.policies.rates import Rates, RateTable
+from router.policies.rates import Rates, RateTable, prefill_seconds
 from router.policies.records import Candidate
 from router.prediction.predictions import Predictions
 
@@ -256,9 +256,13 @@ class RequestTiming:
         self.clock = clock
         self.sent = clock()
         self.begun: float | None = None
+        self.load_seconds: float | None = None
 
     def first_byte(self) -> None:
-        """Learn from the first byte of the answer. Only the first call counts."""
+        """Learn from the first byte of the answer. Only the first call counts.
+
+        A load is not learned as computing: `load_seconds` is the part of the time that computing does not explain.
+        """
         if self.begun is not None:
             return
         self.begun = now = self.clock()
@@ -267,6 +271,14 @@ class RequestTiming:
         alone = chosen.waiting == 0 and self.reservation.is_latest
         if alone and not self.peers.of(target.worker, target.dp_rank).waiting:
             seconds = now - self.sent
+            if chosen.source is not None:
+                rates = self.learned.rates.likely(target.worker, target.model)
+                seconds -= prefill_seconds(rates, self.tokens, chosen.reused, chosen.requests, chosen.context)
+                if not chosen.source.waiting:
+                    self.load_seconds = seconds
+                return
+            if chosen.cpu or chosen.disk:
+                return
             self.learned.rates.prefill_seen(
                 target.worker,
                 target.model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -134,6 +135,7 @@ class Assignment:
         self.sample: SampledRequest | None = None
         self.watched: WatchedAnswer | None = None  # where it is compared with what was predicted
         self.prefill: Assignment | None = None  # where the prompt is computed, if that is another worker
+        self.release_load: Callable[[], None] | None = None  # where it loads from a pool or a peer
         self._callbacks: list[ReleaseCallback] | None = None
 
     @property
@@ -154,6 +156,8 @@ class Assignment:
     def first_byte(self, now: float | None = None) -> None:
         """Release the prefill's share of the load, because the answer began. `now`: the clock's time, if just read."""
         self.reservation.first_byte(now)
+        if self.release_load is not None:
+            self.release_load()
         if self.timing:
             self.timing.first_byte()
         if self.watched is not None:
@@ -170,6 +174,8 @@ class Assignment:
     def release(self, now: float | None = None) -> None:
         """Release everything that is reserved, because the request ended. Only the first call counts."""
         self.reservation.release(now)
+        if self.release_load is not None:
+            self.release_load()
         if not self.attempt.ended:
             self.attempt.end(Outcome.NEITHER, now=now)
         callbacks = self._callbacks

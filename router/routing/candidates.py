@@ -10,6 +10,7 @@ from router.cache_state.in_flight_prefixes import chunk_hashes
 from router.fleet.worker import Worker, choosable, has_turn
 from router.policies import Candidate, Decision, LinearPolicy, Request
 from router.policies.rates import Rates
+from router.policies.records import Source
 from router.routing.assignment import NO_HASHES, Selection
 from router.routing.load_view import LoadView
 from router.routing.overlaps import OverlapFinder, Overlaps
@@ -30,7 +31,7 @@ class CandidateSet:
     - `rates`: the rates of the slowest worker, by model; only if workers differ.
     """
 
-    __slots__ = ("_candidates", "_finder", "excluded", "hashes", "overlaps", "rates", "targets", "view")
+    __slots__ = ("_candidates", "_finder", "excluded", "hashes", "overlaps", "rates", "sources", "targets", "view")
 
     def __init__(
         self, finder: CandidateFinder, targets: ModelTargets, view: LoadView, excluded: Collection[int]
@@ -43,6 +44,7 @@ class CandidateSet:
         self.hashes: dict[ServedModel, list[array[int]]] = {}
         self.overlaps = Overlaps(targets.nothing)
         self.rates: dict[ServedModel, Rates] = {}
+        self.sources: dict[int, Source] = {}
 
     @property
     def count(self) -> int:
@@ -61,7 +63,7 @@ class CandidateSet:
         if self.rates:
             records = [self._finder.with_rates(self, row, record) for row, record in enumerate(records)]
         for row, tokens in enumerate(self.overlaps.tokens):
-            if tokens:
+            if tokens or row in self.sources:
                 records[row] = self.with_overlap(row, records[row])
         if chosen is not None:
             records[self.targets.of_target[chosen.target].row] = chosen
@@ -73,14 +75,16 @@ class CandidateSet:
         """Return the candidates without some rows."""
         left = CandidateSet(self._finder, self.targets, self.view, {*self.excluded, *rows})
         left.hashes, left.overlaps, left.rates = self.hashes, self.overlaps, self.rates
+        left.sources = self.sources
         return left
 
     def with_overlap(self, row: int, record: Candidate) -> Candidate:
-        """Return a row's record with its overlap."""
-        tokens = self.overlaps.tokens[row]
-        if not tokens:
+        """Return a row's record with its overlap and its source."""
+        tokens, source = self.overlaps.tokens[row], self.sources.get(row)
+        if not tokens and source is None:
             return record
         record = record.copy()
+        record.source = source
         record.overlap = tokens
         record.cpu, record.disk = self.overlaps.transfers.get(row, (0, 0))
         return record
@@ -91,7 +95,11 @@ class CandidateSet:
     def cheapest(self, policy: LinearPolicy, tokens: int) -> Selection | None:
         """Return a linear policy's selection for a prompt of `tokens` tokens; None if there is no candidate."""
         overlaps = self.overlaps
-        row = policy.cheapest_row(self.view.columns, tokens, overlaps.tokens, overlaps.transfers, self.excluded)
+        records = self.view.records
+        sources = {row: self.with_overlap(row, records[row]) for row in self.sources}
+        row = policy.cheapest_row(
+            self.view.columns, tokens, overlaps.tokens, overlaps.transfers, self.excluded, sources
+        )
         if row is None:
             return None
         chosen = self.with_overlap(row, self.view.records[row])
@@ -133,6 +141,7 @@ class CandidateFinder:
         self._responses = state.responses
         self._overlaps = OverlapFinder(state)
         self._learned = state.learned
+        self._sources = state.sources
         self._random = random
         self._policy = policy if isinstance(policy, LinearPolicy) else None
         self._needs_rates = state.policy.spec.uses_rates
@@ -172,6 +181,8 @@ class CandidateFinder:
                 found.rates[served] = slowest
             if prompt.reads_cache:
                 self._overlaps.find(targets, served, prompt, hashes, now, found.overlaps)
+        if self._sources is not None and prompt.reads_cache and len(prompt.token_ids) == 1:
+            found.sources = self._sources.find(prompt.token_ids[0], targets.ranks, found.overlaps.tokens)
         return found
 
     def request(self, prompt: RoutedPrompt, found: CandidateSet) -> Request:

@@ -18,6 +18,7 @@ from router.cache_state.target_audit import Basis, CachePrediction
 from router.fleet.worker import Worker
 from router.load.target_load import Reservation
 from router.policies.rates import prefill_seconds
+from router.prediction.learned import RequestTiming
 from router.routing.assignment import Assignment, RequestSampler, Selection
 from router.routing.prompt_reader import RoutedPrompt
 from router.routing.selector import Selector
@@ -85,11 +86,11 @@ class Placement:
         needs_prompts = self._state.needs_prompts
         uncached = 0
         if computes:
-            uncached = max(prompt.tokens - chosen.overlap, 1)
+            uncached = max(prompt.tokens - chosen.reused, 1)
         seconds = 0.0
         if needs_prompts and computes:
             rates = self._learned.rates.likely(worker.url, target.model)
-            seconds = prefill_seconds(rates, prompt.tokens, chosen.overlap, chosen.requests, chosen.context)
+            seconds = prefill_seconds(rates, prompt.tokens, chosen.reused, chosen.requests, chosen.context)
         prediction = selection.prediction
         whole = prompt.streamed and computes and decodes
         if prediction is None and now >= self._predictions.due and whole and needs_prompts:
@@ -103,6 +104,8 @@ class Placement:
         attempt = worker.health.begin(work, target.dp_rank, streamed, one_of_many=rank.one_of_many, now=now)
         attempt.most_tokens = prompt.max_tokens
         assignment = Assignment(selection, reservation, attempt)
+        if self._state.sources is not None and chosen.source is not None and computes:
+            assignment.release_load = self._state.sources.loads.reserve(target, chosen.source)
         if self._predictions.tracks_slos:
             self._predictions.placed(target, seconds, now)
             self._learned.turns.seen(target.model, selection.best_overlap, prompt.tokens)
@@ -161,7 +164,7 @@ class Placement:
             prompt.tokens,
             chosen.overlap,
             selection.by_events if not without_events and self._audit.events_complete(target) else None,
-            one_answer and (prompt.exact or prompt.by_text) and whole,
+            one_answer and (prompt.exact or prompt.by_text) and whole and chosen.source is None,
             selection.rank.worker.capacity_tokens,
             now,
             selection.best_overlap,
@@ -190,6 +193,15 @@ class Placement:
             assignment.watched.ended(usage.completion if usage else 0)
         if assignment.timing and usage:
             assignment.timing.end(usage.completion)
+            self._learn_load(assignment, assignment.timing, usage)
+
+    def _learn_load(self, assignment: Assignment, timing: RequestTiming, usage: Usage) -> None:
+        """Learn the seconds of a load, if the answer confirms that it happened."""
+        chosen = assignment.decision.chosen
+        if self._state.sources is None or chosen.source is None or usage.cached is None:
+            return
+        if timing.load_seconds is not None and usage.cached >= chosen.reused:
+            self._state.sources.rates.seen(chosen.source.name, chosen.source.tokens, timing.load_seconds)
 
     # Events of the fleet
 

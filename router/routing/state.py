@@ -17,6 +17,7 @@ from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
 from router.policies import NamedPolicy
 from router.prediction.learned import Learned
+from router.routing.sources import SourceFinder
 from router.sharing import LoadSharing
 
 
@@ -89,6 +90,7 @@ class RoutingState:
     learned: Learned
     sharing: LoadSharing
     clock: Callable[[], float] = time.monotonic
+    sources: SourceFinder | None = None
     responses: ResponseOwners = field(default_factory=ResponseOwners)
     needs_prompts: bool = field(init=False)
 

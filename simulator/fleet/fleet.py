@@ -29,7 +29,7 @@ from router.settings import FleetSettings
 from router.sharing import SharingChannel
 from simulator.fleet.engine import Engine, EngineRequest, Profile, Progress
 from simulator.fleet.simulated_router import Knowledge, Side, SimulatedRouter, build_router
-from simulator.fleet.sources import SourceSpec, sources_of
+from simulator.fleet.sources import SimulatedPool, SourceSpec, sources_of
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest, prompt_of
 from simulator.fleet.virtual_time import VirtualTimeLoop
 from simulator.fleet.workers import MODEL, EventIndex, SimulatedWorkers, events_of
@@ -102,12 +102,15 @@ class Simulation:
         self.loop = loop or VirtualTimeLoop()
         self._start = self.loop.time()
         self._index = EventIndex(self._make_workers().registrations, side.knowledge is Knowledge.EVENTS, self.loop.time)
-        self.routers = self.make_routers()
+        self._pools: SimulatedPool | None = None
         self._engines = [Engine(profile, spec.kv_tokens, spec.block_tokens) for profile in spec.profiles]
         if spec.sources is not None:
             caches = [engine.cache for engine in self._engines]
             for engine, sources in zip(self._engines, sources_of(spec.sources, caches, spec.block_tokens), strict=True):
                 engine.sources = sources
+                if sources.pool is not None:
+                    self._pools = SimulatedPool(sources.pool, spec.block_tokens)
+        self.routers = self.make_routers()
         self._timers: list[asyncio.TimerHandle | None] = [None] * spec.workers
         self._targets = self.routers[0].workers.targets
         self._numbers = {target: number for number, target in enumerate(self._targets)}
@@ -123,7 +126,16 @@ class Simulation:
 
     def make_router(self, *channels: SharingChannel) -> SimulatedRouter:
         """Return one router. `channels`: what it shares its load over."""
-        return build_router(self._make_workers(), self._index, self.side, self.random, self.loop.time, channels)
+        return build_router(
+            self._make_workers(),
+            self._index,
+            self.side,
+            self.random,
+            self.loop.time,
+            channels,
+            self.spec.sources,
+            self._pools,
+        )
 
     def router_of(self, outcome: Outcome) -> SimulatedRouter:  # noqa: ARG002
         """Return the router that receives a request."""
@@ -221,7 +233,9 @@ class Simulation:
         worker = outcome.worker = self._numbers[assignment.target]
         outcome.sent = self._now()
         self._in_flight[id(outcome.request)] = _InFlight(outcome, assignment, router)
-        self._engines[worker].submit(outcome.request, now)
+        source = assignment.decision.chosen.source
+        peer = None if source is None or source.peer is None else self._engines[self._numbers[source.peer]].sources
+        self._engines[worker].submit(outcome.request, now, peer)
         self._plan(worker)
 
     # The engines' side

@@ -18,6 +18,7 @@ from router.policies.rates import Rates
 from router.prediction.learned import Learned
 from router.routing.placement import Placement
 from router.routing.selector import Selector
+from router.routing.sources import Pools, SourceFinder
 from router.routing.state import RoutingState
 from router.settings import (
     AdmissionSettings,
@@ -29,6 +30,7 @@ from router.settings import (
     ReplicasSettings,
 )
 from router.sharing import LoadSharing, PeerLoad, SharingChannel
+from simulator.fleet.sources import SourceSpec
 from simulator.fleet.workers import EventIndex, SimulatedWorkers
 
 
@@ -51,6 +53,7 @@ class Side:
 
     - `late_binding`: whether requests wait while the chosen worker is busy.
     - `weights`: the settings of its policy; None for the defaults.
+    - `sources`: whether it counts what workers can load from the pool and from peers.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Side:
     weights: PolicySettings | None = None
     slos: bool = False
     hints: bool = False
+    sources: bool = False
 
     @property
     def settings(self) -> PolicySettings:
@@ -85,6 +89,8 @@ PEERS = [
 ]
 
 
+# The seconds per loaded token before any load is learned.
+_LOAD_SECONDS = 1 / 100_000
 _LINGER = ProxySettings().speculation_seconds
 
 
@@ -114,6 +120,8 @@ def build_router(
     random: Random,
     clock: Callable[[], float],
     channels: Sequence[SharingChannel] = (),
+    sources: SourceSpec | None = None,
+    pools: Pools | None = None,
 ) -> SimulatedRouter:
     """Return a router over its own records of the workers. It shares its load over `channels`."""
     settings = side.settings
@@ -127,6 +135,8 @@ def build_router(
     state = RoutingState(
         workers, index, policy, load, in_flight_prefixes, sent_prefixes, audit, learned, sharing, clock
     )
+    if sources is not None and side.sources:
+        state.sources = SourceFinder(pools, sources.pulls, _LOAD_SECONDS, learned.seconds_per_token)
     selector = Selector(state, DisaggregationSettings(), settings.broken_promise, random)
     placement = Placement(state, selector)
     admission_settings = AdmissionSettings(late_binding=side.late_binding)

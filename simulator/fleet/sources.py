@@ -15,6 +15,9 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+from indexer import PoolHoldings
+from indexer.hashing import PackedPrompt
+
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
@@ -87,7 +90,7 @@ class WorkerSources:
         self.host = BlockStore(spec.host_tokens // block_tokens) if spec.host_tokens else None
         self._latency = spec.latency
         self._cache = cache
-        self._pool = pool
+        self.pool = pool
         self._pool_link = pool_link
         self._block_tokens = block_tokens
         self._host_link = Link(spec.host_rate)
@@ -99,8 +102,8 @@ class WorkerSources:
 
     def store(self, blocks: Sequence[int]) -> list[int]:
         """Copy blocks that the device stored. Return those that are new in the host tier."""
-        if self._pool is not None:
-            self._pool.store(blocks)
+        if self.pool is not None:
+            self.pool.store(blocks)
         return [] if self.host is None else self.host.store(blocks)
 
     def load(self, blocks: Sequence[int], peer: WorkerSources | None, now: float) -> LoadedBlocks:
@@ -109,7 +112,7 @@ class WorkerSources:
         for block in blocks:
             if self.host is not None and block in self.host:
                 from_host += 1
-            elif self._pool is not None and block in self._pool:
+            elif self.pool is not None and block in self.pool:
                 from_pool += 1
             elif peer is not None and block in peer:
                 from_peer += 1
@@ -130,6 +133,25 @@ class WorkerSources:
         for link in links:
             link.free = begin + blocks * self._block_tokens / link.rate
         return max(link.free for link in links)
+
+
+class SimulatedPool:
+    """The pool as the router sees it: without delay, by the tokens of prompts."""
+
+    def __init__(self, store: BlockStore, block_tokens: int) -> None:
+        self._store = store
+        self._block_tokens = block_tokens
+
+    def find(self, prompt: PackedPrompt) -> list[PoolHoldings]:
+        """Return what the pool holds of a prompt. The tokens of a block are its id."""
+        size = self._block_tokens
+        intervals: list[tuple[int, int]] = []
+        for place, block in enumerate(memoryview(prompt.tokens).cast("I")[::size].tolist()):
+            if (place + 1) * size > len(prompt) or block not in self._store:
+                continue
+            start = intervals.pop()[0] if intervals and intervals[-1][1] == place * size else place * size
+            intervals.append((start, (place + 1) * size))
+        return [PoolHoldings("pool", size, tuple(intervals))]
 
 
 def sources_of(spec: SourceSpec, caches: Sequence[Container[int]], block_tokens: int) -> list[WorkerSources]:

@@ -142,11 +142,12 @@ def _hints(prompt: RoutedPrompt, hints: AgentHints, sessions: SessionLocations, 
 
 
 def _candidate(names: WorkerNames, cost: Cost, wanted: int) -> dict[str, Any]:
-    candidate = cost.candidate
+    candidate, source = cost.candidate, cost.candidate.source
     return {
         "worker": names.get(candidate.target.worker),
         "dp_rank": candidate.target.dp_rank,
         "overlap": candidate.overlap,
+        "source": source and {"name": source.name, "tokens": source.tokens, "price": round(source.price, 3)},
         "load": {
             "requests": candidate.requests,
             "pending": candidate.pending,

@@ -17,6 +17,7 @@ from indexer.native import CORE_VARIABLE, CORES
 from router.policies import Candidate, CostColumns, KvWeights, LinearPolicy, Request, kv_aware
 from router.policies.linear import highest, lowest, write_costs
 from router.policies.peers import Dynamo, LeastLoaded, Lmetric
+from router.policies.records import Source
 
 POLICIES: dict[str, Callable[[Random], LinearPolicy]] = {
     "kv_aware": lambda random: kv_aware(KvWeights(), random),
@@ -81,7 +82,14 @@ def test_choice_by_columns_equals_the_formula(core: str, name: str, data: Any, s
     overlaps = array("I", [record.overlap for record in records])
     transfers = {row: (records[row].cpu, records[row].disk) for row in holders if records[row].cpu or records[row].disk}
 
-    chosen = policy.cheapest_row(columns, TOKENS, overlaps, transfers, excluded)
+    with_sources = data.draw(st.dictionaries(row_numbers, st.tuples(st.integers(1, 5000), st.floats(0, 2)), max_size=8))
+    sources = {}
+    for row, (tokens, price) in with_sources.items():
+        peer = None if tokens % 2 else records[0].target
+        records[row] = sources[row] = records[row].copy()
+        records[row].source = Source("s", tokens, price, waiting=tokens // 3, peer=peer)
+
+    chosen = policy.cheapest_row(columns, TOKENS, overlaps, transfers, excluded, sources)
 
     left = [record for row, record in enumerate(records) if row not in excluded]
     if not left:

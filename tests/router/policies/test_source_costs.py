@@ -1,0 +1,55 @@
+"""Sources beside a target's own cache: their price in tokens and in seconds."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer import Target
+from router.policies import Candidate, KvWeights, Policy, Request, kv_aware
+from router.policies.rates import Rates
+from router.policies.records import Source
+
+TOKENS = 10_000
+PRICES = st.floats(0, 1)
+
+
+def policy() -> Policy:
+    return kv_aware(KvWeights(), Random(1))
+
+
+def candidate(name: str, overlap: int, source: Source | None = None, rates: Rates | None = None) -> Candidate:
+    load = {"requests": 5, "pending": 300, "context": 4000}
+    return Candidate(Target(name, 0, "m"), overlap, **load, eviction=0.25, backlog=0.1, rates=rates, source=source)
+
+
+def total(candidate: Candidate) -> float:
+    return sum(policy()([candidate], Request(TOKENS, 100.0)).costs[0].terms.values())
+
+
+@pytest.mark.parametrize("rates", [None, Rates(attention=0.0)])
+@given(price=PRICES, waiting=st.integers(0, 1000))
+def test_loaded_token_costs_its_share_of_a_computed_one(rates: Rates | None, price: float, waiting: int) -> None:
+    second = 1.0 if rates is None else rates.token
+    source = Source("pool", 8000, price, waiting, price * second)
+    own, none = (total(candidate("w", overlap, rates=rates)) for overlap in (9000, 1000))
+    loading = total(candidate("w", 1000, source, rates))
+    per_token = (none - own) / 8000 if rates is None else second * (1 + 1 + 0.03 * 5 + 10 * 0.25)
+    assert loading == pytest.approx(own + price * (8000 + waiting) * per_token, rel=0.01)
+    if price * (8000 + waiting) < 8000 and rates is None:
+        assert own <= loading <= none + 1e-6
+
+
+def test_source_lowers_the_cost_of_a_target_that_has_nothing_and_raises_none_above_the_holder() -> None:
+    holder, nothing = candidate("holder", 9000), candidate("nothing", 0)
+    loads = candidate("loads", 0, Source("pool", 9000, 0.3))
+    assert total(holder) < total(loads) < total(nothing)
+
+
+def test_terms_show_the_load_apart() -> None:
+    terms = policy()([candidate("w", 1000, Source("pool", 8000, 0.5, 2000))], Request(TOKENS)).costs[0].terms
+    assert terms["prefill"] == 1000
+    assert terms["load"] == pytest.approx(0.5 * 10_000 * (1 + 1 + 0.06 * 5 + 10 * 0.25))

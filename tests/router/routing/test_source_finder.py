@@ -1,0 +1,81 @@
+"""The sources of a prompt, the loads in flight, and learned rates of loads."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from indexer import PoolHoldings, Target
+from indexer.hashing import PackedPrompt
+from router.policies.records import Source
+from router.routing.sources import LoadRates, SourceFinder, SourceLoads
+
+PROMPT = PackedPrompt.of(range(1000))
+TARGETS = [Target(name, 0, "m") for name in "abc"]
+RANKS: Any = [SimpleNamespace(target=target, row=row) for row, target in enumerate(TARGETS)]
+COMPUTED = 4e-5
+
+
+class OnePool:
+    def find(self, prompt: PackedPrompt) -> list[PoolHoldings]:
+        assert prompt is PROMPT
+        return [PoolHoldings("pool", 100, ((0, 600), (800, 1000)))]
+
+
+def finder(pools: OnePool | None, pulls: bool, share: float = 0.5) -> SourceFinder:
+    return SourceFinder(pools, pulls, share * COMPUTED, lambda: COMPUTED)
+
+
+def tokens(found: dict[int, Source]) -> dict[int, int]:
+    return {row: source.tokens for row, source in found.items()}
+
+
+def test_target_loads_what_follows_its_own_tokens_in_the_pool() -> None:
+    found = finder(OnePool(), pulls=False).find(PROMPT, RANKS, array("I", [0, 500, 800]))
+    assert tokens(found) == {0: 600, 1: 100, 2: 199}  # the last token is always computed
+    assert found[0].price == pytest.approx(0.5)
+
+
+def test_target_pulls_from_the_longest_prefix_with_the_fewest_loads_and_never_from_itself() -> None:
+    found = finder(None, pulls=True)
+    found.loads.reserve(TARGETS[0], Source("peers", 100, 0.1))
+    sources = found.find(PROMPT, RANKS, array("I", [900, 900, 200]))
+    assert tokens(sources) == {2: 700}
+    assert sources[2].peer == TARGETS[1]
+
+
+def test_target_has_no_source_where_computing_is_faster() -> None:
+    assert finder(OnePool(), pulls=True, share=1.1).find(PROMPT, RANKS, array("I", [0, 900, 0])) == {}
+
+
+def test_cheaper_source_wins() -> None:
+    both = finder(OnePool(), pulls=True)
+    sources = both.find(PROMPT, RANKS, array("I", [0, 900, 0]))
+    assert sources[0].name == "peers"
+    for _ in range(100):
+        both.rates.seen("peers", 5000, 5000 * COMPUTED)
+    assert both.find(PROMPT, RANKS, array("I", [0, 900, 0]))[0].name == "pool"
+
+
+def test_load_is_reserved_at_both_ends_and_released_once() -> None:
+    loads = SourceLoads()
+    release = loads.reserve(TARGETS[0], Source("peers", 700, 0.1, peer=TARGETS[1]))
+    other = loads.reserve(TARGETS[0], Source("pool", 50, 0.1))
+    assert [loads.of(target) for target in (*TARGETS, None)] == [750, 700, 0, 0]
+    release()
+    release()
+    assert [loads.of(target) for target in TARGETS] == [50, 0, 0]
+    other()
+    assert loads.of(TARGETS[0]) == 0
+
+
+def test_rates_of_loads_are_learned_by_source() -> None:
+    rates = LoadRates(1e-5)
+    for number in range(100):
+        rates.seen("pool", 10_000, 10_000 * 3e-5 * (20 if number % 20 == 0 else 1))
+        rates.seen("pool", 100, 10.0)  # too short to count
+    assert rates.of("pool") == pytest.approx(3e-5, rel=0.35)
+    assert rates.of("peers") == 1e-5
