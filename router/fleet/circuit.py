@@ -1,6 +1,6 @@
 """A circuit breaker: whether a worker receives requests, from the outcomes of its last ones.
 
-                failures in a row, or `open`
+             failures in a row, `open` or `pause`
        CLOSED ─────────────────────────────▶ OPEN ◀──┐
           ▲                                   │      │ a failure: the backoff doubles
           │ a success                     ▼ backoff over
@@ -105,9 +105,18 @@ class Circuit:
     def open(self, reason: str) -> None:
         """Allow no requests for a backoff. It is twice the last one, unless a request succeeded since."""
         backoff = min(self._limits.backoff * 2 ** min(self._openings, 30), self._limits.longest_backoff)
-        self.closed = False
-        self._opened_until = self._clock() + backoff
         self._openings += 1
+        self._open_until(self._clock() + backoff, reason)
+
+    def pause(self, seconds: float, reason: str) -> None:
+        """Allow no requests for `seconds`, because the worker asked for it. Later failures back off as before."""
+        until = self._clock() + seconds
+        if self.closed or until > self._opened_until:
+            self._open_until(until, reason)
+
+    def _open_until(self, until: float, reason: str) -> None:
+        self.closed = False
+        self._opened_until = until
         self._failures = 0
         self._half_open_request = None
         self._first_since_opening = self._begun + 1

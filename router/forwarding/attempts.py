@@ -34,9 +34,8 @@ from router.upstream import ResponseHandler
 from router.upstream.request import SentRequest, Transport
 
 _now: Final = time.monotonic
-# Statuses of workers that did not process the request: bad gateway, unavailable, gateway timeout.
-_NOT_TAKEN: Final = (502, 503, 504)
 _INVALID: Final = 400
+_TOO_MANY: Final = 429
 _SERVER_ERROR: Final = 500
 # At most this many workers may break off over one request, because the request may be the cause.
 _MOST_BROKEN: Final = 2
@@ -265,12 +264,16 @@ class Attempts:
         """Return the outcome of an attempt that this status ends with a retry, else None. `data`: the body's beginning.
 
         A retry takes from the retry budget, unless the worker does not have the model and so computed nothing.
+        A 500 counts as a break, because the request may be its cause.
         """
+        budget = self._services.budget
+        if status in self._services.elsewhere and self.others and not (status == _SERVER_ERROR and self._breaks_again):
+            if budget.take():
+                self._broken += status == _SERVER_ERROR
+                return Outcome.REFUSED if status == _TOO_MANY else Outcome.FAILED
+            return None
         if status < _SERVER_ERROR:
             return Outcome.REFUSED if self._tries_other(status, data) else None
-        budget = self._services.budget
-        if status in _NOT_TAKEN and self.others and budget.take():
-            return Outcome.FAILED
         if self._repeatable and self._exclude_pair() and budget.take():
             return Outcome.NEITHER
         return None
@@ -323,8 +326,14 @@ class Attempts:
 
     def ends_with_break(self) -> bool:
         """Record that a worker broke off. Return whether no other worker may be sent the request, a possible cause."""
+        last = self._breaks_again
         self._broken += 1
-        return not self._repeatable or self._broken >= _MOST_BROKEN
+        return not self._repeatable or last
+
+    @property
+    def _breaks_again(self) -> bool:
+        """True if one more break is the last one that the request may cause."""
+        return self._broken + 1 >= _MOST_BROKEN
 
     def exclude_prefill(self, error: PrefillFailedError) -> None:
         """Exclude the failed prefill worker or the whole pair from the next attempt."""

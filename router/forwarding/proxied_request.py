@@ -45,7 +45,7 @@ from router.forwarding.proxy_services import LONG_BODY, ProxyServices
 from router.forwarding.reading import prompt_now, read_prompt_aside, read_request
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
-from router.forwarding.retries import broken_off
+from router.forwarding.retries import broken_off, requested_pause
 from router.http.headers import Headers
 from router.observability.request_recorder import RecordingRequest
 from router.observability.spans import Span
@@ -396,10 +396,13 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         assignment = attempts.assignment
         assert assignment is not None
         assignment.attempt.give_up = None
-        if head.status >= 400 and (outcome := attempts.retries_status(head.status, data)) is not None:
-            assignment.attempt.end(outcome, f"status {head.status}")
-            self._retry(attempts, f"status {head.status}")
-            return
+        if head.status >= 400:
+            if pause := requested_pause(head.status, head.first(b"retry-after")):
+                assignment.worker.health.circuit.pause(pause, f"status {head.status} with Retry-After")
+            if (outcome := attempts.retries_status(head.status, data)) is not None:
+                assignment.attempt.end(outcome, f"status {head.status}")
+                self._retry(attempts, f"status {head.status}")
+                return
         if head.status == 400 and ended and RANK_ERROR in data and attempts.may_lack_rank(head.status):
             attempts.sent = None
             self._phase = Phase.WAITING

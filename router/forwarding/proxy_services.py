@@ -16,7 +16,7 @@ from router.auth.bodies import ArrivingBodies
 from router.fleet.fleet import Fleet
 from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.request_context import RequestContexts
-from router.forwarding.retries import RetryBudget
+from router.forwarding.retries import ELSEWHERE, RetryBudget
 from router.observability.build import Observability
 from router.observability.metrics import RequestMetrics
 from router.observability.request_recorder import RequestRecorder
@@ -61,6 +61,7 @@ class ProxyServices:
     """The services of proxied requests.
 
     - `attempts`: the most workers that a request is sent to.
+    - `elsewhere`: statuses of workers that are retried on another worker.
     - `ask_usage`: whether workers are asked for token counts that the client did not ask for.
     """
 
@@ -92,6 +93,7 @@ class ProxyServices:
         self.service_levels = service_levels
         self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
         self.attempts = settings.attempts
+        self.elsewhere = ELSEWHERE.union(settings.retry_statuses)
         self.ask_usage = settings.ask_usage
         self.loop = asyncio.get_running_loop()
 

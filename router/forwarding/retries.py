@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Final
 
 from http_api.errors import RequestError
@@ -22,6 +23,26 @@ def is_model_missing(status: int, body: bytes) -> bool:
     if status == _NOT_FOUND:
         return True
     return status == _INVALID and _SGLANG_ADAPTER in body and any(words in body for words in _SGLANG_NOT_LOADED)
+
+
+# Statuses that are always retried: the worker did not process the request.
+ELSEWHERE: Final = frozenset({429, 502, 503})
+_MAY_ASK_FOR_PAUSE: Final = (429, 503)
+_LONGEST_PAUSE: Final = 60.0
+
+
+def requested_pause(status: int, retry_after: bytes) -> float:
+    """Return the seconds, at most 60, that an overloaded worker asks for by `Retry-After`; 0 without a usable one."""
+    if status not in _MAY_ASK_FOR_PAUSE or not retry_after:
+        return 0.0
+    try:
+        seconds = float(int(retry_after))
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(retry_after.decode()).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return 0.0
+    return min(max(seconds, 0.0), _LONGEST_PAUSE)
 
 
 WINDOW = 30  # seconds that count as recent

@@ -116,6 +116,7 @@ class ProxySettings(Section):
     client_timeout: PositiveFloat = 60.0
     attempts: PositiveInt = 3
     retry_share: NonNegative = 0.2
+    retry_statuses: list[Literal[408, 500, 504]] = []
     retry_minimum: Annotated[int, Field(ge=0)] = 10
     stream_failovers: Annotated[int, Field(ge=0)] = 0
     speculation_seconds: NonNegative = 2.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from email.utils import formatdate
 from itertools import cycle
 
 import pytest
@@ -67,6 +68,82 @@ async def test_overloaded_worker_is_retried_elsewhere_and_ejected() -> None:
         assert {(reply.status, reply.worker) for reply in replies} == {(200, good.url)}
         assert len(bad.exchanges) == 3
         assert await state(routed, bad) == "left_out"
+
+
+def refusing(status: int, headers: bytes = b"") -> Script:
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.answer(b"refused", f"{status} Refused", headers)
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("status", "statuses", "elsewhere"),
+    [
+        (429, [], True),
+        (502, [], True),
+        (503, [], True),
+        *[(status, [], False) for status in (408, 500, 504, 501)],
+        *[(status, [408, 500, 504], True) for status in (408, 500, 504)],
+    ],
+)
+async def test_statuses_that_are_retried_elsewhere(status: int, statuses: list[int], elsewhere: bool) -> None:
+    async with (
+        scripted_worker(refusing(status)) as bad,
+        scripted_worker(stream) as good,
+        router(bad.url, good.url, **TURNS, proxy={"retry_statuses": statuses}) as routed,
+    ):
+        replies = [await routed.call(PATH, BODY) for _ in range(2)]
+        assert sorted(reply.status for reply in replies) == ([200, 200] if elsewhere else [200, status])
+        assert bad.exchanges
+
+
+async def test_request_that_two_workers_answer_with_500_is_not_sent_to_a_third() -> None:
+    async with (
+        scripted_workers(broken, broken, broken) as workers,
+        router(*[worker.url for worker in workers], **TURNS, proxy={"retry_statuses": [500]}) as routed,
+    ):
+        reply = await routed.call(PATH, BODY)
+        assert (reply.status, sum(len(worker.exchanges) for worker in workers)) == (500, 2)
+
+
+async def test_429_of_all_workers_is_returned_with_retry_after() -> None:
+    async with (
+        scripted_workers(*[refusing(429, b"retry-after: 7\r\n")] * 2) as workers,
+        router(*[worker.url for worker in workers], **TURNS) as routed,
+    ):
+        for _ in range(3):
+            reply = await routed.call(PATH, BODY)
+            assert (reply.status, reply.body, reply.headers["retry-after"]) == (429, b"refused", "7")
+        assert len(workers[0].exchanges) + len(workers[1].exchanges) == 6
+
+
+async def test_retries_of_429_count_against_the_retry_budget() -> None:
+    async with (
+        scripted_worker(refusing(429)) as bad,
+        scripted_worker(stream) as good,
+        router(bad.url, good.url, **TURNS, proxy={"retry_share": 0, "retry_minimum": 1}) as routed,
+    ):
+        statuses = Counter([(await routed.call(PATH, BODY)).status for _ in range(6)])
+        assert statuses[429] == len(bad.exchanges) - 1 > 0
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("dated", [False, True])
+async def test_worker_that_sends_retry_after_is_paused_that_long(status: int, dated: bool) -> None:
+    after = formatdate(time.time() + 3, usegmt=True) if dated else "2"
+    async with (
+        scripted_worker(refusing(status, f"retry-after: {after}\r\n".encode())) as bad,
+        scripted_worker(stream) as good,
+        router(bad.url, good.url, **TURNS) as routed,
+    ):
+        began = time.monotonic()
+        assert [(await routed.call(PATH, BODY)).status for _ in range(8)] == [200] * 8
+        assert len(bad.exchanges) == 1
+        assert await state(routed, bad) == "left_out"
+        bad.script = stream
+        await until(lambda: routed.call(PATH, BODY), lambda reply: reply.worker == bad.url)
+        assert time.monotonic() - began >= 1.5
 
 
 async def test_503_of_only_worker_is_returned() -> None:
