@@ -106,7 +106,7 @@ def _is_address(name: str) -> bool:
 PROCESS_SOCKET: Final = 0
 _MODELS = b"/v1/models/"
 # Paths that load balancers request with any Host.
-_ANY_HOST = frozenset({"/health", "/ready", "/v1/models"})
+_ANY_HOST = frozenset({"/health", "/liveness", "/ready", "/readiness", "/v1/models"})
 
 
 class Admitted:
@@ -150,6 +150,7 @@ class AuthGate:
         if fields is EngineFields.AUTO:
             fields = EngineFields.REFUSE if settings.tenants.named else EngineFields.STRIP
         self._engine_fields = fields
+        self.client_routing = settings.proxy.client_routing
         self._loopback = is_loopback(server.host)
         # A router without authentication does not lend workers' keys to a network, unless the settings say so.
         self._always_add_worker_key = settings.proxy.worker_keys is WorkerKeys.ALWAYS
@@ -232,10 +233,17 @@ class AuthGate:
             self._refuse_engine_route(route)
 
     def _refuse_engine_route(self, route: Route) -> NoReturn:
+        if not route.own:
+            raise RequestError(
+                f"{route.method} {route.path} does not exist here. If it is an engine's own route, it requires the "
+                "operator's token (server.token), or an entry in proxy.more_routes.",
+                status=404,
+                type="not_found_error",
+                code="not_allowed",
+            )
         if not self.access.has_token:
             raise RequestError(
-                f"{route.method} {route.path} is not an inference route and may be an engine's own. "
-                "It requires the operator's token: set server.token, or add the route to proxy.more_routes.",
+                f"{route.method} {route.path} requires the operator's token: set server.token.",
                 status=403,
                 type="permission_error",
                 code="not_allowed",

@@ -64,11 +64,13 @@ _INFERENCE = [
 ]
 _OWN = [
     *(Route("GET", path, Access.ANYONE, own=True) for path in ("/", "/health", "/ready", "/metrics", "/ui")),
+    *(Route("GET", path, Access.ANYONE, own=True) for path in ("/liveness", "/readiness")),
     *(Route("GET", path, Access.TENANT, own=True) for path in ("/v1/models", "/v1/models/{name}")),
     *(Route("GET", path, Access.CALLER, own=True) for path in ("/workers", "/dump", "/docs", "/openapi.json")),
     *(Route("GET", path, Access.CALLER, own=True) for path in ("/live", "/requests")),
     *(Route("POST", path, Access.CALLER, own=True) for path in ("/match", "/query", "/query_by_hash", "/explain")),
-    *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/register", "/unregister", "/reset_prefix_cache")),
+    *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/register", "/unregister")),
+    *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/reset_prefix_cache", "/flush_cache")),
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/workers", "/workers/drain", "/workers/undrain")),
     Route("DELETE", "/workers", Access.OPERATOR, own=True),
     # These endpoints make engines read files and URLs.

@@ -39,6 +39,7 @@ from router.apis.usage import HiddenUsage, with_include_usage
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
 from router.forwarding.attempts import RANK_ERROR, AttemptHandler, Attempts
+from router.forwarding.client_routing import follow_client
 from router.forwarding.disaggregated_request import PrefillFailedError
 from router.forwarding.exchange import ResponseWriter, ServedRequest
 from router.forwarding.proxy_services import LONG_BODY, ProxyServices
@@ -258,7 +259,10 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             seconds = max(ticket.deadline - ticket.arrived, 0.0)
             self._deadline = services.loop.call_later(seconds, self._deadline_passed)
         services.budget.request(ticket.arrived)
-        self._attempts = attempts = Attempts(services, context, prompt, ticket, body, self._transport, self._without)
+        without = self._without
+        if services.settings.client_routing and tenant is None:
+            without = [*without, *follow_client(prompt, context.head.headers, services.fleet)]
+        self._attempts = attempts = Attempts(services, context, prompt, ticket, body, self._transport, without)
         self._send_next(attempts, ticket.arrived)
 
     # WAITING, and SENT

@@ -14,6 +14,7 @@ from router.apis.endpoints import call_error_body
 from router.apis.response_owners import is_about_stored
 from router.apis.sessions import only_session_headers
 from router.auth import PROCESS_SOCKET, Admitted, AuthGate, BodyCheck, Tenant
+from router.forwarding.client_routing import correlation_id
 from router.http.headers import LENGTH, REQUEST_ID, Headers, forwarded_lines, given_id, new_id, with_id
 from router.observability.access_log import AccessLine
 from router.observability.metrics import RequestMetrics
@@ -112,6 +113,8 @@ class RequestContext:
             port = None if server is None else server[1] or PROCESS_SOCKET
             admitted = head.admitted = self._gate.admit(head.method, head.target, head.headers, port)
         self.tenant = admitted.tenant
+        if self._gate.client_routing and admitted.tenant is None and head.id is None:
+            self.id = correlation_id(head.headers) or self.id
 
     @property
     def admitted(self) -> Admitted:

@@ -170,6 +170,8 @@ class CandidateFinder:
         if targets.lengths is not None and owner is None:
             excluded = [*excluded, *targets.too_short(prompt.context, excluded)]
         rows = self._excluded_rows(targets, view, prompt, excluded, limits, owner)
+        if prompt.dp_rank is not None and not prefill:
+            rows = {*rows, *(rank.row for rank in targets.ranks if rank.target.dp_rank != prompt.dp_rank)}
         found = CandidateSet(self, targets, view, rows)
         if by_load:
             return found

@@ -39,6 +39,7 @@ class RoutedPrompt:
     - `by_text`: whether `identities` are bytes of text instead of tokens.
     - `reads_cache`: whether the engine uses cached blocks for it.
     - `unknown_name`: whether it asks for a name that no worker serves, which an engine may load.
+    - `dp_rank`: the only DP rank that may receive it; None: any.
     """
 
     name: str | None
@@ -58,6 +59,7 @@ class RoutedPrompt:
     reads_cache: bool = True
     hints: AgentHints | None = None
     unknown_name: bool = False
+    dp_rank: int | None = None
 
     @property
     def context(self) -> int:

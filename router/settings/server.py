@@ -122,6 +122,7 @@ class ProxySettings(Section):
     speculation_seconds: NonNegative = 2.0
     ask_usage: bool = False
     forward_unknown_models: bool = False
+    client_routing: bool = False
     worker_keys: WorkerKeys = WorkerKeys.AUTO
     engine_fields: EngineFields = EngineFields.AUTO
     more_routes: list[Annotated[str, Field(pattern=r"^(GET|POST|PUT|PATCH|DELETE) /[!-~]*$")]] = []

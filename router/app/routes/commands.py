@@ -3,7 +3,7 @@
 - `POST /v1/load_lora_adapter` with `{"lora_name", "lora_path", "model"?, "workers"?: [URL, …], …}` loads an adapter.
 - `POST /v1/unload_lora_adapter` with `{"lora_name", "model"?, "workers"?}` unloads an adapter.
 - `POST /sleep?level=1&mode=wait` and `POST /wake_up` have the parameters of vLLM's routes, and `worker` or `model`.
-- `POST /reset_prefix_cache` resets the cache of every worker.
+- `POST /reset_prefix_cache`, or `/flush_cache`, resets the cache of every worker.
 
 A command is for the named workers, else for all workers of a model. The router reads `model` and `workers` of a body,
 and forwards all other fields to the engines, vLLM or SGLang.
@@ -25,6 +25,7 @@ from http_api.openapi import errors, json_body
 from http_api.routes import token_check
 from router.apis.fields import kind_of, optional_string
 from router.app.services import Services
+from router.fleet.discovery import Engine
 from router.fleet.fleet import Fleet
 from router.fleet.prober import Prober
 from router.fleet.worker import Worker
@@ -201,7 +202,7 @@ def sleep_routes(services: Services) -> APIRouter:
     return routes
 
 
-_PATH = "/reset_prefix_cache"
+_VLLM_PATH, _SGLANG_PATH = "/reset_prefix_cache", "/flush_cache"
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
@@ -209,6 +210,7 @@ def cache_routes(services: Services) -> APIRouter:
     """Return the route that resets caches. It requires the admin token."""
     routes = APIRouter(dependencies=[Depends(token_check(services.settings.server.token))])
 
+    @routes.post("/flush_cache", include_in_schema=False)
     @routes.post("/reset_prefix_cache", responses=errors(401))
     async def reset_prefix_cache() -> dict[str, Any]:
         """Reset the cache of every worker, and drop the workers' blocks from the router's state."""
@@ -220,11 +222,13 @@ def cache_routes(services: Services) -> APIRouter:
 
 
 async def _reset(services: Services, worker: Worker) -> str:
+    is_sglang = worker.description is not None and worker.description.engine is Engine.SGLANG
+    path = _SGLANG_PATH if is_sglang else _VLLM_PATH
     try:
         async with services.session.post(
-            f"{worker.url}{_PATH}", headers=worker.key.headers, timeout=_TIMEOUT
+            f"{worker.url}{path}", headers=worker.key.headers, timeout=_TIMEOUT
         ) as response:
-            worker.key.record_status(_PATH, response.status)
+            worker.key.record_status(path, response.status)
             if response.status != 200:
                 return f"refused with status {response.status}"
     except (aiohttp.ClientError, TimeoutError) as error:

@@ -31,6 +31,7 @@ def status_routes(services: Services) -> APIRouter:
     routes = APIRouter()
     fleet, admission = services.fleet, services.admission
 
+    @routes.get("/liveness", include_in_schema=False)
     @routes.get("/health")
     async def health() -> Response:
         """Report the number of workers that answer, the queue's length, how prompts are tokenized, and the findings."""
@@ -46,6 +47,7 @@ def status_routes(services: Services) -> APIRouter:
         }
         return JSONResponse(report)
 
+    @routes.get("/readiness", include_in_schema=False)
     @routes.get("/ready")
     async def ready() -> Response:
         """Respond with 200 if a worker answers and the index has caught up, else with 503."""
