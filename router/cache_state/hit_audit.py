@@ -131,7 +131,7 @@ class HitAudit:
         audit.reports_cached |= usage.cached is not None
         if not audit.reports_cached:
             return
-        cached = usage.cached or 0  # vLLM omits it if nothing was cached
+        cached = cache_prediction.without_loads(usage.cached or 0)  # vLLM omits it if nothing was cached
         overlap = cache_prediction.overlap
         if cache_prediction.by_text:
             overlap = round(overlap * usage.prompt / (cache_prediction.tokens or 1))

@@ -41,6 +41,7 @@ class CachePrediction:
     - `by_text`: whether tokens are estimated from text, so that only shares can be compared.
     - `windowed`: whether the target keeps only the end of prompts, so that misses reveal no capacity.
     - `media`: whether some tokens represent media, which are compared where prompts are tokenized.
+    - `loadable`: the tokens behind its own ones that the target can load from its source.
     """
 
     target: Target
@@ -55,6 +56,12 @@ class CachePrediction:
     by_text: bool = False
     windowed: bool = False
     media: bool = False
+    loadable: int = 0
+
+    def without_loads(self, cached: int) -> int:
+        """Return the cached tokens of an answer without those that it loaded from its source."""
+        own = self.overlap if self.by_events is None else self.by_events
+        return cached - min(max(cached - own, 0), self.loadable)
 
 
 class PredictionErrors:
