@@ -119,12 +119,15 @@ class Admission:
     async def wait(self, prompt: RoutedPrompt, tried: Collection[Worker], ticket: Ticket) -> Assignment:
         """Queue a request, and return its assignment once it is placed. Cancelling removes it.
 
-        Raises RequestError: 429 if the queue is full or the wait too long, and as `place` does.
+        Raises RequestError: 429 if the queue is full, the wait too long or the request sheddable, and as `place` does.
         """
         has_capacity = self._selector.any_has_capacity(prompt, tried, self.limits)
         cold = self._awaits_worker(prompt, ticket)
         if cold:
             tried = ()  # all of these have stopped: one that answers again was restarted
+        if ticket.sheddable and not cold and (self.queue.length or not has_capacity):
+            ahead = self.queue.ahead_of(ticket.priority)
+            raise self.refusals.too_many("shed", prompt.name, ticket.slo, self.queue.length, ahead)
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
             raise self.refusals.no_worker(prompt.name)
         now, loop = self._clock(), asyncio.get_running_loop()

@@ -20,6 +20,8 @@ from typing import Generic, NamedTuple, TypeVar
 from sortedcontainers import SortedKeyList
 
 _numbers = count()
+# Number of clocks from which those of tenants that have nothing to catch up on are dropped.
+_FEW_CLOCKS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +74,7 @@ class FairQueue(Generic[W]):
         self._of_priority: Counter[int] = Counter()
         self._clocks: dict[str, float] = {}
         self._clock = 0.0  # of the tenant that was served last
+        self._most_clocks = _FEW_CLOCKS
         self.length = 0
         self.size = 0  # bytes
 
@@ -132,6 +135,11 @@ class FairQueue(Generic[W]):
         start = self._clocks[tenant] if waits else max(self._clocks.get(tenant, 0.0), self._clock)
         self._clock = max(self._clock, start)
         self._clocks[tenant] = start + max(tokens, 1)
+        if len(self._clocks) > self._most_clocks:  # gateways' flows may be of any number
+            self._clocks = {
+                each: at for each, at in self._clocks.items() if each in self._of_tenant or at > self._clock
+            }
+            self._most_clocks = max(2 * len(self._clocks), _FEW_CLOCKS)
 
     def in_order(self, without: Container[str | None] = (), most_missed: int | None = None) -> Iterator[W]:
         """Return the requests in order. They may be removed and served meanwhile, which changes the order of the rest.

@@ -44,6 +44,14 @@ _LONGEST_TIMEOUT = 7 * 86400.0
 _MOST_PRIORITY = 2**31
 
 
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A gateway's flow of requests: `name` has its own turns in the queue, as a tenant has. See `Ticket.sheddable`."""
+
+    name: str = ""
+    sheddable: bool = False
+
+
 @dataclass(slots=True)
 class Ticket:
     """The claim of a request to be placed. Times are of `time.monotonic`.
@@ -53,6 +61,7 @@ class Ticket:
     - `arrived`: when the request was complete.
     - `place_by`: the latest time to send it, at most `deadline`; None: any time.
     - `cold_until`: when it stops waiting for a worker; None before it first waits for one.
+    - `sheddable`: whether it is refused where it would wait for capacity.
     """
 
     priority: int = 0
@@ -65,6 +74,7 @@ class Ticket:
     slo: SLO | None = None
     hints: AgentHints | None = None
     cold_until: float | None = None
+    sheddable: bool = False
 
     def left(self, now: float) -> float | None:
         """Return the seconds until the answer is due; None if it has no deadline."""

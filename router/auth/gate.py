@@ -184,6 +184,18 @@ class AuthGate:
         ends_here = access.has_tenants or operator or self._always_add_worker_key
         return Admitted(route, content_type, tenant, fields, not ends_here, ends_here or self._add_worker_key)
 
+    def method_without_body(self, method: str, target: bytes) -> str:
+        """Return the method by which a gateway's request without a body is checked: POST for paths that allow only it.
+
+        The worker receives the request's own method, and answers what it does not allow.
+        """
+        try:
+            route = self._route(method, target)
+        except RequestError:
+            return method  # `admit` raises it
+        posts = route.access is Access.WRONG_METHOD and route.methods == ("POST",)
+        return "POST" if posts and not self._routes.find("POST", route.path).own else method
+
     @property
     def withholds_keys(self) -> bool:
         """True if workers' keys are never added, because requests are not authenticated."""

@@ -33,7 +33,8 @@ from typing import Final
 import structlog
 
 from http_api.errors import RequestError
-from router.admission.ticket import deadline_error, read_ticket
+from router.admission.ticket import Flow, deadline_error, read_ticket
+from router.apis.endpoints import Call, read_call
 from router.apis.requests import RoutedRequest
 from router.apis.usage import HiddenUsage, with_include_usage
 from router.fleet.health import Outcome
@@ -51,7 +52,7 @@ from router.http.headers import Headers
 from router.observability.request_recorder import RecordingRequest
 from router.observability.spans import Span
 from router.routing.assignment import Assignment
-from router.routing.prompt_reader import RoutedPrompt
+from router.routing.prompt_reader import RoutedPrompt, unread_prompt
 from router.upstream import ResponseHead, UnreachableError, UpstreamError, UpstreamTimeoutError
 from router.upstream.request import Transport
 
@@ -59,6 +60,7 @@ log = structlog.get_logger()
 
 _now: Final = time.monotonic
 _OK: Final = 200
+_UNSEEN_JSON: Final = b"{}"
 
 
 class Phase(Enum):
@@ -100,17 +102,32 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         client: ResponseWriter,
         transport: Transport | None = None,
         without: Collection[Worker] = (),
+        flow: Flow | None = None,
     ) -> None:
         self._services = services
         self._context = context
         self._client = client
         self._transport = transport
         self._without = without
+        self._flow = flow
 
     def start(self, body: bytes) -> None:
         self._arrived = _now()
         try:
             self._read(body)
+        except RequestError as error:
+            self.refuse(error)
+        except Exception:
+            self._crash()
+
+    def start_unseen(self) -> None:
+        """Place a request by load, because it has no body or its transport does not show it."""
+        self._arrived, context = _now(), self._context
+        head = context.head
+        try:
+            body, _ = context.checked(_UNSEEN_JSON if context.admitted.route.json else b"")
+            request = read_call(Call("", head.path, head.headers, b"", head.session_headers))
+            self._admit(unread_prompt(request, 0), body)
         except RequestError as error:
             self.refuse(error)
         except Exception:
@@ -251,6 +268,10 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             model=prompt.name,
             arrived=self._arrived,
         )
+        if self._flow is not None:
+            ticket.sheddable = self._flow.sheddable
+            if tenant is None:  # tenants take turns by themselves, whatever their requests claim
+                ticket.tenant = self._flow.name
         if ticket.hints is not None:
             prompt.hints = ticket.hints.before(prompt.hints)
         if tenant is not None:

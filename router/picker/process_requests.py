@@ -4,7 +4,7 @@ Gateway headers are read, and not forwarded:
 
 - `x-gateway-inference-objective`: the name of an InferenceObjective, whose priority the request gets.
 - `x-gateway-model-name-rewrite`: the model to use instead of the body's.
-- `x-gateway-inference-fairness-id`: the tenant. It is ignored, because kvrouter identifies tenants by their keys.
+- `x-gateway-inference-fairness-id`: the flow, which shares the queue with others. Tenants share it by their keys.
 - `x-gateway-destination-endpoint`, `-served` and `-subset`: endpoints. Only the picker and Envoy's metadata set them.
 - `x-prefiller-host-port`, `x-encoder-hosts-ports` and `x-data-parallel-host-port`: next workers, for llm-d's sidecar.
 
@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from http_api.errors import RequestError
-from router.admission.ticket import PRIORITY_HEADER
+from router.admission.ticket import PRIORITY_HEADER, Flow
 from router.apis.json_edit import SpliceError, with_field
 from router.http.headers import Headers
 from router.picker import ext_proc_pb2 as pb
@@ -97,11 +97,13 @@ def _own(message: pb.ProcessingRequest, name: str) -> str | None:
 
 _OBJECTIVE: Final = b"x-gateway-inference-objective"
 _REWRITE: Final = b"x-gateway-model-name-rewrite"
+_FAIRNESS: Final = b"x-gateway-inference-fairness-id"
+_LONGEST_FLOW: Final = 256
 _OWN: Final = frozenset(
     {
         _OBJECTIVE,
         _REWRITE,
-        b"x-gateway-inference-fairness-id",
+        _FAIRNESS,
         b"x-gateway-destination-endpoint",
         b"x-gateway-destination-endpoint-served",
         b"x-gateway-destination-endpoint-subset",
@@ -118,10 +120,12 @@ class GatewayHeaders:
 
     - `headers`: the other headers, with the priority of the objective.
     - `model`: the model to use; None means the body's.
+    - `flow`: its fairness id, and whether its objective is sheddable: its priority is below 0.
     """
 
     headers: Headers
     model: bytes | None = None
+    flow: Flow | None = None
 
 
 def read_gateway_headers(headers: Headers, objectives: Objectives) -> GatewayHeaders:
@@ -134,7 +138,8 @@ def read_gateway_headers(headers: Headers, objectives: Objectives) -> GatewayHea
     if priority is not None:  # a larger number is more urgent for an objective, less urgent for a request
         others = [header for header in others if header[0] != PRIORITY_HEADER]
         others.append((PRIORITY_HEADER, b"%d" % -priority))
-    return GatewayHeaders(others, own.get(_REWRITE) or None)
+    flow = Flow(own.get(_FAIRNESS, b"").decode("latin-1")[:_LONGEST_FLOW], priority is not None and priority < 0)
+    return GatewayHeaders(others, own.get(_REWRITE) or None, flow)
 
 
 def with_model(body: bytes, model: bytes) -> bytes:

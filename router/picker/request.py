@@ -43,8 +43,6 @@ _Mode = pb.ProcessingMode
 _DUPLEX: Final = _Mode.FULL_DUPLEX_STREAMED
 # Seconds to wait for the end of an observed response after the end of Envoy's call.
 _OBSERVED_SECONDS: Final = 0.5
-# The body for routing if Envoy does not send one. Any worker may serve the request then.
-_UNSEEN_BODY: Final = b"{}"
 _AUTHORIZATION: Final = b"authorization"
 _STATUS: Final = re.compile(r"[1-5][0-9]{2}", re.ASCII)
 _LATE: Final = ("timeout", "response_timeout", "per_try_timeout")
@@ -154,7 +152,10 @@ class PickedRequest(ResponseWriter):
         self._rewrite = said.model
         target = pseudo.get(":path", "/")
         path = target.partition("?")[0]
-        request = RequestHead(pseudo.get(":method", "GET"), path, target.encode("latin-1"), said.headers)
+        method, raw_target = pseudo.get(":method", "GET"), target.encode("latin-1")
+        if head.end_of_stream:
+            method = state.proxy_context.gate.method_without_body(method, raw_target)
+        request = RequestHead(method, path, raw_target, said.headers)
         self._phase = Phase.BODY
         self._context = context = state.proxy_context.contexts.begin(request)
         try:
@@ -173,10 +174,11 @@ class PickedRequest(ResponseWriter):
         self._path = target
         self._subset = process_requests.read_subset(message)
         outside = endpoints.outside(state, self._subset)
-        proxied = ProxiedRequest(state.proxy_context.services, context, self, self, outside)
+        proxied = ProxiedRequest(state.proxy_context.services, context, self, self, outside, said.flow)
         self._response = PickedResponse(proxied, answer_mode)
         if head.end_of_stream or self._mode == _Mode.NONE:
-            self._start(proxied, b"" if head.end_of_stream else _UNSEEN_BODY)
+            self._phase = Phase.ROUTING
+            proxied.start_unseen()
             return
         self._body = RequestBody(state.proxy_context.contexts.gate.arrivals)
         state.body_deadlines.set(self._number, self._body_late)

@@ -46,20 +46,20 @@ async def test_objective_with_higher_priority_is_routed_first(worker: ScriptedWo
         picker(
             worker.url,
             admission={"requests": 1, "late_binding": False},
-            picker={"objectives": {"premium": 10, "batch": -5}},
+            picker={"objectives": {"premium": 10, "standard": 5}},
         ) as (side, port),
         channel_to(port) as channel,
     ):
         asked = PickerUnderTest(side, channel, [])
         first, _ = await asked.routed()
         waiting: dict[str, EnvoyStream] = {}
-        for number, objective in enumerate(("batch", "unknown", "premium"), 1):
+        for number, objective in enumerate(("unknown", "standard", "premium"), 1):
             stream = waiting[objective] = asked.stream()
             await stream.head(PATH, JSON, (OBJECTIVE, objective))
             await stream.body(BODY)
             await side.until_queued(number)
         before = first
-        for objective in ("premium", "unknown", "batch"):
+        for objective in ("premium", "standard", "unknown"):
             await before.finish()
             mutation = (await waiting[objective].receive()).request_headers.response.header_mutation
             assert OBJECTIVE in mutation.remove_headers
@@ -67,6 +67,91 @@ async def test_objective_with_higher_priority_is_routed_first(worker: ScriptedWo
             before = waiting[objective]
         await before.finish()
         await side.until_released()
+
+
+async def test_sheddable_objective_is_refused_instead_of_waiting(worker: ScriptedWorker) -> None:
+    async with (
+        picker(
+            worker.url,
+            admission={"requests": 1, "late_binding": False},
+            picker={"objectives": {"batch": -1, "standard": 0}},
+        ) as (side, port),
+        channel_to(port) as channel,
+    ):
+        asked = PickerUnderTest(side, channel, [])
+
+        async def ask(objective: str) -> EnvoyStream:
+            stream = asked.stream()
+            await stream.head(PATH, JSON, (OBJECTIVE, objective))
+            await stream.body(BODY)
+            return stream
+
+        first = await ask("batch")
+        assert (await first.receive()).HasField("request_headers"), "it finds capacity"
+        await first.receive()
+        waits = await ask("standard")
+        await side.until_queued(1)
+        for refused in [await ask("batch") for _ in range(2)]:
+            answer = (await refused.receive()).immediate_response
+            assert (answer.status.code, json.loads(answer.body)["error"]["code"]) == (429, "shed")
+            assert "retry-after" in set_headers(answer.headers)
+        await first.finish()
+        await waits.receive()
+        await waits.receive()
+        await waits.finish()
+        await side.until_released()
+
+
+@pytest.mark.parametrize("tenant", [False, True])
+async def test_flows_take_turns_by_fairness_id(worker: ScriptedWorker, tenant: bool) -> None:
+    """Requests of a tenant are of one flow, whatever id they name."""
+    key = ("authorization", "Bearer key-a")
+    settings: dict[str, Any] = {"admission": {"requests": 1, "late_binding": False}}
+    if tenant:
+        settings |= {"tenants": {"named": {"a": {"keys": [hashed_key("key-a")]}}}, "server": {"token": "admin"}}
+    async with picker(worker.url, **settings) as (side, port), channel_to(port) as channel:
+        asked = PickerUnderTest(side, channel, [])
+        before, _ = await asked.routed(headers=[key] if tenant else [])
+        waiting: list[EnvoyStream] = []
+        for number, flow in enumerate(("loud", "loud", "loud", "quiet"), 1):
+            stream = asked.stream()
+            await stream.head(PATH, JSON, ("x-gateway-inference-fairness-id", flow), *([key] if tenant else []))
+            await stream.body(BODY)
+            waiting.append(stream)
+            await side.until_queued(number)
+        for number in [0, 1, 2, 3] if tenant else [0, 3, 1, 2]:
+            await before.finish()
+            mutation = (await waiting[number].receive()).request_headers.response.header_mutation
+            assert "x-gateway-inference-fairness-id" in mutation.remove_headers
+            await waiting[number].receive()
+            before = waiting[number]
+        await before.finish()
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/v1/embeddings", "/version"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_request_without_body_goes_to_a_healthy_endpoint(worker: ScriptedWorker, path: str, method: str) -> None:
+    async with picker(worker.url, "http://127.0.0.1:9") as (side, port), channel_to(port) as channel:
+        stream = PickerUnderTest(side, channel, []).stream()
+        await stream.head(path, method=method, ends=True)
+        answer = await stream.receive()
+        if (method, path) == ("POST", "/version"):
+            assert answer.immediate_response.status.code == 405
+        else:
+            chosen = set_headers(answer.request_headers.response.header_mutation)
+            assert chosen[DESTINATION] == worker.url.removeprefix("http://")
+            assert ":method" not in chosen
+        await stream.finish()
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/sleep", 405), ("/match", 405), ("/unknown", 404), ("/v1/../sleep", 400)]
+)
+async def test_request_without_body_to_a_closed_path_is_refused(worker: ScriptedWorker, path: str, status: int) -> None:
+    async with picker(worker.url) as (side, port), channel_to(port) as channel:
+        stream = PickerUnderTest(side, channel, []).stream()
+        await stream.head(path, method="GET", ends=True)
+        assert (await stream.receive()).immediate_response.status.code == status
 
 
 async def test_cluster_objectives_override_settings() -> None:

@@ -46,6 +46,14 @@ def test_lower_priority_number_is_sooner_and_ties_keep_their_order() -> None:
     assert queue.last() is second
 
 
+def test_clocks_of_many_short_flows_are_dropped() -> None:
+    queue = queue_of(waiting("kept"))
+    for number in range(10_000):
+        queue.served(f"flow-{number}", 1)
+        queue.served("kept", 1)
+    assert len(queue._clocks) < 3000
+
+
 def test_late_request_is_last_within_its_priority() -> None:
     low = waiting(priority=1, order=0.0)
     mine, other, another_tenant = waiting(order=1.0), waiting(order=2.0), waiting("b", order=9.0, tokens=1000)
