@@ -16,6 +16,7 @@ from benchmarks.policy.measures import TPOT_GOAL, TTFT_GOAL
 from benchmarks.policy.report import CellResult, markdown, verdict
 from benchmarks.policy.sides import SIDES, WITHOUT_EVENTS
 from benchmarks.policy.slos import compare
+from benchmarks.policy.sources import compare_sources
 from benchmarks.policy.tail import compare_tails
 from simulator.fleet.simulated_router import OURS
 
@@ -37,6 +38,7 @@ def main(
         bool, typer.Option("--promises", help="Compare the share of SLOs met, by classes of requests.")
     ] = False,
     hints: Annotated[bool, typer.Option("--hints", help="Show the effect of agents' hints.")] = False,
+    sources: Annotated[bool, typer.Option("--sources", help="Show the effect of pools and of pulls.")] = False,
     tail: Annotated[bool, typer.Option("--tail", help="Show the waits of the slowest requests.")] = False,
     output: Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw TTFT p90 (needs the extra bench).")] = None,
@@ -44,11 +46,13 @@ def main(
     """Compare policies on a simulated fleet, and measure the processor time of a decision."""
     count = seeds or (2 if quick else 3)
     show = partial(print, flush=True)
-    if slos or hints or tail:
+    if slos or hints or tail or sources:
         if slos:
             title, table = "SLOs met", compare(trace, quick, count, show)
         elif hints:
             title, table = "Agents' hints", compare_hints(quick, count, show)
+        elif sources:
+            title, table = "Pools and peers", compare_sources(quick, count, show)
         else:
             title, table = "The slowest requests", compare_tails(trace, quick, count, show)
         if slos or hints:  # the other tables were shown when each was done
