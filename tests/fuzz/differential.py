@@ -133,6 +133,11 @@ def strict_json(body: bytes) -> Any:
     return found
 
 
+def _as_utf8(body: bytes) -> bytes:
+    """Return a client's body without its byte order mark, from UTF-16 and UTF-32 too. Raises ValueError."""
+    return body.decode(json.detect_encoding(body)).encode()
+
+
 def judge(read: Read | None, got: Got) -> str | None:
     """Return the problem of a request that a worker received for the one that h11 read, or None."""
     if read is None:
@@ -148,7 +153,7 @@ def judge(read: Read | None, got: Got) -> str | None:
     if not route.json and got.body == read.body:
         return _steers(got)
     try:
-        asked, read_there = strict_json(read.body), strict_json(got.body)
+        asked, read_there = strict_json(_as_utf8(read.body)), strict_json(got.body)
     except ValueError as error:
         return f"the body is not strict: {error}"
     names = control_names(route.path)

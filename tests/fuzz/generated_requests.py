@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -185,8 +186,11 @@ def request_with_known_head(random: Random, number: int) -> bytes:
     """Return a request whose head differs from others only in its length. Its number is in its body."""
     before, after = random.choice(_KNOWN_HEADS)
     body = json_body(random)
-    if body.startswith(b"{"):
-        body = b'{"#": %d, %b' % (number, body[1:])
+    encoding = json.detect_encoding(body)
+    with suppress(UnicodeDecodeError):
+        text = body.decode(encoding)
+        if text.startswith("{"):
+            body = f'{{"#": {number}, {text[1:]}'.encode(encoding)
     form = random.choice(_KNOWN_LENGTHS)
     size = len(body) + random.choice([0] * 120 + [-1, 1])
     return before + form % ((size,) * form.count(b"%")) + after + body
