@@ -29,7 +29,7 @@ from router.load.target_load import LoadTable
 from router.observability.build import Observability, build_observability
 from router.observability.seen_requests import SampledTraffic
 from router.routing.build import Routing, build_cache_state, build_routing, build_state
-from router.settings import Settings, SettingsFile
+from router.settings import ForwardTokens, Settings, SettingsFile
 from router.sharing import build_sharing
 from router.sharing.worker_processes import WorkerProcesses
 from router.tokens.tokenizer_source import TokenizerSource
@@ -79,7 +79,10 @@ async def running_services(
         cache_state = build_cache_state(settings, indexer)
         tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout, settings.limits.characters)
         stack.push_async_callback(tokenizers.close)
-        source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer, cache_state.audit.audits)
+        forwards = settings.proxy.forward_tokens is ForwardTokens.AUTO
+        source = TokenizerSource(
+            tokenizers, settings.models, session, settings.tokenizer, cache_state.audit.audits, forwards
+        )
         stack.push_async_callback(source.close)
         adapters = Adapters(session)
         stack.push_async_callback(adapters.close)
@@ -92,7 +95,7 @@ async def running_services(
         admission = Admission(routing.selector, routing.placement, settings.admission, late_binding)
         observability = build_observability(settings, fleet, indexer, tokenizers, source, routing, admission, sampled)
         upstreams = build_upstreams(settings, networks, fleet)
-        proxy = build_forwarding(settings, fleet, upstreams, routing, admission, observability)
+        proxy = build_forwarding(settings, fleet, upstreams, routing, admission, observability, source)
 
         async def on_model(worker: Worker, model: ServedModel) -> None:
             await source.provide(worker, model)

@@ -65,6 +65,7 @@ def subscribe_observability(observability: Observability, admission: Admission, 
 def subscribe_tokens(source: TokenizerSource, adapters: Adapters, fleet: Fleet) -> None:
     """Drop the tokenizers and adapters that only removed workers used."""
     fleet.on_removed += [source.removed, adapters.removed]
+    fleet.on_restarted.append(source.restarted)
 
 
 def subscribe_forwarding(proxy: ProxyContext, routing: Routing, fleet: Fleet) -> None:

@@ -25,6 +25,7 @@ from router.forwarding.exchange import RoutingHeaders
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.forwarding.retries import broken_off, is_model_missing, not_reached
+from router.forwarding.token_forwarding import TokenOffer
 from router.http.headers import RANK_HEADER, Headers, forwarded_lines
 from router.observability.spans import Span
 from router.routing.assignment import Assignment
@@ -60,11 +61,13 @@ class Attempts:
 
     - `assignment`: the current target; None before the first attempt, between attempts and at the end.
     - `others`: another worker could serve it.
+    - `offer`: the prompt's token ids, which are sent to workers that may receive them; None if they are not sent.
     """
 
     # Defaults on the class, because most requests never change them.
     assignment: Assignment | None = None
     others = False
+    offer: TokenOffer | None = None
     _span: Span | None = None  # of the current step: the choice, or the request to the worker
     _many_ranks = False
     _hung = False  # a worker hung with this request
@@ -174,12 +177,13 @@ class Attempts:
                 lines, request_id = forwarded_lines(self._headers_to(assignment)), b""
             else:
                 lines, request_id = context.lines_for_workers(), context.id
+            body = self._body if self.offer is None else self.offer.body_to(worker, self._body)
             upstream = services.upstreams.get(worker.url)
             add_worker_key = context.admitted.add_worker_key
             # A retry opens a connection: a kept one to another worker that stopped would count as a second break.
             once = bool(self._left) or self._once
             self.sent = upstream.send(
-                handler, head.method, head.target, lines, self._body, request_id, now, once, add_worker_key
+                handler, head.method, head.target, lines, body, request_id, now, once, add_worker_key
             )
         if assignment is not self.assignment:
             return  # it failed at once

@@ -127,7 +127,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         try:
             body, _ = context.checked(_UNSEEN_JSON if context.admitted.route.json else b"")
             request = read_call(Call("", head.path, head.headers, b"", head.session_headers))
-            self._admit(unread_prompt(request, 0), body)
+            self._admit(request, unread_prompt(request, 0), body)
         except RequestError as error:
             self.refuse(error)
         except Exception:
@@ -220,7 +220,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         if prompt is None:
             self._continue_in_task(self._read_aside(request, body, span))
         else:
-            self._admit(prompt, body)
+            self._admit(request, prompt, body)
 
     async def _read_long(self, body: bytes) -> None:
         services, context = self._services, self._context
@@ -229,7 +229,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         prompt = prompt_now(services, request, body, span)
         if prompt is None:
             prompt = await read_prompt_aside(services, request, body, span)
-        self._admit(prompt, body)
+        self._admit(request, prompt, body)
 
     def _decoded(self, body: bytes, span: Span | None) -> tuple[bytes, RoutedRequest]:
         body, model_body = self._context.checked(body)
@@ -241,15 +241,21 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         services = self._services
         # With another transport, the router cannot change the response.
         asks = self._transport is None and (services.ask_usage or services.recorder.listening)
-        if asks and (asking := with_include_usage(self._context.head.path, body)):
-            body, self._hidden = asking, HiddenUsage()
-        return body
+        return self._with_usage(body) if asks else body
+
+    def _with_usage(self, body: bytes) -> bytes:
+        """Return the body with usage requested, which is hidden from a client that did not ask for it."""
+        asking = with_include_usage(self._context.head.path, body)
+        if asking is None:
+            return body
+        self._hidden = HiddenUsage()
+        return asking
 
     async def _read_aside(self, request: RoutedRequest, body: bytes, span: Span | None) -> None:
         prompt = await read_prompt_aside(self._services, request, body, span)
-        self._admit(prompt, body)
+        self._admit(request, prompt, body)
 
-    def _admit(self, prompt: RoutedPrompt, body: bytes) -> None:
+    def _admit(self, request: RoutedRequest, prompt: RoutedPrompt, body: bytes) -> None:
         """Check a parsed request against its tenant and its deadline, and send it. Raises RequestError."""
         services, context = self._services, self._context
         tenant = context.tenant
@@ -280,10 +286,16 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             seconds = max(ticket.deadline - ticket.arrived, 0.0)
             self._deadline = services.loop.call_later(seconds, self._deadline_passed)
         services.budget.request(ticket.arrived)
+        offer = None
+        if services.token_forwarding is not None and self._transport is None:
+            offer = services.token_forwarding.offer(context.head.path, body, request, prompt)
+            if offer is not None:
+                body = self._with_usage(body)
         without = self._without
         if services.settings.client_routing and tenant is None:
             without = [*without, *follow_client(prompt, context.head.headers, services.fleet)]
         self._attempts = attempts = Attempts(services, context, prompt, ticket, body, self._transport, without)
+        attempts.offer = offer
         self._send_next(attempts, ticket.arrived)
 
     # WAITING, and SENT
@@ -453,7 +465,8 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         self._phase = _ANSWERING
         headers = attempts.routing_headers()
         self._response = response = self._new_response(attempts, assignment, head)
-        response.start(headers, self._hidden, self._recorded is not None, data, ended)
+        needs_usage = self._recorded is not None or attempts.offer is not None
+        response.start(headers, self._hidden, needs_usage, data, ended)
         self._passed_on(attempts, response, data, ended)
 
     def _new_response(self, attempts: Attempts, assignment: Assignment, head: ResponseHead) -> ProxiedResponse:
@@ -465,6 +478,8 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         """Continue after bytes were forwarded: end the request, or let chunks bypass this object."""
         if ended:
             attempts.sent = None
+            if attempts.offer is not None:
+                attempts.offer.answered(response.usage)
             self._finish()
         elif data:
             response.forward_chunks(attempts.sent)

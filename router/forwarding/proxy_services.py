@@ -17,6 +17,7 @@ from router.fleet.fleet import Fleet
 from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.request_context import RequestContexts
 from router.forwarding.retries import ELSEWHERE, RetryBudget
+from router.forwarding.token_forwarding import TokenForwarding
 from router.observability.build import Observability
 from router.observability.metrics import RequestMetrics
 from router.observability.request_recorder import RequestRecorder
@@ -24,6 +25,7 @@ from router.observability.spans import Tracing
 from router.prediction.service_levels import ServiceLevels
 from router.routing.build import Routing
 from router.settings import ProxySettings, ServerSettings, Settings
+from router.tokens.tokenizer_source import TokenizerSource
 from router.upstream import Upstreams
 
 # Bodies of up to this size are parsed on the event loop: at most two milliseconds of work.
@@ -77,6 +79,7 @@ class ProxyServices:
         long_bodies: LongBodies,
         stream_failover: StreamFailover | None = None,
         service_levels: ServiceLevels | None = None,
+        token_forwarding: TokenForwarding | None = None,
     ) -> None:
         self.reader = routing.reader
         self.selector = routing.selector
@@ -91,6 +94,7 @@ class ProxyServices:
         self.long_bodies = long_bodies
         self.stream_failover = stream_failover
         self.service_levels = service_levels
+        self.token_forwarding = token_forwarding
         self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
         self.attempts = settings.attempts
         self.elsewhere = ELSEWHERE.union(settings.retry_statuses)
@@ -126,6 +130,7 @@ def build_forwarding(
     routing: Routing,
     admission: Admission,
     observability: Observability,
+    tokenizer_source: TokenizerSource,
 ) -> ProxyContext:
     """Return what serves requests for workers. Its `close` ends the threads that it owns."""
     gate = AuthGate(settings)
@@ -147,6 +152,7 @@ def build_forwarding(
         LongBodies(settings.limits.arriving_bytes),
         failover,
         ServiceLevels.from_settings(settings),
+        TokenForwarding(tokenizer_source, fleet, observability.registry) if tokenizer_source.forwards else None,
     )
     contexts = RequestContexts(gate, tracing, metrics, settings.logs.access)
     return ProxyContext(contexts, services, settings.server, gate, tracing)

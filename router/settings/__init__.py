@@ -29,6 +29,7 @@ from router.settings.routing import (
 from router.settings.server import (
     AdmissionSettings,
     EngineFields,
+    ForwardTokens,
     LimitSettings,
     PickerSettings,
     ProxySettings,
@@ -52,6 +53,7 @@ __all__ = [
     "EngineFields",
     "EventSettings",
     "FleetSettings",
+    "ForwardTokens",
     "KeySettings",
     "KubernetesSettings",
     "LimitSettings",

@@ -96,6 +96,13 @@ class EngineFields(StrEnum):
     PASS = "pass"
 
 
+class ForwardTokens(StrEnum):
+    """The choice to send token ids with prompts. AUTO: to engines whose trial allows it."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
 class WorkerKeys(StrEnum):
     """Which requests of clients receive the worker's API key. Those of tenants and of the operator always do.
 
@@ -125,7 +132,14 @@ class ProxySettings(Section):
     client_routing: bool = False
     worker_keys: WorkerKeys = WorkerKeys.AUTO
     engine_fields: EngineFields = EngineFields.AUTO
+    forward_tokens: ForwardTokens = ForwardTokens.OFF
     more_routes: list[Annotated[str, Field(pattern=r"^(GET|POST|PUT|PATCH|DELETE) /[!-~]*$")]] = []
+
+    @field_validator("forward_tokens", mode="before")
+    @classmethod
+    def _off_in_yaml(cls, value: object) -> object:
+        """Return "off" for `off`, which YAML reads as false."""
+        return ForwardTokens.OFF if value is False else value
 
 
 class UpstreamSettings(Section):

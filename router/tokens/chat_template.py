@@ -35,6 +35,7 @@ class ChatTemplate:
     """A compiled chat template.
 
     - `takes_system_first`: a system message must be the first message.
+    - `reads_clock`: the template may write the date.
     - `effort_without_thinking`: the effort that disables thinking: "none", or "low" if the template does not support
       that.
     """
@@ -55,6 +56,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:  # every rendering raises it
             self._error = error
         self.takes_system_first = _takes_system_first(source)
+        self.reads_clock = "strftime_now" in source
         self.effort_without_thinking = self._effort_without_thinking()
 
     def _effort_without_thinking(self) -> str:

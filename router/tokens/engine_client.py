@@ -76,6 +76,12 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
 
 
+class _Version(msgspec.Struct):
+    version: str
+
+
+_MOST_VERSION = 4096
+_decode_version = msgspec.json.Decoder(_Version).decode
 _decode_rendered = msgspec.json.Decoder(_Rendered | list[_Rendered]).decode
 _decode_tokenized = msgspec.json.Decoder(_Tokenized).decode
 _decode_answer = msgspec.json.Decoder(_Answer).decode
@@ -141,6 +147,17 @@ class EngineClient:
         if ids is None:
             raise NotOfferedError(f"{url}: it does not return the token ids of a prompt")
         return [PackedPrompt.of(ids)]
+
+    async def version(self, url: str) -> str:
+        """Return the engine's release by `/version`; "" if it does not say."""
+        key = self._key_of(url)
+        try:
+            async with self._session.get(
+                f"{url}/version", headers=key.headers if key else {}, timeout=self._timeout, allow_redirects=False
+            ) as response:
+                return _decode_version(await read_answer(response, _MOST_VERSION)).version
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return ""
 
     def render_path(self, prompt: ChatPrompt | TextPrompts) -> str:
         if isinstance(prompt, TextPrompts):

@@ -107,6 +107,12 @@ class LocalTokenizer:
         return self._chat_encoder is not None
 
     @property
+    def depends_on_more(self) -> bool:
+        """True if tokens may depend on more than the request: on the date, or on a family's encoder."""
+        templates = (self._template, self._tools_template)
+        return self.has_chat_encoder or any(template and template.reads_clock for template in templates)
+
+    @property
     def cached_bytes(self) -> int:
         """Bytes that cached texts occupy."""
         return self._encoder.cached_bytes + self._prompts.bytes

@@ -33,12 +33,18 @@ class TrialRecord:
 
     - `agreement`: the result; None if the worker did not answer.
     - `ended`: whether a trial with this description has ended.
+    - `local`: the tokenizer that the result is about.
+    - `version`: the engine's release; "" if it is not known or not needed.
+    - `miscounted`: whether an answer reported another number of prompt tokens than the ids that were sent.
     """
 
     at: float
     description: WorkerDescription | None
     agreement: Agreement | None = None
     ended: bool = False
+    local: LocalTokenizer | None = None
+    version: str = ""
+    miscounted: bool = False
 
     def next(self, at: float, description: WorkerDescription | None) -> TrialRecord:
         """Return the record of the next trial. It keeps the result while the description is the same."""
@@ -154,6 +160,12 @@ def tokenizer_findings(tokenizers: Tokenizers, models: Mapping[str, ModelState])
             if kinds and model.local is not None:
                 detail = f"{', '.join(kinds)}; {kinds[0]} {merged.probes[kinds[0]].difference}"
                 found.append(_about(model, finding, detail))
+        for url, tried in model.trials.items():
+            if tried.miscounted:
+                detail = (
+                    f"{model.workers[url].name} counted other prompt tokens than it was sent, so it receives no ids"
+                )
+                found.append(_about(model, "ids_miscounted", detail))
         tokenizer = tokenizers.by_model().get(model.name)
         if tokenizer is not None and tokenizer.suspected:
             detail = "usage in responses disagrees with the local tokenizer, so the engine is asked about every prompt"

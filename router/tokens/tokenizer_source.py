@@ -17,6 +17,7 @@ import aiohttp
 import structlog
 
 from indexer import Target
+from router.apis.requests import ChatPrompt
 from router.cache_state.target_audit import TargetAudit
 from router.fleet.discovery import ServedModel
 from router.fleet.worker import Worker
@@ -31,6 +32,7 @@ from router.tokens.media_reader import MediaReader
 from router.tokens.model_files import fetch_from_hub, is_hub_name
 from router.tokens.model_state import ModelState, TrialRecord, tokenizer_findings, tokenizer_report
 from router.tokens.model_tokenizer import ModelTokenizer
+from router.tokens.permission import Permission, permission
 from router.tokens.tokenizers import Tokenizers
 
 log = structlog.get_logger()
@@ -52,7 +54,10 @@ class TokenizerSource:
         session: aiohttp.ClientSession,
         settings: TokenizerSettings,
         audits: Callable[[], Iterable[tuple[Target, TargetAudit]]] = tuple,
+        forwards: bool = False,
     ) -> None:
+        """Create a source without models. `forwards`: token ids are sent to workers whose trial allows it."""
+        self.forwards = forwards
         self._audits = audits
         self._tokenizers = tokenizers
         self._configured = models
@@ -98,6 +103,32 @@ class TokenizerSource:
             if model.trials.pop(worker.url, None) is not None:
                 self._use(model)
 
+    def restarted(self, worker: Worker) -> None:
+        """Drop the trials of a worker that has a new process, so that it is tried again."""
+        if self.forwards:
+            for model in self._models.values():
+                model.trials.pop(worker.url, None)
+
+    def permission(self, worker: Worker, model: str) -> Permission:
+        """Return the kinds of prompts whose ids this worker may receive for a model."""
+        state = self._models.get(model)
+        if state is None:
+            return Permission(reason="the model has no tokenizer")
+        return permission(state, self._tokenizers.by_model().get(model), worker)
+
+    def tokenizes_alone(self, model: str, prompt: ChatPrompt) -> bool:
+        """Return whether the model's local tokenizer makes the tokens of a prompt without asking an engine."""
+        tokenizer = self._tokenizers.by_model().get(model)
+        return tokenizer is not None and tokenizer.local is not None and not tokenizer.asks(prompt)
+
+    def miscounted(self, worker: Worker, model: str) -> None:
+        """Record that an answer reported another number of prompt tokens than the ids that were sent."""
+        state = self._models.get(model)
+        tried = state.trials.get(worker.url) if state is not None else None
+        if tried is not None and not tried.miscounted:
+            tried.miscounted = True
+            log.warning("token ids are no longer sent to a worker", worker=worker.name, model=model)
+
     async def settled(self) -> None:
         """Wait until all running trials end."""
         await asyncio.gather(*(model.task for model in self._models.values() if model.task is not None))
@@ -108,7 +139,12 @@ class TokenizerSource:
 
     def report(self) -> dict[str, dict[str, Any]]:
         """Return how each model's prompts become tokens: for `/workers`, the page and the doctor."""
-        return tokenizer_report(self._tokenizers, self._models)
+        found = tokenizer_report(self._tokenizers, self._models)
+        if self.forwards:
+            for model in self._models.values():
+                reasons = {each.name: self.permission(each, model.name).reason for each in model.workers.values()}
+                found[model.name]["ids_not_sent"] = reasons
+        return found
 
     def findings(self) -> list[dict[str, Any]]:
         """Return the problems of tokenizers; docs/troubleshooting.md explains each."""
@@ -202,7 +238,9 @@ class TokenizerSource:
             newly_mismatched = mismatched and url not in model.mismatched
             (model.mismatched.add if mismatched else model.mismatched.discard)(url)
             try:
+                tried.version = await model.client.version(url) if self.forwards else ""
                 tried.agreement = await self._tried(model, url, mismatched)
+                tried.local = model.local
             except TokenizerUnavailableError as error:
                 log.info("cannot compare a worker's tokens", worker=worker.name, model=model.name, reason=str(error))
                 agrees = False
@@ -216,7 +254,7 @@ class TokenizerSource:
         """Try a worker, compare the best local tokenizer with it, and return the result."""
         # `/tokenize` does not support families with their own encoders.
         special = model.local is not None and model.local.has_chat_encoder
-        trial = Trial(model.client, url, computes=mismatched or special)
+        trial = Trial(model.client, url, computes=mismatched or special or self.forwards)
         await trial.ask()
         found = await asyncio.to_thread(trial.compare, model.local)
         if not found.with_route(TokenizerRoute.ENGINE, TokenizerRoute.GUESSED):

@@ -51,6 +51,7 @@ _CAUSES = {
     "tokenizer_incomplete": Cause.TOKENIZER_MISSING,
     "prompts_asked": Cause.PROMPTS_DIFFER,
     "prompts_differ": Cause.PROMPTS_DIFFER,
+    "ids_miscounted": Cause.PROMPTS_DIFFER,
     "tokenizer_suspected": Cause.PROMPTS_DIFFER,
 }
 

@@ -47,6 +47,7 @@ ROUTER_FIXES = {
     "tokenizer_incomplete": "Install the extra that the evidence names.",
     "prompts_asked": "No action is needed. To save time, configure the engine's model files and chat template.",
     "prompts_differ": "Start vLLM with --enable-scale-out, or configure the engine's model files and template.",
+    "ids_miscounted": "Check the worker's chat template and release, and restart it.",
     "tokenizer_suspected": "The finding ends when the next prompts agree. Check the requests of clients.",
     "prompts_by_text": "Set models: NAME: tokenizer: to the model's folder or its name on the Hub.",
     "no_models": "Set model: of the worker in the settings.",
