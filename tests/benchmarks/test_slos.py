@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
+from statistics import mean
 
 import pytest
 
@@ -66,11 +67,15 @@ def test_sides_that_read_slos_refuse_late_requests_of_refusing_classes(side: str
 
 
 def test_refusing_late_requests_meets_more_slos() -> None:
-    shares = {}
+    shares, refused = {}, {}
     for mix in (ALL_WITH_SLOS, REFUSING):
-        shares[mix] = kept(play(OURS_WITH_SLOS, GROUND, classed(GROUND.requests(4.0, 0), mix, 0), 0))
-    assert shares[ALL_WITH_SLOS].refused == 0 < shares[REFUSING].refused
-    assert shares[REFUSING].share > shares[ALL_WITH_SLOS].share
+        runs = [
+            kept(play(OURS_WITH_SLOS, GROUND, classed(GROUND.requests(4.0, seed), mix, seed), seed))
+            for seed in range(3)
+        ]
+        shares[mix], refused[mix] = mean(run.share for run in runs), mean(run.refused for run in runs)
+    assert refused[ALL_WITH_SLOS] == 0 < refused[REFUSING]
+    assert shares[REFUSING] > shares[ALL_WITH_SLOS] + 0.05
 
 
 def test_some_slos_are_met_far_beyond_saturation() -> None:

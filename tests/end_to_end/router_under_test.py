@@ -114,13 +114,14 @@ class RouterUnderTest:
         await until(lambda: self.metric(name, **labels), lambda found: found == value)
 
     async def until_live(self) -> None:
-        """Wait until the event stream of every rank is live."""
+        """Wait until the event stream of every rank is live, and no trial of a tokenizer runs."""
 
         def live(workers: list[dict[str, Any]]) -> bool:
             ranks = [each["ranks"] for each in workers]
             return bool(ranks) and all(each and all(rank["state"] == "live" for rank in each) for each in ranks)
 
         await until(self.workers, live)
+        await self.until_tokenizers_are_tried()
 
     async def until_up(self, count: int = 1) -> None:
         """Wait until a number of workers answers."""
@@ -142,6 +143,10 @@ class RouterUnderTest:
         """Return the findings of the report `/health`."""
         found: list[dict[str, Any]] = (await self.health())["findings"]
         return found
+
+    async def until_tokenizers_are_tried(self) -> None:
+        """Wait until no trial of a tokenizer runs, because prompts are routed by load until then."""
+        await until(self.health, lambda health: "trial running" not in health["tokenizers"].values())
 
 
 def plain_client(url: str) -> openai.AsyncOpenAI:

@@ -23,6 +23,7 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is held w
 async def routed() -> AsyncIterator[RouterUnderTest]:
     settings = SimulatedWorkerSettings(base_step_s=0.001)
     async with running(settings) as one, running(settings) as two, router(one, two) as routed:
+        await routed.until_tokenizers_are_tried()
         yield routed
 
 
