@@ -11,6 +11,7 @@ import aiohttp
 import zmq
 import zmq.asyncio
 from aiohttp import web
+from running_app import running_app
 
 Frames = list[bytes]
 
@@ -46,16 +47,8 @@ async def request_proxy(
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        async with aiohttp.ClientSession() as session:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            host, port = runner.addresses[0][:2]
-            yield f"http://{host}:{port}"
-    finally:
-        await runner.cleanup()
+    async with aiohttp.ClientSession() as session, running_app(app) as url:
+        yield url
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ import zmq
 from aiohttp import web
 from broken_fleet import Frames, event_relay, request_proxy
 from router_under_test import router, until
+from running_app import running_app
 from typer.testing import CliRunner
 
 from benchmarks.ports import free_port
@@ -318,13 +319,8 @@ async def cluster(**objects: list[dict[str, Any]]) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_get(PODS, listed)
     app.router.add_get(SLICES, listed)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with running_app(app) as url:
+        yield url
 
 
 @pytest.mark.parametrize("by", ["selector", "service"])

@@ -216,7 +216,7 @@ def read(number: int) -> bytes:
 
 
 async def until_shown(shown: bytearray, text: bytes) -> None:
-    while text not in shown:  # noqa: ASYNC110 - a terminal tells nobody
+    while text not in shown:  # noqa: ASYNC110 - a terminal sets no event
         await asyncio.sleep(0.02)
 
 

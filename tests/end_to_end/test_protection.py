@@ -14,6 +14,7 @@ import pytest
 import trustme
 from aiohttp import web
 from router_under_test import Reply, RouterUnderTest, router, serving
+from running_app import running_app
 from scripted_worker import MODEL, ScriptedWorker
 from typer.testing import CliRunner
 
@@ -234,18 +235,12 @@ async def test_client_certificate_is_sent_to_worker(authority: tuple[trustme.CA,
         return web.json_response({"data": [{"id": MODEL}]})
 
     app.router.add_get("/v1/models", models)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
-        url = f"https://127.0.0.1:{runner.addresses[0][1]}"
+    async with running_app(app, context) as url:
         own = {"ca": files["ca"], "certificate": files["certificate"], "key": files["key"]}
         async with router(url, upstream=own) as routed:
             assert (await routed.call("/ready")).status == 200
         async with router(url, upstream={"ca": files["ca"]}) as routed:
             assert (await routed.call("/ready")).status == 503
-    finally:
-        await runner.cleanup()
 
 
 # The command

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from router_under_test import router
+from running_app import running_app
 from simulated_workers import simulated_workers
 from typer.testing import CliRunner
 
@@ -84,15 +85,8 @@ async def test_text_is_sent_to_server_without_token_ids(workers: list[str]) -> N
 
     server = web.Application()
     server.add_routes([web.post("/v1/completions", complete), web.get("/v1/models", models)])
-    runner = web.AppRunner(server)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with running_app(server) as url:
         run = await replay_live(trace(), target(url), lambda: None)
-    finally:
-        await runner.cleanup()
     assert run.errors() == []
     assert any("text" in note for note in run.notes)
     assert all((answer.cached_tokens or 0) > 0 for answer in run.answers[4:])

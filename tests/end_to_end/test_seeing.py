@@ -16,6 +16,7 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 from router_under_test import RouterUnderTest, router, until
+from running_app import running_app
 from scripted_worker import MODEL, Exchange, ScriptedWorker
 from structlog.testing import LogCapture
 
@@ -270,15 +271,9 @@ async def collecting() -> AsyncIterator[Collector]:
     collector = Collector()
     app = web.Application()
     app.router.add_post("/v1/traces", collector.receive)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        collector.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
+    async with running_app(app) as url:
+        collector.url = f"{url}/v1/traces"
         yield collector
-    finally:
-        await runner.cleanup()
 
 
 @pytest.mark.parametrize("parent", [None, PARENT])

@@ -22,6 +22,7 @@ from envoy_client import set_headers
 from grpc_call import channel_to
 from picker_under_test import PickerUnderTest, picker
 from router_under_test import RouterUnderTest, router
+from running_app import running_app
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 from simulated_pairs import MODEL, simulated_pairs
 from simulated_workers import simulated_workers
@@ -180,14 +181,8 @@ async def compressing(worker: str, default: str = "identity", coding: str | None
 
         app = web.Application()
         app.router.add_route("*", "/{rest:.*}", forward)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
+        async with running_app(app) as url:
+            yield url
 
 
 @asynccontextmanager

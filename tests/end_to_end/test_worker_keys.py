@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from router_under_test import QUICK, RouterUnderTest, router, until
+from running_app import running_app
 from simulated_pairs import STYLES, simulated_pairs
 from structlog.testing import capture_logs
 
@@ -71,14 +72,8 @@ async def keyed_worker(expected: str = f"Bearer {KEY}") -> AsyncIterator[KeyedWo
     worker = KeyedWorker(expected)
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", worker.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    worker.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+    async with running_app(app) as worker.url:
         yield worker
-    finally:
-        await runner.cleanup()
 
 
 async def everything_shown(routed: RouterUnderTest, headers: dict[str, str] | None = None) -> str:

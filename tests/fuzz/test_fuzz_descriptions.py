@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 from budget import damaged, examples
+from running_app import running_app
 
 from kvevents.sources import MOST_BLOCK_SIZE
 from router.fleet.discovery import DiscoveryError, WorkerDescription, describe_worker
@@ -78,14 +79,8 @@ async def worker(answers: dict[str, bytes]) -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_get("/{path:.*}", answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with running_app(app) as url:
+        yield url
 
 
 def check(description: WorkerDescription) -> None:
