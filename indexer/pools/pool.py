@@ -23,7 +23,7 @@ _BYTES_A_BLOCK: Final = 64  # memory of a block in the tables, with its share of
 class PoolConfig:
     """Configuration of a pool.
 
-    - `name`: its name in answers, logs and metrics.
+    - `name`: its name in logs.
     - `workers`: URLs of the workers that load from it; empty: all workers of `models`.
     - `models`: models whose workers load from it, each with a text that its objects' keys contain; empty: all models.
     - `media`: media of workers' events that report its blocks; empty if the pool reports them itself.

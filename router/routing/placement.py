@@ -164,7 +164,7 @@ class Placement:
             prompt.tokens,
             chosen.overlap,
             selection.by_events if not without_events and self._audit.events_complete(target) else None,
-            one_answer and (prompt.exact or prompt.by_text) and whole and chosen.source is None,
+            one_answer and (prompt.exact or prompt.by_text) and whole,
             selection.rank.worker.capacity_tokens,
             now,
             selection.best_overlap,
