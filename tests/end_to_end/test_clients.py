@@ -250,6 +250,7 @@ async def test_conversation_about_image_stays_with_its_worker() -> None:
         scripted_workers(*[script] * 3) as workers,
         router(*(worker.url for worker in workers), models=models) as routed,
     ):
+        await routed.until_tokenizers_are_tried()
         workers_by_picture: dict[str, set[str]] = {}
         for _ in range(3):
             for picture in ("data:,one", "data:,two"):

@@ -177,8 +177,9 @@ async def test_killed_and_restarted_processes_lose_no_request() -> None:
             for number in range(40):
                 if number == 20:
                     await asyncio.gather(*replies)  # an answer that both workers break off is lost
-                    one.send_signal(signal.SIGKILL)
-                    other.send_signal(signal.SIGKILL)
+                    for killed in (one, other):
+                        killed.send_signal(signal.SIGKILL)
+                        await asyncio.to_thread(killed.wait, 10)
                 replies.append(asyncio.create_task(routed.call("/v1/completions", body)))
                 await asyncio.sleep(0.01)
             await asyncio.to_thread(one.__exit__, None, None, None)
