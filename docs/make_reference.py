@@ -254,12 +254,12 @@ def alerts_page() -> str:
     lines += ["", "| alert | severity | after | what it says | what to do |", "|---|---|---|---|---|"]
     for group in yaml.safe_load(ALERTS.read_text())["groups"]:
         for rule in group["rules"]:
-            said = [
+            cells = [
                 re.sub(r"{{ \$labels\.(\w+) }}", r"(\1)", rule["annotations"][key])
                 for key in ("summary", "description")
             ]
             severity = rule["labels"]["severity"]
-            row = [f"`{rule['alert']}`", severity, rule.get("for", "at once"), *said]
+            row = [f"`{rule['alert']}`", severity, rule.get("for", "at once"), *cells]
             lines.append("| " + " | ".join(map(_cell, row)) + " |")
     return "\n".join(lines) + "\n"
 

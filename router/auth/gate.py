@@ -61,17 +61,17 @@ def check_host(headers: Headers, loopback: bool, allowed: Collection[str]) -> No
 
 def check_site(headers: Headers) -> None:
     """Raise RequestError (403, 415) for a state change that another site's page may have sent."""
-    said: dict[bytes, set[bytes]] = {name: set() for name in (b"origin", b"sec-fetch-site", b"content-type", b"host")}
+    values: dict[bytes, set[bytes]] = {name: set() for name in (b"origin", b"sec-fetch-site", b"content-type", b"host")}
     for name, value in headers:
-        if name in said:
-            said[name].add(value.strip().lower())
-    kinds = {value.partition(b";")[0].strip() for value in said[b"content-type"]}
-    if not _SIMPLE.isdisjoint(kinds) or (_FORM in kinds and said[b"origin"]):
+        if name in values:
+            values[name].add(value.strip().lower())
+    kinds = {value.partition(b";")[0].strip() for value in values[b"content-type"]}
+    if not _SIMPLE.isdisjoint(kinds) or (_FORM in kinds and values[b"origin"]):
         raise RequestError(
             "This route accepts JSON only. Send content-type: application/json.", status=415, param="content-type"
         )
-    foreign = any({_netloc_of(origin)} != said[b"host"] for origin in said[b"origin"])
-    if foreign or not said[b"sec-fetch-site"].isdisjoint((b"cross-site", b"same-site")):
+    foreign = any({_netloc_of(origin)} != values[b"host"] for origin in values[b"origin"])
+    if foreign or not values[b"sec-fetch-site"].isdisjoint((b"cross-site", b"same-site")):
         raise RequestError(
             "The page of another site asks to change the state of the service, which is not allowed.",
             status=403,

@@ -39,7 +39,11 @@ class OutlierLimits:
 
 
 class Recent:
-    """The recent requests of a worker. `errors`: the failed share, of enough; `seconds`: the median to a first byte."""
+    """The recent requests of a worker.
+
+    - `errors`: the share that failed; None below the number of requests that `limits.samples` asks for.
+    - `seconds`: the median time to the first byte of streamed responses.
+    """
 
     def __init__(self, health: Health, limits: OutlierLimits) -> None:
         results = health.results()

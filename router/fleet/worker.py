@@ -213,7 +213,7 @@ class Worker:
         return 0.0 if self.probe_began is None else self.health.clock() - self.probe_began
 
     def note_refusal(self) -> None:
-        """Record that it does not accept connections: its process ended."""
+        """Record that the worker refused a connection, because its process ended."""
         if self.refused_at is None:
             self.refused_at = self.health.clock()
 

@@ -235,7 +235,7 @@ class Attempts:
         pair.start()
 
     def moved(self, worker: Worker) -> None:
-        """Record that the transport sent the request to this worker after the first refused it. Raises RequestError."""
+        """Record that the transport sent the request to this worker; the first refused it. Raises RequestError."""
         assignment, services = self.assignment, self._services
         assert assignment is not None
         assignment.attempt.end(Outcome.FAILED, "not taken")

@@ -300,11 +300,13 @@ class _Collected(ResponseHandler):
 
 
 class _Ignored(ResponseHandler):
+    """Handler of a response that is not needed."""
+
     def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
-        """Ignore it."""
+        """Ignore the head."""
 
     def on_body(self, data: bytes, ended: bool) -> None:
-        """Ignore it."""
+        """Ignore the body."""
 
     def on_failed(self, error: UpstreamError) -> None:
-        """Ignore it."""
+        """Ignore the failure."""

@@ -36,11 +36,11 @@ class RoutingHeaders:
         self._more.append((name, value))
 
     def headers(self) -> Headers:
-        said = [
+        lines = [
             (b"x-kvrouter-worker", self._worker.name.encode()),
             (b"x-kvrouter-overlap-tokens", b"%d" % self._overlap),
         ]
-        return said + self._more if self._more else said
+        return lines + self._more if self._more else lines
 
     def lines(self) -> bytes:
         """Return the encoded headers."""

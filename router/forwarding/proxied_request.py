@@ -159,7 +159,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         return self._phase is _ENDED
 
     def moved(self, worker: Worker) -> None:
-        """Record that the transport sent it to another worker after the first refused it. Raises RequestError."""
+        """Record that the transport sent the request to another worker; the first refused it. Raises RequestError."""
         assert self._attempts is not None
         self._attempts.moved(worker)
 

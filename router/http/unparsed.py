@@ -54,23 +54,23 @@ class HeadPrefix:
 
 
 class CachedHead(Generic[T]):
-    """A head of which all bytes but its length's digits are known, and its parsed form `said`."""
+    """A head of which all bytes but its length's digits are known, and its parsed form `parsed`."""
 
-    __slots__ = ("_after", "_before", "said")
+    __slots__ = ("_after", "_before", "parsed")
 
-    def __init__(self, before: HeadPrefix, after: bytes, said: T) -> None:
+    def __init__(self, before: HeadPrefix, after: bytes, parsed: T) -> None:
         self._before = before
         self._after = after
-        self.said = said
+        self.parsed = parsed
 
     @classmethod
-    def of(cls, data: bytes, said: T, dated: bool = False) -> CachedHead[T] | None:
+    def of(cls, data: bytes, parsed: T, dated: bool = False) -> CachedHead[T] | None:
         """Return the head of one whole message with one length, if it is one. `dated`: a later date may differ."""
         end = head_size(data)
         lengths = list(_LENGTH.finditer(data, 0, end))
         if len(lengths) != 1 or int(lengths[0][1]) != len(data) - end:
             return None
-        return cls(HeadPrefix(data[: lengths[0].start(1)], dated), data[lengths[0].end(1) : end], said)
+        return cls(HeadPrefix(data[: lengths[0].start(1)], dated), data[lengths[0].end(1) : end], parsed)
 
     def read(self, data: bytes) -> bytes | None:
         """Return the body of a message with this head; None if the message must be parsed."""

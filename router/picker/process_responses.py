@@ -87,13 +87,13 @@ class Routed:
 
     - `number`: identifies the response if Envoy shows it in another stream.
     - `before`, `after`: the received headers, and those to forward.
-    - `said`: routing headers for the response. They are metadata, so that Envoy can add them by itself.
+    - `reported`: routing headers for the response. They are metadata, so that Envoy can add them by itself.
     """
 
     __slots__ = ("_metadata", "_mutation")
 
     def __init__(
-        self, endpoints: str, number: str, before: Headers, after: Headers, path: str | None, said: Headers
+        self, endpoints: str, number: str, before: Headers, after: Headers, path: str | None, reported: Headers
     ) -> None:
         header, metadata = _destination(endpoints)
         parts = [header]
@@ -103,7 +103,7 @@ class Routed:
         left = {name for name, _ in after}
         parts += [field(2, name) for name in {name for name, _ in before} - left if name != _DESTINATION]
         self._mutation = field(_HEADER_MUTATION, b"".join(parts)) + _CLEAR_ROUTE_CACHE
-        entries = b"".join([_entry(name, field(3, value)) for name, value in [(_REQUEST, number.encode()), *said]])
+        entries = b"".join([_entry(name, field(3, value)) for name, value in [(_REQUEST, number.encode()), *reported]])
         own = _entry(_OWN_NAMESPACE, _structure(entries))
         self._metadata = field(_DYNAMIC_METADATA, metadata + own)
 

@@ -148,14 +148,14 @@ class PickedRequest(ResponseWriter):
             self._mode = message.protocol_config.request_body_mode
             answer_mode = message.protocol_config.response_body_mode
         pseudo, self._received = process_requests.read_headers(head.headers)
-        said = process_requests.read_gateway_headers(self._received, state.objectives)
-        self._rewrite = said.model
+        gateway = process_requests.read_gateway_headers(self._received, state.objectives)
+        self._rewrite = gateway.model
         target = pseudo.get(":path", "/")
         path = target.partition("?")[0]
         method, raw_target = pseudo.get(":method", "GET"), target.encode("latin-1")
         if head.end_of_stream:
             method = state.proxy_context.gate.method_without_body(method, raw_target)
-        request = RequestHead(method, path, raw_target, said.headers)
+        request = RequestHead(method, path, raw_target, gateway.headers)
         self._phase = Phase.BODY
         self._context = context = state.proxy_context.contexts.begin(request)
         try:
@@ -174,7 +174,7 @@ class PickedRequest(ResponseWriter):
         self._path = target
         self._subset = process_requests.read_subset(message)
         outside = endpoints.outside(state, self._subset)
-        proxied = ProxiedRequest(state.proxy_context.services, context, self, self, outside, said.flow)
+        proxied = ProxiedRequest(state.proxy_context.services, context, self, self, outside, gateway.flow)
         self._response = PickedResponse(proxied, answer_mode)
         if head.end_of_stream or self._mode == _Mode.NONE:
             self._phase = Phase.ROUTING
@@ -268,8 +268,8 @@ class PickedRequest(ResponseWriter):
         ):
             headers = [*headers, (_AUTHORIZATION, key)]
         path = prefix + self._path if prefix else None
-        said = response.proxied.routing_headers()
-        routed = process_responses.Routed(named, self._number, self._received, headers, path, said)
+        reported = response.proxied.routing_headers()
+        routed = process_responses.Routed(named, self._number, self._received, headers, path, reported)
         if self._state.reports_heads is False:
             response.expect_no_head()
         if body is None:
@@ -355,9 +355,9 @@ class PickedRequest(ResponseWriter):
 
     def begin(self, head: ResponseHead, ours: RoutingHeaders | None, data: bytes, ended: bool) -> None:  # noqa: ARG002
         """Forward a worker's head, or send the router's own response."""
-        said = ours.headers() if ours is not None else []
-        self._context.answered(head.status, said)
-        headers = with_id([*head.passed_on, *said], self._context.id)
+        reported = ours.headers() if ours is not None else []
+        self._context.answered(head.status, reported)
+        headers = with_id([*head.passed_on, *reported], self._context.id)
         response = self._response
         if self._phase is not Phase.RESPONDING or ours is None or response is None:
             self._answer(head.status, headers, data)

@@ -236,7 +236,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
 
     @property
     def _busy(self) -> bool:
-        """The next request has to wait: for a response, or for a client that does not read."""
+        """True if the next request has to wait: for a response, or for a client that does not read."""
         return self._response is not None or self._write_paused
 
     @property
@@ -248,7 +248,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
 
     @property
     def _takes_more(self) -> bool:
-        """Another request may follow the last one."""
+        """True if another request may follow the last one."""
         if self._intake is _LINGERING or self._transport.is_closing():
             return False
         if self._queue:

@@ -195,7 +195,7 @@ class RequestReader:
         self._receiver = RequestReceiver()
 
     def read_known(self, data: bytes) -> tuple[RequestHead, bytes] | None:
-        """Return head and body of a request that is all of `data`, if its head is cached. It keeps the connection."""
+        """Return head and body, if `data` is one whole request with a cached head. Its connection stays open."""
         if self._request is not None and not self._request.complete:
             return None
         cached = self._cached
@@ -208,7 +208,7 @@ class RequestReader:
             self._cached = cached
         assert cached is not None
         self._limiter.end()
-        return cached.said, body
+        return cached.parsed, body
 
     def parse(self, data: bytes) -> None:
         """Parse received bytes, and call the receiver for each part."""

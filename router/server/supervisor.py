@@ -41,7 +41,7 @@ _spawn = get_context("spawn")
 
 
 class ProcessFailedError(Exception):
-    """A process could not be started. It has said why."""
+    """A process that could not be started. It has printed the reason."""
 
 
 @dataclass(slots=True)

@@ -147,9 +147,9 @@ class Harmony:
             header = tokens[place + 1 : end] if end else []
             if channel in header and constrain in header[header.index(channel) :]:
                 author = self._encoding.decode(header[: header.index(channel)])
-                said = self._encoding.decode(header[header.index(channel) + 1 : header.index(constrain)])
+                role = self._encoding.decode(header[header.index(channel) + 1 : header.index(constrain)])
                 kind = self._encoding.decode(header[header.index(constrain) + 1 :])
-                name, _, recipient = said.strip().partition(" to=")
+                name, _, recipient = role.strip().partition(" to=")
                 if author == "assistant" and name and recipient and kind:
                     made += [start, *self._encoding.encode(f"assistant to={recipient}"), channel]
                     made += [*self._encoding.encode(f"{name} {kind}"), message]

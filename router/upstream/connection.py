@@ -188,7 +188,7 @@ class UpstreamConnection(RequestConnection):
             return False
         handler = self._complete(request, keep=True)
         if handler is not None:
-            handler.on_head(known.said, body, True)
+            handler.on_head(known.parsed, body, True)
         return True
 
     # Responses that the parser reads

@@ -208,8 +208,8 @@ def _worker_settings(body: bytes) -> WorkerSettings:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        said = f"{place}: {first['msg']}" if place else first["msg"]
-        raise RequestError(f'{said}. Send {{"url": "http://…"}}.', param=place.partition(".")[0] or None) from error
+        message = f"{place}: {first['msg']}" if place else first["msg"]
+        raise RequestError(f'{message}. Send {{"url": "http://…"}}.', param=place.partition(".")[0] or None) from error
 
 
 async def _check_addresses(settings: WorkerSettings, networks: AllowedNetworks) -> None:

@@ -50,7 +50,7 @@ class Sending:
         self._sender.abort(reason)
 
     async def until_over(self, ended: Callable[[str | None], None]) -> None:
-        """Wait until the pages are no longer read. Before, call `ended` with `None` or the reason of a failure."""
+        """Call `ended` with the reason of a failure or with None, then wait until the pages are no longer read."""
         await until(lambda: self._sender.poll() in OVER)
         failure = None
         try:

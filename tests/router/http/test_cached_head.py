@@ -63,7 +63,7 @@ def test_cached_head_equals_the_parsed_head(length: bytes, body: bytes, rest: by
 
 
 def test_cached_head_matches_another_length() -> None:
-    assert KNOWN.said == "said"
+    assert KNOWN.parsed == "said"
     assert KNOWN.read(HEAD % b"12" + b"123456789012") == b"123456789012"
     assert KNOWN.read(HEAD % b"0") == b""
 
