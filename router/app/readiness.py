@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from indexer import Indexer
 from router.fleet.fleet import Fleet
@@ -17,20 +16,12 @@ class Readiness:
     should receive no new ones.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        indexer: Indexer,
-        patience: float,
-        without_workers: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, fleet: Fleet, indexer: Indexer, patience: float, without_workers: bool = False) -> None:
         """Create the readiness of a fleet. `without_workers`: requests wait for the first worker, so none is needed."""
         self._fleet = fleet
         self._indexer = indexer
         self._patience = patience
         self._without_workers = without_workers
-        self._clock = clock
         self._waiting_since: float | None = None
         self._caught_up = False
         self.stopping = False
@@ -44,8 +35,8 @@ class Readiness:
             return None if self._without_workers else "no worker answers"
         if not self._caught_up:
             if self._waiting_since is None:
-                self._waiting_since = self._clock()
-            waited = self._clock() - self._waiting_since
+                self._waiting_since = time.monotonic()
+            waited = time.monotonic() - self._waiting_since
             self._caught_up = waited >= self._patience or self._index_caught_up(up)
         return None if self._caught_up else "the index is catching up"
 

@@ -41,9 +41,9 @@ _LATE: Final = 2.0
 NO_TIME_TO_SPARE: Final = 0.45
 
 
-def should_hold(pending: float, step_tokens: int = STEP_TOKENS) -> bool:
+def should_hold(pending: float) -> bool:
     """Return whether a request is held for a target that has `pending` tokens of other prompts to compute."""
-    return pending > step_tokens
+    return pending > STEP_TOKENS
 
 
 def is_busy(load: TargetLoad, crowded: bool, others: int = 0, weight: float = 1.0) -> bool:

@@ -21,7 +21,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
@@ -44,7 +43,7 @@ _LATER_QUERY = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_
 _PLACE_QUERY = ("dp_rank", "cp_rank", "tp_rank", "pp_rank")
 
 
-def bootstrap_app(token: str = "", clock: Callable[[], float] = time.monotonic) -> FastAPI:
+def bootstrap_app(token: str = "") -> FastAPI:
     """Create the application. Its table is in memory; heartbeats fill it again after a restart."""
     app = FastAPI(title="kvrouter bootstrap")
     registry = RankRegistry()
@@ -57,7 +56,7 @@ def bootstrap_app(token: str = "", clock: Callable[[], float] = time.monotonic) 
     @app.put("/route")
     async def register(request: Request) -> str:
         _authenticate(request, token, changes=True)
-        registry.register(read_registration(await _body(request)), clock())
+        registry.register(read_registration(await _body(request)), time.monotonic())
         return "OK"
 
     @app.get("/route")
@@ -66,30 +65,30 @@ def bootstrap_app(token: str = "", clock: Callable[[], float] = time.monotonic) 
         if any(name in request.query_params for name in _LATER_QUERY):
             dp, cp, tp, pp = _numbers(request, _LATER_QUERY)
             if (dp, cp, tp, pp) == (-1, -1, -1, -1):
-                return _later_sizes(registry.complete(clock()))
+                return _later_sizes(registry.complete(time.monotonic()))
         else:
             tp, dp = _numbers(request, _FIRST_QUERY)
             cp = pp = 0
             if (tp, dp) == (-1, -1):
-                return _first_sizes(registry.complete(clock()))
-        entry = registry.rank(Rank(dp, cp, tp, pp), clock())
+                return _first_sizes(registry.complete(time.monotonic()))
+        entry = registry.rank(Rank(dp, cp, tp, pp), time.monotonic())
         return {"rank_ip": entry.host, "rank_port": entry.port}
 
     @app.delete("/route")
     async def deregister(request: Request) -> str:
         _authenticate(request, token, changes=True)
         rank = Rank(*_numbers(request, _PLACE_QUERY))
-        registry.deregister(rank, request.query_params.get("instance", ""), clock())
+        registry.deregister(rank, request.query_params.get("instance", ""), time.monotonic())
         return "OK"
 
     @app.get("/ranks")
     async def ranks(request: Request) -> Response:
         _authenticate(request, token)
-        return Response(msgspec.json.encode(registry.ranks(clock())), media_type="application/json")
+        return Response(msgspec.json.encode(registry.ranks(time.monotonic())), media_type="application/json")
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        registered, expected = registry.counts(clock())
+        registered, expected = registry.counts(time.monotonic())
         return {"status": "ok", "registered": registered, "expected": expected}
 
     return app

@@ -15,6 +15,7 @@ from kvrouter.tools.replay.publication import SUBSCRIBE_TIMEOUT_S, Publication
 from kvrouter.tools.replay.recorded import Recording
 
 TIMEOUT_S = 10.0
+TENANT = "default"
 
 
 class IndexerError(Exception):
@@ -51,10 +52,9 @@ class _Instance(msgspec.Struct):
 class IndexClient:
     """A client of one indexer. All methods raise IndexerError."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, tenant: str = "default") -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = url.rstrip("/")
-        self._tenant = tenant
 
     async def register(
         self, rank: RankName, model: str, block_size: int | None, engine: str, endpoint: str, replay: str, topic: str
@@ -65,7 +65,7 @@ class IndexClient:
             "replay_endpoint": replay,
             "type": engine,
             "modelname": model,
-            "tenant_id": self._tenant,
+            "tenant_id": TENANT,
             "instance_id": rank.instance,
             "dp_rank": rank.dp_rank,
             "topic": topic,
@@ -74,21 +74,21 @@ class IndexClient:
 
     async def unregister(self, rank: RankName, model: str) -> None:
         """Unregister a stream."""
-        body = {"instance_id": rank.instance, "modelname": model, "dp_rank": rank.dp_rank, "tenant_id": self._tenant}
+        body = {"instance_id": rank.instance, "modelname": model, "dp_rank": rank.dp_rank, "tenant_id": TENANT}
         await self._post("/unregister", body)
 
     async def matched(
         self, ranks: list[RankName], model: str, token_ids: list[int], adapter: str | None, cache_salt: str | None
     ) -> list[int]:
         """Return the number of tokens that each rank holds; 0 for a rank that is not in the answer."""
-        body: dict[str, Any] = {"model": model, "token_ids": token_ids, "tenant_id": self._tenant}
+        body: dict[str, Any] = {"model": model, "token_ids": token_ids, "tenant_id": TENANT}
         optional = {"lora_name": adapter, "cache_salt": cache_salt}
         answer = await self._post("/query", body | {name: value for name, value in optional.items() if value})
         try:
             tenants = msgspec.json.decode(answer, type=dict[str, dict[str, _Instance]])
         except msgspec.DecodeError as error:
             raise IndexerError(f"{self._url}/query sent an unreadable answer: {error}") from error
-        instances = tenants.get(self._tenant, {})
+        instances = tenants.get(TENANT, {})
         return [_matched(instances.get(rank.instance, _Instance()), rank.dp_rank) for rank in ranks]
 
     async def last_seqs(self) -> dict[RankName, int | None] | None:
