@@ -93,7 +93,7 @@ class ChatTemplate:
         _check_arguments(messages, variables)
         messages = [_as_templates_see(message) for message in messages]
         continues = variables["continue_final_message"]
-        last = _mark_end(messages, self._source) if continues else ""
+        content = _mark_end(messages, self._source) if continues else ""
         given = {
             **self._fixed,
             **{name: value for name, value in variables.items() if name in self._variables and name not in _ARGUMENTS},
@@ -106,7 +106,7 @@ class ChatTemplate:
         # The template's own `new_context` merges its globals again each time, which takes longer than a short chat.
         context = compiled.environment.context_class(compiled.environment, given, compiled.name, compiled.blocks)
         text = "".join(compiled.root_render_func(context))
-        return _until_mark(text, last) if continues else text
+        return _until_mark(text, content) if continues else text
 
 
 def template_variables(chat: ChatPrompt) -> dict[str, Any]:
@@ -218,15 +218,15 @@ def _mark_end(messages: list[dict[str, Any]], source: str) -> str:
     last["content"] = parts
     for part in parts[::-1]:
         if "text" in part:
-            last: str = part["text"]
-            part["text"] = last + _END_MARK
-            return last
+            final: str = part["text"]
+            part["text"] = final + _END_MARK
+            return final
     raise ValueError("continue_final_message is set, but the final message has no text to continue.")
 
 
-def _until_mark(text: str, last: str) -> str:
+def _until_mark(text: str, content: str) -> str:
     """Return the text up to the mark, stripped if the template strips contents."""
-    if last.strip() not in text or _END_MARK.strip() not in text:
+    if content.strip() not in text or _END_MARK.strip() not in text:
         raise ValueError("continue_final_message is set, but the template does not show the final message as it is.")
     place = text.rindex(_END_MARK.strip())
     return text[:place] if text.startswith(_END_MARK, place) else text[:place].rstrip()
