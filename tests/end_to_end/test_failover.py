@@ -131,19 +131,25 @@ async def test_retries_of_429_count_against_the_retry_budget() -> None:
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("dated", [False, True])
 async def test_worker_that_sends_retry_after_is_paused_that_long(status: int, dated: bool) -> None:
-    after = formatdate(time.time() + 3, usegmt=True) if dated else "2"
+    refused_at = 0.0
+
+    async def refuse(exchange: Exchange) -> None:
+        nonlocal refused_at
+        refused_at = time.monotonic()
+        after = formatdate(time.time() + 3, usegmt=True) if dated else "2"
+        await exchange.answer(b"refused", f"{status} Refused", f"retry-after: {after}\r\n".encode())
+
     async with (
-        scripted_worker(refusing(status, f"retry-after: {after}\r\n".encode())) as bad,
+        scripted_worker(refuse) as bad,
         scripted_worker(stream) as good,
         router(bad.url, good.url, **TURNS) as routed,
     ):
-        began = time.monotonic()
-        assert [(await routed.call(PATH, BODY)).status for _ in range(8)] == [200] * 8
+        assert [(await routed.call(PATH, BODY)).status for _ in range(4)] == [200] * 4
         assert len(bad.exchanges) == 1
         assert await state(routed, bad) == "left_out"
         bad.script = stream
         await until(lambda: routed.call(PATH, BODY), lambda reply: reply.worker == bad.url)
-        assert time.monotonic() - began >= 1.5
+        assert time.monotonic() - refused_at >= 1.5
 
 
 async def test_503_of_only_worker_is_returned() -> None:
