@@ -17,7 +17,7 @@ PAIR_TABLE ?=
 
 .PHONY: audit fuzz
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-placement bench-policy bench-tokenize bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
+.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-placement bench-policy bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -108,6 +108,11 @@ bench-policy: .venv/installed
 
 bench-tokenize: .venv/installed
 	$(BIN)/python -m benchmarks.tokenize $(ARGS)
+
+# A real vLLM, asked directly and through routers: some minutes, most of them for the first prompt of 100,000 tokens.
+bench-tokens-in: .venv/installed
+	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
+	PYTHONPATH=.:tests/end_to_end $(BIN)/python -m engine.tokens_in $(ENGINE_DIR)
 
 bench-body-check: .venv/installed native
 	$(BIN)/python -m benchmarks.body_check

@@ -22,6 +22,7 @@ TOKEN_BYTES: Final = 4
 _BIG_ENDIAN = sys.byteorder == "big"
 
 _encode = msgspec.msgpack.Encoder().encode
+_encode_json = msgspec.json.Encoder().encode
 _native = native_core()
 
 
@@ -189,6 +190,10 @@ class PackedPrompt:
         if _BIG_ENDIAN:
             token_ids.byteswap()
         return iter(token_ids)
+
+    def json(self) -> bytes:
+        """Return the token ids as a JSON list."""
+        return _encode_json(list(self)) if _native is None else bytes(_native.numbers_json(self.tokens))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PackedPrompt) and (self.tokens, self.media) == (other.tokens, other.media)

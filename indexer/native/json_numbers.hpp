@@ -1,6 +1,8 @@
-// Packs a JSON list of token ids into four bytes each, the form that the index reads, without a Python object for each.
+// Token ids as a JSON list and packed into four bytes each, the form that the index reads, without a Python object each.
 #pragma once
 
+#include <charconv>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <string>
@@ -41,6 +43,24 @@ inline std::optional<std::string> packed_numbers(std::string_view json) {
     }
     if (at != end) return std::nullopt;
     return packed;
+}
+
+// Return packed numbers as a JSON list.
+inline std::string numbers_json(std::string_view packed) {
+    constexpr std::size_t most = 11;  // characters of a number and a comma
+    const std::size_t count = packed.size() / sizeof(u32);
+    std::string json(2 + most * count, '[');
+    char* at = json.data() + 1;
+    for (std::size_t number = 0; number < count; ++number) {
+        u32 token;
+        std::memcpy(&token, packed.data() + number * sizeof(token), sizeof(token));
+        at = std::to_chars(at, at + most, token).ptr;
+        *at++ = ',';
+    }
+    if (count) --at;
+    *at++ = ']';
+    json.resize(static_cast<std::size_t>(at - json.data()));
+    return json;
 }
 
 }  // namespace kvrouter

@@ -299,6 +299,7 @@ NB_MODULE(_native, module) {
         }
         return packed ? nb::object(as_bytes(*packed)) : nb::none();
     });
+    module.def("numbers_json", [](const nb::bytes& packed) { return as_bytes(numbers_json(view(packed))); });
     module.def("spread", &spread);
     module.def("costs", &costs);
     module.def("lowest", &lowest);

@@ -208,8 +208,9 @@ class Attempts:
         services, head = self._services, self._context.head
         adapter = services.selector.adapter_of(assignment.worker)
         assert adapter is not None
-        endpoints = [WorkerEndpoint.of(each.worker, each.target.dp_rank) for each in (prefill, assignment)]
-        requests = adapter.of(head.path, self._body, *endpoints)
+        first, second = (WorkerEndpoint.of(each.worker, each.target.dp_rank) for each in (prefill, assignment))
+        ids = None if self.offer is None else self.offer.ids_for_pair(adapter, prefill.worker, assignment.worker)
+        requests = adapter.of(head.path, self._body, first, second, ids)
         others = self._repeatable and services.selector.has_others(
             self.prompt, [*self._excluded(), assignment.worker, prefill.worker], prefill=True
         )

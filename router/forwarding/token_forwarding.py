@@ -15,17 +15,18 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter
 
 from indexer.hashing import PackedPrompt
-from router.apis.endpoints import CHAT
-from router.apis.prompt_ids import may_send_ids, with_prompt_ids
+from router.apis.prompt_ids import is_plain_text, may_send_ids, with_input_ids, with_prompt_ids
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.usage import Usage
+from router.fleet.discovery import Engine
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
+from router.routing.disaggregation.adapters import Adapter
 from router.routing.prompt_reader import RoutedPrompt
 from router.tokens.probes import ProbeKind, probe_kinds
 from router.tokens.tokenizer_source import TokenizerSource
 
-# One request of this number is sent without ids, and its usage is compared in the same way.
+# One of this number of requests to a worker is sent without ids, and its usage is compared in the same way.
 _SAMPLED: Final = 64
 
 
@@ -35,7 +36,6 @@ class TokenForwarding:
     def __init__(self, source: TokenizerSource, fleet: Fleet, registry: CollectorRegistry) -> None:
         self.source = source
         self._fleet = fleet
-        self._sent = 0
         label = ["model"]
         self._requests = Counter(
             "kvrouter_forwarded_token_requests", "Requests that were sent with token ids", label, registry=registry
@@ -53,14 +53,15 @@ class TokenForwarding:
     def offer(self, path: str, body: bytes, request: RoutedRequest, prompt: RoutedPrompt) -> TokenOffer | None:
         """Return the ids that attempts of a request may send; None if its prompt depends on more than these ids."""
         chat, name = request.prompt, prompt.name
-        if path != CHAT or not isinstance(chat, ChatPrompt) or name is None or not prompt.exact or prompt.by_text:
+        if not isinstance(chat, ChatPrompt) or name is None or not prompt.exact or prompt.by_text:
             return None
         model, ids = self._fleet.model_of(name), prompt.token_ids
         if model is None or len(ids) != 1 or ids[0].media or not len(ids[0]):
             return None
-        if not self.source.tokenizes_alone(model, chat) or not may_send_ids(body, chat):
+        if not self.source.tokenizes_alone(model, chat) or not may_send_ids(path, body, chat):
             return None
-        return TokenOffer(self, name, model, probe_kinds(chat), ids[0])
+        plain_text = any(map(_is_sglang, self._fleet.workers)) and is_plain_text(path, body, chat)
+        return TokenOffer(self, name, model, probe_kinds(chat), ids[0], plain_text)
 
     def permits(self, worker: Worker, name: str, model: str, kinds: Collection[ProbeKind]) -> bool:
         """Return whether a worker may receive ids of a prompt of these kinds, for the model by this name."""
@@ -69,10 +70,9 @@ class TokenForwarding:
             return False
         return self.source.permission(worker, model).kinds.issuperset(kinds)
 
-    def is_sample(self) -> bool:
-        """Return whether the next request is sent without ids."""
-        self._sent += 1
-        return self._sent % _SAMPLED == 0
+    def is_sample(self, worker: Worker, model: str) -> bool:
+        """Return whether the next request of this model to a worker is sent without ids."""
+        return self.source.count_request(worker, model) % _SAMPLED == 0
 
     def sent(self, model: str, more: int) -> None:
         """Count a request with ids, which made its body `more` bytes longer."""
@@ -89,31 +89,64 @@ class TokenForwarding:
 class TokenOffer:
     """One prompt's token ids, for the attempts of its request."""
 
-    __slots__ = ("_forwarding", "_kinds", "_model", "_name", "_prompt", "_worker")
+    __slots__ = ("_forwarding", "_ids", "_kinds", "_model", "_name", "_plain_text", "_prompt", "_worker")
 
     def __init__(
-        self, forwarding: TokenForwarding, name: str, model: str, kinds: Collection[ProbeKind], prompt: PackedPrompt
+        self,
+        forwarding: TokenForwarding,
+        name: str,
+        model: str,
+        kinds: Collection[ProbeKind],
+        prompt: PackedPrompt,
+        plain_text: bool,
     ) -> None:
         self._forwarding = forwarding
         self._name = name
         self._model = model
         self._kinds = kinds
         self._prompt = prompt
+        self._plain_text = plain_text
+        self._ids: bytes | None = None  # as JSON, after they were needed
         self._worker: Worker | None = None  # whose answer is checked
 
     def body_to(self, worker: Worker, body: bytes) -> bytes:
         """Return the body for an attempt: with ids if the worker may receive them."""
-        forwarding, self._worker = self._forwarding, None
-        if not forwarding.permits(worker, self._name, self._model, self._kinds):
+        ids = self._ids_for(worker)
+        if ids is None:
             return body
-        self._worker = worker
-        if forwarding.is_sample():
-            return body
-        longer = with_prompt_ids(body, self._prompt)
-        forwarding.sent(self._model, len(longer) - len(body))
+        longer = (with_input_ids if _is_sglang(worker) else with_prompt_ids)(body, ids)
+        self._forwarding.sent(self._model, len(longer) - len(body))
         return longer
+
+    def ids_for_pair(self, adapter: type[Adapter], prefill: Worker, decode: Worker) -> bytes | None:
+        """Return the ids for both workers of an attempt, as a JSON list; None if one of them may not receive them."""
+        self._worker = None
+        if not adapter.sends_ids or not self._permits(prefill):
+            return None
+        ids = self._ids_for(decode)
+        if ids is not None:
+            self._forwarding.sent(self._model, 2 * len(ids))
+        return ids
+
+    def _ids_for(self, worker: Worker) -> bytes | None:
+        """Return the ids for a worker whose answer will be checked, as a JSON list; None if it receives none."""
+        self._worker = worker if self._permits(worker) else None
+        if self._worker is None or self._forwarding.is_sample(worker, self._model):
+            return None
+        if self._ids is None:
+            self._ids = self._prompt.json()
+        return self._ids
+
+    def _permits(self, worker: Worker) -> bool:
+        if _is_sglang(worker) and not self._plain_text:
+            return False
+        return self._forwarding.permits(worker, self._name, self._model, self._kinds)
 
     def answered(self, usage: Usage | None) -> None:
         """Check the usage of a complete answer, if it reported any."""
         if self._worker is not None and usage is not None:
             self._forwarding.answered(self._worker, self._model, len(self._prompt), usage.prompt)
+
+
+def _is_sglang(worker: Worker) -> bool:
+    return worker.description is not None and worker.description.engine is Engine.SGLANG

@@ -15,6 +15,7 @@ from router.fleet.circuit import CircuitState
 from router.fleet.fleet import Fleet
 from router.fleet.worker import WorkerState
 from router.settings import PolicyName
+from router.tokens.permission import ids_sent_to
 from router.tokens.tokenizer_source import TokenizerSource
 
 _ROUTES = {
@@ -56,7 +57,8 @@ def _tokens(report: dict[str, Any] | None) -> str:
         text += f", {_ROUTES.get(route, route)}"
         if asked := shapes["engine"]:
             text += f"; the engine is asked for {asked} of {sum(shapes.values())} kinds of prompts"
-
+    if (reasons := report.get("ids_not_sent")) is not None:
+        text += f"; {ids_sent_to(reasons)}"
     return text
 
 

@@ -18,6 +18,7 @@ from router.apis.endpoints import CHAT
 from router.apis.fields import MAX_TOKEN_ID
 from router.apis.messages import has_media
 from router.apis.requests import ChatPrompt, TextPrompts
+from router.fleet.discovery import Engine
 from router.fleet.worker_keys import WorkerKey
 from router.http.client import connection_problem, read_answer
 from router.tokens import TokenizerUnavailableError
@@ -76,12 +77,16 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
 
 
-class _Version(msgspec.Struct):
-    version: str
+class Release(msgspec.Struct):
+    """An engine's release; `chat_template`: the name or file of the template that SGLang was started with, if any."""
+
+    version: str = ""
+    chat_template: str | None = None
 
 
-_MOST_VERSION = 4096
-_decode_version = msgspec.json.Decoder(_Version).decode
+_MOST_RELEASE = 2**20
+_RELEASE_PATHS = {Engine.VLLM: "/version", Engine.SGLANG: "/server_info"}
+_decode_release = msgspec.json.Decoder(Release).decode
 _decode_rendered = msgspec.json.Decoder(_Rendered | list[_Rendered]).decode
 _decode_tokenized = msgspec.json.Decoder(_Tokenized).decode
 _decode_answer = msgspec.json.Decoder(_Answer).decode
@@ -140,6 +145,7 @@ class EngineClient:
         if path not in (CHAT, _COMPLETIONS):
             raise NotOfferedError(f"{url}: only chats and completions return token ids")
         body |= {"max_tokens": 1, "max_completion_tokens": 1, "return_token_ids": True}
+        body["return_prompt_token_ids"] = True  # the name in older releases of SGLang
         if path == _COMPLETIONS:
             del body["max_completion_tokens"]
         answer = _decoded(url, _decode_answer, await self._post(url, path, body))
@@ -148,16 +154,18 @@ class EngineClient:
             raise NotOfferedError(f"{url}: it does not return the token ids of a prompt")
         return [PackedPrompt.of(ids)]
 
-    async def version(self, url: str) -> str:
-        """Return the engine's release by `/version`; "" if it does not say."""
-        key = self._key_of(url)
+    async def release(self, url: str, engine: Engine) -> Release:
+        """Return the engine's release; without a version if it does not report it."""
+        key, path = self._key_of(url), _RELEASE_PATHS.get(engine)
+        if path is None:
+            return Release()
         try:
             async with self._session.get(
-                f"{url}/version", headers=key.headers if key else {}, timeout=self._timeout, allow_redirects=False
+                f"{url}{path}", headers=key.headers if key else {}, timeout=self._timeout, allow_redirects=False
             ) as response:
-                return _decode_version(await read_answer(response, _MOST_VERSION)).version
+                return _decode_release(await read_answer(response, _MOST_RELEASE))
         except (aiohttp.ClientError, TimeoutError, ValueError):
-            return ""
+            return Release()
 
     def render_path(self, prompt: ChatPrompt | TextPrompts) -> str:
         if isinstance(prompt, TextPrompts):

@@ -19,7 +19,7 @@ from router.fleet.worker import Worker
 from router.fleet.worker_keys import WorkerKey
 from router.tokens.agreement import Agreement, TokenizerRoute, merged
 from router.tokens.candidates import Load
-from router.tokens.engine_client import EngineClient
+from router.tokens.engine_client import EngineClient, Release
 from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.media_reader import MediaReader
@@ -34,7 +34,8 @@ class TrialRecord:
     - `agreement`: the result; None if the worker did not answer.
     - `ended`: whether a trial with this description has ended.
     - `local`: the tokenizer that the result is about.
-    - `version`: the engine's release; "" if it is not known or not needed.
+    - `release`: the engine's release, if it is needed.
+    - `requests`: the number of requests whose ids the worker could receive.
     - `miscounted`: whether an answer reported another number of prompt tokens than the ids that were sent.
     """
 
@@ -43,7 +44,8 @@ class TrialRecord:
     agreement: Agreement | None = None
     ended: bool = False
     local: LocalTokenizer | None = None
-    version: str = ""
+    release: Release = field(default_factory=Release)
+    requests: int = 0
     miscounted: bool = False
 
     def next(self, at: float, description: WorkerDescription | None) -> TrialRecord:

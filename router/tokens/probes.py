@@ -41,18 +41,26 @@ class ProbeKind(StrEnum):
     MEDIA = "media"
     TEXT = "text"
     RESPONSES = "responses"
+    RESPONSES_TOOLS = "responses_tools"
     MESSAGES = "messages"
+    MESSAGES_TOOLS = "messages_tools"
 
 
-_OF_PATH = {RESPONSES: ProbeKind.RESPONSES, ANTHROPIC: ProbeKind.MESSAGES}
+# For each other API: the kind of all its prompts, and that of prompts with tools, reasoning or content in parts.
+_OF_PATH = {
+    RESPONSES: (ProbeKind.RESPONSES, ProbeKind.RESPONSES_TOOLS),
+    ANTHROPIC: (ProbeKind.MESSAGES, ProbeKind.MESSAGES_TOOLS),
+}
+_WITH_TOOLS = frozenset({ProbeKind.TOOLS, ProbeKind.TOOL_RESULTS, ProbeKind.REASONING, ProbeKind.PARTS})
 
 
 def probe_kinds(prompt: ChatPrompt | TextPrompts) -> set[ProbeKind]:
     if isinstance(prompt, TextPrompts):
         return {ProbeKind.TEXT}
     found = {ProbeKind.PLAIN}
-    if prompt.call is not None and prompt.call[0] in _OF_PATH:
-        found.add(_OF_PATH[prompt.call[0]])
+    of_path = _OF_PATH.get(prompt.call[0]) if prompt.call is not None else None
+    if of_path is not None:
+        found.add(of_path[0])
     given = {
         ProbeKind.TOOLS: prompt.tools,
         ProbeKind.TEMPLATE_KWARGS: prompt.chat_template_kwargs or prompt.documents,
@@ -66,6 +74,8 @@ def probe_kinds(prompt: ChatPrompt | TextPrompts) -> set[ProbeKind]:
     found |= {kind for kind, present in given.items() if present}
     for message in prompt.messages:
         found |= _kinds_of_message(message)
+    if of_path is not None and not found.isdisjoint(_WITH_TOOLS):
+        found.add(of_path[1])
     return found
 
 
@@ -115,14 +125,15 @@ class Probe:
     @property
     def unused_tools(self) -> Probe | None:
         """A copy of the request with tools that are shown but may not be called; None if it has no tools."""
-        return replace(self, body=self.body | {"tool_choice": "none"}) if "tools" in self.body else None
+        choice = {"type": "none"} if self.path == ANTHROPIC else "none"
+        return replace(self, body=self.body | {"tool_choice": choice}) if "tools" in self.body else None
 
 
 _USER = {"role": "user", "content": "Which worker holds the prefix of this prompt?"}
 _SYSTEM = {"role": "system", "content": "Be brief.\nName one worker."}
 _ANSWER = {"role": "assistant", "content": "The second one, since yesterday."}
 _AGAIN = {"role": "user", "content": "  And which one is next?\n"}
-_FUNCTION = {
+_FUNCTION: dict[str, Any] = {
     "name": "holder_of",
     "description": "Finds the worker with a prefix.",
     "parameters": {
@@ -134,14 +145,22 @@ _FUNCTION = {
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
 
 
+_ARGUMENTS = '{"prefix": "abc", "tier": "gpu"}'
+_RESULT = '{"worker": 2}'
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
 def _called(*ids: str, **others: Any) -> dict[str, Any]:
-    arguments = '{"prefix": "abc", "tier": "gpu"}'
-    calls = [{"id": id_, "type": "function", "function": {"name": "holder_of", "arguments": arguments}} for id_ in ids]
+    function = {"name": _FUNCTION["name"], "arguments": _ARGUMENTS}
+    calls = [{"id": id_, "type": "function", "function": function} for id_ in ids]
     return {"role": "assistant", "content": None, "tool_calls": calls} | others
 
 
 def _result(id_: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": id_, "content": '{"worker": 2}'}
+    return {"role": "tool", "tool_call_id": id_, "content": _RESULT}
 
 
 def _chat(kind: ProbeKind, *messages: dict[str, Any], **others: Any) -> Probe:
@@ -168,9 +187,7 @@ PROBES: tuple[Probe, ...] = (
         tools=_TOOLS,
     ),
     _chat(ProbeKind.REASONING, _USER, _ANSWER | {"reasoning": "It held it before."}, _AGAIN),
-    _chat(
-        ProbeKind.PARTS, {"role": "user", "content": [{"type": "text", "text": text} for text in ("Who?", " And why?")]}
-    ),
+    _chat(ProbeKind.PARTS, {"role": "user", "content": [_text("Who?"), _text(" And why?")]}),
     _chat(ProbeKind.TEMPLATE_KWARGS, _USER, chat_template_kwargs={"enable_thinking": False, "thinking": True}),
     _chat(ProbeKind.EFFORT, _USER, reasoning_effort="low"),
     _chat(ProbeKind.NAMES, _USER | {"name": "ann"}),
@@ -188,8 +205,46 @@ PROBES: tuple[Probe, ...] = (
         {"instructions": _SYSTEM["content"], "input": [_USER, _ANSWER, _AGAIN]},
     ),
     Probe(
+        ProbeKind.RESPONSES_TOOLS,
+        RESPONSES,
+        {
+            "tools": [_FUNCTION | {"type": "function", "strict": False}],
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": _USER["content"]}]},
+                {"type": "function_call", "call_id": _FIRST, "name": _FUNCTION["name"], "arguments": _ARGUMENTS},
+                {"type": "function_call_output", "call_id": _FIRST, "output": _RESULT},
+                _ANSWER,
+                _AGAIN,
+            ],
+        },
+    ),
+    Probe(
         ProbeKind.MESSAGES,
         ANTHROPIC,
         {"max_tokens": 1, "system": _SYSTEM["content"], "messages": [_USER, _ANSWER, _AGAIN]},
+    ),
+    Probe(
+        ProbeKind.MESSAGES_TOOLS,
+        ANTHROPIC,
+        {
+            "max_tokens": 1,
+            "system": [_text(_SYSTEM["content"])],
+            "tools": [{name if name != "parameters" else "input_schema": value for name, value in _FUNCTION.items()}],
+            "messages": [
+                {"role": "user", "content": [_text("Who?"), _text(" And why?")]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "It held it before.", "signature": ""},
+                        _text(_ANSWER["content"]),
+                        {"type": "tool_use", "id": _FIRST, "name": _FUNCTION["name"], "input": {"prefix": "abc"}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": _FIRST, "content": [_text(_RESULT)]}],
+                },
+            ],
+        },
     ),
 )

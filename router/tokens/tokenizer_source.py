@@ -121,6 +121,12 @@ class TokenizerSource:
         tokenizer = self._tokenizers.by_model().get(model)
         return tokenizer is not None and tokenizer.local is not None and not tokenizer.asks(prompt)
 
+    def count_request(self, worker: Worker, model: str) -> int:
+        """Count a request whose ids a worker may receive, and return their number since its first trial."""
+        tried = self._models[model].trials[worker.url]
+        tried.requests += 1
+        return tried.requests
+
     def miscounted(self, worker: Worker, model: str) -> None:
         """Record that an answer reported another number of prompt tokens than the ids that were sent."""
         state = self._models.get(model)
@@ -140,11 +146,16 @@ class TokenizerSource:
     def report(self) -> dict[str, dict[str, Any]]:
         """Return how each model's prompts become tokens: for `/workers`, the page and the doctor."""
         found = tokenizer_report(self._tokenizers, self._models)
-        if self.forwards:
-            for model in self._models.values():
-                reasons = {each.name: self.permission(each, model.name).reason for each in model.workers.values()}
-                found[model.name]["ids_not_sent"] = reasons
+        for name, reasons in self.ids_not_sent().items():
+            found[name]["ids_not_sent"] = reasons
         return found
+
+    def ids_not_sent(self) -> dict[str, dict[str, str]]:
+        """Return by model and worker why no token ids are sent, "" if they are. It is empty if that is off."""
+        return {
+            model.name: {each.name: self.permission(each, model.name).reason for each in model.workers.values()}
+            for model in (self._models.values() if self.forwards else ())
+        }
 
     def findings(self) -> list[dict[str, Any]]:
         """Return the problems of tokenizers; docs/troubleshooting.md explains each."""
@@ -238,7 +249,8 @@ class TokenizerSource:
             newly_mismatched = mismatched and url not in model.mismatched
             (model.mismatched.add if mismatched else model.mismatched.discard)(url)
             try:
-                tried.version = await model.client.version(url) if self.forwards else ""
+                if self.forwards and worker.description is not None:
+                    tried.release = await model.client.release(url, worker.description.engine)
                 tried.agreement = await self._tried(model, url, mismatched)
                 tried.local = model.local
             except TokenizerUnavailableError as error:

@@ -1,4 +1,4 @@
-"""Token ids that the router sends with chats: byte for byte, and only where the worker's trial allows it."""
+"""Token ids that the router sends with prompts: byte for byte, and only where the worker's trial allows it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from scripted_worker import Exchange, ScriptedWorker, scripted_workers
 
 import simulator.worker
 from http_api.errors import RequestError
-from indexer.hashing import PackedPrompt
-from router.apis.endpoints import CHAT, Call, read_call
+from router.apis.endpoints import ANTHROPIC, CHAT, RESPONSES, Call, read_call
 from router.apis.prompt_ids import with_prompt_ids
-from router.apis.requests import ChatPrompt
+from router.apis.requests import ChatPrompt, TextPrompts
+from router.routing.disaggregation.adapters import Adapter, DecodeAlone, Mooncake, Nixl, WorkerEndpoint
 from router.tokens import TokenizerUnavailableError
 from router.tokens.local_tokenizer import LocalTokenizer
 
@@ -30,6 +30,7 @@ ANSWER = {"role": "assistant", "content": "The second."}
 BODY: dict[str, Any] = {"model": "m", "messages": [USER]}
 FUNCTION = {"name": "f", "description": "Finds it.", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
+HANDED_OVER = {"remote_block_ids": [1]}
 CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -39,18 +40,25 @@ def local() -> LocalTokenizer:
 
 
 class Engine:
-    """The answers of a vLLM: it computes the ids that it receives, else those of its own rendering.
+    """The answers of an engine: it computes the ids that it receives, else those of its own rendering.
 
+    - `sglang`: it is an SGLang, not a vLLM; `chat_template`: the one that SGLang was started with.
     - `version`: its release.
     - `prefix`: what its chat template writes before each conversation.
+    - `renders`: it offers to render prompts of all APIs.
     - `fails`: the number of chats to answer with 503.
+    - `cuts`: it breaks off streams after their first event.
     - `miscounts`: it reports one prompt token more.
     """
 
     def __init__(self, local: LocalTokenizer) -> None:
+        self.sglang = False
+        self.chat_template: str | None = None
         self.version = "0.32.0"
         self.prefix = b""
+        self.renders = False
         self.fails = 0
+        self.cuts = False
         self.miscounts = False
         self.chats: list[bytes] = []
         self.worker: ScriptedWorker
@@ -60,19 +68,25 @@ class Engine:
         match exchange.target:
             case "/v1/models":
                 await exchange.answer(json.dumps({"data": [{"id": "m", "root": str(MODEL)}]}).encode())
-            case "/kv_event_sources":
+            case "/kv_event_sources" if not self.sglang:
                 await exchange.answer()
+            case "/server_info" if self.sglang:
+                info = {"version": self.version, "chat_template": self.chat_template}
+                await exchange.answer(json.dumps(info).encode())
             case "/version":
                 await exchange.answer(json.dumps({"version": self.version}).encode())
-            case "/v1/chat/completions":
+            case "/v1/chat/completions" | "/v1/responses" | "/v1/messages":
                 await self._chat(exchange)
+            case target if self.renders and target.endswith("/render"):
+                ids = self.ids(exchange.body, target.removesuffix("/render"))
+                await exchange.answer(json.dumps({"token_ids": ids}).encode())
             case _:
                 await exchange.answer(status="404 Not Found")
 
     async def _chat(self, exchange: Exchange) -> None:
         fields = json.loads(exchange.body)
-        computed = self.ids(exchange.body)
-        if fields.get("max_completion_tokens") != 1:  # not a trial's
+        computed = self.ids(exchange.body, exchange.target)
+        if "return_prompt_token_ids" not in fields:  # not a trial's
             self.chats.append(exchange.body)
             if self.fails:
                 self.fails -= 1
@@ -80,24 +94,31 @@ class Engine:
                 return
         usage = {"prompt_tokens": len(computed) + self.miscounts, "completion_tokens": 1}
         if not fields.get("stream"):
-            await exchange.answer(json.dumps({"prompt_token_ids": computed, "usage": usage}).encode())
+            if exchange.target != CHAT:
+                usage = {"input_tokens": usage["prompt_tokens"], "output_tokens": 1}
+            answer = {"prompt_token_ids": computed, "usage": usage, "kv_transfer_params": HANDED_OVER}
+            await exchange.answer(json.dumps(answer).encode())
             return
         await exchange.begin_chunks()
-        await exchange.chunk(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
+        await exchange.chunk(b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n')
+        if self.cuts:
+            await exchange.hang_up()
+            return
         if (fields.get("stream_options") or {}).get("include_usage"):
             await exchange.chunk(b'data: {"choices":[],"usage":%b}\n\n' % json.dumps(usage).encode())
         await exchange.chunk(b"data: [DONE]\n\n")
         await exchange.chunk(b"")
 
-    def ids(self, body: bytes) -> list[int]:
+    def ids(self, body: bytes, path: str = CHAT) -> list[int]:
         """Return the ids that the engine computes for a body."""
-        given = (json.loads(body).get("kv_transfer_params") or {}).get("prompt_token_ids")
+        fields = json.loads(body)
+        given = fields.get("input_ids", (fields.get("kv_transfer_params") or {}).get("prompt_token_ids"))
         if given is not None:
             return list(given)
-        prompt = read_call(Call("POST", CHAT, [], body)).prompt
-        assert isinstance(prompt, ChatPrompt)
+        prompt = read_call(Call("POST", path, [], body)).prompt
+        assert isinstance(prompt, (ChatPrompt, TextPrompts))
         try:
-            return [*self.prefix, *self._local.encode_chat(prompt)]
+            return [*self.prefix, *self._local.tokenize(prompt)[0]]
         except (RequestError, TokenizerUnavailableError):  # only the engine knows them
             return []
 
@@ -123,9 +144,9 @@ async def reasons(routed: RouterUnderTest) -> list[str]:
     return list(report.get("ids_not_sent", {}).values())
 
 
-async def sent(routed: RouterUnderTest, engine: Engine, body: bytes) -> bytes:
-    """Send a chat and return its body as the engine received it."""
-    assert (await routed.call(CHAT, body)).status == 200
+async def sent(routed: RouterUnderTest, engine: Engine, body: bytes, path: str = CHAT) -> bytes:
+    """Send a prompt and return its body as the engine received it."""
+    assert (await routed.call(path, body)).status == 200
     return engine.chats[-1]
 
 
@@ -134,9 +155,9 @@ def engine(local: LocalTokenizer) -> Engine:
     return Engine(local)
 
 
-def with_ids(engine: Engine, body: bytes) -> bytes:
+def with_ids(engine: Engine, body: bytes, path: str = CHAT) -> bytes:
     """Return a body with the engine's own ids of it."""
-    ids = json.dumps(engine.ids(body)).replace(" ", "")
+    ids = json.dumps(engine.ids(body, path)).replace(" ", "")
     return body[:-1] + b',"kv_transfer_params":{"prompt_token_ids":%b}}' % ids.encode()
 
 
@@ -206,12 +227,73 @@ async def test_ids_go_only_with_shapes_that_are_known(engine: Engine) -> None:
         assert await routed.metric("kvrouter_forwarded_token_bytes_total", model="m") > 0
 
 
-async def test_other_paths_receive_no_ids(engine: Engine) -> None:
+TEXT = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+USE = {"type": "tool_use", "id": "call00001", "name": "f", "input": {"a": [1, 1.5]}}
+RESULT = {"type": "tool_result", "tool_use_id": "call00001", "content": "2"}
+THOUGHT = {"type": "thinking", "thinking": "b", "signature": ""}
+CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+FLAT = FUNCTION | {"type": "function", "strict": False}
+SCHEMA = {"name": "f", "description": "Finds it.", "input_schema": FUNCTION["parameters"]}
+# Requests of other APIs with ids, and without.
+OTHERS: list[tuple[str, dict[str, Any], bool]] = [
+    (RESPONSES, {"input": "a", "instructions": "b", "store": False, "text": {"format": {"type": "text"}}}, True),
+    (RESPONSES, {"input": [USER, ANSWER, USER | {"type": "message"}], "stream": True}, True),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}], "tools": [FLAT]}, True),
+    (RESPONSES, {"input": [USER, CALLED, {"type": "function_call_output", "call_id": "c", "output": "2"}]}, True),
+    (RESPONSES, {"input": "a", "truncation": "auto"}, False),
+    (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, False),
+    (RESPONSES, {"input": "a", "conversation": "conv_1"}, False),
+    (RESPONSES, {"input": "a", "reasoning": {"effort": "low"}}, False),
+    (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, False),
+    (RESPONSES, {"input": [{"role": "system", "content": "a"}]}, False),
+    (RESPONSES, {"input": [USER, ANSWER | {"status": "incomplete"}]}, False),
+    (RESPONSES, {"input": [{"type": "reasoning", "summary": []}, USER]}, False),
+    (ANTHROPIC, {"messages": [USER], "system": "a", "thinking": {"type": "enabled", "budget_tokens": 1024}}, True),
+    (ANTHROPIC, {"messages": [{"role": "user", "content": [TEXT, TEXT]}], "system": [TEXT], "stream": True}, True),
+    (
+        ANTHROPIC,
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [THOUGHT, TEXT, USE]},
+                {"role": "user", "content": [RESULT]},
+            ],
+            "tools": [SCHEMA],
+            "tool_choice": {"type": "auto"},
+        },
+        True,
+    ),
+    (ANTHROPIC, {"messages": [USER], "thinking": {"type": "disabled"}}, False),
+    (ANTHROPIC, {"messages": [USER], "output_config": {"effort": "low"}}, False),
+    (ANTHROPIC, {"messages": [USER], "tools": [SCHEMA], "tool_choice": {"type": "none"}}, False),
+    (ANTHROPIC, {"messages": [USER], "tools": [SCHEMA | {"defer_loading": True}]}, False),
+    (ANTHROPIC, {"messages": [USER, {"role": "system", "content": "a"}, USER]}, False),
+    (ANTHROPIC, {"messages": [{"role": "user", "content": [RESULT | {"is_error": True}]}]}, False),
+    (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "image", "source": {"data": ""}}]}]}, False),
+    ("/v1/completions", {"prompt": "x"}, False),
+    ("/v1/chat/completions/batch", BODY, False),
+]
+
+
+@pytest.mark.parametrize("renders", [True, False])
+async def test_other_apis_receive_ids_if_engine_renders_them(engine: Engine, renders: bool) -> None:
+    """Without the engine's own rendering, their conversion to chats is not proved."""
+    engine.renders = renders
     async with forwarding(engine) as routed:
-        body = json.dumps(BODY | {"input": "x", "prompt": "x", "max_tokens": 1}).encode()
-        for path in ("/v1/completions", "/v1/responses", "/v1/messages", "/v1/chat/completions/batch"):
+        for path, fields, known in OTHERS:
+            body = json.dumps({"model": "m", "max_tokens": 9} | fields).encode()
+            if path == RESPONSES:
+                body = body.replace(b"max_tokens", b"max_output_tokens")
             await routed.call(path, body)
-            assert [each.body for each in engine.worker.exchanges if each.target == path][-1] == body, path
+            received = [each.body for each in engine.worker.exchanges if each.target == path][-1]
+            assert received == (with_ids(engine, body, path) if known and renders else body), fields
+
+
+async def test_counts_of_other_apis_are_checked(engine: Engine) -> None:
+    engine.renders = engine.miscounts = True
+    async with forwarding(engine) as routed:
+        await routed.call(ANTHROPIC, BODY | {"max_tokens": 9})
+        assert "another number" in (await reasons(routed))[0]
 
 
 async def test_nothing_is_sent_by_default(engine: Engine) -> None:
@@ -234,6 +316,31 @@ async def test_workers_without_proof_receive_no_ids(engine: Engine, change: dict
         assert reason in (await reasons(routed))[0]
         body = json.dumps(BODY).encode()
         assert await sent(routed, engine, body) == body
+
+
+@pytest.mark.parametrize(
+    ("version", "template", "reason"),
+    [
+        ("0.5.13", None, ""),
+        ("0.6", "/templates/x.jinja", ""),
+        ("0.5.12", None, "its version is 0.5.12"),
+        ("0.5.20", "vicuna", "template vicuna"),
+    ],
+)
+async def test_sglang_receives_ids_of_plain_texts(
+    engine: Engine, version: str, template: str | None, reason: str
+) -> None:
+    engine.sglang, engine.version, engine.chat_template = True, version, template
+    async with forwarding(engine) as routed:
+        [found] = await reasons(routed)
+        assert reason in found
+        assert bool(reason) == bool(found)
+        body = json.dumps(BODY | {"messages": [{"role": "system", "content": "a"}, USER, ANSWER, USER]}).encode()
+        ids = json.dumps(engine.ids(body)).replace(" ", "").encode()
+        assert await sent(routed, engine, body) == (body if reason else body[:-1] + b',"input_ids":%b}' % ids)
+        for fields in (*FORWARDED[3:], {"messages": [USER, ANSWER]}, {"messages": [USER | {"name": "ann"}]}):
+            body = json.dumps(BODY | fields).encode()
+            assert await sent(routed, engine, body) == body, fields
 
 
 async def test_retry_asks_the_permission_of_its_own_worker(local: LocalTokenizer) -> None:
@@ -272,6 +379,95 @@ async def test_sampled_requests_find_a_changed_template(engine: Engine) -> None:
         assert set(received[63:]) == {body}
 
 
+async def test_repeated_trial_finds_a_changed_template(engine: Engine) -> None:
+    """The template changes behind the router's back, and back again."""
+    quick = {"tokenizer": {"check_interval": 0.1}, "fleet": {"probe_interval": 0.1}}
+    async with forwarding(engine, **quick) as routed:
+        body = json.dumps(BODY).encode()
+        for prefix, reason in ((b"\1", "its tokens of a plain chat differ"), (b"", "")):
+            engine.prefix = prefix
+            await until(lambda: reasons(routed), lambda found, reason=reason: found == [reason])
+            assert await sent(routed, engine, body) == (body if prefix else with_ids(engine, body))
+
+
+async def test_restarted_worker_receives_no_ids_before_its_trial(engine: Engine) -> None:
+    """The new process has another chat template."""
+    async with forwarding(engine, fleet={"probe_interval": 0.1, "retry_interval": 0.1}) as routed:
+        body = json.dumps(BODY).encode()
+        assert await sent(routed, engine, body) == with_ids(engine, body)
+        await engine.worker.stop()
+        await until(lambda: routed.workers(), lambda workers: workers[0]["state"] == "down")
+        engine.prefix = b"\1"
+        engine.chats.clear()
+        await engine.worker.start()
+
+        async def next_reasons() -> list[str]:
+            await routed.call(CHAT, body)
+            return await reasons(routed)
+
+        await until(next_reasons, lambda found: "differ" in found[0])
+        await routed.call(CHAT, body)
+        assert set(engine.chats) == {body}
+
+
+async def test_continued_stream_has_no_ids(local: LocalTokenizer) -> None:
+    """The rest of an answer has another prompt than its beginning."""
+    first, second = Engine(local), Engine(local)
+    async with forwarding(first, second, proxy=AUTO["proxy"] | {"stream_failovers": 1}) as routed:
+        first.cuts = True
+        for number in range(40):
+            message = {"role": "user", "content": f"{number} sheep"}
+            reply = await routed.call(CHAT, BODY | {"messages": [message], "stream": True})
+            assert reply.body.count(b'"content":"a"') == 1 + bool(first.chats)
+            assert b'"usage"' not in reply.body
+            if first.chats:
+                break
+        assert json.loads(first.chats[0])["kv_transfer_params"]["prompt_token_ids"]
+        rest = json.loads(second.chats[-1])
+        assert rest["messages"] == [message, {"role": "assistant", "content": "a"}]
+        assert "kv_transfer_params" not in rest
+
+
+@pytest.mark.parametrize("too_old", [None, 0, 1])
+async def test_both_workers_of_a_pair_receive_ids(local: LocalTokenizer, too_old: int | None) -> None:
+    """If one of them may not receive ids, neither does."""
+    pair = Engine(local), Engine(local)
+    if too_old is not None:
+        pair[too_old].version = "0.31.0"
+    async with scripted_workers(*(engine.script for engine in pair)) as servers:
+        for server in servers:
+            server.answers_discovery = False
+        roles = ("prefill", "decode")
+        workers = [{"url": server.url, "role": role} for server, role in zip(servers, roles, strict=True)]
+        async with router(**AUTO | {"workers": workers, "disaggregation": {"backend": "nixl"}}) as routed:
+            await routed.until_tokenizers_are_tried()
+            await until(lambda: reasons(routed), lambda found: len(found) == 2 and not any("trial" in x for x in found))
+            body = json.dumps(BODY).encode()
+            assert (await routed.call(CHAT, body)).status == 200
+            prefill, decode = (json.loads(engine.chats[-1])["kv_transfer_params"] for engine in pair)
+            ids = {} if too_old is not None else {"prompt_token_ids": pair[0].ids(body)}
+            remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+            assert prefill == {"do_remote_decode": True, "do_remote_prefill": False} | remote | ids
+            assert decode == HANDED_OVER | ids
+            assert await routed.metric("kvrouter_forwarded_token_requests_total", model="m") == (ids != {})
+
+
+@pytest.mark.parametrize(("adapter", "fields"), [(Mooncake, {}), (Nixl, {"n": 2}), (Nixl, {})])
+def test_adapters_keep_ids_beside_their_own_parameters(adapter: type[Adapter], fields: dict[str, Any]) -> None:
+    """Without blocks to pull, and with several answers, the decode worker computes the prompt."""
+    ends = [WorkerEndpoint("h", 1), WorkerEndpoint("h", 2)]
+    body = json.dumps(BODY | fields).encode()
+    plain, requests = (adapter.of(CHAT, body, ends[0], ends[1], ids) for ids in (None, b"[1,2]"))
+    for without, part in [(plain.decode(b"{}"), requests.decode(b"{}"))] + (
+        [] if isinstance(requests, DecodeAlone) else [(plain.prefill(), requests.prefill())]
+    ):
+        expected, found = json.loads(without.body), json.loads(part.body)
+        names = found["kv_transfer_params"].keys() - {"prompt_token_ids"}
+        assert found["kv_transfer_params"]["prompt_token_ids"] == [1, 2]
+        assert names == expected.pop("kv_transfer_params", {}).keys()
+        assert expected == {name: value for name, value in found.items() if name != "kv_transfer_params"}
+
+
 @pytest.mark.parametrize("options", [None, {"include_usage": True}])
 async def test_streams_are_counted_and_usage_is_hidden_if_not_asked_for(
     engine: Engine, options: dict[str, Any] | None
@@ -296,6 +492,6 @@ values = st.recursive(
 @given(st.dictionaries(st.text(max_size=5), values, min_size=1, max_size=4), ids, st.sampled_from([None, 1, "\t"]))
 def test_inserted_ids_leave_all_other_bytes_alone(fields: dict[str, Any], ids: list[int], indent: Any) -> None:
     body = json.dumps(fields, indent=indent).encode()
-    longer = with_prompt_ids(body + b" \n", PackedPrompt.of(ids))
+    longer = with_prompt_ids(body + b" \n", json.dumps(ids).encode())
     assert longer.startswith(body[: body.rindex(b"}")])
     assert json.loads(longer) == fields | {"kv_transfer_params": {"prompt_token_ids": ids}}

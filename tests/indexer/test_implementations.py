@@ -276,3 +276,8 @@ def test_native_packing_of_json_equals_pack_tokens(json: bytes) -> None:
     packed = import_module("indexer._native").packed_numbers(json)
     # Numbers like 1.0 and 1e2 are left to the complete parser.
     assert packed == expected or (packed is None and (b"." in json or b"e" in json))
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)))
+def test_native_json_of_packed_tokens_equals_reference(ids: list[int]) -> None:
+    assert import_module("indexer._native").numbers_json(pack_tokens(ids)) == msgspec.json.encode(ids)

@@ -31,6 +31,7 @@ from router.fleet import worker as fleet
 from router.fleet.discovery import DiscoveryError, Engine, RefusedKeyError, WorkerDescription, describe_worker
 from router.http.client import connection_problem
 from router.settings import FleetSettings, WorkerSettings
+from router.tokens.permission import ids_sent_to
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers
 
@@ -128,7 +129,8 @@ class Examination:
         exact = sum(way == "local" for way in shapes.values())
         reading = f", by {report['reading']}" if report["reading"] else ""
         compared = f"; {exact} of {len(shapes)} probes as the engine reads them" if exact else ""
-        self.passed.append(f"prompts become tokens: {_WAYS.get(report['way'], report['way'])}{reading}{compared}")
+        sent = f"; {ids_sent_to(report['ids_not_sent'])}" if "ids_not_sent" in report else ""
+        self.passed.append(f"prompts become tokens: {_WAYS.get(report['way'], report['way'])}{reading}{compared}{sent}")
 
     async def _caches(self, worker: Worker, described: WorkerDescription) -> bool:
         """Return whether a repeated prompt is cached, as far as the worker reports it."""

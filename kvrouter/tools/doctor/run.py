@@ -22,7 +22,8 @@ from router.app.embedded_index import running_indexer
 from router.fleet.kubernetes import ClusterAccess
 from router.fleet.source_watch import workers_of_cluster
 from router.http.client import connection_problem, refuse_redirects
-from router.settings import Settings, WorkerSettings
+from router.settings import ForwardTokens, Settings, WorkerSettings
+from router.tokens.permission import ids_sent_to
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers
 
@@ -142,7 +143,8 @@ def _examine_tokenizer(fleet: RunningFleet, model: str, report: dict[str, Any]) 
     exact = sum(way == "local" for way in shapes.values())
     compared = f"; {exact} of {len(shapes)} probes have the engine's tokens" if exact else ""
     reading = f", by {report['reading']}" if report.get("reading") else ""
-    fleet.ok(fleet.url, f"prompts for {model} become tokens: {report['way']}{reading}{compared}")
+    sent = f"; {ids_sent_to(report['ids_not_sent'])}" if "ids_not_sent" in report else ""
+    fleet.ok(fleet.url, f"prompts for {model} become tokens: {report['way']}{reading}{compared}{sent}")
 
 
 def _finding(router: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -229,7 +231,8 @@ async def examine(settings: Settings, api_key: str | None, patience: float) -> l
     at_once = asyncio.Semaphore(_AT_ONCE)
     with running_indexer(alone) as indexer:
         async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=timeout) as session:
-            source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer)
+            forwards = settings.proxy.forward_tokens is ForwardTokens.AUTO
+            source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer, forwards=forwards)
             examinations = [
                 Examination(worker, session, indexer, tokenizers, source, keys, fleet, patience)
                 for worker in settings.workers

@@ -42,6 +42,7 @@ def status_routes(services: Services) -> APIRouter:
             "workers_up": up,
             "queue": {reason.value: waiting for reason, waiting in admission.waiting_for().items()},
             "tokenizers": services.tokenizers.states(),
+            "ids_not_sent": services.tokenizer_source.ids_not_sent(),
             "findings": services.observability.findings(),
             **services.observability.about.identity,
         }

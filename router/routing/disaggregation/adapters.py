@@ -18,12 +18,15 @@ from uuid import uuid4
 import msgspec
 
 from http_api.errors import RequestError
+from router.apis.json_edit import with_field
+from router.apis.prompt_ids import with_prompt_ids
 from router.fleet.worker import Worker
 from router.http.headers import Headers
 from router.routing.disaggregation.bodies import answers_in, encoded, fields_of, prompts_in, with_fields
 from router.settings import Backend
 
 _CHAT = "/v1/chat/completions"
+_IDS = "prompt_token_ids"
 _MAX_ROOM = 2**63
 
 
@@ -76,6 +79,7 @@ class Adapter:
     - `prefills`: whether the router sends a request to the prefill worker.
     - `one_answer`: whether the KV cache of only one prompt, for one answer, can be handed over.
     - `paths`: the paths of requests that can be disaggregated.
+    - `sends_ids`: whether both requests can carry the prompt's token ids.
     """
 
     concurrent: ClassVar[bool] = False
@@ -83,16 +87,25 @@ class Adapter:
     prefills: ClassVar[bool] = True
     one_answer: ClassVar[bool] = True
     paths: ClassVar[frozenset[str]] = frozenset({_CHAT, "/v1/completions"})
+    sends_ids: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> Adapter:
-        """Return the adapter of one request. Raises RequestError for a body that cannot be changed."""
+    def of(
+        cls, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint, ids: bytes | None = None
+    ) -> Adapter:
+        """Return the adapter of one request. Raises RequestError for a body that cannot be changed.
+
+        `ids`: the prompt's token ids as a JSON list, for an adapter that `sends_ids`; None without them.
+        """
         alone = cls.one_answer and answers_in(fields_of(body)) != 1
-        return (DecodeAlone if alone else cls)(path, body, prefill, decode)
+        adapter = (DecodeAlone if alone else cls)(path, body, prefill, decode)
+        adapter.ids = ids
+        return adapter
 
     def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
         self.path = path
         self.body = body
+        self.ids: bytes | None = None
         self.prefill_worker = prefill
         self.decode_worker = decode
 
@@ -128,6 +141,7 @@ class Sglang(Adapter):
     decodes_alone = False
     one_answer = False
     paths = frozenset({_CHAT, "/v1/completions", "/generate"})
+    sends_ids = True
 
     def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
         super().__init__(path, body, prefill, decode)
@@ -158,7 +172,8 @@ class Sglang(Adapter):
     def _bootstrap_fields(self) -> dict[str, Any]:
         worker = self.prefill_worker
         bootstrap = {"bootstrap_host": worker.host, "bootstrap_port": worker.bootstrap_port}
-        return bootstrap | {"bootstrap_room": self._room, "rid": self._rid}
+        ids = {} if self.ids is None else {"input_ids": msgspec.Raw(self.ids)}
+        return bootstrap | {"bootstrap_room": self._room, "rid": self._rid} | ids
 
     def _new_room(self) -> int:
         """Return a random room that the prefill worker's chosen rank serves."""
@@ -170,15 +185,19 @@ class Sglang(Adapter):
 class Nixl(Adapter):
     """vLLM with NIXL: the decode worker pulls the blocks that the prefill's answer names."""
 
+    sends_ids = True
+
     def prefill(self) -> PreparedRequest:
         remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-        wanted = {"do_remote_decode": True, "do_remote_prefill": False, **remote}
+        wanted = {"do_remote_decode": True, "do_remote_prefill": False, **remote, **_ids_field(self.ids)}
         return PreparedRequest(_one_token(self.path, self.body, kv_transfer_params=wanted))
 
     def decode(self, prefilled: bytes) -> PreparedRequest:
         transfer_params = _raw_field(prefilled, "kv_transfer_params")
         if transfer_params is None:  # no blocks to pull: the decode worker computes the prompt
-            return PreparedRequest(self.body)
+            return _computing(self.body, self.ids)
+        if self.ids is not None:
+            transfer_params = msgspec.Raw(with_field(bytes(transfer_params), _IDS, self.ids))
         return PreparedRequest(with_fields(self.body, kv_transfer_params=transfer_params))
 
 
@@ -186,6 +205,7 @@ class Mooncake(Adapter):
     """vLLM with Mooncake: both know the transfer id, and the decode worker the address of the bootstrap service."""
 
     concurrent = True
+    sends_ids = True
 
     def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
         super().__init__(path, body, prefill, decode)
@@ -204,14 +224,14 @@ class Mooncake(Adapter):
         self._engine_id = engine_id
 
     def prefill(self) -> PreparedRequest:
-        wanted = {"do_remote_decode": True, "transfer_id": self._transfer}
+        wanted = {"do_remote_decode": True, "transfer_id": self._transfer, **_ids_field(self.ids)}
         body = _one_token(self.path, self.body, kv_transfer_params=wanted)
         return PreparedRequest(body, [(b"x-data-parallel-rank", b"%d" % self.prefill_worker.dp_rank)])
 
     def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
         address = f"http://{self.prefill_worker.address}:{self.prefill_worker.bootstrap_port}"
         source = {"remote_bootstrap_addr": address, "remote_engine_id": self._engine_id}
-        wanted = {"do_remote_prefill": True, "transfer_id": self._transfer, **source}
+        wanted = {"do_remote_prefill": True, "transfer_id": self._transfer, **source, **_ids_field(self.ids)}
         return PreparedRequest(with_fields(self.body, kv_transfer_params=wanted))
 
 
@@ -254,7 +274,7 @@ class DecodeAlone(Adapter):
     prefills = False
 
     def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
-        return PreparedRequest(self.body)
+        return _computing(self.body, self.ids)
 
 
 class Sidecar(Adapter):
@@ -284,6 +304,16 @@ def _one_token(path: str, body: bytes, **values: Any) -> bytes:
         fields.pop(name, None)
     tokens = {"max_tokens": 1, **({"max_completion_tokens": 1} if path == _CHAT else {})}
     return encoded(fields, stream=False, **tokens, **values)
+
+
+def _computing(body: bytes, ids: bytes | None) -> PreparedRequest:
+    """Return the request to a worker that computes the whole prompt."""
+    return PreparedRequest(body if ids is None else with_prompt_ids(body, ids))
+
+
+def _ids_field(ids: bytes | None) -> dict[str, msgspec.Raw]:
+    """Return the field of `kv_transfer_params` with the prompt's token ids; empty without them."""
+    return {} if ids is None else {_IDS: msgspec.Raw(ids)}
 
 
 def _raw_field(answer: bytes, name: str) -> msgspec.Raw | None:

@@ -142,7 +142,7 @@ class RouterProcess:
 
     `patience`: the seconds of silence after which a worker counts as hung, if not the default. `failovers`: how often a
     stream may go on elsewhere; `token`: the operator's; `check_seconds`: between trials how workers
-    read prompts.
+    read prompts; `forward_tokens`: send token ids with chats.
     """
 
     def __init__(
@@ -154,6 +154,7 @@ class RouterProcess:
         failovers: int = 0,
         token: str = "",
         check_seconds: float | None = None,
+        forward_tokens: bool = False,
     ) -> None:
         self._process = ServerProcess("kvrouter", logs / "kvrouter.log")
         self._command = [str(Path(sys.executable).with_name("kvrouter")), "serve", "--port", "0", *options]
@@ -164,6 +165,8 @@ class RouterProcess:
             self._environment["KVROUTER_PROXY__STREAM_FAILOVERS"] = str(failovers)
         if check_seconds is not None:
             self._environment["KVROUTER_TOKENIZER__CHECK_INTERVAL"] = str(check_seconds)
+        if forward_tokens:
+            self._environment["KVROUTER_PROXY__FORWARD_TOKENS"] = "auto"
         if token:
             self._environment["KVROUTER_SERVER__TOKEN"] = token
         if keys := {worker.api_key for worker in workers} - {""}:

@@ -141,7 +141,7 @@ def _requests() -> Iterator[tuple[str, str, dict[str, Any]]]:
             continue
         body = copy.deepcopy(probe.body)
         key = "input" if "input" in body else "messages"
-        first = next(message for message in body[key] if message["role"] in ("user", "developer"))
+        first = next(message for message in body[key] if message.get("role") in ("user", "developer"))
         opening = f"On {probe.kind}. {_LONG}"
         if isinstance(first["content"], str):
             first["content"] = opening + first["content"]
@@ -151,7 +151,9 @@ def _requests() -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield probe.kind, probe.path, body
         if probe.kind not in ("continued", "no_generation_prompt"):
             last = body[key][-1]
-            answer = [] if last["role"] == "assistant" else [{"role": "assistant", "content": "It is the second one."}]
+            answer = (
+                [] if last.get("role") == "assistant" else [{"role": "assistant", "content": "It is the second one."}]
+            )
             more = [*body[key], *answer, {"role": "user", "content": f"Why? {_LONG[:120]}"}]
             yield probe.kind, probe.path, body | {key: more}
     for path, name in (("/v1/chat/completions", "salt"), ("/v1/completions", "salted text")):

@@ -1,0 +1,328 @@
+"""Chats whose token ids the router sends, compared with the answers of the engine that tokenizes them itself.
+
+Each request is sent to the engine directly and through a router that sends ids, at temperature 0 and with log
+probabilities. FAMILIES names the families to try, with commas; all by default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from engine.installation import Installation
+from engine.processes import wait_for
+from engine.servers import MODEL, RouterProcess, VllmWorker
+from engine.test_families import FLAGS
+from engine.web import post_json
+from indexer.hashing import PackedPrompt
+from router.apis.endpoints import ANTHROPIC, CHAT, RESPONSES
+from router.apis.prompt_ids import with_prompt_ids
+from router.tokens.probes import PROBES
+
+pytestmark = pytest.mark.engine
+
+# Families whose prompts depend on more than the request, or whose engine has an encoder of its own.
+NEVER = {"gpt_oss", "deepseek_v32", "mistral"}
+MORE_FLAGS = {"qwen3": ("--reasoning-parser", "qwen3")}
+# The engine renders what it is asked to: so nothing but the router prevents a wrong prompt.
+TRUSTING = ("--enable-scale-out", "--trust-request-chat-template", "--max-logprobs", "20")
+
+USER = {"role": "user", "content": "Which worker holds the prefix of this prompt, and why does it hold it?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+ANSWER = {"role": "assistant", "content": "The second one."}
+FUNCTION = {"name": "find", "description": "Finds it.", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+SCHEMA = {"type": "object", "properties": {"worker": {"type": "integer"}}, "required": ["worker"]}
+LONG = "The worker that holds the longest prefix of a prompt answers it soonest. " * 40
+
+# Fields of chats that are sent with ids, by name of the request.
+KNOWN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "long": {"messages": [USER | {"content": LONG}]},
+    "too long": {"messages": [USER | {"content": LONG * 20}]},
+    "too many tokens": {"max_tokens": 5000},
+    "several messages": {"messages": [SYSTEM, USER, ANSWER, USER | {"name": "ann"}]},
+    "developer and tools": {"messages": [{"role": "developer", "content": "Be brief."}, USER], "tools": TOOLS},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": each} for each in ("Who?", "Why?")]}]},
+    "unicode": {"messages": [USER | {"content": "naïve 漢字 🙂 \u200b\ufeff \n\t <|im_end|> </s> <think>"}]},
+    "several answers": {"n": 2, "temperature": 0.9, "seed": 7},
+    "stop": {"stop": ["e"], "include_stop_str_in_output": True},
+    "limits": {"min_tokens": 4, "max_completion_tokens": 6, "ignore_eos": True},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "prompt log probabilities": {"prompt_logprobs": 1},
+    "ids": {"return_token_ids": True},
+    "salt": {"cache_salt": "s"},
+    "allowed ids": {"allowed_token_ids": [100, 101, 102], "logit_bias": {"101": 5}},
+    "json object": {"response_format": {"type": "json_object"}},
+    "json schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}},
+    "tools": {"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": False},
+    "required tool": {"tools": TOOLS, "tool_choice": "required", "max_tokens": 40},
+    "no thinking": {"chat_template_kwargs": {"enable_thinking": False}},
+    "thinking": {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}},
+    "no thinking and tools": {"chat_template_kwargs": {"enable_thinking": False}, "tools": TOOLS},
+    "effort": {"reasoning_effort": "high", "include_reasoning": False},
+    "continued": {"messages": [USER, ANSWER], "add_generation_prompt": False, "continue_final_message": True},
+    "no generation prompt": {"add_generation_prompt": False},
+    "stream": {"stream": True, "stream_options": {"include_usage": True}},
+    "stream with tools": {"stream": True, "tools": TOOLS, "tool_choice": "required", "max_tokens": 40},
+    "stream with ids": {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}},
+}
+# Fields by which clients could make the engine's prompt another than the router's, each as bytes in a body.
+HOSTILE = (
+    *('"truncate_prompt_tokens":4', '"truncate_prompt_tokens":"4"', '"truncate_prompt_tokens":4.0'),
+    *('"trunc\\u0061te_prompt_tokens":4', '"truncate_prompt_tokens":null,"truncate_prompt_tokens":4'),
+    '"truncate_prompt_tokens":4,"truncation_side":"right"',
+    *('"chat_template_kwargs":{"enable_thinking":"no"}', '"chat_template_kwargs":{"enable_thinking":0}'),
+    '"chat_template_kwargs":{"enable_thinking":true,"enable_thinking":false}',
+    '"chat_template_kwargs":{"enable_thinking":null}',
+    *('"chat_template_kwargs":{"add_generation_prompt":false}', '"chat_template_kwargs":{"tools":[{"a":1}]}'),
+    *('"chat_template_kwargs":{"messages":[]}', '"chat_template_kwargs":{"chat_template":"{{ 1 }}"}'),
+    *('"chat_template_kwargs":{"thinking":true,"x":1}', '"chat_template_kwargs":[]', '"chat_template_kwargs":{}'),
+    *('"tools":[]', '"tools":null', '"tools":[{"type":"function","function":{"name":"f"}}]'),
+    '"tools":[{"type":"function","function":{"name":"f","description":"","parameters":{"b":1,"a":1.0}}}]',
+    '"tools":[{"type":"function","function":{"name":"f","description":"é \\ud83d\\ude42 <","parameters":{}}}]',
+    '"tools":[{"type":"function","function":{"name":"f","parameters":{},"description":"d","strict":true}}]',
+    '"tools":[{"function":{"parameters":{},"description":"d","name":"f"},"type":"function"}]',
+    '"tools":[{"type":"function","function":{"name":"f","description":null,"parameters":{}}}]',
+    *('"tool_choice":"none"', '"tool_choice":null', '"functions":[{"name":"f"}]'),
+    '"tools":[{"type":"function","function":{"name":"f","description":"","parameters":{}}}],"tool_choice":"none"',
+    *('"continue_final_message":1', '"continue_final_message":"true"', '"continue_final_message":true'),
+    '"continue_final_message":true,"add_generation_prompt":false',
+    *('"add_generation_prompt":0', '"add_generation_prompt":"off"', '"add_generation_prompt":null'),
+    *('"add_generation_prompt":false,"add_generation_prompt":true', '"add_gener\\u0061tion_prompt":false'),
+    *('"chat_template":"{{ messages[0].content }}"', '"chat_template":""', '"chat_template":null'),
+    *('"\\u0063hat_template":"{{ 1 }}"', '"documents":[{"title":"a","text":"b"}]', '"echo":true'),
+    *('"add_special_tokens":true', '"add_special_tokens":"1"', '"reasoning_effort":"none"', '"reasoning_effort":null'),
+    *('"messages":[{"role":"user","content":"Another."}]', '"messages":[{"role":"user","content":null}]'),
+    *('"messages":[{"role":"user","content":""}]', '"messages":[{"role":"user","content":[]}]', '"messages":[]'),
+    '"messages":[{"role":"user","content":[{"type":"text","text":"a"},{"text":"b"}]}]',
+    '"messages":[{"role":"user","content":[{"type":"input_text","text":"a"}]}]',
+    '"messages":[{"role":"User","content":"a"}]',
+    '"messages":[{"role":"user","content":"a","content":"b"}]',
+    '"messages":[{"role":"user","content":"a","thoughts":"b"}]',
+    '"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b","reasoning_content":"c"}]',
+    '"messages":[{"role":"user","content":"a"},{"role":"assistant","tool_calls":[]}]',
+    '"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b","reasoning":""}]',
+    '"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b","tool_calls":'
+    '[{"id":"call00001","type":"function","function":{"name":"f","arguments":"{\\"b\\":1, \\"a\\": 1.50}"}}]},'
+    '{"role":"tool","tool_call_id":"call00001","content":"é"}]',
+    '"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b","tool_calls":'
+    '[{"id":"call00001","type":"function","function":{"name":"f","arguments":"no object"}}]}]',
+    '"messages":[{"role":"assistant","content":"a"},{"role":"user","content":" b \\n"}]',
+    '"messages":[{"role":"user","content":"a"},{"role":"user","content":"b"},{"role":"system","content":"c"}]',
+    *('"mm_processor_kwargs":{}', '"media_io_kwargs":{}', '"priority":0', '"n":1', '"logprobs":null'),
+    *('"kv_transfer_params":{"prompt_token_ids":[5]}', '"kv_transfer_params":null', '"prompt_token_ids":[5]'),
+)
+# Requests of other APIs.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "messages": (ANTHROPIC, {"messages": [USER], "system": "Be brief."}),
+    "messages in a stream": (ANTHROPIC, {"messages": [USER, ANSWER, USER], "stream": True}),
+    "responses": (RESPONSES, {"input": [USER], "instructions": "Be brief."}),
+    "responses in a stream": (RESPONSES, {"input": "Which worker?", "stream": True}),
+}
+# Bodies of which the same ids are made if one field is overlooked.
+OVERLOOKED: dict[str, dict[str, Any]] = {
+    "truncate_prompt_tokens": {"truncate_prompt_tokens": 8},
+    "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
+    "tools": {"tools": TOOLS},
+    "add_generation_prompt": {"add_generation_prompt": False},
+    "chat_template": {"chat_template": "{{ messages[0].content }}"},
+    "continue_final_message": {"add_generation_prompt": False, "continue_final_message": True},
+}
+# Names that differ between two equal requests.
+_NAMES = {
+    *("id", "created", "created_at", "completed_at", "item_id", "call_id", "request_id", "sequence_number"),
+    "signature",
+}
+_TEXTS = ("content", "reasoning", "text", "thinking", "partial_json", "arguments")
+
+
+@contextmanager
+def family_worker(installation: Installation, logs: Path, family: str, *flags: str) -> Iterator[VllmWorker]:
+    flags = (*FLAGS[family], *MORE_FLAGS.get(family, ()), *flags)
+    worker = VllmWorker(f"ids-{family}", installation, logs, installation.family(family), flags)
+    worker.start()
+    try:
+        worker.wait_until_ready()
+        yield worker
+    finally:
+        worker.stop()
+
+
+@pytest.mark.parametrize("family", os.environ.get("FAMILIES", ",".join(FLAGS)).split(","))
+def test_answers_with_ids_equal_answers_without(installation: Installation, logs: Path, family: str) -> None:
+    with (
+        family_worker(installation, logs, family, *TRUSTING) as worker,
+        RouterProcess([worker], logs, patience=30.0, forward_tokens=True) as router,
+    ):
+        compared = Compared(worker, router)
+        if family in NEVER:
+            assert compared.reason
+        else:
+            assert not compared.reason, compared.reason
+            compared.check_control()
+            compared.check_overlooked()
+        for name, fields in KNOWN.items():
+            compared.compare(name, CHAT, _body(fields))
+        for probe in PROBES:
+            if "messages" in probe.body or "input" in probe.body:
+                compared.compare(probe.kind, probe.path, _body(probe.body, probe.path))
+        for name, (path, fields) in OTHERS.items():
+            compared.compare(name, path, _body(fields, path))
+        for field in HOSTILE:
+            body = _body({}, messages=not field.startswith('"messages"'))
+            compared.compare(field, CHAT, body[:-1] + b"," + field.encode() + b"}", hostile=True)
+        print(f"\n{family}: {compared.sent} of {compared.asked} with ids; not with ids: {', '.join(compared.plain)}")
+        assert compared.differences == []
+        assert not compared.sent if family in NEVER else compared.sent > 30
+
+
+def test_answers_are_equal_where_engine_renders_nothing(installation: Installation, logs: Path) -> None:
+    """The engine is started as usual, so its ids are those of computed probes."""
+    with (
+        family_worker(installation, logs, "qwen3") as worker,
+        RouterProcess([worker], logs, patience=30.0, forward_tokens=True) as router,
+    ):
+        compared = Compared(worker, router)
+        assert not compared.reason, compared.reason
+        for name, fields in KNOWN.items():
+            compared.compare(name, CHAT, _body(fields))
+        for name, (path, fields) in OTHERS.items():
+            compared.compare(name, path, _body(fields, path))
+        assert compared.differences == []
+        assert set(compared.plain) >= set(OTHERS)
+        assert compared.sent > 20
+
+
+def _body(fields: dict[str, Any], path: str = CHAT, messages: bool = True) -> bytes:
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    common = {"model": MODEL, "temperature": 0, limit: 8}
+    if path == CHAT:
+        common |= {"logprobs": True, "top_logprobs": 3} | ({"messages": [USER]} if messages else {})
+    return json.dumps(common | fields, ensure_ascii=False).encode()
+
+
+class Compared:
+    """A worker, asked directly and through a router."""
+
+    def __init__(self, worker: VllmWorker, router: RouterProcess) -> None:
+        self._worker = worker
+        self._router = router
+        self.asked = 0
+        self.sent = 0
+        self.plain: list[str] = []
+        self.differences: list[str] = []
+        self.reason = wait_for(self._reason, 60, "its trial ends")[0]
+
+    def _reason(self) -> list[str]:
+        reasons = list(self._router.tokenizer().get("ids_not_sent", {}).values())
+        return [] if any("trial" in reason for reason in reasons) else reasons
+
+    def compare(self, name: str, path: str, body: bytes, hostile: bool = False) -> None:
+        """Record how the two answers differ, and whether ids were sent. The router may refuse a hostile request."""
+        expected = self._answer(self._worker.url, path, body)
+        before = self._count()
+        found = self._answer(self._router.url, path, body)
+        self.asked += 1
+        if self._count() > before:
+            self.sent += 1
+        else:
+            self.plain.append(name)
+        refused = hostile and found[0] == 400
+        if found != expected and not refused:
+            self.differences.append(f"{name}: {found} instead of {expected}")
+
+    def check_control(self) -> None:
+        """The engine answers the ids of another prompt like that prompt."""
+        other = _body({"messages": [USER | {"content": "Name a worker."}]})
+        expected, plain = (self._answer(self._worker.url, CHAT, body) for body in (other, _body({})))
+        found = self._answer(self._worker.url, CHAT, with_prompt_ids(_body({}), self._ids(other).json()))
+        assert found == expected
+        assert _without_usage(found) != _without_usage(plain)
+
+    def check_overlooked(self) -> None:
+        """If a field is overlooked, the engine answers another prompt, and the comparison shows it."""
+        messages = {"messages": [USER, ANSWER]}
+        for name, fields in OVERLOOKED.items():
+            body = _body(messages | fields)
+            expected = self._answer(self._worker.url, CHAT, body)
+            if expected[0] != 200:
+                continue  # this family's template or engine refuses it
+            found = self._answer(self._worker.url, CHAT, with_prompt_ids(body, self._ids(_body(messages)).json()))
+            assert found[0] == 200
+            if self._ids(body) != self._ids(_body(messages)) or name == "truncate_prompt_tokens":
+                assert _without_usage(found) != _without_usage(expected), name
+
+    def _ids(self, body: bytes) -> PackedPrompt:
+        return PackedPrompt.of(post_json(f"{self._worker.url}{CHAT}/render", json.loads(body))["token_ids"])
+
+    def _count(self) -> float:
+        with urlopen(f"{self._router.url}/metrics", timeout=30) as response:
+            found = re.findall(r"^kvrouter_forwarded_token_requests_total\{.*\} (\S+)$", response.read().decode(), re.M)
+        return sum(map(float, found))
+
+    def _answer(self, url: str, path: str, body: bytes) -> tuple[int, Any]:
+        """Return the status, and what two equal requests have in common, from an empty cache."""
+        wait_for(self._is_cache_reset, 10, "its cache is reset")
+        request = Request(url + path, body, {"Content-Type": "application/json"})
+        try:
+            with urlopen(request, timeout=60) as response:
+                data = response.read()
+                is_stream = response.headers["Content-Type"].startswith("text/event-stream")
+                return response.status, _joined(data) if is_stream else _common(json.loads(data))
+        except HTTPError as error:
+            return error.code, None
+
+    def _is_cache_reset(self) -> bool:
+        with urlopen(Request(f"{self._worker.url}/reset_prefix_cache", method="POST"), timeout=30) as response:
+            return bool(response.status == 200)
+
+
+def _common(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _common(inner) for name, inner in value.items() if name not in _NAMES}
+    if isinstance(value, list):
+        return [_common(each) for each in value]
+    return re.sub(r"(call_|chatcmpl-tool-)\w+", "call", value) if isinstance(value, str) else value
+
+
+def _without_usage(answer: tuple[int, Any]) -> Any:
+    return {name: value for name, value in answer[1].items() if name != "usage"}
+
+
+def _joined(stream: bytes) -> dict[str, Any]:
+    """Return what the events of a stream say together, however the answer was cut into events."""
+    joined: dict[str, Any] = {}
+
+    def read(value: Any, name: str) -> None:
+        if isinstance(value, dict):
+            for inner, each in value.items():
+                if inner == "usage" and each is not None:
+                    joined["usage"] = each
+                else:
+                    read(each, inner)
+        elif isinstance(value, list) and name in ("token_ids", "prompt_token_ids"):
+            joined.setdefault(name, []).extend(value)
+        elif isinstance(value, list):
+            for each in value:
+                read(each, name)
+        elif name in _TEXTS and isinstance(value, str):
+            joined[name] = joined.get(name, "") + value
+        elif name == "logprob":
+            joined.setdefault(name, []).append(value)
+        elif name in ("finish_reason", "stop_reason", "status") and value is not None:
+            joined[name] = value
+
+    for line in stream.split(b"\n"):
+        if line.startswith(b"data: {"):
+            read(json.loads(line[6:]), "")
+    return joined
