@@ -65,6 +65,7 @@ class Health:
     """The circuit of a worker, its requests in flight, and the outcomes of its last ones.
 
     - `ranks`: the health of each DP rank, if the worker has several.
+    - `longest_answer`: the most tokens of one recent answer.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Health:
         self.attempts: dict[Attempt, None] = {}
         self.last_results: deque[Result] = deque(maxlen=RECENT)
         self.last_first_bytes: deque[FirstByte] = deque(maxlen=RECENT)
+        self.longest_answer = 0
 
     def begin(
         self,
@@ -164,6 +166,7 @@ class Health:
         """Forget recent outcomes, because the worker was restarted or is ejected."""
         self.last_results.clear()
         self.last_first_bytes.clear()
+        self.longest_answer = 0
         self.ranks.clear()
         if self._on_change is not None:
             self._on_change()
@@ -247,6 +250,12 @@ class Attempt:
             health.last_first_bytes.append(seen)
             if health.worker is not None:
                 health.worker.last_first_bytes.append(seen)
+
+    def answered(self, tokens: int) -> None:
+        """Record the tokens of the whole answer."""
+        for health in (self.health, self.health.worker):
+            if health is not None and tokens > health.longest_answer:
+                health.longest_answer = tokens
 
     def end(self, outcome: Outcome, reason: str = "", now: float | None = None) -> None:
         """Record the end of the request. Later calls have no effect."""

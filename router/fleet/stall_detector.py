@@ -103,8 +103,10 @@ _OUTLIER_TURNS = 4
 # Minimum number of workers with the same models for a search for outliers.
 _FEWEST_TO_COMPARE = 3
 # An answer that is not streamed is late after its most tokens at this slow pace, and never sooner than the minimum.
+# Without a limit of its tokens, it may have these, or twice those of the model's longest recent answer.
 _SLOWEST_TOKEN = 0.2
 _WHOLE_ANSWER = 60.0
+_PLAUSIBLE_TOKENS = 4096
 # States that are logged as information. Others are logged as warnings.
 _WELL = (WorkerState.READY, WorkerState.WARMING, WorkerState.DRAINING, WorkerState.DRAINED, WorkerState.ASLEEP)
 
@@ -119,6 +121,20 @@ class StallLimits:
 
     silence: float = 1.0
     factor: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """The recent answers of the workers with the same models: their first bytes, and the most tokens of one."""
+
+    first_bytes: list[FirstByte]
+    longest_answer: int = 0
+
+    @classmethod
+    def of(cls, workers: Sequence[Health]) -> Usual:
+        """Return the recent answers of workers."""
+        longest = max([worker.longest_answer for worker in workers], default=0)
+        return cls(latest([worker.first_bytes() for worker in workers]), longest)
 
 
 class StallDetector:
@@ -146,7 +162,7 @@ class StallDetector:
 
     def eject_stalled(self, workers: Sequence[Worker]) -> None:
         """Open the circuits of hung workers, and move their waiting requests."""
-        usual: dict[frozenset[str], list[FirstByte]] = {}  # by served models
+        usual: dict[frozenset[str], Usual] = {}  # by served models
         for worker in workers:
             if not worker.up or not worker.health.attempts:
                 continue
@@ -158,8 +174,7 @@ class StallDetector:
             models = frozenset(worker.models())
             seen = usual.get(models)
             if seen is None:
-                alike = [other.health for other in workers if other.models() & models]
-                seen = usual[models] = latest([health.first_bytes() for health in alike])
+                seen = usual[models] = Usual.of([other.health for other in workers if other.models() & models])
             dead = worker.metrics.unanswered if worker.probe_unanswered >= self._stall.silence / 2 else 0.0
             reason = stalled(worker.health, self._stall, seen, silent, dead)
             if reason is None:
@@ -182,8 +197,7 @@ class StallDetector:
                 silent = self._silence(health, worker.metrics.rank_progress_at(dp_rank), targets)
                 if silent < self._stall.silence:
                     continue
-                seen = [first for other in (health, *others) for first in other.first_bytes()]
-                reason = rank_stalled(health, self._stall, seen, silent)
+                reason = rank_stalled(health, self._stall, Usual.of([health, *others]), silent)
                 if reason is not None:
                     health.circuit.open(reason)
                     moved = health.move_waiting()
@@ -235,9 +249,7 @@ def _others(worker: Worker, workers: Sequence[Worker]) -> bool:
     )
 
 
-def stalled(
-    health: Health, limits: StallLimits, seen: Iterable[FirstByte], silent: float, unanswered: float
-) -> str | None:
+def stalled(health: Health, limits: StallLimits, usual: Usual, silent: float, unanswered: float) -> str | None:
     """Return why a worker counts as hung; None if it does not.
 
     - `silent`: seconds since the last sign of work: bytes of an answer, an event, or a higher counter in its metrics.
@@ -247,35 +259,35 @@ def stalled(
         return None
     if unanswered >= limits.silence:
         return f"no sign of life for {min(silent, unanswered):.1f} s"
-    return _late_first_byte(health, health.movable(), limits, seen)
+    return _late_first_byte(health, health.movable(), limits, usual)
 
 
-def rank_stalled(health: Health, limits: StallLimits, seen: Iterable[FirstByte], silent: float) -> str | None:
+def rank_stalled(health: Health, limits: StallLimits, usual: Usual, silent: float) -> str | None:
     """Return why a rank counts as hung while its worker responds; None if it does not."""
     if silent < limits.silence:
         return None
-    return _late_first_byte(health, health.waiting(), limits, seen)
+    return _late_first_byte(health, health.waiting(), limits, usual)
 
 
-def _whole_answer_late(health: Health, limits: StallLimits, seen: Iterable[FirstByte]) -> bool:
+def _whole_answer_late(health: Health, limits: StallLimits, usual: Usual) -> bool:
     """Return whether an answer that is not streamed and can be moved is late."""
     whole = [attempt for attempt in health.movable() if not attempt.streamed]
-    return _late_first_byte(health, whole, limits, seen) is not None
+    return _late_first_byte(health, whole, limits, usual) is not None
 
 
-def _late_first_byte(
-    health: Health, attempts: Iterable[Attempt], limits: StallLimits, seen: Iterable[FirstByte]
-) -> str | None:
+def _late_first_byte(health: Health, attempts: list[Attempt], limits: StallLimits, usual: Usual) -> str | None:
     """Return why the oldest stream or the oldest whole answer of some requests is late; None if neither is."""
     for streamed in (True, False):
         oldest = next((attempt for attempt in attempts if attempt.streamed is streamed), None)
         if oldest is None:
             continue
-        expected = expected_seconds(seen, oldest.work, streamed)
+        expected = expected_seconds(usual.first_bytes, oldest.work, streamed)
         least = limits.silence
         if not streamed and expected is not None:
-            least = _WHOLE_ANSWER
-            expected = None if oldest.most_tokens is None else expected + oldest.most_tokens * _SLOWEST_TOKEN
+            least, most = _WHOLE_ANSWER, oldest.most_tokens
+            if most is None:
+                most = max(_PLAUSIBLE_TOKENS, 2 * usual.longest_answer)
+            expected += most * _SLOWEST_TOKEN
         age = health.clock() - oldest.begun
         if expected is not None and age >= max(least, limits.factor * expected):
             return f"no first byte for {age:.1f} s, expected within {expected:.2f} s"

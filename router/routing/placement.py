@@ -192,6 +192,8 @@ class Placement:
             assignment.sample.answered(usage)
         if assignment.watched is not None:
             assignment.watched.ended(usage.completion if usage else 0)
+        if usage is not None:
+            assignment.attempt.answered(usage.completion)
         if assignment.timing and usage:
             assignment.timing.end(usage.completion)
             self._learn_load(assignment, assignment.timing, usage)

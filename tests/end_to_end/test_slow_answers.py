@@ -30,7 +30,7 @@ from simulated_workers import simulated_workers
 from router.auth import hashed_key
 
 OUTPUTS = (1, 10, 100, 1000, 4000)
-SECONDS_PER_TOKEN = 0.0015
+SECONDS_PER_TOKEN = 0.0008
 FLEET = {"metrics_interval": 0.25, "stall_seconds": 1.0}
 
 

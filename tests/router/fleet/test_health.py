@@ -11,7 +11,7 @@ from manual_clock import Clock
 
 from router.fleet.circuit import CircuitLimits
 from router.fleet.health import FirstByte, Health, Outcome, expected_seconds
-from router.fleet.stall_detector import StallLimits, stalled
+from router.fleet.stall_detector import StallLimits, Usual, stalled
 
 STALL = StallLimits(silence=1.0, factor=3.0)
 
@@ -58,8 +58,8 @@ def test_second_end_of_a_request_is_ignored(health: Health) -> None:
     assert health.in_flight() == Counter()
 
 
-def usual(seconds: float) -> list[FirstByte]:
-    return [FirstByte(100, True, seconds, 0.0)] * 10
+def usual(seconds: float) -> Usual:
+    return Usual([FirstByte(100, True, seconds, 0.0)] * 10)
 
 
 def test_first_byte_later_than_factor_times_expected_is_a_stall(health: Health, clock: Clock) -> None:
@@ -93,6 +93,32 @@ def test_late_first_byte_is_a_stall_unless_something_explains_it(
 def test_unanswered_scrape_is_a_stall_without_comparable_first_bytes(health: Health, clock: Clock) -> None:
     attempt = health.begin(100, streamed=False)
     clock.now += 1.1
-    assert stalled(health, STALL, [], silent=1.1, unanswered=1.0) == "no sign of life for 1.0 s"
+    assert stalled(health, STALL, Usual([]), silent=1.1, unanswered=1.0) == "no sign of life for 1.0 s"
     attempt.end(Outcome.NEITHER)
-    assert stalled(health, STALL, [], silent=1.1, unanswered=1.0) is None  # no request waits
+    assert stalled(health, STALL, Usual([]), silent=1.1, unanswered=1.0) is None  # no request waits
+
+
+@pytest.mark.parametrize(
+    ("most_tokens", "longest_answer", "patience"),
+    [
+        (None, 100, 2460.6),  # any model may write 4,096 tokens
+        (None, 10_000, 12_003.0),  # this one has written 10,000
+        (1000, 10_000, 603.0),  # the client asked for 1,000
+        (10, 10_000, 60.0),
+    ],
+)
+def test_whole_answer_has_the_time_of_the_longest_plausible_output(
+    health: Health, clock: Clock, most_tokens: int | None, longest_answer: int, patience: float
+) -> None:
+    earlier = health.begin(100, streamed=False)
+    clock.now += 1.0
+    earlier.heard()
+    earlier.answered(longest_answer)
+    earlier.end(Outcome.SUCCEEDED)
+    attempt = health.begin(100, streamed=False)
+    attempt.give_up, attempt.most_tokens = lambda: None, most_tokens
+    begun = clock.now
+    for seconds, late in ((0.99 * patience, False), (1.01 * patience, True)):
+        clock.now = begun + seconds
+        seen = Usual([FirstByte(100, False, 1.0, clock.now)], health.longest_answer)
+        assert (stalled(health, STALL, seen, seconds, 0.0) is not None) is late

@@ -61,8 +61,15 @@ def test_worker_with_a_high_share_of_failures_is_an_outlier(clock: Clock, failin
 
 @pytest.mark.parametrize(
     ("seconds", "work", "is_outlier"),
-    [(2.0, 100, True), (0.45, 100, False), (0.3, 100, False), (2.0, 2000, False)],
-    ids=["far slower", "somewhat slower", "three times slower", "with more to do"],
+    [
+        (2.0, 100, True),
+        (0.55, 100, False),  # 5.5 times as long, and 0.45 s longer
+        (0.65, 100, True),
+        (1.5, 400, False),  # 3.75 times as long as usual for its work, and 1.1 s longer
+        (2.1, 400, True),
+        (0.3, 100, False),
+        (2.0, 2000, False),
+    ],
 )
 def test_worker_with_late_first_bytes_is_an_outlier(clock: Clock, seconds: float, work: int, is_outlier: bool) -> None:
     workers = [Health(CircuitLimits(), clock) for _ in range(3)]
@@ -81,13 +88,23 @@ def test_worker_is_compared_with_the_only_other_worker_that_answered(clock: Cloc
     assert reasons(workers) == ["first bytes take 2.0 s, 0.1 s elsewhere", None, None]
 
 
-def test_worker_with_few_results_is_no_outlier(clock: Clock) -> None:
+def test_worker_with_few_failures_is_no_outlier(clock: Clock) -> None:
     workers = [Health(CircuitLimits(failures=100), clock) for _ in range(3)]
     for _ in range(9):
         workers[0].begin(1).end(Outcome.FAILED)
         workers[1].begin(1).end(Outcome.SUCCEEDED)
-        answered(workers[2], clock, 9.0)
     assert reasons(workers) == [None] * 3
+
+
+@pytest.mark.parametrize(("late", "usual", "is_outlier"), [(10, 5, True), (9, 5, False), (10, 4, False)])
+def test_late_worker_needs_enough_first_bytes_here_and_elsewhere(
+    clock: Clock, late: int, usual: int, is_outlier: bool
+) -> None:
+    workers = [Health(CircuitLimits(), clock) for _ in range(3)]
+    for seconds, count, worker in ((9.0, late, workers[0]), (0.1, usual, workers[1]), (0.1, usual, workers[2])):
+        for _ in range(count):
+            answered(worker, clock, seconds)
+    assert [reason is not None for reason in reasons(workers)] == [is_outlier, False, False]
 
 
 seen = st.tuples(st.sampled_from([0.1, 0.2, 0.4, 0.7, 1.5, 4.0, 9.0]), st.sampled_from([1, 100, 150, 1000, 5000]))
