@@ -79,6 +79,12 @@ class HostileWorker:
         return self._random.choice([*_ANSWERS, *(_json(description) for description in _DESCRIPTIONS)])
 
 
+# A block that waits for its prefix, and many removals of it.
+_FLOOD = msgspec.msgpack.encode(
+    [1.0, [["BlockStored", [2], 1, [1] * 16, 16, None, "GPU"], ["BlockRemoved", [2] * 50_000, "GPU"]], 0]
+)
+
+
 def _json(value: object) -> bytes:
     body = json.dumps(value).encode()
     return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
@@ -111,6 +117,8 @@ class HostileStream:
         random = self._random
         if random.random() < 0.1:
             return random.randbytes(random.randrange(2000))
+        if random.random() < 0.1:
+            return _FLOOD
         timestamp = random.choice([1.0] * 5 + [float("nan"), float("inf"), -1e308, 2**63])
         return msgspec.msgpack.encode(
             [timestamp, [self._event() for _ in range(random.randrange(20))], random.choice([0, 7, -1])]

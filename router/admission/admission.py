@@ -234,7 +234,8 @@ class Admission:
             try:
                 placed = self._try(request.prompt, request.tried, request.ticket.slo)
             except RequestError as error:
-                self._fail(request, error)
+                if not self._awaits_worker(request.prompt, request.ticket):
+                    self._fail(request, error)
                 continue
             if isinstance(placed, Assignment):
                 self._give(request, placed)

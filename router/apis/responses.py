@@ -1,7 +1,7 @@
 """Requests to `/v1/responses`: the conversation that vLLM makes of instructions and input items.
 
-If the request refers to earlier turns by `previous_response_id`, only the worker that answered them knows their
-content.
+If the request refers to earlier turns by `previous_response_id`, `router/apis/response_turns.py` adds those that are
+known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.http.headers import HeaderItems
 Message = dict[str, Any]
 
 
-class _UnconvertibleError(Exception):
+class UnconvertibleError(Exception):
     """An error for an item that vLLM refuses or that only another engine supports."""
 
 
@@ -64,7 +64,7 @@ def _prompt(fields: ResponsesFields) -> ChatPrompt | None:
     """Return the conversation; None if it cannot be converted."""
     try:
         messages = _chat(fields)
-    except _UnconvertibleError:
+    except UnconvertibleError:
         return None
     if not messages:
         return None
@@ -83,7 +83,7 @@ def _prompt(fields: ResponsesFields) -> ChatPrompt | None:
 
 
 def _chat(fields: ResponsesFields) -> list[Message]:
-    """Return the chat messages of a body. Raises _UnconvertibleError."""
+    """Return the chat messages of a body. Raises UnconvertibleError."""
     chat: list[Message] = []
     if isinstance(fields.instructions, str) and fields.instructions:
         chat.append({"role": "system", "content": fields.instructions})
@@ -107,7 +107,7 @@ def _continues(given: str | list[dict[str, Any]]) -> bool:
 
 def _add(messages: list[Message], item: dict[str, Any]) -> None:
     """Add an item to a chat. An assistant's reasoning, text and tool calls become one message."""
-    message = _message(item)
+    message = item_message(item)
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if message["role"] != "assistant" or last is None:
         messages.append(message)
@@ -121,7 +121,8 @@ def _add(messages: list[Message], item: dict[str, Any]) -> None:
             messages.append(message)
 
 
-def _message(item: dict[str, Any]) -> Message:
+def item_message(item: dict[str, Any]) -> Message:
+    """Return the message that an item means by itself. Raises UnconvertibleError."""
     match item:
         case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
             namespace = item.get("namespace")
@@ -138,13 +139,13 @@ def _message(item: dict[str, Any]) -> Message:
             return {"role": "assistant", "content": text}
         case {"role": str(role), "content": str() | list()} if item.get("type", "message") == "message":
             return {"role": role, "content": item["content"]}
-    raise _UnconvertibleError
+    raise UnconvertibleError
 
 
 def _reasoning(item: dict[str, Any]) -> str:
     match item:
         case {"encrypted_content": str(encrypted)} if encrypted:
-            raise _UnconvertibleError
+            raise UnconvertibleError
         case {"content": [{"text": str(text)}, *_]} | {"summary": [{"text": str(text)}, *_]}:
             return text
     return ""

@@ -1,7 +1,7 @@
 """Discovery: the models, event streams and block size that a worker reports.
 
 - vLLM answers `/v1/models`, `/kv_event_sources` and `/metrics`.
-- SGLang answers `/v1/models` and `/server_info`.
+- SGLang answers `/v1/models`, `/server_info` and `/model_info`.
 - Other servers with the OpenAI API answer `/v1/models`. They receive requests by load only.
 
 Each field of an answer is checked by itself. An invalid field is ignored and reported, and affects this worker only.
@@ -19,6 +19,7 @@ import msgspec
 from kvevents import EventSource
 from kvevents.curve import load_public_key
 from kvevents.sources import MOST_BLOCK_SIZE, ReportedFields, ReportedStreams, sglang_sources, vllm_sources
+from router.apis.abilities import NO_ABILITIES, Ability, sglang_lacks
 from router.fleet.worker_keys import WorkerKey
 from router.http.client import connection_problem, read_answer
 from router.http.worker_url import host_of
@@ -72,6 +73,7 @@ class WorkerDescription:
     - `block_size`: the tokens of one block; None if not reported.
     - `capacity`: the blocks of each rank's KV cache; None if not reported.
     - `refused`: the fields that could not be used, in words.
+    - `lacks`: the abilities that the engine reports not to have.
     """
 
     engine: Engine
@@ -83,6 +85,7 @@ class WorkerDescription:
     role: Role = Role.BOTH
     bootstrap_port: int | None = None
     refused: tuple[str, ...] = ()
+    lacks: frozenset[Ability] = NO_ABILITIES
 
     def base_models(self) -> list[ServedModel]:
         """Return the models, without adapters and additional names."""
@@ -217,6 +220,7 @@ async def _streams(client: _WorkerClient, models: dict[str, ServedModel]) -> Wor
         streams = _within(found, models, client)
         given = msgspec.json.decode(info, type=_SglangRole)
         mode = fields.text("disaggregation_mode", given.disaggregation_mode)
+        model_info = await client.get_if_there("/model_info") or await client.get_if_there("/get_model_info")
         return WorkerDescription(
             Engine.SGLANG,
             models,
@@ -227,6 +231,7 @@ async def _streams(client: _WorkerClient, models: dict[str, ServedModel]) -> Wor
             bootstrap_port=fields.integer(
                 "disaggregation_bootstrap_port", given.disaggregation_bootstrap_port, 1, 65535
             ),
+            lacks=sglang_lacks(info, model_info),
         )
     return WorkerDescription(Engine.OTHER, models)
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 import structlog
 
 from indexer import Indexer
+from router.apis.abilities import Ability
 from router.fleet.circuit import CircuitLimits
 from router.fleet.discovery import ServedModel
 from router.fleet.engine_metrics import EngineMetrics
@@ -30,6 +31,7 @@ class Fleet:
     """The workers of all sources. Background tasks watch them: see `router/fleet/build.py`.
 
     - `disaggregated`: whether a worker computes only prefills or only decodes.
+    - `unlike`: whether workers of one model have different abilities.
     - `aliases`: the model behind each additional name.
     - `version`: incremented when other workers may receive requests, or the same workers under other names.
     - `health_version`: incremented when a circuit opens or closes, and when a worker begins or ends to warm up.
@@ -60,6 +62,7 @@ class Fleet:
         - `expected`: models whose requests may wait for a first worker; None: requests never wait for one.
         """
         self.disaggregated = False
+        self.unlike = False
         self.aliases = aliases
         self.version = 0
         self.health_version = 0
@@ -163,9 +166,9 @@ class Fleet:
         names = {name for worker in self.workers if worker.description for name in worker.description.models}
         return names | {alias for alias, name in self.aliases.items() if name in names}
 
-    def awaits(self, name: str) -> bool:
-        """Return whether a request for this name may wait for a first worker."""
-        return self._expected is not None and name in self._expected and not self.able(name)
+    def awaits(self, name: str, prefill: bool = False) -> bool:
+        """Return whether a request for this name may wait for a first worker, or for a first prefill worker."""
+        return self._expected is not None and name in self._expected and not self.able(name, prefill)
 
     def expected(self) -> set[str]:
         """Return the names whose requests may wait for a first worker."""
@@ -204,6 +207,19 @@ class Fleet:
         """Probe a worker soon, because a request to it failed."""
         worker.probe_now.set()
 
+    def name_refused(self, worker: Worker, name: str | None) -> None:
+        """Record that a worker lacks a model or adapter. Others receive its requests until a probe is answered."""
+        if name is not None and name not in worker.refused_names and worker.served(name) is not None:
+            worker.refused_names.add(name)
+            self.version += 1
+        self.probe_soon(worker)
+
+    def abilities_refused(self, worker: Worker, abilities: frozenset[Ability]) -> None:
+        """Record what a worker lacks by its answer, until it is restarted. Others receive such requests."""
+        if not abilities <= worker.lacks:
+            worker.lacks |= abilities
+            self.changed()
+
     def connection_broken(self, url: str) -> None:
         """Probe a worker soon, because it closed an idle connection: it may have been restarted."""
         if (worker := self._workers.get(url)) is not None:
@@ -220,6 +236,7 @@ class Fleet:
         """Drop cached lookups and notify listeners: other workers may receive requests."""
         self.version += 1
         self.disaggregated = any(worker.role is not Role.BOTH for worker in self._workers.values())
+        self.unlike = _are_unlike(self._workers.values())
         self.notify_change()
 
     def health_changed(self) -> None:
@@ -244,6 +261,8 @@ class Fleet:
     def notify_restarted(self, worker: Worker, since: float) -> None:
         """Forget what a worker held before its new process started, after `since`, and notify listeners."""
         self._indexer.forget_former_process(worker.targets, since)
+        if worker.forget_refusals():
+            self.changed()
         for on_restarted in self.on_restarted:
             on_restarted(worker)
 
@@ -291,3 +310,15 @@ class Fleet:
         self._lookup_version = self.version
         self._able.clear()
         self._models.clear()
+
+
+def _are_unlike(workers: Iterable[Worker]) -> bool:
+    """Return whether workers of one model lack different abilities."""
+    known = [worker for worker in workers if worker.description is not None]
+    if not any(worker.lacks for worker in known):
+        return False
+    lacks: dict[str, set[frozenset[Ability]]] = {}
+    for worker in known:
+        for model in worker.models():
+            lacks.setdefault(model, set()).add(worker.lacks)
+    return any(len(found) > 1 for found in lacks.values())

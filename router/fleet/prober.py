@@ -114,7 +114,10 @@ class Prober:
                 self._fleet.notify_restarted(worker, worker.refused_at)
             worker.refused_at = None
         worker.failed_probes = 0
+        refused, worker.refused_names = worker.refused_names, set()
         if worker.up and not is_new:
+            if refused:
+                self._fleet.changed()
             return
         if not worker.up:
             worker.starts += 1

@@ -10,6 +10,7 @@ from random import Random
 from typing import NamedTuple
 
 from indexer import Target
+from router.apis.abilities import NO_ABILITIES, Ability
 from router.fleet.circuit import CircuitState
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.engine_metrics import EngineMetrics
@@ -70,6 +71,8 @@ class Worker:
     - `sleep_in_change`: a command to sleep is running, so that its metrics may be outdated.
     - `warming_since`: the beginning of its warm-up; None: it is warm.
     - `changed_models`: models that were replaced under the same name.
+    - `refused_names`: names that it answered with 404 since its last answered probe, although it listed them.
+    - `lacks`: the abilities that it lacks, by its description or by its answers.
     - `probe_began`: when the unanswered probe began; None if the last probe was answered.
     - `probed`: set for a moment when a probe ends.
     - `routing_line`: the header lines that name it in its answers.
@@ -93,6 +96,8 @@ class Worker:
     role: Role = Role.BOTH
     changed_models: dict[str, ModelChange] = field(default_factory=dict)
     replaced_adapters: set[str] = field(default_factory=set)
+    refused_names: set[str] = field(default_factory=set)
+    lacks: frozenset[Ability] = NO_ABILITIES
     probe_began: float | None = None
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
     probed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -187,6 +192,8 @@ class Worker:
 
     def describe(self, description: WorkerDescription) -> None:
         """Apply a description from a probe, and record replaced models and adapters."""
+        if self.description is None or self.description.lacks != description.lacks:
+            self.lacks = description.lacks
         self.description = description
         for name, served in description.models.items():
             before = self._served_before.get(name)
@@ -220,8 +227,16 @@ class Worker:
     def restarted(self) -> None:
         """Forget sleep and adapters of the time before a restart."""
         self.asleep = False
+        self.forget_refusals()
         self._adapter_roots.clear()
         self.replaced_adapters.clear()
+
+    def forget_refusals(self) -> bool:
+        """Forget what it lacked by its answers. Return whether it lacked anything."""
+        described = NO_ABILITIES if self.description is None else self.description.lacks
+        lacked = bool(self.refused_names) or self.lacks != described
+        self.refused_names, self.lacks = set(), described
+        return lacked
 
     def apply_settings(self, settings: WorkerSettings) -> None:
         """Apply settings. Their role overrides the described role."""

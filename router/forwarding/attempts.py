@@ -16,6 +16,7 @@ from typing import Final
 
 from http_api.errors import RequestError
 from router.admission.ticket import Ticket
+from router.apis.abilities import needed_abilities, refused_abilities
 from router.apis.endpoints import RESPONSES
 from router.apis.response_owners import asks_to_store
 from router.fleet.health import Outcome
@@ -103,6 +104,7 @@ class Attempts:
         """Return the attempts for the rest of a stream, which exclude the workers that failed."""
         rest = Attempts(self._services, self._context, prompt, self._ticket, body, self._transport, self._without)
         rest._left = self._left
+        prompt.needs = self.prompt.needs
         return rest
 
     @property
@@ -288,29 +290,50 @@ class Attempts:
         assignment, prompt, services = self.assignment, self.prompt, self._services
         if assignment is None or prompt.stored is not None or not self._context.admitted.route.json:
             return False
-        shorter: list[Worker] = []
+        unable: list[Worker] = []
         if is_model_missing(status, data):
-            for part in (assignment, assignment.prefill):
-                if part is not None:
-                    services.fleet.probe_soon(part.worker)
-            if assignment.prefill is not None:
-                return self._repeatable and self._exclude_pair()
-        elif status == _INVALID and assignment.prefill is None and not prompt.exact:  # its length is an estimate
-            shorter = services.selector.not_longer(prompt, assignment.worker)
-            if not shorter:
+            prefill = assignment.prefill
+            if prefill is not None and isinstance(self.sent, DisaggregatedRequest) and self.sent.prefill_refused:
+                services.fleet.name_refused(prefill.worker, prompt.name)
+                return self._repeatable and self._exclude_refusing_prefill(assignment, prefill.worker)
+            services.fleet.name_refused(assignment.worker, prompt.name)
+            if prefill is not None:
+                return self.others
+        elif status == _INVALID and assignment.prefill is None:
+            unable = self._unable(assignment.worker, data)
+            if not unable:
                 return False
         else:
             return False
-        excluded = {*self._excluded(), assignment.worker, *shorter}
+        excluded = {*self._excluded(), assignment.worker, *unable}
         if self._sends >= self._most or not services.selector.has_others(prompt, excluded):
             return False
-        self._without = [*self._without, *shorter]
+        self._without = [*self._without, *unable]
         return True
+
+    def _unable(self, worker: Worker, error: bytes) -> list[Worker]:
+        """Return the workers that would refuse a request as this worker did: for an ability, or for its length."""
+        prompt, services = self.prompt, self._services
+        if lacks := refused_abilities(error, needed_abilities(self._body)):
+            services.fleet.abilities_refused(worker, lacks)
+            prompt.needs |= lacks
+            return services.selector.lacking(prompt)
+        return [] if prompt.exact else services.selector.not_longer(prompt, worker)  # its length is an estimate
 
     def may_lack_rank(self, status: int) -> bool:
         """Return whether a response may mean that the worker no longer has the DP rank that the request named."""
         pair = self.assignment is not None and self.assignment.prefill is not None
-        return status == 400 and (self._many_ranks or pair) and self._transport is None and self._sends < self._most
+        return status == _INVALID and (self._many_ranks or pair) and self._may_send_again
+
+    def needs_error(self, status: int) -> bool:
+        """Return whether the text of an error may lead to a retry."""
+        if status != _INVALID or not self._may_send_again:
+            return False
+        return self.may_lack_rank(status) or self._services.selector.has_others(self.prompt, self.tried)
+
+    @property
+    def _may_send_again(self) -> bool:
+        return self._transport is None and self._sends < self._most
 
     async def lacks_rank(self) -> bool:
         """Probe the workers again. Return whether one of them no longer has the DP rank that the request named."""
@@ -365,10 +388,7 @@ class Attempts:
         if assignment is None or assignment.prefill is None:
             return False
         prefill = assignment.prefill.worker
-        known = [*self._excluded(), assignment.worker, prefill]
-        other_prefill = self._sends < self._most and self._services.selector.has_others(
-            self.prompt, known, prefill=True
-        )
+        other_prefill = self._has_other_prefill(assignment, prefill)
         # The decode worker may have failed to fetch the prefill's blocks. Then it computes the prompt itself.
         other_way = other_prefill or (not self.others and self._sends < self._most and self._decodes_alone(assignment))
         if other_way:
@@ -376,6 +396,20 @@ class Attempts:
             if not self.others:
                 self.tried[-1] = prefill
         return self.others or other_way
+
+    def _exclude_refusing_prefill(self, assignment: Assignment, prefill: Worker) -> bool:
+        """Exclude a prefill worker that lacks the model. Return false if neither another one nor the decode worker
+        can compute the prompt.
+        """
+        alone = self._sends < self._most and self._decodes_alone(assignment)
+        if not (alone or self._has_other_prefill(assignment, prefill)):
+            return False
+        self.tried[-1] = prefill
+        return True
+
+    def _has_other_prefill(self, assignment: Assignment, prefill: Worker) -> bool:
+        known = [*self._excluded(), assignment.worker, prefill]
+        return self._sends < self._most and self._services.selector.has_others(self.prompt, known, prefill=True)
 
     def _decodes_alone(self, assignment: Assignment) -> bool:
         adapter = self._services.selector.adapter_of(assignment.worker)

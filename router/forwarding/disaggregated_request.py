@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from router.apis.stream_errors import stream_error
 from router.fleet.health import Outcome
 from router.http.compression import decompressed, is_compressed
 from router.http.headers import RANK_HEADER, UNCOMPRESSED, Headers, forwarded_lines, lines_of
@@ -73,6 +74,7 @@ class DisaggregatedRequest(ResponseHandler):
         self._query: UpstreamRequest | None = None  # a query that the adapter needs first
         self._decoding = False  # a part of the decode's response was received
         self._paused = False
+        self.prefill_refused = False  # the prefill worker answered in place of the decode worker
 
     def start(self) -> None:
         """Send the first request or requests. Raises RequestError if the body cannot be changed."""
@@ -186,12 +188,16 @@ class DisaggregatedRequest(ResponseHandler):
                 assignment.attempt.end(Outcome.NEITHER, f"status {head.status}")
             self._prefill_failed(f"status {head.status}", answered=True)
             return
-        assignment.attempt.end(Outcome.SUCCEEDED if head.status < 400 else Outcome.REFUSED, f"status {head.status}")
+        error = head.status if head.status >= 400 else stream_error(body) if head.is_stream else None
+        # Some engines begin a stream before they check its request.
+        outcome = Outcome.SUCCEEDED if error is None else Outcome.REFUSED if error < 500 else Outcome.FAILED
+        assignment.attempt.end(outcome, f"status {error or head.status}")
         assignment.first_byte()
         assignment.release()
         if self._handler is None or self._decoding:
             return
         if head.status >= 400:
+            self.prefill_refused = True
             self._answer(head, body)
             return
         self._on_prefilled()
@@ -245,6 +251,8 @@ class DisaggregatedRequest(ResponseHandler):
     def _note_decode(self, data: bytes, ended: bool) -> None:
         if not self._decoding and (data or ended):
             self._decoding = True
+            if (error := stream_error(data)) is not None and error < 500:
+                self._prefill_assignment.attempt.end(Outcome.REFUSED, f"decode: error event {error}")
             self._prefill_assignment.first_byte()
         if ended:
             self._decode = None
@@ -278,8 +286,8 @@ class _Collected(ResponseHandler):
 
     def on_body(self, data: bytes, ended: bool) -> None:
         assert self._head is not None
-        if self._keep_body or self._head.status >= 400:
-            self._body += data
+        if self._keep_body or self._head.status >= 400 or not self._body:
+            self._body += data  # of a stream that is not read, the first event may be an error
         if len(self._body) > _MAX_ANSWER:
             self._on_failure(f"an answer of more than {_MAX_ANSWER} bytes")
         elif ended:

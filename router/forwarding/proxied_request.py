@@ -48,6 +48,7 @@ from router.forwarding.reading import prompt_now, read_prompt_aside, read_reques
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
 from router.forwarding.retries import broken_off, requested_pause
+from router.http.compression import Decompressor, is_compressed
 from router.http.headers import Headers
 from router.observability.request_recorder import RecordingRequest
 from router.observability.spans import Span
@@ -365,7 +366,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         """
         try:
             attempts = self._attempts
-            waits = attempts is not None and attempts.may_lack_rank(head.status)  # for the text of the error
+            waits = attempts is not None and attempts.needs_error(head.status)
             if data or ended or self._transport is not None or not (head.is_stream or waits):
                 self._answer(head, data, ended)
             else:
@@ -433,14 +434,16 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         assignment = attempts.assignment
         assert assignment is not None
         assignment.attempt.give_up = None
+        error = data
         if head.status >= 400:
+            error = Decompressor().read(data) if is_compressed(head.headers) else data
             if pause := requested_pause(head.status, head.first(b"retry-after")):
                 assignment.worker.health.circuit.pause(pause, f"status {head.status} with Retry-After")
-            if (outcome := attempts.retries_status(head.status, data)) is not None:
+            if (outcome := attempts.retries_status(head.status, error)) is not None:
                 assignment.attempt.end(outcome, f"status {head.status}")
                 self._retry(attempts, f"status {head.status}")
                 return
-        if head.status == 400 and ended and RANK_ERROR in data and attempts.may_lack_rank(head.status):
+        if head.status == 400 and ended and RANK_ERROR in error and attempts.may_lack_rank(head.status):
             attempts.sent = None
             self._phase = Phase.WAITING
             self._continue_in_task(self._check_rank(attempts, head, data))

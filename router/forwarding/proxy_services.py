@@ -85,6 +85,7 @@ class ProxyServices:
         self.selector = routing.selector
         self.placement = routing.placement
         self.responses = routing.state.responses
+        self.turns = routing.state.turns
         self.admission = admission
         self.fleet = fleet
         self.upstreams = upstreams

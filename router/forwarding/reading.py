@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from http_api.errors import RequestError
+from router.apis.abilities import needed_abilities
 from router.apis.endpoints import Call, read_call
 from router.apis.requests import RoutedRequest
 from router.forwarding.proxy_services import ProxyServices
@@ -32,6 +33,8 @@ def prompt_now(services: ProxyServices, request: RoutedRequest, body: bytes, spa
         _fail(span, error)
         raise
     if prompt is not None:
+        if services.fleet.unlike:
+            prompt.needs = needed_abilities(body)
         _end(span, prompt)
     return prompt
 
@@ -45,6 +48,8 @@ async def read_prompt_aside(
     except RequestError as error:
         _fail(span, error)
         raise
+    if services.fleet.unlike:
+        prompt.needs = needed_abilities(body)
     _end(span, prompt)
     return prompt
 

@@ -16,6 +16,7 @@ import structlog
 from http_api.errors import RequestError
 from router.apis.endpoints import error_event
 from router.apis.response_owners import SEARCHED_BYTES
+from router.apis.response_turns import AnswerReader
 from router.apis.stream_errors import stream_error
 from router.apis.usage import HiddenUsage, Usage, UsageTail
 from router.fleet.health import Health, Outcome
@@ -91,6 +92,7 @@ class ProxiedResponse:
     _tail: UsageTail | None = None
     _decompressor: Decompressor | None = None  # if a proxy compressed the body
     _searched: bytes | None = None  # the beginning of the body, while the response's id is searched for
+    _answer: AnswerReader | None = None  # if later requests may continue its conversation
 
     def __init__(
         self,
@@ -129,6 +131,8 @@ class ProxiedResponse:
             self._tail = UsageTail()
         if context.head.about_stored and head.status < 400:
             self._searched = b""
+        if self._prompt.turn is not None and head.status == _OK:
+            self._answer = AnswerReader(self._prompt.turn, head.is_stream)
         if is_compressed(head.headers):
             self._decompressor = Decompressor()
         self._count()
@@ -146,9 +150,11 @@ class ProxiedResponse:
         self._learn(data, ended)
 
     def forward_chunks(self, sent: SentRequest | None) -> None:
-        """Let chunks of a stream bypass this object, unless the response's id is still searched for."""
+        """Let chunks of a stream bypass this object, unless its id is searched for or its content is kept."""
         tail = self._tail
         if not self.head.is_stream or self._searched is not None or tail is None or self._decompressor is not None:
+            return
+        if self._answer is not None:
             return
         request = sent.answering if isinstance(sent, DisaggregatedRequest) else sent
         writer = self._client.chunks()
@@ -177,6 +183,8 @@ class ProxiedResponse:
                     self._searched = None
             if self._tail is not None:
                 self._tail.feed(plain)
+            if self._answer is not None:
+                self._answer.feed(plain)
         if ended:
             self._end(now)
 
@@ -190,6 +198,8 @@ class ProxiedResponse:
             return
         if self._context.head.path in _ADAPTER_CHANGES or self._prompt.unknown_name:
             self._services.fleet.probe_soon(assignment.worker)
+        if self._answer is not None:
+            self._services.turns.remember(self._answer.turn, self._answer.answer())
         self.usage = usage = self._tail.usage() if self._tail is not None else None
         self._services.placement.answered(assignment, usage)
         if usage is not None:

@@ -10,7 +10,10 @@ import structlog
 from http_api.errors import RequestError
 from indexer import Indexer
 from indexer.hashing import PackedPrompt
-from router.apis.requests import RoutedRequest
+from router.apis.abilities import NO_ABILITIES, Ability
+from router.apis.endpoints import RESPONSES
+from router.apis.requests import ChatPrompt, RoutedRequest
+from router.apis.response_turns import Turn
 from router.apis.sessions import AgentHints
 from router.fleet.fleet import Fleet
 from router.routing.state import RoutingState
@@ -40,6 +43,8 @@ class RoutedPrompt:
     - `reads_cache`: whether the engine uses cached blocks for it.
     - `unknown_name`: whether it asks for a name that no worker serves, which an engine may load.
     - `dp_rank`: the only DP rank that may receive it; None: any.
+    - `needs`: the abilities that it needs, as far as workers differ in them.
+    - `turn`: its part of a conversation that later requests may continue by the id of its response.
     """
 
     name: str | None
@@ -60,6 +65,8 @@ class RoutedPrompt:
     hints: AgentHints | None = None
     unknown_name: bool = False
     dp_rank: int | None = None
+    needs: frozenset[Ability] = NO_ABILITIES
+    turn: Turn | None = None
 
     @property
     def context(self) -> int:
@@ -167,26 +174,44 @@ class PromptReader:
             prompt = unread_prompt(request, body_bytes)
             prompt.unknown_name = name is not None and request.model is None
             return prompt
+        request, turn = self._with_earlier_turns(request, model)
+        assert request.prompt is not None
         try:
             tokenized = self._tokenizers.tokenize_now(model, request.prompt, body_bytes)
         except (RequestError, OnTrialError) as error:
             return _routed_by_load(request, body_bytes, error)
         except TokenizerUnavailableError as error:
             return self._by_text(model, request, body_bytes, error)
-        return None if tokenized is None else tokenized_prompt(request, tokenized)
+        if tokenized is None:
+            return None
+        prompt = tokenized_prompt(request, tokenized)
+        prompt.turn = turn
+        return prompt
 
     async def read_aside(self, request: RoutedRequest, body_bytes: int) -> RoutedPrompt:
         """Tokenize the prompts that `read_now` did not, in a thread or by a worker. Raises RequestError."""
         request, model = self._with_model(request)
         if model is None or request.prompt is None:
             return unread_prompt(request, body_bytes)
+        request, turn = self._with_earlier_turns(request, model)
+        assert request.prompt is not None
         try:
             tokenized = await self._tokenizers.tokenize_aside(model, request.prompt)
         except (RequestError, OnTrialError) as error:
             return _routed_by_load(request, body_bytes, error)
         except TokenizerUnavailableError as error:
             return self._by_text(model, request, body_bytes, error)
-        return tokenized_prompt(request, tokenized)
+        prompt = tokenized_prompt(request, tokenized)
+        prompt.turn = turn
+        return prompt
+
+    def _with_earlier_turns(self, request: RoutedRequest, model: str) -> tuple[RoutedRequest, Turn | None]:
+        """Return a request with the turns before it, and its own turn if it is for a response that may be stored."""
+        prompt = request.prompt
+        if not isinstance(prompt, ChatPrompt) or prompt.call is None or prompt.call[0] != RESPONSES:
+            return request, None
+        whole, turn = self._state.turns.begin(prompt, request.stored, self._tokenizers.keeps_items(model))
+        return (request if whole is prompt else replace(request, prompt=whole)), turn
 
     def _by_text(self, model: str, request: RoutedRequest, body_bytes: int, error: Exception) -> RoutedPrompt:
         """Return a prompt that is known by its text, because it could not be tokenized."""

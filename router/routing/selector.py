@@ -184,8 +184,14 @@ class Selector:
         )
 
     def awaits_worker(self, prompt: RoutedPrompt) -> bool:
-        """Return whether a request may wait for the first worker of its model."""
-        return prompt.name is not None and self._fleet.awaits(prompt.name)
+        """Return whether a request may wait for the first worker of its model, or for the prefill worker it needs."""
+        if prompt.name is None:
+            return False
+        if self._fleet.awaits(prompt.name):
+            return True
+        if not self._fleet.disaggregated or not self._fleet.awaits(prompt.name, prefill=True):
+            return False
+        return self._disaggregated.need_prefill(self._directory.of(prompt.name).workers, prompt)
 
     def has_others(self, prompt: RoutedPrompt, excluded: Collection[Worker], prefill: bool = False) -> bool:
         """Return whether a worker is left that may receive a request, or only its prefill if `prefill` is true."""
@@ -193,8 +199,13 @@ class Selector:
         return len(workers) > len(excluded) or any(worker not in excluded for worker in workers)
 
     def fits_all(self, prompt: RoutedPrompt) -> bool:
-        """Return whether the context of every worker of the prompt's name holds the prompt and its answer."""
-        return not self._directory.of(prompt.name).too_short(prompt.context, ())
+        """Return whether every worker of the prompt's name has its abilities, and holds the prompt and its answer."""
+        targets = self._directory.of(prompt.name)
+        return not targets.too_short(prompt.context, ()) and not targets.lacking(prompt.needs)
+
+    def lacking(self, prompt: RoutedPrompt) -> list[Worker]:
+        """Return the workers of a prompt's name that lack an ability that it needs."""
+        return self._directory.of(prompt.name).lacking(prompt.needs)
 
     def not_longer(self, prompt: RoutedPrompt, worker: Worker) -> list[Worker]:
         """Return the workers whose context is not longer than a worker's; none if all have the same length."""

@@ -10,6 +10,7 @@ from typing import Protocol
 from indexer import MatchQuery, Registration, RowMatches, Target, TargetRows
 from indexer.index import Index
 from router.apis.response_owners import ResponseOwners
+from router.apis.response_turns import ResponseTurns
 from router.cache_state.hit_audit import HitAudit
 from router.cache_state.in_flight_prefixes import InFlightPrefixes
 from router.cache_state.sent_prefixes import SentPrefixes
@@ -45,8 +46,8 @@ class RoutedFleet(Protocol):
     def names(self) -> set[str]:
         """Return every name that a request may use."""
 
-    def awaits(self, name: str) -> bool:
-        """Return whether a request for a name may wait for the first worker that serves it."""
+    def awaits(self, name: str, prefill: bool = False) -> bool:
+        """Return whether a request for a name may wait for the first worker that serves it, or prefills for it."""
 
 
 class RoutedIndex(Protocol):
@@ -92,6 +93,7 @@ class RoutingState:
     clock: Callable[[], float] = time.monotonic
     sources: SourceFinder | None = None
     responses: ResponseOwners = field(default_factory=ResponseOwners)
+    turns: ResponseTurns = field(default_factory=ResponseTurns)
     needs_prompts: bool = field(init=False)
 
     def __post_init__(self) -> None:

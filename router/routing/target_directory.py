@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from http_api.errors import RequestError
 from indexer import Target, TargetRows
+from router.apis.abilities import Ability
 from router.fleet.discovery import WorkerDescription
 from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
@@ -23,6 +24,8 @@ class ModelTargets:
     - `view`: the load of the ranks as policies see it; None before the first choice.
     - `nothing`: the overlap of an unknown prompt with each row: zeros, which are never changed.
     - `lengths`: the context length of each worker; None if all workers have the same.
+    - `lacks`: what the workers lack, of those that lack an ability; empty if all lack the same.
+    - `refusing`: the workers that lack the name by their own answers; empty if all do.
     """
 
     def __init__(
@@ -56,6 +59,10 @@ class ModelTargets:
                 self.ranks.append(rank)
         self.nothing = array("I", bytes(4 * len(self.ranks)))
         self.lengths = _unlike_lengths(self.workers, name)
+        unlike = len({worker.lacks for worker in self.workers}) > 1
+        self.lacks = {worker: worker.lacks for worker in self.workers if worker.lacks} if unlike else {}
+        refusing = [worker for worker in self.workers if name in worker.refused_names]
+        self.refusing = refusing if len(refusing) < len(self.workers) else []
         self._rows_of: dict[ServedModel, TargetRows] = {}
         self.served: list[ServedModel] = list({ranks[0].served: None for ranks in self.of_worker.values()})
 
@@ -91,6 +98,18 @@ class ModelTargets:
         longest = max([length for worker, length in lengths.items() if worker not in excluded], default=0)
         needed = min(tokens, longest)
         return [worker for worker, length in lengths.items() if length < needed]
+
+    def without_unable(self, needs: Set[Ability], excluded: Collection[Worker]) -> Collection[Worker]:
+        """Return the workers to exclude, with those that lack the name or an ability if any other worker is left."""
+        for unable in (self.refusing, self.lacking(needs)):
+            more = {*excluded, *unable}
+            if any(worker not in more for worker in self.workers):
+                excluded = more
+        return excluded
+
+    def lacking(self, needs: Set[Ability]) -> list[Worker]:
+        """Return the workers that lack an ability."""
+        return [worker for worker, lacks in self.lacks.items() if not needs.isdisjoint(lacks)] if needs else []
 
     def shorter(self, worker: Worker) -> list[Worker]:
         """Return the workers whose context is not longer than this worker's."""

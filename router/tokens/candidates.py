@@ -32,6 +32,7 @@ class Mistral:
 
     truncates = True
     ignores_template = False
+    keeps_items = False
 
     def __init__(self, folder: Path) -> None:
         """Load tekken.json. Slow: call it in a thread. Raises TokenizerUnavailableError."""

@@ -54,6 +54,7 @@ class DeepSeekV32:
 
     truncates = True
     ignores_template = False
+    keeps_items = False
 
     def encode(self, chat: ChatPrompt) -> str:
         """Return the text of a conversation. Raises RequestError (400) if the format cannot represent it."""

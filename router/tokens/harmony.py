@@ -74,6 +74,7 @@ class Harmony:
 
     truncates = False  # vLLM ignores `truncate_prompt_tokens` here
     ignores_template = True
+    keeps_items = True
 
     def __init__(self) -> None:
         """Load the library and its vocabulary. Slow: call it in a thread. Raises TokenizerUnavailableError."""

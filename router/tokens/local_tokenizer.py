@@ -31,10 +31,12 @@ class ChatEncoder(Protocol):
 
     - `truncates`: whether it supports `truncate_prompt_tokens`.
     - `ignores_template`: whether the engine ignores a request's own chat template.
+    - `keeps_items`: whether the engine keeps reasoning and calls of earlier responses, and their instructions.
     """
 
     truncates: bool
     ignores_template: bool
+    keeps_items: bool
 
     def encode(self, chat: ChatPrompt) -> bytes | str:
         """Return a conversation's packed token ids, or its text.
@@ -105,6 +107,11 @@ class LocalTokenizer:
     def has_chat_encoder(self) -> bool:
         """True if chats are encoded by the model family's encoder instead of a chat template."""
         return self._chat_encoder is not None
+
+    @property
+    def keeps_items(self) -> bool:
+        """True if the engine keeps all items of earlier responses in a conversation."""
+        return self._chat_encoder is not None and self._chat_encoder.keeps_items
 
     @property
     def depends_on_more(self) -> bool:

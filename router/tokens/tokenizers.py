@@ -74,6 +74,11 @@ class Tokenizers:
     def by_model(self) -> dict[str, ModelTokenizer]:
         return dict(self._models)
 
+    def keeps_items(self, model: str) -> bool:
+        """Return whether the model's engine keeps all items of earlier responses in a conversation."""
+        tokenizer = self._models.get(model)
+        return tokenizer is not None and tokenizer.local is not None and tokenizer.local.keeps_items
+
     def states(self) -> dict[str, str]:
         """Return each model's route to tokens, or that its trial is running."""
         return {name: "trial running" if each.on_trial else each.route for name, each in self._models.items()}

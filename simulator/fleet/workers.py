@@ -58,7 +58,7 @@ class SimulatedWorkers:
         """Return the names that requests may use."""
         return {MODEL}
 
-    def awaits(self, name: str) -> bool:  # noqa: ARG002
+    def awaits(self, name: str, prefill: bool = False) -> bool:  # noqa: ARG002
         """Return False: no request waits for a first worker, because every worker exists from the start."""
         return False
 

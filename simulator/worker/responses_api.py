@@ -73,8 +73,11 @@ class StoredResponses:
         return self._of(response)[0]
 
     def messages(self, response: str | None) -> list[Message]:
-        """Return the conversation up to a response; empty for `None`. Raises ApiError if it does not exist."""
-        return [] if response is None else self._of(response)[1]
+        """Return the conversation up to a response, without system messages, as vLLM does; empty for `None`.
+
+        Raises ApiError if it does not exist.
+        """
+        return [] if response is None else [each for each in self._of(response)[1] if each.role != "system"]
 
     def _of(self, response: str) -> tuple[dict[str, Any], list[Message]]:
         try:

@@ -216,6 +216,59 @@ async def test_refusal_of_prefill_is_returned(backend: str) -> None:
         await both.nothing_is_left()
 
 
+ERROR_EVENT = b'data: {"error": {"message": "too long", "code": 400}}\n\n'
+
+
+async def error_event(exchange: Exchange) -> None:
+    await exchange.begin_chunks()
+    await exchange.chunk(ERROR_EVENT)
+    await exchange.chunk(b"")
+
+
+@pytest.mark.parametrize("backend", ["sglang", "nixl"])
+@pytest.mark.parametrize("refusing", ["prefill", "decode", "decode stream", "both streams"])
+async def test_a_refused_prompt_is_not_expected_to_be_cached_by_a_pair(backend: str, refusing: str) -> None:
+    long = json.dumps(json.loads(BODY) | {"prompt": list(range(1000, 1400))}).encode()
+    slow = waits_for_close if backend == "sglang" else prefill
+    prefills = {"prefill": refused, "both streams": error_event if backend == "sglang" else prefill}
+    decodes = {"decode": refused, "decode stream": error_event, "both streams": error_event}
+    async with fleet(backend, [prefills.get(refusing, slow)], [decodes.get(refusing, head_alone)]) as both:
+        reply = await both.routed.call(PATH, long)
+        assert (reply.status, reply.body) in ((400, b'{"error": {"message": "too long"}}'), (200, ERROR_EVENT))
+        await both.nothing_is_left()
+        computed = {"prefill"} if backend == "nixl" and refusing != "prefill" else set()
+        assert await predicted_cached(both, long) <= computed
+
+
+async def waits_for_close(exchange: Exchange) -> None:
+    if exchange.target == PATH:
+        await exchange.until_closed()
+    else:
+        await exchange.answer()
+
+
+async def predicted_cached(both: Fleet, body: bytes) -> set[str]:
+    """Return the kinds of workers that are expected to have cached a part of the prompt."""
+    explained = (await both.routed.call("/explain", {"path": PATH, "request": json.loads(body)})).json()
+    uncached = [each["terms"]["prefill"] for each in explained["disaggregation"]["prefill_candidates"]]
+    cached = {"decode": explained["candidates"][0]["overlap"], "prefill": explained["tokens"] - uncached[0]}
+    return {kind for kind, tokens in cached.items() if tokens}
+
+
+@pytest.mark.parametrize("backend", ["sglang", "nixl"])
+async def test_pair_without_the_model_on_one_worker_is_replaced(backend: str) -> None:
+    async def lacks(exchange: Exchange) -> None:
+        await exchange.answer(b'{"error": {"message": "no model"}}', "404 Not Found")
+
+    async with fleet(backend, [lacks, prefill], [stream, lacks]) as both:
+        if backend == "sglang":
+            both.decodes[0].script = decode_when_prefilled(both)
+        replies = [await both.routed.call(PATH, BODY) for _ in range(6)]
+        assert {(reply.status, reply.worker) for reply in replies} == {(200, both.decodes[0].url)}
+        assert {reply.headers["x-kvrouter-prefill-worker"] for reply in replies} == {both.prefills[1].url}
+        await both.nothing_is_left()
+
+
 @pytest.mark.parametrize("backend", ["sglang", "nixl"])
 async def test_hanging_prefill_worker_is_skipped(backend: str) -> None:
     async with fleet(backend, [silent, prefill], [stream]) as both:

@@ -124,6 +124,24 @@ async def test_request_is_held_if_last_worker_stopped(gone: Gone) -> None:
         await routed.until_released()
 
 
+async def test_request_is_held_if_last_prefill_worker_stopped() -> None:
+    async with scripted_worker() as prefill, scripted_worker() as decode:
+        pair = [{"url": prefill.url, "role": "prefill"}, {"url": decode.url, "role": "decode"}]
+        sections = {"workers": pair, "disaggregation": {"backend": "sglang"}, "fleet": UNPROBED, "admission": COLD}
+        async with router(**sections) as routed:
+            assert (await routed.call("/v1/completions", BODY)).status == 200
+            decode.script = hang  # until the prefill is there
+            await prefill.stop()
+            first = await asked(routed)
+            await until_waiting(routed)
+            later = await asked(routed)
+            await until_waiting(routed, 2)
+            decode.script = Exchange.answer
+            await prefill.start()
+            assert [(await each).status for each in (first, later)] == [200, 200]
+            await routed.until_released()
+
+
 async def test_request_is_retried_on_restarted_worker() -> None:
     async with scripted_worker(hang) as first, scripted_worker(hang) as second:
         fleet = UNPROBED | {"slow_start": 0.0}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from grpc_call import channel_to
+from picker_under_test import PickerUnderTest, picker
 from router_under_test import QUICK, RouterUnderTest, router, until
 from scripted_worker import Exchange, Script, ScriptedWorker, scripted_worker
 
@@ -47,19 +50,23 @@ async def test_an_adapter_that_a_worker_unloaded_is_served_by_another(body: dict
 class Lacking:
     """A worker that lists an adapter and answers requests for it with an error, or serves it."""
 
-    def __init__(self, status: str = "", error: bytes = b"") -> None:
+    def __init__(self, status: str = "", error: bytes = b"", headers: bytes = b"") -> None:
         self.status = status
         self.error = error
+        self.headers = headers
         self.probes = self.requests = 0
+        self.answers_probes = asyncio.Event()
+        self.answers_probes.set()
 
     async def answer(self, exchange: Exchange) -> None:
         if exchange.target == "/v1/models":
             self.probes += 1
+            await self.answers_probes.wait()
             models = [{"id": "m"}, {"id": "poet", "parent": "m"}]
             await exchange.answer(json.dumps({"data": models}).encode())
         elif exchange.target in ("/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/audio/speech"):
             self.requests += 1
-            await exchange.answer(self.error or b"{}", self.status or "200 OK")
+            await exchange.answer(self.error or b"{}", self.status or "200 OK", self.headers)
         else:
             await exchange.answer(status="404 Not Found")
 
@@ -82,10 +89,20 @@ async def lacking(stack: AsyncExitStack, *workers: Lacking) -> RouterUnderTest:
         ("/v1/audio/speech", {"model": "poet", "input": "x"}),
     ],
 )
-@pytest.mark.parametrize("lacks", [Lacking("404 Not Found", b"{}"), Lacking("400 Bad Request", SGLANG)])
-async def test_every_request_for_inference_is_tried_elsewhere(path: str, body: Any, lacks: Lacking) -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ("404 Not Found", b"{}", b""),
+        ("400 Bad Request", SGLANG, b""),
+        ("400 Bad Request", gzip.compress(SGLANG), b"content-encoding: gzip\r\n"),
+    ],
+    ids=["404", "400", "gzip"],
+)
+async def test_every_request_for_inference_is_tried_elsewhere(
+    path: str, body: Any, answer: tuple[str, bytes, bytes]
+) -> None:
     async with AsyncExitStack() as stack:
-        lacks.probes = 0
+        lacks = Lacking(*answer)
         routed = await lacking(stack, lacks, Lacking())
         replies = [await routed.call(path, body) for _ in range(8)]
         assert {reply.status for reply in replies} == {200}
@@ -120,6 +137,36 @@ async def test_a_request_about_a_stored_object_is_sent_once() -> None:
         body = {"model": "poet", "input": "x", "previous_response_id": "resp_none"}
         assert (await routed.call("/v1/responses", body)).status == 404
         assert sum(worker.requests for worker in workers) == 1
+
+
+async def test_a_404_through_the_picker_leads_later_requests_elsewhere() -> None:
+    async with AsyncExitStack() as stack:
+        workers: dict[str, Lacking] = {}
+        for _ in range(2):
+            listing = Lacking()
+            worker = await stack.enter_async_context(scripted_worker(listing.answer))
+            worker.answers_discovery = False
+            workers[worker.url] = listing
+        side, port = await stack.enter_async_context(picker(*workers, fleet=SELDOM, policy={"name": "round_robin"}))
+        channel = await stack.enter_async_context(channel_to(port))
+        routed = PickerUnderTest(side, channel, [])
+
+        async def answered(status: int) -> str:
+            stream, chosen = await routed.routed(body=json.dumps(GENERATION).encode())
+            await stream.answer_head(status, ends=True)
+            await stream.receive()
+            await stream.finish()
+            return f"http://{chosen}"
+
+        assert {await answered(200) for _ in range(2)} == set(workers)
+        for listing in workers.values():
+            listing.answers_probes.clear()
+        lacking = await answered(404)
+        assert lacking not in {await answered(200) for _ in range(6)}
+        await until(lambda: workers[lacking].probes >= 2)
+        for listing in workers.values():
+            listing.answers_probes.set()
+        await until(lambda: answered(200), lambda chosen: chosen == lacking)  # it lists the adapter
 
 
 def resolving(known: set[str], sent: list[str]) -> Script:

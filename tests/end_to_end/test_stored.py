@@ -8,13 +8,14 @@ from contextlib import asynccontextmanager
 
 import openai
 import pytest
-from router_under_test import Reply, RouterUnderTest, router
+from router_under_test import Reply, RouterUnderTest, router, until
 from scripted_worker import Exchange, scripted_workers
 from simulated_workers import simulated_workers
 
 from router.settings import PolicyName
 
 WORKERS = 4
+BLOCK = 16  # of simulated workers
 
 
 # A policy that reads prompts, one by load, and one by turns.
@@ -34,6 +35,28 @@ async def test_responses_are_found_under_every_policy(policy: PolicyName) -> Non
                 assert following.headers["x-kvrouter-worker"] == home
         with pytest.raises(openai.NotFoundError):
             await routed.openai.responses.retrieve("resp_none")
+
+
+async def until_indexed(routed: RouterUnderTest, blocks: int) -> None:
+    await until(lambda: routed.metric("kvrouter_index_blocks"), lambda found: found >= blocks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts_of_continued_responses_are_predicted(stream: bool) -> None:
+    async with simulated_workers(2) as urls, router(*urls) as routed:
+        await routed.until_live()
+        previous, held = None, 0
+        for turn in range(4):
+            body = {"model": "simulated", "input": f"{turn}. " + "Which prefix is cached? " * 20, "stream": stream}
+            body |= {"instructions": "Be brief.", "max_output_tokens": 40, "previous_response_id": previous}
+            reply = await routed.call("/v1/responses", body)
+            events = [line[len("data: ") :] for line in reply.body.splitlines() if line.startswith(b"data: {")]
+            answer = json.loads(events[-1])["response"] if stream else reply.json()
+            usage = answer["usage"]
+            assert reply.overlap == usage["input_tokens_details"]["cached_tokens"]
+            assert reply.overlap >= held - 2 * BLOCK
+            previous, held = answer["id"], usage["input_tokens"]
+            await until_indexed(routed, (held + usage["output_tokens"] - 1) // BLOCK)
 
 
 class Store:

@@ -1,4 +1,4 @@
-"""Replicas of one model with different context lengths: each request is sent to a worker that accepts it."""
+"""Replicas of one model with unlike contexts or abilities: each request is sent to a worker that accepts it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from router_under_test import router
+from router_under_test import RouterUnderTest, router
 from scripted_worker import Exchange, scripted_worker
 
 from simulator.worker import SimulatedWorkerSettings
@@ -103,3 +103,93 @@ async def test_a_prompt_of_unknown_length_is_tried_on_a_longer_replica(policy: s
         for each in range(8):
             body = {"model": "m", "prompt": f"{each}" * 1000, "max_tokens": 1}
             assert (await routed.call("/v1/completions", body)).status == 200
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, **more}
+
+
+def with_part(**part: Any) -> dict[str, Any]:
+    return chat(messages=[{"role": "user", "content": [part]}])
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+# By the field in which an SGLang server reports that it lacks an ability: its value, and a request for the ability.
+REPORTED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "has_image_understanding": (False, with_part(type="image_url", image_url={"url": "data:image/png;base64,AA=="})),
+    "has_audio_understanding": (False, with_part(type="input_audio", input_audio={"data": "AA==", "format": "wav"})),
+    "tool_call_parser": (None, chat(tools=TOOLS)),
+    "grammar_backend": ("none", chat(response_format={"type": "json_object"})),
+}
+
+
+class Sglang:
+    """A server that reports fields as SGLang does, and answers every request with the same response."""
+
+    def __init__(self, answer: bytes = b"{}", status: str = "200 OK", **reported: Any) -> None:
+        self.info = {"has_image_understanding": True, "has_audio_understanding": True} | reported
+        self.server = {"tool_call_parser": "qwen", "grammar_backend": "xgrammar"} | reported
+        self.response = answer, status
+        self.requests = 0
+
+    async def answer(self, exchange: Exchange) -> None:
+        if exchange.target == "/v1/models":
+            await exchange.answer(b'{"data": [{"id": "m"}]}')
+        elif exchange.target == "/server_info":
+            await exchange.answer(json.dumps(self.server).encode())
+        elif exchange.target == "/get_model_info":
+            await exchange.answer(json.dumps(self.info).encode())
+        elif exchange.target != "/v1/chat/completions":
+            await exchange.answer(status="404 Not Found")
+        elif b"tools" not in exchange.body:
+            self.requests += 1
+            await exchange.answer()
+        else:
+            self.requests += 1
+            await exchange.answer(*self.response)
+
+
+async def before(stack: AsyncExitStack, *servers: Sglang, policy: str = "round_robin") -> RouterUnderTest:
+    urls = []
+    for server in servers:
+        worker = await stack.enter_async_context(scripted_worker(server.answer))
+        worker.answers_discovery = False
+        urls.append(worker.url)
+    return await stack.enter_async_context(router(*urls, policy={"name": policy}))
+
+
+@pytest.mark.parametrize("policy", ["kv_aware", "round_robin"])
+@pytest.mark.parametrize("field", REPORTED)
+async def test_a_request_goes_to_a_replica_that_reports_its_ability(policy: str, field: str) -> None:
+    value, body = REPORTED[field]
+    async with AsyncExitStack() as stack:
+        servers = Sglang(**{field: value}), Sglang()
+        routed = await before(stack, *servers, policy=policy)
+        for _ in range(6):
+            assert (await routed.call("/v1/chat/completions", body)).status == 200
+        assert [server.requests for server in servers] == [0, 6]
+        for request, candidates in ((body, 1), (chat(response_format={"type": "text"}), 2)):
+            explained = await routed.call("/explain", {"request": request})
+            assert len(explained.json()["candidates"]) == candidates
+
+
+REFUSAL = b'{"error": {"message": "\\"auto\\" tool choice requires --enable-auto-tool-choice and --tool-call-parser"}}'
+
+
+async def test_a_replica_that_refused_an_ability_is_not_asked_for_it_again() -> None:
+    async with AsyncExitStack() as stack:
+        servers = Sglang(REFUSAL, "400 Bad Request"), Sglang()
+        routed = await before(stack, *servers)
+        for _ in range(8):
+            assert (await routed.call("/v1/chat/completions", chat(tools=TOOLS))).status == 200
+        assert [server.requests for server in servers] == [1, 8]
+
+
+async def test_the_engine_refuses_an_ability_that_no_replica_has() -> None:
+    async with AsyncExitStack() as stack:
+        servers = [Sglang(REFUSAL, "400 Bad Request") for _ in range(2)]
+        routed = await before(stack, *servers)
+        for _ in range(3):
+            reply = await routed.call("/v1/chat/completions", chat(tools=TOOLS))
+            assert (reply.status, reply.body) == (400, REFUSAL)
+        assert sum(server.requests for server in servers) == 4

@@ -23,6 +23,7 @@ from indexer.api.questions import ReadMatch
 from indexer.targets import WorkerNames
 from router.admission.admission import Admission
 from router.admission.ticket import WaitReason
+from router.apis.abilities import needed_abilities
 from router.apis.endpoints import PROMPTED, Call, read_call
 from router.apis.fields import kind_of, read_body
 from router.apis.openai_requests import decode_match
@@ -86,7 +87,7 @@ async def explain(
     """Return the answer to `/explain`, the best candidate first. Raises RequestError, which names the invalid field."""
     call, request = await aside_if_long(body, partial(_asked, limits, headers))
     prompt = await reader.read(request, len(call.body))
-    prompt = replace(prompt, path=call.path)
+    prompt = replace(prompt, path=call.path, needs=needed_abilities(call.body))
     if (told := hints_in_headers(headers)) is not None:
         prompt.hints = told.before(prompt.hints)
     now = time.monotonic()

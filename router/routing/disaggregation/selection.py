@@ -11,7 +11,7 @@ Cached tokens count alike on all tiers. A decode worker whose load is not known 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from random import Random
 from typing import Any
 
@@ -139,6 +139,11 @@ class DisaggregatedSelector:
             raise unavailable("No prefill worker can be reached, and the decode workers compute no prompts.")
         selection.disaggregation = disaggregation
         return selection
+
+    def need_prefill(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> bool:
+        """Return whether all of these workers need another worker to compute a prompt."""
+        adapters = [self.adapter_of(worker) if worker.role is Role.DECODE else None for worker in workers]
+        return all(each and not each.decodes_alone and prompt.path in each.paths for each in adapters)
 
     def adapter_of(self, worker: Worker) -> type[Adapter] | None:
         """Return the adapter of a decode worker; None if no adapter is known for its engine."""

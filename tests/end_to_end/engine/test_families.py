@@ -93,7 +93,10 @@ def results() -> Iterator[list[Result]]:
 def test_predicted_overlap_equals_engine_report(
     installation: Installation, logs: Path, results: list[Result], family: str
 ) -> None:
-    worker = VllmWorker(f"family-{family}", installation, logs, installation.family(family), FLAGS[family])
+    stores = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+    worker = VllmWorker(
+        f"family-{family}", installation, logs, installation.family(family), FLAGS[family], environment=stores
+    )
     worker.start()
     try:
         worker.wait_until_ready()
@@ -103,6 +106,10 @@ def test_predicted_overlap_equals_engine_report(
             results.append(result)
             for kind, path, body in _requests():
                 _send(router.url + path, result, kind, body)
+            previous = None
+            for turn in range(4):
+                body = {"input": f"{turn}. {_LONG}", "instructions": "Be brief.", "previous_response_id": previous}
+                previous = _send(f"{router.url}/v1/responses", result, "continued response", body)["id"]
             if family in _SEES:
                 seen = Result(f"{family}, images", _report(router))
                 results.append(seen)
@@ -216,7 +223,8 @@ def _report(router: RouterProcess) -> dict[str, Any]:
     return report
 
 
-def _send(url: str, result: Result, kind: str, body: dict[str, Any]) -> None:
+def _send(url: str, result: Result, kind: str, body: dict[str, Any]) -> Any:
+    """Send a request, add it to the result, and return the answer."""
     limit = "max_output_tokens" if url.endswith("/v1/responses") else "max_tokens"
     data = json.dumps({"model": MODEL, "temperature": 0} | body | {limit: 16}).encode()
     asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -227,10 +235,11 @@ def _send(url: str, result: Result, kind: str, body: dict[str, Any]) -> None:
         if error.code != 400:
             raise
         result.refused.add(kind)
-        return
+        return None
     usage = answer["usage"]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
     cached = details.get("cached_tokens", details.get("cache_read_input_tokens")) or 0
     tokens = usage.get("prompt_tokens", usage.get("input_tokens", 0))
     result.requests.append((kind, int(headers["x-kvrouter-overlap-tokens"]), cached, tokens))
     time.sleep(_THINK_SECONDS)
+    return answer

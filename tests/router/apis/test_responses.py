@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from router.apis.endpoints import RESPONSES, Call, read_call
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.response_owners import SEARCHED_BYTES, ResponseOwners
+from router.apis.response_turns import AnswerReader, ResponseTurns, Turn
 from router.apis.responses import decode_responses
 
 USER = {"role": "user", "content": "weather?"}
@@ -143,3 +145,79 @@ def test_the_oldest_are_forgotten() -> None:
     for number in (1, 2, 1, 3):
         owners.learn(b'{"id":"resp_%d"}' % number, f"http://{number}")
     assert [owners.get(f"resp_{number}") for number in (1, 2, 3)] == ["http://1", None, "http://3"]
+
+
+def asked(text: str, previous: str | None = None, **fields: Any) -> bytes:
+    body = {"model": "m", "input": text, "previous_response_id": previous, "instructions": f"for {text}", **fields}
+    return json.dumps(body).encode()
+
+
+def begun(turns: ResponseTurns, body: bytes, keeps_items: bool = False) -> tuple[ChatPrompt, Turn | None]:
+    request = read_call(Call("POST", RESPONSES, [], body))
+    assert isinstance(request.prompt, ChatPrompt)
+    return turns.begin(request.prompt, request.stored, keeps_items)
+
+
+def part(text: str) -> dict[str, str]:
+    return {"type": "output_text", "text": text}
+
+
+OUTPUT = [
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+    {"type": "message", "role": "assistant", "content": [part("a"), part("b")]},
+    CALL,
+]
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "sun"}
+
+
+def answered(turns: ResponseTurns, turn: Turn | None, name: str) -> None:
+    assert turn is not None
+    reader = AnswerReader(turn, is_stream=True)
+    whole = {"type": "response.completed", "response": {"id": name, "output": OUTPUT}}
+    stream = b'event: response.created\ndata: {"type": "response.created"}\n\n'
+    stream += b"event: response.completed\ndata: " + json.dumps(whole).encode() + b"\n\ndata: [DONE]\n\n"
+    for start in range(0, len(stream), 100):
+        reader.feed(stream[start : start + 100])
+    turns.remember(turn, reader.answer())
+
+
+@pytest.mark.parametrize("keeps_items", [False, True])
+def test_prompt_of_a_continued_response_has_the_turns_before_it(keeps_items: bool) -> None:
+    turns, texts = ResponseTurns(), [{"role": "assistant", "content": text} for text in "ab"]
+    _, first = begun(turns, asked("one", reasoning={"effort": "low"}), keeps_items)
+    answered(turns, first, "resp_1")
+    _, second = begun(turns, asked("two", "resp_1"), keeps_items)
+    answered(turns, second, "resp_2")
+    made, _ = begun(turns, asked("", "resp_2", input=[RESULT], instructions="last"), keeps_items)
+    one, two = ({"role": "user", "content": text} for text in ("one", "two"))
+    result = {"role": "tool", "content": "sun", "tool_call_id": "c"}
+    if keeps_items:
+        thought, said = {"role": "assistant", "reasoning": "hm"}, {"role": "assistant", "content": "a"}
+        answer = [thought, said, {"role": "assistant", "tool_calls": [MADE]}]
+        assert made.messages == [{"role": "system", "content": "for one"}, one, *answer, two, *answer, result]
+        assert made.reasoning_effort == "low"
+    else:
+        assert made.messages == [{"role": "system", "content": "last"}, one, *texts, two, *texts, result]
+        assert made.reasoning_effort is None
+    assert made.call is not None
+    body = json.loads(made.call[1])
+    assert "previous_response_id" not in body
+    written = read_call(Call("POST", RESPONSES, [], made.call[1])).prompt
+    assert isinstance(written, ChatPrompt)
+    assert [each["role"] for each in written.messages][:3] == [each["role"] for each in made.messages][:3]
+
+
+@pytest.mark.parametrize("fields", [{"previous": "resp_none"}, {"store": False}])
+def test_response_without_known_turns_or_storage_is_not_remembered(fields: dict[str, Any]) -> None:
+    made, turn = begun(ResponseTurns(), asked("one", **fields))
+    assert [message["content"] for message in made.messages] == ["for one", "one"]
+    assert turn is None
+
+
+def test_latest_turns_are_kept_within_the_limit() -> None:
+    turns = ResponseTurns(limit=5000)
+    for number in range(20):
+        answered(turns, begun(turns, asked("word " * 50))[1], f"resp_{number}")
+    assert 2500 < turns.bytes <= 5000
+    assert len(begun(turns, asked("next", "resp_19"))[0].messages) == 5
+    assert len(begun(turns, asked("next", "resp_0"))[0].messages) == 2
