@@ -167,7 +167,7 @@ class AnswerReader:
 
 
 def _body_of(prompt: ChatPrompt) -> _Body | None:
-    """Return the fields of the request for a response that a prompt is from; None if it is from no such request."""
+    """Return the fields of the request for a response that a prompt is from; None for other requests."""
     if prompt.call is None or prompt.call[0] != RESPONSES:
         return None
     try:
