@@ -5,6 +5,8 @@
     leave ◀┘   it is unreachable, refuses the request as overloaded, or hangs
 
 If another worker computes the request's prompt, both are sent one request each (`disaggregated_request`).
+
+One file, because each rule of a retry depends on the attempts before it.
 """
 
 from __future__ import annotations
