@@ -20,7 +20,7 @@ def _print_version(wanted: bool) -> None:
     from indexer.api.metrics import build_info
 
     built = build_info()
-    typer.echo(f"kvrouter {built['version']} (index core: {built['core']}; Python {built['python']})")
+    typer.echo(f"kvrouter {built['version']} ({built['build']}; index core: {built['core']}; Python {built['python']})")
     raise typer.Exit
 
 

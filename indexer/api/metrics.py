@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from indexer import hashing
 from indexer.indexer import Indexer
 from indexer.native import core_name
 from indexer.streams.sequence import StreamState
@@ -104,11 +105,16 @@ class IndexCollector(Collector):
 
 
 def build_info() -> dict[str, str]:
-    """Return the version, the index implementation (`native` or `python`), and Python's version."""
-    return {"version": version("kvrouter"), "core": core_name(), "python": platform.python_version()}
+    """Return the version, the build, the index implementation and Python's version.
+
+    - `build`: `compiled` if mypyc compiled the modules of the request path, else `interpreted`.
+    - `core`: `native` or `python`.
+    """
+    build = "interpreted" if (hashing.__file__ or "").endswith(".py") else "compiled"
+    return {"version": version("kvrouter"), "build": build, "core": core_name(), "python": platform.python_version()}
 
 
 def add_process_metrics(registry: CollectorRegistry) -> None:
     """Register metrics of the build and the process: version, CPU seconds, memory, open files, start time."""
-    Info("kvrouter_build", "Version, index implementation and Python version", registry=registry).info(build_info())
+    Info("kvrouter_build", "Version, build, index and Python version", registry=registry).info(build_info())
     ProcessCollector(registry=registry)

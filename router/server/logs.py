@@ -47,10 +47,21 @@ def _hidden(value: Any) -> Any:
     return value
 
 
+# What the slower builds cost: `make bench-proxy` and `make bench-index`.
+_SLOWER = {
+    "interpreted": "interpreted: a compiled build serves about twice the requests (docs/how-it-works.md)",
+    "python": "Python index: events take six times the processor time; install with a C++ compiler, or a wheel",
+}
+
+
 def announce_start(settings: Settings, name: str) -> None:
     """Print that a service starts, and what it waits for."""
     built = build_info()
-    say(f"{name} {built['version']} starts, with the {built['core']} index; it {_waits_for(settings)}")
+    version, build, core = built["version"], built["build"], built["core"]
+    say(f"{name} {version} starts, {build}, with the {core} index; it {_waits_for(settings)}")
+    for each in (build, core):
+        if each in _SLOWER:
+            say(f"  build   {_SLOWER[each]}")
 
 
 def announce_models(about: About) -> None:

@@ -17,12 +17,14 @@ from urllib.request import urlopen
 import pytest
 from typer.testing import CliRunner
 
+from indexer.api.metrics import build_info
 from indexer.native import core_name
 from kvrouter.cli import app
 from kvrouter.processes import KvrouterProcess
 
 SECONDS = 60
 ABOUT = f"kvrouter {version('kvrouter')}"
+BUILD = build_info()["build"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def request(method: str, url: str, path: str) -> tuple[int, dict[str, str], byte
 def test_version_names_index_core() -> None:
     shown = CliRunner().invoke(app, ["--version"])
     assert shown.exit_code == 0
-    assert shown.stdout.startswith(f"{ABOUT} (index core: {core_name()}; Python 3.")
+    assert shown.stdout.startswith(f"{ABOUT} ({BUILD}; index core: {core_name()}; Python 3.")
 
 
 @pytest.mark.parametrize("arguments", [["-h"], ["serve", "-h"], ["config", "check", "-h"]])
@@ -71,7 +73,12 @@ def test_h_is_alias_of_help(arguments: list[str]) -> None:
 
 def test_start_is_logged_before_discovery(worker: str) -> None:
     with printed("serve", "--port=0", f"--worker={worker}", "--log-level=error") as lines:
-        assert next(lines).startswith(f"{ABOUT} starts, with the {core_name()} index; it asks 1 worker for models")
+        start = f"{ABOUT} starts, {BUILD}, with the {core_name()} index; it asks 1 worker for models"
+        assert next(lines).startswith(start)
+        if BUILD == "interpreted":
+            assert next(lines).startswith("  build   interpreted: a compiled build serves about twice the requests")
+        if core_name() == "python":
+            assert next(lines).startswith("  build   Python index: events take six times the processor time")
         listens = re.fullmatch(r"kvrouter listens on (http://\S+)\n", next(lines))
         assert listens is not None
         assert re.fullmatch(r"  model   simulated on 1 worker; tokens: by \w+ in the router.*\n", next(lines))
@@ -82,7 +89,8 @@ def test_start_is_logged_before_discovery(worker: str) -> None:
 def test_several_processes_log_start_once(worker: str) -> None:
     options = ("--port=0", "--processes=2", "--policy=random", "--log-level=error")
     with printed("serve", f"--worker={worker}", *options) as lines:
-        first_lines = [next(lines) for _ in range(5)]
+        announced = (line for line in lines if not line.startswith("  build   "))
+        first_lines = [next(announced) for _ in range(5)]
     assert first_lines[0].startswith(f"{ABOUT} starts, ")
     assert sum("model   simulated" in line for line in first_lines) == 1
     assert first_lines[3] == "  policy  random\n"
@@ -111,9 +119,9 @@ def test_root_redirects_to_page_and_health_names_version(arguments: list[str]) -
         assert (status, body) == (200, b"")
         health = json.loads(request("GET", url, "/health")[2])
         assert int(headers["content-length"]) == len(request("GET", url, "/health")[2])
-        assert (health["version"], health["core"]) == (version("kvrouter"), core_name())
+        assert (health["version"], health["build"], health["core"]) == (version("kvrouter"), BUILD, core_name())
         metrics = request("GET", url, "/metrics")[2].decode()
-    assert f'kvrouter_build_info{{core="{core_name()}",' in metrics
+    assert f'kvrouter_build_info{{build="{BUILD}",core="{core_name()}",' in metrics
     assert "process_resident_memory_bytes " in metrics
     assert "process_start_time_seconds " in metrics
 

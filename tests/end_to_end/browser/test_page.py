@@ -339,12 +339,12 @@ async def test_rows_are_reachable_by_keyboard() -> None:
 
 async def test_page_shows_version_findings_and_load_balance() -> None:
     ranks = [rank("http://w-1", 8), rank("http://w-2", 0), rank("http://w-3", 1, state="down")]
-    about = {"version": "1.2.3", "core": "native", "policy": "kv_aware", "python": "3.11.7"}
+    about = {"version": "1.2.3", "build": "compiled", "core": "native", "policy": "kv_aware", "python": "3.11.7"}
     about |= {"models": {"m": {"workers": 2, "tokens": "by fastokens"}}}
     findings = [{"finding": "worker_down", "worker": "http://w-3", "detail": "refused the connection"}]
     series = [point(0), point(2, errors=1.5, refused=3, retried=0.5, saved=2.0, waiting={"saturated": 4})]
     async with page_with_feed(series, ranks, about=about, findings=findings) as page:
-        await expect(page.locator("#about")).to_have_text("1.2.3, native index, policy kv_aware")
+        await expect(page.locator("#about")).to_have_text("1.2.3 compiled, native index, policy kv_aware")
         await expect(page.locator("#models")).to_have_text("m on 2 workers; tokens by fastokens")
         await expect(page.locator("#wrong-title")).to_have_text("1 finding")
         await expect(page.locator("#findings li")).to_have_text("worker down w-3: refused the connection")
