@@ -96,6 +96,7 @@ class Indexer:
         self._sizes = _BlockSizes(0)
         self._windows: dict[Target, int | None] = {}
         self._windows_until = 0.0
+        self._pool_of: dict[Target, SharedPool] = {}
 
     def start(self) -> None:
         """Start to read the streams."""
@@ -124,8 +125,9 @@ class Indexer:
             self._reader.remove(target)
             self.index.drop(target)
         self.index.add(target, registration.adapter, registration.capacity)
-        pool = self.pool_of(target)
+        pool = next((pool for pool in self.pools if pool.serves(target)), None)
         if pool is not None:
+            self._pool_of[target] = pool
             pool.use_engine(registration)
             self.index.attach(target, pool.blocks)
         if stream is not None:
@@ -175,6 +177,7 @@ class Indexer:
             if not served:
                 del self._served[target.tenant, target.model]
             self._salted.discard(target)
+            self._pool_of.pop(target, None)
             self.registrations += 1
             self._reader.remove(target)
             self.index.drop(target)
@@ -234,9 +237,19 @@ class Indexer:
                 found.clear(row)
         return found
 
-    def pool_of(self, target: Target) -> SharedPool | None:
-        """Return the shared pool that a target loads from."""
-        return next((pool for pool in self.pools if pool.serves(target)), None)
+    def has_pool(self, target: Target) -> bool:
+        """Return whether a registered target loads from a pool."""
+        return target in self._pool_of
+
+    def loads_from(self, target: Target, holdings: PoolHoldings) -> bool:
+        """Return whether a registered target loads these blocks: its pool holds them, and they have its block size."""
+        pool = self._pool_of.get(target)
+        return (
+            pool is not None
+            and pool.config.name == holdings.pool
+            and self.block_size(target) == holdings.block_size
+            and target not in self._salted
+        )
 
     def pooled(self, query: MatchQuery, reach: int = 0) -> list[PoolHoldings]:
         """Return what each shared pool holds of a prompt, for each block size: none without pools.
@@ -244,9 +257,9 @@ class Indexer:
         - `reach`: the most tokens that a target holds itself. Behind them, a pool is asked up to its first missing
           block.
 
-        The last token does not count, as in `match`. Raises as `match` does.
+        The last token does not count, as in `match`. Raises OverflowError or TypeError as `match` does.
         """
-        if not self.pools:
+        if not self.pools or not self.serves(query.model, query.tenant):
             return []
         prompt, tokens = PackedPrompt.of(query.token_ids), len(query.token_ids) - 1
         found = [
@@ -255,6 +268,17 @@ class Indexer:
             for pool in self.pools
         ]
         return [holdings for holdings in found if holdings is not None]
+
+    def loadable(self, query: MatchQuery, matches: Sequence[Match]) -> dict[Target, int]:
+        """Return the tokens of a prompt that targets load from pools, beside those in `matches`. Raises as `match`."""
+        own = {match.target: match.matched_tokens for match in matches}
+        found: dict[Target, int] = {}
+        for holdings in self.pooled(query, max(own.values(), default=0)):
+            for target in self.targets(query.model, query.tenant):
+                tokens = holdings.loadable(own.get(target, 0))
+                if tokens > found.get(target, 0) and self.loads_from(target, holdings):
+                    found[target] = tokens
+        return found
 
     def longest(self, query: MatchQuery) -> list[Match]:
         """Return the tokens of a sequence that each target holds, with its last block. Raises as `match` does."""

@@ -70,6 +70,14 @@ class IndexCollector(Collector):
         bad = CounterMetricFamily(
             "kvrouter_stream_unreadable", "Stream messages and events that could not be read", labels=[*_LABELS, "what"]
         )
+        known = GaugeMetricFamily("kvrouter_pool_known", "1 while the pool's content is known, else 0", labels=["pool"])
+        pooled = GaugeMetricFamily("kvrouter_pool_blocks", "Blocks in the pool", labels=["pool"])
+        memory = GaugeMetricFamily("kvrouter_pool_memory_bytes", "Memory of the pool's tables", labels=["pool"])
+        for pool in self._indexer.pools:
+            name, sizes = [pool.config.name], pool.blocks.sizes()
+            known.add_metric(name, float(pool.known))
+            pooled.add_metric(name, sizes.blocks)
+            memory.add_metric(name, sizes.bytes)
         for registration in self._indexer.registered():
             target = registration.target
             report = self._indexer.report(target)
@@ -101,7 +109,7 @@ class IndexCollector(Collector):
             bad.add_metric([*labels, "frame"], stream.unreadable.bad_frames)
             bad.add_metric([*labels, "event"], stream.unreadable.bad_events)
         yield from (blocks, orphans, state, lag, confirmed, batches, gaps, replays, lost, restarts, resyncs)
-        yield from (idle_checks, snapshots, bad, changes)
+        yield from (idle_checks, snapshots, bad, changes, known, pooled, memory)
 
 
 def build_info() -> dict[str, str]:

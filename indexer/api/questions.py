@@ -56,11 +56,16 @@ class Answers:
         self._empty: dict[tuple[str, str], _EmptyAnswers] = {}  # by model and tenant
         self._version = (0, 0)  # the registrations and renames that `_empty` was made after
 
-    def by_target(self, model: str, tenant: str, tokens: int, matches: list[Match]) -> bytes:
+    def by_target(
+        self, model: str, tenant: str, tokens: int, matches: list[Match], loadable: dict[Target, int]
+    ) -> bytes:
+        """Return the answer by target. `loadable`: the tokens that targets load from their pools."""
         others = self._empty_answers(model, tenant).targets.copy()
+        known = {match.target for match in matches}
+        matches = matches + [Match(target, 0, _NO_TOKENS) for target in loadable if target not in known]
         for match in matches:
             others.pop(match.target, None)
-        held = [_entry(match, self._indexer.names) for match in matches]
+        held = [_entry(match, self._indexer.names, loadable.get(match.target, 0)) for match in matches]
         return msgspec.json.encode({"model": model, "tokens": tokens, "matches": [*held, *others.values()]})
 
     def by_instance(self, model: str, tenant: str, matches: list[Match]) -> bytes:
@@ -102,13 +107,14 @@ class Answers:
         return empty
 
 
-def _entry(match: Match, names: WorkerNames) -> dict[str, Any]:
-    return {
+def _entry(match: Match, names: WorkerNames, loadable: int = 0) -> dict[str, Any]:
+    entry = {
         "worker": names.get(match.target.worker),
         "dp_rank": match.target.dp_rank,
         "matched_tokens": match.matched_tokens,
         "tiers": {name: match.tiers[tier] for tier, name in _TIER_NAMES},
     }
+    return entry | {"loadable": loadable} if loadable else entry
 
 
 def _by_instance(matches: list[Match], names: WorkerNames) -> dict[str, Any]:
@@ -176,7 +182,8 @@ class Questions:
 
     def _match(self, query: MatchQuery) -> bytes:
         matches = _find(self._indexer.match, query, "token_ids", 2**32 - 1)
-        return self._answers.by_target(query.model, query.tenant, len(query.token_ids), matches)
+        loadable = self._indexer.loadable(query, matches) if self._indexer.pools else {}
+        return self._answers.by_target(query.model, query.tenant, len(query.token_ids), matches, loadable)
 
     def query(self, body: bytes) -> bytes:
         """Return how many tokens of a token sequence each instance holds, including its last block."""

@@ -64,14 +64,10 @@ class MooncakeMaster:
 
 
 class MasterContent:
-    """Keeps a pool's content equal to that of its master. Not thread-safe.
-
-    - `unknown_because`: why the content is unknown; None if it is known.
-    """
+    """Keeps a pool's content equal to that of its master. Not thread-safe."""
 
     def __init__(self, pool: SharedPool, master: MooncakeMaster, fetch: Callable[[str], bytes]) -> None:
         """Create a reader of a master. `fetch` returns the body of a path; raises OSError."""
-        self.unknown_because: str | None = "the master was not asked yet"
         self._pool = pool
         self._master = master
         self._fetch = fetch
@@ -83,12 +79,12 @@ class MasterContent:
     def receive(self, seq: int, payload: bytes) -> None:
         """Apply a batch of the stream. After a gap or a restart, the content is unknown."""
         if self._seq is not None and seq != self._seq + 1:
-            self._lose("batches of the stream are missing" if seq > self._seq else "the master started again")
+            self._pool.lose("batches of the stream are missing" if seq > self._seq else "the master started again")
         self._seq = seq
         try:
             events = _decode(payload).events
         except msgspec.DecodeError as error:
-            self._lose(f"a batch is unreadable: {error}")
+            self._pool.lose(f"a batch is unreadable: {error}")
             return
         changes: list[tuple[str, bool, bool]] = []
         for event in events:
@@ -109,15 +105,15 @@ class MasterContent:
             keys = int(metrics.get(b"master_key_count", 0))
             counters = tuple(metrics.get(name, 0.0) for name in _MOVED)
             if counters != self._counters or keys < self._keys:
-                self._lose("the master evicted objects or lost a client")
-            if self.unknown_because is None:
+                self._pool.lose("the master evicted objects or lost a client")
+            if self._pool.known:
                 return
             if keys > self._master.most_keys:
-                self._lose(f"{keys} keys are more than most_keys ({self._master.most_keys})")
+                self._pool.lose(f"{keys} keys are more than most_keys ({self._master.most_keys})")
             elif now - self._listed_at >= 5 * self._master.interval:
                 self._list(now, counters)
         except (OSError, ValueError) as error:
-            self._lose(f"the master does not answer: {error}")
+            self._pool.lose(f"the master does not answer: {error}")
 
     def _list(self, now: float, counters: tuple[float, ...]) -> None:
         """Replace the content by the master's keys. Batches received meanwhile are applied after it."""
@@ -125,13 +121,7 @@ class MasterContent:
         keys = self._fetch("/get_all_keys").decode().split()
         self._pool.replace((key, False) for key in keys)
         self._keys, self._counters = len(keys), counters
-        self._pool.known, self.unknown_because = True, None
         log.info("content of a pool listed", pool=self._pool.config.name, keys=len(keys))
-
-    def _lose(self, reason: str) -> None:
-        if self.unknown_because is None:
-            log.info("content of a pool unknown", pool=self._pool.config.name, reason=reason)
-        self._pool.known, self.unknown_because = False, reason
 
 
 class MooncakeFollower:

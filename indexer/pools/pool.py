@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+import structlog
 
 from indexer.dump import DumpedHolder, DumpedRun, read_hash
 from indexer.hashing import PackedPrompt
@@ -13,6 +16,8 @@ from indexer.pools.blocks import make_pool_blocks
 from indexer.pools.holdings import PoolHoldings
 from indexer.pools.keys import ObjectKeys
 from indexer.targets import Registration, Target
+
+log = structlog.get_logger()
 
 _ALL_PARTS: Final = 2**64 - 1
 _FIRST_BLOCKS: Final = 64  # hashed blocks of a prompt before the pool is asked for the first time
@@ -42,15 +47,30 @@ class PoolConfig:
 class SharedPool:
     """A pool that holds blocks and is never a target.
 
-    - `known`: whether the recorded objects are those in the pool. While they are not, the pool holds nothing.
+    - `unknown_because`: why the recorded objects may not be those in the pool; None while they are. Until then the pool
+      holds nothing.
+    - `unknown_since`: the monotonic time at which they became unknown.
     """
 
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
         self.blocks = make_pool_blocks(max(config.memory // _BYTES_A_BLOCK, 1024), config.media)
         self.keys = ObjectKeys()
-        self.known = bool(config.media)
+        self.unknown_because = None if config.media else "the pool was not asked yet"
+        self.unknown_since = time.monotonic()
         self._needed: dict[tuple[str, str], int] = {}  # parts of a block, by tenant and model
+
+    @property
+    def known(self) -> bool:
+        """True while the recorded objects are those in the pool."""
+        return self.unknown_because is None
+
+    def lose(self, reason: str) -> None:
+        """Hold nothing until the objects are known again, because of `reason`."""
+        if self.unknown_because is None:
+            self.unknown_since = time.monotonic()
+            log.info("content of a pool unknown", pool=self.config.name, reason=reason)
+        self.unknown_because = reason
 
     def serves(self, target: Target) -> bool:
         """Return whether a target loads from this pool."""
@@ -75,9 +95,10 @@ class SharedPool:
         self.blocks.apply([change for change in changes if change is not None])
 
     def replace(self, objects: Iterable[tuple[str, bool]]) -> None:
-        """Replace all objects by those of a listing: the key, and whether it is on disk."""
+        """Replace all objects by those of a listing, so that they are known: the key, and whether it is on disk."""
         self.blocks.clear()
         self.store((key, on_disk, True) for key, on_disk in objects)
+        self.unknown_because = None
 
     def holdings(
         self, model: str, tenant: str, root: int, block_size: int, prompt: PackedPrompt, blocks: int, reach: int

@@ -85,6 +85,7 @@ def _explanation_table(answer: dict[str, Any]) -> FittingTable:
         FittingColumn("worker", [each["worker"] for each in candidates], 9, left=True),
         FittingColumn("rank", [str(each["dp_rank"]) for each in candidates], 7),
         FittingColumn("overlap", [str(each["overlap"]) for each in candidates], 5),
+        FittingColumn("loadable", [str((each.get("source") or {}).get("tokens", 0)) for each in candidates], 4),
         FittingColumn("requests", [str(each["load"]["requests"]) for each in candidates], 3),
         FittingColumn("cost", [f"{each['total']:.6g}" for each in candidates], 6),
         FittingColumn("TTFT", [_band(each["forecast"]["ttft"]) for each in candidates], 2),

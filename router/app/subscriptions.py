@@ -21,13 +21,15 @@ from router.tokens.tokenizer_source import TokenizerSource
 def subscribe_routing(routing: Routing, fleet: Fleet) -> None:
     """Subscribe routing to the fleet and to other routers, and other routers to the load and responses here."""
     state, selector, placement = routing.state, routing.selector, routing.placement
-    load, sharing, responses, draft_blocks = state.load, state.sharing, state.responses, state.audit.draft_blocks
+    load, sharing, responses, audit = state.load, state.sharing, state.responses, state.audit
 
     def scraped(worker: Worker) -> None:
-        draft_blocks.set_drafting(worker.url, worker.metrics.drafts)
+        audit.draft_blocks.set_drafting(worker.url, worker.metrics.drafts)
+        audit.set_pooled(worker.url, worker.metrics.pooled)
 
     def removed(worker: Worker) -> None:
-        draft_blocks.set_drafting(worker.url, drafts=False)
+        audit.draft_blocks.set_drafting(worker.url, drafts=False)
+        audit.set_pooled(worker.url, pooled=False)
 
     fleet.on_scrape += [selector.scraped, scraped]
     fleet.on_replaced.append(placement.replaced)

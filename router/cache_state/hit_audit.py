@@ -8,6 +8,9 @@ and corrects the prediction of each target:
         └───────────────────────── events are right again ────────────────────────────────┘
 
 A target without events is predicted from sent prefixes. Its answers show how much it keeps, and for how long.
+
+Cached tokens of a target with a pool are its own and those that it loaded. Only fewer than its own are an error of its
+events. More than its own and the loadable ones are unexplained: the router does not know all of the pool.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ _EVENTS: Final = Basis.EVENTS
 # This number of answers is enough to judge by, if their excess is this factor above the tolerance.
 _FEW_ANSWERS = 8
 _FAR_FACTOR = 2
+# A target whose answers lack this share of the loadable tokens does not load.
+_NOT_LOADED = 0.5
 
 
 class Streams(Protocol):
@@ -63,6 +68,8 @@ class HitAudit:
 
     - `distrusted`: the targets whose events are known to be wrong.
     - `draft_blocks`: the targets whose hits are one block shorter than what they hold.
+    - `not_loading`: the targets that do not load what their pool or a peer has for them.
+    - `pooled_workers`: the URLs of workers whose engines report that they use a pool.
     """
 
     def __init__(
@@ -83,11 +90,21 @@ class HitAudit:
         self._audits: dict[Target, TargetAudit] = {}
         self.distrusted: set[Target] = set()
         self.draft_blocks = DraftBlockCorrections()
+        self.not_loading: set[Target] = set()
+        self.pooled_workers: set[str] = set()
+
+    def set_pooled(self, url: str, pooled: bool) -> None:
+        """Set whether the engine of the worker at `url` reports that it uses a pool. Removed workers use none."""
+        if pooled:
+            self.pooled_workers.add(url)
+        else:
+            self.pooled_workers.discard(url)
 
     def forget(self, target: Target) -> None:
         """Forget a target that was removed."""
         self._audits.pop(target, None)
         self.distrusted.discard(target)
+        self.not_loading.discard(target)
         self.draft_blocks.forget(target)
 
     def events_complete(self, target: Target) -> bool:
@@ -131,31 +148,71 @@ class HitAudit:
         audit.reports_cached |= usage.cached is not None
         if not audit.reports_cached:
             return
-        cached = cache_prediction.without_loads(usage.cached or 0)  # vLLM omits it if nothing was cached
+        cached, by_events = usage.cached or 0, cache_prediction.by_events  # vLLM omits it if nothing was cached
         overlap = cache_prediction.overlap
         if cache_prediction.by_text:
             overlap = round(overlap * usage.prompt / (cache_prediction.tokens or 1))
         overlap = min(overlap, usage.prompt)
         audit.answers += 1
         audit.prompt_tokens += usage.prompt
-        audit.predicted_tokens += overlap
+        audit.predicted_tokens += overlap + cache_prediction.loadable
         audit.cached_tokens += cached
-        audit.wrong_tokens += abs(overlap - cached)
-        audit.errors.add(overlap - cached, usage.prompt)
-        if cache_prediction.by_events is not None and cache_prediction.made_at > self._known_since(target, audit):
-            if self._learn_draft_blocks(target, cache_prediction.by_events, cached):
+        error = overlap - self._own_part(cache_prediction, cached, overlap)
+        audit.wrong_tokens += abs(error)
+        audit.errors.add(error, usage.prompt)
+        if by_events is not None and cache_prediction.made_at > self._known_since(target, audit):
+            own = self._own_part(cache_prediction, cached, by_events)
+            if own == cached and self._learn_draft_blocks(target, by_events, cached):
                 self._restart_judgement(audit)
                 return
-            audit.event_errors.add(cache_prediction.by_events - cached, usage.prompt)
-            audit.last_event_errors.add(cache_prediction.by_events - cached, usage.prompt)
+            audit.event_errors.add(by_events - own, usage.prompt)
+            audit.last_event_errors.add(by_events - own, usage.prompt)
             self._choose_basis(target, audit)
+        if self._is_pooled(cache_prediction) or cache_prediction.loadable:
+            self._compare_loads(audit, cache_prediction, cached, overlap, usage.prompt)
+
+    def _is_pooled(self, cache_prediction: CachePrediction) -> bool:
+        if cache_prediction.by_text:
+            return False
+        return cache_prediction.pooled or cache_prediction.target.worker in self.pooled_workers
+
+    def _own_part(self, cache_prediction: CachePrediction, cached: int, own: int) -> int:
+        """Return the cached tokens of an answer that its target held itself, of which `own` were expected.
+
+        A target with a pool may load more than expected.
+        """
+        if self._is_pooled(cache_prediction):
+            return min(cached, own)
+        return cached - cache_prediction.loaded(cached, own)
+
+    def _compare_loads(
+        self, audit: TargetAudit, cache_prediction: CachePrediction, cached: int, own: int, prompt: int
+    ) -> None:
+        """Compare the loads of an answer with their prediction. `own`: the tokens that the target held itself."""
+        target, loadable = cache_prediction.target, cache_prediction.loadable
+        loaded = cache_prediction.loaded(cached, own)
+        audit.loadable_tokens += loadable
+        audit.loaded_tokens += loaded
+        if loadable and cached >= own:
+            audit.load_errors.add(loadable - loaded, loadable)
+            not_loading = audit.load_errors.enough and audit.load_errors.share > _NOT_LOADED
+            if not_loading is not audit.not_loading:
+                audit.not_loading = not_loading
+                (self.not_loading.add if not_loading else self.not_loading.discard)(target)
+                log.info("loads are missing" if not_loading else "loads happen again", **self.names.about(target))
+        if self._is_pooled(cache_prediction):
+            unexplained = max(cached - own - loaded, 0)
+            audit.unexplained_tokens += unexplained
+            audit.unexplained_errors.add(unexplained, prompt)
+            errors = audit.unexplained_errors
+            audit.unexplained = errors.enough and errors.share > self._tolerance
 
     def _learn_retention(self, cache_prediction: CachePrediction, usage: Usage) -> None:
         """Learn from an answer how much its target keeps, and for how long."""
         audit = self._audits.get(cache_prediction.target)
         if audit is None or not audit.reports_cached:
             return
-        cached = usage.cached or 0
+        cached = self._own_part(cache_prediction, usage.cached or 0, cache_prediction.overlap)
         if cache_prediction.by_text:
             cached = round(cached * cache_prediction.tokens / usage.prompt)
         self._sent_prefixes.compare(
@@ -244,13 +301,19 @@ class HitAudit:
         known = {registration.target for registration in self._indexer.registered()} | {target}
         self._audits = {each: audit for each, audit in self._audits.items() if each in known}
         self.distrusted &= known
+        self.not_loading &= known
         self.draft_blocks.keep(known)
         for each in self._sent_prefixes.targets():
             if each not in known:
                 self._sent_prefixes.removed(each)
         samples, few = self._samples, min(_FEW_ANSWERS, self._samples)
         audit = TargetAudit(
-            PredictionErrors(samples), PredictionErrors(samples), PredictionErrors(samples), PredictionErrors(few)
+            PredictionErrors(samples),
+            PredictionErrors(samples),
+            PredictionErrors(samples),
+            PredictionErrors(few),
+            PredictionErrors(samples),
+            PredictionErrors(samples),
         )
         self._audits[target] = audit
         return audit

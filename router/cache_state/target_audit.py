@@ -42,6 +42,7 @@ class CachePrediction:
     - `windowed`: whether the target keeps only the end of prompts, so that misses reveal no capacity.
     - `media`: whether some tokens represent media, which are compared where prompts are tokenized.
     - `loadable`: the tokens behind its own ones that the target can load from its source.
+    - `pooled`: whether the target loads from a pool that the router follows.
     """
 
     target: Target
@@ -57,11 +58,11 @@ class CachePrediction:
     windowed: bool = False
     media: bool = False
     loadable: int = 0
+    pooled: bool = False
 
-    def without_loads(self, cached: int) -> int:
-        """Return the cached tokens of an answer without those that it loaded from its source."""
-        own = self.overlap if self.by_events is None else self.by_events
-        return cached - min(max(cached - own, 0), self.loadable)
+    def loaded(self, cached: int, own: int) -> int:
+        """Return the tokens of an answer that the target loaded as predicted, behind `own` tokens of its own."""
+        return min(max(cached - own, 0), max(self.overlap + self.loadable - own, 0)) if self.loadable else 0
 
 
 class PredictionErrors:
@@ -126,12 +127,18 @@ class TargetAudit:
     - `last_event_errors`: the last few of `event_errors`.
     - `lengths_differ`: whether the worker counts other prompt lengths than the router.
     - `reports_cached`: whether any answer reported cached tokens.
+    - `load_errors`: tokens that should have been loaded and were not, as shares of the loadable ones.
+    - `unexplained_errors`: cached tokens beyond the target's own and the loadable ones.
+    - `not_loading`, `unexplained`: whether most of `load_errors`, or more than the tolerance of `unexplained_errors`,
+      are wrong.
     """
 
     errors: PredictionErrors
     event_errors: PredictionErrors
     length_errors: PredictionErrors
     last_event_errors: PredictionErrors
+    load_errors: PredictionErrors
+    unexplained_errors: PredictionErrors
     basis: Basis = Basis.EVENTS
     lengths_differ: bool = False
     reports_cached: bool = False
@@ -141,6 +148,11 @@ class TargetAudit:
     predicted_tokens: int = 0
     cached_tokens: int = 0
     wrong_tokens: int = 0
+    loadable_tokens: int = 0
+    loaded_tokens: int = 0
+    unexplained_tokens: int = 0
+    not_loading: bool = False
+    unexplained: bool = False
     lengths_wrong: int = 0
 
 

@@ -29,6 +29,7 @@ _SLEEP = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]
 _SLEEP_METRIC = "vllm:engine_sleep_state{"
 _CACHES_NOTHING = re.compile(r'^vllm:cache_config_info\{[^}\n]*enable_prefix_caching="False"', re.MULTILINE)
 _DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts", re.MULTILINE)
+_POOLED = re.compile(r"^vllm:mooncake_store_", re.MULTILINE)
 _STARTED = re.compile(r"^process_start_time_seconds(?:\{[^}\n]*\})? +(\S+)", re.MULTILINE)
 _RANK = re.compile(r'(?:^|,) *(?:engine|dp_rank)="([0-9]{1,5})"')
 # Higher values are ignored: they are not counts.
@@ -131,6 +132,7 @@ class EngineMetrics:
 
     - `sleep`: whether the engine sleeps; None if it does not report it.
     - `caches_prefixes`: False if the engine reports that prefix caching is off.
+    - `pooled`: whether the engine reports that it uses a shared pool.
     - `progress_at`: the time at which its token counters last increased.
     """
 
@@ -144,6 +146,7 @@ class EngineMetrics:
         self.sleep: Sleep | None = None
         self.caches_prefixes = True
         self.drafts = False
+        self.pooled = False
         self._asked_at: float | None = None
         self._answers = False
         self.progress_at = clock()
@@ -168,6 +171,7 @@ class EngineMetrics:
         self.sleep = read_sleep(text)
         self.caches_prefixes = _CACHES_NOTHING.search(text) is None
         self.drafts = _DRAFTS.search(text) is not None
+        self.pooled = _POOLED.search(text) is not None
         loads = read_engine_loads(text)
         self._views = {}
         for rank, load in loads.items():

@@ -164,6 +164,8 @@ class Attempts:
         self._many_ranks = len(worker.ranks()) > 1
         if (span := self._span) is not None:
             span.set(worker=worker.name, overlap_tokens=assignment.overlap)
+            if loadable := assignment.loadable:
+                span.set(loadable_tokens=loadable)
             span.end()
         now = _now()
         tried.append(worker)
@@ -259,6 +261,8 @@ class Attempts:
         headers = RoutingHeaders(assignment.worker, assignment.overlap)
         if len(self.tried) > 1:
             headers.add(b"x-kvrouter-attempts", b"%d" % len(self.tried))
+        if assignment.decision.chosen.source is not None:
+            headers.add(b"x-kvrouter-loadable-tokens", b"%d" % assignment.loadable)
         if assignment.prefill is not None:
             headers.add(b"x-kvrouter-prefill-worker", assignment.prefill.worker.name.encode())
         if self._many_ranks:

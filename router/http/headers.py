@@ -180,7 +180,10 @@ _OVERRIDDEN: Final = frozenset(
 )
 _MAX_AGE_SECONDS: Final = 600
 # Response headers beside the simple ones that a page may read.
-_EXPOSED: Final = b"x-request-id, x-kvrouter-worker, x-kvrouter-overlap-tokens, x-kvrouter-attempts, retry-after"
+_EXPOSED: Final = (
+    b"x-request-id, x-kvrouter-worker, x-kvrouter-overlap-tokens, x-kvrouter-loadable-tokens, x-kvrouter-attempts, "
+    b"retry-after"
+)
 
 
 class Cors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -122,12 +123,26 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         if audited.basis is not Basis.EVENTS:
             detail = f"cached tokens differ from the prediction by events: now predicted from {_BASES[audited.basis]}"
             found.append(_finding(indexer.names, target, "drift", detail))
+        if audited.unexplained:
+            detail = f"{audited.unexplained_errors.share:.0%} of the prompt tokens came from an unknown pool"
+            found.append(_finding(indexer.names, target, "unexplained_pool", detail))
+        if audited.not_loading:
+            detail = f"{audited.load_errors.share:.0%} of the tokens that its pool holds for it were not loaded"
+            found.append(_finding(indexer.names, target, "pool_not_loaded", detail))
         if audited.lengths_differ:
             detail = f"{audited.length_errors.share:.0%} of the prompts have another length than the router counted"
             found.append(_finding(indexer.names, target, "prompt_length", detail))
+    now = time.monotonic()
+    found += [
+        {"finding": "pool_unknown", "pool": pool.config.name, "detail": pool.unknown_because}
+        for pool in indexer.pools
+        if not pool.known and now - pool.unknown_since > _UNKNOWN_SECONDS
+    ]
     return found
 
 
+# A pool's content is unknown for a moment after each eviction.
+_UNKNOWN_SECONDS = 30.0
 _BASES = {Basis.RESYNCED: "events replayed from the start", Basis.SENT_PREFIXES: "sent prefixes"}
 
 

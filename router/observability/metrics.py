@@ -34,6 +34,7 @@ class _ModelSeries:
         "costs",
         "decisions",
         "first_byte",
+        "loadable_tokens",
         "model",
         "overlap_tokens",
         "prompt_tokens",
@@ -48,6 +49,7 @@ class _ModelSeries:
         self.prompt_tokens = metrics.prompt_tokens.labels(model)
         self.overlap_tokens = metrics.overlap_tokens.labels(model)
         self.best_overlap_tokens = metrics.best_overlap_tokens.labels(model)
+        self.loadable_tokens = metrics.loadable_tokens.labels(model)
         self.completion_tokens = metrics.completion_tokens.labels(model)
         self.costs: dict[CostUnit, dict[str, CounterSeries]] = {}  # by unit and term
 
@@ -82,6 +84,12 @@ class RequestMetrics:
         self.best_overlap_tokens = Counter(
             "kvrouter_best_overlap_tokens",
             "Prompt tokens predicted to be cached on the best worker",
+            ["model"],
+            registry,
+        )
+        self.loadable_tokens = Counter(
+            "kvrouter_loadable_tokens",
+            "Prompt tokens predicted to be loaded on the chosen worker from a pool or a peer",
             ["model"],
             registry,
         )
@@ -130,6 +138,7 @@ class RequestMetrics:
         of_model.decisions.amount += 1
         if cache_prediction is not None:
             of_model.best_overlap_tokens.amount += cache_prediction.most
+            of_model.loadable_tokens.amount += cache_prediction.loadable
         if decision.free:
             return
         unit = decision.unit
@@ -251,6 +260,15 @@ class AuditCollector(Collector):
         wrong = CounterMetricFamily(
             "kvrouter_audit_wrong_tokens", "Difference of predicted and reported cached tokens", labels=labels
         )
+        loadable = CounterMetricFamily(
+            "kvrouter_audit_loadable_tokens", "Tokens predicted to be loaded from a pool or a peer", labels=labels
+        )
+        loaded = CounterMetricFamily(
+            "kvrouter_audit_loaded_tokens", "Predicted loads that cached tokens confirm", labels=labels
+        )
+        unexplained = CounterMetricFamily(
+            "kvrouter_audit_unexplained_tokens", "Cached tokens beyond the own and the loadable ones", labels=labels
+        )
         lengths = CounterMetricFamily(
             "kvrouter_audit_lengths_wrong", "Prompts whose length differs from the engine's", labels=labels
         )
@@ -272,9 +290,13 @@ class AuditCollector(Collector):
             predicted.add_metric(values, audit.predicted_tokens)
             cached.add_metric(values, audit.cached_tokens)
             wrong.add_metric(values, audit.wrong_tokens)
+            loadable.add_metric(values, audit.loadable_tokens)
+            loaded.add_metric(values, audit.loaded_tokens)
+            unexplained.add_metric(values, audit.unexplained_tokens)
             lengths.add_metric(values, audit.lengths_wrong)
             error.add_metric(values, audit.errors.share)
             drift.add_metric(values, audit.event_errors.share)
             for known in Basis:
                 basis.add_metric([*values, known.value], float(self._audit.basis(target) is known))
         yield from (answers, prompt, predicted, cached, wrong, lengths, error, drift, basis)
+        yield from (loadable, loaded, unexplained)

@@ -248,6 +248,7 @@ def _costs_of(decision: Decision, names: WorkerNames) -> dict[str, Any]:
         "worker": names.get(chosen.target.worker),
         "dp_rank": chosen.target.dp_rank,
         "overlap": chosen.overlap,
+        "loadable": 0 if chosen.source is None else chosen.source.tokens,
         "best_overlap": max(candidate.overlap for candidate in decision.candidates),
         "candidates": decision.count,
         "unit": decision.unit,

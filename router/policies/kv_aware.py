@@ -143,5 +143,5 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
         "decode": request.output_tokens * (slowed + slowing),
     }
     if candidate.source is not None:
-        terms["load"] = candidate.source.load_seconds * (1 + harm + weights.eviction * candidate.eviction)
+        terms["load"] = candidate.source.load_cost_seconds * (1 + harm + weights.eviction * candidate.eviction)
     return terms

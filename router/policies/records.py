@@ -42,8 +42,16 @@ class Source:
 
     @property
     def load(self) -> float:
-        """The time until the tokens are loaded, in computed tokens."""
-        return self.price * (self.tokens + self.waiting)
+        """The cost of the load in computed tokens: its time, and at most what computing the tokens costs.
+
+        An engine loads what it finds in a pool, also where computing is faster. Then the load earns no credit.
+        """
+        return min(self.price * (self.tokens + self.waiting), float(self.tokens))
+
+    @property
+    def load_cost_seconds(self) -> float:
+        """The cost of the load in seconds."""
+        return self.load * self.seconds / self.price if self.price else 0.0
 
     @property
     def load_seconds(self) -> float:
@@ -52,7 +60,7 @@ class Source:
 
     @property
     def saved(self) -> float:
-        """The computed tokens that a load saves; negative if computing is faster."""
+        """The computed tokens that a load saves; 0 if computing is faster."""
         return self.tokens - self.load
 
 

@@ -129,7 +129,7 @@ class Predictions:
             return Prediction(ttft, self._tpot.estimate(target, step))
         busy = self._busy.get(target)
         share = 0.0 if busy is None else busy.prefill_share(self.clock())
-        own = prefill_seconds(rates, tokens, candidate.overlap, candidate.requests, candidate.context) / _HORIZON
+        own = prefill_seconds(rates, tokens, candidate.reused, candidate.requests, candidate.context) / _HORIZON
         tpot = self._tpot.estimate(target, tpot_by_rates(step, share + own))
         objectives = {} if busy is None else busy.objectives
         without_objective = max(candidate.requests - sum(objectives.values()), 0)

@@ -193,8 +193,9 @@ class Prediction:
 def ttft_by_rates(candidate: Candidate, rates: Rates, tokens: int, backlog: float, transfer_tokens: float) -> float:
     """Return the seconds to the first token of a prompt on a candidate."""
     decoding = max(candidate.requests - candidate.waiting, 0)
-    prefill = prefill_seconds(rates, tokens, candidate.overlap, decoding, candidate.context)
-    return backlog + prefill + rates.token * transfer_tokens
+    prefill = prefill_seconds(rates, tokens, candidate.reused, decoding, candidate.context)
+    load = 0.0 if candidate.source is None else candidate.source.load_seconds
+    return backlog + load + prefill + rates.token * transfer_tokens
 
 
 def step_by_rates(candidate: Candidate, rates: Rates, tokens: int, output_tokens: float) -> float:

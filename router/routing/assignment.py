@@ -144,6 +144,12 @@ class Assignment:
         return self.decision.chosen.overlap
 
     @property
+    def loadable(self) -> int:
+        """The tokens of the prompt that the target is expected to load from its source."""
+        source = self.decision.chosen.source
+        return 0 if source is None else source.tokens
+
+    @property
     def wants_usage(self) -> bool:
         """True if anything is learned from the token counts of the answer."""
         return (

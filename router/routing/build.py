@@ -18,6 +18,7 @@ from router.routing.assignment import RequestSampler
 from router.routing.placement import Placement
 from router.routing.prompt_reader import PromptReader
 from router.routing.selector import Selector
+from router.routing.sources import SourceFinder
 from router.routing.state import RoutingState
 from router.settings import Settings
 from router.sharing import LoadSharing
@@ -61,6 +62,11 @@ def build_state(
 ) -> RoutingState:
     """Return the state that the parts of routing share, with the policy of the settings and nothing learned yet."""
     policy = settings.policy
+    learned = Learned(Rates(**settings.rates.model_dump()), cpu_token=policy.cpu_token, disk_token=policy.disk_token)
+    sources = None
+    if settings.pools:
+        prices = {pool.name: pool.price for pool in settings.pools if pool.price is not None}
+        sources = SourceFinder(indexer, False, learned.seconds_per_token, prices, cache_state.audit.not_loading)
     return RoutingState(
         fleet,
         indexer,
@@ -69,8 +75,9 @@ def build_state(
         cache_state.in_flight_prefixes,
         cache_state.sent_prefixes,
         cache_state.audit,
-        Learned(Rates(**settings.rates.model_dump()), cpu_token=policy.cpu_token, disk_token=policy.disk_token),
+        learned,
         sharing,
+        sources=sources,
     )
 
 

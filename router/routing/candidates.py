@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Collection, Sequence
 from random import Random
 
+from indexer import MatchQuery
 from router.cache_state.in_flight_prefixes import chunk_hashes
 from router.fleet.worker import Worker, choosable, has_turn
 from router.policies import Candidate, Decision, LinearPolicy, Request
@@ -16,6 +17,7 @@ from router.routing.load_view import LoadView
 from router.routing.overlaps import OverlapFinder, Overlaps
 from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import Limits, RoutableRank, ServedModel, TargetCapacity
+from router.routing.sources import SourceFinder
 from router.routing.state import RoutingState
 from router.routing.target_directory import ModelTargets, TargetDirectory
 
@@ -187,8 +189,17 @@ class CandidateFinder:
             if prompt.reads_cache:
                 self._overlaps.find(targets, served, prompt, hashes, now, found.overlaps)
         if self._sources is not None and prompt.reads_cache and len(prompt.token_ids) == 1:
-            found.sources = self._sources.find(prompt.token_ids[0], targets.ranks, found.overlaps.tokens)
+            self._find_sources(self._sources, prompt, found)
         return found
+
+    def _find_sources(self, sources: SourceFinder, prompt: RoutedPrompt, found: CandidateSet) -> None:
+        """Find the sources of the candidates for a request with one prompt. Events do not report replaced adapters."""
+        targets = found.targets
+        for served in targets.served:
+            if served.replacement is None:
+                query = MatchQuery(served.model, prompt.token_ids[0], served.adapter, prompt.cache_salt)
+                ranks = [rank for rank in targets.ranks if rank.served is served]
+                found.sources.update(sources.find(query, ranks, found.overlaps.tokens))
 
     def request(self, prompt: RoutedPrompt, found: CandidateSet) -> Request:
         """Return a prompt as policies see it. Prompts without a session that begin alike count as one session."""

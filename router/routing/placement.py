@@ -171,7 +171,8 @@ class Placement:
             prompt.by_text,
             windowed,
             one_answer and bool(prompt.identities[0].media),
-            loadable=chosen.source.tokens if chosen.source is not None else 0,
+            loadable=assignment.loadable,
+            pooled=self._state.sources is not None and self._state.sources.has_pool(target),
         )
         for number, chunks in enumerate(hashes):
             # No event reports blocks with media, of texts, or of replaced adapters: these prefixes have to last.

@@ -4,18 +4,19 @@
     loadable  tokens after them that it loads from a pool
     pullable  tokens after them that it pulls from the peer with the longest prefix
 
-Each target has the source that saves most, and none if computing is faster. Loads are learned apart from computing:
-their seconds per token, by source.
+Each target has the source that saves most. Engines load what they find in a pool, so a pool is a source even where
+computing is faster; it earns no credit there. A pull needs the router's order, so it is no source there.
+
+Loads are learned apart from computing: their seconds per token, by source.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
 
-from indexer import PoolHoldings, Target
-from indexer.hashing import PackedPrompt
+from indexer import MatchQuery, PoolHoldings, Target
 from router.policies.records import Source
 from router.routing.ranks import RoutableRank
 
@@ -27,13 +28,21 @@ _PRIOR_TOKENS: Final = 8192.0
 _OUTLIER: Final = 4.0
 # Shorter loads say little of the seconds per token.
 _LEAST_TOKENS: Final = 1024
+# The seconds per loaded token before any load is learned.
+_LOAD_SECONDS: Final = 1 / 100_000
 
 
 class Pools(Protocol):
     """The pools of a fleet."""
 
-    def find(self, prompt: PackedPrompt) -> Sequence[PoolHoldings]:
-        """Return what each pool holds of a prompt."""
+    def pooled(self, query: MatchQuery, reach: int) -> Sequence[PoolHoldings]:
+        """Return what each pool holds of a prompt, of which some target holds `reach` tokens."""
+
+    def has_pool(self, target: Target) -> bool:
+        """Return whether a target loads from any pool."""
+
+    def loads_from(self, target: Target, holdings: PoolHoldings) -> bool:
+        """Return whether a target loads these blocks."""
 
 
 class LoadRates:
@@ -95,30 +104,49 @@ class SourceFinder:
     """
 
     def __init__(
-        self, pools: Pools | None, pulls: bool, load_seconds: float, token_seconds: Callable[[], float]
+        self,
+        pools: Pools | None,
+        pulls: bool,
+        token_seconds: Callable[[], float],
+        prices: Mapping[str, float] | None = None,
+        not_loading: Collection[Target] = (),
+        load_seconds: float = _LOAD_SECONDS,
     ) -> None:
-        """Create a finder. `load_seconds`: the seconds per loaded token before any load is learned.
+        """Create a finder.
 
         - `token_seconds`: returns the mean seconds in which workers compute a token.
+        - `prices`: the fixed prices of sources, as shares of computing. Those of other sources are learned.
+        - `not_loading`: the targets whose answers lack their loads. They are not credited.
+        - `load_seconds`: the seconds per loaded token before any load is learned.
         """
         self.pulls = pulls
         self.rates = LoadRates(load_seconds)
         self.loads = SourceLoads()
         self._pools = pools
         self._token_seconds = token_seconds
+        self._prices = prices or {}
+        self._not_loading = not_loading
 
-    def find(self, prompt: PackedPrompt, ranks: Sequence[RoutableRank], own: array[int]) -> dict[int, Source]:
-        """Return the source of each row that has one. `own`: the tokens that each row's target holds."""
+    def has_pool(self, target: Target) -> bool:
+        """Return whether a target loads from a pool."""
+        return self._pools is not None and self._pools.has_pool(target)
+
+    def find(self, query: MatchQuery, ranks: Sequence[RoutableRank], own: array[int]) -> dict[int, Source]:
+        """Return the source of each row that has one.
+
+        - `ranks`: the targets that may compute the prompt.
+        - `own`: the tokens that the target of each row holds.
+        """
         found: dict[int, Source] = {}
+        best = max([own[rank.row] for rank in ranks], default=0)
         if self._pools is not None:
-            for holdings in self._pools.find(prompt):
+            for holdings in self._pools.pooled(query, best):
                 for rank in ranks:
                     held = own[rank.row]
-                    tokens = min(holdings.reach(held), len(prompt) - 1) - held
-                    if tokens > 0:
+                    tokens = min(holdings.reach(held), len(query.token_ids) - 1) - held
+                    if tokens > 0 and self._pools.loads_from(rank.target, holdings):
                         self._add(found, rank, holdings.pool, tokens, None)
         if self.pulls:
-            best = max(own)
             peers = [rank for rank in ranks if own[rank.row] == best]
             peer = min(peers, key=lambda rank: self.loads.of(rank.target))
             for rank in ranks:
@@ -129,8 +157,11 @@ class SourceFinder:
 
     def _add(self, found: dict[int, Source], rank: RoutableRank, name: str, tokens: int, peer: Target | None) -> None:
         waiting = max(self.loads.of(rank.target), self.loads.of(peer))
-        seconds = self.rates.of(name)
-        source = Source(name, tokens, seconds / self._token_seconds(), waiting, seconds, peer)
+        computed, price = self._token_seconds(), self._prices.get(name)
+        seconds = self.rates.of(name) if price is None else price * computed
+        if rank.target in self._not_loading:
+            seconds = max(seconds, computed)
+        source = Source(name, tokens, seconds / computed, waiting, seconds, peer)
         before = found.get(rank.row)
-        if source.saved > (0.0 if before is None else before.saved):
+        if source.saved > (0.0 if before is None else before.saved) or (before is None and peer is None):
             found[rank.row] = source

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from indexer.pools.blocks import MOST_PARTS
 from kvevents.events import canonical_medium, is_pooled
-from router.settings.fields import WORKER_NAME, Endpoint, HttpUrl, ModelName, Section
+from router.settings.fields import WORKER_NAME, Endpoint, HttpUrl, ModelName, NonNegative, Section
 
 
 class PoolType(StrEnum):
@@ -29,6 +29,7 @@ class PoolSettings(Section):
     workers: list[HttpUrl] = []
     models: dict[ModelName, str] = {}
     media: list[str] = []
+    price: NonNegative | None = None
     objects: Annotated[int, Field(ge=1, le=MOST_PARTS)] = 1
     memory: PositiveInt = 256 * 2**20
     most_keys: PositiveInt = 100_000

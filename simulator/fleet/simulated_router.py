@@ -89,8 +89,6 @@ PEERS = [
 ]
 
 
-# The seconds per loaded token before any load is learned.
-_LOAD_SECONDS = 1 / 100_000
 _LINGER = ProxySettings().speculation_seconds
 
 
@@ -136,7 +134,7 @@ def build_router(
         workers, index, policy, load, in_flight_prefixes, sent_prefixes, audit, learned, sharing, clock
     )
     if sources is not None and side.sources:
-        state.sources = SourceFinder(pools, sources.pulls, _LOAD_SECONDS, learned.seconds_per_token)
+        state.sources = SourceFinder(pools, sources.pulls, learned.seconds_per_token)
     selector = Selector(state, DisaggregationSettings(), settings.broken_promise, random)
     placement = Placement(state, selector)
     admission_settings = AdmissionSettings(late_binding=side.late_binding)

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from indexer import PoolHoldings
+from indexer import MatchQuery, PoolHoldings, Target
 from indexer.hashing import PackedPrompt
 
 
@@ -142,9 +142,17 @@ class SimulatedPool:
         self._store = store
         self._block_tokens = block_tokens
 
-    def find(self, prompt: PackedPrompt) -> list[PoolHoldings]:
+    def has_pool(self, target: Target) -> bool:  # noqa: ARG002
+        """Return True: all workers load from the pool."""
+        return True
+
+    def loads_from(self, target: Target, holdings: PoolHoldings) -> bool:  # noqa: ARG002
+        """Return True: all workers load from the pool."""
+        return True
+
+    def pooled(self, query: MatchQuery, reach: int) -> list[PoolHoldings]:  # noqa: ARG002
         """Return what the pool holds of a prompt. The tokens of a block are its id."""
-        size = self._block_tokens
+        prompt, size = PackedPrompt.of(query.token_ids), self._block_tokens
         intervals: list[tuple[int, int]] = []
         for place, block in enumerate(memoryview(prompt.tokens).cast("I")[::size].tolist()):
             if (place + 1) * size > len(prompt) or block not in self._store:

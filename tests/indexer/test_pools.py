@@ -39,7 +39,7 @@ class RecordedPool:
 
     def __init__(self, indexer: Indexer, *, listings: bool = True) -> None:
         self.pool = SharedPool(PoolConfig("pool"))
-        self.pool.known = True
+        self.pool.unknown_because = None
         self.indexer = indexer
         indexer.pools = [self.pool]
         self.master = MasterContent(self.pool, MooncakeMaster("", ""), nothing)
@@ -256,7 +256,7 @@ def test_content_is_listed_at_the_start_and_after_losses_that_no_event_reports(m
     master.keys = [key(number) for number in range(101)]
     master.content.check(40.0)
     assert (master.blocks, master.listings) == (-1, 2)
-    assert "most_keys" in (master.content.unknown_because or "")
+    assert "most_keys" in (master.pool.unknown_because or "")
 
 
 def test_gaps_and_restarts_make_the_content_unknown(master: Master) -> None:
@@ -275,7 +275,7 @@ def test_gaps_and_restarts_make_the_content_unknown(master: Master) -> None:
     assert not master.pool.known
     master.content.check(10_000.0)
     master.content.receive(100, b"\x91")
-    assert "unreadable" in (master.content.unknown_because or "")
+    assert "unreadable" in (master.pool.unknown_because or "")
 
 
 @pytest.mark.parametrize("media", [frozenset({"SHARED_STORAGE"}), frozenset({"STORAGE"})])
@@ -300,7 +300,7 @@ def test_pool_without_a_stream_is_known_by_the_events_of_its_workers(indexer: In
 
 def test_model_has_the_parts_whose_keys_name_it(indexer: Indexer) -> None:
     pool = SharedPool(PoolConfig("pool", models={"tiny": "tiny@", "other": "other@"}, objects=2))
-    pool.known = True
+    pool.unknown_because = None
     indexer.pools = [pool]
     for target in (WORKERS[0], Target("w1", 0, "other"), Target("w2", 0, "third")):
         indexer.register(Registration(target, None, "vLLM", 2))

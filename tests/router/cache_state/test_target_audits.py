@@ -260,3 +260,42 @@ def test_errors_cover_the_latest_predictions(seen: list[tuple[int, int]], sample
     assert errors.share == sum(abs(error) for error, _ in last) / whole
     assert errors.excess == sum(max(error, 0) for error, _ in last) / whole
     assert errors.enough == (len(seen) >= samples)
+
+
+@pytest.mark.parametrize(
+    ("cached", "loaded", "unexplained"), [(48, 0, 0), (64, 16, 0), (80, 32, 0), (96, 32, 16), (16, 0, 0)]
+)
+def test_loads_of_a_target_with_a_pool_are_no_error_of_its_events(
+    audit: HitAudit, streams: Streams, cached: int, loaded: int, unexplained: int
+) -> None:
+    for _ in range(2 * SAMPLES):
+        audit.answered(predicted(48, 48, loadable=32, pooled=True), Usage(100, 1, cached))
+    ((_, report),) = audit.audits()
+    assert (streams.resyncs > 0) == (cached < 48)
+    assert report.loaded_tokens == 2 * SAMPLES * loaded
+    assert report.unexplained_tokens == 2 * SAMPLES * unexplained
+    assert report.unexplained == (unexplained > 10)
+    assert report.cached_tokens == 2 * SAMPLES * cached
+
+
+def test_engine_that_reports_a_pool_is_not_distrusted_for_its_hits(audit: HitAudit, streams: Streams) -> None:
+    audit.set_pooled(TARGET.worker, pooled=True)
+    answers(audit, 2 * SAMPLES, 0, 96)
+    ((_, report),) = audit.audits()
+    assert (streams.resyncs, audit.basis(TARGET), report.unexplained) == (0, Basis.EVENTS, True)
+    audit.set_pooled(TARGET.worker, pooled=False)
+    answers(audit, 2 * SAMPLES, 0, 96)
+    assert streams.resyncs == 1
+
+
+def test_target_that_does_not_load_is_found_until_it_does(audit: HitAudit) -> None:
+    def answer(cached: int) -> bool:
+        for _ in range(SAMPLES):
+            audit.answered(predicted(16, 16, loadable=64, pooled=True), Usage(100, 1, cached))
+        ((_, report),) = audit.audits()
+        assert report.not_loading == (audit.not_loading == {TARGET})
+        return report.not_loading
+
+    assert [answer(cached) for cached in (80, 32, 48, 16)] == [False, True, False, True]
+    audit.forget(TARGET)
+    assert not audit.not_loading

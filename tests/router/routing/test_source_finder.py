@@ -8,25 +8,38 @@ from typing import Any
 
 import pytest
 
-from indexer import PoolHoldings, Target
-from indexer.hashing import PackedPrompt
+from indexer import MatchQuery, PoolHoldings, Target
 from router.policies.records import Source
 from router.routing.sources import LoadRates, SourceFinder, SourceLoads
 
-PROMPT = PackedPrompt.of(range(1000))
+PROMPT = MatchQuery("m", list(range(1000)))
 TARGETS = [Target(name, 0, "m") for name in "abc"]
 RANKS: Any = [SimpleNamespace(target=target, row=row) for row, target in enumerate(TARGETS)]
 COMPUTED = 4e-5
 
 
 class OnePool:
-    def find(self, prompt: PackedPrompt) -> list[PoolHoldings]:
-        assert prompt is PROMPT
+    """A pool from which all targets but `stranger` load."""
+
+    def __init__(self, stranger: Target | None = None) -> None:
+        self._stranger = stranger
+
+    def pooled(self, query: MatchQuery, reach: int) -> list[PoolHoldings]:
+        assert query is PROMPT
+        assert reach >= 800
         return [PoolHoldings("pool", 100, ((0, 600), (800, 1000)))]
 
+    def has_pool(self, target: Target) -> bool:
+        return target != self._stranger
 
-def finder(pools: OnePool | None, pulls: bool, share: float = 0.5) -> SourceFinder:
-    return SourceFinder(pools, pulls, share * COMPUTED, lambda: COMPUTED)
+    def loads_from(self, target: Target, holdings: PoolHoldings) -> bool:
+        assert holdings.pool == "pool"
+        return target != self._stranger
+
+
+def finder(pools: OnePool | None, pulls: bool, share: float = 0.5, price: float | None = None) -> SourceFinder:
+    prices = None if price is None else {"pool": price}
+    return SourceFinder(pools, pulls, lambda: COMPUTED, prices, load_seconds=share * COMPUTED)
 
 
 def tokens(found: dict[int, Source]) -> dict[int, int]:
@@ -37,6 +50,9 @@ def test_target_loads_what_follows_its_own_tokens_in_the_pool() -> None:
     found = finder(OnePool(), pulls=False).find(PROMPT, RANKS, array("I", [0, 500, 800]))
     assert tokens(found) == {0: 600, 1: 100, 2: 199}  # the last token is always computed
     assert found[0].price == pytest.approx(0.5)
+    found = finder(OnePool(TARGETS[0]), pulls=False, price=0.2).find(PROMPT, RANKS, array("I", [0, 500, 800]))
+    assert tokens(found) == {1: 100, 2: 199}
+    assert (found[1].price, found[1].seconds) == (pytest.approx(0.2), pytest.approx(0.2 * COMPUTED))
 
 
 def test_target_pulls_from_the_longest_prefix_with_the_fewest_loads_and_never_from_itself() -> None:
@@ -47,8 +63,11 @@ def test_target_pulls_from_the_longest_prefix_with_the_fewest_loads_and_never_fr
     assert sources[2].peer == TARGETS[1]
 
 
-def test_target_has_no_source_where_computing_is_faster() -> None:
-    assert finder(OnePool(), pulls=True, share=1.1).find(PROMPT, RANKS, array("I", [0, 900, 0])) == {}
+def test_target_is_not_credited_where_computing_is_faster() -> None:
+    found = finder(OnePool(), pulls=True, share=1.1).find(PROMPT, RANKS, array("I", [0, 900, 0]))
+    assert tokens(found) == {0: 600, 1: 99, 2: 600}  # the engine loads them nevertheless
+    assert [source.saved for source in found.values()] == [0, 0, 0]
+    assert finder(None, pulls=True, share=1.1).find(PROMPT, RANKS, array("I", [0, 900, 0])) == {}
 
 
 def test_cheaper_source_wins() -> None:

@@ -24,6 +24,7 @@ MOONCAKE = "name: p, type: mooncake, master: 'http://m:9003', events: 'tcp://m:5
         ("[{name: p, type: events, media: [gpu], workers: ['http://a']}]", "GPU is no medium"),
         (f"[{{{MOONCAKE}}}, {{{MOONCAKE}}}]", "its own name"),
         (f"[{{{MOONCAKE}, objects: 65}}]", "pools.0.objects"),
+        (f"[{{{MOONCAKE}, price: -0.1}}]", "pools.0.price"),
     ],
 )
 def test_pool_that_could_not_be_known_is_refused(tmp_path: Path, pools: str, reason: str) -> None:
