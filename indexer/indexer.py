@@ -27,6 +27,7 @@ from indexer.index import (
 from indexer.native import core_name
 from indexer.pools.holdings import PoolHoldings
 from indexer.pools.pool import SharedPool
+from indexer.pools.samples import PoolSample
 from indexer.saved import SavedTargets, dump_target
 from indexer.streams.reader import StreamReader
 from indexer.streams.sequence import SequenceSettings, StreamSequence
@@ -268,6 +269,20 @@ class Indexer:
             for pool in self.pools
         ]
         return [holdings for holdings in found if holdings is not None]
+
+    def pool_samples(self, query: MatchQuery) -> list[tuple[SharedPool, PoolSample]]:
+        """Return the questions whether pools of unknown content have what they reported of a prompt."""
+        asked = [pool for pool in self.pools if not pool.known and pool.answers]
+        if not asked or not self.serves(query.model, query.tenant):
+            return []
+        reach = max([match.matched_tokens for match in self.match(query)], default=0)
+        prompt, tokens = PackedPrompt.of(query.token_ids), len(query.token_ids) - 1
+        found = [
+            (pool, pool.sample(query.model, query.tenant, root, size, prompt, tokens // size, reach // size))
+            for size, root in self._roots(query)
+            for pool in asked
+        ]
+        return [(pool, sample) for pool, sample in found if sample is not None]
 
     def loadable(self, query: MatchQuery, matches: Sequence[Match]) -> dict[Target, int]:
         """Return the tokens of a prompt that targets load from pools, beside those in `matches`. Raises as `match`."""

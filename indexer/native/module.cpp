@@ -166,6 +166,13 @@ nb::tuple match_pool(PoolBlocks& blocks, nb::handle hashes, u64 reach, u64 neede
     return nb::make_tuple(ranges, needed);
 }
 
+nb::list stored_in_pool(PoolBlocks& blocks, nb::handle hashes) {
+    nb::list found;
+    for (const PoolBlocks::Stored& each : blocks.stored(numbers(hashes)))
+        found.append(nb::make_tuple(each.name, nb::bytes(each.rest.data(), each.rest.size()), each.parts));
+    return found;
+}
+
 nb::bytes match_hashes(Index& index, nb::handle known) {
     auto given = numbers(known);
     const std::size_t blocks = given.size();
@@ -322,6 +329,7 @@ NB_MODULE(_native, module) {
         })
         .def("clear", &PoolBlocks::clear, Release())
         .def("match", &match_pool)
+        .def("stored", &stored_in_pool)
         .def("sizes", [](PoolBlocks& blocks) {
             const PoolBlocks::Sizes sizes = blocks.sizes();
             return nb::make_tuple(sizes.chain, sizes.objects, sizes.bytes, sizes.replaced);

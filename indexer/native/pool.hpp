@@ -1,6 +1,7 @@
 // The blocks of a shared pool (indexer/pools/blocks.py is the specification).
 #pragma once
 
+#include <array>
 #include <mutex>
 #include <set>
 #include <span>
@@ -117,11 +118,13 @@ class RecentTable {
 
 class PoolBlocks {
    public:
+    // The bytes of an engine's hash without its name.
+    using Rest = std::array<char, 24>;
     // A change of one object, in the packed form of `apply`.
     struct Change {
         u64 name;
-        u32 digest;
-        u8 part, on_disk, stored, unused;
+        Rest rest;
+        u8 part, on_disk, stored, unused[5];
     };
 
     PoolBlocks(u32 limit, const std::vector<std::string>& media, u64 seed)
@@ -148,7 +151,7 @@ class PoolBlocks {
         const std::lock_guard guard(lock_);
         if (event.kind == EventKind::kCleared) objects_.clear();
         for (u32 index = 0; index < event.names.count; ++index)
-            change({number_of(batch.names[event.names.first + index]), 0, 0, 0, event.kind == EventKind::kStored, 0});
+            change({number_of(batch.names[event.names.first + index]), {}, 0, 0, event.kind == EventKind::kStored, {}});
     }
 
     void apply(std::string_view changes) {
@@ -188,6 +191,24 @@ class PoolBlocks {
         if (before) ranges.push_back(static_cast<u32>(parts_.size()));
     }
 
+    // What the pool has of a block: parts is 0 if nothing is known of it, or if two blocks have its name.
+    struct Stored {
+        u64 name = 0;
+        Rest rest{};
+        u64 parts = 0;
+    };
+    std::vector<Stored> stored(std::span<const u64> hashes) {
+        const std::lock_guard guard(lock_);
+        std::vector<Stored> found;
+        for (const u64 hash : hashes) {
+            const u64* name = chain_.find(hash);
+            const Object* object = name == nullptr ? nullptr : objects_.find(*name);
+            if (object == nullptr || object->ambiguous) found.push_back({});
+            else found.push_back({*name, object->rest, object->memory | object->disk});
+        }
+        return found;
+    }
+
     struct Sizes {
         u64 chain, objects, bytes, replaced;
     };
@@ -199,7 +220,7 @@ class PoolBlocks {
    private:
     struct Object {
         u64 memory = 0, disk = 0;  // parts of the block, one bit each
-        u32 digest = 0;
+        Rest rest{};
         bool ambiguous = false;  // two blocks have this name
     };
     static constexpr std::size_t kAhead = 8;
@@ -209,8 +230,8 @@ class PoolBlocks {
         const u64 bit = u64{1} << (change.part & 63);
         if (change.stored) {
             Object& object = objects_.find_or_add(change.name, replaced_);
-            if ((object.memory | object.disk) == 0) object.digest = change.digest;
-            object.ambiguous |= object.digest != change.digest;
+            if ((object.memory | object.disk) == 0) object.rest = change.rest;
+            object.ambiguous |= object.rest != change.rest;
             (change.on_disk ? object.disk : object.memory) |= bit;
         } else if (Object* object = objects_.find(change.name)) {
             (change.on_disk ? object->disk : object->memory) &= ~bit;

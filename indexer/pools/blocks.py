@@ -19,7 +19,9 @@ from indexer.native import native_core
 from kvevents import AllBlocksCleared, BlockStored, EngineHash, Event
 
 MOST_PARTS: Final = 64
-_CHANGE: Final = Struct("=QIBBBx")
+_CHANGE: Final = Struct("=Q24sBBB5x")
+REST_BYTES: Final = 24
+_NO_REST: Final = bytes(REST_BYTES)
 _HASH_MASK: Final = 2**64 - 1
 
 
@@ -27,16 +29,28 @@ class Change(NamedTuple):
     """An object that was stored or removed.
 
     - `name`: engine hash of its block, 64 bits.
-    - `digest`: a hash of the whole engine hash, 32 bits. Blocks with one name and two digests do not count.
+    - `rest`: the other bits of the engine hash, REST_BYTES long. Blocks with one name and two of these do not count.
     - `part`: which part of the block it is, below MOST_PARTS.
     - `on_disk`: whether it is on disk; a part counts once, in memory or on disk.
     """
 
     name: int
-    digest: int
+    rest: bytes
     part: int
     on_disk: bool
     stored: bool
+
+
+class StoredBlock(NamedTuple):
+    """A block as a pool reported it.
+
+    - `name`, `rest`: its engine hash, as in a change.
+    - `parts`: its parts that are stored, one bit each; 0 if it is not known, or not unambiguous.
+    """
+
+    name: int
+    rest: bytes
+    parts: int
 
 
 class PoolSizes(NamedTuple):
@@ -80,13 +94,17 @@ class PoolBlocks(ABC):
         """
 
     @abstractmethod
+    def stored(self, hashes: array[int]) -> list[StoredBlock]:
+        """Return what was reported of the blocks with these prefix hashes."""
+
+    @abstractmethod
     def sizes(self) -> PoolSizes:
         """Return the sizes of the tables."""
 
 
 @dataclass(slots=True)
 class _Object:
-    digest: int
+    rest: bytes
     memory: int = 0
     disk: int = 0
     ambiguous: bool = False
@@ -124,8 +142,8 @@ class PythonPoolBlocks(PoolBlocks):
         if change.stored:
             if known is None:
                 self._make_room(self._objects, change.name)
-                known = self._objects[change.name] = _Object(change.digest)
-            known.ambiguous = known.ambiguous or known.digest != change.digest
+                known = self._objects[change.name] = _Object(change.rest)
+            known.ambiguous = known.ambiguous or known.rest != change.rest
             if change.on_disk:
                 known.disk |= bit
             else:
@@ -170,6 +188,16 @@ class PythonPoolBlocks(PoolBlocks):
                 ranges.append((block, block + 1))
         return ranges, needed
 
+    def stored(self, hashes: array[int]) -> list[StoredBlock]:
+        with self._lock:
+            return [self._stored(self._chain.get(prefix_hash, 0)) for prefix_hash in hashes]
+
+    def _stored(self, name: int) -> StoredBlock:
+        known = self._objects.get(name)
+        if known is None or known.ambiguous:
+            return StoredBlock(0, _NO_REST, 0)
+        return StoredBlock(name, known.rest, known.parts)
+
     def sizes(self) -> PoolSizes:
         with self._lock:
             return PoolSizes(len(self._chain), len(self._objects), 0, self._replaced)
@@ -202,6 +230,9 @@ class NativePoolBlocks(PoolBlocks):
         bounds, needed = self.core.match(hashes, reach, needed, allowed)
         return list(zip(bounds[::2], bounds[1::2], strict=True)), needed
 
+    def stored(self, hashes: array[int]) -> list[StoredBlock]:
+        return [StoredBlock(*each) for each in self.core.stored(hashes)]
+
     def sizes(self) -> PoolSizes:
         return PoolSizes(*self.core.sizes())
 
@@ -225,4 +256,4 @@ def name_of(engine_hash: EngineHash) -> int:
 def hinted_changes(engine_hashes: Iterable[EngineHash], stored: bool) -> Iterator[Change]:
     """Yield the changes of a worker's event about the pool's blocks."""
     for engine_hash in engine_hashes:
-        yield Change(name_of(engine_hash), 0, 0, False, stored)
+        yield Change(name_of(engine_hash), _NO_REST, 0, False, stored)

@@ -7,48 +7,67 @@ rest names the part: the model, ranks, cache group, keys or values.
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, NamedTuple
 
-from xxhash import xxh32_intdigest
-
-from indexer.pools.blocks import MOST_PARTS, Change
+from indexer.pools.blocks import MOST_PARTS, REST_BYTES, Change
 
 # The digits of a hash are at least 16, and no letter or digit is beside them.
 _HASH: Final = re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{16,}(?![0-9A-Za-z])")
+_NAME_DIGITS: Final = 16
+_MOST_DIGITS: Final = _NAME_DIGITS + 2 * REST_BYTES
+
+
+class KeyForm(NamedTuple):
+    """The text of a key before and after its hash, and the number of the hash's digits."""
+
+    before: str
+    after: str
+    digits: int
 
 
 class ObjectKeys:
     """The forms of a pool's keys that were seen so far, in the order of their part numbers.
 
     - `leading`: whether the engine's events have the first 64 bits of a hash (SGLang), and not the last (vLLM).
-    - `forms`: the text around the hash, by part.
+    - `forms`: the form of each part's keys.
     - `refused`: whether there are more forms than parts, so that some objects are unknown.
     """
 
     def __init__(self, leading: bool = False) -> None:
         self.leading = leading
-        self.forms: list[str] = []
+        self.forms: list[KeyForm] = []
         self.refused = False
-        self._parts: dict[str, int] = {}
+        self._parts: dict[KeyForm, int] = {}
 
     def change(self, key: str, on_disk: bool, stored: bool) -> Change | None:
         """Return the change of an object that is stored or removed; None if its key has no hash."""
         found = max(_HASH.finditer(key), key=lambda match: match.end() - match.start(), default=None)
-        if found is None:
+        if found is None or found.end() - found.start() > _MOST_DIGITS:
             return None
         start, end = found.span()
-        part = self._part(f"{key[:start]}*{key[end:]}")
+        part = self._part(KeyForm(key[:start], key[end:], end - start))
         if part is None:
             return None
         digits = key[start:end]
-        name = int(digits[:16] if self.leading else digits[-16:], 16)
-        return Change(name, xxh32_intdigest(digits.encode()), part, on_disk, stored)
+        name, rest = digits[-_NAME_DIGITS:], digits[:-_NAME_DIGITS]
+        if self.leading:
+            name, rest = digits[:_NAME_DIGITS], digits[_NAME_DIGITS:]
+        return Change(int(name, 16), int(rest or "0", 16).to_bytes(REST_BYTES, "big"), part, on_disk, stored)
+
+    def key(self, part: int, name: int, rest: bytes) -> str:
+        """Return the key of a block's part, whose engine hash has these two halves."""
+        before, after, digits = self.forms[part]
+        others = digits - _NAME_DIGITS
+        ending = f"{int.from_bytes(rest, 'big'):0{others}x}" if others else ""
+        beginning = f"{name:0{_NAME_DIGITS}x}"
+        hashed = beginning + ending if self.leading else ending + beginning
+        return f"{before}{hashed}{after}"
 
     def parts_with(self, text: str) -> int:
         """Return the parts whose keys contain a text, one bit each."""
-        return sum(1 << part for part, form in enumerate(self.forms) if text in form)
+        return sum(1 << part for part, form in enumerate(self.forms) if text in form.before or text in form.after)
 
-    def _part(self, form: str) -> int | None:
+    def _part(self, form: KeyForm) -> int | None:
         part = self._parts.get(form)
         if part is None:
             if len(self.forms) >= MOST_PARTS:

@@ -52,7 +52,8 @@ class MooncakeMaster:
 
     - `url`: its HTTP API (`--metrics_port`).
     - `events`: its stream (`--kv_events_bind_endpoint`).
-    - `most_keys`: the most keys that are listed. Above it, evictions leave the content unknown.
+    - `most_keys`: the most keys that are listed. Above it, evictions leave the content unknown, and the keys of each
+      prompt are asked for.
     - `interval`: between polls of the metrics. A listing follows the last one after five intervals at the earliest.
     """
 
@@ -104,6 +105,7 @@ class MasterContent:
             metrics = {name: float(value) for name, value in _METRIC.findall(self._fetch("/metrics"))}
             keys = int(metrics.get(b"master_key_count", 0))
             counters = tuple(metrics.get(name, 0.0) for name in _MOVED)
+            self._pool.answers = True
             if counters != self._counters or keys < self._keys:
                 self._pool.lose("the master evicted objects or lost a client")
             if self._pool.known:
@@ -113,6 +115,7 @@ class MasterContent:
             elif now - self._listed_at >= 5 * self._master.interval:
                 self._list(now, counters)
         except (OSError, ValueError) as error:
+            self._pool.answers = False
             self._pool.lose(f"the master does not answer: {error}")
 
     def _list(self, now: float, counters: tuple[float, ...]) -> None:

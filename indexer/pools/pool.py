@@ -12,16 +12,17 @@ import structlog
 
 from indexer.dump import DumpedHolder, DumpedRun, read_hash
 from indexer.hashing import PackedPrompt
-from indexer.pools.blocks import make_pool_blocks
+from indexer.pools.blocks import MOST_PARTS, make_pool_blocks
 from indexer.pools.holdings import PoolHoldings
 from indexer.pools.keys import ObjectKeys
+from indexer.pools.samples import PoolSample, sampled_positions
 from indexer.targets import Registration, Target
 
 log = structlog.get_logger()
 
 _ALL_PARTS: Final = 2**64 - 1
 _FIRST_BLOCKS: Final = 64  # hashed blocks of a prompt before the pool is asked for the first time
-_BYTES_A_BLOCK: Final = 64  # memory of a block in the tables, with its share of hash slots
+_BYTES_A_BLOCK: Final = 88  # memory of a block in the tables, with its share of hash slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class PoolConfig:
     - `workers`: URLs of the workers that load from it; empty: all workers of `models`.
     - `models`: models whose workers load from it, each with a text that its objects' keys contain; empty: all models.
     - `media`: media of workers' events that report its blocks; empty if the pool reports them itself.
+    - `master`: URL of the HTTP API that answers whether single keys are there; empty: there is none.
     - `objects`: the fewest objects of a block: ranks times cache groups, twice if keys and values are apart.
     - `memory`: bound of the tables in bytes.
     """
@@ -42,6 +44,7 @@ class PoolConfig:
     media: frozenset[str] = frozenset()
     objects: int = 1
     memory: int = 256 * 2**20
+    master: str = ""
 
 
 class SharedPool:
@@ -50,6 +53,7 @@ class SharedPool:
     - `unknown_because`: why the recorded objects may not be those in the pool; None while they are. Until then the pool
       holds nothing.
     - `unknown_since`: the monotonic time at which they became unknown.
+    - `answers`: whether its master answers, so that it can be asked about single keys meanwhile.
     """
 
     def __init__(self, config: PoolConfig) -> None:
@@ -58,6 +62,7 @@ class SharedPool:
         self.keys = ObjectKeys()
         self.unknown_because = None if config.media else "the pool was not asked yet"
         self.unknown_since = time.monotonic()
+        self.answers = False
         self._needed: dict[tuple[str, str], int] = {}  # parts of a block, by tenant and model
 
     @property
@@ -108,7 +113,38 @@ class SharedPool:
         - `root`: hash of the prompt's namespace.
         - `reach`: blocks after which the first missing block ends the search: the most that any target holds.
         """
-        if not self.known or blocks <= 0:
+        return self._reported(model, tenant, root, block_size, prompt, blocks, reach) if self.known else None
+
+    def sample(
+        self, model: str, tenant: str, root: int, block_size: int, prompt: PackedPrompt, blocks: int, reach: int
+    ) -> PoolSample | None:
+        """Return the question whether the pool still has what it reported of a prompt. Parameters as in `holdings`.
+
+        None if it reported nothing, if its content is known, or if its master does not answer.
+        """
+        if self.known or not self.answers:
+            return None
+        reported = self._reported(model, tenant, root, block_size, prompt, blocks, reach)
+        if reported is None:
+            return None
+        needed = self._needed[tenant, model]
+        parts = [part for part in range(MOST_PARTS) if needed >> part & 1]
+        numbers = [
+            number // block_size for start, end in reported.intervals for number in range(start, end, block_size)
+        ]
+        positions = sampled_positions(len(numbers), len(parts))
+        hashes = prompt.hashes(root, block_size, numbers[-1] + 1)
+        stored = self.blocks.stored(array("Q", [hashes[numbers[position]] for position in positions]))
+        sampled = [
+            (position, [self.keys.key(part, each.name, each.rest) for part in parts])
+            for position, each in zip(positions, stored, strict=True)
+        ]
+        return PoolSample(reported, numbers, sampled)
+
+    def _reported(
+        self, model: str, tenant: str, root: int, block_size: int, prompt: PackedPrompt, blocks: int, reach: int
+    ) -> PoolHoldings | None:
+        if blocks <= 0:
             return None
         text = self.config.models.get(model, "")
         allowed = self.keys.parts_with(text) if text else _ALL_PARTS

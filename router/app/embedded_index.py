@@ -56,9 +56,9 @@ def running_indexer(settings: Settings, worker_processes: WorkerProcesses | None
 def shared_pool(settings: PoolSettings) -> SharedPool:
     """Return the empty pool of these settings."""
     workers = frozenset(str(url).rstrip("/") for url in settings.workers)
-    memory = settings.memory
+    media, master = settings.reported_media, "" if settings.master is None else str(settings.master).rstrip("/")
     return SharedPool(
-        PoolConfig(settings.name, workers, settings.models, settings.reported_media, settings.objects, memory)
+        PoolConfig(settings.name, workers, settings.models, media, settings.objects, settings.memory, master)
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+import aiohttp
+
 from indexer import Indexer
 from router.cache_state.hit_audit import HitAudit
 from router.cache_state.in_flight_prefixes import InFlightPrefixes
@@ -16,6 +18,7 @@ from router.policies.rates import Rates
 from router.prediction.learned import Learned
 from router.routing.assignment import RequestSampler
 from router.routing.placement import Placement
+from router.routing.pool_verifier import PoolVerifier
 from router.routing.prompt_reader import PromptReader
 from router.routing.selector import Selector
 from router.routing.sources import SourceFinder
@@ -89,8 +92,11 @@ def build_routing(
     tokenizers: Tokenizers,
     sampler: RequestSampler | None = None,
     random: Random | None = None,
+    session: aiohttp.ClientSession | None = None,
 ) -> Routing:
-    """Return the parts of routing over one state. `random` breaks ties."""
+    """Return the parts of routing over one state. `random` breaks ties. `session`: for questions to pools."""
     selector = Selector(state, settings.disaggregation, settings.policy.broken_promise, random or Random())
-    reader = PromptReader(state, fleet, indexer, tokenizers, settings.proxy.forward_unknown_models)
+    masters = any(pool.master is not None for pool in settings.pools)
+    verifier = PoolVerifier(indexer, session) if session is not None and masters else None
+    reader = PromptReader(state, fleet, indexer, tokenizers, settings.proxy.forward_unknown_models, verifier)
     return Routing(state, reader, selector, Placement(state, selector, sampler))

@@ -199,7 +199,8 @@ class CandidateFinder:
             if served.replacement is None:
                 query = MatchQuery(served.model, prompt.token_ids[0], served.adapter, prompt.cache_salt)
                 ranks = [rank for rank in targets.ranks if rank.served is served]
-                found.sources.update(sources.find(query, ranks, found.overlaps.tokens))
+                verified = prompt.verified if len(targets.served) == 1 else ()
+                found.sources.update(sources.find(query, ranks, found.overlaps.tokens, verified))
 
     def request(self, prompt: RoutedPrompt, found: CandidateSet) -> Request:
         """Return a prompt as policies see it. Prompts without a session that begin alike count as one session."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from http_api.errors import RequestError
-from indexer import Indexer
+from indexer import Indexer, MatchQuery, PoolHoldings
 from indexer.hashing import PackedPrompt
 from router.apis.abilities import NO_ABILITIES, Ability
 from router.apis.endpoints import RESPONSES
@@ -16,6 +16,7 @@ from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.response_turns import Turn
 from router.apis.sessions import AgentHints
 from router.fleet.fleet import Fleet
+from router.routing.pool_verifier import PoolVerifier
 from router.routing.state import RoutingState
 from router.routing.target_directory import unknown_model
 from router.tokens.text_prefixes import text_prefixes
@@ -45,6 +46,7 @@ class RoutedPrompt:
     - `dp_rank`: the only DP rank that may receive it; None: any.
     - `needs`: the abilities that it needs, as far as workers differ in them.
     - `turn`: its part of a conversation that later requests may continue by the id of its response.
+    - `verified`: what pools of unknown content have of it, as they answered before the choice.
     """
 
     name: str | None
@@ -67,6 +69,7 @@ class RoutedPrompt:
     dp_rank: int | None = None
     needs: frozenset[Ability] = NO_ABILITIES
     turn: Turn | None = None
+    verified: tuple[PoolHoldings, ...] = ()
 
     @property
     def context(self) -> int:
@@ -132,13 +135,19 @@ class PromptReader:
         indexer: Indexer,
         tokenizers: Tokenizers,
         forwards_unknown: bool = False,
+        verifier: PoolVerifier | None = None,
     ) -> None:
-        """Create a reader. `forwards_unknown`: requests for unknown names are forwarded and not refused."""
+        """Create a reader.
+
+        - `forwards_unknown`: requests for unknown names are forwarded and not refused.
+        - `verifier`: asks pools of unknown content about prompts; None without pools.
+        """
         self._state = state
         self._fleet = fleet
         self._indexer = indexer
         self._tokenizers = tokenizers
         self._forwards_unknown = forwards_unknown
+        self._verifier = verifier
 
     @property
     def needs_prompts(self) -> bool:
@@ -182,7 +191,7 @@ class PromptReader:
             return _routed_by_load(request, body_bytes, error)
         except TokenizerUnavailableError as error:
             return self._by_text(model, request, body_bytes, error)
-        if tokenized is None:
+        if tokenized is None or (self._verifier is not None and self._verifier.is_due):
             return None
         prompt = tokenized_prompt(request, tokenized)
         prompt.turn = turn
@@ -203,6 +212,11 @@ class PromptReader:
             return self._by_text(model, request, body_bytes, error)
         prompt = tokenized_prompt(request, tokenized)
         prompt.turn = turn
+        if self._verifier is not None and prompt.name is not None and len(prompt.token_ids) == 1:
+            serving = self._fleet.serving(prompt.name)
+            adapter = serving[0][1].adapter if serving else None
+            query = MatchQuery(model, prompt.token_ids[0], adapter, prompt.cache_salt)
+            prompt.verified = await self._verifier.verified(query)
         return prompt
 
     def _with_earlier_turns(self, request: RoutedRequest, model: str) -> tuple[RoutedRequest, Turn | None]:

@@ -131,16 +131,23 @@ class SourceFinder:
         """Return whether a target loads from a pool."""
         return self._pools is not None and self._pools.has_pool(target)
 
-    def find(self, query: MatchQuery, ranks: Sequence[RoutableRank], own: array[int]) -> dict[int, Source]:
+    def find(
+        self,
+        query: MatchQuery,
+        ranks: Sequence[RoutableRank],
+        own: array[int],
+        verified: Sequence[PoolHoldings] = (),
+    ) -> dict[int, Source]:
         """Return the source of each row that has one.
 
         - `ranks`: the targets that may compute the prompt.
         - `own`: the tokens that the target of each row holds.
+        - `verified`: what pools of unknown content have, as they answered.
         """
         found: dict[int, Source] = {}
         best = max([own[rank.row] for rank in ranks], default=0)
         if self._pools is not None:
-            for holdings in self._pools.pooled(query, best):
+            for holdings in (*self._pools.pooled(query, best), *verified):
                 for rank in ranks:
                     held = own[rank.row]
                     tokens = min(holdings.reach(held), len(query.token_ids) - 1) - held

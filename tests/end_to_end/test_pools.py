@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class PooledFleet:
 
     - `keys`: the keys in the pool.
     - `cached`: the cached tokens of the next answers.
+    - `answering`: cleared while the master does not answer questions about keys.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -38,6 +40,8 @@ class PooledFleet:
         self.urls: list[str] = []
         self.keys: set[str] = set()
         self.cached = 0
+        self.answering = asyncio.Event()
+        self.answering.set()
         self._losses = 0
         self._sent = [0, 0, 0]
 
@@ -59,7 +63,13 @@ class PooledFleet:
         async def all_keys(_: web.Request) -> web.Response:
             return web.Response(text="\n".join(self.keys))
 
+        async def query_keys(request: web.Request) -> web.Response:
+            await self.answering.wait()
+            keys = request.query["keys"].split(",")
+            return web.json_response({"success": True, "data": {key: {"ok": key in self.keys} for key in keys}})
+
         app.add_routes([web.get("/metrics", metrics), web.get("/get_all_keys", all_keys)])
+        app.add_routes([web.get("/batch_query_keys", query_keys)])
         return app
 
     def send(self, source: int, frames: list[bytes]) -> None:
@@ -85,13 +95,33 @@ class PooledFleet:
         self.keys = left
         self._losses += 1
 
-    async def until_known(self, routed: RouterUnderTest) -> None:
-        """Wait until the router knows all that was published, and the content of the pool."""
+    async def until_received(self, routed: RouterUnderTest) -> None:
+        """Wait until the router has received all that was published."""
         for worker, batches in zip(self.urls, self._sent[:MASTER], strict=True):
             await routed.until_metric(batches, "kvrouter_stream_batches_total", worker=worker)
         blocks = sum("@group:" in key for key in self.keys)
         await routed.until_metric(blocks, "kvrouter_pool_blocks", pool="store")
+
+    async def until_known(self, routed: RouterUnderTest) -> None:
+        """Wait until the router knows all that was published, and the content of the pool."""
+        await self.until_received(routed)
         await routed.until_metric(1, "kvrouter_pool_known", pool="store")
+
+    def publish_writer_and_holder(self) -> list[int]:
+        """Publish a prompt that one worker wrote to the pool and evicted, and the other has on its device."""
+        tokens = list(range(2 * BLOCK))
+        blocks = BlockStored([7, 8], None, tokens, BLOCK, medium="GPU")
+        copies = [BlockStored([name], None, [], BLOCK, medium="cpu") for name in (7, 8)]
+        self.publish(0, blocks, *copies, BlockRemoved([7, 8], "GPU"))
+        for name in (7, 8):
+            self.store(object_key(name))
+        self.publish(1, blocks)
+        return [*tokens, 1]
+
+
+def object_key(name: int) -> str:
+    """Return the key of a block whose engine hash ends with a number."""
+    return f"tiny@tp_rank:0@group:0@{'ab' * 24}{name:016x}"
 
 
 @pytest.fixture
@@ -107,6 +137,13 @@ async def fleet() -> AsyncIterator[PooledFleet]:
 
 @pytest.fixture
 async def routed(fleet: PooledFleet) -> AsyncIterator[RouterUnderTest]:
+    async with router_of(fleet) as routed:
+        yield routed
+
+
+@asynccontextmanager
+async def router_of(fleet: PooledFleet, **settings: Any) -> AsyncIterator[RouterUnderTest]:
+    """Run a router with further settings of its pool."""
     async with AsyncExitStack() as stack:
         master = await stack.enter_async_context(running_app(fleet.master()))
         pool = {"name": "store", "type": "mooncake", "master": master, "events": fleet.endpoints[MASTER]}
@@ -116,7 +153,12 @@ async def routed(fleet: PooledFleet) -> AsyncIterator[RouterUnderTest]:
         ]
         proxy = {"client_routing": True, "speculation_seconds": 0}
         routed = await stack.enter_async_context(
-            router(workers=workers, pools=[pool | {"interval": 0.02}], proxy=proxy, events={"catch_up_timeout": 0})
+            router(
+                workers=workers,
+                pools=[pool | {"interval": 0.02} | settings],
+                proxy=proxy,
+                events={"catch_up_timeout": 0},
+            )
         )
         for socket in fleet.sockets:
             await until(lambda socket=socket: socket.poll(0))  # the router's subscription
@@ -157,28 +199,45 @@ async def test_answers_of_a_recording_are_predicted_by_devices_and_pool(
     assert await routed.metric("kvrouter_loadable_tokens_total") > 0
 
 
+async def explained(routed: RouterUnderTest, prompt: list[int]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the worker that a prompt would be sent to, and both candidates, the cheapest first."""
+    asked = {"request": {"model": "m", "prompt": prompt}, "path": "/v1/completions"}
+    answer = (await routed.call("/explain", asked)).json()
+    return answer["choice"]["worker"], *answer["candidates"]
+
+
 async def test_worker_with_the_blocks_on_its_device_wins_over_the_one_that_wrote_them_to_the_pool(
     fleet: PooledFleet, routed: RouterUnderTest
 ) -> None:
-    tokens = list(range(2 * BLOCK))
-    blocks = BlockStored([7, 8], None, tokens, BLOCK, medium="GPU")
-    copies = [BlockStored([name], None, [], BLOCK, medium="cpu") for name in (7, 8)]
-    fleet.publish(0, blocks, *copies, BlockRemoved([7, 8], "GPU"))
-    for name in (7, 8):
-        fleet.store(f"tiny@tp_rank:0@group:0@{'ab' * 24}{name:016x}")
-    fleet.publish(1, blocks)
+    prompt = fleet.publish_writer_and_holder()
     await fleet.until_known(routed)
-    prompt = [*tokens, 1]
-    explained = (
-        await routed.call("/explain", {"request": {"model": "m", "prompt": prompt}, "path": "/v1/completions"})
-    ).json()
-    assert explained["choice"]["worker"] == fleet.urls[1]
-    holder, writer = explained["candidates"]
+    choice, holder, writer = await explained(routed, prompt)
+    assert choice == holder["worker"] == fleet.urls[1]
     assert (holder["overlap"], holder["source"], writer["overlap"]) == (64, None, 0)
     assert (writer["source"]["name"], writer["source"]["tokens"]) == ("store", 64)
     assert holder["total"] < writer["total"]
     for salt, found in ((None, [(64, 0), (0, 64)]), ("salt", [(0, 0), (0, 0)])):
-        matches = (await routed.call("/match", {"model": "m", "token_ids": prompt, "cache_salt": salt})).json()[
-            "matches"
-        ]
-        assert [(match["matched_tokens"], match.get("loadable", 0)) for match in matches] == found
+        reply = await routed.call("/match", {"model": "m", "token_ids": prompt, "cache_salt": salt})
+        matches = [(match["matched_tokens"], match.get("loadable", 0)) for match in reply.json()["matches"]]
+        assert matches == found
+
+
+async def test_keys_of_a_prompt_are_asked_for_where_the_pool_is_too_large_to_list(fleet: PooledFleet) -> None:
+    async with router_of(fleet, most_keys=1) as routed:
+        prompt = fleet.publish_writer_and_holder()
+        await fleet.until_received(routed)
+
+        async def loadable() -> int:
+            _, _, writer = await explained(routed, prompt)
+            assert writer["worker"] == fleet.urls[0]
+            return writer["source"]["tokens"] if writer["source"] else 0
+
+        await until(loadable, lambda tokens: tokens == 64)
+        fleet.answering.clear()
+        assert await loadable() == 0
+        fleet.answering.set()
+        fleet.keys.remove(object_key(8))
+        assert await loadable() == 32
+        fleet.keys.remove(object_key(7))
+        assert await loadable() == 0
+        assert await routed.metric("kvrouter_pool_known", pool="store") == 0

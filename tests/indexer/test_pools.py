@@ -17,7 +17,7 @@ import zmq
 from engine_publisher import eventually
 
 from indexer import Indexer, MatchQuery, Registration, Target
-from indexer.pools.blocks import MOST_PARTS, Change, PoolBlocks, make_pool_blocks
+from indexer.pools.blocks import MOST_PARTS, REST_BYTES, Change, PoolBlocks, StoredBlock, make_pool_blocks
 from indexer.pools.keys import ObjectKeys
 from indexer.pools.mooncake import MasterContent, MooncakeFollower, MooncakeMaster
 from indexer.pools.pool import PoolConfig, SharedPool
@@ -120,12 +120,12 @@ def blocks() -> PoolBlocks:
     return make_pool_blocks(1000)
 
 
-def stored(name: int, part: int = 0, *, on_disk: bool = False, digest: int = 1) -> Change:
-    return Change(name, digest, part, on_disk, True)
+def stored(name: int, part: int = 0, *, on_disk: bool = False, rest: int = 1) -> Change:
+    return Change(name, bytes([rest]) * REST_BYTES, part, on_disk, True)
 
 
 def removed(name: int, part: int = 0, *, on_disk: bool = False) -> Change:
-    return Change(name, 1, part, on_disk, False)
+    return Change(name, bytes(REST_BYTES), part, on_disk, False)
 
 
 HASHES = array("Q", [11, 12, 13, 14, 15])
@@ -144,7 +144,7 @@ NAMES = [1, b"\xff" * 24 + (2).to_bytes(8, "big"), 3 - 2**64, 4, 5]
         ([stored(1), stored(1), removed(1)], 0, []),
         ([stored(1), stored(1, 1), stored(2)], 5, [(0, 1)]),
         ([stored(1), stored(1, 1), stored(2), stored(2, 1)], 0, [(0, 2)]),
-        ([stored(1), stored(1, digest=2)], 0, []),
+        ([stored(1), stored(1, rest=2)], 0, []),
         ([stored(1, MOST_PARTS - 1)], 0, [(0, 1)]),
         ([removed(9), stored(0), stored(3)], 5, [(2, 3)]),
     ],
@@ -170,6 +170,13 @@ def test_block_without_a_chain_is_unknown(blocks: PoolBlocks) -> None:
     assert blocks.match(HASHES, 0, 0, ALL) == ([(0, 1)], 1)
 
 
+def test_reported_blocks_have_their_whole_hashes_and_parts(blocks: PoolBlocks) -> None:
+    blocks.learn(HASHES, NAMES)
+    blocks.apply([stored(1), stored(1, 2, on_disk=True), stored(2), stored(2, rest=2)])
+    nothing = StoredBlock(0, bytes(REST_BYTES), 0)
+    assert blocks.stored(HASHES[:3]) == [StoredBlock(1, b"\1" * REST_BYTES, 5), nothing, nothing]
+
+
 def test_oldest_blocks_make_room_for_newer_ones(blocks: PoolBlocks) -> None:
     names = list(range(1, 5001))
     blocks.learn(array("Q", [name + 10_000 for name in names]), names)
@@ -192,11 +199,17 @@ def test_oldest_blocks_make_room_for_newer_ones(blocks: PoolBlocks) -> None:
         (False, "plainkey", None),
         (False, "1234567890", None),
         (False, "x" + "a" * 64, None),
+        (False, "a" * 65, None),
+        (False, f"tiny@{'0' * 15}f", 15),
+        (True, f"tiny@{'0' * 15}f123", 15),
     ],
 )
 def test_hash_is_found_in_keys_of_any_form(leading: bool, text: str, name: int | None) -> None:
-    change = ObjectKeys(leading).change(text, on_disk=False, stored=True)
+    keys = ObjectKeys(leading)
+    change = keys.change(text, on_disk=False, stored=True)
     assert (change.name if change else None) == name
+    if change is not None:
+        assert keys.key(change.part, change.name, change.rest) == text
 
 
 def test_forms_of_keys_are_the_parts_of_a_block() -> None:
@@ -314,6 +327,28 @@ def test_model_has_the_parts_whose_keys_name_it(indexer: Indexer) -> None:
     assert loadable("tiny") == 0, "the other rank is missing"
     pool.store((each, False, True) for each in keys[1:])
     assert [loadable(model) for model in ("tiny", "other", "third")] == [2, 0, 0]
+
+
+def test_prompt_is_asked_for_while_the_content_is_unknown(indexer: Indexer) -> None:
+    pool = SharedPool(PoolConfig("pool"))
+    indexer.pools = [pool]
+    indexer.register(Registration(WORKERS[0], None, "vLLM", 2))
+    tokens = list(range(2 * 600))
+    indexer.index.apply(WORKERS[0], EventBatch(0.0, [BlockStored(list(range(1, 601)), None, tokens, 2, medium="GPU")]))
+    pool.replace((key(number, rank), False) for number in range(1, 501) for rank in range(2))
+    query = MatchQuery("tiny", [*tokens, 1])
+    pool.answers = True
+    assert indexer.pool_samples(query) == []
+    pool.lose("evictions")
+    assert indexer.pooled(query) == []
+    ((_, sample),) = indexer.pool_samples(query)
+    assert (len(sample.keys), sample.keys[-1]) == (250, key(500, 1))
+    assert sample.reported.intervals == sample.confirmed(set(sample.keys)).intervals == ((0, 1000),)
+    missing = {sample.keys[0], sample.keys[101]}
+    assert sample.confirmed(set(sample.keys) - missing).intervals == ((2 * 7, 2 * 200), (2 * 207, 1000))
+    assert sample.confirmed(set()).intervals == ()
+    pool.answers = False
+    assert indexer.pool_samples(query) == []
 
 
 def test_follower_reads_a_masters_stream_and_its_http_api(master: Master) -> None:
