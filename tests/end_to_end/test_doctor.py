@@ -27,6 +27,7 @@ from kvrouter.cli import app
 from kvrouter.tools.doctor import NoWorkersError
 from kvrouter.tools.doctor import stream as doctor_stream
 from kvrouter.tools.doctor.findings import FIXES, Cause
+from kvrouter.tools.doctor.pools import used_pool
 from kvrouter.tools.doctor.run import ROUTER_FIXES, examine, run_doctor
 from router.fleet.kubernetes import ClusterAccess, KubernetesError
 from router.settings import Settings
@@ -65,7 +66,7 @@ async def found(
     """Return the causes that the doctor finds per worker. `patience` is the wait for events in seconds."""
     examined = await examine(Settings(workers=list(workers), **sections), api_key, patience)
     for each in examined:
-        print(each.url, *each.passed, *each.findings, sep="\n  ")  # shown when a test fails
+        print(each.name, *each.passed, *each.findings, sep="\n  ")  # shown when a test fails
     return [[finding.cause for finding in each.findings] for each in examined]
 
 
@@ -129,6 +130,58 @@ async def test_each_fault_is_found_as_its_cause(sound: Sound) -> None:
     for (cause, _), reported in zip(workers, causes, strict=True):
         # Where numbers go back, what one conversation brought can be taken for another's.
         assert reported == [cause] or (cause is Cause.SEQUENCE and cause in reported)
+
+
+LAYOUT = {"pools": [{"suffixes": ["_k"]}, {"suffixes": ["_swa"]}], "key_prefix": "tag_model_", "pp_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("answers", "media", "settings"),
+    [
+        ({"/metrics": "vllm:num_requests_running 0"}, ["GPU", "cpu"], None),
+        ({"/metrics": 'vllm:mooncake_store_operation_bytes_total{operation="put"} 1'}, [], "type: mooncake"),
+        ({}, ["GPU", "storage", "SHARED_STORAGE"], "type: events, media: [SHARED_STORAGE]"),
+        (
+            {"/get_hicache_l3_cache_layout": json.dumps({"backend": "mooncake", "hicache_object_layout": LAYOUT})},
+            [],
+            "type: mooncake, objects: 4, models: {MODEL: tag_model_}",
+        ),
+        ({"/get_hicache_l3_cache_layout": '{"enabled": false, "hicache_object_layout": 1}'}, [], None),
+    ],
+)
+async def test_settings_of_a_pool_are_proposed_by_what_a_worker_shows(
+    answers: dict[str, str], media: list[str], settings: str | None
+) -> None:
+    class Answering:
+        async def get(self, path: str) -> str | None:
+            return answers.get(path)
+
+    stored = [BlockStored([1], None, [], 0, medium=medium) for medium in media]
+    assert await used_pool(Answering(), stored) == settings
+
+
+@pytest.mark.parametrize(
+    ("answers", "cause"),
+    [
+        ({}, Cause.POOL_UNREACHABLE),
+        ({"/kv_events/status": '{"enabled": false}', "/metrics": ""}, Cause.POOL_EVENTS_OFF),
+        ({"/metrics": "master_key_count 1", "/get_all_keys": "other@00"}, Cause.POOL_KEYS),
+        ({"/metrics": "master_key_count 1", "/get_all_keys": "tiny@00"}, None),
+    ],
+)
+async def test_pool_that_never_hits_is_found(answers: dict[str, str], cause: Cause | None) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if not answers:
+            return web.Response(status=404, text="not here")
+        return web.Response(text=answers.get(request.path, '{"enabled": true}'))
+
+    master = web.Application()
+    master.router.add_get("/{path:.*}", answer)
+    with socket.create_server(("127.0.0.1", 0)) as publisher:
+        events = f"tcp://127.0.0.1:{publisher.getsockname()[1]}"
+        async with running_app(master) as url:
+            pool = {"name": "p", "type": "mooncake", "master": url, "events": events, "models": {"m": "tiny@"}}
+            assert await found(pools=[pool]) == [[cause] if cause else []]
 
 
 async def test_endpoint_without_publisher_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from indexer import Indexer, MatchQuery, Registration, Target
 from kvevents import BlockStored
 from kvevents.curve import KeyPair
 from kvrouter.tools.doctor.findings import Cause, Finding
+from kvrouter.tools.doctor.pools import used_pool
 from kvrouter.tools.doctor.probes import (
     STREAMED_TOKENS,
     NewPrompt,
@@ -169,6 +170,10 @@ class Examination:
                 stack.callback(self._indexer.unregister, [target])
             for stream in watched:
                 await self._examine_stream(worker, described, model, stream, watched)
+            if not any(pool.serves(Target(self.url, 0, model)) for pool in self._indexer.pools):
+                proposed = await used_pool(worker, [event for each in watched for event in each.received.stored()])
+                if proposed is not None:
+                    self._found(Cause.POOL_MISSING, f"uses a shared pool that the settings lack: {proposed}")
 
     async def _connected(self, stream: WatchedStream) -> bool:
         rank, source = stream.source.dp_rank, stream.source

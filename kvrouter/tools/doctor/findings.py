@@ -35,6 +35,10 @@ class Cause(StrEnum):
     CLOCK = "clock"
     STREAM_BUFFERED = "stream_buffered"
     NOT_MATCHED = "not_matched"
+    POOL_MISSING = "pool_missing"
+    POOL_UNREACHABLE = "pool_unreachable"
+    POOL_EVENTS_OFF = "pool_events_off"
+    POOL_KEYS = "pool_keys"
 
 
 FIXES = {
@@ -76,6 +80,13 @@ FIXES = {
     Cause.CLOCK: "Synchronize the clocks (NTP): lags and freshness are computed from the engine's time.",
     Cause.STREAM_BUFFERED: "Switch off response buffering in the proxy between here and the worker "
     "(nginx: proxy_buffering off).",
+    Cause.POOL_MISSING: "Add the pool to the settings, under pools:, with a name and, for a Mooncake Store, the "
+    "addresses of its master (master: and events:). Until then its blocks count for no worker.",
+    Cause.POOL_UNREACHABLE: "Correct master: and events: of the pool, start its master, or open their ports.",
+    Cause.POOL_EVENTS_OFF: "Start mooncake_master with --enable_kv_events=true and --kv_events_bind_endpoint. Wheels "
+    "before 0.3.14 accept these flags and publish nothing: upgrade.",
+    Cause.POOL_KEYS: "Correct the text under models: of the pool. vLLM's keys begin with its cache_prefix and the last "
+    "part of --model, and not with the served name.",
     Cause.NOT_MATCHED: "The cause is unknown: compare the events in `kvrouter record` with the prompt's tokens.",
 }
 

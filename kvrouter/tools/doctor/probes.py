@@ -90,10 +90,14 @@ class Worker:
     async def switched_off(self) -> str | None:
         """Return the path that reports a switched-off prefix cache; `None` if no path does."""
         for path, sign in _SWITCHED_OFF.items():
-            async with self._session.get(self._url + path, headers=self._headers) as response:
-                if response.status == 200 and sign.search(await response.text()):
-                    return path
+            if sign.search(await self.get(path) or ""):
+                return path
         return None
+
+    async def get(self, path: str) -> str | None:
+        """Return the text of an answer; `None` for another status than 200."""
+        async with self._session.get(self._url + path, headers=self._headers) as response:
+            return await response.text() if response.status == 200 else None
 
     def _post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
         data = msgspec.json.encode({"model": self._model, "temperature": 0} | body)

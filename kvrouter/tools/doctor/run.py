@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from kvevents.curve import load_key_pair
 from kvrouter.tools.doctor.examination import Examination
+from kvrouter.tools.doctor.pools import PoolExamination
 from router.app.embedded_index import running_indexer
 from router.fleet.kubernetes import ClusterAccess
 from router.fleet.source_watch import workers_of_cluster
@@ -220,8 +221,12 @@ def _print(passed: dict[str, list[str]], findings: list[dict[str, Any]], as_json
     console.print(f"{count} finding{'s' * (count != 1)}" if findings else "no findings")
 
 
-async def examine(settings: Settings, api_key: str | None, patience: float) -> list[Examination]:
-    """Examine the settings' workers, several at once. `api_key`: for workers without one; `patience`: in seconds."""
+async def examine(settings: Settings, api_key: str | None, patience: float) -> list[Examination | PoolExamination]:
+    """Examine the settings' workers and pools, several at once.
+
+    - `api_key`: the key for workers without one.
+    - `patience`: the wait for events, in seconds.
+    """
     key_file = settings.events.curve_secret_key_file
     keys = load_key_pair(key_file, "events.curve_secret_key_file") if key_file else None
     # The router's saved index must be neither read nor written.
@@ -236,12 +241,13 @@ async def examine(settings: Settings, api_key: str | None, patience: float) -> l
         async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=timeout) as session:
             forwards = settings.proxy.forward_tokens is ForwardTokens.AUTO
             source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer, forwards=forwards)
-            examinations = [
+            examinations: list[Examination | PoolExamination] = [
                 Examination(worker, session, indexer, tokenizers, source, keys, fleet, patience)
                 for worker in settings.workers
             ]
+            examinations += [PoolExamination(pool, session) for pool in settings.pools]
 
-            async def run(each: Examination) -> None:
+            async def run(each: Examination | PoolExamination) -> None:
                 async with at_once:
                     await each.run()
 

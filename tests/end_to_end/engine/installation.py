@@ -21,6 +21,10 @@ CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 # llama.cpp's server, what makes a model for it, what `transformers serve` needs beside vLLM's packages, and what vLLM
 # moves KV with. NIXL's own dependencies are for GPUs.
 OTHERS = ("xllamacpp==2026.10.11549", "gguf==0.19.0", "accelerate==1.15.0", "nixl==1.5.1", "nixl-cu12==1.5.1")
+# Mooncake's master, whose wheels without CUDA publish no events yet, and its client for vLLM on a CPU.
+POOL_MASTER = "mooncake-transfer-engine-cuda13==0.3.14"
+POOL_CLIENT = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+POOL_LIBRARIES = "libibverbs1 ibverbs-providers libnl-3-200 libnl-route-3-200"
 # hidden size, layers, attention heads, key-value heads
 MODELS = {"tiny": (128, 2, 4, 2), "small": (768, 12, 12, 4)}
 LAST_FAMILY = "idefics3"  # that is made
@@ -58,6 +62,11 @@ class Installation:
         """A model for llama.cpp."""
         return self.directory / "models" / "tiny.gguf"
 
+    @property
+    def pool_master(self) -> Path:
+        """The master of Mooncake pools, which `install_pool` brings."""
+        return self.directory / "mooncake" / "mooncake" / "mooncake_master"
+
     def complete(self) -> bool:
         """Return whether all parts are installed in the right versions."""
         made = all(map(self._made, MODELS)) and self._has_families() and all(map(self._has_adapter, ADAPTERS))
@@ -87,6 +96,21 @@ class Installation:
             _run(self.python, Path(__file__).with_name("make_families.py"), self.directory / "families")
         if not self.gguf.exists():
             self._install_others(python_311())
+
+    def install_pool(self) -> None:
+        """Bring Mooncake's master and client. Raises InstallationError, also if the system's libraries are missing."""
+        folder = self.directory / "mooncake"
+        if not self.pool_master.exists():
+            pip = (self.other_python, "-m", "pip", "--quiet", "--disable-pip-version-check")
+            _run(*pip, "install", "--no-deps", POOL_CLIENT)
+            _run(*pip, "download", "--no-deps", "--dest", folder, POOL_MASTER)
+            (wheel,) = folder.glob("*.whl")
+            shutil.unpack_archive(wheel, folder, "zip")
+            wheel.unlink()
+            self.pool_master.chmod(0o755)
+        needed = subprocess.run(["ldd", self.pool_master], capture_output=True, text=True, check=False).stdout
+        if missing := [line.split()[0] for line in needed.splitlines() if "not found" in line]:
+            raise InstallationError(f"{', '.join(missing)} are missing. Debian has them in {POOL_LIBRARIES}")
 
     def _install_others(self, python: str) -> None:
         """Engines without events, in an environment beside vLLM's that sees its packages."""

@@ -1,0 +1,114 @@
+"""The examination of shared pools: the pools of the settings, and workers that use a pool which is not in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from kvevents import BlockStored
+from kvevents.events import canonical_medium, is_pooled
+from kvrouter.tools.doctor.findings import Cause, Finding
+from kvrouter.tools.doctor.probes import Worker
+from kvrouter.tools.doctor.stream import NoPublisherError, UnreachableError, reach
+from router.http.client import connection_problem
+from router.settings import PoolSettings
+
+# vLLM's metrics of its MooncakeStoreConnector.
+_MOONCAKE_METRICS: Final = re.compile(r"^vllm:mooncake_store_", re.MULTILINE)
+_KEYS: Final = re.compile(r"^master_key_count(?:\{[^}]*\})? ([0-9.eE+]+)", re.MULTILINE)
+_LAYOUT: Final = "/get_hicache_l3_cache_layout"
+
+
+class PoolExamination:
+    """The examination of one pool of the settings. `findings` are its problems, `passed` the confirmed steps."""
+
+    def __init__(self, pool: PoolSettings, session: aiohttp.ClientSession) -> None:
+        self.name = f"pool {pool.name}"
+        self.findings: list[Finding] = []
+        self.passed: list[str] = []
+        self._pool = pool
+        self._session = session
+
+    async def run(self) -> None:
+        """Examine the master of a Mooncake Store. Pools by events are examined with their workers."""
+        if self._pool.master is None or self._pool.events is None:
+            return
+        try:
+            status = msgspec.json.decode(await self._asked("/kv_events/status"), type=dict[str, Any])
+            metrics = await self._asked("/metrics")
+            if not status.get("enabled"):
+                self._found(Cause.POOL_EVENTS_OFF, f"{self._pool.master}kv_events/status reports enabled: false")
+                return
+            await reach(self._pool.events)
+            self.passed.append(f"the master answers, and publishes at {self._pool.events}")
+            await self._examine_keys(int(float(found[1])) if (found := _KEYS.search(metrics)) else 0)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._found(Cause.POOL_UNREACHABLE, f"{self._pool.master} {connection_problem(error)}")
+        except msgspec.DecodeError:
+            self._found(Cause.POOL_UNREACHABLE, f"{self._pool.master}kv_events/status is not that of a master")
+        except (UnreachableError, NoPublisherError) as error:
+            self._found(Cause.POOL_UNREACHABLE, str(error))
+
+    async def _examine_keys(self, count: int) -> None:
+        """Compare the texts of the settings with the keys, if these can be listed."""
+        if not count or count > self._pool.most_keys:
+            self.passed.append(f"{count} objects, which are not listed")
+            return
+        keys = (await self._asked("/get_all_keys")).split()
+        for model, text in self._pool.models.items():
+            if keys and not any(text in key for key in keys):
+                self._found(Cause.POOL_KEYS, f"no key of {len(keys)} contains {text!r} of {model}: {keys[0]!r}")
+                return
+        self.passed.append(f"{len(keys)} objects")
+
+    async def _asked(self, path: str) -> str:
+        async with self._session.get(str(self._pool.master).rstrip("/") + path) as answer:
+            return await answer.text()
+
+    def _found(self, cause: Cause, evidence: str) -> None:
+        self.findings.append(Finding(cause, self.name, evidence))
+
+
+async def used_pool(worker: Worker, stored: Iterable[BlockStored]) -> str | None:
+    """Return the settings for the pool that a worker uses; None if it shows none.
+
+    - `stored`: the blocks that the worker reported. Their media show pools that have no master.
+    """
+    try:
+        layout = msgspec.json.decode(await worker.get(_LAYOUT) or "{}", type=_Layout)
+    except msgspec.DecodeError:
+        layout = _Layout()
+    if layout.backend == "mooncake":
+        return f"type: mooncake{layout.hicache_object_layout.settings()}"
+    if _MOONCAKE_METRICS.search(await worker.get("/metrics") or ""):
+        return "type: mooncake"
+    media = {str(canonical_medium(event.medium)) for event in stored if event.medium}
+    pooled = sorted(medium for medium in media if is_pooled(medium) and not medium.islower())
+    return f"type: events, media: [{', '.join(pooled)}]" if pooled else None
+
+
+class _LayoutPool(msgspec.Struct):
+    suffixes: list[str] = []
+
+
+class _ObjectLayout(msgspec.Struct):
+    """The names of SGLang's objects in a pool: the beginning of keys, and the endings of a page's objects."""
+
+    pools: list[_LayoutPool] = []
+    key_prefix: str = ""
+    pp_size: int = 1
+
+    def settings(self) -> str:
+        """Return the settings that follow from it."""
+        objects = self.pp_size * sum(len(pool.suffixes) for pool in self.pools)
+        models = f", models: {{MODEL: {self.key_prefix}}}" if self.key_prefix else ""
+        return (f", objects: {objects}" if objects else "") + models
+
+
+class _Layout(msgspec.Struct):
+    backend: str = ""
+    hicache_object_layout: _ObjectLayout = msgspec.field(default_factory=_ObjectLayout)
