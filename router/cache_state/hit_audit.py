@@ -157,36 +157,29 @@ class HitAudit:
         audit.prompt_tokens += usage.prompt
         audit.predicted_tokens += overlap + cache_prediction.loadable
         audit.cached_tokens += cached
-        error = overlap - self._own_part(cache_prediction, cached, overlap)
+        pooled = self._is_pooled(cache_prediction)
+        loads = pooled or cache_prediction.loadable > 0
+        error = overlap - (cache_prediction.own_part(cached, overlap, pooled) if loads else cached)
         audit.wrong_tokens += abs(error)
         audit.errors.add(error, usage.prompt)
         if by_events is not None and cache_prediction.made_at > self._known_since(target, audit):
-            own = self._own_part(cache_prediction, cached, by_events)
+            own = cache_prediction.own_part(cached, by_events, pooled) if loads else cached
             if own == cached and self._learn_draft_blocks(target, by_events, cached):
                 self._restart_judgement(audit)
                 return
             audit.event_errors.add(by_events - own, usage.prompt)
             audit.last_event_errors.add(by_events - own, usage.prompt)
             self._choose_basis(target, audit)
-        if self._is_pooled(cache_prediction) or cache_prediction.loadable:
-            self._compare_loads(audit, cache_prediction, cached, overlap, usage.prompt)
+        if loads:
+            self._compare_loads(audit, cache_prediction, cached, overlap, usage.prompt, pooled)
 
     def _is_pooled(self, cache_prediction: CachePrediction) -> bool:
         if cache_prediction.by_text:
             return False
         return cache_prediction.pooled or cache_prediction.target.worker in self.pooled_workers
 
-    def _own_part(self, cache_prediction: CachePrediction, cached: int, own: int) -> int:
-        """Return the cached tokens of an answer that its target held itself, of which `own` were expected.
-
-        A target with a pool may load more than expected.
-        """
-        if self._is_pooled(cache_prediction):
-            return min(cached, own)
-        return cached - cache_prediction.loaded(cached, own)
-
     def _compare_loads(
-        self, audit: TargetAudit, cache_prediction: CachePrediction, cached: int, own: int, prompt: int
+        self, audit: TargetAudit, cache_prediction: CachePrediction, cached: int, own: int, prompt: int, pooled: bool
     ) -> None:
         """Compare the loads of an answer with their prediction. `own`: the tokens that the target held itself."""
         target, loadable = cache_prediction.target, cache_prediction.loadable
@@ -200,7 +193,7 @@ class HitAudit:
                 audit.not_loading = not_loading
                 (self.not_loading.add if not_loading else self.not_loading.discard)(target)
                 log.info("loads are missing" if not_loading else "loads happen again", **self.names.about(target))
-        if self._is_pooled(cache_prediction):
+        if pooled:
             unexplained = max(cached - own - loaded, 0)
             audit.unexplained_tokens += unexplained
             audit.unexplained_errors.add(unexplained, prompt)
@@ -212,7 +205,8 @@ class HitAudit:
         audit = self._audits.get(cache_prediction.target)
         if audit is None or not audit.reports_cached:
             return
-        cached = self._own_part(cache_prediction, usage.cached or 0, cache_prediction.overlap)
+        pooled = self._is_pooled(cache_prediction)
+        cached = cache_prediction.own_part(usage.cached or 0, cache_prediction.overlap, pooled)
         if cache_prediction.by_text:
             cached = round(cached * cache_prediction.tokens / usage.prompt)
         self._sent_prefixes.compare(

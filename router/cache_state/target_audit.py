@@ -64,6 +64,13 @@ class CachePrediction:
         """Return the tokens of an answer that the target loaded as predicted, behind `own` tokens of its own."""
         return min(max(cached - own, 0), max(self.overlap + self.loadable - own, 0)) if self.loadable else 0
 
+    def own_part(self, cached: int, own: int, pooled: bool) -> int:
+        """Return the cached tokens of an answer that the target held itself, of which `own` were expected.
+
+        `pooled`: the target may have loaded more than expected.
+        """
+        return min(cached, own) if pooled else cached - self.loaded(cached, own)
+
 
 class PredictionErrors:
     """The errors of the last `samples` predictions, as shares of their prompts."""

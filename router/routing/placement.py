@@ -171,7 +171,7 @@ class Placement:
             prompt.by_text,
             windowed,
             one_answer and bool(prompt.identities[0].media),
-            loadable=assignment.loadable,
+            loadable=0 if chosen.source is None else chosen.source.tokens,
             pooled=self._state.sources is not None and self._state.sources.has_pool(target),
         )
         for number, chunks in enumerate(hashes):
