@@ -157,7 +157,7 @@ class HitAudit:
         audit.prompt_tokens += usage.prompt
         audit.predicted_tokens += overlap + cache_prediction.loadable
         audit.cached_tokens += cached
-        pooled = self._is_pooled(cache_prediction)
+        pooled = cache_prediction.pooled
         loads = pooled or cache_prediction.loadable > 0
         error = overlap - (cache_prediction.own_part(cached, overlap, pooled) if loads else cached)
         audit.wrong_tokens += abs(error)
@@ -172,11 +172,6 @@ class HitAudit:
             self._choose_basis(target, audit)
         if loads:
             self._compare_loads(audit, cache_prediction, cached, overlap, usage.prompt, pooled)
-
-    def _is_pooled(self, cache_prediction: CachePrediction) -> bool:
-        if cache_prediction.by_text:
-            return False
-        return cache_prediction.pooled or cache_prediction.target.worker in self.pooled_workers
 
     def _compare_loads(
         self, audit: TargetAudit, cache_prediction: CachePrediction, cached: int, own: int, prompt: int, pooled: bool
@@ -205,8 +200,7 @@ class HitAudit:
         audit = self._audits.get(cache_prediction.target)
         if audit is None or not audit.reports_cached:
             return
-        pooled = self._is_pooled(cache_prediction)
-        cached = cache_prediction.own_part(usage.cached or 0, cache_prediction.overlap, pooled)
+        cached = cache_prediction.own_part(usage.cached or 0, cache_prediction.overlap, cache_prediction.pooled)
         if cache_prediction.by_text:
             cached = round(cached * cache_prediction.tokens / usage.prompt)
         self._sent_prefixes.compare(

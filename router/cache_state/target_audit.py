@@ -42,7 +42,7 @@ class CachePrediction:
     - `windowed`: whether the target keeps only the end of prompts, so that misses reveal no capacity.
     - `media`: whether some tokens represent media, which are compared where prompts are tokenized.
     - `loadable`: the tokens behind its own ones that the target can load from its source.
-    - `pooled`: whether the target loads from a pool that the router follows.
+    - `pooled`: whether the target loads from a pool, which the router may not follow.
     """
 
     target: Target

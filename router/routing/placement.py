@@ -151,13 +151,18 @@ class Placement:
         if not hashes:
             return
         if len(hashes) == 1:
-            self._learned.pressure.routed(hashes[0], selection.best_overlap)
+            # What a source has is not lost: it costs a load.
+            loaded = 0 if chosen.source is None else chosen.reused
+            self._learned.pressure.routed(hashes[0], max(selection.best_overlap, loaded))
         windowed = self._indexer.window(target) is not None
         if windowed:
             hashes = [reusable_hashes(chunks, len(prompt.identities[number])) for number, chunks in enumerate(hashes)]
         by_events = self._audit.basis(target) is Basis.EVENTS
         without_events = prompt.by_text or selection.rank.served.replacement is not None
         one_answer = len(prompt.token_ids) == prompt.answers == 1
+        pooled = target.worker in self._audit.pooled_workers
+        if self._state.sources is not None and not pooled:
+            pooled = self._state.sources.has_pool(target)
         assignment.cache_prediction = CachePrediction(
             target,
             hashes,
@@ -172,7 +177,7 @@ class Placement:
             windowed,
             one_answer and bool(prompt.identities[0].media),
             loadable=0 if chosen.source is None else chosen.source.tokens,
-            pooled=self._state.sources is not None and self._state.sources.has_pool(target),
+            pooled=pooled and not prompt.by_text,
         )
         for number, chunks in enumerate(hashes):
             # No event reports blocks with media, of texts, or of replaced adapters: these prefixes have to last.

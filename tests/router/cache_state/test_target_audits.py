@@ -278,16 +278,6 @@ def test_loads_of_a_target_with_a_pool_are_no_error_of_its_events(
     assert report.cached_tokens == 2 * SAMPLES * cached
 
 
-def test_engine_that_reports_a_pool_is_not_distrusted_for_its_hits(audit: HitAudit, streams: Streams) -> None:
-    audit.set_pooled(TARGET.worker, pooled=True)
-    answers(audit, 2 * SAMPLES, 0, 96)
-    ((_, report),) = audit.audits()
-    assert (streams.resyncs, audit.basis(TARGET), report.unexplained) == (0, Basis.EVENTS, True)
-    audit.set_pooled(TARGET.worker, pooled=False)
-    answers(audit, 2 * SAMPLES, 0, 96)
-    assert streams.resyncs == 1
-
-
 def test_target_that_does_not_load_is_found_until_it_does(audit: HitAudit) -> None:
     def answer(cached: int) -> bool:
         for _ in range(SAMPLES):

@@ -47,11 +47,19 @@ def test_unknown_or_invalid_metrics_are_ignored(text: str) -> None:
     assert read_engine_loads(text) == {}
 
 
-def test_speculative_decoding_is_detected(metrics: EngineMetrics) -> None:
-    metrics.read(VLLM, {})
-    assert not metrics.drafts
-    metrics.read(VLLM + 'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0\n', {})
-    assert metrics.drafts
+@pytest.mark.parametrize(
+    ("sample", "found"),
+    [
+        ("", (False, False)),
+        ('vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0\n', (True, False)),
+        ('vllm:mooncake_store_operation_bytes_total{engine="0",operation="put"} 1.0\n', (False, True)),
+    ],
+)
+def test_speculative_decoding_and_pools_are_detected(
+    metrics: EngineMetrics, sample: str, found: tuple[bool, bool]
+) -> None:
+    metrics.read(VLLM + sample, {})
+    assert (metrics.drafts, metrics.pooled) == found
 
 
 def test_unseen_requests_are_those_beyond_the_known_ones(metrics: EngineMetrics) -> None:
