@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -241,3 +241,23 @@ def apply_and_report(
     else:
         if applied.rejected or applied.cleared:
             reports.append((place, applied))
+
+
+def best_first(targets: Collection[Target], found: Iterable[Match]) -> list[Match]:
+    """Return the best match of each of these targets, the most tokens first."""
+    best = [match for match in _best(found).values() if match.target in targets]
+    return sorted(best, key=by_tokens)
+
+
+def by_tokens(match: Match) -> int:
+    """Return the key that sorts matches by their tokens, the most first."""
+    return -match.matched_tokens
+
+
+def _best(found: Iterable[Match]) -> dict[Target, Match]:
+    best: dict[Target, Match] = {}
+    for match in found:
+        known = best.get(match.target)
+        if known is None or match.matched_tokens > known.matched_tokens:
+            best[match.target] = match
+    return best

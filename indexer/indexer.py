@@ -1,4 +1,7 @@
-"""The indexer: registered targets, their event streams, and the index of their blocks, behind one object."""
+"""The indexer: registered targets, their event streams, and the index of their blocks, behind one object.
+
+One file, because every question and every command reads the registrations.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ from indexer.index import (
     MOST_BLOCKS,
     ORPHAN_BLOCKS,
     HashQuery,
-    Index,
     Match,
     MatchQuery,
     RowMatches,
     TargetRows,
     TargetStatus,
     UnknownModelError,
+    best_first,
+    by_tokens,
 )
 from indexer.native import core_name
 from indexer.pools.holdings import PoolHoldings
@@ -245,12 +249,9 @@ class Indexer:
     def loads_from(self, target: Target, holdings: PoolHoldings) -> bool:
         """Return whether a registered target loads these blocks: its pool holds them, and they have its block size."""
         pool = self._pool_of.get(target)
-        return (
-            pool is not None
-            and pool.config.name == holdings.pool
-            and self.block_size(target) == holdings.block_size
-            and target not in self._salted
-        )
+        if pool is None or pool.config.name != holdings.pool or target in self._salted:
+            return False
+        return self.block_size(target) == holdings.block_size
 
     def pooled(self, query: MatchQuery, reach: int = 0) -> list[PoolHoldings]:
         """Return what each shared pool holds of a prompt, for each block size: none without pools.
@@ -284,17 +285,6 @@ class Indexer:
         ]
         return [(pool, sample) for pool, sample in found if sample is not None]
 
-    def loadable(self, query: MatchQuery, matches: Sequence[Match]) -> dict[Target, int]:
-        """Return the tokens of a prompt that targets load from pools, beside those in `matches`. Raises as `match`."""
-        own = {match.target: match.matched_tokens for match in matches}
-        found: dict[Target, int] = {}
-        for holdings in self.pooled(query, max(own.values(), default=0)):
-            for target in self.targets(query.model, query.tenant):
-                tokens = holdings.loadable(own.get(target, 0))
-                if tokens > found.get(target, 0) and self.loads_from(target, holdings):
-                    found[target] = tokens
-        return found
-
     def longest(self, query: MatchQuery) -> list[Match]:
         """Return the tokens of a sequence that each target holds, with its last block. Raises as `match` does."""
         return self._matches(query, len(query.token_ids))
@@ -311,7 +301,7 @@ class Indexer:
         if query.block_size is not None and query.block_size <= 0:
             raise ValueError(f"block_size: {query.block_size} is not a number of tokens; send one above 0")
         hashes = array("Q", query.prefix_hashes)
-        return _best_first(served, self.index.match_hashes(hashes, query.block_size or next(iter(sizes))))
+        return best_first(served, self.index.match_hashes(hashes, query.block_size or next(iter(sizes))))
 
     def report(self, target: Target) -> TargetReport | None:
         """Return the state of a target; None if it is not registered."""
@@ -387,11 +377,11 @@ class Indexer:
 
     def _matches(self, query: MatchQuery, tokens: int) -> list[Match]:
         salt, own = query.cache_salt, query.additional_salt
-        matches = _best_first(self._with_salt(query.model, query.tenant, own), self._found(query, tokens))
+        matches = best_first(self._with_salt(query.model, query.tenant, own), self._found(query, tokens))
         if own is None and salt is not None and self._salted:
             found = self._found(replace(query, cache_salt=None), tokens)
-            matches += _best_first(self._with_salt(query.model, query.tenant, salt), found)
-            matches.sort(key=_by_tokens)
+            matches += best_first(self._with_salt(query.model, query.tenant, salt), found)
+            matches.sort(key=by_tokens)
         return matches
 
     def _with_salt(self, model: str, tenant: str, additional_salt: str | None) -> Collection[Target]:
@@ -437,22 +427,3 @@ def make_index(secret: str = "", orphan_blocks: int = ORPHAN_BLOCKS, most_blocks
     from indexer.reference.index import PythonIndex
 
     return PythonIndex(secret, orphan_blocks, most_blocks)
-
-
-def _best_first(targets: Collection[Target], found: Iterable[Match]) -> list[Match]:
-    """Return the best match of each of these targets, the most tokens first."""
-    best = [match for match in _best(found).values() if match.target in targets]
-    return sorted(best, key=_by_tokens)
-
-
-def _by_tokens(match: Match) -> int:
-    return -match.matched_tokens
-
-
-def _best(found: Iterable[Match]) -> dict[Target, Match]:
-    best: dict[Target, Match] = {}
-    for match in found:
-        known = best.get(match.target)
-        if known is None or match.matched_tokens > known.matched_tokens:
-            best[match.target] = match
-    return best

@@ -117,6 +117,18 @@ def _entry(match: Match, names: WorkerNames, loadable: int = 0) -> dict[str, Any
     return entry | {"loadable": loadable} if loadable else entry
 
 
+def _loadable(indexer: Indexer, query: MatchQuery, matches: list[Match]) -> dict[Target, int]:
+    """Return the tokens of a prompt that targets load from pools, beside those in `matches`."""
+    own = {match.target: match.matched_tokens for match in matches}
+    found: dict[Target, int] = {}
+    for holdings in indexer.pooled(query, max(own.values(), default=0)):
+        for target in indexer.targets(query.model, query.tenant):
+            tokens = holdings.loadable(own.get(target, 0))
+            if tokens > found.get(target, 0) and indexer.loads_from(target, holdings):
+                found[target] = tokens
+    return found
+
+
 def _by_instance(matches: list[Match], names: WorkerNames) -> dict[str, Any]:
     instances: dict[str, Any] = {}
     for match in matches:
@@ -182,7 +194,7 @@ class Questions:
 
     def _match(self, query: MatchQuery) -> bytes:
         matches = _find(self._indexer.match, query, "token_ids", 2**32 - 1)
-        loadable = self._indexer.loadable(query, matches) if self._indexer.pools else {}
+        loadable = _loadable(self._indexer, query, matches) if self._indexer.pools else {}
         return self._answers.by_target(query.model, query.tenant, len(query.token_ids), matches, loadable)
 
     def query(self, body: bytes) -> bytes:

@@ -33,7 +33,7 @@ class PoolConfig:
     - `workers`: URLs of the workers that load from it; empty: all workers of `models`.
     - `models`: models whose workers load from it, each with a text that its objects' keys contain; empty: all models.
     - `media`: media of workers' events that report its blocks; empty if the pool reports them itself.
-    - `master`: URL of the HTTP API that answers whether single keys are there; empty: there is none.
+    - `master`: URL of the HTTP API that answers questions about single keys; empty without one.
     - `objects`: the fewest objects of a block: ranks times cache groups, twice if keys and values are apart.
     - `memory`: bound of the tables in bytes.
     """

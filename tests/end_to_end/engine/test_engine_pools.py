@@ -50,7 +50,7 @@ def sharing(master: PoolMaster, installation: Installation, logs: Path) -> Itera
 
 @dataclass(frozen=True)
 class Answer:
-    """What was predicted of an answer, and what its engine reported."""
+    """The predicted and the reported cached tokens of an answer."""
 
     number: int
     worker: int
