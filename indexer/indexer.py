@@ -19,6 +19,7 @@ from indexer.index import (
     MOST_BLOCKS,
     ORPHAN_BLOCKS,
     HashQuery,
+    Index,
     Match,
     MatchQuery,
     RowMatches,
