@@ -27,8 +27,8 @@ def token_places(tokens: bytes, token: int, start: int) -> list[int]:
 def packed_numbers(json: bytes) -> bytes | None:
     """Return a JSON list of integers from 0 to 2^32-1 in the packed form of `pack_tokens`, or None for other JSON."""
 
-def numbers_json(packed: bytes) -> bytes:
-    """Return the token ids of a packed prompt as a JSON list."""
+def numbers_json(packed: bytes, before: bytes, after: bytes) -> bytes:
+    """Return the token ids of a packed prompt as a JSON list, with text before and after it."""
 
 def spread(matches: bytes, block_size: int, rows: array[int], tokens: array[int]) -> list[tuple[int, int, int]]:
     """Write the matched tokens of each target to its row, unless the row has at least as many tokens.

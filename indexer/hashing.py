@@ -191,9 +191,11 @@ class PackedPrompt:
             token_ids.byteswap()
         return iter(token_ids)
 
-    def json(self) -> bytes:
-        """Return the token ids as a JSON list."""
-        return _encode_json(list(self)) if _native is None else bytes(_native.numbers_json(self.tokens))
+    def json(self, before: bytes = b"", after: bytes = b"") -> bytes:
+        """Return the token ids as a JSON list, with text before and after it."""
+        if _native is None:
+            return before + _encode_json(list(self)) + after
+        return bytes(_native.numbers_json(self.tokens, before, after))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PackedPrompt) and (self.tokens, self.media) == (other.tokens, other.media)

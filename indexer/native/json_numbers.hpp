@@ -45,22 +45,66 @@ inline std::optional<std::string> packed_numbers(std::string_view json) {
     return packed;
 }
 
-// Return packed numbers as a JSON list.
-inline std::string numbers_json(std::string_view packed) {
-    constexpr std::size_t most = 11;  // characters of a number and a comma
-    const std::size_t count = packed.size() / sizeof(u32);
-    std::string json(2 + most * count, '[');
-    char* at = json.data() + 1;
-    for (std::size_t number = 0; number < count; ++number) {
-        u32 token;
-        std::memcpy(&token, packed.data() + number * sizeof(token), sizeof(token));
-        at = std::to_chars(at, at + most, token).ptr;
-        *at++ = ',';
+inline u32 packed_number(const char* at) {
+    u32 number;
+    std::memcpy(&number, at, sizeof(number));
+    return number;
+}
+
+// Return the size of packed numbers as a JSON list.
+inline std::size_t numbers_json_size(std::string_view packed) {
+    std::size_t size = packed.empty() ? 2 : 1;
+    for (const char* at = packed.data(); at < packed.data() + packed.size(); at += sizeof(u32)) {
+        const u32 number = packed_number(at);
+        size += 2 + (number >= 10) + (number >= 100) + (number >= 1000) + (number >= 10000);
+        if (number >= 100000)
+            size += 1 + (number >= 1000000) + (number >= 10000000) + (number >= 100000000) + (number >= 1000000000);
     }
-    if (count) --at;
-    *at++ = ']';
-    json.resize(static_cast<std::size_t>(at - json.data()));
-    return json;
+    return size;
+}
+
+// Every number of three digits: with zeros before it, and without, followed by any characters.
+struct ThreeDigits {
+    char padded[1000][4], plain[1000][4];
+    u8 length[1000];
+
+    ThreeDigits() {
+        for (u32 number = 0; number < 1000; ++number) {
+            char* const digits = padded[number];
+            digits[0] = static_cast<char>('0' + number / 100);
+            digits[1] = static_cast<char>('0' + number / 10 % 10);
+            digits[2] = digits[3] = static_cast<char>('0' + number % 10);
+            length[number] = number < 10 ? 1 : number < 100 ? 2 : 3;
+            std::memset(plain[number], '0', 4);
+            std::memcpy(plain[number], digits + 3 - length[number], length[number]);
+        }
+    }
+};
+
+// Write packed numbers as a JSON list of `numbers_json_size`, and return its end.
+inline char* write_numbers_json(std::string_view packed, char* to) {
+    static const ThreeDigits three;
+    constexpr std::size_t most = 10;  // digits
+    *to++ = '[';
+    for (std::size_t at = 0; at < packed.size(); at += sizeof(u32)) {
+        if (at) *to++ = ',';
+        const u32 number = packed_number(packed.data() + at);
+        if (number >= 1000000 || at + sizeof(u32) == packed.size()) {  // four characters could exceed the last number
+            to = std::to_chars(to, to + most, number).ptr;
+            continue;
+        }
+        const u32 thousands = number / 1000, rest = number % 1000;
+        if (thousands) {
+            std::memcpy(to, three.plain[thousands], 4);
+            std::memcpy(to + three.length[thousands], three.padded[rest], 4);
+            to += three.length[thousands] + 3;
+        } else {
+            std::memcpy(to, three.plain[rest], 4);
+            to += three.length[rest];
+        }
+    }
+    *to++ = ']';
+    return to;
 }
 
 }  // namespace kvrouter

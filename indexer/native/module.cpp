@@ -202,6 +202,17 @@ nb::bytes prefix_hashes(u64 seed, const nb::bytes& tokens, u64 block_size, std::
     return as_bytes({reinterpret_cast<const char*>(hashes.data()), hashes.size() * sizeof(u64)});
 }
 
+nb::bytes numbers_json(const nb::bytes& packed, const nb::bytes& before, const nb::bytes& after) {
+    const std::size_t size = before.size() + numbers_json_size(view(packed)) + after.size();
+    PyObject* made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
+    if (made == nullptr) throw nb::python_error();
+    char* at = PyBytes_AS_STRING(made);
+    std::memcpy(at, before.c_str(), before.size());
+    at = write_numbers_json(view(packed), at + before.size());
+    std::memcpy(at, after.c_str(), after.size());
+    return nb::steal<nb::bytes>(made);
+}
+
 // The memory of a Python `array` with elements of type T. Throws if it has fewer than `rows` elements.
 template <typename T>
 class Column {
@@ -306,7 +317,7 @@ NB_MODULE(_native, module) {
         }
         return packed ? nb::object(as_bytes(*packed)) : nb::none();
     });
-    module.def("numbers_json", [](const nb::bytes& packed) { return as_bytes(numbers_json(view(packed))); });
+    module.def("numbers_json", &numbers_json);
     module.def("spread", &spread);
     module.def("costs", &costs);
     module.def("lowest", &lowest);

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from indexer.hashing import PackedPrompt
 from router.apis.endpoints import ANTHROPIC, CHAT, RESPONSES
 from router.apis.requests import ChatPrompt
 
@@ -280,11 +281,15 @@ def is_plain_text(path: str, body: bytes, chat: ChatPrompt) -> bool:
     )
 
 
-def with_input_ids(body: bytes, ids: bytes) -> bytes:
-    """Return a body with token ids, a JSON list, as SGLang reads them. The body has fields, none of this name."""
-    return b'%b,"input_ids":%b}' % (body[: body.rindex(b"}")], ids)
+def with_input_ids(body: bytes, prompt: PackedPrompt) -> bytes:
+    """Return a body with its prompt's token ids, as SGLang reads them. The body has fields, none of this name."""
+    return prompt.json(b'%b,"input_ids":' % _without_end(body), b"}")
 
 
-def with_prompt_ids(body: bytes, ids: bytes) -> bytes:
-    """Return a body with token ids, a JSON list, as vLLM reads them. The body has fields, none of this name."""
-    return b'%b,"kv_transfer_params":{"prompt_token_ids":%b}}' % (body[: body.rindex(b"}")], ids)
+def with_prompt_ids(body: bytes, prompt: PackedPrompt) -> bytes:
+    """Return a body with its prompt's token ids, as vLLM reads them. The body has fields, none of this name."""
+    return prompt.json(b'%b,"kv_transfer_params":{"prompt_token_ids":' % _without_end(body), b"}}")
+
+
+def _without_end(body: bytes) -> memoryview:
+    return memoryview(body)[: body.rindex(b"}")]

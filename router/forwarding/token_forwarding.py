@@ -89,7 +89,7 @@ class TokenForwarding:
 class TokenOffer:
     """One prompt's token ids, for the attempts of its request."""
 
-    __slots__ = ("_forwarding", "_ids", "_kinds", "_model", "_name", "_plain_text", "_prompt", "_worker")
+    __slots__ = ("_forwarding", "_kinds", "_model", "_name", "_plain_text", "_prompt", "_worker")
 
     def __init__(
         self,
@@ -106,36 +106,28 @@ class TokenOffer:
         self._kinds = kinds
         self._prompt = prompt
         self._plain_text = plain_text
-        self._ids: bytes | None = None  # as JSON, after they were needed
         self._worker: Worker | None = None  # whose answer is checked
 
     def body_to(self, worker: Worker, body: bytes) -> bytes:
         """Return the body for an attempt: with ids if the worker may receive them."""
-        ids = self._ids_for(worker)
-        if ids is None:
+        if not self._sends_to(worker):
             return body
-        longer = (with_input_ids if _is_sglang(worker) else with_prompt_ids)(body, ids)
+        longer = (with_input_ids if _is_sglang(worker) else with_prompt_ids)(body, self._prompt)
         self._forwarding.sent(self._model, len(longer) - len(body))
         return longer
 
-    def ids_for_pair(self, adapter: type[Adapter], prefill: Worker, decode: Worker) -> bytes | None:
-        """Return the ids for both workers of an attempt, as a JSON list; None if one of them may not receive them."""
+    def ids_for_pair(self, adapter: type[Adapter], prefill: Worker, decode: Worker) -> PackedPrompt | None:
+        """Return the ids for both workers of an attempt; None if one of them may not receive them."""
         self._worker = None
-        if not adapter.sends_ids or not self._permits(prefill):
+        if not adapter.sends_ids or not self._permits(prefill) or not self._sends_to(decode):
             return None
-        ids = self._ids_for(decode)
-        if ids is not None:
-            self._forwarding.sent(self._model, 2 * len(ids))
-        return ids
+        self._forwarding.sent(self._model, 2 * len(self._prompt.json()))
+        return self._prompt
 
-    def _ids_for(self, worker: Worker) -> bytes | None:
-        """Return the ids for a worker whose answer will be checked, as a JSON list; None if it receives none."""
+    def _sends_to(self, worker: Worker) -> bool:
+        """Return whether ids are sent in an attempt. If the worker may receive them, its answer will be checked."""
         self._worker = worker if self._permits(worker) else None
-        if self._worker is None or self._forwarding.is_sample(worker, self._model):
-            return None
-        if self._ids is None:
-            self._ids = self._prompt.json()
-        return self._ids
+        return self._worker is not None and not self._forwarding.is_sample(worker, self._model)
 
     def _permits(self, worker: Worker) -> bool:
         if _is_sglang(worker) and not self._plain_text:

@@ -16,6 +16,7 @@ from scripted_worker import Exchange, ScriptedWorker, scripted_workers
 
 import simulator.worker
 from http_api.errors import RequestError
+from indexer.hashing import PackedPrompt
 from router.apis.endpoints import ANTHROPIC, CHAT, RESPONSES, Call, read_call
 from router.apis.prompt_ids import with_prompt_ids
 from router.apis.requests import ChatPrompt, TextPrompts
@@ -457,7 +458,7 @@ def test_adapters_keep_ids_beside_their_own_parameters(adapter: type[Adapter], f
     """Without blocks to pull, and with several answers, the decode worker computes the prompt."""
     ends = [WorkerEndpoint("h", 1), WorkerEndpoint("h", 2)]
     body = json.dumps(BODY | fields).encode()
-    plain, requests = (adapter.of(CHAT, body, ends[0], ends[1], ids) for ids in (None, b"[1,2]"))
+    plain, requests = (adapter.of(CHAT, body, ends[0], ends[1], ids) for ids in (None, PackedPrompt.of([1, 2])))
     for without, part in [(plain.decode(b"{}"), requests.decode(b"{}"))] + (
         [] if isinstance(requests, DecodeAlone) else [(plain.prefill(), requests.prefill())]
     ):
@@ -492,6 +493,6 @@ values = st.recursive(
 @given(st.dictionaries(st.text(max_size=5), values, min_size=1, max_size=4), ids, st.sampled_from([None, 1, "\t"]))
 def test_inserted_ids_leave_all_other_bytes_alone(fields: dict[str, Any], ids: list[int], indent: Any) -> None:
     body = json.dumps(fields, indent=indent).encode()
-    longer = with_prompt_ids(body + b" \n", json.dumps(ids).encode())
+    longer = with_prompt_ids(body + b" \n", PackedPrompt.of(ids))
     assert longer.startswith(body[: body.rindex(b"}")])
     assert json.loads(longer) == fields | {"kv_transfer_params": {"prompt_token_ids": ids}}

@@ -18,6 +18,7 @@ from uuid import uuid4
 import msgspec
 
 from http_api.errors import RequestError
+from indexer.hashing import PackedPrompt
 from router.apis.json_edit import with_field
 from router.apis.prompt_ids import with_prompt_ids
 from router.fleet.worker import Worker
@@ -91,11 +92,11 @@ class Adapter:
 
     @classmethod
     def of(
-        cls, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint, ids: bytes | None = None
+        cls, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint, ids: PackedPrompt | None = None
     ) -> Adapter:
         """Return the adapter of one request. Raises RequestError for a body that cannot be changed.
 
-        `ids`: the prompt's token ids as a JSON list, for an adapter that `sends_ids`; None without them.
+        `ids`: the prompt's token ids, for an adapter that `sends_ids`; None without them.
         """
         alone = cls.one_answer and answers_in(fields_of(body)) != 1
         adapter = (DecodeAlone if alone else cls)(path, body, prefill, decode)
@@ -105,7 +106,7 @@ class Adapter:
     def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
         self.path = path
         self.body = body
-        self.ids: bytes | None = None
+        self.ids: PackedPrompt | None = None
         self.prefill_worker = prefill
         self.decode_worker = decode
 
@@ -172,7 +173,7 @@ class Sglang(Adapter):
     def _bootstrap_fields(self) -> dict[str, Any]:
         worker = self.prefill_worker
         bootstrap = {"bootstrap_host": worker.host, "bootstrap_port": worker.bootstrap_port}
-        ids = {} if self.ids is None else {"input_ids": msgspec.Raw(self.ids)}
+        ids = {} if self.ids is None else {"input_ids": msgspec.Raw(self.ids.json())}
         return bootstrap | {"bootstrap_room": self._room, "rid": self._rid} | ids
 
     def _new_room(self) -> int:
@@ -197,7 +198,7 @@ class Nixl(Adapter):
         if transfer_params is None:  # no blocks to pull: the decode worker computes the prompt
             return _computing(self.body, self.ids)
         if self.ids is not None:
-            transfer_params = msgspec.Raw(with_field(bytes(transfer_params), _IDS, self.ids))
+            transfer_params = msgspec.Raw(with_field(bytes(transfer_params), _IDS, self.ids.json()))
         return PreparedRequest(with_fields(self.body, kv_transfer_params=transfer_params))
 
 
@@ -306,14 +307,14 @@ def _one_token(path: str, body: bytes, **values: Any) -> bytes:
     return encoded(fields, stream=False, **tokens, **values)
 
 
-def _computing(body: bytes, ids: bytes | None) -> PreparedRequest:
+def _computing(body: bytes, ids: PackedPrompt | None) -> PreparedRequest:
     """Return the request to a worker that computes the whole prompt."""
     return PreparedRequest(body if ids is None else with_prompt_ids(body, ids))
 
 
-def _ids_field(ids: bytes | None) -> dict[str, msgspec.Raw]:
+def _ids_field(ids: PackedPrompt | None) -> dict[str, msgspec.Raw]:
     """Return the field of `kv_transfer_params` with the prompt's token ids; empty without them."""
-    return {} if ids is None else {_IDS: msgspec.Raw(ids)}
+    return {} if ids is None else {_IDS: msgspec.Raw(ids.json())}
 
 
 def _raw_field(answer: bytes, name: str) -> msgspec.Raw | None:
