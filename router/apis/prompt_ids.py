@@ -283,13 +283,14 @@ def is_plain_text(path: str, body: bytes, chat: ChatPrompt) -> bool:
 
 def with_input_ids(body: bytes, prompt: PackedPrompt) -> bytes:
     """Return a body with its prompt's token ids, as SGLang reads them. The body has fields, none of this name."""
-    return prompt.json(b'%b,"input_ids":' % _without_end(body), b"}")
+    return prompt.json(_continued(body, b',"input_ids":'), b"}")
 
 
 def with_prompt_ids(body: bytes, prompt: PackedPrompt) -> bytes:
     """Return a body with its prompt's token ids, as vLLM reads them. The body has fields, none of this name."""
-    return prompt.json(b'%b,"kv_transfer_params":{"prompt_token_ids":' % _without_end(body), b"}}")
+    return prompt.json(_continued(body, b',"kv_transfer_params":{"prompt_token_ids":'), b"}}")
 
 
-def _without_end(body: bytes) -> memoryview:
-    return memoryview(body)[: body.rindex(b"}")]
+def _continued(body: bytes, more: bytes) -> bytes:
+    """Return a JSON object without its end, followed by `more`."""
+    return b"".join((memoryview(body)[: body.rindex(b"}")], more))
