@@ -12,6 +12,7 @@ import typer
 from benchmarks.policy.decisions import TARGETS, decision_seconds
 from benchmarks.policy.grid import full_grid, play, play_all, quick_grid, trace_grid
 from benchmarks.policy.hints import compare_hints
+from benchmarks.policy.light import compare_light
 from benchmarks.policy.measures import TPOT_GOAL, TTFT_GOAL
 from benchmarks.policy.report import CellResult, markdown, verdict
 from benchmarks.policy.sides import SIDES, WITHOUT_EVENTS
@@ -39,6 +40,7 @@ def main(
     ] = False,
     hints: Annotated[bool, typer.Option("--hints", help="Show the effect of agents' hints.")] = False,
     sources: Annotated[bool, typer.Option("--sources", help="Show the effect of pools and of pulls.")] = False,
+    light: Annotated[bool, typer.Option("--light", help="Compare policies at light load.")] = False,
     tail: Annotated[bool, typer.Option("--tail", help="Show the waits of the slowest requests.")] = False,
     output: Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw TTFT p90 (needs the extra bench).")] = None,
@@ -46,13 +48,15 @@ def main(
     """Compare policies on a simulated fleet, and measure the processor time of a decision."""
     count = seeds or (2 if quick else 3)
     show = partial(print, flush=True)
-    if slos or hints or tail or sources:
+    if slos or hints or tail or sources or light:
         if slos:
             title, table = "SLOs met", compare(trace, quick, count, show)
         elif hints:
             title, table = "Agents' hints", compare_hints(quick, count, show)
         elif sources:
             title, table = "Pools and peers", compare_sources(quick, count, show)
+        elif light:
+            title, table = "Light load", compare_light(trace, quick, count, show)
         else:
             title, table = "The slowest requests", compare_tails(trace, quick, count, show)
         if slos or hints:  # the other tables were shown when each was done

@@ -34,12 +34,11 @@ from simulator.fleet.simulated_router import OURS, Side, SimulatedRouter
 from simulator.fleet.trace import TracedRequest
 
 _SLOWEST_FROM = 0.99
-_LEAST_TTFT = PolicySettings(interference=0.0, interference_per_request=0.0, eviction=0.0, context=0.0)
 TAIL_SIDES = (
     OURS,
     OURS_AT_ONCE,
     Side("kv_aware, γ 0.02", PolicyName.KV_AWARE, True, weights=PolicySettings(interference_per_request=0.02)),
-    Side("Mooncake's rule", PolicyName.KV_AWARE, weights=_LEAST_TTFT),
+    Side("Mooncake's rule", PolicyName.MOONCAKE),
     *(Side(name.value, name) for name in (PolicyName.LLM_D, PolicyName.LMETRIC, PolicyName.DYNAMO)),
 )
 

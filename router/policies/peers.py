@@ -6,12 +6,16 @@ names the source of its constants: repository, file and commit.
 
 from __future__ import annotations
 
+from collections import deque
 from math import ceil
 from random import Random
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
+from indexer import Target
 from router.policies.linear import LinearPolicy
+from router.policies.rates import Rates, prefill_seconds
 from router.policies.records import (
     ByTurn,
     Candidate,
@@ -42,6 +46,10 @@ _LLM_D_KV_FREE = 2.0
 _LLM_D_PREFIX = 3.0
 # llm-d/llm-d-kv-cache, the weight of the tier shared_storage in kvCacheBackendConfig's defaults.
 _LLM_D_SHARED = 0.4
+# WukLab/preble, multi_node/global_scheduler_with_time.py at 0c962c4cfdb8: the window of the load, in seconds.
+_PREBLE_WINDOW: Final = 180.0
+# More seconds than any load: targets with a shorter match are not chosen while Preble exploits a match.
+_SHORTER_MATCH: Final = 1e6
 # The default load factor of implementations of arXiv 1608.01350, such as apache/brpc's
 # chash_bounded_load_factor (c7b180164cbf).
 _BOUND = 1.25
@@ -213,3 +221,77 @@ class Lmetric(LinearPolicy):
     def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
         prefill = candidate.pending + max(tokens - candidate.overlap, 1)
         return {"prefill times requests": prefill * (candidate.requests + 1)}
+
+
+class Mooncake(LinearPolicy):
+    """The rule of Mooncake's conductor, the least estimated time to first token: https://arxiv.org/abs/2407.00079
+
+    The time is counted in prefill tokens: the queued ones, those of the prompt, and those that are loaded.
+    """
+
+    def __init__(self, random: Random, cpu_token: float, disk_token: float) -> None:
+        super().__init__(random, cpu_token, disk_token)
+
+    def line(self, candidate: Candidate) -> tuple[float, float]:
+        return float(candidate.pending), 1.0
+
+    def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:
+        fixed, per_token = self.line(candidate)
+        return self.cost(fixed, per_token, tokens, candidate.reused, candidate.cpu, candidate.disk) + source.load
+
+    def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
+        terms = {
+            "pending": float(candidate.pending),
+            "transfer": self.cpu_token * candidate.cpu + self.disk_token * candidate.disk,
+            "prefill": float(max(tokens - candidate.reused, 1)),
+        }
+        if candidate.source is not None:
+            terms["load"] = candidate.source.load
+        return terms
+
+
+class Preble:
+    """Preble's E2 scheduling: https://arxiv.org/abs/2407.00023
+
+    - Exploit: if most of the prompt is cached, the least loaded of the targets with the longest match wins.
+    - Explore: otherwise, the least load + eviction + prefill wins.
+
+    The load is the work that was sent to a target in the last three minutes. All terms are in seconds, by the rates
+    that are assumed of every worker. Prefixes are not moved between targets, as in the published code.
+    """
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._rates = Rates()
+        self._sent: dict[Target, deque[tuple[float, float]]] = {}
+        self._loads: dict[Target, float] = {}
+
+    def __call__(self, candidates: list[Candidate], request: Request) -> Decision:
+        self._forget_before(request.at - _PREBLE_WINDOW)
+        loads = {candidate.target: self._loads.get(candidate.target, 0.0) for candidate in candidates}
+        longest = max(candidate.overlap for candidate in candidates)
+        exploits = 2 * longest > request.tokens
+
+        def terms(candidate: Candidate) -> dict[str, float]:
+            load = loads[candidate.target]
+            if exploits:
+                return {"shorter match": _SHORTER_MATCH * (candidate.overlap < longest), "load": load}
+            prefill = self._prefill(candidate, request)
+            return {"load": load, "eviction": prefill * candidate.eviction, "prefill": prefill}
+
+        decision = cheapest(candidates, terms, self._random, unit=CostUnit.SECONDS)
+        self._send(decision.chosen, request)
+        return decision
+
+    def _prefill(self, candidate: Candidate, request: Request) -> float:
+        return prefill_seconds(self._rates, request.tokens, candidate.overlap, 0, 0)
+
+    def _send(self, chosen: Candidate, request: Request) -> None:
+        seconds = self._prefill(chosen, request) + self._rates.step * request.output_tokens
+        self._sent.setdefault(chosen.target, deque()).append((request.at, seconds))
+        self._loads[chosen.target] = self._loads.get(chosen.target, 0.0) + seconds
+
+    def _forget_before(self, at: float) -> None:
+        for target, sent in self._sent.items():
+            while sent and sent[0][0] < at:
+                self._loads[target] -= sent.popleft()[1]

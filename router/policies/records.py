@@ -151,12 +151,14 @@ class Request:
     """A policy's view of a request.
 
     - `beginning`: a hash of the prompt's beginning, which replaces a missing session.
+    - `at`: the time of the choice, in seconds of any clock.
     """
 
     tokens: int
     output_tokens: float = 0.0
     session: str | None = None
     beginning: int | None = None
+    at: float = 0.0
 
 
 class CostUnit(StrEnum):

@@ -15,6 +15,8 @@ from router.policies.peers import (
     Dynamo,
     LeastLoaded,
     Lmetric,
+    Mooncake,
+    Preble,
     RoundRobin,
     cache_aware,
     llm_d,
@@ -77,6 +79,11 @@ POLICIES: dict[PolicyName, PolicySpec] = {
     PolicyName.CACHE_AWARE: PolicySpec(lambda _, random: cache_aware(random), "SGLang, sgl-project/sglang"),
     PolicyName.DYNAMO: PolicySpec(lambda _, random: Dynamo(random), "NVIDIA Dynamo, ai-dynamo/dynamo"),
     PolicyName.LLM_D: PolicySpec(lambda _, random: llm_d(random), "llm-d, llm-d/llm-d"),
+    PolicyName.MOONCAKE: PolicySpec(
+        lambda settings, random: Mooncake(random, settings.cpu_token, settings.disk_token),
+        "Mooncake, arXiv 2407.00079",
+    ),
+    PolicyName.PREBLE: PolicySpec(lambda _, random: Preble(random), "Preble, arXiv 2407.00023"),
     PolicyName.LMETRIC: PolicySpec(lambda _, random: Lmetric(random), "LMetric, arXiv 2603.15202"),
 }
 

@@ -202,13 +202,13 @@ class CandidateFinder:
                 verified = prompt.verified if len(targets.served) == 1 else ()
                 found.sources.update(sources.find(query, ranks, found.overlaps.tokens, verified))
 
-    def request(self, prompt: RoutedPrompt, found: CandidateSet) -> Request:
+    def request(self, prompt: RoutedPrompt, found: CandidateSet, now: float) -> Request:
         """Return a prompt as policies see it. Prompts without a session that begin alike count as one session."""
         served = found.rank_of(found.candidates[0]).served
         hashes = found.hashes.get(served, NO_HASHES)
         beginning = hashes[0][min(len(hashes[0]), _SESSION_CHUNKS) - 1] if hashes and hashes[0] else None
         expected = self._learned.outputs.expected(served.model, prompt.max_tokens, prompt.announced_output)
-        return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning)
+        return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning, now)
 
     def with_rates(self, found: CandidateSet, row: int, record: Candidate) -> Candidate:
         """Return a row's record with the rates of its target, if workers differ."""

@@ -95,7 +95,7 @@ class Selector:
             selection = found.cheapest(self._linear, prompt.tokens)
             if selection is not None:
                 return selection
-        request = self._candidates.request(prompt, found)
+        request = self._candidates.request(prompt, found, now)
         if self._fleet.disaggregated:
             return self._disaggregated.select(prompt, excluded, found, request, now)
         return found.select(self._policy(found.candidates, request))

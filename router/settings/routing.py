@@ -21,6 +21,8 @@ class PolicyName(StrEnum):
     CACHE_AWARE = "cache_aware"
     DYNAMO = "dynamo"
     LLM_D = "llm_d"
+    MOONCAKE = "mooncake"
+    PREBLE = "preble"
     LMETRIC = "lmetric"
 
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 
@@ -117,6 +117,8 @@ class Simulation:
         self._known_at = [0.0] * spec.workers  # when the last sent event of each worker arrives
         self._in_flight: dict[int, _InFlight] = {}  # by the identity of the request
         self._waiting: set[asyncio.Task[None]] = set()
+        self._outcomes: list[Outcome] = []
+        self._until = inf
         self._unanswered = 0
         self._done = self.loop.create_future()
 
@@ -148,24 +150,34 @@ class Simulation:
         capacity = self.spec.kv_tokens // self.spec.block_tokens
         return SimulatedWorkers(self.spec.workers, capacity, self.spec.block_tokens, self.loop.time)
 
-    def run(self, requests: Sequence[TracedRequest], on_arrival: Callable[[], None] = lambda: None) -> list[Outcome]:
-        """Replay a trace to its end, once. `on_arrival` is called for each request."""
-        outcomes = [Outcome(request) for request in requests]
+    def run(
+        self,
+        requests: Sequence[TracedRequest],
+        on_arrival: Callable[[], None] = lambda: None,
+        until: float = inf,
+    ) -> list[Outcome]:
+        """Replay a trace to its end, once, and return the outcomes in the order of arrival.
+
+        - `on_arrival`: called for each request with a fixed arrival.
+        - `until`: the time from which no request follows an answer.
+        """
+        self._until = until
+        outcomes = self._outcomes = [Outcome(request) for request in requests]
         try:
             with _without_warnings():
                 self.loop.run_until_complete(self._replay(outcomes, on_arrival))
         finally:
             self.loop.close()
-        return outcomes
+        return sorted(outcomes, key=lambda outcome: outcome.request.arrival)
 
     async def _replay(self, outcomes: list[Outcome], on_arrival: Callable[[], None]) -> None:
         if not outcomes:
             return
         self._unanswered = len(outcomes)
+        coming = enumerate(outcomes.copy())
         for router in self.routers:
             router.state.sharing.start()
         self._scrape()
-        coming = enumerate(outcomes)
 
         def schedule() -> None:
             following = next(coming, None)
@@ -279,7 +291,18 @@ class Simulation:
         cached = None if self.side.knowledge is Knowledge.SENT else computed.cached
         flight.router.placement.answered(flight.assignment, Usage(request.input_tokens, request.output_tokens, cached))
         flight.assignment.release(now)
+        self._follow(request)
         self._end()
+
+    def _follow(self, request: TracedRequest) -> None:
+        """Schedule the request that follows an answer."""
+        arrival = self._now() + request.pause
+        if request.following is None or arrival >= self._until:
+            return
+        outcome = Outcome(replace(request.following, arrival=arrival))
+        self.loop.call_later(request.pause, self._place, len(self._outcomes), outcome)
+        self._outcomes.append(outcome)
+        self._unanswered += 1
 
     def _end(self) -> None:
         """Count a request that was answered or refused."""

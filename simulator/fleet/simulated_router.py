@@ -81,6 +81,8 @@ PEERS = [
         PolicyName.DYNAMO,
         PolicyName.LLM_D,
         PolicyName.CACHE_AWARE,
+        PolicyName.MOONCAKE,
+        PolicyName.PREBLE,
         PolicyName.LMETRIC,
         PolicyName.SESSION_AFFINITY,
         PolicyName.LEAST_LOADED,

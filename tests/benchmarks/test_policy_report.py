@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections import Counter
+from itertools import pairwise
 from math import ceil, inf
 from pathlib import Path
 from random import Random
@@ -12,8 +13,10 @@ import pytest
 
 from benchmarks.policy.decisions import candidates
 from benchmarks.policy.grid import full_grid, quick_grid
+from benchmarks.policy.light import light_cells
 from benchmarks.policy.measures import Measures, in_time, measured
 from benchmarks.policy.report import CellResult, markdown, verdict
+from benchmarks.policy.sessions import AGENTS, generated, in_turn, recorded
 from benchmarks.policy.sides import OURS_AT_ONCE
 from benchmarks.policy.workloads import AGENT, CONVERSATION, TOOL, Workload, ideal_seconds, sessions
 from kvrouter.tools.traces.results import percentile
@@ -67,7 +70,7 @@ def test_tables_are_aligned() -> None:
 
 
 def test_cells_of_a_grid_have_unique_names() -> None:
-    for grid in (list(full_grid()), list(quick_grid())):
+    for grid in (list(full_grid()), list(quick_grid()), list(light_cells(None, quick=False))):
         assert len({cell.name for cell in grid}) == len(grid)
 
 
@@ -136,3 +139,43 @@ def test_tool_workload_mixes_chats_and_calls_with_shared_prefixes() -> None:
 def test_ideal_seconds_count_a_prefix_once() -> None:
     lines = [TraceLine(0, 1024, 10, [0, 1]), TraceLine(1, 1536, 10, [0, 1, 2])]
     assert ideal_seconds(lines, token=1.0, output_token=10.0) == (1536 + 2 * 100) / 2
+
+
+def turns_of(first: TracedRequest) -> list[TracedRequest]:
+    turns = [first]
+    while (following := turns[-1].following) is not None:
+        turns.append(following)
+    return turns
+
+
+def test_generated_sessions_extend_their_prompts_and_share_system_prompts() -> None:
+    firsts = generated(AGENTS, rate=1.0, seconds=100, block_tokens=256, random=Random(0))
+    starts = {first.blocks[0] for first in firsts}
+    assert len(starts) == AGENTS.prompts < len(firsts)
+    for first in firsts:
+        turns = turns_of(first)
+        assert len(turns) <= 40
+        for before, after in pairwise(turns):
+            assert after.input_tokens > before.input_tokens + before.output_tokens
+            assert after.blocks[: len(before.finished)] == before.finished
+
+
+def test_sessions_in_turn_repeat_their_prompts() -> None:
+    turns = turns_of(in_turn(sessions=3, rounds=2, tokens=1000, output=100, block_tokens=256))
+    assert [turn.session for turn in turns] == ["0", "1", "2"] * 2
+    assert turns[0].blocks == turns[3].blocks != turns[1].blocks
+
+
+def test_recorded_sessions_share_the_blocks_of_their_first_turns(tmp_path: Path) -> None:
+    lines = [
+        f'{{"session_id":"{session}","input_length":{600 if number == 0 else 50},"output_length":9,'
+        f'"hash_ids":[{7 if number == 0 else 8}],"delay":2000}}\n'
+        for session in "ab"
+        for number in range(2)
+    ]
+    path = tmp_path / "sessions.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(lines).encode()))
+    firsts = recorded(path, load=1.0, workers=1, seconds=100, random=Random(0))
+    assert {first.blocks[0] for first in firsts} == {7}
+    whole = next(first for first in firsts if first.following is not None)
+    assert (whole.input_tokens, turns_of(whole)[1].input_tokens, whole.pause) == (600, 659, 2.0)

@@ -108,6 +108,16 @@ def test_learned_rates_differ_only_if_workers_do(factor: float) -> None:
             assert prefill_seconds(rates, tokens, 0, 0, 0) == pytest.approx(expected, rel=0.1)
 
 
+def test_next_turn_arrives_a_pause_after_the_answer() -> None:
+    third = request(0.0, (1, 2, 3))
+    second = replace(request(0.0, (1, 2)), following=third, pause=500.0)
+    first = replace(request(2.0, (1,)), following=second, pause=5.0)
+    outcomes = Simulation(FLEET, OURS, Random(0)).run([first], until=400.0)
+    assert [each.request.blocks for each in outcomes] == [(1,), (1, 2)]
+    assert outcomes[1].request.arrival == pytest.approx(outcomes[0].ended + 5.0)
+    assert outcomes[1].cached == BLOCK_TOKENS
+
+
 def test_run_uses_the_routers_own_objects() -> None:
     run = Simulation(FLEET, OURS, Random(0))
     assert run.run([]) == []

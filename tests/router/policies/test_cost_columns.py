@@ -16,7 +16,7 @@ from indexer import Target
 from indexer.native import CORE_VARIABLE, CORES
 from router.policies import Candidate, CostColumns, KvWeights, LinearPolicy, Request, kv_aware
 from router.policies.linear import highest, lowest, write_costs
-from router.policies.peers import Dynamo, LeastLoaded, Lmetric
+from router.policies.peers import Dynamo, LeastLoaded, Lmetric, Mooncake
 from router.policies.records import Source
 
 POLICIES: dict[str, Callable[[Random], LinearPolicy]] = {
@@ -25,6 +25,7 @@ POLICIES: dict[str, Callable[[Random], LinearPolicy]] = {
     "kv_aware, loading dearer than computing": lambda random: kv_aware(KvWeights(disk_token=9.0), random),
     "dynamo": Dynamo,
     "lmetric": Lmetric,
+    "mooncake": lambda random: Mooncake(random, 0.1, 0.5),
     "least_loaded": LeastLoaded,
 }
 TOKENS = 1000

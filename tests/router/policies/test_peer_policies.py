@@ -144,3 +144,27 @@ def test_lmetric_multiplies() -> None:
     policy = peers.Lmetric(Random(0))
     decision = policy([candidate("a", overlap=400, pending=100, requests=3)], Request(1000))
     assert decision.costs[0].total == 700 * 4
+
+
+def test_mooncake_estimates_the_time_to_first_token() -> None:
+    policy = peers.Mooncake(Random(0), cpu_token=0.1, disk_token=0.5)
+    decision = policy([candidate("a", overlap=400, pending=100, requests=9)], Request(1000))
+    assert decision.costs[0].total == 700
+
+
+def test_preble_exploits_long_matches_and_spreads_other_prompts_by_load() -> None:
+    policy = peers.Preble(Random(0))
+    warm, cold = candidate("warm", overlap=400), candidate("cold")
+    assert chosen(policy, [warm, cold]) == "warm"  # explores: nothing was sent yet
+    assert chosen(policy, [warm, cold]) == "cold"
+    longest = candidate("warm", overlap=501)
+    assert {chosen(policy, [longest, cold]) for _ in range(9)} == {"warm"}
+    twin = candidate("twin", overlap=501)
+    assert chosen(policy, [longest, twin, cold]) == "twin"
+
+
+def test_preble_forgets_load_after_three_minutes() -> None:
+    policy = peers.Preble(Random(0))
+    both = [candidate("a", overlap=100), candidate("b")]
+    for at, expected in ((0.0, "a"), (179.0, "b"), (400.0, "a")):
+        assert policy(both, Request(1000, at=at)).chosen.target.worker == expected
