@@ -125,10 +125,13 @@ class Index:
         """Remove all blocks of a target."""
     def drop(self, target: int) -> None:
         """Remove a target. Its number may be reused."""
-    def match(self, root: int, block_size: int, tokens: bytes, known: array[int], blocks: int) -> tuple[bytes, bytes]:
+    def match(
+        self, root: int, block_size: int, tokens: bytes, known: array[int], blocks: int, tier: int = 4
+    ) -> tuple[bytes, bytes]:
         """Return the matches of a prompt's first `blocks` blocks, and the prefix hashes that are not in `known`.
 
-        A match is six native unsigned 32-bit integers: target, matched blocks, and the blocks in each of four tiers.
+        With a `tier` below 4, only blocks in this tier count. A match is six native unsigned 32-bit integers: target,
+        matched blocks, and the blocks in each of four tiers.
         """
     def match_hashes(self, known: array[int]) -> bytes:
         """Return the matches of blocks with these prefix hashes, in the form of `match`."""

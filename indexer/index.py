@@ -183,8 +183,13 @@ class Index(ABC):
         return self.match_from(namespace_hash(namespace, self.secret), block_size, prompt, limit)
 
     @abstractmethod
-    def match_from(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> list[Match]:
-        """Return the matches of a prompt's first `blocks` blocks in the namespace whose hash is `root`."""
+    def match_from(
+        self, root: int, block_size: int, prompt: PackedPrompt, blocks: int, tier: Tier | None = None
+    ) -> list[Match]:
+        """Return the matches of a prompt's first `blocks` blocks in the namespace whose hash is `root`.
+
+        - `tier`: the only tier whose blocks count; None: all tiers.
+        """
 
     @abstractmethod
     def match_hashes(self, hashes: array[int], block_size: int) -> list[Match]:

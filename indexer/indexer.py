@@ -38,6 +38,7 @@ from indexer.streams.reader import StreamReader
 from indexer.streams.sequence import SequenceSettings, StreamSequence
 from indexer.streams.session import StreamSession, StreamStatus
 from indexer.targets import Registration, Target, WorkerNames
+from kvevents import Tier
 from kvevents.curve import KeyPair
 from kvevents.sources import MOST_BLOCK_SIZE, canonical_source
 
@@ -376,6 +377,11 @@ class Indexer:
             self._sizes = _BlockSizes(changes)
         return self._sizes
 
+    def held_in(self, query: MatchQuery, tier: Tier) -> list[Match]:
+        """Return the prompt tokens that each target holds in one tier, the most first. Raises as `match` does."""
+        found = self._found(query, len(query.token_ids) - 1, tier)
+        return best_first(self._with_salt(query.model, query.tenant, query.additional_salt), found)
+
     def _matches(self, query: MatchQuery, tokens: int) -> list[Match]:
         salt, own = query.cache_salt, query.additional_salt
         matches = best_first(self._with_salt(query.model, query.tenant, own), self._found(query, tokens))
@@ -393,13 +399,13 @@ class Indexer:
         known = self._served[tenant, model]
         return {target for target, each in known.items() if each.additional_salt == additional_salt}
 
-    def _found(self, query: MatchQuery, tokens: int) -> list[Match]:
-        """Return the matches of a prompt's first `tokens` tokens, for each block size."""
+    def _found(self, query: MatchQuery, tokens: int, tier: Tier | None = None) -> list[Match]:
+        """Return the matches of a prompt's first `tokens` tokens, for each block size; with `tier`, in that tier."""
         roots = self._roots(query)
         prompt = PackedPrompt.of(query.token_ids)
         found: list[Match] = []
         for block_size, root in roots:
-            found += self.index.match_from(root, block_size, prompt, tokens // block_size)
+            found += self.index.match_from(root, block_size, prompt, tokens // block_size, tier)
         return found
 
     def _roots(self, query: MatchQuery) -> list[tuple[int, int]]:

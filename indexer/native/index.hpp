@@ -104,11 +104,11 @@ class Index {
         if (number < targets_.size()) targets_[number] = {};
     }
 
-    // Return the targets that hold at least one of a prompt's first `limit` blocks.
-    std::vector<Match> match(PromptHashes& hashes, std::size_t limit) {
+    // Return the targets that hold at least one of a prompt's first `limit` blocks, in tier `only` or in any tier.
+    std::vector<Match> match(PromptHashes& hashes, std::size_t limit, u32 only = kEveryTier) {
         std::vector<Match> matches;
         const std::lock_guard turn(shared_.lock);
-        matcher_.match(hashes, limit, matches);
+        matcher_.match(hashes, limit, matches, only);
         return matches;
     }
 

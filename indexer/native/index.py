@@ -47,6 +47,7 @@ _NOTHING, _CLEAR = Applied([], False), Applied([], True)
 # A match: the target's number, its matched blocks, and the matched blocks of each tier.
 _MATCH = Struct("=6I")
 _GPU, _CPU, _DISK, _UNKNOWN = Tier
+_EVERY_TIER = len(Tier)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_dump = msgspec.msgpack.Decoder(tuple[list[DumpedRun], list[DumpedHolder]]).decode
@@ -152,8 +153,10 @@ class NativeIndex(Index):
         if number is not None:
             self.core.drop(number)
 
-    def match_from(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> list[Match]:
-        return self._matches(self._found(root, block_size, prompt, blocks), block_size) if blocks > 0 else []
+    def match_from(
+        self, root: int, block_size: int, prompt: PackedPrompt, blocks: int, tier: Tier | None = None
+    ) -> list[Match]:
+        return self._matches(self._found(root, block_size, prompt, blocks, tier), block_size) if blocks > 0 else []
 
     def match_rows(
         self, root: int, block_size: int, prompt: PackedPrompt, blocks: int, rows: TargetRows, found: RowMatches
@@ -173,11 +176,12 @@ class NativeIndex(Index):
             else:
                 found.transfers.pop(row, None)
 
-    def _found(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> bytes:
+    def _found(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int, tier: Tier | None = None) -> bytes:
         # The core hashes tokens only, so the hashes up to the last block with an extra key are computed here.
         hashes = prompt.hashes(root, block_size, min(prompt.keyed_blocks(block_size), blocks))
         known = len(hashes)
-        found, made = self.core.match(root, block_size, prompt.tokens, hashes, blocks)
+        only = _EVERY_TIER if tier is None else tier
+        found, made = self.core.match(root, block_size, prompt.tokens, hashes, blocks, only)
         if made and len(hashes) == known:
             hashes.frombytes(made)
         return found

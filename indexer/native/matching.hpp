@@ -14,6 +14,9 @@ struct Match {
     u32 tiers[kTiers];
 };
 
+// A number that no tier has.
+inline constexpr u32 kEveryTier = kTiers;
+
 // The prefix hashes of a prompt, computed on demand.
 class PromptHashes {
    public:
@@ -48,8 +51,9 @@ class Matcher {
    public:
     explicit Matcher(Shared& shared) : shared_(shared) {}
 
-    // Return the matches of a prompt's first `limit` blocks.
-    void match(PromptHashes& hashes, std::size_t limit, std::vector<Match>& matches) {
+    // Return the matches of a prompt's first `limit` blocks. `only`: the tier whose blocks count, or kEveryTier.
+    void match(PromptHashes& hashes, std::size_t limit, std::vector<Match>& matches, u32 only = kEveryTier) {
+        only_ = only;
         followers_.clear();
         records_.clear();
         ++epoch_;
@@ -108,7 +112,7 @@ class Matcher {
         for (u32 index = 0; index < run.held_count; ++index) {
             const Held& held = run.held[index];
             const Standing& standing = shared_.standings[held.holder];
-            if (!standing.alive) continue;
+            if (!standing.alive || (only_ != kEveryTier && only_ != standing.tier)) continue;
             if (slots_.size() <= standing.target) slots_.resize(standing.target + 1);
             Slot& slot = slots_[standing.target];
             if (slot.epoch != epoch_) {
@@ -271,6 +275,7 @@ class Matcher {
     Shared& shared_;
     u64 epoch_ = 0;
     u64 span_ = 0;
+    u32 only_ = kEveryTier;
     std::vector<Slot> slots_;  // by target
     std::vector<Follower> followers_;
     std::vector<u32> following_;  // the targets that hold all blocks so far

@@ -143,11 +143,11 @@ nb::object json_outline(const nb::bytes& body, u64 most) {
 }
 
 nb::tuple match(
-    Index& index, u64 root, u64 block_size, const nb::bytes& tokens, nb::handle known, std::size_t blocks) {
+    Index& index, u64 root, u64 block_size, const nb::bytes& tokens, nb::handle known, std::size_t blocks, u32 tier) {
     const std::size_t most = block_size == 0 ? 0 : tokens.size() / sizeof(u32) / block_size;
     PromptHashes hashes(root, block_size, view(tokens), numbers(known));
     // Python's lock is kept: the index's lock is held for a short time only, by threads that need no lock of Python's.
-    const auto matches = index.match(hashes, std::min(blocks, most));
+    const auto matches = index.match(hashes, std::min(blocks, most), tier);
     return nb::make_tuple(
         as_bytes({reinterpret_cast<const char*>(matches.data()), matches.size() * sizeof(Match)}), as_bytes(hashes.made()));
 }
@@ -353,7 +353,8 @@ NB_MODULE(_native, module) {
              nb::arg("trusted") = false)
         .def("clear", &Index::clear, Release())
         .def("drop", &Index::drop, Release())
-        .def("match", &match)
+        .def("match", &match, nb::arg("root"), nb::arg("block_size"), nb::arg("tokens"), nb::arg("known"), nb::arg("blocks"),
+             nb::arg("tier") = kEveryTier)
         .def("match_hashes", &match_hashes)
         .def(
             "dump",

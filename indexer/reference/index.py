@@ -30,14 +30,19 @@ _NONE = dict.fromkeys(Tier, 0)
 _Held: TypeAlias = list[tuple[Holder, int]]
 
 
-def follow(spans: Iterable[Span[Holder]], block_size: int) -> list[Match]:
-    """Return the match of each target that holds a part of a prompt. Spans are read only as far as they match."""
+def follow(spans: Iterable[Span[Holder]], block_size: int, tier: Tier | None = None) -> list[Match]:
+    """Return the match of each target that holds a part of a prompt. Spans are read only as far as they match.
+
+    - `tier`: the only tier whose blocks count; None: all tiers.
+    """
     trails: dict[Holdings, list[tuple[int, _Held]]] = {}  # by target: matched blocks and holders in each span
     following: Collection[Holdings] | None = None
     for run, _, count in spans:
         held: dict[Holdings, _Held] = {}
         for pair in run.held.items():  # a run may have thousands of holders
             owner = pair[0].owner
+            if tier is not None and pair[0].tier is not tier:
+                continue
             if owner in held:
                 held[owner].append(pair)
             elif owner.alive:
@@ -217,14 +222,17 @@ class PythonIndex(Index):
             if holdings is not None:
                 self._retire(holdings)
 
-    def match_from(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> list[Match]:
+    def match_from(
+        self, root: int, block_size: int, prompt: PackedPrompt, blocks: int, tier: Tier | None = None
+    ) -> list[Match]:
         if blocks <= 0:
             return []
         hashes = prompt.hashes(root, block_size, 1)
         if not self._tree.begins_with(hashes[0]):
             return []
         with self._lock:
-            return follow(self._tree.walk(hashes, blocks, partial(prompt.hashes, root, block_size)), block_size)
+            spans = self._tree.walk(hashes, blocks, partial(prompt.hashes, root, block_size))
+            return follow(spans, block_size, tier)
 
     def match_hashes(self, hashes: array[int], block_size: int) -> list[Match]:
         with self._lock:

@@ -14,9 +14,8 @@ from xxhash import xxh3_64_intdigest
 
 from indexer import Index, Target
 from indexer.dump import DumpedHolder, DumpedRun, DumpedStream, DumpError, TargetDump
-from indexer.hashing import Namespace, PackedPrompt, pack_tokens
-from indexer.index import Applied
-from indexer.indexer import make_index
+from indexer.hashing import Namespace, PackedPrompt, namespace_hash, pack_tokens
+from indexer.index import Applied, make_index
 from indexer.native import CORE_VARIABLE, CORES, core_name
 from kvevents import (
     AllBlocksCleared,
@@ -25,6 +24,7 @@ from kvevents import (
     Event,
     EventBatch,
     MalformedBatchError,
+    Tier,
     WireForm,
     encode_batch,
 )
@@ -216,15 +216,17 @@ def test_both_implementations_agree(
         for prompt in prompts:
             for block_size in (1, 2, 3):
                 for tenant, adapter in (("default", None), ("acme", "sql"), ("default", "sql")):
-                    namespace = Namespace("m", tenant, adapter, None, block_size)
-                    answers = [
-                        sorted(
-                            (m.target, m.matched_tokens, m.tiers)
-                            for m in index.match(namespace, PackedPrompt.of(prompt))
-                        )
-                        for index in (python, native)
-                    ]
-                    assert answers[0] == answers[1]
+                    root = namespace_hash(Namespace("m", tenant, adapter, None, block_size), "s")
+                    packed, blocks = PackedPrompt.of(prompt), len(prompt) // block_size
+                    for tier in (None, Tier.CPU):
+                        answers = [
+                            sorted(
+                                (m.target, m.matched_tokens, m.tiers)
+                                for m in index.match_from(root, block_size, packed, blocks, tier)
+                            )
+                            for index in (python, native)
+                        ]
+                        assert answers[0] == answers[1]
 
 
 @given(st.binary(max_size=1200), st.integers(0, 2**64 - 1))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer import Index, Match, Target, make_index
-from indexer.hashing import MediaSpan, Namespace, PackedPrompt, pack_tokens
+from indexer.hashing import MediaSpan, Namespace, PackedPrompt, namespace_hash, pack_tokens
 from indexer.reference.tree import RUN_BLOCKS
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier
 
@@ -178,6 +178,17 @@ def test_each_block_counts_in_its_fastest_tier(index: Index) -> None:
     (found,) = index.match(BASE, PackedPrompt.of(PROMPT))
     assert found == Match(A, 8, {Tier.GPU: 4, Tier.CPU: 2, Tier.DISK: 2, Tier.UNKNOWN: 0})
     assert blocks(index) == {Tier.GPU: 2, Tier.CPU: 3, Tier.DISK: 1}
+
+
+def test_match_in_one_tier_ends_at_the_first_block_that_is_not_there(index: Index) -> None:
+    apply(index, A, stored([1, 2, 3, 4], PROMPT), stored([1, 2], PROMPT[:4], medium="CPU"))
+    apply(index, A, stored([4], PROMPT[6:], 3, medium="CPU_PINNED"))
+    apply(index, B, stored([1, 2, 3, 4], PROMPT))
+    root, prompt = namespace_hash(BASE, index.secret), PackedPrompt.of(PROMPT)
+    found = index.match_from(root, 2, prompt, 4, Tier.CPU)
+    assert [(each.target, each.matched_tokens, each.tiers[Tier.CPU]) for each in found] == [(A, 4, 4)]
+    assert len(index.match_from(root, 2, prompt, 4)) == 2
+    assert index.match_from(root, 2, prompt, 4, Tier.DISK) == []
 
 
 def test_removal_from_one_medium_keeps_other_media(index: Index) -> None:
