@@ -103,18 +103,25 @@ class PagedPrefixCache:
             self._blocks[index].hash = block_hash
             self._by_hash.setdefault(block_hash, []).append(index)
         sequence.num_stored = end
+        self._events.append(self.stored_event(sequence, first, end, MEDIUM))
+
+    def stored_event(self, sequence: CachedSequence, first: int, end: int, medium: str) -> BlockStored:
+        """Return the event that reports a sequence's blocks from `first` to `end`, whose hashes are known."""
         extra_keys = [sequence.extra_keys(block) for block in range(first, end)]
-        self._events.append(
-            BlockStored(
-                block_hashes=list(sequence.hashes[first:end]),
-                parent_block_hash=sequence.hashes[first - 1] if first else None,
-                token_ids=sequence.tokens[first * self.block_size : end * self.block_size],
-                block_size=self.block_size,
-                medium=MEDIUM,
-                lora_name=sequence.adapter,
-                extra_keys=extra_keys if any(extra_keys) else None,
-            )
+        return BlockStored(
+            block_hashes=list(sequence.hashes[first:end]),
+            parent_block_hash=sequence.hashes[first - 1] if first else None,
+            token_ids=sequence.tokens[first * self.block_size : end * self.block_size],
+            block_size=self.block_size,
+            medium=medium,
+            lora_name=sequence.adapter,
+            extra_keys=extra_keys if any(extra_keys) else None,
         )
+
+    def hashes(self, sequence: CachedSequence, num_blocks: int) -> list[int]:
+        """Return the hashes of a sequence's first full blocks."""
+        self._hash_up_to(sequence, num_blocks)
+        return sequence.hashes[: max(num_blocks, 0)]
 
     def free(self, sequence: CachedSequence) -> None:
         """Free a sequence's blocks. Cached ones stay findable until their memory is needed."""

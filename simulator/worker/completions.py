@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from simulator.worker.cache import CachedSequence
 from simulator.worker.disaggregation.part import Job, Part, Role, Running
 from simulator.worker.engine import Output, QueueFullError, SimulatedEngine
 from simulator.worker.messages_api import MessageReply, MessagesRequest
@@ -144,6 +145,9 @@ class Completions:
         self._check_options(body, max_tokens, max_tokens_field)
         budgets = [self._answer_budget(prompt, max_tokens) for prompt in prompts]
         rank = self._requested_rank(http)
+        if len(prompts) == 1 and (source := (body.kv_transfer_params or {}).get("remote_kv_source")) is not None:
+            rank = self._least_loaded() if rank is None else rank
+            await self._pull(rank, source, body, prompts[0])
         parts = self._role.parts(body, len(prompts)) if self._role else [None] * len(prompts)
         adapter = body.model if body.model in self.adapters else None
         outputs = _Outputs(self._metrics)
@@ -172,6 +176,13 @@ class Completions:
         if any(parts) and not await self._begins(http, outputs):
             return Response(status_code=499)  # the client has disconnected
         return _GenerationStream(self._chunks(reply, outputs), outputs)
+
+    async def _pull(self, rank: int, source: Any, body: GenerationRequest, prompt: list[int]) -> None:
+        """Copy the blocks of a prompt that a peer holds to a rank's host tier, if it has one."""
+        tier = self._engines[rank].host
+        if tier is not None:
+            adapter = body.model if body.model in self.adapters else None
+            await tier.pull(source, CachedSequence(list(prompt), adapter, body.cache_salt))
 
     def _start(self, part: Part | None, rank: int, job: Job) -> Running:
         if part is not None:

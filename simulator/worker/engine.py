@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from simulator.worker.cache import CachedSequence, PagedPrefixCache
+from simulator.worker.host_tier import HostTier
 from simulator.worker.settings import SimulatedWorkerSettings
 from worker.reporter import Reporter
 
@@ -131,6 +132,9 @@ class SimulatedEngine:
         self, settings: SimulatedWorkerSettings, reporter: Reporter, compute_kv: ComputeKv | None = None
     ) -> None:
         self.cache = PagedPrefixCache(settings.num_blocks, settings.block_size)
+        self.host: HostTier | None = None
+        if settings.host_blocks:
+            self.host = HostTier(self.cache, settings.host_blocks, settings.pull_s_per_token)
         self.stats = EngineStats()
         self.arriving = 0  # requests whose KV other workers compute; they wait too
         self.freed = asyncio.Event()  # set when blocks are freed, and then replaced
@@ -228,6 +232,8 @@ class SimulatedEngine:
     def reset_prefix_cache(self) -> bool:
         """Drop the cache and publish that at once. Return False while requests are running."""
         done = self.cache.reset()
+        if done and self.host is not None:
+            self.host.clear()
         self._publish()
         return done
 
@@ -314,6 +320,8 @@ class SimulatedEngine:
         while self._waiting and budget and not preempted and len(self._running) < self._settings.max_num_seqs:
             generation = self._waiting[0]
             cached = self.cache.hit(generation.sequence)
+            if self.host is not None:
+                cached = max(cached, self.host.hit(generation.sequence))
             count = min(budget, len(generation.sequence.tokens) - cached)
             generation.num_computed = cached
             if not self._compute(generation, count):
@@ -338,6 +346,8 @@ class SimulatedEngine:
             self._compute_kv(generation.sequence, generation.num_computed, end)
         if self._settings.prefix_caching:
             self.cache.store(generation.sequence, end)
+            if self.host is not None:
+                self.host.store(generation.sequence, generation.num_computed, end)
         return True
 
     def _preempt_latest(self) -> None:
@@ -355,4 +365,6 @@ class SimulatedEngine:
 
     def _publish(self) -> None:
         self._reporter.report(self.cache.take_events())
+        if self.host is not None:
+            self._reporter.report(self.host.take_events())
         self._reporter.step()

@@ -39,6 +39,11 @@ class SimulatedWorkerSettings:
     prefix_caching: bool = True
     max_model_len: int = 32768  # tokens of prompt and answer together
 
+    # The host tier, of which other workers pull at `pull_port` plus the DP rank.
+    host_blocks: int = 0  # per DP rank; 0: no host tier
+    pull_port: int = 5710
+    pull_s_per_token: float = 0.00001
+
     max_num_seqs: int = 64  # running requests per DP rank
     max_num_batched_tokens: int = 2048  # per step
     max_waiting: int = 1024  # per DP rank; further requests are refused with 503
@@ -60,10 +65,11 @@ class SimulatedWorkerSettings:
         for name in ("block_size", "num_blocks", "dp_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_waiting", "base_step_s", "prefill_s_per_token", "decode_s_per_sequence"):
+        at_least_0 = ("max_waiting", "host_blocks", "base_step_s", "prefill_s_per_token", "decode_s_per_sequence")
+        for name in (*at_least_0, "pull_s_per_token"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        for name in ("port", "bootstrap_port"):
+        for name in ("port", "bootstrap_port", "pull_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} must be between 0 and 65535, not {getattr(self, name)}")
         if self.disaggregation not in (None, "sglang", "nixl"):

@@ -11,6 +11,7 @@ import msgspec
 
 from simulator.worker.completions import Completions
 from simulator.worker.engine import SimulatedEngine
+from simulator.worker.host_tier import listen
 from simulator.worker.metrics import WorkerMetrics
 from simulator.worker.pooling_api import Pooling
 from simulator.worker.settings import SimulatedWorkerSettings
@@ -53,6 +54,7 @@ class SimulatedWorker:
         )
         self.pooling = Pooling(self.tokenizer, settings.model)
         self._loops: list[asyncio.Task[None]] = []
+        self._host_tiers: list[asyncio.Server] = []
 
     @property
     def is_alive(self) -> bool:
@@ -64,8 +66,12 @@ class SimulatedWorker:
         """Run the engines within the block; only once."""
         try:
             self._loops = [asyncio.create_task(engine.run()) for engine in self.engines]
+            tiers = [engine.host for engine in self.engines if engine.host is not None]
+            self._host_tiers = await listen(tiers, self.settings.host, self.settings.pull_port)
             yield
         finally:
+            for server in self._host_tiers:
+                server.close()
             for loop in self._loops:
                 loop.cancel()
             await asyncio.gather(*self._loops, return_exceptions=True)
