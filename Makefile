@@ -16,7 +16,7 @@ MODE_TABLE ?=
 PAIR_TABLE ?=
 
 .PHONY: audit fuzz
-.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
+.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-placement bench-policy bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
@@ -67,6 +67,11 @@ test-engine-pd: .venv/installed
 test-engine-pools: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
 	ENGINE_DIR=$(ENGINE_DIR) $(BIN)/pytest tests/end_to_end/engine/test_engine_pools.py -m engine_pools -s $(ARGS)
+
+# Real vLLMs that pull prefixes from each other: two at once, 5 GB of memory.
+test-engine-pull: .venv/installed
+	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
+	ENGINE_DIR=$(ENGINE_DIR) $(BIN)/pytest tests/end_to_end/engine -m engine_pull -s $(ARGS)
 
 # Without any extra, with the router's and with the demo's: what is missing is named with the command that brings it.
 test-install: .venv/installed

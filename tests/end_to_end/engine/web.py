@@ -20,9 +20,10 @@ def post_json(url: str, body: Any = None, token: str = "") -> Any:
     return _json(Request(url, json.dumps(body).encode(), headers, method="POST"))
 
 
-def post_reply(url: str, body: Any) -> tuple[Message, Any]:
+def post_reply(url: str, body: Any, headers: dict[str, str] | None = None) -> tuple[Message, Any]:
     """The headers and the JSON that a URL answers to a JSON body. Raises HTTPError, OSError."""
-    request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST")
+    headers = {"Content-Type": "application/json"} | (headers or {})
+    request = Request(url, json.dumps(body).encode(), headers, method="POST")
     with urlopen(request, timeout=60) as response:
         return response.headers, json.loads(response.read())
 
