@@ -61,6 +61,8 @@ def subscribe_observability(observability: Observability, admission: Admission, 
     admission.refusals.on_slo_refused.append(predictions.refused)
     routing.state.learned.predictions.on_first_token.append(predictions.first_token)
     routing.state.learned.predictions.on_answered.append(predictions.answered)
+    if routing.state.pulls is not None:
+        routing.state.pulls.on_ended.append(observability.requests.pulled)
     fleet.on_removed.append(observability.requests.forget)
 
 

@@ -124,6 +124,11 @@ class HitAudit:
         for hashes in cache_prediction.hashes:
             self._sent_prefixes.remember(cache_prediction.target, hashes, cache_prediction.capacity)
 
+    def cached_in(self, cache_prediction: CachePrediction, usage: Usage) -> int | None:
+        """Return the cached tokens of an answer; None if its target never reported any. vLLM omits them if 0."""
+        audit = self._audits.get(cache_prediction.target)
+        return 0 if usage.cached is None and audit is not None and audit.reports_cached else usage.cached
+
     def basis(self, target: Target) -> Basis:
         """Return what a target's cached tokens are predicted from now."""
         stream = self._stream(target)

@@ -34,6 +34,7 @@ from router.observability.spans import Span
 from router.routing.assignment import Assignment
 from router.routing.disaggregation.adapters import WorkerEndpoint
 from router.routing.prompt_reader import RoutedPrompt
+from router.routing.pulls import PullEndpoint
 from router.upstream import ResponseHandler
 from router.upstream.request import SentRequest, Transport
 
@@ -173,17 +174,21 @@ class Attempts:
         self._span = span = context.trace and context.trace.span("upstream")
         if span is not None:
             span.set(worker=worker.name)
+        pull = None if assignment.pull is None else assignment.peer_to_name(services.pulls)
         if assignment.prefill is not None:
             self._send_to_pair(assignment, assignment.prefill, handler)
         elif self._transport is not None:
-            self.sent = self._transport.send(worker, handler, self._headers_to(assignment), self._body)
+            body = self._body if pull is None else pull.body(self._body)
+            self.sent = self._transport.send(worker, handler, self._headers_to(assignment, pull), body)
         else:
             head = context.head
-            if span is not None or self._many_ranks:
-                lines, request_id = forwarded_lines(self._headers_to(assignment)), b""
+            if span is not None or self._many_ranks or pull is not None:
+                lines, request_id = forwarded_lines(self._headers_to(assignment, pull)), b""
             else:
                 lines, request_id = context.lines_for_workers(), context.id
             body = self._body if self.offer is None else self.offer.body_to(worker, self._body)
+            if pull is not None:
+                body = pull.body(body)
             upstream = services.upstreams.get(worker.url)
             add_worker_key = context.admitted.add_worker_key
             # A retry opens a connection: a kept one to another worker that stopped would count as a second break.
@@ -202,8 +207,10 @@ class Attempts:
         if self.others and not self._hung and assignment.prefill is None:
             assignment.attempt.give_up = handler.give_up
 
-    def _headers_to(self, assignment: Assignment) -> Headers:
+    def _headers_to(self, assignment: Assignment, pull: PullEndpoint | None = None) -> Headers:
         headers = self._context.headers_for_workers()
+        if pull is not None:
+            headers = pull.with_headers(headers)
         if self._many_ranks:
             headers = [header for header in headers if header[0] != RANK_HEADER]
             headers.append((RANK_HEADER, b"%d" % assignment.worker.rank_in_requests(assignment.target.dp_rank)))
@@ -217,6 +224,7 @@ class Attempts:
         first, second = (WorkerEndpoint.of(each.worker, each.target.dp_rank) for each in (prefill, assignment))
         ids = None if self.offer is None else self.offer.ids_for_pair(adapter, prefill.worker, assignment.worker)
         requests = adapter.of(head.path, self._body, first, second, ids)
+        requests.pull = prefill.peer_to_name(services.pulls)
         others = self._repeatable and services.selector.has_others(
             self.prompt, [*self._excluded(), assignment.worker, prefill.worker], prefill=True
         )
@@ -252,6 +260,7 @@ class Attempts:
         self.tried.append(worker)
         others = [each for each in services.fleet.workers if each is not worker]
         self.assignment = assignment = services.placement.place(self.prompt, others)
+        assignment.pull = None  # the request was sent with the peer of the first worker, if with any
         self._many_ranks = len(assignment.worker.ranks()) > 1
 
     def routing_headers(self) -> RoutingHeaders:

@@ -260,7 +260,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         """Check a parsed request against its tenant and its deadline, and send it. Raises RequestError."""
         services, context = self._services, self._context
         tenant = context.tenant
-        if services.fleet.disaggregated:
+        if services.fleet.disaggregated or services.pulls is not None:
             prompt = replace(prompt, path=context.head.path)
         if services.recorder.listening:
             self._recorded = services.recorder.began(prompt, self._arrived)

@@ -86,6 +86,7 @@ class ProxyServices:
         self.placement = routing.placement
         self.responses = routing.state.responses
         self.turns = routing.state.turns
+        self.pulls = routing.state.pulls
         self.admission = admission
         self.fleet = fleet
         self.upstreams = upstreams
@@ -99,7 +100,7 @@ class ProxyServices:
         self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
         self.attempts = settings.attempts
         self.elsewhere = ELSEWHERE.union(settings.retry_statuses)
-        self.ask_usage = settings.ask_usage
+        self.ask_usage = settings.ask_usage or self.pulls is not None  # only usage shows whether a pull succeeded
         self.loop = asyncio.get_running_loop()
 
 

@@ -18,6 +18,7 @@ from router.load.target_load import LoadTable
 from router.observability.counters import Counter, CounterSeries, Histogram
 from router.policies import Decision
 from router.policies.records import CostUnit
+from router.routing.pulls import PullResult
 
 _SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -72,6 +73,15 @@ class RequestMetrics:
         )
         self.broken = prometheus_client.Counter(
             "kvrouter_answers_broken", "Responses that a worker did not complete", ["worker"], registry=registry
+        )
+        self.pulls = prometheus_client.Counter(
+            "kvrouter_pulls",
+            "Answers to requests that named a peer to pull from, by result",
+            ["result"],
+            registry=registry,
+        )
+        self.pulled_tokens = prometheus_client.Counter(
+            "kvrouter_pulled_tokens", "Prompt tokens that workers pulled from peers", registry=registry
         )
         # Metrics that every request updates.
         self.answered = Counter(
@@ -174,6 +184,12 @@ class RequestMetrics:
         if usage is not None and usage.completion > 1:
             of_model = self._of_models.get(model) or self._of(model)
             self.token_time.labels(of_model.model).observe(seconds / (usage.completion - 1))
+
+    def pulled(self, result: PullResult, tokens: int) -> None:
+        """Record the result of a pull of `tokens` tokens."""
+        self.pulls.labels(result.value).inc()
+        if result is PullResult.PULLED:
+            self.pulled_tokens.inc(tokens)
 
     def failures(self) -> dict[str, float]:
         """Return the totals of workers' `errors`, of requests `refused` under load, and of `retried` attempts."""

@@ -16,10 +16,12 @@ from router.fleet.health import Attempt, Outcome
 from router.fleet.worker import Worker
 from router.load.target_load import Reservation
 from router.policies import Decision
+from router.policies.records import Source
 from router.prediction.learned import RequestTiming
 from router.prediction.predictions import WatchedAnswer
 from router.prediction.slo import SLO, Prediction
 from router.routing.prompt_reader import RoutedPrompt
+from router.routing.pulls import PullEndpoint, Pulls
 from router.routing.ranks import RoutableRank
 
 NO_HASHES: list[array[int]] = []
@@ -136,6 +138,7 @@ class Assignment:
         self.watched: WatchedAnswer | None = None  # where it is compared with what was predicted
         self.prefill: Assignment | None = None  # where the prompt is computed, if that is another worker
         self.release_load: Callable[[], None] | None = None  # where it loads from a pool or a peer
+        self.pull: Source | None = None  # where it pulls from a peer
         self._callbacks: list[ReleaseCallback] | None = None
 
     @property
@@ -148,6 +151,14 @@ class Assignment:
         """The tokens of the prompt that the target is expected to load from its source."""
         source = self.decision.chosen.source
         return 0 if source is None else source.tokens
+
+    def peer_to_name(self, pulls: Pulls | None) -> PullEndpoint | None:
+        """Return the peer that its request names; None without one, or if the peer was removed since."""
+        peer = None if self.pull is None else self.pull.peer
+        endpoint = None if peer is None or pulls is None else pulls.endpoint(peer)
+        if endpoint is None:
+            self.pull = None
+        return endpoint
 
     @property
     def wants_usage(self) -> bool:

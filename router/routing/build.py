@@ -20,6 +20,7 @@ from router.routing.assignment import RequestSampler
 from router.routing.placement import Placement
 from router.routing.pool_verifier import PoolVerifier
 from router.routing.prompt_reader import PromptReader
+from router.routing.pulls import Pulls
 from router.routing.selector import Selector
 from router.routing.sources import SourceFinder
 from router.routing.state import RoutingState
@@ -66,10 +67,12 @@ def build_state(
     """Return the state that the parts of routing share, with the policy of the settings and nothing learned yet."""
     policy = settings.policy
     learned = Learned(Rates(**settings.rates.model_dump()), cpu_token=policy.cpu_token, disk_token=policy.disk_token)
-    sources = None
-    if settings.pools:
+    sources = pulls = None
+    if settings.pulls.protocol is not None:
+        pulls = Pulls(settings.pulls, indexer, fleet.find, cache_state.audit.distrusted, indexer.names)
+    if settings.pools or pulls is not None:
         prices = {pool.name: pool.price for pool in settings.pools if pool.price is not None}
-        sources = SourceFinder(indexer, False, learned.seconds_per_token, prices, cache_state.audit.not_loading)
+        sources = SourceFinder(indexer, pulls, learned.seconds_per_token, prices, cache_state.audit.not_loading)
     return RoutingState(
         fleet,
         indexer,
@@ -81,6 +84,7 @@ def build_state(
         learned,
         sharing,
         sources=sources,
+        pulls=pulls,
     )
 
 

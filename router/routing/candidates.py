@@ -20,6 +20,7 @@ from router.routing.ranks import Limits, RoutableRank, ServedModel, TargetCapaci
 from router.routing.sources import SourceFinder
 from router.routing.state import RoutingState
 from router.routing.target_directory import ModelTargets, TargetDirectory
+from router.settings import PullProtocol
 
 # Prompts that begin with this many equal chunks count as one session when the client names none.
 _SESSION_CHUNKS = 32
@@ -144,6 +145,7 @@ class CandidateFinder:
         self._overlaps = OverlapFinder(state)
         self._learned = state.learned
         self._sources = state.sources
+        self._pulls = state.pulls
         self._random = random
         self._policy = policy if isinstance(policy, LinearPolicy) else None
         self._needs_rates = state.policy.spec.uses_rates
@@ -156,10 +158,12 @@ class CandidateFinder:
         now: float,
         prefill: bool = False,
         by_load: bool = False,
+        pulls: Collection[PullProtocol] = tuple(PullProtocol),
     ) -> CandidateSet:
         """Return the candidates for a prompt, without `excluded` workers; or those for its prefill alone.
 
-        `by_load`: leave overlaps out, because nothing reads them.
+        - `by_load`: leave overlaps out, because nothing reads them.
+        - `pulls`: the forms in which the request can name a peer to pull from.
         """
         targets = self._directory.of(prompt.name, prefill)
         view = targets.view
@@ -189,18 +193,20 @@ class CandidateFinder:
             if prompt.reads_cache:
                 self._overlaps.find(targets, served, prompt, hashes, now, found.overlaps)
         if self._sources is not None and prompt.reads_cache and len(prompt.token_ids) == 1:
-            self._find_sources(self._sources, prompt, found)
+            self._find_sources(self._sources, prompt, found, pulls)
         return found
 
-    def _find_sources(self, sources: SourceFinder, prompt: RoutedPrompt, found: CandidateSet) -> None:
+    def _find_sources(
+        self, sources: SourceFinder, prompt: RoutedPrompt, found: CandidateSet, forms: Collection[PullProtocol]
+    ) -> None:
         """Find the sources of the candidates for a request with one prompt. Events do not report replaced adapters."""
-        targets = found.targets
+        targets, pulls = found.targets, self._pulls is None or self._pulls.allows(prompt.path, prompt.answers, forms)
         for served in targets.served:
             if served.replacement is None:
                 query = MatchQuery(served.model, prompt.token_ids[0], served.adapter, prompt.cache_salt)
                 ranks = [rank for rank in targets.ranks if rank.served is served]
                 verified = prompt.verified if len(targets.served) == 1 else ()
-                found.sources.update(sources.find(query, ranks, found.overlaps.tokens, verified))
+                found.sources.update(sources.find(query, ranks, found.overlaps.tokens, verified, pulls))
 
     def request(self, prompt: RoutedPrompt, found: CandidateSet, now: float) -> Request:
         """Return a prompt as policies see it. Prompts without a session that begin alike count as one session."""

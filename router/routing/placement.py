@@ -13,7 +13,7 @@ import structlog
 
 from router.apis.sessions import AgentHints
 from router.apis.usage import Usage
-from router.cache_state.in_flight_prefixes import reusable_hashes
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, reusable_hashes
 from router.cache_state.target_audit import Basis, CachePrediction
 from router.fleet.worker import Worker
 from router.load.target_load import Reservation
@@ -21,6 +21,7 @@ from router.policies.rates import prefill_seconds
 from router.prediction.learned import RequestTiming
 from router.routing.assignment import Assignment, RequestSampler, Selection
 from router.routing.prompt_reader import RoutedPrompt
+from router.routing.pulls import PullResult, Pulls
 from router.routing.selector import Selector
 from router.routing.state import RoutingState
 
@@ -106,6 +107,8 @@ class Placement:
         assignment = Assignment(selection, reservation, attempt)
         if self._state.sources is not None and chosen.source is not None and computes:
             assignment.release_load = self._state.sources.loads.reserve(target, chosen.source)
+            if chosen.source.peer is not None:
+                assignment.pull = chosen.source
         if self._predictions.tracks_slos:
             self._predictions.placed(target, seconds, now)
             self._learned.turns.seen(target.model, selection.best_overlap, prompt.tokens)
@@ -203,6 +206,10 @@ class Placement:
         if assignment.timing and usage:
             assignment.timing.end(usage.completion)
             self._learn_load(assignment, assignment.timing, usage)
+        if self._state.pulls is not None:
+            self._judge_pull(self._state.pulls, assignment, usage)
+            if assignment.prefill is not None:
+                self._judge_pull(self._state.pulls, assignment.prefill, None)
 
     def _learn_load(self, assignment: Assignment, timing: RequestTiming, usage: Usage) -> None:
         """Learn the seconds of a load, if the answer confirms that it happened."""
@@ -211,6 +218,19 @@ class Placement:
             return
         if timing.load_seconds is not None and usage.cached >= chosen.reused:
             self._state.sources.rates.seen(chosen.source.name, chosen.source.tokens, timing.load_seconds)
+
+    def _judge_pull(self, pulls: Pulls, assignment: Assignment, usage: Usage | None) -> None:
+        """Record whether a pull happened, if there was one. An engine may compute the last block of a hit again."""
+        pull, prediction, result = assignment.pull, assignment.cache_prediction, PullResult.UNKNOWN
+        if pull is None or pull.peer is None:
+            return
+        if prediction is not None and prediction.comparable and usage is not None:
+            cached = self._audit.cached_in(prediction, usage)
+            if cached is not None:
+                block = self._indexer.block_size(assignment.target) or CHUNK_TOKENS
+                enough = assignment.decision.chosen.reused - block
+                result = PullResult.PULLED if cached >= enough else PullResult.FAILED
+        pulls.ended(assignment.target, pull.peer, pull.tokens, result)
 
     # Events of the fleet
 
@@ -243,3 +263,5 @@ class Placement:
             self._in_flight_prefixes.forget(target)
             self._sent_prefixes.removed(target)
             self._audit.forget(target)
+            if self._state.pulls is not None:
+                self._state.pulls.forget(target)

@@ -18,6 +18,7 @@ from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
 from router.policies import NamedPolicy
 from router.prediction.learned import Learned
+from router.routing.pulls import Pulls
 from router.routing.sources import SourceFinder
 from router.sharing import LoadSharing
 
@@ -92,6 +93,7 @@ class RoutingState:
     sharing: LoadSharing
     clock: Callable[[], float] = time.monotonic
     sources: SourceFinder | None = None
+    pulls: Pulls | None = None
     responses: ResponseOwners = field(default_factory=ResponseOwners)
     turns: ResponseTurns = field(default_factory=ResponseTurns)
     needs_prompts: bool = field(init=False)

@@ -16,7 +16,7 @@ from router.settings.fleet import (
     WorkerSettings,
 )
 from router.settings.load import ConfigError, SettingsFile, load_settings, shown
-from router.settings.pools import PoolSettings, PoolType
+from router.settings.pools import PoolSettings, PoolType, PullProtocol, PullSettings
 from router.settings.routing import (
     Backend,
     DisaggregationSettings,
@@ -64,6 +64,8 @@ __all__ = [
     "PoolSettings",
     "PoolType",
     "ProxySettings",
+    "PullProtocol",
+    "PullSettings",
     "ReplicasSettings",
     "Role",
     "ServerSettings",

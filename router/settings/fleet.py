@@ -78,6 +78,8 @@ class WorkerSettings(KeySettings):
     weight: PositiveFloat = 1.0
     role: Role | None = None
     bootstrap_port: Port | None = None
+    pull_host: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]{1,255}$")] | None = None
+    pull_port: Port | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""Settings of shared pools: cache tiers outside the workers, from which several workers load blocks."""
+"""Settings of sources outside a worker: shared pools, from which workers load blocks, and pulls from peers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from indexer.pools.blocks import MOST_PARTS
 from kvevents.events import canonical_medium, is_pooled
-from router.settings.fields import WORKER_NAME, Endpoint, HttpUrl, ModelName, NonNegative, Section
+from router.settings.fields import WORKER_NAME, Endpoint, HttpUrl, ModelName, NonNegative, Port, Section
 
 
 class PoolType(StrEnum):
@@ -17,6 +17,26 @@ class PoolType(StrEnum):
 
     MOONCAKE = "mooncake"
     EVENTS = "events"
+
+
+class PullProtocol(StrEnum):
+    """The form in which a request names its peer: P2P is vLLM's tier `p2p`, SIDECAR is llm-d's routing sidecar."""
+
+    P2P = "p2p"
+    SIDECAR = "sidecar"
+
+
+class PullSettings(Section):
+    """Pulls of prefixes from the host tiers of other workers.
+
+    - `port`: the base port of each worker's tier `p2p`. Its DP ranks have the ports after it.
+    - `per_source`: the most pulls in flight from one DP rank.
+    """
+
+    protocol: PullProtocol | None = None
+    port: Port = 5710
+    per_source: PositiveInt = 4
+    least_tokens: PositiveInt = 1024
 
 
 class PoolSettings(Section):

@@ -21,7 +21,7 @@ from router.settings.fleet import (
     TokenizerSettings,
     WorkerSettings,
 )
-from router.settings.pools import PoolSettings
+from router.settings.pools import PoolSettings, PullSettings
 from router.settings.routing import (
     DisaggregationSettings,
     ModelSettings,
@@ -56,6 +56,7 @@ class Settings(BaseSettings):
     limits: LimitSettings = LimitSettings()
     workers: list[WorkerSettings] = []
     pools: list[PoolSettings] = []
+    pulls: PullSettings = PullSettings()
     models: dict[str, ModelSettings] = {}
     policy: PolicySettings = PolicySettings()
     rates: RateSettings = RateSettings()
@@ -142,6 +143,12 @@ class Settings(BaseSettings):
     def _tenants_need_a_token(self) -> Settings:
         if self.tenants.named and not self.server.token:
             raise ValueError("tenants: set server.token too. Without it, any client can query what tenants have cached")
+        return self
+
+    @model_validator(mode="after")
+    def _pulls_name_one_worker(self) -> Settings:
+        if self.pulls.protocol is not None and self.picker.fallbacks:
+            raise ValueError("picker.fallbacks: with pulls, a request names the peer of one worker. Set it to 0")
         return self
 
     @classmethod

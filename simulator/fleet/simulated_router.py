@@ -30,7 +30,7 @@ from router.settings import (
     ReplicasSettings,
 )
 from router.sharing import LoadSharing, PeerLoad, SharingChannel
-from simulator.fleet.sources import SourceSpec
+from simulator.fleet.sources import SimulatedPeers, SourceSpec
 from simulator.fleet.workers import EventIndex, SimulatedWorkers
 
 
@@ -136,7 +136,7 @@ def build_router(
         workers, index, policy, load, in_flight_prefixes, sent_prefixes, audit, learned, sharing, clock
     )
     if sources is not None and side.sources:
-        state.sources = SourceFinder(pools, sources.pulls, learned.seconds_per_token)
+        state.sources = SourceFinder(pools, SimulatedPeers() if sources.pulls else None, learned.seconds_per_token)
     selector = Selector(state, DisaggregationSettings(), settings.broken_promise, random)
     placement = Placement(state, selector)
     admission_settings = AdmissionSettings(late_binding=side.late_binding)

@@ -11,6 +11,7 @@ for their worker's link, for the pool, and for the peer that they pull from.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -160,6 +161,25 @@ class SimulatedPool:
             start = intervals.pop()[0] if intervals and intervals[-1][1] == place * size else place * size
             intervals.append((start, (place + 1) * size))
         return [PoolHoldings("pool", size, tuple(intervals))]
+
+
+class SimulatedPeers:
+    """The peers as the router sees them: a target can pull what others hold, on their device or in their host tier."""
+
+    per_source = sys.maxsize
+    least_tokens = 1
+
+    def holders(
+        self,
+        query: MatchQuery,  # noqa: ARG002
+        own: Sequence[tuple[Target, int]],
+    ) -> list[tuple[Target, int, int]]:
+        """Return all targets that hold a part of a prompt, with the tokens. Only the longest prefixes are peers."""
+        return [(target, tokens, 1) for target, tokens in own if tokens]
+
+    def may_pull(self, target: Target) -> bool:  # noqa: ARG002
+        """Return True: every target can pull."""
+        return True
 
 
 def sources_of(spec: SourceSpec, caches: Sequence[Container[int]], block_tokens: int) -> list[WorkerSources]:

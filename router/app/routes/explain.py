@@ -35,6 +35,7 @@ from router.cache_state.session_locations import SessionLocations
 from router.forwarding.proxy_services import LONG_BODY, aside_if_long
 from router.http.headers import HeaderItems
 from router.policies import Cost
+from router.policies.records import Source
 from router.prediction.service_levels import ServiceLevels, read_slo
 from router.prediction.slo import SLO, Estimate, Prediction
 from router.routing.prompt_reader import PromptReader, RoutedPrompt
@@ -148,7 +149,7 @@ def _candidate(names: WorkerNames, cost: Cost, wanted: int) -> dict[str, Any]:
         "worker": names.get(candidate.target.worker),
         "dp_rank": candidate.target.dp_rank,
         "overlap": candidate.overlap,
-        "source": source and {"name": source.name, "tokens": source.tokens, "price": round(source.price, 3)},
+        "source": source and _source(names, source),
         "load": {
             "requests": candidate.requests,
             "pending": candidate.pending,
@@ -158,6 +159,12 @@ def _candidate(names: WorkerNames, cost: Cost, wanted: int) -> dict[str, Any]:
         "terms": cost.terms,
         "total": cost.total,
     }
+
+
+def _source(names: WorkerNames, source: Source) -> dict[str, Any]:
+    """Return the source of a candidate. `peer`: the target to pull from; None for a pool."""
+    peer = source.peer and {"worker": names.get(source.peer.worker), "dp_rank": source.peer.dp_rank}
+    return {"name": source.name, "tokens": source.tokens, "price": round(source.price, 3), "peer": peer}
 
 
 def _slo(slo: SLO, prediction: Prediction, now: float) -> dict[str, Any]:

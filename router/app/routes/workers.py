@@ -214,10 +214,12 @@ def _worker_settings(body: bytes) -> WorkerSettings:
 
 async def _check_addresses(settings: WorkerSettings, networks: AllowedNetworks) -> None:
     """Check that the router may connect to all addresses in a worker's settings. Raises RequestError."""
-    try:
-        await networks.check(host_of(str(settings.url).rstrip("/")))
-    except AddressNotAllowedError as error:
-        raise _not_allowed("url", error) from error
+    for field, host in (("url", host_of(str(settings.url).rstrip("/"))), ("pull_host", settings.pull_host)):
+        try:
+            if host is not None:
+                await networks.check(host)
+        except AddressNotAllowedError as error:
+            raise _not_allowed(field, error) from error
     for stream in settings.streams or []:
         if any(each and not each.startswith("tcp://") for each in (stream.endpoint, stream.replay_endpoint)):
             raise RequestError(f"streams: {stream.endpoint} is not a tcp:// endpoint. Send one.", param="streams")

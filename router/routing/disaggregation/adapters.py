@@ -24,7 +24,8 @@ from router.apis.prompt_ids import with_prompt_ids
 from router.fleet.worker import Worker
 from router.http.headers import Headers
 from router.routing.disaggregation.bodies import answers_in, encoded, fields_of, prompts_in, with_fields
-from router.settings import Backend
+from router.routing.pulls import PullEndpoint
+from router.settings import Backend, PullProtocol
 
 _CHAT = "/v1/chat/completions"
 _IDS = "prompt_token_ids"
@@ -81,6 +82,8 @@ class Adapter:
     - `one_answer`: whether the KV cache of only one prompt, for one answer, can be handed over.
     - `paths`: the paths of requests that can be disaggregated.
     - `sends_ids`: whether both requests can carry the prompt's token ids.
+    - `pulls`: the forms in which its requests can name the peer that the prefill pulls from.
+    - `pull`: the peer that the prefill pulls from; None without a pull.
     """
 
     concurrent: ClassVar[bool] = False
@@ -89,6 +92,7 @@ class Adapter:
     one_answer: ClassVar[bool] = True
     paths: ClassVar[frozenset[str]] = frozenset({_CHAT, "/v1/completions"})
     sends_ids: ClassVar[bool] = False
+    pulls: ClassVar[frozenset[PullProtocol]] = frozenset()
 
     @classmethod
     def of(
@@ -109,6 +113,7 @@ class Adapter:
         self.ids: PackedPrompt | None = None
         self.prefill_worker = prefill
         self.decode_worker = decode
+        self.pull: PullEndpoint | None = None
 
     @property
     def query_url(self) -> str | None:
@@ -187,11 +192,13 @@ class Nixl(Adapter):
     """vLLM with NIXL: the decode worker pulls the blocks that the prefill's answer names."""
 
     sends_ids = True
+    pulls = frozenset({PullProtocol.P2P})
 
     def prefill(self) -> PreparedRequest:
         remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
         wanted = {"do_remote_decode": True, "do_remote_prefill": False, **remote, **_ids_field(self.ids)}
-        return PreparedRequest(_one_token(self.path, self.body, kv_transfer_params=wanted))
+        body = _one_token(self.path, self.body, kv_transfer_params=wanted)
+        return PreparedRequest(body if self.pull is None else self.pull.body(body))
 
     def decode(self, prefilled: bytes) -> PreparedRequest:
         transfer_params = _raw_field(prefilled, "kv_transfer_params")
@@ -283,10 +290,12 @@ class Sidecar(Adapter):
 
     concurrent = True
     prefills = False
+    pulls = frozenset({PullProtocol.SIDECAR})
 
     def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
         to = f"{self.prefill_worker.address}:{self.prefill_worker.port}"
-        return PreparedRequest(self.body, [(b"x-prefiller-host-port", to.encode())])
+        named = [] if self.pull is None else self.pull.headers
+        return PreparedRequest(self.body, [(b"x-prefiller-host-port", to.encode()), *named])
 
 
 ADAPTERS: dict[Backend, type[Adapter]] = {

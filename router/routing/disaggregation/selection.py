@@ -4,7 +4,7 @@
     remote   another worker computes the prompt, with two exceptions. The decode worker is free and has little left to
              compute: uncached < skip_tokens and uncached / prompt < skip_ratio. Or the decode worker is free, and all
              prefill workers are saturated.
-    prefill  the worker with the lowest sum of queued prefill tokens and uncached tokens of the prompt
+    prefill  the worker with the lowest sum of queued prefill tokens, uncached tokens of the prompt, and loads of it
 
 Cached tokens count alike on all tiers. A decode worker whose load is not known does not count as free.
 """
@@ -56,7 +56,8 @@ def prefill_policy(random: Random) -> Policy:
         def terms(candidate: Candidate) -> dict[str, float]:
             return {
                 "queued": float(candidate.pending),
-                "prefill": float(max(request.tokens - candidate.overlap, 0)),
+                "prefill": float(max(request.tokens - candidate.reused, 0)),
+                **({} if candidate.source is None else {"load": candidate.source.load}),
             }
 
         return cheapest(candidates, terms, random)
@@ -124,7 +125,7 @@ class DisaggregatedSelector:
             return selection
         if adapter.one_answer and len(prompt.identities) * prompt.answers > 1:
             return selection  # only the KV cache of one prompt can be handed over
-        prefills = self._candidates.find(prompt, excluded, NO_LIMITS, now, prefill=True)
+        prefills = self._candidates.find(prompt, excluded, NO_LIMITS, now, prefill=True, pulls=adapter.pulls)
         disaggregation = disaggregate(
             selection.decision.chosen,
             prefills.candidates,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from manual_clock import Clock
 
 from indexer import MatchQuery, PoolHoldings, Target
 from router.policies.records import Source
 from router.routing.sources import LoadRates, SourceFinder, SourceLoads
+from simulator.fleet.sources import SimulatedPeers
 
 PROMPT = MatchQuery("m", list(range(1000)))
 TARGETS = [Target(name, 0, "m") for name in "abc"]
@@ -37,9 +40,35 @@ class OnePool:
         return target != self._stranger
 
 
-def finder(pools: OnePool | None, pulls: bool, share: float = 0.5, price: float | None = None) -> SourceFinder:
+class HostTiers:
+    """Peers whose host tiers hold these tokens, in blocks of 100. `unable`: the target that cannot pull."""
+
+    per_source = 1
+    least_tokens = 300
+
+    def __init__(self, *held: int, unable: Target | None = None) -> None:
+        self._held = held
+        self._unable = unable
+
+    def holders(self, query: MatchQuery, own: Sequence[tuple[Target, int]]) -> list[tuple[Target, int, int]]:
+        assert query is PROMPT
+        assert [target for target, _ in own] == TARGETS
+        return [(target, held, 100) for target, held in zip(TARGETS, self._held, strict=True)]
+
+    def may_pull(self, target: Target) -> bool:
+        return target != self._unable
+
+
+def finder(
+    pools: OnePool | None,
+    pulls: bool,
+    share: float = 0.5,
+    price: float | None = None,
+    peers: HostTiers | None = None,
+) -> SourceFinder:
     prices = None if price is None else {"pool": price}
-    return SourceFinder(pools, pulls, lambda: COMPUTED, prices, load_seconds=share * COMPUTED)
+    among = peers or (SimulatedPeers() if pulls else None)
+    return SourceFinder(pools, among, lambda: COMPUTED, prices, load_seconds=share * COMPUTED)
 
 
 def tokens(found: dict[int, Source]) -> dict[int, int]:
@@ -61,6 +90,35 @@ def test_target_pulls_from_the_longest_prefix_with_the_fewest_loads_and_never_fr
     sources = found.find(PROMPT, RANKS, array("I", [900, 900, 200]))
     assert tokens(sources) == {2: 700}
     assert sources[2].peer == TARGETS[1]
+
+
+def test_peer_is_chosen_by_its_host_tier_and_its_loads() -> None:
+    own = array("I", [950, 850, 100])
+    found = finder(None, pulls=True, share=0.1, peers=HostTiers(900, 850, 100))
+    found.loads.reserve(TARGETS[0], Source("pool", 50, 0.1))
+    (source,) = found.find(PROMPT, RANKS, own).values()
+    assert (source.peer, source.tokens) == (TARGETS[1], 750)  # within a block of the longest, with fewer loads
+    release = found.loads.reserve(TARGETS[2], source)
+    (source,) = found.find(PROMPT, RANKS, own).values()
+    assert (source.peer, source.tokens) == (TARGETS[0], 800)  # one pull from each is allowed
+    found.loads.reserve(TARGETS[2], source)
+    assert found.find(PROMPT, RANKS, own) == {}
+    release()
+    (source,) = found.find(PROMPT, RANKS, own).values()
+    assert source.peer == TARGETS[1]
+
+
+@pytest.mark.parametrize(
+    ("peers", "pulls", "own"),
+    [
+        (HostTiers(900, 0, 0), True, 601),  # too few tokens
+        (HostTiers(900, 0, 0, unable=TARGETS[2]), True, 0),
+        (HostTiers(900, 0, 0), False, 0),
+        (HostTiers(0, 0, 900), True, 0),  # from itself
+    ],
+)
+def test_nothing_is_pulled(peers: HostTiers, pulls: bool, own: int) -> None:
+    assert finder(None, pulls=True, peers=peers).find(PROMPT, RANKS, array("I", [950, 950, own]), (), pulls) == {}
 
 
 def test_target_is_not_credited_where_computing_is_faster() -> None:
@@ -92,9 +150,12 @@ def test_load_is_reserved_at_both_ends_and_released_once() -> None:
 
 
 def test_rates_of_loads_are_learned_by_source() -> None:
-    rates = LoadRates(1e-5)
+    clock = Clock()
+    rates = LoadRates(1e-5, clock)
     for number in range(100):
         rates.seen("pool", 10_000, 10_000 * 3e-5 * (20 if number % 20 == 0 else 1))
         rates.seen("pool", 100, 10.0)  # too short to count
     assert rates.of("pool") == pytest.approx(3e-5, rel=0.35)
     assert rates.of("peers") == 1e-5
+    clock.now += 601
+    assert rates.of("pool") == 1e-5

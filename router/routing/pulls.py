@@ -1,0 +1,199 @@
+"""Pulls from peers: a worker takes the beginning of a prompt from another worker's host tier, and computes the rest.
+
+    choice ──▶ the request names the peer ──▶ the answer reports cached tokens ──▶ pulled, or failed
+       ▲                                                                                  │
+       └──────────────────── after failures in a row, a pause without pulls ──────────────┘
+
+A worker that cannot pull computes the prompt and reports no error. So only cached tokens show whether a pull succeeded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Protocol
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import msgspec
+import structlog
+
+from http_api.errors import RequestError
+from indexer import Match, MatchQuery, Target, UnknownModelError
+from indexer.targets import WorkerNames
+from kvevents import Tier
+from kvevents.endpoints import join_host_port
+from router.fleet.discovery import Engine
+from router.fleet.worker import Worker
+from router.http.headers import Headers
+from router.routing.disaggregation.bodies import fields_of, with_fields
+from router.settings import PullProtocol, PullSettings
+
+log = structlog.get_logger()
+
+SOURCE_HEADER: Final = b"x-kv-cache-source-host-port"
+# The paths whose requests may name a peer.
+PULL_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+# After this number of failed pulls in a row, a target neither pulls nor is pulled from for a time in seconds.
+_FAILURES: Final = 3
+_PAUSE_SECONDS: Final = 60.0
+
+
+class PullResult(StrEnum):
+    """The result of a pull. UNKNOWN: the answer did not report its cached tokens."""
+
+    PULLED = "pulled"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class PullEndpoint:
+    """The address of a peer, and the form in which requests name it."""
+
+    protocol: PullProtocol
+    host: str
+    port: int
+
+    def body(self, body: bytes) -> bytes:
+        """Return a body that names the peer, with a new id. Other fields of `kv_transfer_params` stay."""
+        if self.protocol is not PullProtocol.P2P:
+            return body
+        host = f"[{self.host}]" if ":" in self.host else self.host  # the engine appends the port
+        source = {"kv_request_id": str(uuid4()), "remote_host": host, "remote_port": self.port}
+        try:
+            params = bytes(fields_of(body).get("kv_transfer_params", _NULL))
+            before = {} if params == b"null" else fields_of(params)
+            return with_fields(body, kv_transfer_params=before | {"remote_kv_source": source})
+        except RequestError:
+            return body  # the engine refuses it
+
+    @property
+    def headers(self) -> Headers:
+        """The headers that name the peer."""
+        if self.protocol is not PullProtocol.SIDECAR:
+            return []
+        return [(SOURCE_HEADER, join_host_port(self.host, self.port).encode())]
+
+    def with_headers(self, headers: Headers) -> Headers:
+        """Return a request's headers with those that name the peer."""
+        return [header for header in headers if header[0] != SOURCE_HEADER] + self.headers
+
+
+_NULL: Final = msgspec.Raw(b"null")
+
+
+class HostTiers(Protocol):
+    """The index, as far as it knows what host tiers hold."""
+
+    def held_in(self, query: MatchQuery, tier: Tier) -> list[Match]:
+        """Return the prompt tokens that each target holds in one tier, the most first. Raises UnknownModelError."""
+
+    def block_size(self, target: Target) -> int | None:
+        """Return a target's block size in tokens; None if it is not known."""
+
+
+class Pulls:
+    """The pulls between the workers of a fleet.
+
+    - `per_source`: the most pulls in flight from one target.
+    - `least_tokens`: the fewest tokens that are pulled.
+    - `on_ended`: called with the result of each pull, and its tokens.
+    """
+
+    def __init__(
+        self,
+        settings: PullSettings,
+        index: HostTiers,
+        find_worker: Callable[[str], Worker | None],
+        distrusted: Collection[Target] = (),
+        names: WorkerNames | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create the pulls of a fleet. `distrusted`: targets whose events are wrong, a set that changes."""
+        self.per_source = settings.per_source
+        self.least_tokens = settings.least_tokens
+        self.on_ended: list[Callable[[PullResult, int], None]] = []
+        self._protocol = settings.protocol
+        self._port = settings.port
+        self._index = index
+        self._find_worker = find_worker
+        self._distrusted = distrusted
+        self._names = names or WorkerNames()
+        self._clock = clock
+        self._failures: dict[Target, tuple[int, float]] = {}  # failures in a row, and the time of the last one
+
+    def allows(self, path: str, answers: int, forms: Collection[PullProtocol]) -> bool:
+        """Return whether a request may name a peer, in one of these forms. Several answers would pull with one id."""
+        return path in PULL_PATHS and answers == 1 and self._protocol in forms
+
+    def may_pull(self, target: Target) -> bool:
+        """Return whether a target can pull."""
+        worker = self._find_worker(target.worker)
+        return worker is not None and self._speaks(worker) and not self._paused(target)
+
+    def holders(
+        self,
+        query: MatchQuery,
+        own: Sequence[tuple[Target, int]],  # noqa: ARG002
+    ) -> list[tuple[Target, int, int]]:
+        """Return the targets that can be pulled from, each with the tokens in its host tier, and its block size.
+
+        Workers that only decode are among them.
+        """
+        try:
+            matches = self._index.held_in(query, Tier.CPU)
+        except UnknownModelError:
+            return []
+        return [
+            (match.target, match.matched_tokens, self._index.block_size(match.target) or 1)
+            for match in matches
+            if match.matched_tokens >= self.least_tokens and self.endpoint(match.target) is not None
+        ]
+
+    def endpoint(self, peer: Target) -> PullEndpoint | None:
+        """Return the address by which requests name a peer; None if it cannot be pulled from now."""
+        worker, protocol = self._find_worker(peer.worker), self._protocol
+        if worker is None or protocol is None or not self._speaks(worker) or self._paused(peer):
+            return None
+        if not worker.up or worker.asleep or not worker.health.circuit.closed or peer in self._distrusted:
+            return None
+        url, settings = urlsplit(worker.url), worker.settings
+        host = url.hostname or ""
+        if protocol is PullProtocol.P2P:
+            host = settings.pull_host or host
+            return PullEndpoint(protocol, host, (settings.pull_port or self._port) + peer.dp_rank)
+        if len(worker.ranks()) > 1:
+            return None  # the header names a server, not a rank
+        return PullEndpoint(protocol, host, url.port or (443 if url.scheme == "https" else 80))
+
+    def ended(self, target: Target, peer: Target, tokens: int, result: PullResult) -> None:
+        """Record the result of a pull of `tokens` tokens."""
+        for on_ended in self.on_ended:
+            on_ended(result, tokens)
+        if result is PullResult.PULLED:
+            self.forget(target)
+            self.forget(peer)
+        elif result is PullResult.FAILED:
+            for end in (target, peer):
+                failures = self._failures.get(end, (0, 0.0))[0] + 1
+                self._failures[end] = failures, self._clock()
+                if failures == _FAILURES:
+                    log.warning("pulls fail, pausing them", seconds=_PAUSE_SECONDS, **self._names.about(end))
+
+    def forget(self, target: Target) -> None:
+        """Forget the failures of a target."""
+        self._failures.pop(target, None)
+
+    def _speaks(self, worker: Worker) -> bool:
+        """Return whether a worker's engine understands the protocol, as far as that is known."""
+        known = worker.description
+        return known is not None and (self._protocol is not PullProtocol.P2P or known.engine is Engine.VLLM)
+
+    def _paused(self, target: Target) -> bool:
+        if target not in self._failures:
+            return False
+        failures, last = self._failures[target]
+        return failures >= _FAILURES and self._clock() - last < _PAUSE_SECONDS
