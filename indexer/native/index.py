@@ -47,7 +47,6 @@ _NOTHING, _CLEAR = Applied([], False), Applied([], True)
 # A match: the target's number, its matched blocks, and the matched blocks of each tier.
 _MATCH = Struct("=6I")
 _GPU, _CPU, _DISK, _UNKNOWN = Tier
-_EVERY_TIER = len(Tier)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_dump = msgspec.msgpack.Decoder(tuple[list[DumpedRun], list[DumpedHolder]]).decode
@@ -180,8 +179,10 @@ class NativeIndex(Index):
         # The core hashes tokens only, so the hashes up to the last block with an extra key are computed here.
         hashes = prompt.hashes(root, block_size, min(prompt.keyed_blocks(block_size), blocks))
         known = len(hashes)
-        only = _EVERY_TIER if tier is None else tier
-        found, made = self.core.match(root, block_size, prompt.tokens, hashes, blocks, only)
+        if tier is None:
+            found, made = self.core.match(root, block_size, prompt.tokens, hashes, blocks)
+        else:
+            found, made = self.core.match(root, block_size, prompt.tokens, hashes, blocks, tier)
         if made and len(hashes) == known:
             hashes.frombytes(made)
         return found
