@@ -30,8 +30,8 @@ from router.tokens.probes import PROBES
 
 pytestmark = pytest.mark.engine
 
-# Families whose prompts depend on more than the request, or whose engine has an encoder of its own.
-NEVER = {"gpt_oss", "deepseek_v32", "mistral"}
+# Families whose prompts depend on more than the request, whose engine has an encoder of its own, or reads other tokens.
+NEVER = {"gpt_oss", "deepseek_v31", "deepseek_v32", "mistral"}
 MORE_FLAGS = {"qwen3": ("--reasoning-parser", "qwen3")}
 # The engine renders what it is asked to: so nothing but the router prevents a wrong prompt.
 TRUSTING = ("--enable-scale-out", "--trust-request-chat-template", "--max-logprobs", "20")
