@@ -130,7 +130,7 @@ class Harmony:
         items = chat.call is not None and chat.call[0] == RESPONSES
         for message in messages:
             for each in _items(message) if items else [message]:
-                made += self._of_message(each, names)
+                made += self._of_message(each, names, keeps_empty=items and "content" in each)
         tokens = self._encoding.render_conversation_for_completion(
             library.Conversation.from_messages(_without_old_thoughts(made)),
             library.Role.ASSISTANT,
@@ -189,7 +189,8 @@ class Harmony:
             )
         return self._library.Message.from_role_and_content(self._library.Role.DEVELOPER, content)
 
-    def _of_message(self, message: Message, names: dict[Any, Any]) -> Iterator[Any]:
+    def _of_message(self, message: Message, names: dict[Any, Any], keeps_empty: bool) -> Iterator[Any]:
+        """Yield the messages of harmony that a chat's message means. `keeps_empty`: an answer without text is one."""
         role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
         make, reasoning = self._library.Message.from_role_and_content, message.get("reasoning")
         if reasoning is None:
@@ -216,7 +217,7 @@ class Harmony:
                 yield make(role, reasoning).with_channel("analysis")
             texts = [content or ""] if not isinstance(content, list) else [part.get("text", "") for part in content]
             contents = [self._library.TextContent(text=text) for text in texts]
-            if role != "assistant" or (texts and texts[0]):
+            if role != "assistant" or keeps_empty or (texts and texts[0]):
                 said = self._library.Message.from_role_and_contents(role, contents)
                 yield said.with_channel("final") if role == "assistant" else said
 

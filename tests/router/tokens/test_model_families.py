@@ -157,6 +157,13 @@ def test_harmony_converts_each_item_of_responses_alone(harmony: Harmony) -> None
         assert [part.split("<|message|>")[0].split(" ")[0] for part in text.split("<|channel|>")[1:]] == channels
 
 
+@pytest.mark.parametrize(("path", "answers"), [("/v1/responses", 1), ("/v1/chat/completions", 0)])
+def test_harmony_keeps_empty_answers_of_responses(harmony: Harmony, path: str, answers: int) -> None:
+    chat = ChatPrompt([USER, {"role": "assistant", "content": ""}, USER])
+    chat.call = (path, b"{}")
+    assert shown(harmony, chat).count("<|start|>assistant<|channel|>final<|message|><|end|>") == answers
+
+
 def test_harmony_refuses_unknown_effort_and_truncation(harmony: Harmony) -> None:
     with pytest.raises(RequestError, match="low, medium or high"):
         harmony.encode(ChatPrompt([USER], reasoning_effort="none"))
