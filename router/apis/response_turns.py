@@ -26,6 +26,7 @@ _MOST_BYTES = 64 * 2**20
 _MOST_TURNS = 1024
 _MOST_ANSWER = 4 * 2**20
 _ENTRY_BYTES = 500
+_WHOLE = ("completed", "incomplete")
 _LAST_EVENTS = (b"response.completed", b"response.incomplete")
 _TYPE_BYTES = 80  # the beginning of an event, which has its type
 
@@ -42,10 +43,11 @@ class _Settings(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """A whole response: its id, and the items of its output."""
+    """A response: its id, the items of its output, and its status."""
 
     id: str
     output: list[Message]
+    status: str = _WHOLE[0]
 
 
 class _Event(msgspec.Struct):
@@ -105,7 +107,7 @@ class ResponseTurns:
 
     def remember(self, turn: Turn, answer: Answer | None) -> None:
         """Keep a turn and its answer."""
-        if answer is None or not answer.output:
+        if answer is None or answer.status not in _WHOLE:
             return
         stored = _Stored(turn, msgspec.json.encode(answer.output))
         if stored.size > self._limit or answer.id == turn.previous:

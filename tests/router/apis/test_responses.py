@@ -214,6 +214,17 @@ def test_response_without_known_turns_or_storage_is_not_remembered(fields: dict[
     assert turn is None
 
 
+@pytest.mark.parametrize(("status", "messages"), [("incomplete", 3), ("queued", 2)])
+def test_response_without_output_is_remembered_if_it_is_whole(status: str, messages: int) -> None:
+    turns = ResponseTurns()
+    _, turn = begun(turns, asked("one"))
+    assert turn is not None
+    reader = AnswerReader(turn, is_stream=False)
+    reader.feed(json.dumps({"id": "resp_1", "output": [], "status": status}).encode())
+    turns.remember(turn, reader.answer())
+    assert len(begun(turns, asked("two", "resp_1"))[0].messages) == messages
+
+
 def test_latest_turns_are_kept_within_the_limit() -> None:
     turns = ResponseTurns(limit=5000)
     for number in range(20):
