@@ -18,6 +18,7 @@ _SEGMENT = "16MB"
 _TRANSFER = {
     "kv_connector": "MooncakeStoreConnector",
     "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"enable_group_semantics": True},
 }
 
@@ -52,7 +53,7 @@ class PoolMaster:
             "enable_kv_events": "true",
             "kv_events_bind_endpoint": self.events,
             "kv_events_backend_id": "pool",
-            "default_kv_lease_ttl": 500,
+            "default_kv_lease_ttl": 5000,
             "client_ttl": CLIENT_TTL,
         }
         command = [str(self._installation.pool_master), *(f"--{name}={value}" for name, value in options.items())]
@@ -99,5 +100,6 @@ def pool_worker(name: str, installation: Installation, logs: Path, master: PoolM
         "PYTHONHASHSEED": "0",
     }
     flags = ["--kv-transfer-config", json.dumps(_TRANSFER), "--num-gpu-blocks-override", str(DEVICE_BLOCKS)]
+    flags += ["--max-model-len", "2048"]
     python = installation.other_python
     return VllmWorker(name, installation, logs, flags=flags, environment=environment, python=python)

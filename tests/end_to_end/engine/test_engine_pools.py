@@ -97,7 +97,10 @@ class Traffic:
             usage = json.loads(response.read())["usage"]
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         number = len(self.answers)
-        self.answers.append(Answer(number, worker, salted, own, loadable, cached, usage["prompt_tokens"]))
+        answer = Answer(number, worker, salted, own, loadable, cached, usage["prompt_tokens"])
+        self.answers.append(answer)
+        if not answer.exact:
+            print(f"\n{answer}")
         time.sleep(PAUSE)
 
 
@@ -153,7 +156,6 @@ def test_cached_tokens_are_predicted_through_losses_and_restarts(
     wrong = [answer for answer in answers if not answer.exact]
     loaded = sum(answer.cached > answer.own for answer in answers)
     print(f"\n{len(answers) - len(wrong)} of {len(answers)} exact, {loaded} with loads, {evicted:.0f} objects evicted")
-    print(*wrong, sep="\n")
     print(f"findings: {findings}; memory of the pool's tables: {memory / 2**20:.1f} MiB")
     assert len(wrong) <= (1 - EXACT) * len(answers)
     assert loaded > len(answers) / 10
@@ -163,7 +165,7 @@ def test_cached_tokens_are_predicted_through_losses_and_restarts(
 
 def up(router: RouterProcess) -> list[str]:
     """Return the URLs of the workers that receive requests."""
-    return [url for url, worker in router.workers().items() if worker["state"] == "up"]
+    return [url for url, worker in router.workers().items() if worker["state"] == "ready"]
 
 
 def evictions(master: PoolMaster) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from contextlib import suppress
 
 
 class _Event:
@@ -22,4 +22,7 @@ class _Event:
         return True
 
 
-torch.cuda.Event = _Event
+with suppress(ImportError):  # other programs of the engine's environment have no torch
+    import torch
+
+    torch.cuda.Event = _Event
