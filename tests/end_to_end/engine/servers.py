@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.request import urlopen
 
 from benchmarks.ports import free_ports
 from engine.installation import Installation
@@ -203,6 +204,12 @@ class RouterProcess:
         """Return the router's report of its tokenizer."""
         report: dict[str, Any] = get_json(f"{self.url}/workers")["tokenizers"][MODEL]
         return report
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric's series."""
+        with urlopen(f"{self.url}/metrics", timeout=30) as response:
+            found = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", response.read().decode(), re.M)
+        return sum(map(float, found))
 
     def wait_until_compared(self) -> None:
         """Wait until the router has compared its tokens with the engine's."""

@@ -143,6 +143,7 @@ _NAMES = {
     *("id", "created", "created_at", "completed_at", "item_id", "call_id", "request_id", "sequence_number"),
     "signature",
 }
+_SENT = "kvrouter_forwarded_token_requests_total"
 _TEXTS = ("content", "reasoning", "text", "thinking", "partial_json", "arguments")
 
 
@@ -230,10 +231,10 @@ class Compared:
     def compare(self, name: str, path: str, body: bytes, hostile: bool = False) -> None:
         """Record how the two answers differ, and whether ids were sent. The router may refuse a hostile request."""
         expected = self._answer(self._worker.url, path, body)
-        before = self._count()
+        before = self._router.metric(_SENT)
         found = self._answer(self._router.url, path, body)
         self.asked += 1
-        if self._count() > before:
+        if self._router.metric(_SENT) > before:
             self.sent += 1
         else:
             self.plain.append(name)
@@ -264,11 +265,6 @@ class Compared:
 
     def _ids(self, body: bytes) -> PackedPrompt:
         return PackedPrompt.of(post_json(f"{self._worker.url}{CHAT}/render", json.loads(body))["token_ids"])
-
-    def _count(self) -> float:
-        with urlopen(f"{self._router.url}/metrics", timeout=30) as response:
-            found = re.findall(r"^kvrouter_forwarded_token_requests_total\{.*\} (\S+)$", response.read().decode(), re.M)
-        return sum(map(float, found))
 
     def _answer(self, url: str, path: str, body: bytes) -> tuple[int, Any]:
         """Return the status, and what two equal requests have in common, from an empty cache."""

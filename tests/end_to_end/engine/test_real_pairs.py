@@ -24,8 +24,10 @@ from engine.pairs import (
     router_before,
     storage_worker,
 )
-from engine.servers import BLOCK_SIZE, VllmWorker, running
+from engine.processes import wait_for
+from engine.servers import BLOCK_SIZE, MODEL, VllmWorker, running
 from engine.table import write_table
+from engine.web import post_reply
 
 pytestmark = pytest.mark.engine_pd
 
@@ -103,3 +105,24 @@ def test_pairs_with_shared_storage_answer_like_single_worker(
     prefill, decode = (storage_worker(f"storage{number}", installation, logs, tmp_path / "kv") for number in range(2))
     with running(prefill, decode):
         compared("1 + 1, by files", [prefill], [decode])
+
+
+def test_pairs_that_receive_ids_answer_like_single_worker(
+    alone: VllmWorker, installation: Installation, logs: Path, tmp_path: Path
+) -> None:
+    """Both workers compute the chat's ids that the router sends, and neither renders it."""
+    prefill, decode = (pair_worker(f"ids{number}", installation, logs) for number in range(2))
+    with (
+        running(prefill, decode),
+        router_before([prefill], [decode], logs, tmp_path, forward_tokens=True) as router,
+    ):
+        wait_for(lambda: list(router.tokenizer()["ids_not_sent"].values()) == ["", ""], 60, "ids are sent")
+        before = metrics(decode)["external_kv_transfer"]
+        for number, prompt in enumerate(prompts("ids")):
+            body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": 24}
+            body |= {"temperature": 0, "ignore_eos": True}
+            expected, found = (post_reply(f"{url}/v1/chat/completions", body)[1] for url in (alone.url, router.url))
+            assert found["choices"][0]["message"] == expected["choices"][0]["message"]
+            assert found["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+            assert router.metric("kvrouter_forwarded_token_requests_total") == number + 1
+        assert metrics(decode)["external_kv_transfer"] - before > 1500
