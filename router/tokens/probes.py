@@ -1,7 +1,8 @@
 """Kinds of prompts that engines and the router may tokenize differently, with a probe for each.
 
 A probe kind is a name for one feature: a system message, tools, reasoning in earlier turns. A prompt can have several.
-A probe is a short request with one of them, few others, and no text that changes with the date.
+A probe is a short request with one of them, few others, and no text that changes with the date. The text of the probe
+that every chat depends on has what tokenizers may split differently.
 """
 
 from __future__ import annotations
@@ -130,6 +131,13 @@ class Probe:
 
 
 _USER = {"role": "user", "content": "Which worker holds the prefix of this prompt?"}
+# What tokenizers split and normalize differently: numbers, capitals, spaces, line ends, marks, scripts and emoji.
+_VARIED = (
+    "It's 1234567 of 0x0010 tokens, 10,000.50 WE'LL say; isn\u2019t it?\n\n\tif (x>=10):  # \u00bd caf\u00e9 cafe\u0301\r\n"
+    "    return  [{'a':\u00a01e-05}]...   \u6f22\u5b57\u304b\u306a \ud55c\uad6d\uc5b4 \u0627\u0644\u0639\u0631\u0628"
+    " \u0939\u093f\u0928\u094d\u0926\u0940 \ufb01\u00b2 \U0001f469\u200d\U0001f4bb\U0001f642 \u2014"
+    " http://a.b/c?d=1&e=%20_f__g end"
+)
 _SYSTEM = {"role": "system", "content": "Be brief.\nName one worker."}
 _ANSWER = {"role": "assistant", "content": "The second one, since yesterday."}
 _AGAIN = {"role": "user", "content": "  And which one is next?\n"}
@@ -171,7 +179,7 @@ def _chat(kind: ProbeKind, *messages: dict[str, Any], **others: Any) -> Probe:
 _FIRST, _SECOND = "call00001", "call00002"
 
 PROBES: tuple[Probe, ...] = (
-    _chat(ProbeKind.PLAIN, _USER),
+    _chat(ProbeKind.PLAIN, _USER | {"content": f"{_USER['content']} {_VARIED}"}),
     _chat(ProbeKind.SYSTEM, _SYSTEM, _USER),
     _chat(ProbeKind.TURNS, _USER, _ANSWER, _AGAIN),
     _chat(ProbeKind.TOOLS, _USER, tools=_TOOLS),
@@ -198,7 +206,7 @@ PROBES: tuple[Probe, ...] = (
     _chat(ProbeKind.DEVELOPER, {"role": "developer", "content": "Be brief."}, _USER),
     _chat(ProbeKind.SPECIAL_TOKENS, _USER, add_special_tokens=True),
     _chat(ProbeKind.TRUNCATED, _USER, truncate_prompt_tokens=4),
-    Probe(ProbeKind.TEXT, COMPLETIONS, {"prompt": f"{_SYSTEM['content']} {_USER['content']}"}),
+    Probe(ProbeKind.TEXT, COMPLETIONS, {"prompt": f"{_SYSTEM['content']} {_VARIED}"}),
     Probe(
         ProbeKind.RESPONSES,
         RESPONSES,

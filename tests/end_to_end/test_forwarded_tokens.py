@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -46,6 +47,7 @@ class Engine:
     - `sglang`: it is an SGLang, not a vLLM; `chat_template`: the one that SGLang was started with.
     - `version`: its release.
     - `prefix`: what its chat template writes before each conversation.
+    - `splits_numbers`: it has more tokens for a number of several digits.
     - `renders`: it offers to render prompts of all APIs.
     - `fails`: the number of chats to answer with 503.
     - `cuts`: it breaks off streams after their first event.
@@ -57,6 +59,7 @@ class Engine:
         self.chat_template: str | None = None
         self.version = "0.32.0"
         self.prefix = b""
+        self.splits_numbers = False
         self.renders = False
         self.fails = 0
         self.cuts = False
@@ -119,7 +122,8 @@ class Engine:
         prompt = read_call(Call("POST", path, [], body)).prompt
         assert isinstance(prompt, (ChatPrompt, TextPrompts))
         try:
-            return [*self.prefix, *self._local.tokenize(prompt)[0]]
+            more = [1] if self.splits_numbers and re.search(rb"\d{4}", body) else []
+            return [*self.prefix, *self._local.tokenize(prompt)[0], *more]
         except (RequestError, TokenizerUnavailableError):  # only the engine knows them
             return []
 
@@ -308,7 +312,12 @@ async def test_nothing_is_sent_by_default(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"version": "0.31.2"}, "its version is 0.31.2"), ({"version": "x"}, "version"), ({"prefix": b"\1"}, "differ")],
+    [
+        ({"version": "0.31.2"}, "its version is 0.31.2"),
+        ({"version": "x"}, "version"),
+        ({"prefix": b"\1"}, "differ"),
+        ({"splits_numbers": True}, "differ"),
+    ],
 )
 async def test_workers_without_proof_receive_no_ids(engine: Engine, change: dict[str, Any], reason: str) -> None:
     for name, value in change.items():

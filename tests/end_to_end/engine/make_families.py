@@ -69,12 +69,12 @@ def _sources() -> Iterator[str]:
         yield path.read_text(errors="ignore")
 
 
-def _byte_level(special: tuple[str, ...], size: int = VOCABULARY) -> Tokenizer:
+def _byte_level(special: tuple[str, ...], size: int = VOCABULARY, words: str = _WORDS) -> Tokenizer:
     """A byte-level BPE that splits words as current models do."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+            pre_tokenizers.Split(Regex(words), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -119,7 +119,7 @@ def _save(folder: Path, backend: Tokenizer, kind: str, template: str | None, **s
 def _chatml(folder: Path) -> int:
     """A tokenizer with ChatML's template. The id of the token that ends an answer."""
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
-    backend = _byte_level(special)
+    backend = _byte_level(special, words=_WORDS.replace(r"\p{N}{1,3}", r"\p{N}"))  # as the class reads all its files
     _save(folder, backend, "Qwen2Tokenizer", CHATML, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token=None)
     return int(backend.token_to_id("<|im_end|>"))
 
