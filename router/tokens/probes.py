@@ -134,7 +134,8 @@ _USER = {"role": "user", "content": "Which worker holds the prefix of this promp
 # What tokenizers split and normalize differently: numbers, capitals, spaces, line ends, marks, scripts and emoji.
 _VARIED = (
     "It's 1234567 of 0x0010 tokens, 10,000.50 WE'LL say; isn\u2019t it?\n\n\tif (x>=10):"
-    "  # \u00bd caf\u00e9 cafe\u0301\r\n    return  [{'a':\u00a01e-05}]...   \u6f22\u5b57\u304b\u306a \ud55c\uad6d\uc5b4 \u0627\u0644\u0639\u0631\u0628"
+    "  # \u00bd caf\u00e9 cafe\u0301\r\n    return  [{'a':\u00a01e-05}]...   \u6f22\u5b57\u304b\u306a"
+    " \ud55c\uad6d\uc5b4 \u0627\u0644\u0639\u0631\u0628"
     " \u0939\u093f\u0928\u094d\u0926\u0940 \ufb01\u00b2 \U0001f469\u200d\U0001f4bb\U0001f642 \u2014"
     " http://a.b/c?d=1&e=%20_f__g end"
 )
