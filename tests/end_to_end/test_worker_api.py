@@ -100,6 +100,7 @@ async def test_drained_worker_finishes_and_is_used_again() -> None:
         ("POST", "/workers", {"url": "http://8.8.8.8:80"}, 403, "url"),
         ("POST", "/workers", {"url": "http://169.254.169.254/"}, 403, "url"),
         ("POST", "/workers", {"url": "http://[::ffff:169.254.169.254]/"}, 403, "url"),
+        ("POST", "/workers", {"url": "http://127.0.0.1/", "pull_host": "169.254.169.254"}, 403, "pull_host"),
         ("POST", "/workers", {"url": "http://no-such-host.invalid/"}, 403, "url"),
         (
             "POST",
