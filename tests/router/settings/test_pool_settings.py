@@ -47,3 +47,10 @@ def test_pools_of_the_settings(tmp_path: Path) -> None:
     pool = shared_pool(files)
     assert (pool.known, pool.blocks.media) == (True, {"STORAGE"})
     assert [pool.serves(Target(url, 0, "m")) for url in ("http://a:1", "http://b:1")] == [True, False]
+
+
+def test_pulls_exclude_fallbacks(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("pulls: {protocol: p2p}\npicker: {fallbacks: 1}")
+    with pytest.raises(ConfigError, match=r"picker\.fallbacks"):
+        load_settings(file)
