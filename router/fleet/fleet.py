@@ -99,6 +99,10 @@ class Fleet:
         worker = self._workers.get(split_user_info(named)[0].rstrip("/"))
         return worker or next((each for each in self._workers.values() if each.name == named), None)
 
+    def at(self, url: str) -> Worker | None:
+        """Return the worker with this URL."""
+        return self._workers.get(url)
+
     def key_of(self, url: str) -> bytes | None:
         """Return the value of `authorization` for the worker with this URL; None without an API key."""
         worker = self._workers.get(url)

@@ -69,7 +69,7 @@ def build_state(
     learned = Learned(Rates(**settings.rates.model_dump()), cpu_token=policy.cpu_token, disk_token=policy.disk_token)
     sources = pulls = None
     if settings.pulls.protocol is not None:
-        pulls = Pulls(settings.pulls, indexer, fleet.find, cache_state.audit.distrusted, indexer.names)
+        pulls = Pulls(settings.pulls, indexer, fleet.at, cache_state.audit.distrusted, indexer.names)
     if settings.pools or pulls is not None:
         prices = {pool.name: pool.price for pool in settings.pools if pool.price is not None}
         sources = SourceFinder(indexer, pulls, learned.seconds_per_token, prices, cache_state.audit.not_loading)

@@ -150,24 +150,31 @@ class Pulls:
         return [
             (match.target, match.matched_tokens, self._index.block_size(match.target) or 1)
             for match in matches
-            if match.matched_tokens >= self.least_tokens and self.endpoint(match.target) is not None
+            if match.matched_tokens >= self.least_tokens and self._peer(match.target) is not None
         ]
 
     def endpoint(self, peer: Target) -> PullEndpoint | None:
         """Return the address by which requests name a peer; None if it cannot be pulled from now."""
-        worker, protocol = self._find_worker(peer.worker), self._protocol
-        if worker is None or protocol is None or not self._speaks(worker) or self._paused(peer):
-            return None
-        if not worker.up or worker.asleep or not worker.health.circuit.closed or peer in self._distrusted:
+        worker, protocol = self._peer(peer), self._protocol
+        if worker is None or protocol is None:
             return None
         url, settings = urlsplit(worker.url), worker.settings
         host = url.hostname or ""
         if protocol is PullProtocol.P2P:
             host = settings.pull_host or host
             return PullEndpoint(protocol, host, (settings.pull_port or self._port) + peer.dp_rank)
-        if len(worker.ranks()) > 1:
-            return None  # the header names a server, not a rank
         return PullEndpoint(protocol, host, url.port or (443 if url.scheme == "https" else 80))
+
+    def _peer(self, target: Target) -> Worker | None:
+        """Return the worker of a target; None if the target cannot be pulled from now."""
+        worker = self._find_worker(target.worker)
+        if worker is None or not self._speaks(worker) or self._paused(target) or target in self._distrusted:
+            return None
+        if not worker.up or worker.asleep or not worker.health.circuit.closed:
+            return None
+        if self._protocol is PullProtocol.SIDECAR and len(worker.ranks()) > 1:
+            return None  # the header names a server, not a rank
+        return worker
 
     def ended(self, target: Target, peer: Target, tokens: int, result: PullResult) -> None:
         """Record the result of a pull of `tokens` tokens."""
