@@ -134,6 +134,7 @@ class EngineMetrics:
     - `caches_prefixes`: False if the engine reports that prefix caching is off.
     - `pooled`: whether the engine reports that it uses a shared pool.
     - `progress_at`: the time at which its token counters last increased.
+    - `answers`: whether the worker ever answered a scrape.
     """
 
     def __init__(self, stale: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -148,7 +149,7 @@ class EngineMetrics:
         self.drafts = False
         self.pooled = False
         self._asked_at: float | None = None
-        self._answers = False
+        self.answers = False
         self.progress_at = clock()
         self._rank_progress_at: dict[int, float] = {}
 
@@ -159,12 +160,12 @@ class EngineMetrics:
 
     def scrape_answered(self) -> None:
         """Record that the worker answered a scrape, with any status."""
-        self._asked_at, self._answers = None, True
+        self._asked_at, self.answers = None, True
 
     @property
     def unanswered(self) -> float:
         """Seconds since the begin of an unanswered scrape; 0 without one, and before the first answer to any."""
-        return 0.0 if self._asked_at is None or not self._answers else self._clock() - self._asked_at
+        return 0.0 if self._asked_at is None or not self.answers else self._clock() - self._asked_at
 
     def read(self, text: str, in_flight: Mapping[int, int]) -> bool:
         """Parse the answer, with the known requests of each rank. Return whether it is that of a new process."""

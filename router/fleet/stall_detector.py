@@ -167,7 +167,8 @@ class StallDetector:
             if not worker.up or not worker.health.attempts:
                 continue
             silent = self._silence(worker.health, worker.metrics.progress_at, worker.targets)
-            if worker.metrics.unanswered >= self._stall.silence / 4 and worker.probe_began is None:
+            unanswered = worker.metrics.unanswered if worker.metrics.answers else silent
+            if unanswered >= self._stall.silence / 4 and worker.probe_began is None:
                 worker.probe_now.set()  # A worker that answers probes is alive.
             if silent < self._stall.silence or not _others(worker, workers):
                 continue  # This is the cheap check, which most workers pass.
@@ -175,7 +176,7 @@ class StallDetector:
             seen = usual.get(models)
             if seen is None:
                 seen = usual[models] = Usual.of([other.health for other in workers if other.models() & models])
-            dead = worker.metrics.unanswered if worker.probe_unanswered >= self._stall.silence / 2 else 0.0
+            dead = self._unanswered(worker)
             reason = stalled(worker.health, self._stall, seen, silent, dead)
             if reason is None:
                 continue
@@ -231,6 +232,12 @@ class StallDetector:
                 write = log.info if state in _WELL else log.warning
                 write("worker state", worker=worker.name, state=str(state), before=str(before), reason=worker.reason)
         self._logged = {worker: worker.state for worker in workers}
+
+    def _unanswered(self, worker: Worker) -> float:
+        """Return the seconds for which a worker has answered neither probes nor, if it ever did, scrapes."""
+        if not worker.metrics.answers:
+            return worker.probe_unanswered
+        return worker.metrics.unanswered if worker.probe_unanswered >= self._stall.silence / 2 else 0.0
 
     def _silence(self, health: Health, progress_at: float, targets: Iterable[Target]) -> float:
         """Return the seconds since the last sign of work of a worker or rank with these targets."""

@@ -117,13 +117,18 @@ def test_no_long_answer_ejects_its_worker_or_is_computed_twice(played: Played) -
         assert (played.ejected, played.moved) == (0, 0), (streamed, limited, seconds, tokens)
 
 
+@pytest.mark.parametrize("scraped", [True, False])
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("played", [*product((True, False), (True, False))], indirect=True)
-def test_worker_that_answers_nothing_is_ejected_within_two_seconds(played: Played, streamed: bool) -> None:
+def test_worker_that_answers_nothing_is_ejected_within_two_seconds(
+    played: Played, streamed: bool, scraped: bool
+) -> None:
     for _ in range(40):
         played.answer(USUAL_TOKENS, 0.002, streamed, limited=True)
     played.begin(USUAL_TOKENS, streamed)
     begun, (worker, _) = played.clock.now, played.workers
+    if not scraped:
+        worker.metrics = EngineMetrics(clock=played.clock)
     worker.metrics.scrape_began()
     while not played.ejected and played.clock.now < begun + 5:
         played.clock.now += 0.25
