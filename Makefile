@@ -128,6 +128,10 @@ bench-body-check: .venv/installed native
 	$(BIN)/python -m benchmarks.body_check
 
 # Promises kept in real time: a router and four simulated workers, seven minutes.
+.PHONY: bench-light-load
+bench-light-load: .venv/installed
+	$(BIN)/python -m benchmarks.light_load $(ARGS)
+
 bench-service-levels: .venv/installed
 	$(BIN)/python -m benchmarks.service_levels $(ARGS)
 

@@ -49,8 +49,17 @@ def costs(
     `held` is an `array("I")`; the other arrays are `array("d")`.
     """
 
+def paid(held: array[int], computing: array[float], depths: array[int], others: array[float], paid: array[int]) -> None:
+    """Write each row's cached tokens, and those for which other sessions pay, to `paid`.
+
+    Of the tokens between two `depths`, other sessions pay the share `others`, times the row's `computing`.
+    """
+
 def lowest(costs: array[float], near: float) -> list[int]:
     """Return the rows whose finite cost exceeds the lowest by at most the share `near`, in order."""
+
+def holders(held: array[int], tokens: int) -> int:
+    """Return how many rows of an `array("I")` are at least `tokens`."""
 
 def highest(held: array[int]) -> int:
     """Return the highest number of an `array("I")`, or 0 if it is empty."""

@@ -39,6 +39,27 @@ inline void write_costs(
         costs[row] = fixed[row] + static_cast<double>(std::max(tokens - i64{held[row]}, least)) * per_token[row];
 }
 
+// Write each row's cached tokens, and those for which other sessions pay: of the tokens between two `depths`, the share
+// `others` of the latter, times the row's `computing`.
+inline void write_paid(
+    const u32* held, const double* computing, std::span<const u32> depths, const double* others, std::span<u32> paid) {
+    for (std::size_t row = 0; row < paid.size(); ++row) {
+        double tokens = 0;
+        u32 start = held[row];
+        for (std::size_t part = 0; part < depths.size(); ++part) {
+            if (depths[part] <= start) continue;
+            tokens += static_cast<double>(depths[part] - start) * others[part];
+            start = depths[part];
+        }
+        paid[row] = held[row] + static_cast<u32>(computing[row] * tokens);
+    }
+}
+
+// Return how many rows hold at least `tokens` tokens.
+inline u32 holders(std::span<const u32> held, u32 tokens) {
+    return static_cast<u32>(std::count_if(held.begin(), held.end(), [tokens](u32 known) { return known >= tokens; }));
+}
+
 inline u32 highest(std::span<const u32> column) {
     return column.empty() ? 0 : *std::max_element(column.begin(), column.end());
 }

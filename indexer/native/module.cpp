@@ -253,9 +253,24 @@ void costs(nb::handle fixed, nb::handle per_token, nb::handle held, i64 tokens, 
     write_costs(fixed_column.data(), per_token_column.data(), held_column.data(), tokens, least, {out.data(), rows});
 }
 
+void paid(nb::handle held, nb::handle computing, nb::handle depths, nb::handle others, nb::handle paid) {
+    const Column<u32> out(paid, true);
+    const Column<u32> held_column(held, false, out.size()), depths_column(depths, false);
+    const Column<double> computing_column(computing, false, out.size());
+    const Column<double> others_column(others, false, depths_column.size());
+    write_paid(
+        held_column.data(), computing_column.data(), {depths_column.data(), depths_column.size()}, others_column.data(),
+        {out.data(), out.size()});
+}
+
 std::vector<u32> lowest(nb::handle costs, double near) {
     const Column<double> column(costs, false);
     return lowest_rows({column.data(), column.size()}, near);
+}
+
+u32 holders_of(nb::handle held, u32 tokens) {
+    const Column<u32> column(held, false);
+    return holders({column.data(), column.size()}, tokens);
 }
 
 u32 highest_of(nb::handle held) {
@@ -320,6 +335,8 @@ NB_MODULE(_native, module) {
     module.def("numbers_json", &numbers_json);
     module.def("spread", &spread);
     module.def("costs", &costs);
+    module.def("paid", &paid);
+    module.def("holders", &holders_of);
     module.def("lowest", &lowest);
     module.def("highest", &highest_of);
     nb::class_<JsonCheck>(module, "JsonCheck")

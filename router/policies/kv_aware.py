@@ -2,24 +2,28 @@
 
 The cost of a target is counted in prefill tokens and needs no rates. The lowest cost wins, ties at random:
 
-    J = pending + transfer + (u + load) · (1 + β + γ·n + θ·μ) + φ·ctx
+    J = pending + transfer + (v + load) · (1 + β + γ·n) + (u + load) · θ·μ + φ·ctx
 
     u         uncached tokens of the prompt that are not loaded, at least 1
+    v         u without the tokens for which other sessions pay (`router.policies.shared_tokens`), at least 1
     load      the time of loads from a pool or a peer, in computed tokens; 0 without them
     pending   uncached tokens already sent to the target whose first byte was not received
     transfer  cached tokens in CPU memory or on disk, each at the price of loading it
     n, ctx    requests in flight to the target, and the tokens they hold
-    μ         0 while the target evicts nothing, else g/(1-g) (`router.prediction.learned`)
+    μ         0 while the target has room, else g/(1-g) (`router.prediction.learned`)
 
 A prefill delays every request that decodes on that worker (β, γ), and evicts blocks that will be needed again (θ). So
 an uncached token costs more than its own time, and prefixes stay together until queues become long.
+
+A copy of a shared prefix is computed once and used by many sessions, so each pays its part. The memory that a copy
+takes is not divided: it evicts the same blocks, however many sessions use it.
 
 A loaded token counts as the part of a computed one that its time is, harm included. A load takes memory, evicts, and
 moves a session as computing does. At its bare time, loads would move sessions for differences too small to matter.
 
 If workers have different speeds and their rates are known, the cost is counted in seconds:
 
-    J = Q + (P + L) · (1 + β + γ·n + θ·μ) + D
+    J = Q + (P·v/u + L) · (1 + β + γ·n) + (P + L) · θ·μ + D
 
     Q   remaining time of the prefills that were sent to the target
     L   the time of loads from a pool or a peer
@@ -72,9 +76,17 @@ class KvAware(LinearPolicy):
             self._per_token + self._per_request * candidate.requests + self._eviction * candidate.eviction,
         )
 
+    def computing(self, candidate: Candidate) -> float:
+        """Return the part of `per_token` that is no eviction. The memory of a copy is not shared."""
+        if not candidate.eviction:
+            return 1.0
+        per_token = self._per_token + self._per_request * candidate.requests
+        return per_token / (per_token + self._eviction * candidate.eviction)
+
     def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:
         fixed, per_token = self.line(candidate)
-        cost = self.cost(fixed, per_token, tokens, candidate.reused, candidate.cpu, candidate.disk)
+        reused = candidate.reused + int(self.computing(candidate) * candidate.shared)
+        cost = self.cost(fixed, per_token, tokens, reused, candidate.cpu, candidate.disk)
         return cost + per_token * source.load
 
     def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
@@ -101,11 +113,12 @@ def kv_aware(weights: KvWeights, random: Random) -> KvAware:
 def kv_cost(candidate: Candidate, tokens: int, weights: KvWeights) -> dict[str, float]:
     """Return the terms of the cost of a prompt of `tokens` on a candidate, in prefill tokens."""
     uncached = max(tokens - candidate.reused, 1)
+    charged = max(uncached - candidate.shared, 1)
     terms = {
         "pending": candidate.pending,
         "transfer": weights.cpu_token * candidate.cpu + weights.disk_token * candidate.disk,
-        "prefill": uncached,
-        "interference": uncached * (weights.interference + weights.interference_per_request * candidate.requests),
+        "prefill": charged,
+        "interference": charged * (weights.interference + weights.interference_per_request * candidate.requests),
         "eviction": uncached * weights.eviction * candidate.eviction,
         "context": weights.context * candidate.context,
     }
@@ -132,13 +145,15 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
     assert rates is not None
     n, context = candidate.requests, candidate.context
     prefill = prefill_seconds(rates, request.tokens, candidate.reused, n, context)
+    uncached = max(request.tokens - candidate.reused, 1)
+    charged = prefill * max(uncached - candidate.shared, 1) / uncached
     slowed = weights.slowed_by_others * (rates.token * n + rates.context_token * context)
     slowing = weights.slowing_others * n * (rates.token + rates.context_token * request.tokens)
     harm = weights.interference + weights.interference_per_request * n
     terms = {
         "pending": candidate.backlog,
-        "prefill": prefill,
-        "interference": prefill * harm,
+        "prefill": charged,
+        "interference": charged * harm,
         "eviction": prefill * weights.eviction * candidate.eviction,
         "decode": request.output_tokens * (slowed + slowing),
     }

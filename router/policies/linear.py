@@ -1,8 +1,10 @@
 """Linear policies, whose cost is a line over the tokens that a target would have to compute:
 
-    cost = fixed + transfer + per_token · max(tokens - overlap, least_uncached)
+    cost = fixed + transfer + per_token · max(tokens - overlap - computing · shared, least_uncached)
 
     fixed, per_token   from the target's load (`line`)
+    computing          the part of per_token that the sessions of a shared prefix share (`computing`); often 0
+    shared             uncached tokens for which other sessions pay (`router.policies.shared_tokens`)
     transfer           cached tokens in CPU memory or on disk, each at the price of loading it
 
 Calling a policy with candidates computes all costs: that is the specification. The router keeps the lines of all
@@ -21,9 +23,12 @@ from typing import TypeAlias
 
 from indexer.native import native_core
 from router.policies.records import Candidate, CostUnit, Decision, Request, Source, one_of_lowest, one_of_tied
+from router.policies.shared_tokens import SharedTokens
 
 Costs: TypeAlias = Callable[["array[float]", "array[float]", "array[int]", int, int, "array[float]"], None]
+Charged: TypeAlias = Callable[["array[int]", "array[float]", "array[int]", "array[float]", "array[int]"], None]
 Highest: TypeAlias = Callable[["array[int]"], int]
+Holders: TypeAlias = Callable[["array[int]", int], int]
 Lowest: TypeAlias = Callable[["array[float]", float], list[int]]
 
 
@@ -34,16 +39,26 @@ class CostColumns:
         self.rows = rows
         self.fixed = array("d", bytes(8 * rows))
         self.per_token = array("d", bytes(8 * rows))
+        self.computing = array("d", bytes(8 * rows))
         self._costs = array("d", bytes(8 * rows))
         native = native_core()
+        self._paid = array("I", bytes(4 * rows))
+        self._write_paid: Charged = native.paid if native is not None else write_paid
         self._write_costs: Costs = native.costs if native is not None else write_costs
         self.lowest: Lowest = native.lowest if native is not None else lowest
         self.highest: Highest = native.highest if native is not None else highest
+        self.holders: Holders = native.holders if native is not None else holders
 
-    def set(self, row: int, fixed: float, per_token: float) -> None:
+    def set(self, row: int, fixed: float, per_token: float, computing: float = 0.0) -> None:
         """Set a row's line."""
         self.fixed[row] = fixed
         self.per_token[row] = per_token
+        self.computing[row] = computing
+
+    def paid(self, held: array[int], shared: SharedTokens) -> array[int]:
+        """Return each row's cached tokens, and those for which other sessions pay. The next call overwrites it."""
+        self._write_paid(held, self.computing, shared.depths, shared.others, self._paid)
+        return self._paid
 
     def costs(self, tokens: int, held: array[int], least: int) -> array[float]:
         """Return each row's cost of a prompt, of which `held` tokens are cached. The next call overwrites it."""
@@ -59,6 +74,14 @@ def write_costs(
     costs[:] = array("d", [a + b * (new if (new := tokens - known) > least else least) for a, b, known in rows])
 
 
+def write_paid(
+    held: array[int], computing: array[float], depths: array[int], others: array[float], paid: array[int]
+) -> None:
+    """Write each row's cached tokens, and those for which other sessions pay, into `paid`."""
+    shared = SharedTokens(depths, others)
+    paid[:] = array("I", [known + int(part * shared.after(known)) for known, part in zip(held, computing, strict=True)])
+
+
 def lowest(costs: array[float], near: float) -> list[int]:
     """Return the rows whose cost exceeds the lowest by at most the share `near`, in order; without infinite costs."""
     least = min(costs, default=inf)
@@ -71,6 +94,11 @@ def lowest(costs: array[float], near: float) -> list[int]:
 def highest(held: array[int]) -> int:
     """Return the highest number of a column; 0 if it is empty."""
     return max(held, default=0)
+
+
+def holders(held: array[int], tokens: int) -> int:
+    """Return how many rows of a column hold at least a number of tokens."""
+    return sum(known >= tokens for known in held)
 
 
 class LinearPolicy(ABC):
@@ -96,6 +124,10 @@ class LinearPolicy(ABC):
     def line(self, candidate: Candidate) -> tuple[float, float]:
         """Return `fixed` and `per_token` of a target with this load."""
 
+    def computing(self, candidate: Candidate) -> float:  # noqa: ARG002
+        """Return the part of `per_token` that the sessions of a shared prefix share: here none."""
+        return 0.0
+
     @abstractmethod
     def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
         """Return the terms of a prompt's cost for display. Their sum is the cost, or differs from it by a constant."""
@@ -114,7 +146,8 @@ class LinearPolicy(ABC):
         if candidate.source is not None:
             return self.cost_with(candidate, candidate.source, tokens)
         fixed, per_token = self.line(candidate)
-        return self.cost(fixed, per_token, tokens, candidate.overlap, candidate.cpu, candidate.disk)
+        overlap = candidate.overlap + int(self.computing(candidate) * candidate.shared)
+        return self.cost(fixed, per_token, tokens, overlap, candidate.cpu, candidate.disk)
 
     def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:  # noqa: ARG002
         """Return the cost on a candidate that has a source: here, as if it had none."""
@@ -136,12 +169,16 @@ class LinearPolicy(ABC):
         transfers: dict[int, tuple[int, int]],
         excluded: Collection[int],
         sources: dict[int, Candidate],
+        shared: SharedTokens | None = None,
     ) -> int | None:
         """Return the chosen row; None if all are excluded.
 
         - `transfers`: rows' tokens in CPU memory and on disk.
         - `sources`: the candidates of rows that have a source.
+        - `shared`: the parts of the prompt that several sessions asked for.
         """
+        if shared is not None:
+            held = columns.paid(held, shared)
         costs = columns.costs(tokens, held, self.least_uncached)
         for row, (cpu, disk) in transfers.items():
             costs[row] = self.cost(columns.fixed[row], columns.per_token[row], tokens, held[row], cpu, disk)

@@ -76,6 +76,7 @@ class Candidate:
     - `kv_usage`: share of its KV memory in use by running requests, 0 to 1; None if unknown.
     - `backlog`: seconds until the prefills sent to it are done, by `rates`.
     - `rates`: its speed; None if unknown, or if all workers are alike.
+    - `shared`: tokens that it would have to compute, and for which other sessions pay, because they will use them.
     - `source`: where it can load tokens beyond its overlap; None for nowhere.
     """
 
@@ -92,6 +93,7 @@ class Candidate:
     backlog: float
     rates: Rates | None
     source: Source | None
+    shared: float
 
     def __init__(
         self,
@@ -108,6 +110,7 @@ class Candidate:
         backlog: float = 0.0,
         rates: Rates | None = None,
         source: Source | None = None,
+        shared: float = 0.0,
     ) -> None:
         self.target = target
         self.overlap = overlap
@@ -122,6 +125,7 @@ class Candidate:
         self.backlog = backlog
         self.rates = rates
         self.source = source
+        self.shared = shared
 
     @property
     def reused(self) -> int:
@@ -143,6 +147,7 @@ class Candidate:
             self.backlog,
             self.rates,
             self.source,
+            self.shared,
         )
 
 

@@ -5,6 +5,9 @@ The price of evictions follows from the share of evicted tokens that later reque
     g = lost / evicted     both in tokens, averaged over `HORIZON` seconds, g at most 0.92
     μ(w) = g / (1 - g)     while w is full, else 0: the later cost of evicting for one token of prefill
 
+A target is full if it evicted within `HORIZON` seconds, or if less than a tenth of its capacity is free. So prompts go
+where there is room before anything was lost.
+
 `lost` counts the prefixes that were routed before and that no worker holds now. `evicted` is read from the event
 streams. A worker without events counts as full, as a warm cache is. Memory is bounded: one prefix in `STRIDE` chunks is
 remembered, and the least recently seen are forgotten.
@@ -14,13 +17,15 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Set
 from math import exp
 from typing import Final, Protocol
 
 from indexer import Registration, Target
 from indexer.index import Index
+from kvevents import Tier
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
+from router.cache_state.prefix_demand import PrefixDemand
 from router.cache_state.sent_prefixes import RecentPrefixes
 from router.cache_state.session_locations import SessionLocations
 from router.cache_state.shared_prefixes import SharedPrefixes
@@ -32,6 +37,8 @@ from router.prediction.predictions import Predictions
 
 HORIZON = 120.0
 MOST_LOST = 0.92
+# The share of a target's capacity that is free until it counts as full.
+_LEAST_FREE: Final = 0.1
 # Fewer evicted tokens (50 blocks of 512) are too few to compute a share from.
 LEAST_EVICTED = 25_600
 
@@ -57,7 +64,10 @@ class DecayingSum:
 
 
 class EvictionPressure:
-    """The price of evictions μ, computed from every routed prompt and from what targets remove."""
+    """The price of evictions μ, computed from every routed prompt and from what targets remove.
+
+    - `demand`: the sessions that asked for each prefix.
+    """
 
     def __init__(
         self, chunk: int, stride: int = 16, remembered: int = 1 << 17, clock: Callable[[], float] = time.monotonic
@@ -72,23 +82,30 @@ class EvictionPressure:
         self._remembered = remembered
         self._clock = clock
         self._routed = RecentPrefixes(SharedPrefixes())
+        self.demand = PrefixDemand(chunk, stride, remembered // stride)
         self._lost = DecayingSum(HORIZON)
         self._evicted = DecayingSum(HORIZON)
         self._removed: dict[Target, int] = {}
         self._last_removal: dict[Target, float] = {}
+        self._without_room: set[Target] = set()
 
-    def routed(self, hashes: Sequence[int], held: int) -> None:
+    def routed(self, hashes: array[int], held: int) -> None:
         """Record a routed prompt by its hashes. `held`: the most tokens of it that any worker holds."""
         if len(hashes) < self._stride:
             return
-        known = self._routed.remember(array("Q", hashes[self._stride - 1 :: self._stride]), self._remembered)
-        unit = self._chunk * self._stride
+        known = self._routed.remember(hashes[self._stride - 1 :: self._stride], self._remembered)
+        now, unit = self._clock(), self._chunk * self._stride
+        self.demand.routed(hashes, known, now)
         if (lost := known - held // unit) > 0:
-            self._lost.add(lost * unit, self._clock())
+            self._lost.add(lost * unit, now)
 
-    def removed(self, tokens: Mapping[Target, int]) -> None:
-        """Record the tokens that each target with an event stream has removed since it became known."""
+    def removed(self, tokens: Mapping[Target, int], without_room: Set[Target] = frozenset()) -> None:
+        """Record the tokens that each target with an event stream has removed since it became known.
+
+        `without_room`: the targets that hold nearly as much as they can.
+        """
         now = self._clock()
+        self._without_room = set(without_room)
         for target, count in tokens.items():
             before = self._removed.get(target, count)
             if count > before:
@@ -107,9 +124,9 @@ class EvictionPressure:
         lost_share = min(self._lost.at(now) / max(self._evicted.at(now), LEAST_EVICTED), MOST_LOST)
         return lost_share / (1 - lost_share)
 
-    def evicting(self, target: Target) -> bool:
-        """Return whether a target counts as full: it evicted within `HORIZON` seconds, or has no event stream."""
-        if target not in self._removed:
+    def full(self, target: Target) -> bool:
+        """Return whether a target counts as full. One without an event stream does."""
+        if target not in self._removed or target in self._without_room:
             return True
         last = self._last_removal.get(target)
         return last is not None and self._clock() - last < HORIZON
@@ -224,12 +241,14 @@ class Learned:
         if now < self._next_reading:
             return
         self._next_reading = now + _READ_SECONDS
-        removed: dict[Target, int] = {}
+        removed, without_room = dict[Target, int](), set[Target]()
         for registration in index.registered():
             status = index.index.status(registration.target) if registration.source else None
             if status is not None:
                 removed[registration.target] = status.counters.removed * max(status.block_sizes, default=0)
-        self.pressure.removed(removed)
+                if registration.capacity and status.blocks[Tier.GPU] > (1 - _LEAST_FREE) * registration.capacity:
+                    without_room.add(registration.target)
+        self.pressure.removed(removed, without_room)
 
 
 class RequestTiming:

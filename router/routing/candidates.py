@@ -12,7 +12,9 @@ from router.fleet.worker import Worker, choosable, has_turn
 from router.policies import Candidate, Decision, LinearPolicy, Request
 from router.policies.rates import Rates
 from router.policies.records import Source
+from router.policies.shared_tokens import SharedTokens
 from router.routing.assignment import NO_HASHES, Selection
+from router.routing.late_binding import NO_TIME_TO_SPARE
 from router.routing.load_view import LoadView
 from router.routing.overlaps import OverlapFinder, Overlaps
 from router.routing.prompt_reader import RoutedPrompt
@@ -32,9 +34,21 @@ class CandidateSet:
 
     - `hashes`: the chunk hashes of its prompts, by the model that is served under the name.
     - `rates`: the rates of the slowest worker, by model; only if workers differ.
+    - `shared`: the parts of its prompt that several sessions asked for; None without any.
     """
 
-    __slots__ = ("_candidates", "_finder", "excluded", "hashes", "overlaps", "rates", "sources", "targets", "view")
+    __slots__ = (
+        "_candidates",
+        "_finder",
+        "excluded",
+        "hashes",
+        "overlaps",
+        "rates",
+        "shared",
+        "sources",
+        "targets",
+        "view",
+    )
 
     def __init__(
         self, finder: CandidateFinder, targets: ModelTargets, view: LoadView, excluded: Collection[int]
@@ -48,6 +62,7 @@ class CandidateSet:
         self.overlaps = Overlaps(targets.nothing)
         self.rates: dict[ServedModel, Rates] = {}
         self.sources: dict[int, Source] = {}
+        self.shared: SharedTokens | None = None
 
     @property
     def count(self) -> int:
@@ -66,7 +81,7 @@ class CandidateSet:
         if self.rates:
             records = [self._finder.with_rates(self, row, record) for row, record in enumerate(records)]
         for row, tokens in enumerate(self.overlaps.tokens):
-            if tokens or row in self.sources:
+            if tokens or row in self.sources or self.shared is not None:
                 records[row] = self.with_overlap(row, records[row])
         if chosen is not None:
             records[self.targets.of_target[chosen.target].row] = chosen
@@ -78,17 +93,19 @@ class CandidateSet:
         """Return the candidates without some rows."""
         left = CandidateSet(self._finder, self.targets, self.view, {*self.excluded, *rows})
         left.hashes, left.overlaps, left.rates = self.hashes, self.overlaps, self.rates
-        left.sources = self.sources
+        left.sources, left.shared = self.sources, self.shared
         return left
 
     def with_overlap(self, row: int, record: Candidate) -> Candidate:
         """Return a row's record with its overlap and its source."""
         tokens, source = self.overlaps.tokens[row], self.sources.get(row)
-        if not tokens and source is None:
+        if not tokens and source is None and self.shared is None:
             return record
         record = record.copy()
         record.source = source
         record.overlap = tokens
+        if self.shared is not None:
+            record.shared = self.shared.after(record.reused)
         record.cpu, record.disk = self.overlaps.transfers.get(row, (0, 0))
         return record
 
@@ -101,7 +118,7 @@ class CandidateSet:
         records = self.view.records
         sources = {row: self.with_overlap(row, records[row]) for row in self.sources}
         row = policy.cheapest_row(
-            self.view.columns, tokens, overlaps.tokens, overlaps.transfers, self.excluded, sources
+            self.view.columns, tokens, overlaps.tokens, overlaps.transfers, self.excluded, sources, self.shared
         )
         if row is None:
             return None
@@ -192,6 +209,8 @@ class CandidateFinder:
                 found.rates[served] = slowest
             if prompt.reads_cache:
                 self._overlaps.find(targets, served, prompt, hashes, now, found.overlaps)
+        if len(prompt.identities) == len(targets.served) == 1 and prompt.reads_cache:
+            found.shared = self._shared(found, found.hashes[targets.served[0]][0], now)
         if self._sources is not None and prompt.reads_cache and len(prompt.token_ids) == 1:
             self._find_sources(self._sources, prompt, found, pulls)
         return found
@@ -207,6 +226,15 @@ class CandidateFinder:
                 ranks = [rank for rank in targets.ranks if rank.served is served]
                 verified = prompt.verified if len(targets.served) == 1 else ()
                 found.sources.update(sources.find(query, ranks, found.overlaps.tokens, verified, pulls))
+
+    def _shared(self, found: CandidateSet, hashes: array[int], now: float) -> SharedTokens | None:
+        """Return the parts of a prompt that several sessions asked for; None if the fleet has no time to spare."""
+        spare = 1 - found.targets.prefill_share.observed / NO_TIME_TO_SPARE
+        asked = self._learned.pressure.demand.asked(hashes, now) if spare > 0 else []
+        if not asked:
+            return None
+        held, holders = found.overlaps.tokens, found.view.columns.holders
+        return SharedTokens.paid(asked, lambda tokens: holders(held, tokens), spare)
 
     def request(self, prompt: RoutedPrompt, found: CandidateSet, now: float) -> Request:
         """Return a prompt as policies see it. Prompts without a session that begin alike count as one session."""

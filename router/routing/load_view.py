@@ -20,6 +20,8 @@ _SWEEP_SECONDS = 0.5
 _SWEEP_ROWS = 512
 # The relative change of the price of evictions after which all rows are read again.
 _PRICE_CHANGE = 0.05
+# The least price of evictions, which only decides between equal targets: so prompts go where there is room.
+_LEAST_PRICE: Final = 0.001
 HORIZON: Final = 60.0
 
 
@@ -31,14 +33,22 @@ class PrefillShare:
 
     def __init__(self) -> None:
         self.average = 1.0
+        self._assumed = 1.0  # the weight of the assumption in the average
         self._at: float | None = None
+
+    @property
+    def observed(self) -> float:
+        """The average of the observations alone; 0 without any."""
+        return (self.average - self._assumed) / (1 - self._assumed) if self._assumed < 1 else 0.0
 
     def see(self, share: float, now: float) -> None:
         """Record the share at `now`, in seconds of any clock."""
         if self._at is None:
             self._at = now
         elif now > self._at:
-            self.average = share + (self.average - share) * exp((self._at - now) / HORIZON)
+            fading = exp((self._at - now) / HORIZON)
+            self.average = share + (self.average - share) * fading
+            self._assumed *= fading
             self._at = now
 
 
@@ -120,7 +130,7 @@ class LoadView:
             pending=load.pending + peers.pending,
             context=load.context + peers.context,
             waiting=len(load.prefills) + peers.waiting + engine.waiting,
-            eviction=self._eviction(rank) if self._price else 0.0,
+            eviction=self._eviction(rank),
             kv_usage=engine.kv_usage,
         )
         if (weight := rank.weight) != 1:
@@ -134,13 +144,13 @@ class LoadView:
             self.prefilling.discard(row)
         if self._policy is not None:
             fixed, per_token = self._policy.line(record)
-            self.columns.set(row, fixed, per_token)
+            self.columns.set(row, fixed, per_token, self._policy.computing(record))
 
     def _eviction(self, rank: RoutableRank) -> float:
-        """Return the price of an eviction on a rank: 0 while it evicts nothing."""
+        """Return the price of an eviction on a rank: 0 while it has room."""
         target = rank.target
-        if not self._pressure.evicting(target):
+        if not self._pressure.full(target):
             return 0.0
         if not len(self._session_locations):
-            return self._price
+            return max(self._price, _LEAST_PRICE)
         return self._price * self._session_locations.weight(target, len(self._ranks), rank.worker.capacity_tokens)

@@ -13,14 +13,15 @@ import pytest
 
 from benchmarks.policy.decisions import candidates
 from benchmarks.policy.grid import full_grid, quick_grid
-from benchmarks.policy.light import light_cells
+from benchmarks.policy.light import LIGHT_SIDES, generated_cell, in_turn_cell, light_cells, play
 from benchmarks.policy.measures import Measures, in_time, measured
 from benchmarks.policy.report import CellResult, markdown, verdict
-from benchmarks.policy.sessions import AGENTS, generated, in_turn, recorded
+from benchmarks.policy.sessions import AGENTS, HOT_PREFIX, generated, in_turn, recorded
 from benchmarks.policy.sides import OURS_AT_ONCE
 from benchmarks.policy.workloads import AGENT, CONVERSATION, TOOL, Workload, ideal_seconds, sessions
 from kvrouter.tools.traces.results import percentile
-from simulator.fleet.fleet import Outcome
+from router.settings import PolicyName
+from simulator.fleet.fleet import Outcome, Simulation
 from simulator.fleet.simulated_router import OURS
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest, TraceLine, read_trace, requests_of
 
@@ -146,6 +147,19 @@ def turns_of(first: TracedRequest) -> list[TracedRequest]:
     while (following := turns[-1].following) is not None:
         turns.append(following)
     return turns
+
+
+def test_sessions_with_one_hot_prefix_use_all_workers() -> None:
+    cell = generated_cell(HOT_PREFIX, load=0.2, workers=4, seconds=20)
+    outcomes = Simulation(cell.fleet, OURS, Random(0)).run(cell.requests(0), until=cell.seconds)
+    requests = Counter(outcome.worker for outcome in outcomes)
+    assert min(requests[worker] for worker in range(4)) > len(outcomes) / 8
+
+
+def test_sessions_in_turn_hit_as_often_as_with_session_affinity() -> None:
+    cell = in_turn_cell(0.95, workers=2)
+    affinity = next(side for side in LIGHT_SIDES if side.policy is PolicyName.SESSION_AFFINITY)
+    assert play(cell, OURS, 0).hits >= play(cell, affinity, 0).hits
 
 
 def test_generated_sessions_extend_their_prompts_and_share_system_prompts() -> None:

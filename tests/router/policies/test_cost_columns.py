@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from indexer import Target
 from indexer.native import CORE_VARIABLE, CORES
 from router.policies import Candidate, CostColumns, KvWeights, LinearPolicy, Request, kv_aware
-from router.policies.linear import highest, lowest, write_costs
+from router.policies.linear import highest, holders, lowest, write_costs, write_paid
 from router.policies.peers import Dynamo, LeastLoaded, Lmetric, Mooncake
 from router.policies.records import Source
+from router.policies.shared_tokens import SharedTokens
 
 POLICIES: dict[str, Callable[[Random], LinearPolicy]] = {
     "kv_aware": lambda random: kv_aware(KvWeights(), random),
@@ -52,7 +53,7 @@ def candidate(row: int, load: tuple[int, int, int, float]) -> Candidate:
 def columns_of(policy: LinearPolicy, records: list[Candidate]) -> CostColumns:
     columns = CostColumns(len(records))
     for row, record in enumerate(records):
-        columns.set(row, *policy.line(record))
+        columns.set(row, *policy.line(record), policy.computing(record))
     return columns
 
 
@@ -72,7 +73,7 @@ def test_choice_by_columns_equals_the_formula(core: str, name: str, data: Any, s
     row_numbers = st.integers(0, rows - 1)
     for row, load in data.draw(st.lists(st.tuples(row_numbers, loads), max_size=6)):
         records[row] = candidate(row, load)
-        columns.set(row, *policy.line(records[row]))
+        columns.set(row, *policy.line(records[row]), policy.computing(records[row]))
     holders = data.draw(st.dictionaries(row_numbers, held, max_size=8))
     if data.draw(st.booleans()):  # all of them hold something
         holders = {row: random.choice([*holders.values(), (16, 0, 0)]) for row in range(rows)}
@@ -90,7 +91,14 @@ def test_choice_by_columns_equals_the_formula(core: str, name: str, data: Any, s
         records[row] = sources[row] = records[row].copy()
         records[row].source = Source("s", tokens, price, waiting=tokens // 3, peer=peer)
 
-    chosen = policy.cheapest_row(columns, TOKENS, overlaps, transfers, excluded, sources)
+    shared = data.draw(st.sampled_from([None, SharedTokens(array("I", [200, 700]), array("d", [0.9, 0.5]))]))
+    if shared is not None:
+        for row, record in enumerate(records):
+            records[row] = record.copy()
+            records[row].shared = shared.after(record.reused)
+        sources = {row: records[row] for row in sources}
+
+    chosen = policy.cheapest_row(columns, TOKENS, overlaps, transfers, excluded, sources, shared)
 
     left = [record for row, record in enumerate(records) if row not in excluded]
     if not left:
@@ -129,6 +137,13 @@ def test_native_columns_equal_the_python_columns(
             one[row] = inf
     assert lowest(one, near) == _native.lowest(one, near)
     assert highest(held) == _native.highest(held)
+    assert holders(held, tokens) == _native.holders(held, tokens)
+    depths, others = array("I", [100, 2**31]), array("d", [0.9, 0.25])
+    ours, theirs = array("I", held), array("I", held)
+    computing = array("d", [1 / (1 + known % 3) for known in held])
+    write_paid(held, computing, depths, others, ours)
+    _native.paid(held, computing, depths, others, theirs)
+    assert ours == theirs
 
 
 @pytest.mark.skipif("native" not in CORES, reason="the native core was not built")

@@ -65,12 +65,12 @@ def test_old_losses_fade(pressure: EvictionPressure, clock: Clock) -> None:
 
 
 def test_only_recent_evictions_make_a_target_full(pressure: EvictionPressure, clock: Clock) -> None:
-    assert not pressure.evicting(A)
+    assert not pressure.full(A)
     pressure.removed({A: 100, B: 0})
-    assert pressure.evicting(A)
-    assert not pressure.evicting(B)
+    assert pressure.full(A)
+    assert not pressure.full(B)
     clock.now += HORIZON
-    assert not pressure.evicting(A)
+    assert not pressure.full(A)
 
 
 def test_evictions_have_no_price_without_counters(clock: Clock) -> None:
@@ -83,8 +83,8 @@ def test_evictions_have_no_price_without_counters(clock: Clock) -> None:
 def test_counter_reset_is_no_eviction_and_a_target_without_counters_evicts(pressure: EvictionPressure) -> None:
     pressure.removed({A: 5000})
     pressure.removed({A: 10, B: 70})
-    assert not pressure.evicting(B)
-    assert pressure.evicting(Target("silent", 0, "m"))
+    assert not pressure.full(B)
+    assert pressure.full(Target("silent", 0, "m"))
 
 
 hash_lists = st.lists(st.integers(0, 40), max_size=60)

@@ -76,17 +76,29 @@ def test_evictions_are_read_from_the_index(learned: Learned, clock: Clock, index
     stored = BlockStored(hashes, None, tokens, CHUNK_TOKENS)
     indexer.index.apply(TARGET, EventBatch(0.0, [stored], 0))
     learned.read_evictions(indexer)
-    assert not learned.pressure.evicting(TARGET)
-    assert learned.pressure.evicting(Target("http://silent:1", 0, "m"))
+    assert not learned.pressure.full(TARGET)
+    assert learned.pressure.full(Target("http://silent:1", 0, "m"))
     indexer.index.apply(TARGET, EventBatch(0.0, [BlockRemoved(hashes[256:])], 0))
     clock.now += 2
     learned.read_evictions(indexer)
-    assert learned.pressure.evicting(TARGET)
+    assert learned.pressure.full(TARGET)
     prompt = array("Q", hashes)
     learned.pressure.routed(prompt, 0)
     learned.pressure.routed(prompt, 256 * CHUNK_TOKENS)
     lost = 256 * CHUNK_TOKENS / 25_600
     assert learned.pressure.price() == pytest.approx(lost / (1 - lost))
+
+
+@pytest.mark.parametrize(("capacity", "full"), [(512, True), (570, False), (None, False)])
+def test_target_with_little_room_is_full_before_it_evicts(
+    learned: Learned, indexer: Indexer, capacity: int | None, full: bool
+) -> None:
+    indexer.start()
+    indexer.register(Registration(TARGET, EventSource(0, "tcp://127.0.0.1:9"), capacity=capacity))
+    stored = BlockStored(list(range(100, 612)), None, list(range(512 * CHUNK_TOKENS)), CHUNK_TOKENS)
+    indexer.index.apply(TARGET, EventBatch(0.0, [stored], 0))
+    learned.read_evictions(indexer)
+    assert learned.pressure.full(TARGET) is full
 
 
 def test_mean_output_of_a_model_is_learned_and_a_hint_replaces_it_within_the_limit() -> None:

@@ -156,7 +156,7 @@ def test_wanted_tokens_raise_the_eviction_cost(indexer: Indexer, monkeypatch: py
     fixture = Fixture(indexer)
     pressure, locations = fixture.learned.pressure, fixture.learned.session_locations
     monkeypatch.setattr(pressure, "price", lambda: 0.5)
-    monkeypatch.setattr(pressure, "evicting", lambda target: target.worker != "http://w3:1")
+    monkeypatch.setattr(pressure, "full", lambda target: target.worker != "http://w3:1")
     prompt = prompt_of(Random(1))
     prompt.session, prompt.hints = "agent", AgentHints(final=False)
 
