@@ -161,6 +161,8 @@ def family_worker(installation: Installation, logs: Path, family: str, *flags: s
 
 @pytest.mark.parametrize("family", os.environ.get("FAMILIES", ",".join(FLAGS)).split(","))
 def test_answers_with_ids_equal_answers_without(installation: Installation, logs: Path, family: str) -> None:
+    if family == "qwen3_next":
+        pytest.skip("this engine on CPU answers its chats with log probabilities with 400")
     with (
         family_worker(installation, logs, family, *TRUSTING) as worker,
         RouterProcess([worker], logs, patience=30.0, forward_tokens=True) as router,
