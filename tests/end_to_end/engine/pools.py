@@ -14,6 +14,7 @@ from engine.web import answers
 
 CLIENT_TTL = 5  # seconds without a ping after which a client is suspected, and as long again until it is offline
 DEVICE_BLOCKS = 80
+WATERMARK = 0.2  # share of the pool from which objects are evicted
 _SEGMENT = "16MB"
 _TRANSFER = {
     "kv_connector": "MooncakeStoreConnector",
@@ -55,6 +56,7 @@ class PoolMaster:
             "kv_events_backend_id": "pool",
             "default_kv_lease_ttl": 5000,
             "client_ttl": CLIENT_TTL,
+            "eviction_high_watermark_ratio": WATERMARK,
         }
         command = [str(self._installation.pool_master), *(f"--{name}={value}" for name, value in options.items())]
         self._process.start(command)

@@ -159,6 +159,7 @@ def test_cached_tokens_are_predicted_through_losses_and_restarts(
     print(f"findings: {findings}; memory of the pool's tables: {memory / 2**20:.1f} MiB")
     assert len(wrong) <= (1 - EXACT) * len(answers)
     assert loaded > len(answers) / 10
+    assert evicted > 0
     assert memory < 2 * MEMORY
     assert [found for found in findings if found["finding"] in ("drift", "unexplained_pool", "pool_not_loaded")] == []
 
