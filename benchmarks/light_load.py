@@ -63,7 +63,7 @@ def main(
 def _router(policy: str, workers: int, blocks: int) -> Iterator[str]:
     """Run a router before workers whose caches have `blocks` blocks, and yield its URL."""
     with ExitStack() as stack:
-        command = ["simulate", "--port", "0", "--num-blocks", str(blocks)]
+        command = ["simulate", "--port", "0", "--blocks", str(blocks)]
         fleet = [stack.enter_context(KvrouterProcess(command)) for _ in range(workers)]
         urls = [worker.wait_until_listening() for worker in fleet]
         config = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "config.yaml"
