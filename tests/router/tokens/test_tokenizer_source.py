@@ -234,7 +234,7 @@ async def test_different_workers_are_each_compared(played: Played) -> None:
 
 def audited(played: Played) -> TargetAudit:
     """Return the audit of the first worker's target."""
-    audit = TargetAudit(PredictionErrors(1), PredictionErrors(1), PredictionErrors(1), PredictionErrors(1))
+    audit = TargetAudit(*(PredictionErrors(1) for _ in range(6)))
     played.audits.append((Target(played.workers[0].url, 0, "m"), audit))
     return audit
 
