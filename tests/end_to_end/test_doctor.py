@@ -205,7 +205,7 @@ async def test_other_tokenizer_is_a_finding(sound: Sound, tmp_path: Path) -> Non
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    for one, other in ("01", "23", "45", "67", "89"):
+    for one, other in ("34", "68"):  # tokens that no probe has
         vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     file.write_text(json.dumps(tokenizer))
     models = {"simulated": {"tokenizer": str(folder)}}
