@@ -29,7 +29,7 @@ from kvrouter.processes import KvrouterProcess
 _MODEL, _VOCABULARY = "simulated", 4096
 _POLICIES = ("kv_aware", "session_affinity", "least_loaded", "lmetric", "mooncake", "preble")
 _SHARED, _OWN, _ANSWER = 2000, 40, 20
-_SESSIONS, _ROUNDS, _SESSION_TOKENS, _CACHE_BLOCKS = 19, 8, 1600, 1024  # ten sessions of 101 blocks fit into a cache
+_SESSIONS, _ROUNDS, _SESSION_TOKENS, _CACHE_BLOCKS = 19, 8, 3200, 2048  # ten sessions of 202 blocks fit into a cache
 
 
 @dataclass(frozen=True, slots=True)
