@@ -49,10 +49,10 @@ def costs(
     `held` is an `array("I")`; the other arrays are `array("d")`.
     """
 
-def paid(held: array[int], computing: array[float], depths: array[int], others: array[float], paid: array[int]) -> None:
+def paid(held: array[int], shares: array[float], depths: array[int], others: array[float], paid: array[int]) -> None:
     """Write each row's cached tokens, and those for which other sessions pay, to `paid`.
 
-    Of the tokens between two `depths`, other sessions pay the share `others`, times the row's `computing`.
+    Of the tokens between two `depths`, other sessions pay the share `others`, times the row's `shares`.
     """
 
 def lowest(costs: array[float], near: float) -> list[int]:

@@ -40,9 +40,9 @@ inline void write_costs(
 }
 
 // Write each row's cached tokens, and those for which other sessions pay: of the tokens between two `depths`, the share
-// `others` of the latter, times the row's `computing`.
+// `others` of the latter, times the row's `shares`.
 inline void write_paid(
-    const u32* held, const double* computing, std::span<const u32> depths, const double* others, std::span<u32> paid) {
+    const u32* held, const double* shares, std::span<const u32> depths, const double* others, std::span<u32> paid) {
     for (std::size_t row = 0; row < paid.size(); ++row) {
         double tokens = 0;
         u32 start = held[row];
@@ -51,7 +51,7 @@ inline void write_paid(
             tokens += static_cast<double>(depths[part] - start) * others[part];
             start = depths[part];
         }
-        paid[row] = held[row] + static_cast<u32>(computing[row] * tokens);
+        paid[row] = held[row] + static_cast<u32>(shares[row] * tokens);
     }
 }
 

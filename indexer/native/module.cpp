@@ -253,13 +253,13 @@ void costs(nb::handle fixed, nb::handle per_token, nb::handle held, i64 tokens, 
     write_costs(fixed_column.data(), per_token_column.data(), held_column.data(), tokens, least, {out.data(), rows});
 }
 
-void paid(nb::handle held, nb::handle computing, nb::handle depths, nb::handle others, nb::handle paid) {
+void paid(nb::handle held, nb::handle shares, nb::handle depths, nb::handle others, nb::handle paid) {
     const Column<u32> out(paid, true);
     const Column<u32> held_column(held, false, out.size()), depths_column(depths, false);
-    const Column<double> computing_column(computing, false, out.size());
+    const Column<double> shares_column(shares, false, out.size());
     const Column<double> others_column(others, false, depths_column.size());
     write_paid(
-        held_column.data(), computing_column.data(), {depths_column.data(), depths_column.size()}, others_column.data(),
+        held_column.data(), shares_column.data(), {depths_column.data(), depths_column.size()}, others_column.data(),
         {out.data(), out.size()});
 }
 

@@ -2,7 +2,7 @@
 
 The cost of a target is counted in prefill tokens and needs no rates. The lowest cost wins, ties at random:
 
-    J = pending + transfer + (v + load) · (1 + β + γ·n) + (u + load) · θ·μ + φ·ctx
+    J = pending + transfer + (v + load) · (1 + β + γ·n + θ·μ) + φ·ctx
 
     u         uncached tokens of the prompt that are not loaded, at least 1
     v         u without the tokens for which other sessions pay (`router.policies.shared_tokens`), at least 1
@@ -15,15 +15,15 @@ The cost of a target is counted in prefill tokens and needs no rates. The lowest
 A prefill delays every request that decodes on that worker (β, γ), and evicts blocks that will be needed again (θ). So
 an uncached token costs more than its own time, and prefixes stay together until queues become long.
 
-A copy of a shared prefix is computed once and used by many sessions, so each pays its part. The memory that a copy
-takes is not divided: it evicts the same blocks, however many sessions use it.
+A copy of a shared prefix is computed once and used by many sessions, so each pays its part. This holds only where the
+copy finds room. Where it would evict other blocks, each request pays for all of its tokens: v is u.
 
 A loaded token counts as the part of a computed one that its time is, harm included. A load takes memory, evicts, and
 moves a session as computing does. At its bare time, loads would move sessions for differences too small to matter.
 
 If workers have different speeds and their rates are known, the cost is counted in seconds:
 
-    J = Q + (P·v/u + L) · (1 + β + γ·n) + (P + L) · θ·μ + D
+    J = Q + (P·v/u + L) · (1 + β + γ·n + θ·μ) + D
 
     Q   remaining time of the prefills that were sent to the target
     L   the time of loads from a pool or a peer
@@ -76,16 +76,12 @@ class KvAware(LinearPolicy):
             self._per_token + self._per_request * candidate.requests + self._eviction * candidate.eviction,
         )
 
-    def computing(self, candidate: Candidate) -> float:
-        """Return the part of `per_token` that is no eviction. The memory of a copy is not shared."""
-        if not candidate.eviction:
-            return 1.0
-        per_token = self._per_token + self._per_request * candidate.requests
-        return per_token / (per_token + self._eviction * candidate.eviction)
+    def shares(self, candidate: Candidate) -> float:
+        return 0.0 if candidate.eviction else 1.0
 
     def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:
         fixed, per_token = self.line(candidate)
-        reused = candidate.reused + int(self.computing(candidate) * candidate.shared)
+        reused = candidate.reused + int(self.shares(candidate) * candidate.shared)
         cost = self.cost(fixed, per_token, tokens, reused, candidate.cpu, candidate.disk)
         return cost + per_token * source.load
 
@@ -112,20 +108,24 @@ def kv_aware(weights: KvWeights, random: Random) -> KvAware:
 
 def kv_cost(candidate: Candidate, tokens: int, weights: KvWeights) -> dict[str, float]:
     """Return the terms of the cost of a prompt of `tokens` on a candidate, in prefill tokens."""
-    uncached = max(tokens - candidate.reused, 1)
-    charged = max(uncached - candidate.shared, 1)
+    charged = _charged(candidate, max(tokens - candidate.reused, 1))
     terms = {
         "pending": candidate.pending,
         "transfer": weights.cpu_token * candidate.cpu + weights.disk_token * candidate.disk,
         "prefill": charged,
         "interference": charged * (weights.interference + weights.interference_per_request * candidate.requests),
-        "eviction": uncached * weights.eviction * candidate.eviction,
+        "eviction": charged * weights.eviction * candidate.eviction,
         "context": weights.context * candidate.context,
     }
     if candidate.source is not None:
         harm = weights.interference + weights.interference_per_request * candidate.requests
         terms["load"] = candidate.source.load * (1 + harm + weights.eviction * candidate.eviction)
     return terms
+
+
+def _charged(candidate: Candidate, uncached: int) -> float:
+    """Return the uncached tokens without those for which other sessions pay, at least 1."""
+    return uncached if candidate.eviction else max(uncached - candidate.shared, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
     n, context = candidate.requests, candidate.context
     prefill = prefill_seconds(rates, request.tokens, candidate.reused, n, context)
     uncached = max(request.tokens - candidate.reused, 1)
-    charged = prefill * max(uncached - candidate.shared, 1) / uncached
+    charged = prefill * _charged(candidate, uncached) / uncached
     slowed = weights.slowed_by_others * (rates.token * n + rates.context_token * context)
     slowing = weights.slowing_others * n * (rates.token + rates.context_token * request.tokens)
     harm = weights.interference + weights.interference_per_request * n
@@ -154,7 +154,7 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
         "pending": candidate.backlog,
         "prefill": charged,
         "interference": charged * harm,
-        "eviction": prefill * weights.eviction * candidate.eviction,
+        "eviction": charged * weights.eviction * candidate.eviction,
         "decode": request.output_tokens * (slowed + slowing),
     }
     if candidate.source is not None:

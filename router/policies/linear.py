@@ -1,9 +1,9 @@
 """Linear policies, whose cost is a line over the tokens that a target would have to compute:
 
-    cost = fixed + transfer + per_token · max(tokens - overlap - computing · shared, least_uncached)
+    cost = fixed + transfer + per_token · max(tokens - overlap - shares · shared, least_uncached)
 
     fixed, per_token   from the target's load (`line`)
-    computing          the part of per_token that the sessions of a shared prefix share (`computing`); often 0
+    shares             1 where sessions share the price of a copy, else 0 (`shares`)
     shared             uncached tokens for which other sessions pay (`router.policies.shared_tokens`)
     transfer           cached tokens in CPU memory or on disk, each at the price of loading it
 
@@ -39,7 +39,7 @@ class CostColumns:
         self.rows = rows
         self.fixed = array("d", bytes(8 * rows))
         self.per_token = array("d", bytes(8 * rows))
-        self.computing = array("d", bytes(8 * rows))
+        self.shares = array("d", bytes(8 * rows))
         self._costs = array("d", bytes(8 * rows))
         native = native_core()
         self._paid = array("I", bytes(4 * rows))
@@ -49,15 +49,15 @@ class CostColumns:
         self.highest: Highest = native.highest if native is not None else highest
         self.holders: Holders = native.holders if native is not None else holders
 
-    def set(self, row: int, fixed: float, per_token: float, computing: float = 0.0) -> None:
+    def set(self, row: int, fixed: float, per_token: float, shares: float = 0.0) -> None:
         """Set a row's line."""
         self.fixed[row] = fixed
         self.per_token[row] = per_token
-        self.computing[row] = computing
+        self.shares[row] = shares
 
     def paid(self, held: array[int], shared: SharedTokens) -> array[int]:
         """Return each row's cached tokens, and those for which other sessions pay. The next call overwrites it."""
-        self._write_paid(held, self.computing, shared.depths, shared.others, self._paid)
+        self._write_paid(held, self.shares, shared.depths, shared.others, self._paid)
         return self._paid
 
     def costs(self, tokens: int, held: array[int], least: int) -> array[float]:
@@ -75,11 +75,11 @@ def write_costs(
 
 
 def write_paid(
-    held: array[int], computing: array[float], depths: array[int], others: array[float], paid: array[int]
+    held: array[int], shares: array[float], depths: array[int], others: array[float], paid: array[int]
 ) -> None:
     """Write each row's cached tokens, and those for which other sessions pay, into `paid`."""
     shared = SharedTokens(depths, others)
-    paid[:] = array("I", [known + int(part * shared.after(known)) for known, part in zip(held, computing, strict=True)])
+    paid[:] = array("I", [known + int(part * shared.after(known)) for known, part in zip(held, shares, strict=True)])
 
 
 def lowest(costs: array[float], near: float) -> list[int]:
@@ -124,8 +124,8 @@ class LinearPolicy(ABC):
     def line(self, candidate: Candidate) -> tuple[float, float]:
         """Return `fixed` and `per_token` of a target with this load."""
 
-    def computing(self, candidate: Candidate) -> float:  # noqa: ARG002
-        """Return the part of `per_token` that the sessions of a shared prefix share: here none."""
+    def shares(self, candidate: Candidate) -> float:  # noqa: ARG002
+        """Return 1 where the sessions of a shared prefix share the price of a copy, else 0: here 0."""
         return 0.0
 
     @abstractmethod
@@ -146,7 +146,7 @@ class LinearPolicy(ABC):
         if candidate.source is not None:
             return self.cost_with(candidate, candidate.source, tokens)
         fixed, per_token = self.line(candidate)
-        overlap = candidate.overlap + int(self.computing(candidate) * candidate.shared)
+        overlap = candidate.overlap + int(self.shares(candidate) * candidate.shared)
         return self.cost(fixed, per_token, tokens, overlap, candidate.cpu, candidate.disk)
 
     def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:  # noqa: ARG002

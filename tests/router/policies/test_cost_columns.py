@@ -53,7 +53,7 @@ def candidate(row: int, load: tuple[int, int, int, float]) -> Candidate:
 def columns_of(policy: LinearPolicy, records: list[Candidate]) -> CostColumns:
     columns = CostColumns(len(records))
     for row, record in enumerate(records):
-        columns.set(row, *policy.line(record), policy.computing(record))
+        columns.set(row, *policy.line(record), policy.shares(record))
     return columns
 
 
@@ -73,7 +73,7 @@ def test_choice_by_columns_equals_the_formula(core: str, name: str, data: Any, s
     row_numbers = st.integers(0, rows - 1)
     for row, load in data.draw(st.lists(st.tuples(row_numbers, loads), max_size=6)):
         records[row] = candidate(row, load)
-        columns.set(row, *policy.line(records[row]), policy.computing(records[row]))
+        columns.set(row, *policy.line(records[row]), policy.shares(records[row]))
     holders = data.draw(st.dictionaries(row_numbers, held, max_size=8))
     if data.draw(st.booleans()):  # all of them hold something
         holders = {row: random.choice([*holders.values(), (16, 0, 0)]) for row in range(rows)}
@@ -140,9 +140,9 @@ def test_native_columns_equal_the_python_columns(
     assert holders(held, tokens) == _native.holders(held, tokens)
     depths, others = array("I", [100, 2**31]), array("d", [0.9, 0.25])
     ours, theirs = array("I", held), array("I", held)
-    computing = array("d", [1 / (1 + known % 3) for known in held])
-    write_paid(held, computing, depths, others, ours)
-    _native.paid(held, computing, depths, others, theirs)
+    shares = array("d", [known % 2 for known in held])
+    write_paid(held, shares, depths, others, ours)
+    _native.paid(held, shares, depths, others, theirs)
     assert ours == theirs
 
 
