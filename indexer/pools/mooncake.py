@@ -43,7 +43,16 @@ class _MasterBatch(msgspec.Struct, array_like=True):
     events: list[_MasterEvent]
 
 
+class _KeyAnswer(msgspec.Struct):
+    ok: bool
+
+
+class _KeyAnswers(msgspec.Struct):
+    data: dict[str, _KeyAnswer]
+
+
 _decode = msgspec.msgpack.Decoder(_MasterBatch).decode
+_decode_answers = msgspec.json.Decoder(_KeyAnswers).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,11 @@ class MooncakeMaster:
     most_keys: int = 100_000
     interval: float = 1.0
     timeout: float = 2.0
+
+
+def stored_keys(answer: bytes) -> set[str]:
+    """Return the keys that an answer of `/batch_query_keys` shows as stored. Raises msgspec.DecodeError."""
+    return {key for key, found in _decode_answers(answer).data.items() if found.ok}
 
 
 class MasterContent:

@@ -14,6 +14,7 @@ import msgspec
 from yarl import URL
 
 from indexer import Indexer, MatchQuery, PoolHoldings
+from indexer.pools.mooncake import stored_keys
 from indexer.pools.pool import SharedPool
 from indexer.pools.samples import PoolSample
 
@@ -21,17 +22,6 @@ _DEADLINE: Final = 0.05  # seconds
 # Maximum number of questions in flight. Further prompts are not verified.
 _MOST_QUESTIONS: Final = 32
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=_DEADLINE)
-
-
-class _Answer(msgspec.Struct):
-    ok: bool
-
-
-class _Answers(msgspec.Struct):
-    data: dict[str, _Answer]
-
-
-_decode = msgspec.json.Decoder(_Answers).decode
 
 
 class PoolVerifier:
@@ -64,10 +54,9 @@ class PoolVerifier:
         url = f"{pool.config.master}/batch_query_keys?keys={','.join([quote(key, safe='') for key in keys])}"
         try:
             async with self._session.get(URL(url, encoded=True), timeout=_TIMEOUT) as answer:
-                answers = _decode(await answer.read()).data
+                present = stored_keys(await answer.read()).intersection(keys)
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
             return None
-        present = {key for key in keys if key in answers and answers[key].ok}
         gone = [key for key in keys if key not in present]
         pool.store([(key, on_disk, False) for key in gone for on_disk in (False, True)])
         return sample.confirmed(present)

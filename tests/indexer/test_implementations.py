@@ -15,7 +15,8 @@ from xxhash import xxh3_64_intdigest
 from indexer import Index, Target
 from indexer.dump import DumpedHolder, DumpedRun, DumpedStream, DumpError, TargetDump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash, pack_tokens
-from indexer.index import Applied, make_index
+from indexer.index import Applied
+from indexer.indexer import make_index
 from indexer.native import CORE_VARIABLE, CORES, core_name
 from kvevents import (
     AllBlocksCleared,
