@@ -46,7 +46,7 @@ async def test_replayed_prompts_share_prefixes_of_trace(workers: list[str]) -> N
     told: list[None] = []
     async with router(*workers) as routed:
         # A turn that is sent before the previous answer ends would find nothing cached.
-        run = await replay_live(trace(apart=1000), target(routed.url), lambda: told.append(None))
+        run = await replay_live(trace(apart=2000), target(routed.url), lambda: told.append(None))
     assert len(told) == len(run.answers) == 12
     assert run.errors() == []
     assert [answer.prompt_tokens for answer in run.answers] == [line.input_length for line in trace().lines]

