@@ -17,7 +17,7 @@ PAIR_TABLE ?=
 
 .PHONY: audit fuzz
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-placement bench-policy bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
+.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-light-load bench-placement bench-policy bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -127,11 +127,11 @@ bench-tokens-in: .venv/installed
 bench-body-check: .venv/installed native
 	$(BIN)/python -m benchmarks.body_check
 
-# Promises kept in real time: a router and four simulated workers, seven minutes.
-.PHONY: bench-light-load
+# One hot prefix, and sessions in turn, on real processes.
 bench-light-load: .venv/installed
 	$(BIN)/python -m benchmarks.light_load $(ARGS)
 
+# Promises kept in real time: a router and four simulated workers, seven minutes.
 bench-service-levels: .venv/installed
 	$(BIN)/python -m benchmarks.service_levels $(ARGS)
 
