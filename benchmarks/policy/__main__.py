@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.policy.decisions import TARGETS, decision_seconds
+from benchmarks.policy.disaggregated import compare_pairs
 from benchmarks.policy.grid import full_grid, play, play_all, quick_grid, trace_grid
 from benchmarks.policy.hints import compare_hints
 from benchmarks.policy.light import compare_light
@@ -42,13 +43,16 @@ def main(
     sources: Annotated[bool, typer.Option("--sources", help="Show the effect of pools and of pulls.")] = False,
     light: Annotated[bool, typer.Option("--light", help="Compare policies at light load.")] = False,
     tail: Annotated[bool, typer.Option("--tail", help="Show the waits of the slowest requests.")] = False,
+    disaggregated: Annotated[
+        bool, typer.Option("--disaggregated", help="Compare choices of prefill and decode workers.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw TTFT p90 (needs the extra bench).")] = None,
 ) -> None:
     """Compare policies on a simulated fleet, and measure the processor time of a decision."""
     count = seeds or (2 if quick else 3)
     show = partial(print, flush=True)
-    if slos or hints or tail or sources or light:
+    if slos or hints or tail or sources or light or disaggregated:
         if slos:
             title, table = "SLOs met", compare(trace, quick, count, show)
         elif hints:
@@ -57,6 +61,8 @@ def main(
             title, table = "Pools and peers", compare_sources(quick, count, show)
         elif light:
             title, table = "Light load", compare_light(trace, quick, count, show)
+        elif disaggregated:
+            title, table = "Prefill and decode workers", compare_pairs(trace, quick, count, show)
         else:
             title, table = "The slowest requests", compare_tails(trace, quick, count, show)
         if slos or hints:  # the other tables were shown when each was done

@@ -7,6 +7,9 @@ A request reserves the blocks of its prompt and its answer when it is admitted, 
 block can be reused once it is computed. Blocks of ended requests stay until their memory is needed. The least recently
 used are evicted first, and the last blocks of a request before its first.
 
+A prefill worker computes a prompt and keeps its blocks until a decode worker has fetched them. A decode worker reserves
+memory first, fetches the blocks that it lacks, and computes the last token of the prompt, as vLLM does with NIXL.
+
 Rates are computed from hardware figures at the efficiencies that engines reach: 2 FLOP a parameter at half of the peak,
 attention at 0.4 of the peak, and memory at 0.7 of the bandwidth.
 """
@@ -14,7 +17,7 @@ attention at 0.4 of the peak, and memory at 0.7 of the bandwidth.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
@@ -111,6 +114,8 @@ class EngineRequest:
     - `named`: the number of its leading blocks that are computed.
     - `loaded`: the tokens that were loaded from the pool or a peer.
     - `peer`: the worker that it pulls from, if any.
+    - `prefill_only`: whether a decode worker fetches its prompt, and answers it.
+    - `fetched`: where a decode worker fetches its prompt from; None if it computes the prompt.
     """
 
     request: TracedRequest
@@ -121,6 +126,20 @@ class EngineRequest:
     named: int = 0
     loaded: int = 0
     peer: WorkerSources | None = None
+    prefill_only: bool = False
+    fetched: Handover | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A computed prompt that a decode worker fetches.
+
+    - `computed`: the request at the prefill worker, which holds its memory until it is released.
+    - `transfer`: returns when a transfer of a number of tokens ends that begins at a time.
+    """
+
+    computed: EngineRequest
+    transfer: Callable[[int, float], float]
 
 
 class StoredBlocks(NamedTuple):
@@ -132,7 +151,10 @@ class StoredBlocks(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """The first bytes, the ended requests, and the stored and removed blocks of one event."""
+    """The first bytes, the ended requests, and the stored and removed blocks of one event.
+
+    - `fetched`: the prompts that were fetched from prefill workers.
+    """
 
     begun: list[EngineRequest] = field(default_factory=list)
     ended: list[EngineRequest] = field(default_factory=list)
@@ -140,6 +162,7 @@ class Progress:
     removed: list[int] = field(default_factory=list)
     host_stored: list[StoredBlocks] = field(default_factory=list)
     host_removed: list[int] = field(default_factory=list)
+    fetched: list[Handover] = field(default_factory=list)
 
 
 class Engine:
@@ -181,9 +204,30 @@ class Engine:
         """The number of requests that have memory."""
         return len(self._loading) + len(self._prefilling) + len(self._decoding)
 
-    def submit(self, request: TracedRequest, now: float, peer: WorkerSources | None = None) -> None:
-        """Receive a request. `peer`: the worker to pull its prefix from, if any."""
-        self._waiting.append(EngineRequest(request, peer=peer))
+    def submit(
+        self,
+        request: TracedRequest,
+        now: float,
+        peer: WorkerSources | None = None,
+        prefill_only: bool = False,
+        fetched: Handover | None = None,
+    ) -> None:
+        """Receive a request.
+
+        - `peer`: the worker to pull its prefix from, if any.
+        - `prefill_only`, `fetched`: as in `EngineRequest`.
+        """
+        self._waiting.append(EngineRequest(request, peer=peer, prefill_only=prefill_only, fetched=fetched))
+        self._wake(now)
+
+    def release(self, computed: EngineRequest, now: float) -> None:
+        """Release the memory of a prompt that was computed here and that a decode worker has fetched."""
+        self.cache.release(computed.held, computed.unnamed)
+        if self._waiting:
+            self._wake(now)
+
+    def _wake(self, now: float) -> None:
+        """Let waiting requests be admitted at `now`, or after the step under way."""
         if not self._planned:  # nothing to compute: it is idle, or waits for a load
             self.next_event = now
         elif self._planned > 1:
@@ -214,6 +258,8 @@ class Engine:
         """Compute the rest of a prompt whose load has ended."""
         self._store(sequence, sequence.request.blocks, sequence.done // self._block_tokens, progress)
         self._prefilling.append(sequence)
+        if sequence.fetched is not None:
+            progress.fetched.append(sequence.fetched)
 
     def _finish_steps(self, progress: Progress) -> None:
         self._steps += self._planned
@@ -228,6 +274,8 @@ class Engine:
                 continue
             self._prefilling.popleft()
             progress.begun.append(sequence)
+            if sequence.prefill_only:
+                continue
             self._context += sequence.request.input_tokens + 1
             self._numbers += 1
             ends = self._steps + sequence.request.output_tokens - 1
@@ -269,13 +317,17 @@ class Engine:
             request = sequence.request
             reusable = request.blocks[: (request.input_tokens - 1) // self._block_tokens]
             matched = self.cache.matched(reusable)
-            total = min(ceil((request.input_tokens + request.output_tokens) / self._block_tokens), self.cache.capacity)
+            tokens = request.input_tokens + (1 if sequence.prefill_only else request.output_tokens)
+            total = min(ceil(tokens / self._block_tokens), self.cache.capacity)
             if not self.cache.acquire(request.blocks[:matched], total - matched):
                 return
             self._waiting.popleft()
             sequence.done = sequence.cached = matched * self._block_tokens
             sequence.held = list(request.blocks[:matched])
             sequence.named, sequence.unnamed = matched, total - matched
+            if sequence.fetched is not None:
+                self._fetch(sequence, sequence.fetched, now)
+                continue
             if self.sources is not None:
                 load = self.sources.load(reusable[matched:], sequence.peer, now)
                 if load.blocks:
@@ -285,6 +337,14 @@ class Engine:
                     heappush(self._loading, (load.ready, self._numbers, sequence))
                     continue
             self._prefilling.append(sequence)
+
+    def _fetch(self, sequence: EngineRequest, handover: Handover, now: float) -> None:
+        """Begin to fetch the tokens of a prompt that the cache lacks. The last one is computed."""
+        lacking = sequence.request.input_tokens - 1 - sequence.cached
+        sequence.loaded, sequence.done = lacking, sequence.request.input_tokens - 1
+        ready = handover.transfer(lacking, now) if lacking else now
+        self._numbers += 1
+        heappush(self._loading, (ready, self._numbers, sequence))
 
     def _begin(self, now: float) -> None:
         self._started = now

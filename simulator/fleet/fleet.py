@@ -3,7 +3,8 @@
 Real parts: the policy, the selector, the queue, the placement, the index, and everything that the router learns.
 Simulated parts: the engines, the delay of their events, their metrics, and what their answers report.
 
-The simulation calls the router as forwarding does: place or wait, record in flight, first byte, answered, release.
+The simulation calls the router as forwarding does: place or wait, record in flight, first byte, answered, release. If
+another worker computes the prompt, that worker receives it first, and the decode worker when the prompt is computed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from random import Random
 
@@ -25,18 +27,21 @@ from router.fleet.health import Outcome as AttemptOutcome
 from router.prediction.slo import SLO
 from router.routing.assignment import Assignment
 from router.routing.prompt_reader import RoutedPrompt
-from router.settings import FleetSettings
+from router.settings import FleetSettings, Role
 from router.sharing import SharingChannel
-from simulator.fleet.engine import Engine, EngineRequest, Profile, Progress
+from simulator.fleet.engine import Engine, EngineRequest, Handover, Profile, Progress
 from simulator.fleet.simulated_router import Knowledge, Side, SimulatedRouter, build_router
 from simulator.fleet.sources import SimulatedPool, SourceSpec, sources_of
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest, prompt_of
+from simulator.fleet.transfers import Network, NetworkSpec
 from simulator.fleet.virtual_time import VirtualTimeLoop
 from simulator.fleet.workers import MODEL, EventIndex, SimulatedWorkers, events_of
 
 EVENT_DELAY = (0.003, 0.280)  # seconds from a change in an engine's cache until the router's index has it
 _SCRAPE_SECONDS = FleetSettings().metrics_interval
 _BYTES_PER_TOKEN = 4
+_PATH = "/v1/chat/completions"
+_NETWORK = NetworkSpec()
 
 
 @dataclass(slots=True)
@@ -44,6 +49,8 @@ class Outcome:
     """A request's times in seconds of the run, its cached tokens, and its worker. A refused request never begins.
 
     - `loaded`: the part of its cached tokens that its worker loaded from the pool or a peer.
+    - `prefill`, `prefilled`: the worker that computed its prompt for another, and when; -1 if its own did.
+    - `moved`: the tokens of its prompt that its worker fetched from there.
     """
 
     request: TracedRequest
@@ -53,6 +60,9 @@ class Outcome:
     worker: int = -1
     sent: float = inf
     loaded: int = 0
+    prefill: int = -1
+    prefilled: float = inf
+    moved: int = 0
 
     @property
     def refused(self) -> bool:
@@ -67,6 +77,8 @@ class FleetSpec:
     - `kv_tokens`: the tokens that each cache holds, in blocks of `block_tokens`.
     - `unlike`: the profiles of the first engines, if these differ from the others.
     - `sources`: where engines load blocks from; None for nowhere.
+    - `prefill`, `decode`: the first engines only prefill, and the next ones only decode. The others do both.
+    - `network`: the links between them.
     """
 
     profile: Profile
@@ -75,6 +87,15 @@ class FleetSpec:
     block_tokens: int = BLOCK_TOKENS
     unlike: tuple[Profile, ...] = ()
     sources: SourceSpec | None = None
+    prefill: int = 0
+    decode: int = 0
+    network: NetworkSpec = _NETWORK
+
+    @property
+    def roles(self) -> list[Role]:
+        """The role of each engine."""
+        separate = [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode
+        return separate + [Role.BOTH] * (self.workers - len(separate))
 
     @property
     def profiles(self) -> list[Profile]:
@@ -110,6 +131,7 @@ class Simulation:
                 engine.sources = sources
                 if sources.pool is not None:
                     self._pools = SimulatedPool(sources.pool, spec.block_tokens)
+        self._network = Network(spec.network, spec.roles)
         self.routers = self.make_routers()
         self._timers: list[asyncio.TimerHandle | None] = [None] * spec.workers
         self._targets = self.routers[0].workers.targets
@@ -148,7 +170,7 @@ class Simulation:
 
     def _make_workers(self) -> SimulatedWorkers:
         capacity = self.spec.kv_tokens // self.spec.block_tokens
-        return SimulatedWorkers(self.spec.workers, capacity, self.spec.block_tokens, self.loop.time)
+        return SimulatedWorkers(self.spec.roles, capacity, self.spec.block_tokens, self.loop.time)
 
     def run(
         self,
@@ -210,6 +232,7 @@ class Simulation:
             tokens,
             exact=True,
             streamed=True,
+            path=_PATH,
             session=request.session,
             hints=hints,
         )
@@ -245,9 +268,12 @@ class Simulation:
         worker = outcome.worker = self._numbers[assignment.target]
         outcome.sent = self._now()
         self._in_flight[id(outcome.request)] = _InFlight(outcome, assignment, router)
-        source = assignment.decision.chosen.source
+        computing = assignment.prefill or assignment
+        source = computing.decision.chosen.source
         peer = None if source is None or source.peer is None else self._engines[self._numbers[source.peer]].sources
-        self._engines[worker].submit(outcome.request, now, peer)
+        if assignment.prefill is not None:
+            worker = outcome.prefill = self._numbers[assignment.prefill.target]
+        self._engines[worker].submit(outcome.request, now, peer, prefill_only=assignment.prefill is not None)
         self._plan(worker)
 
     # The engines' side
@@ -265,8 +291,16 @@ class Simulation:
         self._timers[worker] = None
         progress = self._engines[worker].advance()
         self._plan(worker)
+        now = self.loop.time()
+        for handover in progress.fetched:
+            sender = self._in_flight[id(handover.computed.request)].outcome.prefill
+            self._engines[sender].release(handover.computed, now)
+            self._plan(sender)
         for computed in progress.begun:
-            self._first_byte(computed)
+            if computed.prefill_only:
+                self._prefilled(computed)
+            else:
+                self._first_byte(computed)
         for computed in progress.ended:
             self._answered(computed)
         if (
@@ -274,10 +308,29 @@ class Simulation:
         ) and self.side.knowledge is Knowledge.EVENTS:
             self._report(worker, progress)
 
+    def _prefilled(self, computed: EngineRequest) -> None:
+        """Send a request to its decode worker, because its prompt was computed."""
+        request, now = computed.request, self.loop.time()
+        flight = self._in_flight[id(request)]
+        outcome, prefill = flight.outcome, flight.assignment.prefill
+        assert prefill is not None
+        outcome.prefilled, outcome.cached = self._now(), computed.cached
+        prefill.attempt.heard(now)
+        prefill.attempt.end(AttemptOutcome.SUCCEEDED, now=now)
+        prefill.first_byte(now)
+        prefill.release(now)
+        flight.assignment.attempt.waits_from_now()
+        transfer = partial(self._network.transfer, outcome.prefill, outcome.worker)
+        self._engines[outcome.worker].submit(request, now, fetched=Handover(computed, transfer))
+        self._plan(outcome.worker)
+
     def _first_byte(self, computed: EngineRequest) -> None:
         flight = self._in_flight[id(computed.request)]
-        flight.outcome.begun, flight.outcome.cached = self._now(), computed.cached
-        flight.outcome.loaded = computed.loaded
+        flight.outcome.begun = self._now()
+        if computed.fetched is None:
+            flight.outcome.cached, flight.outcome.loaded = computed.cached, computed.loaded
+        else:
+            flight.outcome.moved = computed.loaded
         now = self.loop.time()
         flight.assignment.attempt.heard(now)
         flight.assignment.first_byte(now)
@@ -289,6 +342,8 @@ class Simulation:
         now = self.loop.time()
         flight.assignment.attempt.end(AttemptOutcome.SUCCEEDED, now=now)
         cached = None if self.side.knowledge is Knowledge.SENT else computed.cached
+        if computed.fetched is not None and cached is not None:
+            cached += computed.loaded
         flight.router.placement.answered(flight.assignment, Usage(request.input_tokens, request.output_tokens, cached))
         flight.assignment.release(now)
         self._follow(request)

@@ -15,7 +15,7 @@ from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.engine_metrics import EngineMetrics
 from router.fleet.health import Health
 from router.fleet.worker import Worker
-from router.settings import WorkerSettings
+from router.settings import Role, WorkerSettings
 from simulator.fleet.engine import Progress
 from simulator.fleet.trace import engine_hash, tokens_of
 
@@ -26,29 +26,31 @@ _SOURCE = EventSource(0, "inproc://simulated")
 class SimulatedWorkers:
     """The fleet of a simulated router: workers with one DP rank each, which can always be reached."""
 
-    disaggregated = False
     version = 0
     health_version = 0
 
-    def __init__(self, workers: int, capacity: int, block_tokens: int, clock: Callable[[], float]) -> None:
-        """Create workers whose caches hold `capacity` blocks of `block_tokens` tokens."""
+    def __init__(self, roles: Sequence[Role], capacity: int, block_tokens: int, clock: Callable[[], float]) -> None:
+        """Create workers of these roles, whose caches hold `capacity` blocks of `block_tokens` tokens."""
+        self.disaggregated = any(role is not Role.BOTH for role in roles)
         served = {MODEL: ServedModel(MODEL, MODEL)}
         description = WorkerDescription(Engine.VLLM, served, (_SOURCE,), block_tokens, capacity)
         self.workers: list[Worker] = []
-        for number in range(workers):
-            settings = WorkerSettings.model_validate({"url": f"http://worker-{number}:8000"})
+        for number, role in enumerate(roles):
+            settings = WorkerSettings.model_validate({"url": f"http://worker-{number}:8000", "role": role})
             worker = Worker(settings, health=Health(clock=clock), metrics=EngineMetrics(clock=clock))
             worker.describe(description)
             worker.problem, worker.targets = None, {worker.target(0, MODEL)}
             self.workers.append(worker)
+        self._prefilling = [worker for worker in self.workers if worker.role is Role.PREFILL]
+        self._answering = [worker for worker in self.workers if worker.role is not Role.PREFILL]
         self.targets = [worker.target(0, MODEL) for worker in self.workers]
         self.registrations = [
             Registration(target, _SOURCE, Engine.VLLM, block_tokens, capacity=capacity) for target in self.targets
         ]
 
     def able(self, name: str | None, prefill: bool = False) -> Sequence[Worker]:
-        """Return the workers that receive requests for a name. None of them only prefills."""
-        return self.workers if name == MODEL and not prefill else ()
+        """Return the workers that receive requests for a name, or only their prefills if `prefill` is true."""
+        return self._prefilling if prefill and name == MODEL else self._answering if name == MODEL else ()
 
     def model_of(self, name: str) -> str | None:
         """Return the model behind a name."""

@@ -1,0 +1,203 @@
+"""Fleets of prefill and decode workers: this project's choice of a pair, and those of its peers.
+
+A load is a share of saturation: the load at which one in ten answers misses the goals under today's default. It is
+found once for each fleet and workload. Goodput is the share of answers within both goals: 2 s to the first token, and
+50 ms for each token after it. The first goal is extended by the prompt's own prefill on an idle worker. The first 30%
+of each run do not count.
+
+The workers' network has three distances (`simulator.fleet.transfers`).
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from random import Random
+from statistics import mean
+
+from benchmarks.policy.light import LightRun, figures
+from benchmarks.policy.measures import in_time
+from benchmarks.policy.report import markdown
+from benchmarks.policy.sessions import AGENTS, CHATS, SessionKind, generated, recorded
+from router.policies.rates import prefill_seconds
+from simulator.fleet.engine import LLAMA_70B
+from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
+from simulator.fleet.simulated_router import OURS, Side
+from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest, read_trace, requests_of
+
+_TTFT_GOAL, _TPOT_GOAL, _MISSED = 2.0, 0.05, 0.1
+_WARM_UP = 0.3
+_STEPS = 5  # of the search for saturation
+_KV_TOKENS = 1_280_000
+TODAY = OURS
+SIDES = [TODAY]
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """A workload on a fleet.
+
+    - `workload`: a kind of sessions; or a recorded trace, of requests in Mooncake's format or of sessions.
+    - `below`, `above`: two loads, between which saturation is: requests or sessions a second and worker.
+    - `loads`: the loads that are compared, as shares of saturation.
+    """
+
+    workload: SessionKind | Path
+    prefill: int
+    decode: int
+    below: float
+    above: float
+    seconds: float
+    loads: tuple[float, ...] = (0.5, 0.85, 1.0, 1.1)
+
+    @property
+    def name(self) -> str:
+        what = self.workload.name.split(".")[0].replace("_", " ")
+        return f"{what}, {self.prefill}P{self.decode}D"
+
+    @property
+    def fleet(self) -> FleetSpec:
+        """The engines."""
+        workers = self.prefill + self.decode
+        return FleetSpec(LLAMA_70B, workers, _KV_TOKENS, prefill=self.prefill, decode=self.decode)
+
+    def requests(self, load: float, seed: int) -> list[TracedRequest]:
+        """Return the requests at a load. Seeds are other windows of a trace of requests, and else other sessions."""
+        workers = self.prefill + self.decode
+        if isinstance(self.workload, SessionKind):
+            return generated(self.workload, load * workers, self.seconds, BLOCK_TOKENS, Random(seed))
+        if holds_sessions(self.workload):
+            return recorded(self.workload, load, workers, self.seconds, Random(seed))
+        lines = read_trace(self.workload).lines
+        count = min(int(load * workers * self.seconds), len(lines))
+        start = (len(lines) - count) * (seed % 3) // 2
+        window = lines[start : start + count]
+        first, last = window[0].timestamp, window[-1].timestamp
+        requests = requests_of(window, (last - first) / 1000 / (count / (load * workers)))
+        begin = requests[0].arrival
+        return [_earlier(request, begin) for request in requests]
+
+    def saturation(self) -> float:
+        """Return the load at which one in ten answers misses the goals under today's default."""
+        below, above = self.below, self.above
+        for _ in range(_STEPS):
+            middle = (below + above) / 2
+            run = play(self, middle, TODAY, 0)
+            below, above = (below, middle) if run.goodput < 1 - _MISSED else (middle, above)
+        return below
+
+
+@dataclass(frozen=True, slots=True)
+class PairRun:
+    """The figures of a run.
+
+    - `goodput`: the share of answers within both goals.
+    - `remote`: the share of prompts that another worker computed.
+    - `moved`: the mean tokens that a decode worker fetched for one of these.
+    """
+
+    times: LightRun
+    goodput: float
+    remote: float
+    moved: float
+
+
+def holds_sessions(trace: Path) -> bool:
+    """Return whether a trace has sessions, whose turns have a `delay` instead of a `timestamp`."""
+    with gzip.open(trace, "rb") as file:
+        return any(b'"timestamp"' not in file.readline() for _ in range(2))
+
+
+def _earlier(request: TracedRequest, seconds: float) -> TracedRequest:
+    return TracedRequest(
+        request.arrival - seconds,
+        request.input_tokens,
+        request.output_tokens,
+        request.blocks,
+        request.finished,
+        request.session,
+    )
+
+
+def grounds(trace: Path | None, quick: bool) -> Iterator[Ground]:
+    """Yield the fleets for a trace; without one, those for generated agents and chats."""
+    fleets = ((4, 4), (2, 6)) if quick else ((4, 4), (8, 8), (2, 6), (6, 2))
+    loads = (0.85, 1.0) if quick else (0.5, 0.85, 1.0, 1.1)
+    for prefill, decode in fleets:
+        if trace is None:
+            yield Ground(AGENTS, prefill, decode, 0.01, 0.2, 250.0, loads)
+            yield Ground(CHATS, prefill, decode, 0.1, 1.5, 200.0, loads)
+        elif holds_sessions(trace):
+            yield Ground(trace, prefill, decode, 0.2, 1.8, 400.0, loads)
+        else:
+            yield Ground(trace, prefill, decode, 0.2, 2.6, 250.0, loads)
+    if trace is not None and not quick and holds_sessions(trace):
+        yield Ground(trace, 16, 48, 0.2, 1.8, 400.0, (0.85, 1.0))
+
+
+def play(ground: Ground, load: float, side: Side, seed: int) -> PairRun:
+    """Replay the requests of a ground at a load before one router."""
+    simulation = Simulation(ground.fleet, side, Random(seed))
+    return measured(simulation.run(ground.requests(load, seed), until=ground.seconds))
+
+
+def measured(outcomes: Sequence[Outcome]) -> PairRun:
+    """Return the figures of a run after its warm-up."""
+    first = outcomes[-1].request.arrival * _WARM_UP
+    steady = [each for each in outcomes if each.request.arrival >= first]
+    remote = [each for each in steady if each.prefill >= 0]
+    return PairRun(
+        figures(outcomes),
+        sum(_is_good(each) for each in steady) / len(steady),
+        len(remote) / len(steady),
+        sum(each.moved for each in remote) / max(len(remote), 1),
+    )
+
+
+def _is_good(outcome: Outcome) -> bool:
+    request = outcome.request
+    own = prefill_seconds(LLAMA_70B.rates, request.input_tokens, 0, 0, 0)
+    return in_time(outcome, _TTFT_GOAL + own, _TPOT_GOAL if request.output_tokens > 8 else inf)
+
+
+def compare_pairs(trace: Path | None, quick: bool, seeds: int, show: Callable[[str], None]) -> str:
+    """Run all cells on all cores, and show the table of each when it is done. Return the tables: means over seeds."""
+    tables = []
+    with ProcessPoolExecutor() as cores:
+        all_grounds = list(grounds(trace, quick))
+        saturations = {ground: cores.submit(ground.saturation) for ground in all_grounds}
+        for ground, found in saturations.items():
+            saturation = found.result()
+            for share in ground.loads:
+                tables.append(markdown(_table(ground, share, saturation, seeds, cores)))
+                show(f"{tables[-1]}\n")
+    return "\n\n".join(tables)
+
+
+def _table(ground: Ground, share: float, saturation: float, seeds: int, cores: Executor) -> list[list[str]]:
+    head = f"{ground.name}, {share:g} of {saturation:.3g}/s a worker"
+    rows = [[head, "TTFT p50", "p90", "p99", "TPOT p90", "answer p90", "goodput", "spread", "remote", "moved"]]
+    runs: dict[str, list[Future[PairRun]]] = {
+        side.name: [cores.submit(play, ground, share * saturation, side, seed) for seed in range(seeds)]
+        for side in SIDES
+    }
+    for name, futures in runs.items():
+        rows.append([name, *_row([future.result() for future in futures])])
+    return rows
+
+
+def _row(runs: Sequence[PairRun]) -> list[str]:
+    goodput = [run.goodput for run in runs]
+    return [
+        *(f"{mean(run.times.ttft[place] for run in runs):.2f} s" for place in range(3)),
+        f"{1000 * mean(run.times.tpot[1] for run in runs):.0f} ms",
+        f"{mean(run.times.answer_p90 for run in runs):.1f} s",
+        f"{mean(goodput):.3f}",
+        f"{min(goodput):.3f}-{max(goodput):.3f}",
+        f"{mean(run.remote for run in runs):.2f}",
+        f"{mean(run.moved for run in runs):.0f}",
+    ]

@@ -1,0 +1,147 @@
+"""Fleets of prefill and decode workers in the simulation: engines, transfers, and the router's own choice of a pair."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.policies.rates import prefill_seconds
+from router.settings import Role
+from simulator.fleet.engine import LLAMA_70B, Engine, Handover
+from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
+from simulator.fleet.simulated_router import OURS
+from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
+from simulator.fleet.transfers import Network, NetworkSpec
+
+PAIRS = FleetSpec(LLAMA_70B, 4, 200_000, prefill=2, decode=2)
+
+
+def request(arrival: float, blocks: tuple[int, ...], output: int = 50, extra: int = 100) -> TracedRequest:
+    return TracedRequest(arrival, len(blocks) * BLOCK_TOKENS + extra, output, blocks, blocks, str(blocks[:1]))
+
+
+def run(spec: FleetSpec, *requests: TracedRequest) -> list[Outcome]:
+    return Simulation(spec, OURS, Random(0)).run(list(requests))
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(
+        st.builds(
+            lambda arrival, length, fork, output: request(
+                arrival, tuple(range(fork)) + tuple(range(100 * fork, 100 * fork + length)), output
+            ),
+            st.floats(0, 10),
+            st.integers(0, 40),
+            st.integers(0, 20),
+            st.integers(1, 300),
+        ),
+        min_size=1,
+        max_size=25,
+    ),
+    st.integers(0, 2),
+    st.integers(20_000, 60_000),
+)
+def test_every_request_is_answered_and_no_memory_is_kept(
+    requests: list[TracedRequest], integrated: int, kv_tokens: int
+) -> None:
+    requests.sort(key=lambda asked: asked.arrival)
+    spec = FleetSpec(LLAMA_70B, 4 + integrated, max(kv_tokens, 32_000), prefill=2, decode=2)
+    simulation = Simulation(spec, OURS, Random(1))
+    for outcome in simulation.run(requests):
+        assert outcome.request.arrival - 1e-6 <= outcome.sent < outcome.begun <= outcome.ended < inf
+        assert spec.roles[outcome.worker] is not Role.PREFILL
+        if outcome.prefill >= 0:
+            assert spec.roles[outcome.prefill] is Role.PREFILL
+            assert outcome.sent < outcome.prefilled < outcome.begun
+            assert 0 <= outcome.moved < outcome.request.input_tokens
+    assert [engine.kv_usage for engine in simulation._engines] == [0.0] * spec.workers
+    loads = simulation.routers[0].state.load
+    assert all(not loads.of(target.worker, 0).requests for target in simulation._targets)
+
+
+def test_first_token_follows_prefill_transfer_and_one_step() -> None:
+    (outcome,) = run(PAIRS, request(0.0, tuple(range(20))))
+    tokens = outcome.request.input_tokens
+    rates, network = LLAMA_70B.rates, Network(PAIRS.network, PAIRS.roles)
+    assert outcome.prefilled == pytest.approx(prefill_seconds(rates, tokens, 0, 0, 0), rel=0.01)
+    assert outcome.moved == tokens - 1
+    transfer = PAIRS.network.latency + outcome.moved / network.rate(outcome.prefill, outcome.worker)
+    step = rates.step + rates.token + rates.attention * tokens
+    assert outcome.begun - outcome.prefilled == pytest.approx(transfer + step, rel=0.01)
+
+
+def test_second_turn_moves_only_what_decode_lacks() -> None:
+    spec = replace(PAIRS, workers=2, prefill=1, decode=1)
+    first = request(0.0, tuple(range(20)), output=BLOCK_TOKENS)
+    second = request(30.0, tuple(range(40)))
+    outcomes = run(spec, first, second)
+    assert outcomes[1].cached == 20 * BLOCK_TOKENS  # on the prefill worker
+    assert outcomes[1].moved == outcomes[1].request.input_tokens - 1 - 20 * BLOCK_TOKENS
+
+
+def test_short_rest_is_computed_by_the_decode_worker_that_keeps_the_session() -> None:
+    first = request(0.0, tuple(range(40)))
+    outcomes = run(PAIRS, first, request(60.0, tuple(range(41))))
+    assert outcomes[0].prefill >= 0
+    assert outcomes[1].prefill == -1
+    assert outcomes[1].cached == 40 * BLOCK_TOKENS
+
+
+def test_decode_batch_is_bounded_by_memory_and_the_prefill_worker_holds_its_blocks_meanwhile() -> None:
+    spec = FleetSpec(LLAMA_70B, 2, 30 * BLOCK_TOKENS, prefill=1, decode=1)
+    simulation = Simulation(spec, OURS, Random(0))
+    one, other = (request(0.0, tuple(range(start, start + 12)), output=2000) for start in (0, 100))
+    third, fourth = (request(0.01, tuple(range(start, start + 12)), output=10) for start in (200, 300))
+    outcomes = simulation.run([one, other, third, fourth])
+    assert outcomes[1].prefilled < outcomes[0].ended
+    assert outcomes[1].begun > outcomes[0].ended  # two do not fit
+    assert outcomes[3].prefilled > outcomes[0].ended  # the prefill worker still held two prompts
+
+
+def test_transfers_wait_for_both_ends_and_for_their_pair() -> None:
+    spec = NetworkSpec(end=100.0, node=100.0, rack=50.0, far=10.0, latency=0.0, per_node=2, per_rack=4)
+    network = Network(spec, [Role.PREFILL] * 4 + [Role.DECODE] * 4)
+    rates = {receiver: network.rate(0, receiver) for receiver in range(4, 8)}
+    assert sorted(rates.values()) == [10.0, 10.0, 50.0, 100.0]
+    near, *_, far = sorted(rates, key=lambda receiver: -rates[receiver])
+    assert network.transfer(0, far, 100, 0.0) == 10.0
+    assert network.transfer(0, near, 100, 0.0) == 2.0  # after the second in which the sender was busy
+    assert network.transfer(0, far, 100, 3.0) == 20.0  # after the pair's first transfer
+    others = [sender for sender in range(1, 4) if network.rate(sender, near) == spec.rack]
+    assert network.transfer(others[0], near, 100, 1.5) == 4.0  # after the half second in which the receiver is busy
+
+
+def test_prefill_engine_keeps_blocks_until_they_are_fetched() -> None:
+    sender, receiver = (Engine(LLAMA_70B, 100 * BLOCK_TOKENS) for _ in range(2))
+    asked = request(0.0, tuple(range(10)))
+    sender.submit(asked, 0.0, prefill_only=True)
+    begun = []
+    while sender.next_event < inf:
+        begun += sender.advance().begun
+    (computed,) = begun
+    assert sender.kv_usage > 0
+    moved: list[int] = []
+
+    def transfer(tokens: int, now: float) -> float:
+        moved.append(tokens)
+        return now + 1.0
+
+    receiver.submit(asked, 5.0, fetched=Handover(computed, transfer))
+    fetched, first = [], []
+    while receiver.next_event < inf:
+        at = receiver.next_event
+        progress = receiver.advance()
+        fetched += [(at, handover) for handover in progress.fetched]
+        first += [at for _ in progress.begun]
+    assert moved == [asked.input_tokens - 1]
+    assert fetched == [(6.0, Handover(computed, transfer))]
+    assert first[0] > 6.0
+    sender.release(computed, 6.0)
+    assert sender.kv_usage == 0
+    assert sender.cache.matched(asked.blocks) == 10
