@@ -137,6 +137,7 @@ def _leading_ones(bits: int, count: int) -> int:
 _SWEEP_BLOCKS = 2048
 # Blocks that are applied before the lock is released for a match.
 _BLOCKS_A_TURN = 256
+_DEVICE = (None, "GPU")
 # A thread that applies payloads pauses this often, for a moment, so that other threads receive Python's lock at once.
 _PAUSE_EVERY = 0.0005
 _PAUSE_SECONDS = 0.00005
@@ -183,12 +184,8 @@ class PythonIndex(Index):
                     holdings = self._holdings.get(target)
                     if holdings is None:
                         return rejected
-                    event.medium = canonical_medium(event.medium)
-                    if holdings.pool is not None and event.medium in holdings.pool.media:
-                        holdings.pool.hint(event)
-                        continue
-                    if is_pooled(event.medium, event.locality if type(event) is BlockStored else None):
-                        holdings.counters.ignored += 1
+                    elsewhere = event.medium not in _DEVICE or (type(event) is BlockStored and event.locality)
+                    if elsewhere and _is_of_pool(event, holdings):
                         continue
                     try:
                         if type(event) is BlockStored:
@@ -319,14 +316,33 @@ def _turns(events: list[Event]) -> Iterator[list[tuple[int, Event]]]:
     turn: list[tuple[int, Event]] = []
     left = _BLOCKS_A_TURN
     for number, event in enumerate(events):
-        for part in _parts(event):
-            turn.append((number, part))
-            left -= 1 if isinstance(part, AllBlocksCleared) else len(part.block_hashes) + 1
-            if left <= 0:
-                yield turn
-                turn, left = [], _BLOCKS_A_TURN
+        if type(event) is BlockStored:
+            turn.append((number, event))
+            left -= len(event.block_hashes) + 1
+        else:
+            for part in _parts(event):
+                turn.append((number, part))
+                left -= 1 if isinstance(part, AllBlocksCleared) else len(part.block_hashes) + 1
+                if left <= 0:
+                    yield turn
+                    turn, left = [], _BLOCKS_A_TURN
+        if left <= 0:
+            yield turn
+            turn, left = [], _BLOCKS_A_TURN
     if turn:
         yield turn
+
+
+def _is_of_pool(event: Event, holdings: Holdings) -> bool:
+    """Spell the medium of an event as usual. Return True if the event is about a pool: a hint, or ignored."""
+    event.medium = canonical_medium(event.medium)
+    if holdings.pool is not None and event.medium in holdings.pool.media:
+        holdings.pool.hint(event)
+        return True
+    if is_pooled(event.medium, event.locality if type(event) is BlockStored else None):
+        holdings.counters.ignored += 1
+        return True
+    return False
 
 
 def _parts(event: Event) -> Iterable[Event]:
