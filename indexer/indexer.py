@@ -123,6 +123,9 @@ class Indexer:
             registration = replace(registration, source=canonical_source(registration.source))
         if registration.block_size is not None and not 0 < registration.block_size <= MOST_BLOCK_SIZE:
             raise ValueError(f"block_size: {registration.block_size} is not from 1 to {MOST_BLOCK_SIZE}")
+        pool = next((pool for pool in self.pools if pool.serves(target)), None)
+        if pool is not None:
+            pool.use_engine(registration)
         served = self._served.get((target.tenant, target.model), {})
         known = served.get(target)
         if known == registration:
@@ -132,10 +135,8 @@ class Indexer:
             self._reader.remove(target)
             self.index.drop(target)
         self.index.add(target, registration.adapter, registration.capacity)
-        pool = next((pool for pool in self.pools if pool.serves(target)), None)
         if pool is not None:
             self._pool_of[target] = pool
-            pool.use_engine(registration)
             self.index.attach(target, pool.blocks)
         if stream is not None:
             if known is None:

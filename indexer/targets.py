@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from indexer.pools.layout import PoolLayout
 from kvevents import EventSource
 
 
@@ -24,6 +25,7 @@ class Registration:
     - `adapter`: the LoRA of events that name none.
     - `capacity`: number of blocks in the engine's own memory; None if it is unknown.
     - `additional_salt`: name of a variant of the model (RFC 1403). Blocks of different variants never match.
+    - `pool_layout`: the layout of its objects in a shared pool; None if it is not known. It changes no stream.
     """
 
     target: Target
@@ -33,6 +35,7 @@ class Registration:
     adapter: str | None = None
     capacity: int | None = None
     additional_salt: str | None = None
+    pool_layout: PoolLayout | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)

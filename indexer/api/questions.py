@@ -10,7 +10,7 @@ changes only when a worker registers, leaves or is renamed, so it is encoded onc
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -57,15 +57,15 @@ class Answers:
         self._version = (0, 0)  # the registrations and renames that `_empty` was made after
 
     def by_target(
-        self, model: str, tenant: str, tokens: int, matches: list[Match], loadable: dict[Target, int]
+        self, model: str, tenant: str, tokens: int, matches: list[Match], elsewhere: dict[Target, dict[str, int]]
     ) -> bytes:
-        """Return the answer by target. `loadable`: the tokens that targets load from their pools."""
+        """Return the answer by target. `elsewhere`: further tokens of targets, by the field that shows them."""
         others = self._empty_answers(model, tenant).targets.copy()
         known = {match.target for match in matches}
-        matches = matches + [Match(target, 0, _NO_TOKENS) for target in loadable if target not in known]
+        matches = matches + [Match(target, 0, _NO_TOKENS) for target in elsewhere if target not in known]
         for match in matches:
             others.pop(match.target, None)
-        held = [_entry(match, self._indexer.names, loadable.get(match.target, 0)) for match in matches]
+        held = [_entry(match, self._indexer.names) | elsewhere.get(match.target, {}) for match in matches]
         return msgspec.json.encode({"model": model, "tokens": tokens, "matches": [*held, *others.values()]})
 
     def by_instance(self, model: str, tenant: str, matches: list[Match]) -> bytes:
@@ -107,19 +107,17 @@ class Answers:
         return empty
 
 
-def _entry(match: Match, names: WorkerNames, loadable: int = 0) -> dict[str, Any]:
-    entry = {
+def _entry(match: Match, names: WorkerNames) -> dict[str, Any]:
+    return {
         "worker": names.get(match.target.worker),
         "dp_rank": match.target.dp_rank,
         "matched_tokens": match.matched_tokens,
         "tiers": {name: match.tiers[tier] for tier, name in _TIER_NAMES},
     }
-    return entry | {"loadable": loadable} if loadable else entry
 
 
-def _loadable(indexer: Indexer, query: MatchQuery, matches: list[Match]) -> dict[Target, int]:
-    """Return the tokens of a prompt that targets load from pools, beside those in `matches`."""
-    own = {match.target: match.matched_tokens for match in matches}
+def _loadable(indexer: Indexer, query: MatchQuery, own: Mapping[Target, int]) -> dict[Target, int]:
+    """Return the tokens of a prompt that targets load from pools, beside their own."""
     found: dict[Target, int] = {}
     for holdings in indexer.pooled(query, max(own.values(), default=0)):
         for target in indexer.targets(query.model, query.tenant):
@@ -161,6 +159,8 @@ def _encode(value: Any) -> msgspec.Raw:
 ReadMatch = Callable[[bytes], MatchQuery | Awaitable[MatchQuery]]
 # Turns the body of a query into the JSON of its answer, at once or later. Raises RequestError.
 Answer = Callable[[bytes], bytes | Awaitable[bytes]]
+# Returns the tokens of a prompt that targets can pull from peers, beside their own.
+FindPullable = Callable[[MatchQuery, Mapping[Target, int]], Mapping[Target, int]]
 # Packs a JSON list of token ids in the native core. Returns None for any other JSON.
 PackedNumbers = Callable[[bytes], bytes | None]
 
@@ -172,10 +172,11 @@ _decode_packed: Final = msgspec.json.Decoder(PackedQuery).decode
 class Questions:
     """Answers to queries of the index API, for every server that receives them. `by_path` maps a path to its method."""
 
-    def __init__(self, indexer: Indexer, read_match: ReadMatch) -> None:
+    def __init__(self, indexer: Indexer, read_match: ReadMatch, pullable: FindPullable | None = None) -> None:
         self._indexer = indexer
         self._answers = Answers(indexer)
         self._read_match = read_match
+        self._pullable = pullable
         core = native_core()
         self._packed_numbers = None if core is None else core.packed_numbers
         self.by_path: dict[str, Answer] = {
@@ -194,8 +195,14 @@ class Questions:
 
     def _match(self, query: MatchQuery) -> bytes:
         matches = _find(self._indexer.match, query, "token_ids", 2**32 - 1)
-        loadable = _loadable(self._indexer, query, matches) if self._indexer.pools else {}
-        return self._answers.by_target(query.model, query.tenant, len(query.token_ids), matches, loadable)
+        elsewhere: dict[Target, dict[str, int]] = {}
+        if self._indexer.pools or self._pullable is not None:
+            own = {match.target: match.matched_tokens for match in matches}
+            pullable = {} if self._pullable is None else self._pullable(query, own)
+            for field, found in (("loadable", _loadable(self._indexer, query, own)), ("pullable", pullable)):
+                for target, tokens in found.items():
+                    elsewhere.setdefault(target, {})[field] = tokens
+        return self._answers.by_target(query.model, query.tenant, len(query.token_ids), matches, elsewhere)
 
     def query(self, body: bytes) -> bytes:
         """Return how many tokens of a token sequence each instance holds, including its last block."""

@@ -67,6 +67,15 @@ class ObjectKeys:
         """Return the parts whose keys contain a text, one bit each."""
         return sum(1 << part for part, form in enumerate(self.forms) if text in form.before or text in form.after)
 
+    def parts_after(self, prefix: str) -> int:
+        """Return the parts whose keys begin with a prefix and the end of its last word, one bit each."""
+        begins = re.compile(re.escape(prefix) + r"(?![0-9A-Za-z.-])").match
+        return sum(1 << part for part, form in enumerate(self.forms) if begins(form.before))
+
+    def parts_before(self, endings: tuple[str, ...]) -> int:
+        """Return the parts whose keys end with one of these texts, one bit each."""
+        return sum(1 << part for part, form in enumerate(self.forms) if form.after.endswith(endings))
+
     def _part(self, form: KeyForm) -> int | None:
         part = self._parts.get(form)
         if part is None:

@@ -12,15 +12,17 @@ import structlog
 
 from indexer.dump import DumpedHolder, DumpedRun, read_hash
 from indexer.hashing import PackedPrompt
-from indexer.pools.blocks import MOST_PARTS, make_pool_blocks
+from indexer.pools.blocks import MOST_PARTS, StoredBlock, make_pool_blocks
 from indexer.pools.holdings import PoolHoldings
 from indexer.pools.keys import ObjectKeys
+from indexer.pools.layout import PoolLayout
 from indexer.pools.samples import PoolSample, sampled_positions
 from indexer.targets import Registration, Target
 
 log = structlog.get_logger()
 
 _ALL_PARTS: Final = 2**64 - 1
+_UNKNOWN_LAYOUT: Final = PoolLayout()
 _FIRST_BLOCKS: Final = 64  # hashed blocks of a prompt before the pool is asked for the first time
 _BYTES_A_BLOCK: Final = 88  # memory of a block in the tables, with its share of hash slots
 
@@ -64,6 +66,7 @@ class SharedPool:
         self.unknown_since = time.monotonic()
         self.answers = False
         self._needed: dict[tuple[str, str], int] = {}  # parts of a block, by tenant and model
+        self._layouts: dict[tuple[str, str], PoolLayout] = {}  # by tenant and model
 
     @property
     def known(self) -> bool:
@@ -87,6 +90,8 @@ class SharedPool:
     def use_engine(self, registration: Registration) -> None:
         """Read keys as the engine of a registered target writes them."""
         self.keys.leading = registration.engine.lower().startswith("sglang")
+        if registration.pool_layout is not None:
+            self._layouts[registration.target.tenant, registration.target.model] = registration.pool_layout
 
     def learn(self, runs: Sequence[DumpedRun], holders: Iterable[DumpedHolder]) -> None:
         """Learn the chain from the blocks of a restored target, in the form of a dump."""
@@ -120,9 +125,10 @@ class SharedPool:
     ) -> PoolSample | None:
         """Return the question whether the pool still has what it reported of a prompt. Parameters as in `holdings`.
 
-        None if it reported nothing, if its content is known, or if its master does not answer.
+        None if it reported nothing, if its content is known, or if its master does not answer. Layouts with trailing
+        objects are not asked for: a sample does not show where a load can end.
         """
-        if self.known or not self.answers:
+        if self.known or not self.answers or self._layout(tenant, model).trailing:
             return None
         reported = self._reported(model, tenant, root, block_size, prompt, blocks, reach)
         if reported is None:
@@ -146,9 +152,11 @@ class SharedPool:
     ) -> PoolHoldings | None:
         if blocks <= 0:
             return None
-        text = self.config.models.get(model, "")
-        allowed = self.keys.parts_with(text) if text else _ALL_PARTS
-        needed = self._needed.get((tenant, model), 0)
+        layout = self._layout(tenant, model)
+        allowed = self._parts_of(model, layout)
+        trailing = allowed & self.keys.parts_before(layout.trailing) if layout.trailing else 0
+        allowed &= ~trailing
+        needed = self._needed.get((tenant, model), 0) & allowed
         asked = min(blocks, max(reach + 1, _FIRST_BLOCKS))
         while True:
             hashes = prompt.hashes(root, block_size, asked)[:asked]
@@ -157,7 +165,36 @@ class SharedPool:
                 break
             asked = min(blocks, 4 * asked)
         self._needed[tenant, model] = needed
-        if not ranges or needed.bit_count() < self.config.objects:
+        if layout.trailing:
+            stops = [(start, self._last_stop(hashes, start, end, trailing, layout)) for start, end in ranges]
+            ranges = [(start, end) for start, end in stops if end > start]
+        if not ranges or needed.bit_count() < max(self.config.objects, layout.objects):
             return None
         bounds = tuple((start * block_size, end * block_size) for start, end in ranges)
-        return PoolHoldings(self.config.name, block_size, bounds)
+        return PoolHoldings(self.config.name, block_size, bounds, layout.least_tokens)
+
+    def _layout(self, tenant: str, model: str) -> PoolLayout:
+        return self._layouts.get((tenant, model), _UNKNOWN_LAYOUT)
+
+    def _parts_of(self, model: str, layout: PoolLayout) -> int:
+        """Return the parts that may belong to a model, by the text of the settings or the reported prefix."""
+        text = self.config.models.get(model, "")
+        if text:
+            return self.keys.parts_with(text)
+        return self.keys.parts_after(layout.prefix) if layout.prefix else _ALL_PARTS
+
+    def _last_stop(self, hashes: array[int], start: int, end: int, trailing: int, layout: PoolLayout) -> int:
+        """Return where the longest load of a range ends: the blocks before its end have all trailing parts."""
+        stop, complete, stored = end, 0, list[StoredBlock]()
+        for block in range(end - 1, -1, -1):
+            if stop <= start or not trailing:
+                break
+            if not stored:
+                stored = self.blocks.stored(hashes[max(block + 1 - _FIRST_BLOCKS, 0) : block + 1])
+            if stored.pop().parts & trailing == trailing:
+                complete += 1
+                if complete >= layout.trailing_blocks or block == 0:
+                    return stop
+            else:
+                stop, complete = block, 0
+        return start

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from indexer.pools.holdings import PoolHoldings
@@ -51,4 +51,4 @@ class PoolSample:
                 else:
                     ranges.append((number * size, (number + 1) * size))
             before, begin = here, position + 1
-        return PoolHoldings(self.reported.pool, size, tuple(ranges))
+        return replace(self.reported, intervals=tuple(ranges))

@@ -47,7 +47,8 @@ def print_matches(url: str, body: dict[str, Any]) -> None:
 
 def _match_table(answer: dict[str, Any]) -> Table:
     table = Table(title=f"{answer['tokens']} tokens of {answer['model']}")
-    for name in ("worker", "rank", "matched", "gpu", "cpu", "disk", "unknown"):
+    elsewhere = [name for name in ("loadable", "pullable") if any(name in match for match in answer["matches"])]
+    for name in ("worker", "rank", "matched", "gpu", "cpu", "disk", "unknown", *elsewhere):
         table.add_column(name, justify="left" if name == "worker" else "right")
     for match in answer["matches"]:
         tiers = match["tiers"]
@@ -58,6 +59,7 @@ def _match_table(answer: dict[str, Any]) -> Table:
             tiers["cpu"],
             tiers["disk"],
             tiers["unknown"],
+            *[match.get(name, 0) for name in elsewhere],
         )
         table.add_row(match["worker"], *map(str, counts))
     return table

@@ -40,7 +40,12 @@ def router_app(services: Services) -> FastAPI:
     app.state.fleet = services.fleet
     app.state.about = services.observability.about
     app.state.proxy_context = services.proxy
-    questions = Questions(services.indexer, match_reader(services.tokenizers, services.routing.reader.resolve))
+    pulls = services.routing.state.pulls
+    questions = Questions(
+        services.indexer,
+        match_reader(services.tokenizers, services.routing.reader.resolve),
+        None if pulls is None else pulls.pullable,
+    )
     app.state.dispatcher = Dispatcher(
         app, services.proxy.contexts, services.proxy.settings, questions, services.proxy.services
     )

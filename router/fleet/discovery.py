@@ -16,10 +16,12 @@ from enum import StrEnum
 import aiohttp
 import msgspec
 
+from indexer.pools.layout import PoolLayout
 from kvevents import EventSource
 from kvevents.curve import load_public_key
 from kvevents.sources import MOST_BLOCK_SIZE, ReportedFields, ReportedStreams, sglang_sources, vllm_sources
 from router.apis.abilities import NO_ABILITIES, Ability, sglang_lacks
+from router.fleet.hicache import hicache_layout
 from router.fleet.worker_keys import WorkerKey
 from router.http.client import connection_problem, read_answer
 from router.http.worker_url import host_of
@@ -74,6 +76,7 @@ class WorkerDescription:
     - `capacity`: the blocks of each rank's KV cache; None if not reported.
     - `refused`: the fields that could not be used, in words.
     - `lacks`: the abilities that the engine reports not to have.
+    - `pool_layout`: the layout of its objects in a shared pool; None if it reports none.
     """
 
     engine: Engine
@@ -86,6 +89,7 @@ class WorkerDescription:
     bootstrap_port: int | None = None
     refused: tuple[str, ...] = ()
     lacks: frozenset[Ability] = NO_ABILITIES
+    pool_layout: PoolLayout | None = None
 
     def base_models(self) -> list[ServedModel]:
         """Return the models, without adapters and additional names."""
@@ -232,6 +236,7 @@ async def _streams(client: _WorkerClient, models: dict[str, ServedModel]) -> Wor
                 "disaggregation_bootstrap_port", given.disaggregation_bootstrap_port, 1, 65535
             ),
             lacks=sglang_lacks(info, model_info),
+            pool_layout=hicache_layout(info, fields),
         )
     return WorkerDescription(Engine.OTHER, models)
 

@@ -56,6 +56,7 @@ class WorkerStreams:
                 description.engine,
                 description.block_size,
                 capacity=description.capacity,
+                pool_layout=description.pool_layout,
             )
             for model in {served.model for served in description.base_models()}
             for rank in description.ranks

@@ -1,7 +1,8 @@
 """The sources whose workers change while the router runs: the settings file, and Kubernetes.
 
 In Kubernetes, workers are the pods of a label selector or the endpoints of a service. Their names are those of their
-pods. The label `kvrouter.io/role` of a pod sets the role of its worker. Endpoints of a service have no labels.
+pods. The label `kvrouter.io/role` of a pod sets the role of its worker, and its annotations `kvrouter.io/pull-host` and
+`kvrouter.io/pull-port` the address of its tier `p2p`. Endpoints of a service have neither.
 Pods that are not ready are workers too: the prober detects when they answer.
 """
 
@@ -21,6 +22,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.kubernetes import ClusterAccess, KubernetesError, ResourceWatch
 from router.http.client import connection_problem
 from router.settings import (
+    PULL_HOST,
     WORKER_NAME,
     ConfigError,
     KubernetesSettings,
@@ -34,6 +36,8 @@ log = structlog.get_logger()
 
 _FILE_CHECK_INTERVAL = 1.0
 _ROLE_LABEL = "kvrouter.io/role"
+_PULL_HOST = "kvrouter.io/pull-host"
+_PULL_PORT = "kvrouter.io/pull-port"
 
 
 class Address(NamedTuple):
@@ -41,12 +45,15 @@ class Address(NamedTuple):
 
     - `port`: its port; None: the port of the settings.
     - `role`: the role of its pod's label, if any.
+    - `pull_host`, `pull_port`: where its pod's annotations say that its tier `p2p` listens, if they do.
     """
 
     host: str
     port: int | None = None
     role: Role | None = None
     name: str | None = None
+    pull_host: str | None = None
+    pull_port: int | None = None
 
 
 async def follow_settings_file(file: SettingsFile, settings: Settings, fleet: Fleet) -> None:
@@ -123,6 +130,8 @@ def _workers(settings: KubernetesSettings, objects: Iterable[dict[str, Any]]) ->
                 "url": f"http://{bracketed(host)}:{port}",
                 "name": address.name,
                 "role": None if address.role is Role.BOTH else address.role,
+                "pull_host": address.pull_host,
+                "pull_port": address.pull_port,
             }
         )
         for (host, port), address in sorted(found.items())
@@ -148,8 +157,22 @@ def pod_addresses(pods: Iterable[dict[str, Any]]) -> list[Address]:
         ending = metadata.get("deletionTimestamp") or status.get("phase") in ("Succeeded", "Failed")
         if status.get("podIP") and not ending and _usable(status["podIP"]):
             role = _role((metadata.get("labels") or {}).get(_ROLE_LABEL))
-            found.append(Address(status["podIP"], role=role, name=_worker_name(metadata.get("name"))))
+            name, (pull_host, pull_port) = _worker_name(metadata.get("name")), _pull_address(metadata)
+            found.append(Address(status["podIP"], None, role, name, pull_host, pull_port))
     return found
+
+
+def _pull_address(metadata: dict[str, Any]) -> tuple[str | None, int | None]:
+    """Return the host and port of a pod's annotations. An invalid one is logged and ignored."""
+    annotations = metadata.get("annotations") or {}
+    host, port = annotations.get(_PULL_HOST), annotations.get(_PULL_PORT)
+    if host is not None and not PULL_HOST.fullmatch(str(host)):
+        log.warning("kubernetes annotation ignored", annotation=_PULL_HOST, pod=metadata.get("name"))
+        host = None
+    if port is not None and not (str(port).isascii() and str(port).isdigit() and 0 < int(port) < 65536):
+        log.warning("kubernetes annotation ignored", annotation=_PULL_PORT, pod=metadata.get("name"))
+        port = None
+    return host, None if port is None else int(port)
 
 
 def _role(label: str | None) -> Role | None:

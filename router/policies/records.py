@@ -29,16 +29,23 @@ class Source:
     - `name`: the pool, or "peers".
     - `price`: the price of loading a token, as a share of computing it.
     - `waiting`: the tokens of loads that come before it.
-    - `seconds`: the seconds per loaded token.
+    - `computed_seconds`: the seconds in which a token is computed.
     - `peer`: the target to pull from; None for a pool.
+    - `start`: the time before its first token is loaded, in computed tokens.
     """
 
     name: str
     tokens: int
     price: float
     waiting: int = 0
-    seconds: float = 0.0
+    computed_seconds: float = 0.0
     peer: Target | None = None
+    start: float = 0.0
+
+    @property
+    def duration(self) -> float:
+        """The time until the tokens are loaded, in computed tokens."""
+        return self.start + self.price * (self.tokens + self.waiting)
 
     @property
     def load(self) -> float:
@@ -46,17 +53,17 @@ class Source:
 
         An engine loads what it finds in a pool, also where computing is faster. Then the load earns no credit.
         """
-        return min(self.price * (self.tokens + self.waiting), float(self.tokens))
+        return min(self.duration, float(self.tokens))
 
     @property
     def load_cost_seconds(self) -> float:
         """The cost of the load in seconds."""
-        return self.load * self.seconds / self.price if self.price else 0.0
+        return self.load * self.computed_seconds
 
     @property
     def load_seconds(self) -> float:
         """The seconds until the tokens are loaded."""
-        return self.seconds * (self.tokens + self.waiting)
+        return self.duration * self.computed_seconds
 
     @property
     def saved(self) -> float:
@@ -131,6 +138,11 @@ class Candidate:
     def reused(self) -> int:
         """The tokens that it does not compute: its overlap, and what it loads from its source."""
         return self.overlap if self.source is None else self.overlap + self.source.tokens
+
+    def work(self, tokens: int) -> float:
+        """Return the tokens of a prompt that it computes, and those that it loads at the price of the load."""
+        left = max(tokens - self.reused, 0)
+        return left if self.source is None else left + self.source.load
 
     def copy(self) -> Candidate:
         return Candidate(

@@ -8,9 +8,9 @@ The price of evictions follows from the share of evicted tokens that later reque
 A target is full if it evicted within `HORIZON` seconds, or if less than a tenth of its capacity is free. So prompts go
 where there is room before anything was lost.
 
-`lost` counts the prefixes that were routed before and that no worker holds now. `evicted` is read from the event
-streams. A worker without events counts as full, as a warm cache is. Memory is bounded: one prefix in `STRIDE` chunks is
-remembered, and the least recently seen are forgotten.
+`lost` counts the prefixes that were routed before and that no worker holds now. What a worker loads from a pool is not
+lost: it costs its load. `evicted` is read from the event streams. A worker without events counts as full, as a warm
+cache is. Memory is bounded: one prefix in `STRIDE` chunks is remembered, and the least recently seen are forgotten.
 """
 
 from __future__ import annotations
@@ -89,15 +89,21 @@ class EvictionPressure:
         self._last_removal: dict[Target, float] = {}
         self._without_room: set[Target] = set()
 
-    def routed(self, hashes: array[int], held: int) -> None:
-        """Record a routed prompt by its hashes. `held`: the most tokens of it that any worker holds."""
+    def routed(self, hashes: array[int], held: int, reached: int = 0, price: float = 0.0) -> None:
+        """Record a routed prompt by its hashes.
+
+        - `held`: the most tokens of it that any worker holds.
+        - `reached`: the tokens that its target holds and loads.
+        - `price`: the cost of a loaded token, as a share of a computed one.
+        """
         if len(hashes) < self._stride:
             return
         known = self._routed.remember(hashes[self._stride - 1 :: self._stride], self._remembered)
         now, unit = self._clock(), self._chunk * self._stride
         self.demand.routed(hashes, known, now)
-        if (lost := known - held // unit) > 0:
-            self._lost.add(lost * unit, now)
+        lost = max(known - max(held, reached) // unit, 0) * unit + price * max(min(known * unit, reached) - held, 0)
+        if lost > 0:
+            self._lost.add(lost, now)
 
     def removed(self, tokens: Mapping[Target, int], without_room: Set[Target] = frozenset()) -> None:
         """Record the tokens that each target with an event stream has removed since it became known.
@@ -275,12 +281,13 @@ class RequestTiming:
         self.clock = clock
         self.sent = clock()
         self.begun: float | None = None
-        self.load_seconds: float | None = None
+        self.loaded: tuple[float, float] | None = None
 
     def first_byte(self) -> None:
         """Learn from the first byte of the answer. Only the first call counts.
 
-        A load is not learned as computing: `load_seconds` is the part of the time that computing does not explain.
+        A load is not learned as computing. If no other load precedes it, `loaded` has the seconds until the first
+        byte, and those of computing among them.
         """
         if self.begun is not None:
             return
@@ -292,9 +299,9 @@ class RequestTiming:
             seconds = now - self.sent
             if chosen.source is not None:
                 rates = self.learned.rates.likely(target.worker, target.model)
-                seconds -= prefill_seconds(rates, self.tokens, chosen.reused, chosen.requests, chosen.context)
+                computing = prefill_seconds(rates, self.tokens, chosen.reused, chosen.requests, chosen.context)
                 if not chosen.source.waiting:
-                    self.load_seconds = seconds
+                    self.loaded = seconds, computing
                 return
             if chosen.cpu or chosen.disk:
                 return

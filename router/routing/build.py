@@ -72,7 +72,7 @@ def build_state(
         pulls = Pulls(settings.pulls, indexer, fleet.at, cache_state.audit.distrusted, indexer.names)
     if settings.pools or pulls is not None:
         prices = {pool.name: pool.price for pool in settings.pools if pool.price is not None}
-        sources = SourceFinder(indexer, pulls, learned.seconds_per_token, prices, cache_state.audit.not_loading)
+        sources = SourceFinder(indexer, pulls, learned.rates, prices, cache_state.audit.not_loading)
     return RoutingState(
         fleet,
         indexer,

@@ -19,7 +19,7 @@ whose target has more than one step to compute is sent to the cheapest idle targ
 
     pending' + u' < (1 - prefilling / 0.45) · (pending + u)
 
-    u           uncached tokens of its prompt: on the idle target at most one step more
+    u           uncached tokens of its prompt, loaded ones at their price: on the idle target at most one step more
     prefilling  average share of the targets that compute prompts (`PrefillShare`)
 
 The idle target pays for the additional prefill with time that no other request needs. From a share of 0.45 on, requests
@@ -70,10 +70,10 @@ def is_sooner(there: Candidate, here: Candidate, tokens: int, prefilling: float)
 
     - `prefilling`: the average share of the targets that compute prompts.
     """
-    if here.overlap - there.overlap > STEP_TOKENS:
+    work_there, work_here = there.work(tokens), here.work(tokens)
+    if work_there - work_here > STEP_TOKENS:
         return False
-    before_there, before_here = (each.pending + tokens - each.overlap for each in (there, here))
-    return before_there < (1 - prefilling / NO_TIME_TO_SPARE) * before_here
+    return there.pending + work_there < (1 - prefilling / NO_TIME_TO_SPARE) * (here.pending + work_here)
 
 
 def slo_order(first_token_by: float, prefill_seconds: float) -> float:

@@ -154,9 +154,9 @@ class Placement:
         if not hashes:
             return
         if len(hashes) == 1:
-            # What a source has is not lost: it costs a load.
-            loaded = 0 if chosen.source is None else chosen.reused
-            self._learned.pressure.routed(hashes[0], max(selection.best_overlap, loaded))
+            source = chosen.source
+            price = 0.0 if source is None else source.load / source.tokens
+            self._learned.pressure.routed(hashes[0], selection.best_overlap, chosen.reused, price)
         windowed = self._indexer.window(target) is not None
         if windowed:
             hashes = [reusable_hashes(chunks, len(prompt.identities[number])) for number, chunks in enumerate(hashes)]
@@ -216,8 +216,8 @@ class Placement:
         chosen = assignment.decision.chosen
         if self._state.sources is None or chosen.source is None or usage.cached is None:
             return
-        if timing.load_seconds is not None and usage.cached >= chosen.reused:
-            self._state.sources.rates.seen(chosen.source.name, chosen.source.tokens, timing.load_seconds)
+        if timing.loaded is not None and usage.cached >= chosen.reused:
+            self._state.sources.rates.seen(chosen.source.name, chosen.source.tokens, *timing.loaded)
 
     def _judge_pull(self, pulls: Pulls, assignment: Assignment, usage: Usage | None) -> None:
         """Record whether a pull happened, if there was one. An engine may compute the last block of a hit again."""

@@ -10,7 +10,7 @@ A worker that cannot pull computes the prompt and reports no error. So only cach
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
@@ -94,6 +94,9 @@ class HostTiers(Protocol):
     def block_size(self, target: Target) -> int | None:
         """Return a target's block size in tokens; None if it is not known."""
 
+    def targets(self, model: str, tenant: str) -> Collection[Target]:
+        """Return the targets that serve a model for a tenant. Raises UnknownModelError."""
+
 
 class Pulls:
     """The pulls between the workers of a fleet.
@@ -141,7 +144,7 @@ class Pulls:
     ) -> list[tuple[Target, int, int]]:
         """Return the targets that can be pulled from, each with the tokens in its host tier, and its block size.
 
-        Workers that only decode are among them.
+        The target with the most tokens is first. Workers that only decode are among them.
         """
         try:
             matches = self._index.held_in(query, Tier.CPU)
@@ -152,6 +155,16 @@ class Pulls:
             for match in matches
             if match.matched_tokens >= self.least_tokens and self._peer(match.target) is not None
         ]
+
+    def pullable(self, query: MatchQuery, own: Mapping[Target, int]) -> dict[Target, int]:
+        """Return the tokens of a prompt that each target can pull, beside its own. Loads and prices do not count."""
+        holders, found = self.holders(query, ()), dict[Target, int]()
+        for target in self._index.targets(query.model, query.tenant) if holders else ():
+            longest = max([tokens for peer, tokens, _ in holders[:2] if peer != target], default=0)
+            tokens = longest - own.get(target, 0)
+            if tokens >= self.least_tokens and self.may_pull(target):
+                found[target] = tokens
+        return found
 
     def endpoint(self, peer: Target) -> PullEndpoint | None:
         """Return the address by which requests name a peer; None if it cannot be pulled from now."""

@@ -112,16 +112,17 @@ class Selector:
         return self._slo_selector.prediction(rank, candidate, prompt)
 
     def prefill_seconds(self, prompt: RoutedPrompt) -> float:
-        """Return the predicted duration of a prompt's prefill where most of it is cached, on a worker that is left."""
+        """Return the predicted duration of a prompt's prefill, and of its load, where the least is to compute."""
         try:
             selection = self.choose(prompt)
         except RequestError:
             selection = None
         if selection is None:
             return prefill_seconds(self._learned.rates.start, prompt.tokens, 0, 0, 0)
-        best = max(selection.decision.candidates, key=lambda candidate: candidate.overlap)
+        best = min(selection.decision.candidates, key=lambda candidate: candidate.work(prompt.tokens))
         rates = self._learned.rates.likely(best.target.worker, best.target.model)
-        return prefill_seconds(rates, prompt.tokens, best.overlap, best.requests, best.context)
+        load = 0.0 if best.source is None else best.source.load_seconds
+        return load + prefill_seconds(rates, prompt.tokens, best.reused, best.requests, best.context)
 
     # Late binding
 

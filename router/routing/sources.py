@@ -7,7 +7,12 @@
 Each target has the source that saves most. Engines load what they find in a pool, so a pool is a source even where
 computing is faster; it earns no credit there. A pull needs the router's order, so it is no source there.
 
-Loads are learned apart from computing: their seconds per token, by source.
+A load of `tokens` tokens behind `waiting` others lasts
+
+    seconds = start + token · (waiting + tokens)
+
+Both coefficients are learned by source, apart from the rates of computing. A target pulls only what it would compute in
+more time, at its own rates and under its load.
 """
 
 from __future__ import annotations
@@ -19,21 +24,16 @@ from random import Random
 from typing import Final, Protocol
 
 from indexer import MatchQuery, PoolHoldings, Target
+from router.policies.rates import BoundedRegression, RateTable, prefill_seconds
 from router.policies.records import Source
 from router.routing.ranks import RoutableRank
 
-# The share of the sums that is kept at each load.
-_KEPT: Final = 0.95
-# The tokens of a load that the start value counts for.
-_PRIOR_TOKENS: Final = 8192.0
-# A load counts at most this multiple of its expected seconds, so that a stall changes little.
-_OUTLIER: Final = 4.0
-# Shorter loads say little of the seconds per token.
-_LEAST_TOKENS: Final = 1024
-# Seconds after the last load from a source, until its rate is forgotten.
+# Seconds after the last load from a source, until its coefficients are forgotten.
 _STALE_SECONDS: Final = 600.0
-# The seconds per loaded token before any load is learned.
-_LOAD_SECONDS: Final = 1 / 100_000
+# A load that lasts less than this share of the computing beside it says little: errors of the latter exceed it.
+_LEAST_SHARE: Final = 0.25
+# The coefficients before any load is learned: the seconds before the first token, and those per token.
+_FIRST_GUESS: Final[tuple[float, float]] = 0.005, 1e-5
 
 
 class Pools(Protocol):
@@ -73,33 +73,43 @@ class Peers(Protocol):
 
 
 class LoadRates:
-    """The seconds per token of loads, learned by source. `start`: the value of a source without loads.
+    """The duration of loads, learned by source: the seconds before the first token, and those per token.
 
-    Both are summed, because most of a short load is latency. A source without loads for some time has its start value
-    again: nothing is pulled from peers that were once slow, so nothing else would show that they are fast again.
+    A source without loads for some time has its first guess again: nothing is pulled from peers that were once slow, so
+    nothing else would show that they are fast again.
     """
 
-    def __init__(self, start: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._start = start
+    def __init__(
+        self, first_guess: tuple[float, float] = _FIRST_GUESS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Create the rates of sources without loads. `first_guess`: both coefficients, above 0."""
+        self._first_guess = first_guess
         self._clock = clock
-        self._sums: dict[str, tuple[float, float]] = {}
+        self._learned: dict[str, BoundedRegression] = {}
         self._seen_at: dict[str, float] = {}
 
-    def of(self, source: str) -> float:
-        """Return the seconds per token of a source."""
-        if source in self._sums and self._clock() - self._seen_at[source] > _STALE_SECONDS:
-            del self._sums[source]
-        seconds, tokens = self._sums.get(source, (self._start, 1.0))
-        return seconds / tokens
+    def of(self, source: str) -> tuple[float, float]:
+        """Return the seconds before the first token of a load from a source, and those per token."""
+        learned = self._learned.get(source)
+        if learned is None or self._clock() - self._seen_at[source] > _STALE_SECONDS:
+            return self._first_guess
+        return learned.coefficients
 
-    def seen(self, source: str, tokens: int, seconds: float) -> None:
-        """Learn from a load of `tokens` tokens that lasted `seconds`, with nothing before it."""
-        if tokens < _LEAST_TOKENS or seconds <= 0:
+    def seen(self, source: str, tokens: int, seconds: float, computing: float = 0.0) -> None:
+        """Learn from a load of `tokens` tokens, with no other before it.
+
+        - `seconds`: the time until the first byte of the answer.
+        - `computing`: the part of it in which the rest of the prompt was computed.
+        """
+        now, loading = self._clock(), seconds - computing
+        start, token = self.of(source)
+        if max(start + token * tokens, loading) < _LEAST_SHARE * computing:
             return
-        self._seen_at[source] = self._clock()
-        before = self._sums.get(source, (self._start * _PRIOR_TOKENS, _PRIOR_TOKENS))
-        seconds = min(seconds, _OUTLIER * tokens * before[0] / before[1])
-        self._sums[source] = _KEPT * before[0] + seconds, _KEPT * before[1] + tokens
+        learned = self._learned.get(source)
+        if learned is None or now - self._seen_at[source] > _STALE_SECONDS:
+            learned = self._learned[source] = BoundedRegression(self._first_guess)
+        self._seen_at[source] = now
+        learned.add(1.0, tokens, 0.0, loading, now)
 
 
 class SourceLoads:
@@ -153,25 +163,25 @@ class SourceFinder:
         self,
         pools: Pools | None,
         peers: Peers | None,
-        token_seconds: Callable[[], float],
+        computing: RateTable,
         prices: Mapping[str, float] | None = None,
         not_loading: Collection[Target] = (),
-        load_seconds: float = _LOAD_SECONDS,
+        rates: LoadRates | None = None,
         random: Random | None = None,
     ) -> None:
         """Create a finder.
 
-        - `token_seconds`: returns the mean seconds in which workers compute a token.
+        - `computing`: the rates at which workers compute.
         - `prices`: the fixed prices of sources, as shares of computing. Those of other sources are learned.
         - `not_loading`: the targets whose answers lack their loads. They are not credited.
-        - `load_seconds`: the seconds per loaded token before any load is learned.
+        - `rates`: the rates of loads.
         - `random`: chooses between equal peers.
         """
         self.peers = peers
-        self.rates = LoadRates(load_seconds)
+        self.rates = rates or LoadRates()
         self.loads = SourceLoads()
         self._pools = pools
-        self._token_seconds = token_seconds
+        self.computing = computing
         self._prices = prices or {}
         self._not_loading = not_loading
         self._random = random or Random()
@@ -196,16 +206,19 @@ class SourceFinder:
         - `pulls`: whether the request may name a peer.
         """
         found: dict[int, Source] = {}
+        computed = self.computing.mean_token()
         best = max([own[rank.row] for rank in ranks], default=0)
         if self._pools is not None:
             for holdings in (*self._pools.pooled(query, best), *verified):
                 for rank in ranks:
                     held = own[rank.row]
-                    tokens = min(holdings.reach(held), len(query.token_ids) - 1) - held
+                    tokens = holdings.loadable(held, len(query.token_ids) - 1)
                     if tokens > 0 and self._pools.loads_from(rank.target, holdings):
-                        self._add(found, rank, holdings.pool, tokens, None)
+                        source = self._source(rank.target, holdings.pool, tokens, computed)
+                        if rank.row not in found or source.saved > found[rank.row].saved:
+                            found[rank.row] = source
         if pulls and self.peers is not None:
-            self._add_pulls(found, self.peers, query, ranks, own)
+            self._add_pulls(found, self.peers, query, ranks, own, computed)
         return found
 
     def _add_pulls(
@@ -215,6 +228,7 @@ class SourceFinder:
         query: MatchQuery,
         ranks: Sequence[RoutableRank],
         own: array[int],
+        computed: float,
     ) -> None:
         """Add pulls from the peer with the fewest loads, among those whose prefix is the longest within one block."""
         least = max(peers.least_tokens, 1)
@@ -230,16 +244,23 @@ class SourceFinder:
         peer, longest = min(near, key=lambda holder: (self.loads.of(holder[0]), self._random.random()))
         for rank in short:
             tokens = longest - own[rank.row]
-            if tokens >= least and rank.target != peer and peers.may_pull(rank.target):
-                self._add(found, rank, "peers", tokens, peer)
+            if tokens < least or rank.target == peer or not peers.may_pull(rank.target):
+                continue
+            source, before = self._source(rank.target, "peers", tokens, computed, peer), found.get(rank.row)
+            saves = source.saved > (0.0 if before is None else before.saved)
+            if saves and source.load_seconds < self._computing_seconds(rank, own[rank.row], tokens):
+                found[rank.row] = source
 
-    def _add(self, found: dict[int, Source], rank: RoutableRank, name: str, tokens: int, peer: Target | None) -> None:
-        waiting = max(self.loads.of(rank.target), self.loads.of(peer))
-        computed, price = self._token_seconds(), self._prices.get(name)
-        seconds = self.rates.of(name) if price is None else price * computed
-        if rank.target in self._not_loading:
-            seconds = max(seconds, computed)
-        source = Source(name, tokens, seconds / computed, waiting, seconds, peer)
-        before = found.get(rank.row)
-        if source.saved > (0.0 if before is None else before.saved) or (before is None and peer is None):
-            found[rank.row] = source
+    def _source(self, target: Target, name: str, tokens: int, computed: float, peer: Target | None = None) -> Source:
+        """Return a source of a target. `computed`: the mean seconds in which workers compute a token."""
+        waiting = max(self.loads.of(target), self.loads.of(peer))
+        price = self._prices.get(name)
+        start, token = self.rates.of(name) if price is None else (0.0, price * computed)
+        if target in self._not_loading:
+            token = max(token, computed)
+        return Source(name, tokens, token / computed, waiting, computed, peer, start / computed)
+
+    def _computing_seconds(self, rank: RoutableRank, held: int, tokens: int) -> float:
+        """Return the seconds in which a rank would compute `tokens` tokens after those that it holds."""
+        rates = self.computing.likely(rank.target.worker, rank.target.model)
+        return prefill_seconds(rates, held + tokens, held, rank.load.requests, rank.load.context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.settings.fields import LONGEST_NAME, WORKER_NAME
+from router.settings.fields import LONGEST_NAME, PULL_HOST, WORKER_NAME
 from router.settings.fleet import (
     AuditSettings,
     EventSettings,
@@ -43,6 +43,7 @@ from router.settings.settings import WITHOUT_EFFECT, Settings
 
 __all__ = [
     "LONGEST_NAME",
+    "PULL_HOST",
     "WITHOUT_EFFECT",
     "WORKER_NAME",
     "AdmissionSettings",

@@ -18,6 +18,8 @@ from router.http.worker_url import canonical_url, checked_key, key_in_environmen
 LONGEST_NAME = 512
 # Names of workers: never a URL, and usable in headers and labels without escapes.
 WORKER_NAME = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9._:@-]{0,251}[A-Za-z0-9])?$")
+# Hosts that requests name to a worker.
+PULL_HOST = re.compile(r"^[A-Za-z0-9.:_-]{1,255}$")
 # Names of service levels: usable as a label of metrics and as the value of a header.
 SERVICE_LEVEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC
 from router.http.worker_url import split_user_info
 from router.settings.fields import (
+    PULL_HOST,
     WORKER_NAME,
     ApiKey,
     ApiKeyFile,
@@ -78,7 +79,7 @@ class WorkerSettings(KeySettings):
     weight: PositiveFloat = 1.0
     role: Role | None = None
     bootstrap_port: Port | None = None
-    pull_host: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]{1,255}$")] | None = None
+    pull_host: Annotated[str, Field(pattern=PULL_HOST.pattern)] | None = None
     pull_port: Port | None = None
 
     @model_validator(mode="before")

@@ -18,7 +18,7 @@ from router.policies.rates import Rates
 from router.prediction.learned import Learned
 from router.routing.placement import Placement
 from router.routing.selector import Selector
-from router.routing.sources import Pools, SourceFinder
+from router.routing.sources import LoadRates, Pools, SourceFinder
 from router.routing.state import RoutingState
 from router.settings import (
     AdmissionSettings,
@@ -136,7 +136,9 @@ def build_router(
         workers, index, policy, load, in_flight_prefixes, sent_prefixes, audit, learned, sharing, clock
     )
     if sources is not None and side.sources:
-        state.sources = SourceFinder(pools, SimulatedPeers() if sources.pulls else None, learned.seconds_per_token)
+        state.sources = SourceFinder(
+            pools, SimulatedPeers() if sources.pulls else None, learned.rates, rates=LoadRates(clock=clock)
+        )
     selector = Selector(state, DisaggregationSettings(), settings.broken_promise, random)
     placement = Placement(state, selector)
     admission_settings = AdmissionSettings(late_binding=side.late_binding)

@@ -107,6 +107,11 @@ async def test_request_names_the_peer_and_its_answer_is_judged() -> None:
             "price": other["source"]["price"],
             "peer": {"worker": "w0", "dp_rank": 0},
         }
+        matches = (await routed.call("/match", {"model": "m", "token_ids": PROMPT})).json()["matches"]
+        assert {each["worker"]: (each["matched_tokens"], each.get("pullable")) for each in matches} == {
+            "w0": (BLOCK * IN_MEMORY, None),
+            "w1": (0, PULLED),
+        }
         ids = set()
         theirs = {"remote_kv_source": {"kv_request_id": "1", "remote_host": "203.0.113.9", "remote_port": 1}}
         for body in (BODY, json.dumps(json.loads(BODY) | {"kv_transfer_params": theirs}).encode()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -19,6 +19,7 @@ from engine_publisher import eventually
 from indexer import Indexer, MatchQuery, Registration, Target
 from indexer.pools.blocks import MOST_PARTS, REST_BYTES, Change, PoolBlocks, StoredBlock, make_pool_blocks
 from indexer.pools.keys import ObjectKeys
+from indexer.pools.layout import PoolLayout
 from indexer.pools.mooncake import MasterContent, MooncakeFollower, MooncakeMaster
 from indexer.pools.pool import PoolConfig, SharedPool
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
@@ -327,6 +328,71 @@ def test_model_has_the_parts_whose_keys_name_it(indexer: Indexer) -> None:
     assert loadable("tiny") == 0, "the other rank is missing"
     pool.store((each, False, True) for each in keys[1:])
     assert [loadable(model) for model in ("tiny", "other", "third")] == [2, 0, 0]
+
+
+PAGES = 12
+
+
+def hicache_key(page: int, suffix: str, prefix: str = "tag_org-model") -> str:
+    return f"{prefix}_{page:016x}{'cd' * 24}{suffix}"
+
+
+def hicache(indexer: Indexer, layout: PoolLayout | None) -> tuple[SharedPool, Callable[[], list[tuple[int, int]]]]:
+    """Return a pool of an SGLang worker that reported pages of two tokens, and what the pool holds of them."""
+    pool = SharedPool(PoolConfig("pool"))
+    pool.unknown_because = None
+    indexer.pools = [pool]
+    indexer.register(Registration(WORKERS[0], None, "SGLang", 2, pool_layout=layout))
+    tokens = list(range(2 * PAGES))
+    pages = BlockStored(list(range(1, PAGES + 1)), None, tokens, 2, medium="GPU")
+    indexer.index.apply(WORKERS[0], EventBatch(0.0, [pages]))
+
+    def held() -> list[tuple[int, int]]:
+        found = indexer.pooled(MatchQuery("tiny", [*tokens, 1]))
+        return [interval for holdings in found for interval in holdings.intervals]
+
+    return pool, held
+
+
+def test_objects_of_other_models_do_not_count_by_the_reported_prefix(indexer: Indexer) -> None:
+    pool, held = hicache(indexer, PoolLayout("tag_org-model", objects=2))
+    pool.store((hicache_key(page, "_0_k", "tag_org-model-large"), False, True) for page in range(1, 7))
+    pool.store((hicache_key(page, "__k"), False, True) for page in range(1, 7))
+    assert held() == [], "each page has two objects"
+    pool.store((hicache_key(page, "__indexer"), False, True) for page in range(1, 5))
+    assert held() == [(0, 8)]
+
+
+def test_layout_of_a_later_probe_counts(indexer: Indexer) -> None:
+    pool, held = hicache(indexer, None)
+    for suffix, pages in (("__k", 8), ("_0_swa", 8), ("_1_swa", 4)):
+        pool.store((hicache_key(page, suffix), False, True) for page in range(1, pages + 1))
+    assert held() == [(0, 8)], "all objects are needed"
+    layout = PoolLayout("tag_org-model", trailing=("_0_swa",), trailing_blocks=1)
+    indexer.register(Registration(WORKERS[0], None, "SGLang", 2, pool_layout=layout))
+    assert held() == [(0, 8)]
+    pool.store((hicache_key(page, "_1_swa"), False, True) for page in range(5, 9))
+    pool.store((hicache_key(page, "_0_swa"), False, False) for page in range(1, 7))
+    assert held() == [(0, 16)]
+
+
+def test_load_ends_where_the_last_pages_have_their_trailing_objects(indexer: Indexer) -> None:
+    layout = PoolLayout("tag_org-model", trailing=("_swa", "_state"), trailing_blocks=2, least_tokens=9)
+    pool, held = hicache(indexer, layout)
+    pool.store((hicache_key(page, "__k"), False, True) for page in range(1, PAGES + 1))
+    assert held() == [], "no trailing object is known yet"
+    for suffix in ("_1_swa", "__state"):
+        pool.store((hicache_key(page, suffix), False, True) for page in (1, 4, 5, 6, 9, 11))
+    assert held() == [(0, 12)]
+    (holdings,) = indexer.pooled(MatchQuery("tiny", list(range(2 * PAGES + 1))))
+    assert [holdings.loadable(own) for own in (0, 3, 4)] == [12, 9, 0]
+    pool.store([(hicache_key(5, "__state"), False, False)])
+    assert held() == [(0, 2)]
+    pool.store((hicache_key(page, suffix), False, True) for page in (12,) for suffix in ("_1_swa", "__state"))
+    assert held() == [(0, 24)]
+    pool.answers = True
+    pool.lose("evictions")
+    assert indexer.pool_samples(MatchQuery("tiny", list(range(2 * PAGES + 1)))) == []
 
 
 def test_prompt_is_asked_for_while_the_content_is_unknown(indexer: Indexer) -> None:

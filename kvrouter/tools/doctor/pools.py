@@ -83,7 +83,7 @@ async def used_pool(worker: Worker, stored: Iterable[BlockStored]) -> str | None
     except msgspec.DecodeError:
         layout = _Layout()
     if layout.backend == "mooncake":
-        return f"type: mooncake{layout.hicache_object_layout.settings()}"
+        return "type: mooncake"
     if _MOONCAKE_METRICS.search(await worker.get("/metrics") or ""):
         return "type: mooncake"
     media = {str(canonical_medium(event.medium)) for event in stored if event.medium}
@@ -91,24 +91,7 @@ async def used_pool(worker: Worker, stored: Iterable[BlockStored]) -> str | None
     return f"type: events, media: [{', '.join(pooled)}]" if pooled else None
 
 
-class _LayoutPool(msgspec.Struct):
-    suffixes: list[str] = []
-
-
-class _ObjectLayout(msgspec.Struct):
-    """The names of SGLang's objects in a pool: the beginning of keys, and the endings of a page's objects."""
-
-    pools: list[_LayoutPool] = []
-    key_prefix: str = ""
-    pp_size: int = 1
-
-    def settings(self) -> str:
-        """Return the settings that follow from it."""
-        objects = self.pp_size * sum(len(pool.suffixes) for pool in self.pools)
-        models = f", models: {{MODEL: {self.key_prefix}}}" if self.key_prefix else ""
-        return (f", objects: {objects}" if objects else "") + models
-
-
 class _Layout(msgspec.Struct):
+    """The layout of SGLang's objects in a pool, of which the router reads the rest from `/server_info`."""
+
     backend: str = ""
-    hicache_object_layout: _ObjectLayout = msgspec.field(default_factory=_ObjectLayout)

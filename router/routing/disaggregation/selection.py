@@ -6,7 +6,8 @@
              prefill workers are saturated.
     prefill  the worker with the lowest sum of queued prefill tokens, uncached tokens of the prompt, and loads of it
 
-Cached tokens count alike on all tiers. A decode worker whose load is not known does not count as free.
+Tokens that a worker loads from a pool or pulls from a peer count as uncached at the price of the load. Cached tokens
+count alike on all tiers. A decode worker whose load is not known does not count as free.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def decode_policy(random: Random) -> Policy:
             return {
                 "requests": float(candidate.requests),
                 "context": _TIE * candidate.context / most,
-                "uncached": _TIE * (1 - candidate.overlap / (request.tokens + 1)),
+                "uncached": _TIE * (candidate.work(request.tokens) + 1) / (request.tokens + 1),
             }
 
         return cheapest(candidates, terms, random, unit=CostUnit.REQUESTS)
@@ -74,7 +75,7 @@ def disaggregate(
     decodes_alone: bool,
 ) -> Disaggregation:
     """Decide whether another worker than the chosen decode worker computes a prompt, and which of `prefills`."""
-    uncached = max(request.tokens - decode.overlap, 0)
+    uncached = round(decode.work(request.tokens))
     free = decode.kv_usage is not None and not decode.waiting and decode.pending < settings.skip_tokens
     saturated = all(candidate.pending >= settings.saturated_tokens for candidate in prefills)
     inputs: dict[str, Any] = {

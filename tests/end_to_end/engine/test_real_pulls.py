@@ -71,6 +71,7 @@ def router_before(workers: list[VllmWorker], ports: list[int], logs: Path, folde
     settings = {
         "workers": [{"url": worker.url, "pull_port": port} for worker, port in zip(workers, ports, strict=True)],
         "pulls": {"protocol": "p2p", "least_tokens": LEAST_TOKENS},
+        "rates": {"token": 0.002},  # as a CPU computes
         "proxy": {"client_routing": True, "speculation_seconds": 0},
     }
     file = folder / "pulls.yaml"

@@ -332,6 +332,31 @@ def test_label_sets_the_role() -> None:
     assert [address.role for address in pod_addresses(pods)] == [Role.PREFILL, Role.DECODE, Role.BOTH, None]
 
 
+def test_annotations_set_the_address_to_pull_from() -> None:
+    given = [("10.1.0.1", "5710"), ("fd00::1", "65536"), ("no host", "57x"), (None, None)]
+    names = ("kvrouter.io/pull-host", "kvrouter.io/pull-port")
+    pods = [
+        pod(
+            f"p{number}",
+            "127.0.0.2",
+            metadata={"annotations": dict(zip(names, each, strict=True)) if each[0] else None},
+        )
+        for number, each in enumerate(given)
+    ]
+    found = [(address.pull_host, address.pull_port) for address in pod_addresses(pods)]
+    assert found == [("10.1.0.1", 5710), ("fd00::1", None), (None, None), (None, None)]
+
+
+async def test_annotations_reach_the_settings_of_a_worker(api: ApiServer) -> None:
+    annotations = {"kvrouter.io/pull-host": "10.1.0.1", "kvrouter.io/pull-port": "6000"}
+    api.pods = [pod("a", "127.0.0.2", metadata={"annotations": annotations})]
+    async with following(api) as cluster:
+        await until(lambda: [w.settings.pull_port for w in cluster.fleet.workers] == [6000])
+        assert cluster.fleet.workers[0].settings.pull_host == "10.1.0.1"
+        api.push("MODIFIED", pod("a", "127.0.0.2", 2))
+        await until(lambda: [w.settings.pull_port for w in cluster.fleet.workers] == [None])
+
+
 async def test_changed_label_changes_the_role_of_a_worker(api: ApiServer) -> None:
     api.pods = [pod("a", "127.0.0.2", metadata={"labels": {"kvrouter.io/role": "prefill"}})]
     async with following(api) as cluster:

@@ -89,7 +89,7 @@ def test_choice_by_columns_equals_the_formula(core: str, name: str, data: Any, s
     for row, (tokens, price) in with_sources.items():
         peer = None if tokens % 2 else records[0].target
         records[row] = sources[row] = records[row].copy()
-        records[row].source = Source("s", tokens, price, waiting=tokens // 3, peer=peer)
+        records[row].source = Source("s", tokens, price, waiting=tokens // 3, peer=peer, start=tokens / 7)
 
     shared = data.draw(st.sampled_from([None, SharedTokens(array("I", [200, 700]), array("d", [0.9, 0.5]))]))
     if shared is not None:

@@ -34,7 +34,7 @@ def total(candidate: Candidate) -> float:
 @given(price=PRICES, waiting=st.integers(0, 1000))
 def test_loaded_token_costs_its_share_of_a_computed_one(rates: Rates | None, price: float, waiting: int) -> None:
     second = 1.0 if rates is None else rates.token
-    source = Source("pool", 8000, price, waiting, price * second)
+    source = Source("pool", 8000, price, waiting, second)
     own, none = (total(candidate("w", overlap, rates=rates)) for overlap in (9000, 1000))
     loading = total(candidate("w", 1000, source, rates))
     per_token = (none - own) / 8000 if rates is None else second * (1 + 1 + 0.03 * 5 + 10 * 0.25)
@@ -47,6 +47,15 @@ def test_source_lowers_the_cost_of_a_target_that_has_nothing_and_raises_none_abo
     holder, nothing = candidate("holder", 9000), candidate("nothing", 0)
     loads = candidate("loads", 0, Source("pool", 9000, 0.3))
     assert total(holder) < total(loads) < total(nothing)
+
+
+def test_start_of_a_load_is_a_part_of_its_price() -> None:
+    source = Source("pool", 1000, 0.1, 500, computed_seconds=4e-5, start=200.0)
+    assert (source.duration, source.load, source.saved) == (350, 350, 650)
+    assert source.load_seconds == source.load_cost_seconds == pytest.approx(350 * 4e-5)
+    short = Source("pool", 100, 0.1, computed_seconds=4e-5, start=200.0)
+    assert (short.load, short.saved) == (100, 0)
+    assert short.load_seconds == pytest.approx(210 * 4e-5)
 
 
 def test_terms_show_the_load_apart() -> None:

@@ -48,6 +48,21 @@ def test_price_is_the_chance_of_a_repeated_request(pressure: EvictionPressure) -
     assert pressure.price() == pytest.approx(0.375 / 0.625)
 
 
+def test_pooled_blocks_are_not_lost_and_cost_their_load(pressure: EvictionPressure) -> None:
+    pressure.routed(PROMPT, 0)
+    pressure.removed({A: 4 * TOKENS, B: 0})
+    pressure.routed(PROMPT, TOKENS // 2, reached=TOKENS, price=0.2)
+    assert pressure.price() == pytest.approx(0.025 / 0.975)
+    pressure.routed(PROMPT, 0, reached=TOKENS // 2, price=0.2)  # the other half is lost
+    assert pressure.price() == pytest.approx(0.175 / 0.825)
+
+
+def test_loads_of_new_prompts_cost_nothing(pressure: EvictionPressure) -> None:
+    pressure.removed({A: 4 * TOKENS, B: 0})
+    pressure.routed(PROMPT, 0, reached=TOKENS, price=0.2)
+    assert pressure.price() == 0
+
+
 def test_few_evictions_barely_change_the_price(pressure: EvictionPressure) -> None:
     pressure.routed(PROMPT[:STRIDE], 0)
     pressure.removed({A: UNIT, B: 0})

@@ -10,6 +10,7 @@ import pytest
 from indexer import Target
 from indexer.targets import WorkerNames
 from router.policies import Candidate, Request
+from router.policies.records import Source
 from router.routing.assignment import Disaggregation
 from router.routing.disaggregation.selection import decode_policy, disaggregate, prefill_policy
 from router.settings import DisaggregationSettings
@@ -64,6 +65,17 @@ def test_short_prefill_runs_on_the_decode_worker(decode: dict[str, Any], tokens:
     found = decided(worker("d", **decode), worker("p"), tokens=tokens)
     assert (found.prefill is not None) is remote
     assert found.inputs["uncached"] == tokens - decode["overlap"]
+
+
+def test_loaded_tokens_count_at_their_price() -> None:
+    near, far = Source("pool", 9000, 0.05), Source("pool", 9000, 0.5)
+    found = decided(worker("d", source=near), worker("p"))
+    assert (found.prefill, found.inputs["uncached"]) == (None, 1000 + 450)
+    assert decided(worker("d", source=far), worker("p")).prefill is not None
+    slow, quick, cold = worker("slow", source=far), worker("quick", source=near), worker("cold", overlap=5000)
+    assert decode_policy(Random(1))([slow, quick, cold], Request(10_000)).chosen is quick
+    assert decode_policy(Random(1))([slow, cold], Request(10_000)).chosen is cold
+    assert prefill_policy(Random(1))([slow, quick, cold], Request(10_000)).chosen is quick
 
 
 def test_saturated_prefill_workers_are_spared_while_decode_is_free() -> None:

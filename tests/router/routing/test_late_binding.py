@@ -7,6 +7,7 @@ import pytest
 from indexer import Target
 from router.load.target_load import Reservation, TargetLoad
 from router.policies import Candidate
+from router.policies.records import Source
 from router.routing.late_binding import NO_TIME_TO_SPARE, STEP_TOKENS, held_order, is_busy, is_sooner, should_hold
 from router.routing.load_view import HORIZON, PrefillShare
 
@@ -83,6 +84,19 @@ def candidate(pending: int, overlap: int) -> Candidate:
 def test_busier_fleet_requires_earlier_answers_of_idle_targets(pending: int, prefilling: float, goes: bool) -> None:
     here = candidate(9000, overlap=5000)
     assert is_sooner(candidate(pending, overlap=2000), here, tokens=6000, prefilling=prefilling) is goes
+
+
+def test_idle_target_that_loads_a_prefix_answers_sooner() -> None:
+    here, there = candidate(100_000, overlap=20_000), candidate(0, overlap=0)
+    assert not is_sooner(there, here, tokens=21_000, prefilling=0.0)
+    for price, goes in ((0.2, True), (0.5, False)):
+        there.source = Source("pool", 20_000, price)
+        assert is_sooner(there, here, tokens=21_000, prefilling=0.0) is goes
+    here.pending, here.overlap, here.source = 5000, 0, Source("pool", 20_000, 0.1)
+    there.source = Source("pool", 20_000, 0.3)
+    assert is_sooner(there, here, tokens=21_000, prefilling=0.0)  # 1000 + 6000 against 5000 + 1000 + 2000
+    here.pending = 3000
+    assert not is_sooner(there, here, tokens=21_000, prefilling=0.0)
 
 
 def test_request_waits_for_a_long_prefix() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -32,6 +33,10 @@ class Index:
     def block_size(self, target: Target) -> int:
         assert target in self._targets
         return 16
+
+    def targets(self, model: str, tenant: str) -> Collection[Target]:
+        assert (model, tenant) == ("m", "default")
+        return self._targets
 
 
 def worker(url: str = "http://10.0.0.1:8000", ranks: int = 1, engine: Engine = Engine.VLLM, **settings: Any) -> Worker:
@@ -88,6 +93,16 @@ def test_workers_that_cannot_be_pulled_from() -> None:
     assert found == [(target, 2000, 16) for target in (two.target(0, "m"), two.target(1, "m"), fine.target(0, "m"))]
     found = pulls(*every, protocol=SIDECAR, distrusted=wrong).holders(QUERY, ())
     assert [target.worker for target, _, _ in found] == [sglang.url, fine.url]
+
+
+def test_every_target_shows_what_it_can_pull_beside_its_own() -> None:
+    workers = [worker(f"http://10.0.0.{number}:8000") for number in range(1, 5)]
+    workers[3].describe(WorkerDescription(Engine.SGLANG, {"m": ServedModel("m", "m")}))
+    first, second, third, _ = (each.target(0, "m") for each in workers)
+    among = pulls(*workers)
+    assert among.pullable(QUERY, {first: 500, second: 1500}) == {first: 1500, third: 2000}
+    alone = pulls(workers[0])
+    assert alone.pullable(QUERY, {}) == {}, "no target pulls from itself"
 
 
 def test_failures_in_a_row_pause_both_ends() -> None:

@@ -11,13 +11,15 @@ import pytest
 from manual_clock import Clock
 
 from indexer import MatchQuery, PoolHoldings, Target
+from router.load.target_load import TargetLoad
+from router.policies.rates import Rates, RateTable
 from router.policies.records import Source
 from router.routing.sources import LoadRates, SourceFinder, SourceLoads
 from simulator.fleet.sources import SimulatedPeers
 
 PROMPT = MatchQuery("m", list(range(1000)))
 TARGETS = [Target(name, 0, "m") for name in "abc"]
-RANKS: Any = [SimpleNamespace(target=target, row=row) for row, target in enumerate(TARGETS)]
+RANKS: Any = [SimpleNamespace(target=target, row=row, load=TargetLoad()) for row, target in enumerate(TARGETS)]
 COMPUTED = 4e-5
 
 
@@ -65,10 +67,12 @@ def finder(
     share: float = 0.5,
     price: float | None = None,
     peers: HostTiers | None = None,
+    start: float = 1e-9,
 ) -> SourceFinder:
     prices = None if price is None else {"pool": price}
     among = peers or (SimulatedPeers() if pulls else None)
-    return SourceFinder(pools, among, lambda: COMPUTED, prices, load_seconds=share * COMPUTED)
+    computing = RateTable(Rates(token=COMPUTED))
+    return SourceFinder(pools, among, computing, prices, rates=LoadRates((start, share * COMPUTED)))
 
 
 def tokens(found: dict[int, Source]) -> dict[int, int]:
@@ -81,7 +85,10 @@ def test_target_loads_what_follows_its_own_tokens_in_the_pool() -> None:
     assert found[0].price == pytest.approx(0.5)
     found = finder(OnePool(TARGETS[0]), pulls=False, price=0.2).find(PROMPT, RANKS, array("I", [0, 500, 800]))
     assert tokens(found) == {1: 100, 2: 199}
-    assert (found[1].price, found[1].seconds) == (pytest.approx(0.2), pytest.approx(0.2 * COMPUTED))
+    assert (found[1].price, found[1].start) == (pytest.approx(0.2), 0)
+    assert found[1].load_seconds == pytest.approx(0.2 * COMPUTED * 100)
+    found = finder(OnePool(), pulls=False, start=100 * COMPUTED).find(PROMPT, RANKS, array("I", [0, 500, 800]))
+    assert [found[row].load for row in range(3)] == pytest.approx([100 + 300, 100, 199])
 
 
 def test_target_pulls_from_the_longest_prefix_with_the_fewest_loads_and_never_from_itself() -> None:
@@ -128,12 +135,27 @@ def test_target_is_not_credited_where_computing_is_faster() -> None:
     assert finder(None, pulls=True, share=1.1).find(PROMPT, RANKS, array("I", [0, 900, 0])) == {}
 
 
+def test_worker_that_computes_faster_than_it_pulls_pulls_nothing() -> None:
+    found = finder(None, pulls=True, share=0.9)
+    own = array("I", [900, 0, 0])
+    assert tokens(found.find(PROMPT, RANKS, own)) == {1: 900, 2: 900}
+    for second in range(30):
+        computed = 20_000 * COMPUTED / 4  # four times as fast
+        found.computing.prefill_seen("b", "m", 20_000, 0, 0, 0, computed + 3 * 0.01, float(second))
+        found.computing.prefill_seen("c", "m", 20_000, 0, 0, 0, 20 * computed, float(second))
+    assert tokens(found.find(PROMPT, RANKS, own)) == {2: 900}
+    RANKS[1].load.context = 2_000_000  # its step reads the context of the requests in flight
+    assert tokens(found.find(PROMPT, RANKS, own)) == {1: 900, 2: 900}
+    RANKS[1].load.context = 0
+
+
 def test_cheaper_source_wins() -> None:
     both = finder(OnePool(), pulls=True)
     sources = both.find(PROMPT, RANKS, array("I", [0, 900, 0]))
     assert sources[0].name == "peers"
     for _ in range(100):
         both.rates.seen("peers", 5000, 5000 * COMPUTED)
+        both.rates.seen("peers", 500, 500 * COMPUTED)
     assert both.find(PROMPT, RANKS, array("I", [0, 900, 0]))[0].name == "pool"
 
 
@@ -149,13 +171,23 @@ def test_load_is_reserved_at_both_ends_and_released_once() -> None:
     assert loads.of(TARGETS[0]) == 0
 
 
-def test_rates_of_loads_are_learned_by_source() -> None:
+def test_start_and_rate_of_loads_are_learned_by_source() -> None:
     clock = Clock()
-    rates = LoadRates(1e-5, clock)
-    for number in range(100):
-        rates.seen("pool", 10_000, 10_000 * 3e-5 * (20 if number % 20 == 0 else 1))
-        rates.seen("pool", 100, 10.0)  # too short to count
-    assert rates.of("pool") == pytest.approx(3e-5, rel=0.35)
-    assert rates.of("peers") == 1e-5
+    rates = LoadRates((0.005, 1e-5), clock)
+    assert rates.of("pool") == (0.005, 1e-5)
+    for number in range(300):
+        clock.now += 1
+        loaded = (500, 3000, 20_000)[number % 3]
+        rates.seen("pool", loaded, 0.04 + 3e-5 * loaded + 0.1, computing=0.1)
+        rates.seen("pool", 100, 2.4, computing=2.0)  # an error of computing
+    start, token = rates.of("pool")
+    assert start == pytest.approx(0.04, rel=0.1)
+    assert token == pytest.approx(3e-5, rel=0.1)
+    rates.seen("pool", 10_000, 20.0)  # a stall
+    start, token = rates.of("pool")
+    assert start + 10_000 * token == pytest.approx(0.34, rel=0.1)
+    assert rates.of("peers") == (0.005, 1e-5)
     clock.now += 601
-    assert rates.of("pool") == 1e-5
+    assert rates.of("pool") == (0.005, 1e-5)
+    rates.seen("pool", 10_000, 0.105)
+    assert rates.of("pool") == (pytest.approx(0.005), pytest.approx(1e-5))
