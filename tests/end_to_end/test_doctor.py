@@ -22,7 +22,7 @@ from running_app import running_app
 from typer.testing import CliRunner
 
 from benchmarks.ports import free_port
-from kvevents import BlockStored, EventSource, WireForm, decode_batch, encode_batch
+from kvevents import BlockRemoved, BlockStored, EventSource, WireForm, decode_batch, encode_batch
 from kvrouter.cli import app
 from kvrouter.tools.doctor import NoWorkersError
 from kvrouter.tools.doctor import stream as doctor_stream
@@ -130,6 +130,23 @@ async def test_each_fault_is_found_as_its_cause(sound: Sound) -> None:
     for (cause, _), reported in zip(workers, causes, strict=True):
         # Where numbers go back, what one conversation brought can be taken for another's.
         assert reported == [cause] or (cause is Cause.SEQUENCE and cause in reported)
+
+
+@pytest.mark.parametrize("shares", [{"pulls": {"protocol": "p2p"}}, {"pools": [{"media": ["SHARED_STORAGE"]}]}, {}])
+async def test_workers_that_share_blocks_with_different_hash_seeds_are_found(
+    sound: Sound, shares: dict[str, Any]
+) -> None:
+    for pool in shares.get("pools", ()):
+        pool |= {"name": "files", "type": "events"}
+    async with (
+        request_proxy(sound.url) as alike,
+        request_proxy(sound.url) as other,
+        event_relay(sound.endpoint, with_other_hashes) as endpoint,
+    ):
+        changed = sound.streams(endpoint=endpoint, replay_endpoint=None)
+        workers: list[dict[str, Any]] = [{"url": sound.url}, {"url": alike}, {"url": other, "streams": changed}]
+        causes = await found(*workers, **shares)
+    assert causes[:3] == [[], [], [Cause.REPLAY_MISSING, *([Cause.HASH_SEEDS] if shares else [])]]
 
 
 @pytest.mark.parametrize(
@@ -261,6 +278,16 @@ def without_tokens(frames: Frames) -> Frames:
     for event in batch.events:
         if isinstance(event, BlockStored):
             event.token_ids = []
+    return [*frames[:2], encode_batch(batch, WireForm.VLLM_MAPS)]
+
+
+def with_other_hashes(frames: Frames) -> Frames:
+    batch = decode_batch(frames[2])
+    for event in batch.events:
+        if isinstance(event, BlockStored | BlockRemoved):
+            event.block_hashes = [int(each) ^ 1 for each in event.block_hashes]
+            if isinstance(event, BlockStored) and event.parent_block_hash is not None:
+                event.parent_block_hash = int(event.parent_block_hash) ^ 1
     return [*frames[:2], encode_batch(batch, WireForm.VLLM_MAPS)]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from itertools import pairwise
 
 import aiohttp
@@ -16,7 +16,7 @@ from indexer import Indexer, MatchQuery, Registration, Target
 from kvevents import BlockStored
 from kvevents.curve import KeyPair
 from kvrouter.tools.doctor.findings import Cause, Finding
-from kvrouter.tools.doctor.pools import used_pool
+from kvrouter.tools.doctor.pools import SharedPrompt, used_pool
 from kvrouter.tools.doctor.probes import (
     STREAMED_TOKENS,
     NewPrompt,
@@ -71,6 +71,7 @@ class Examination:
         keys: KeyPair | None,
         fleet_settings: FleetSettings,
         patience: float,
+        shared: SharedPrompt | None = None,
     ) -> None:
         self.url = str(settings.url).rstrip("/")
         self.name = settings.name or self.url
@@ -84,6 +85,7 @@ class Examination:
         self._source = source
         self._keys = keys
         self._patience = patience
+        self._shared = shared
 
     async def run(self) -> None:
         """Run all steps."""
@@ -170,10 +172,30 @@ class Examination:
                 stack.callback(self._indexer.unregister, [target])
             for stream in watched:
                 await self._examine_stream(worker, described, model, stream, watched)
-            if not any(pool.serves(Target(self.url, 0, model)) for pool in self._indexer.pools):
+            pool = next((each for each in self._indexer.pools if each.serves(Target(self.url, 0, model))), None)
+            name = "" if pool is None else pool.config.name
+            if pool is None:
                 proposed = await used_pool(worker, [event for each in watched for event in each.received.stored()])
                 if proposed is not None:
                     self._found(Cause.POOL_MISSING, f"uses a shared pool that the settings lack: {proposed}")
+                    name = proposed
+            if self._shared is not None and watched and (name or self._shared.pulls):
+                await self._send_shared(self._shared, worker, model, name, watched)
+
+    async def _send_shared(
+        self, shared: SharedPrompt, worker: Worker, model: str, pool: str, streams: list[WatchedStream]
+    ) -> None:
+        """Send the prompt of all workers, and record the hashes of first blocks that the worker reports."""
+        before = shared.record(self.name, model, pool, streams)
+        stream, deadline = streams[0], time.monotonic() + self._patience
+        await worker.complete(shared.text, stream.source.dp_rank)
+        while True:
+            stream.arrived.clear()
+            left = deadline - time.monotonic()
+            if shared.record(self.name, model, pool, streams) > before or left <= 0:
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stream.arrived.wait(), left)
 
     async def _connected(self, stream: WatchedStream) -> bool:
         rank, source = stream.source.dp_rank, stream.source

@@ -39,6 +39,7 @@ class Cause(StrEnum):
     POOL_UNREACHABLE = "pool_unreachable"
     POOL_EVENTS_OFF = "pool_events_off"
     POOL_KEYS = "pool_keys"
+    HASH_SEEDS = "hash_seeds"
 
 
 FIXES = {
@@ -87,6 +88,8 @@ FIXES = {
     "before 0.3.14 accept these flags and publish nothing: upgrade.",
     Cause.POOL_KEYS: "Correct the text under models: of the pool. vLLM's keys begin with its cache_prefix and the last "
     "part of --model, and not with the served name.",
+    Cause.HASH_SEEDS: "Start all workers that share blocks with one PYTHONHASHSEED, or with --prefix-caching-hash-algo "
+    "sha256. Until then no worker finds the blocks of another.",
     Cause.NOT_MATCHED: "The cause is unknown: compare the events in `kvrouter record` with the prompt's tokens.",
 }
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
+import secrets
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
 import aiohttp
 import msgspec
 
-from kvevents import BlockStored
+from kvevents import BlockStored, EngineHash
 from kvevents.events import canonical_medium, is_pooled
 from kvrouter.tools.doctor.findings import Cause, Finding
 from kvrouter.tools.doctor.probes import Worker
-from kvrouter.tools.doctor.stream import NoPublisherError, UnreachableError, reach
+from kvrouter.tools.doctor.stream import NoPublisherError, UnreachableError, WatchedStream, reach
 from router.http.client import connection_problem
 from router.settings import PoolSettings
 
 # vLLM's metrics of its MooncakeStoreConnector.
 _MOONCAKE_METRICS: Final = re.compile(r"^vllm:mooncake_store_", re.MULTILINE)
 _KEYS: Final = re.compile(r"^master_key_count(?:\{[^}]*\})? ([0-9.eE+]+)", re.MULTILINE)
+# Words of the shared prompt: more than the tokens of a block of any engine.
+_WORDS: Final = 256
 _LAYOUT: Final = "/get_hicache_l3_cache_layout"
 
 
@@ -89,6 +93,49 @@ async def used_pool(worker: Worker, stored: Iterable[BlockStored]) -> str | None
     media = {str(canonical_medium(event.medium)) for event in stored if event.medium}
     pooled = sorted(medium for medium in media if is_pooled(medium) and not medium.islower())
     return f"type: events, media: [{', '.join(pooled)}]" if pooled else None
+
+
+class SharedPrompt:
+    """One prompt for all workers that share blocks, and the hashes that they report for the first blocks of prompts.
+
+    The hash of a block depends on its tokens, and on the seed of the worker's hashes.
+
+    - `pulls`: whether all workers share blocks, because they pull from each other.
+    """
+
+    def __init__(self, pulls: bool) -> None:
+        self.text = " ".join(secrets.token_hex(4) for _ in range(_WORDS))
+        self.pulls = pulls
+        self._hashes: dict[tuple[str, str, tuple[int, ...]], dict[str, EngineHash]] = {}
+
+    def record(self, worker: str, model: str, pool: str, streams: Iterable[WatchedStream]) -> int:
+        """Record the first blocks that a worker reported so far. Return their number."""
+        known = 0
+        for stream in streams:
+            for event in stream.received.stored():
+                first = tuple(event.token_ids[: event.block_size])
+                plain = event.lora_name is None and event.lora_id is None and event.cache_salt is None
+                if event.parent_block_hash is None and first and plain and not event.extra_keys:
+                    self._hashes.setdefault((pool, model, first), {})[worker] = event.block_hashes[0]
+                    known += 1
+        return known
+
+    def findings(self) -> list[Finding]:
+        """Return a finding for each worker whose hashes differ from those of most others."""
+        found: dict[str, Finding] = {}
+        for hashes in self._hashes.values():
+            ((usual, _),) = Counter(hashes.values()).most_common(1)
+            there = next(worker for worker, engine_hash in hashes.items() if engine_hash == usual)
+            for worker, engine_hash in hashes.items():
+                if engine_hash != usual:
+                    here = f"the first block of a prompt has the hash {_shown(engine_hash)}"
+                    evidence = f"{here}, and {_shown(usual)} on {there}"
+                    found.setdefault(worker, Finding(Cause.HASH_SEEDS, worker, evidence))
+        return list(found.values())
+
+
+def _shown(engine_hash: EngineHash) -> str:
+    return engine_hash.hex() if isinstance(engine_hash, bytes) else str(engine_hash)
 
 
 class _Layout(msgspec.Struct):

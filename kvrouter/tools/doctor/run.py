@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from kvevents.curve import load_key_pair
 from kvrouter.tools.doctor.examination import Examination
-from kvrouter.tools.doctor.pools import PoolExamination
+from kvrouter.tools.doctor.pools import PoolExamination, SharedPrompt
 from router.app.embedded_index import running_indexer
 from router.fleet.kubernetes import ClusterAccess
 from router.fleet.source_watch import workers_of_cluster
@@ -241,8 +241,9 @@ async def examine(settings: Settings, api_key: str | None, patience: float) -> l
         async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=timeout) as session:
             forwards = settings.proxy.forward_tokens is ForwardTokens.AUTO
             source = TokenizerSource(tokenizers, settings.models, session, settings.tokenizer, forwards=forwards)
+            shared = SharedPrompt(pulls=settings.pulls.protocol is not None)
             examinations: list[Examination | PoolExamination] = [
-                Examination(worker, session, indexer, tokenizers, source, keys, fleet, patience)
+                Examination(worker, session, indexer, tokenizers, source, keys, fleet, patience, shared)
                 for worker in settings.workers
             ]
             examinations += [PoolExamination(pool, session) for pool in settings.pools]
@@ -256,4 +257,6 @@ async def examine(settings: Settings, api_key: str | None, patience: float) -> l
             finally:
                 await source.close()
                 await tokenizers.close()
+    for finding in shared.findings():
+        next(each for each in examinations if each.name == finding.worker).findings.append(finding)
     return examinations
