@@ -11,7 +11,7 @@ from http_api.openapi import add_api_page
 from http_api.routes import add_error_handlers
 from indexer.api.questions import Questions
 from indexer.api.routes import index_routes
-from router.app.routes.commands import adapter_routes, cache_routes, sleep_routes
+from router.app.routes.commands import adapter_routes, engine_routes
 from router.app.routes.explain import explain_routes, match_reader
 from router.app.routes.model_cards import model_routes
 from router.app.routes.status import live_routes, status_routes
@@ -54,12 +54,11 @@ def router_app(services: Services) -> FastAPI:
     app.router.routes += index_routes(services.indexer, questions, services.registered_streams.admit, token).routes
     for routes in (
         adapter_routes,
-        sleep_routes,
+        engine_routes,
         worker_routes,
         model_routes,
         explain_routes,
         status_routes,
-        cache_routes,
         live_routes,
     ):
         app.router.routes += routes(services).routes

@@ -18,6 +18,7 @@ from router.app.readiness import Readiness
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.build import FleetWatch, build_fleet, follow_sources
 from router.fleet.discovery import ServedModel
+from router.fleet.engine_commands import EngineCommands
 from router.fleet.event_streams import RegisteredStreams
 from router.fleet.fleet import Fleet
 from router.fleet.prober import Prober
@@ -51,6 +52,7 @@ class Services:
     networks: AllowedNetworks
     registered_streams: RegisteredStreams
     adapters: Adapters
+    commands: EngineCommands
     routing: Routing
     admission: Admission
     observability: Observability
@@ -86,6 +88,7 @@ async def running_services(
         stack.push_async_callback(source.close)
         adapters = Adapters(session)
         stack.push_async_callback(adapters.close)
+        commands = EngineCommands(fleet, session)
         load = LoadTable()
         sharing = build_sharing(settings, load, worker_processes)
         sampled = SampledTraffic(indexer.names)
@@ -106,6 +109,7 @@ async def running_services(
 
         # Subscribed: before the first event.
         subscriptions.subscribe_routing(routing, fleet)
+        subscriptions.subscribe_commands(commands, routing, fleet)
         subscriptions.subscribe_admission(admission, routing, fleet)
         subscriptions.subscribe_observability(observability, admission, routing, fleet)
         subscriptions.subscribe_tokens(source, adapters, fleet)
@@ -136,6 +140,7 @@ async def running_services(
             networks,
             registered_streams,
             adapters,
+            commands,
             routing,
             admission,
             observability,

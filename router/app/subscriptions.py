@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from router.admission.admission import Admission
+from router.fleet.engine_commands import EngineCommands
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.fleet.worker_commands import Adapters
@@ -41,6 +42,15 @@ def subscribe_routing(routing: Routing, fleet: Fleet) -> None:
     responses.on_learned.append(sharing.share_response)
     if sharing.channels:
         load.on_change.append(sharing.changed)
+
+
+def subscribe_commands(commands: EngineCommands, routing: Routing, fleet: Fleet) -> None:
+    """Report the effects of commands to other routers, and apply theirs."""
+    sharing = routing.state.sharing
+    commands.on_changed.append(lambda worker: sharing.share_engine(worker.url, worker.engine))
+    sharing.on_engine.append(commands.apply_elsewhere)
+    fleet.on_removed.append(lambda worker: sharing.forget_engine(worker.url))
+    fleet.on_restarted.append(lambda worker: sharing.forget_engine(worker.url))
 
 
 def subscribe_admission(admission: Admission, routing: Routing, fleet: Fleet) -> None:

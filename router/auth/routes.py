@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from router.apis.endpoints import BY_LOAD, PROMPTED
+from router.fleet.engine_commands import COMMANDS
 from router.sharing.worker_processes import CHANGES_PATH
 
 
@@ -70,12 +71,15 @@ _OWN = [
     *(Route("GET", path, Access.CALLER, own=True) for path in ("/live", "/requests")),
     *(Route("POST", path, Access.CALLER, own=True) for path in ("/match", "/query", "/query_by_hash", "/explain")),
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/register", "/unregister")),
-    *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/reset_prefix_cache", "/flush_cache")),
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/workers", "/workers/drain", "/workers/undrain")),
     Route("DELETE", "/workers", Access.OPERATOR, own=True),
     # These endpoints make engines read files and URLs.
     *(Route("POST", path, Access.ENGINE, own=True) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
-    *(Route("POST", path, Access.ENGINE, own=True) for path in ("/sleep", "/wake_up")),
+    *(
+        Route(each.method, name, Access.OPERATOR if each.open_on_loopback else Access.ENGINE, own=True)
+        for each in COMMANDS
+        for name in each.names
+    ),
     Route("GET", CHANGES_PATH, Access.PROCESS, own=True),
 ]
 # Forwarded endpoints of OpenAI's API and of engines. None shows or changes an engine's settings.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import structlog
 
@@ -39,7 +40,7 @@ class Fleet:
     Listeners are called with the worker, apart from those of `on_change`:
     - `on_added`, `on_removed`: a source named a new worker, or no longer names a worker.
     - `on_replaced`: a worker serves another model under a known name.
-    - `on_cache_lost`: a worker was put to sleep and dropped its cache.
+    - `on_cache_lost`: a worker dropped its cache, because of sleep, new weights or a flush.
     - `on_restarted`: a worker has a new process.
     - `on_key`: the API key of a worker changed.
     - `on_scrape`: the metrics of a worker were read.
@@ -193,8 +194,9 @@ class Fleet:
     def set_asleep(self, worker: Worker, asleep: bool, keeps_cache: bool = True) -> None:
         """Record that a worker's engine was put to sleep or woken. A sleeping worker receives no requests."""
         if asleep and not keeps_cache:
-            for on_cache_lost in self.on_cache_lost:
-                on_cache_lost(worker)
+            self.notify_cache_lost(worker)
+        if not asleep:
+            worker.engine = replace(worker.engine, released=frozenset())
         if worker.asleep is not asleep:
             worker.asleep = asleep
             log.info("worker asleep" if asleep else "worker awake", worker=worker.name)
@@ -262,10 +264,15 @@ class Fleet:
         for on_replaced in self.on_replaced:
             on_replaced(worker)
 
+    def notify_cache_lost(self, worker: Worker) -> None:
+        """Notify listeners that a worker dropped its cache."""
+        for on_cache_lost in self.on_cache_lost:
+            on_cache_lost(worker)
+
     def notify_restarted(self, worker: Worker, since: float) -> None:
         """Forget what a worker held before its new process started, after `since`, and notify listeners."""
         self._indexer.forget_former_process(worker.targets, since)
-        if worker.forget_refusals():
+        if worker.forget_refusals() | worker.forget_commands():
             self.changed()
         for on_restarted in self.on_restarted:
             on_restarted(worker)

@@ -108,7 +108,7 @@ _SLOWEST_TOKEN = 0.2
 _WHOLE_ANSWER = 60.0
 _PLAUSIBLE_TOKENS = 4096
 # States that are logged as information. Others are logged as warnings.
-_WELL = (WorkerState.READY, WorkerState.WARMING, WorkerState.DRAINING, WorkerState.DRAINED, WorkerState.ASLEEP)
+_WELL = (WorkerState.READY, WorkerState.WARMING, WorkerState.DRAINING, WorkerState.DRAINED, WorkerState.ASLEEP, WorkerState.PAUSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class StallDetector:
         """Open the circuits of hung workers, and move their waiting requests."""
         usual: dict[frozenset[str], Usual] = {}  # by served models
         for worker in workers:
-            if not worker.up or not worker.health.attempts:
+            if not worker.up or not worker.computes or not worker.health.attempts:
                 continue
             silent = self._silence(worker.health, worker.metrics.progress_at, worker.targets)
             unanswered = worker.metrics.unanswered if worker.metrics.answers else silent
@@ -192,7 +192,7 @@ class StallDetector:
         for worker in workers:
             for dp_rank, health in worker.health.ranks.items():
                 others = [other for rank, other in worker.health.ranks.items() if rank != dp_rank]
-                if not worker.up or health.circuit.state is CircuitState.OPEN or not others:
+                if not (worker.up and worker.computes and others) or health.circuit.state is CircuitState.OPEN:
                     continue
                 targets = (target for target in worker.targets if target.dp_rank == dp_rank)
                 silent = self._silence(health, worker.metrics.rank_progress_at(dp_rank), targets)

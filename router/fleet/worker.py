@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
 from typing import NamedTuple
@@ -50,6 +50,7 @@ class WorkerState(StrEnum):
     EJECTED = "left_out"  # fails, hangs, or is an outlier
     DOWN = "down"  # does not answer probes
     ASLEEP = "asleep"  # its engine computes nothing until it is woken
+    PAUSED = "paused"  # its engine computes nothing until it is continued
     DRAINING = "draining"  # receives no new requests, and has requests in flight
     DRAINED = "drained"  # receives no new requests, and has no requests in flight
 
@@ -57,6 +58,21 @@ class WorkerState(StrEnum):
 def url_of(settings: WorkerSettings) -> str:
     """Return the base URL by which the router identifies a worker."""
     return str(settings.url).rstrip("/")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What commands of this router or of other routers did to an engine.
+
+    - `at`: when it was last changed, in nanoseconds since the epoch. The latest state is valid for all routers.
+    - `released`: the tags of memory that it has released.
+    - `lost_at`: when it last lost its cache by a command.
+    """
+
+    at: int = 0
+    paused: bool = False
+    released: frozenset[str] = frozenset()
+    lost_at: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +84,7 @@ class Worker:
     - `refused_at`: when it was first found to accept no connections; None while it accepts them.
     - `starts`: the number of times that it answered a probe after it was new or down.
     - `targets`: its targets that are registered with the index.
+    - `engine`: what commands did to its engine.
     - `sleep_in_change`: a command to sleep is running, so that its metrics may be outdated.
     - `warming_since`: the beginning of its warm-up; None: it is warm.
     - `changed_models`: models that were replaced under the same name.
@@ -91,6 +108,7 @@ class Worker:
     targets: set[Target] = field(default_factory=set)
     draining: bool = False
     asleep: bool = False
+    engine: EngineState = EngineState()
     sleep_in_change: bool = False
     warming_since: float | None = None
     role: Role = Role.BOTH
@@ -147,12 +165,19 @@ class Worker:
             return WorkerState.DOWN if self.failed_probes or self.description else WorkerState.NEW
         if self.asleep:
             return WorkerState.ASLEEP
+        if self.engine.paused:
+            return WorkerState.PAUSED
         match self.health.circuit.state:
             case CircuitState.OPEN:
                 return WorkerState.EJECTED
             case CircuitState.HALF_OPEN:
                 return WorkerState.HALF_OPEN
         return WorkerState.WARMING if self.share < 1 else WorkerState.READY
+
+    @property
+    def computes(self) -> bool:
+        """True if its engine is neither asleep nor paused."""
+        return not (self.asleep or self.engine.paused)
 
     @property
     def reason(self) -> str | None:
@@ -181,7 +206,7 @@ class Worker:
 
     def accepts(self, name: str | None, prefill: bool = False) -> bool:
         """Return whether it may receive requests for a name (None: any), whatever its circuit; or only prefills."""
-        if self.problem is not None or self.draining or self.asleep or (self.role is _PREFILL) is not prefill:
+        if self.problem is not None or self.draining or not self.computes or (self.role is _PREFILL) is not prefill:
             return False
         return name is None or (self.description is not None and name in self.description.models)
 
@@ -225,11 +250,19 @@ class Worker:
             self.refused_at = self.health.clock()
 
     def restarted(self) -> None:
-        """Forget sleep and adapters of the time before a restart."""
+        """Forget sleep, a pause and adapters of the time before a restart."""
         self.asleep = False
+        self.forget_commands()
         self.forget_refusals()
         self._adapter_roots.clear()
         self.replaced_adapters.clear()
+
+    def forget_commands(self) -> bool:
+        """Forget a pause and released memory, because it has a new process. Return whether there was either."""
+        rested = self.engine.paused or bool(self.engine.released)
+        self.asleep = self.asleep and not self.engine.released
+        self.engine = replace(self.engine, paused=False, released=frozenset())
+        return rested
 
     def forget_refusals(self) -> bool:
         """Forget what it lacked by its answers. Return whether it lacked anything."""

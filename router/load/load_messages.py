@@ -27,6 +27,7 @@ _MOST_BYTES = 4 * 1024 * 1024
 _MOST = 1 << 50
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 _Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
+_Nanoseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -67,6 +68,16 @@ class SentPrompt(msgspec.Struct, array_like=True, frozen=True):
     prefixes: bytes
 
 
+class EngineChange(msgspec.Struct, array_like=True, frozen=True):
+    """What commands did to a worker's engine: the fields of `EngineState`."""
+
+    worker: _Name
+    at: _Nanoseconds
+    paused: bool
+    released: list[_Name]
+    lost_at: _Nanoseconds
+
+
 class Message(msgspec.Struct, array_like=True, frozen=True):
     """The message of one router.
 
@@ -75,6 +86,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
     - `made`: the ids of stored responses, each with the URL of its worker.
     - `spent`: the tenants that used something since the last message, each with its requests and tokens.
     - `failed`: the prompts in `ended` that their workers did not compute.
+    - `engines`: what commands did to workers, by this router or by others.
     """
 
     router: _Name
@@ -87,6 +99,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
     made: list[tuple[_Name, _Name]] = []
     spent: list[tuple[_Name, _Count, _Count]] = []
     failed: list[int] = []
+    engines: list[EngineChange] = []
 
 
 encode = msgspec.msgpack.Encoder().encode

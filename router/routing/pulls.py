@@ -183,7 +183,7 @@ class Pulls:
         worker = self._find_worker(target.worker)
         if worker is None or not self._speaks(worker) or self._paused(target) or target in self._distrusted:
             return None
-        if not worker.up or worker.asleep or not worker.health.circuit.closed:
+        if not worker.up or not worker.computes or not worker.health.circuit.closed:
             return None
         if self._protocol is PullProtocol.SIDECAR and len(worker.ranks()) > 1:
             return None  # the header names a server, not a rank

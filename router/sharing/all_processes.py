@@ -31,9 +31,6 @@ _RELAYED = frozenset(
         ("POST", "/workers/undrain"),
         ("POST", "/register"),
         ("POST", "/unregister"),
-        ("POST", "/reset_prefix_cache"),
-        ("POST", "/sleep"),
-        ("POST", "/wake_up"),
     }
 )
 _MERGE_SECONDS = 1.0
@@ -50,6 +47,7 @@ _WORST_FIRST = [
     WorkerState.NEW,
     WorkerState.DRAINED,
     WorkerState.ASLEEP,
+    WorkerState.PAUSED,
     WorkerState.READY,
 ]
 

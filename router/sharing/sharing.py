@@ -18,7 +18,8 @@ from prometheus_client.registry import Collector
 from indexer import Target
 from router.cache_state.in_flight_prefixes import ReleaseCallback
 from router.fleet.fleet import Fleet
-from router.load.load_messages import Kind, Message, RankLoad, SentPrompt, decode, encode, shared_hashes
+from router.fleet.worker import EngineState
+from router.load.load_messages import EngineChange, Kind, Message, RankLoad, SentPrompt, decode, encode, shared_hashes
 from router.load.peer_load import PeerLoad
 from router.load.target_load import LoadTable
 
@@ -29,6 +30,8 @@ BEATS = 3
 # The most loads and bytes of one message. The rest is sent in the next message.
 MAX_LOADS = 512
 MAX_BYTES = 32 * 1024
+# The most workers whose engines' states are kept.
+MAX_ENGINES = 65_536
 # The most seconds for the last message.
 FLUSH_SECONDS = 0.5
 
@@ -58,6 +61,7 @@ class LoadSharing:
 
     - `on_response`: called with a response that another router received, and the URL of its worker.
     - `on_spent`: called with a tenant, and the requests and tokens that it used at another router.
+    - `on_engine`: called with the URL of a worker, and what another router's command did to its engine.
     """
 
     def __init__(self, table: LoadTable, peer_load: PeerLoad, channels: list[SharingChannel]) -> None:
@@ -66,6 +70,8 @@ class LoadSharing:
         self.on_update: list[Callable[[], None]] = []
         self.on_response: list[Callable[[str, str], None]] = []
         self.on_spent: list[Callable[[str, int, int], None]] = []
+        self.on_engine: list[Callable[[str, EngineState], None]] = []
+        self.engines: dict[str, EngineChange] = {}  # the latest of each worker
         self._table = table
         self._messages = 0
         self._prompts = 0
@@ -126,6 +132,18 @@ class LoadSharing:
         for outbox in self._outboxes:
             outbox.spent(tenant, requests, tokens)
 
+    def share_engine(self, worker: str, state: EngineState) -> None:
+        """Report what a command did to a worker's engine."""
+        if self._outboxes:
+            change = EngineChange(worker, state.at, state.paused, sorted(state.released), state.lost_at)
+            self.engines[worker] = change
+            for outbox in self._outboxes:
+                outbox.engine(change)
+
+    def forget_engine(self, worker: str) -> None:
+        """Forget what commands did to a worker that was removed or has a new process."""
+        self.engines.pop(worker, None)
+
     def findings(self) -> list[dict[str, Any]]:
         """Return the channels that do not work, as findings of /health."""
         return [
@@ -141,7 +159,8 @@ class LoadSharing:
         loads = [self._load(*rank) for rank in changes.ranks]
         spent = [(tenant, requests, tokens) for tenant, (requests, tokens) in changes.spent.items()]
         head = self.router, self._messages, kind
-        return encode(Message(*head, loads, changes.sent, changes.ended, oldest, changes.made, spent, changes.failed))
+        rest = changes.made, spent, changes.failed, list(changes.engines.values())
+        return encode(Message(*head, loads, changes.sent, changes.ended, oldest, *rest))
 
     def in_flight(self) -> list[tuple[str, int]]:
         """Return the DP ranks that have requests in flight."""
@@ -175,6 +194,13 @@ class LoadSharing:
         for tenant, requests, tokens in message.spent:
             for on_spent in self.on_spent:
                 on_spent(tenant, requests, tokens)
+        for change in message.engines:
+            known = self.engines.get(change.worker)
+            if (known is None or change.at > known.at) and len(self.engines) < MAX_ENGINES:
+                self.engines[change.worker] = change
+                state = EngineState(change.at, change.paused, frozenset(change.released), change.lost_at)
+                for on_engine in self.on_engine:
+                    on_engine(change.worker, state)
         if self.peer_load.apply(message) or message.kind is Kind.HELLO:
             self.send_everything()
         self._updated()
@@ -208,6 +234,7 @@ class _Changes:
     failed: list[int] = field(default_factory=list)
     made: list[tuple[str, str]] = field(default_factory=list)
     spent: dict[str, tuple[int, int]] = field(default_factory=dict)
+    engines: dict[str, EngineChange] = field(default_factory=dict)
     bytes: int = 0
 
 
@@ -243,6 +270,10 @@ class _Outbox:
         self._changes.spent[tenant] = before[0] + requests, before[1] + tokens
         self._soon(0)
 
+    def engine(self, change: EngineChange) -> None:
+        self._changes.engines[change.worker] = change
+        self._soon(len(change.worker) + 64)
+
     def hello(self) -> None:
         """Request everything that the others have in flight, and send the same, because the channel works again."""
         self.send(Kind.HELLO)
@@ -252,6 +283,8 @@ class _Outbox:
         """Send all that is in flight."""
         for rank in self._sharing.in_flight():
             self.changed(rank)
+        for change in self._sharing.engines.values():
+            self.engine(change)
         self.send()
 
     def send(self, kind: Kind = Kind.NEWS) -> None:

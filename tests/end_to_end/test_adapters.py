@@ -55,7 +55,7 @@ async def test_adapter_is_loaded_on_listed_workers_only(routed: RouterUnderTest,
     assert [await names(routed, url) for url in urls] == [{"simulated"}, {"simulated", "poet"}]
     assert (await ask(routed)).worker == urls[1]
     reply = await load(routed)  # one has it already
-    assert (reply.status, reply.error["code"]) == (502, "adapter")
+    assert (reply.status, reply.error["code"]) == (207, "adapter")
     assert [each["status"] for each in reply.json()["workers"]] == [200, 400]
     assert "already been loaded" in reply.json()["workers"][1]["message"]
 

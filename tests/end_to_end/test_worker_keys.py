@@ -108,7 +108,7 @@ async def test_worker_key_is_sent_with_every_request() -> None:
         wanted = {"/v1/models", "/kv_event_sources", "/metrics", "/v1/chat/completions/render", "/v1/chat/completions"}
 
         await until(lambda: wanted <= worker.asked)
-        assert (await routed.call("/reset_prefix_cache", {})).json() == {"workers": {worker.url: "reset"}}
+        assert (await routed.call("/reset_prefix_cache", {})).status == 200
         assert all(shown == worker.expected for _, shown in worker.shown)
 
 

@@ -2,22 +2,19 @@
 
 - `POST /v1/load_lora_adapter` with `{"lora_name", "lora_path", "model"?, "workers"?: [URL, …], …}` loads an adapter.
 - `POST /v1/unload_lora_adapter` with `{"lora_name", "model"?, "workers"?}` unloads an adapter.
-- `POST /sleep?level=1&mode=wait` and `POST /wake_up` have the parameters of vLLM's routes, and `worker` or `model`.
-- `POST /reset_prefix_cache`, or `/flush_cache`, resets the cache of every worker.
+- The routes of `router/fleet/engine_commands.py` have `worker` and `model` in the query, to choose workers.
 
-A command is for the named workers, else for all workers of a model. The router reads `model` and `workers` of a body,
+An adapter is for the named workers, else for all workers of a model. The router reads `model` and `workers` of the body,
 and forwards all other fields to the engines, vLLM or SGLang.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import aiohttp
 import msgspec
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse
 
 from http_api.errors import RequestError
@@ -25,12 +22,11 @@ from http_api.openapi import errors, json_body
 from http_api.routes import token_check
 from router.apis.fields import kind_of, optional_string
 from router.app.services import Services
-from router.fleet.discovery import Engine
+from router.fleet.engine_commands import COMMANDS, MODES, Command, Parameters
 from router.fleet.fleet import Fleet
 from router.fleet.prober import Prober
 from router.fleet.worker import Worker
-from router.fleet.worker_commands import CommandResult, SleepMode, put_to_sleep, wake
-from router.http.client import connection_problem
+from router.fleet.worker_commands import CommandResult
 
 
 def chosen(fleet: Fleet, named: Sequence[object]) -> list[Worker]:
@@ -74,16 +70,27 @@ def base_model(fleet: Fleet, name: str | None) -> str:
 
 
 def report(results: Sequence[CommandResult], code: str) -> tuple[int, dict[str, Any]]:
-    """Return the status and the fields of an answer with the results of a command. `code` is the code of an error."""
-    fields: dict[str, Any] = {
-        "workers": [{"worker": each.worker.name, "status": each.status, "message": each.message} for each in results]
-    }
+    """Return the status and the fields of an answer with the results of a command. `code` is the code of an error.
+
+    The status is 200 if all workers succeeded, 207 if some did, and 502 if none did.
+    """
+    fields: dict[str, Any] = {"workers": [_entry(each) for each in results]}
     failed = [each for each in results if not each.succeeded]
     if not failed:
         return 200, fields
     message = f"{len(failed)} of {len(results)} workers failed; {failed[0].worker.name}: {failed[0].message}"
     error = {"message": message, "type": "upstream_error", "param": None, "code": code}
-    return 502, {"error": error, **fields}
+    return 502 if len(failed) == len(results) else 207, {"error": error, **fields}
+
+
+def _entry(result: CommandResult) -> dict[str, Any]:
+    entry = {
+        "worker": result.worker.name,
+        "url": result.worker.url,
+        "status": result.status,
+        "message": result.message,
+    }
+    return entry if result.answer is None else entry | {"answer": result.answer}
 
 
 def _find(fleet: Fleet, url: object) -> Worker:
@@ -124,7 +131,7 @@ def adapter_routes(services: Services) -> APIRouter:
         "/v1/load_lora_adapter", openapi_extra=json_body(LoadBody), responses=errors(400, 401, 403, 404, 502, 503)
     )
     async def load(request: Request) -> JSONResponse:
-        """Load a LoRA adapter. The answer has the result of each worker; its status is 200 if all succeeded."""
+        """Load a LoRA adapter. The answer has the result of each worker; its status is 200 if all succeeded, 207 if some did."""
         asked = _Asked(fleet, await request.body(), ("lora_name", "lora_path"))
         results = await adapters.load(asked.workers, asked.body, None if asked.chosen else asked.model)
         return await _answer(services.prober, asked.body["lora_name"], results)
@@ -133,7 +140,7 @@ def adapter_routes(services: Services) -> APIRouter:
         "/v1/unload_lora_adapter", openapi_extra=json_body(UnloadBody), responses=errors(400, 401, 403, 404, 502, 503)
     )
     async def unload(request: Request) -> JSONResponse:
-        """Unload a LoRA adapter. The answer has the result of each worker; its status is 200 if all succeeded."""
+        """Unload a LoRA adapter. The answer has the result of each worker; its status is 200 if all succeeded, 207 if some did."""
         asked = _Asked(fleet, await request.body(), ("lora_name",))
         results = await adapters.unload(asked.workers, asked.body)
         return await _answer(services.prober, asked.body["lora_name"], results)
@@ -173,65 +180,99 @@ async def _answer(prober: Prober, name: str, results: Sequence[CommandResult]) -
     return JSONResponse({"lora_name": name, **fields}, status)
 
 
-_Workers = Annotated[tuple[str, ...], Query()]
-_Level = Annotated[int, Query(ge=0, le=2)]
+# Parameters of the query that choose workers. Others are for the engines.
+_CHOOSING = ("worker", "model")
+_QUERY = [
+    {
+        "name": "worker",
+        "in": "query",
+        "schema": {"type": "array", "items": {"type": "string"}},
+        "description": "URLs or names of workers, to restrict the call to them.",
+    },
+    {
+        "name": "model",
+        "in": "query",
+        "schema": {"type": "string"},
+        "description": "A model, to restrict the call to its workers that answer.",
+    },
+]
+_PARTLY: dict[int | str, dict[str, Any]] = {207: {"description": "Some workers failed."}}
 
 
-def sleep_routes(services: Services) -> APIRouter:
-    """Return the routes that put workers to sleep and wake them."""
+def engine_routes(services: Services) -> APIRouter:
+    """Return the routes of all commands to engines."""
     routes = APIRouter()
-    fleet, session = services.fleet, services.session
-
-    def asked(worker: tuple[str, ...], model: str | None) -> list[Worker]:
-        return chosen(fleet, worker) if worker else serving(fleet, base_model(fleet, model))
-
-    @routes.post("/sleep", responses=errors(400, 401, 403, 404, 502, 503))
-    async def sleep(
-        worker: _Workers = (), model: str | None = None, level: _Level = 1, mode: SleepMode = "wait"
-    ) -> JSONResponse:
-        """Put workers to sleep: they receive no requests until they are woken. The answer has each worker's result."""
-        status, fields = report(await put_to_sleep(fleet, session, asked(worker, model), level, mode), "sleep")
-        return JSONResponse(fields, status)
-
-    @routes.post("/wake_up", responses=errors(400, 401, 403, 404, 502, 503))
-    async def wake_up(worker: _Workers = (), model: str | None = None) -> JSONResponse:
-        """Wake workers that sleep. The answer has each worker's result."""
-        status, fields = report(await wake(fleet, session, asked(worker, model)), "sleep")
-        return JSONResponse(fields, status)
-
+    token = services.settings.server.token
+    for command in COMMANDS:
+        # Other commands are refused without a token by the auth gate.
+        depends = [Depends(token_check(token))] if command.open_on_loopback else []
+        for name in command.names:
+            routes.add_api_route(
+                name,
+                _Endpoint(services, command).answer,
+                methods=[command.method],
+                name=name.strip("/"),
+                summary=command.summary,
+                description=f"{command.summary} The answer has the answer of each worker.",
+                responses={**errors(400, 401, 403, 404, 502, 503), **_PARTLY},
+                dependencies=depends,
+                openapi_extra={"parameters": _QUERY},
+            )
     return routes
 
 
-_VLLM_PATH, _SGLANG_PATH = "/reset_prefix_cache", "/flush_cache"
-_TIMEOUT = aiohttp.ClientTimeout(total=10)
+class _Endpoint:
+    """The endpoint of one command."""
+
+    def __init__(self, services: Services, command: Command) -> None:
+        self._services = services
+        self._command = command
+
+    async def answer(self, request: Request) -> JSONResponse:
+        """Send the command to the chosen workers, and return their answers."""
+        services, command = self._services, self._command
+        parameters = _parameters(request, await request.body())
+        workers = _chosen_by(services.fleet, request)
+        results = await services.commands.run(command, workers, parameters)
+        status, fields = report(results, command.names[0].strip("/"))
+        if command.names[0] == "/loads":
+            for worker, entry in zip(workers, fields["workers"], strict=True):
+                entry["load"] = _requests_in_flight(services, worker)
+        return JSONResponse(fields, status)
 
 
-def cache_routes(services: Services) -> APIRouter:
-    """Return the route that resets caches. It requires the admin token."""
-    routes = APIRouter(dependencies=[Depends(token_check(services.settings.server.token))])
-
-    @routes.post("/flush_cache", include_in_schema=False)
-    @routes.post("/reset_prefix_cache", responses=errors(401))
-    async def reset_prefix_cache() -> dict[str, Any]:
-        """Reset the cache of every worker, and drop the workers' blocks from the router's state."""
-        workers = services.fleet.workers
-        statuses = await asyncio.gather(*(_reset(services, worker) for worker in workers))
-        return {"workers": dict(zip((worker.name for worker in workers), statuses, strict=True))}
-
-    return routes
+def _requests_in_flight(services: Services, worker: Worker) -> int:
+    """Return the requests that this router and other routers have in flight at a worker."""
+    elsewhere = services.routing.state.sharing.peer_load.in_flight(worker.url, worker.ranks())
+    return len(worker.health.attempts) + elsewhere.total()
 
 
-async def _reset(services: Services, worker: Worker) -> str:
-    is_sglang = worker.description is not None and worker.description.engine is Engine.SGLANG
-    path = _SGLANG_PATH if is_sglang else _VLLM_PATH
+def _chosen_by(fleet: Fleet, request: Request) -> list[Worker]:
+    """Return the workers that a request names, else those of its model, else all. Raises RequestError (404, 503)."""
+    if named := request.query_params.getlist("worker"):
+        return chosen(fleet, named)
+    if model := request.query_params.get("model"):
+        return serving(fleet, base_model(fleet, model))
+    if not fleet.workers:
+        raise RequestError(
+            "There are no workers. POST /workers adds one.",
+            status=503,
+            type="service_unavailable",
+            code="no_worker_available",
+        )
+    return fleet.workers
+
+
+def _parameters(request: Request, data: bytes) -> Parameters:
+    """Return the parameters for engines. Raises RequestError (400) for a body that is no JSON object."""
+    query = [(name, value) for name, value in request.query_params.multi_items() if name not in _CHOOSING]
     try:
-        async with services.session.post(
-            f"{worker.url}{path}", headers=worker.key.headers, timeout=_TIMEOUT
-        ) as response:
-            worker.key.record_status(path, response.status)
-            if response.status != 200:
-                return f"refused with status {response.status}"
-    except (aiohttp.ClientError, TimeoutError) as error:
-        return connection_problem(error)
-    services.routing.placement.forget(worker)
-    return "reset"
+        body = msgspec.json.decode(data, type=dict[str, Any]) if data.strip() else {}
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RequestError(f"The body is no JSON object: {error}. Send {{}} or no body.") from error
+    parameters = Parameters(query, body)
+    for name, values in (("mode", MODES), ("level", ("0", "1", "2"))):
+        value = parameters.get(name)
+        if value is not None and str(value) not in values:
+            raise RequestError(f"{name} is {value!r}. Send one of: {', '.join(values)}.", param=name)
+    return parameters
