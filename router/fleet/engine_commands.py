@@ -199,8 +199,8 @@ class Parameters:
         if command.method == "GET":
             return query, None
         if _is_sglang(worker):
-            tags = {"tags": sorted(self.tags())} if self.tags() else {}
-            return query, {**dict(query), **body, **tags}
+            fields = {**dict(query), **body}
+            return [], fields | {"tags": sorted(self.tags())} if self.tags() else fields
         if command.effect in _BY_QUERY:
             return [*query, *_as_query(body)], None
         if command.vllm == ("/collective_rpc",):

@@ -108,7 +108,14 @@ _SLOWEST_TOKEN = 0.2
 _WHOLE_ANSWER = 60.0
 _PLAUSIBLE_TOKENS = 4096
 # States that are logged as information. Others are logged as warnings.
-_WELL = (WorkerState.READY, WorkerState.WARMING, WorkerState.DRAINING, WorkerState.DRAINED, WorkerState.ASLEEP, WorkerState.PAUSED)
+_WELL = (
+    WorkerState.READY,
+    WorkerState.WARMING,
+    WorkerState.DRAINING,
+    WorkerState.DRAINED,
+    WorkerState.ASLEEP,
+    WorkerState.PAUSED,
+)
 
 
 @dataclass(frozen=True, slots=True)

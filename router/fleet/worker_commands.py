@@ -18,7 +18,6 @@ import msgspec
 import structlog
 
 from router.fleet.discovery import Engine, ServedModel
-from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.http.client import connection_problem, read_answer
 

@@ -261,7 +261,7 @@ async def test_commands_need_the_operators_token(routed: RouterUnderTest, vllm: 
         assert (await open_to_all.call("/flush_cache", {})).status == 200
 
 
-async def test_restarted_worker_is_no_longer_paused(routed: RouterUnderTest, vllm: Engine, sglang: Engine) -> None:
+async def test_restarted_worker_is_no_longer_paused(routed: RouterUnderTest, vllm: Engine) -> None:
     assert (await post(routed, f"/pause?worker={vllm.url}")).status == 200
     await vllm.worker.stop()
     await until(lambda: states(routed), lambda found: found == ["down", "ready"])

@@ -37,7 +37,14 @@ PASSED = {
 }
 # Engines' own, or what is in another form than a path of ours and still a path: any method, by an operator.
 UNKNOWN = [
-    *("/collective_rpc", "/get_weights_by_name", "/shutdown", "/v1/completions/", "/V1/completions", "/v1/completions;x"),
+    *(
+        "/collective_rpc",
+        "/get_weights_by_name",
+        "/shutdown",
+        "/v1/completions/",
+        "/V1/completions",
+        "/v1/completions;x",
+    ),
     *("/v1/completions;..", "/v1/completions%20", "/v1/completions%3F", "/health/", "/v1/files/a%20b", "/workers/x"),
 ]
 ANY_METHOD = ["GET", "POST", "PUT", "PATCH", "DELETE"]

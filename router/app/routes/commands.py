@@ -4,8 +4,8 @@
 - `POST /v1/unload_lora_adapter` with `{"lora_name", "model"?, "workers"?}` unloads an adapter.
 - The routes of `router/fleet/engine_commands.py` have `worker` and `model` in the query, to choose workers.
 
-An adapter is for the named workers, else for all workers of a model. The router reads `model` and `workers` of the body,
-and forwards all other fields to the engines, vLLM or SGLang.
+An adapter is for the named workers, else for all workers of a model. The router reads `model` and `workers` of the
+body, and forwards all other fields to the engines, vLLM or SGLang.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def adapter_routes(services: Services) -> APIRouter:
         "/v1/load_lora_adapter", openapi_extra=json_body(LoadBody), responses=errors(400, 401, 403, 404, 502, 503)
     )
     async def load(request: Request) -> JSONResponse:
-        """Load a LoRA adapter. The answer has the result of each worker; its status is 200 if all succeeded, 207 if some did."""
+        """Load a LoRA adapter. The answer has each worker's result: 200 if all succeeded, 207 if some did."""
         asked = _Asked(fleet, await request.body(), ("lora_name", "lora_path"))
         results = await adapters.load(asked.workers, asked.body, None if asked.chosen else asked.model)
         return await _answer(services.prober, asked.body["lora_name"], results)
@@ -140,7 +140,7 @@ def adapter_routes(services: Services) -> APIRouter:
         "/v1/unload_lora_adapter", openapi_extra=json_body(UnloadBody), responses=errors(400, 401, 403, 404, 502, 503)
     )
     async def unload(request: Request) -> JSONResponse:
-        """Unload a LoRA adapter. The answer has the result of each worker; its status is 200 if all succeeded, 207 if some did."""
+        """Unload a LoRA adapter. The answer has each worker's result: 200 if all succeeded, 207 if some did."""
         asked = _Asked(fleet, await request.body(), ("lora_name",))
         results = await adapters.unload(asked.workers, asked.body)
         return await _answer(services.prober, asked.body["lora_name"], results)
