@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,8 +15,10 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from scripted_worker import scripted_worker
 
 from kvrouter.processes import KvrouterProcess
 
@@ -161,3 +164,34 @@ def test_recording_has_requests_of_all_processes(two: TwoProcesses) -> None:
         ended.set()
         listening.join(60)
     assert len({tuple(line["hash_ids"]) for line in recorded()}) == 1
+
+
+async def test_command_reaches_each_engine_once_and_all_processes(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    async with scripted_worker() as worker:
+        server = {"token": "t", "port": 0, "processes": 2}
+        file.write_text(json.dumps({"server": server, "workers": [{"url": worker.url}]}))
+        with KvrouterProcess(["serve", "--config", str(file)]) as process:
+            url = await asyncio.to_thread(process.wait_until_listening)
+
+            async def statuses(path: str, count: int = 1, **headers: str) -> list[int]:
+                """Each request has a connection of its own, so that the kernel chooses the process."""
+                found = []
+                for _ in range(count):
+                    connector = aiohttp.TCPConnector(force_close=True)
+                    async with aiohttp.ClientSession(connector=connector) as session:
+                        body = {"model": "m", "prompt": "x"}
+                        async with session.post(url + path, json=body, headers=headers) as response:
+                            found.append(response.status)
+                return found
+
+            async def until_all(status: int) -> None:
+                async with asyncio.timeout(60):
+                    while await statuses("/v1/completions", 16) != [status] * 16:
+                        pass
+
+            await until_all(200)
+            for path, status in (("/pause", 503), ("/resume", 200)):
+                assert await statuses(path, authorization="Bearer t") == [200]
+                await until_all(status)
+                assert [each.target.partition("?")[0] for each in worker.exchanges].count(path) == 1
