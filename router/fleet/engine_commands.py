@@ -1,7 +1,7 @@
 """Commands to the engines of many workers at once: pauses, new weights, resets, memory, profiles, and reports.
 
     client ──▶ router ──▶ every worker, in its engine's words ──▶ one answer with the answers of all
-                 └──▶ what the command changes: blocks held, requests received; other routers are told
+                 └──▶ what the command changes: blocks held, requests received, at all routers
 
 A command has the names of both engines, and each worker receives the name that its engine knows. Parameters are
 forwarded as they are. Where vLLM reads them from the query, fields of the body are moved there.
@@ -57,7 +57,7 @@ _BY_QUERY = (Effect.PAUSE, Effect.CONTINUE, Effect.FLUSH, Effect.RELEASE, Effect
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command, with its paths at vLLM and at SGLang in the order in which they are tried; none: it has no such one.
+    """A command, with its paths at vLLM and at SGLang in the order in which they are tried. An engine without paths lacks it.
 
     - `names`: the paths by which clients request it.
     - `open_on_loopback`: without `server.token`, a router on loopback accepts it.

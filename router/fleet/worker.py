@@ -62,7 +62,7 @@ def url_of(settings: WorkerSettings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What commands of this router or of other routers did to an engine.
+    """The state of an engine that commands of this router or of other routers set.
 
     - `at`: when it was last changed, in nanoseconds since the epoch. The latest state is valid for all routers.
     - `released`: the tags of memory that it has released.

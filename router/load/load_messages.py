@@ -69,7 +69,7 @@ class SentPrompt(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EngineChange(msgspec.Struct, array_like=True, frozen=True):
-    """What commands did to a worker's engine: the fields of `EngineState`."""
+    """A worker's URL and the fields of its `EngineState`."""
 
     worker: _Name
     at: _Nanoseconds

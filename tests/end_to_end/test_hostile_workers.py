@@ -154,7 +154,7 @@ async def test_requests_to_workers_follow_no_redirects() -> None:
         async with router(worker.url) as routed:
             await routed.call(PATH, {**BODY, "prompt": "a secret that nobody else should read"})
             reset = await routed.call("/reset_prefix_cache", b"", "POST")
-            assert (reset.status, reset.json()["workers"][0]["status"]) == (502, 307)
+            assert (reset.status, reset.json()["workers"][0]["status"]) == (502, 0)
         asked = {exchange.target for exchange in worker.exchanges}
         assert {"/reset_prefix_cache", "/metrics"} <= asked
         assert any("render" in target or "tokenize" in target for target in asked), asked

@@ -186,12 +186,14 @@ _QUERY = [
     {
         "name": "worker",
         "in": "query",
+        "required": False,
         "schema": {"type": "array", "items": {"type": "string"}},
         "description": "URLs or names of workers, to restrict the call to them.",
     },
     {
         "name": "model",
         "in": "query",
+        "required": False,
         "schema": {"type": "string"},
         "description": "A model, to restrict the call to its workers that answer.",
     },
