@@ -57,7 +57,7 @@ _BY_QUERY = (Effect.PAUSE, Effect.CONTINUE, Effect.FLUSH, Effect.RELEASE, Effect
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command, with its paths at vLLM and at SGLang in the order in which they are tried. An engine without paths lacks it.
+    """A command, with its paths at each engine in the order in which they are tried. An engine without paths lacks it.
 
     - `names`: the paths by which clients request it.
     - `open_on_loopback`: without `server.token`, a router on loopback accepts it.
