@@ -159,8 +159,8 @@ class LoadSharing:
         loads = [self._load(*rank) for rank in changes.ranks]
         spent = [(tenant, requests, tokens) for tenant, (requests, tokens) in changes.spent.items()]
         head = self.router, self._messages, kind
-        rest = changes.made, spent, changes.failed, list(changes.engines.values())
-        return encode(Message(*head, loads, changes.sent, changes.ended, oldest, *rest))
+        engines, ended, failed = list(changes.engines.values()), changes.ended, changes.failed
+        return encode(Message(*head, loads, changes.sent, ended, oldest, changes.made, spent, failed, engines))
 
     def in_flight(self) -> list[tuple[str, int]]:
         """Return the DP ranks that have requests in flight."""
