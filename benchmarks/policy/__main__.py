@@ -20,7 +20,7 @@ from benchmarks.policy.sides import SIDES, WITHOUT_EVENTS
 from benchmarks.policy.slos import compare
 from benchmarks.policy.sources import compare_sources
 from benchmarks.policy.tail import compare_tails
-from simulator.fleet.simulated_router import OURS
+from simulator.fleet.simulated_router import OURS, side_named, side_with
 
 _HOW = f"""\
 The router's own selection and admission run in virtual time before simulated engines. These have paged caches that
@@ -46,6 +46,10 @@ def main(
     disaggregated: Annotated[
         bool, typer.Option("--disaggregated", help="Compare choices of prefill and decode workers.")
     ] = False,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Compare another policy too: package.module:function; repeatable.")
+    ] = None,
+    extra: Annotated[list[str] | None, typer.Option(help="Compare kv_aware with this scorer too; repeatable.")] = None,
     output: Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw TTFT p90 (needs the extra bench).")] = None,
 ) -> None:
@@ -72,7 +76,8 @@ def main(
             output.write_text(f"# {title}\n\n{table}\n")
         return
     cells = trace_grid(trace, quick) if trace else quick_grid() if quick else full_grid()
-    sides = WITHOUT_EVENTS if without_events else SIDES
+    own = [side_named(name) for name in policy or ()] + [side_with(name) for name in extra or ()]
+    sides = [*(WITHOUT_EVENTS if without_events else SIDES), *own]
     results: list[CellResult] = []
     for cell in cells:
         results.append(CellResult(cell.name, play_all(cell, sides, count, play)))

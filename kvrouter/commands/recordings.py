@@ -155,6 +155,14 @@ def replay_trace(
         list[str] | None,
         typer.Option(help="Simulation: name of a policy; repeatable.  [default: kv_aware and its peers]"),
     ] = None,
+    extra: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Simulation: kv_aware with a scorer; repeatable."),
+    ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE,…", help="Simulation: labels of the engines in turn; repeatable."),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, max=1024, help="Simulation: number of engines.")] = 8,
     engine: Annotated[str, typer.Option(help="Simulation: 70b (on 8 H100) or 8b (on one H100).")] = "70b",
     kv_tokens: Annotated[
@@ -176,23 +184,25 @@ def replay_trace(
     from kvrouter.tools.traces.run import (
         DEFAULT_POLICIES,
         ENGINES,
+        labels_from,
         live_targets,
         open_trace,
         replay_simulated,
         replay_to,
-        side_named,
+        sides_named,
         write_report,
     )
     from simulator.fleet.fleet import FleetSpec
 
     if simulate and url:
         fail("set either --simulate or --url")
-    if url and policy:
-        fail("--policy needs --simulate: a router uses its own policy")
+    if url and (policy or extra):
+        fail("--policy and --extra need --simulate: a router uses its own policy")
     if engine not in ENGINES:
         fail(f"--engine {engine}: known engines are {', '.join(ENGINES)}")
     try:
-        sides = [side_named(name) for name in dict.fromkeys(policy or DEFAULT_POLICIES)]
+        sides = sides_named(policy or DEFAULT_POLICIES, extra or ())
+        engine_labels = labels_from(labels or ())
         targets = live_targets(url or (), model, api_key, speed, max_tokens, seed)
         opened = open_trace(trace, limit)
         for file in (output, as_json):
@@ -206,7 +216,8 @@ def replay_trace(
             report = replay_to(trace, opened, targets, speed)
         else:
             profile = ENGINES[engine]
-            fleet = FleetSpec(profile, workers, kv_tokens or profile.kv_tokens, opened.block_tokens)
+            cache = kv_tokens or profile.kv_tokens
+            fleet = FleetSpec(profile, workers, cache, opened.block_tokens, labels=engine_labels)
             report = replay_simulated(trace, opened, sides, fleet, speed)
         write_report(report, output, as_json)
     except (ReplayError, OSError) as error:

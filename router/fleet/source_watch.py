@@ -1,15 +1,15 @@
 """The sources whose workers change while the router runs: the settings file, and Kubernetes.
 
 In Kubernetes, workers are the pods of a label selector or the endpoints of a service. Their names are those of their
-pods. The label `kvrouter.io/role` of a pod sets the role of its worker, and its annotations `kvrouter.io/pull-host` and
-`kvrouter.io/pull-port` the address of its tier `p2p`. Endpoints of a service have neither.
+pods. A pod's labels are those of its worker, and `kvrouter.io/role` sets its role. Its annotations
+`kvrouter.io/pull-host` and `kvrouter.io/pull-port` are the address of its tier `p2p`. Endpoints of a service have none.
 Pods that are not ready are workers too: the prober detects when they answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from ipaddress import ip_address
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ class Address(NamedTuple):
     - `port`: its port; None: the port of the settings.
     - `role`: the role of its pod's label, if any.
     - `pull_host`, `pull_port`: where its pod's annotations say that its tier `p2p` listens, if they do.
+    - `labels`: the labels of its pod.
     """
 
     host: str
@@ -54,6 +55,7 @@ class Address(NamedTuple):
     name: str | None = None
     pull_host: str | None = None
     pull_port: int | None = None
+    labels: Mapping[str, str] = {}
 
 
 async def follow_settings_file(file: SettingsFile, settings: Settings, fleet: Fleet) -> None:
@@ -132,6 +134,7 @@ def _workers(settings: KubernetesSettings, objects: Iterable[dict[str, Any]]) ->
                 "role": None if address.role is Role.BOTH else address.role,
                 "pull_host": address.pull_host,
                 "pull_port": address.pull_port,
+                "labels": dict(address.labels),
             }
         )
         for (host, port), address in sorted(found.items())
@@ -156,9 +159,10 @@ def pod_addresses(pods: Iterable[dict[str, Any]]) -> list[Address]:
         status, metadata = pod.get("status") or {}, pod.get("metadata") or {}
         ending = metadata.get("deletionTimestamp") or status.get("phase") in ("Succeeded", "Failed")
         if status.get("podIP") and not ending and _usable(status["podIP"]):
-            role = _role((metadata.get("labels") or {}).get(_ROLE_LABEL))
-            name, (pull_host, pull_port) = _worker_name(metadata.get("name")), _pull_address(metadata)
-            found.append(Address(status["podIP"], None, role, name, pull_host, pull_port))
+            labels = metadata.get("labels") or {}
+            role, name = _role(labels.get(_ROLE_LABEL)), _worker_name(metadata.get("name"))
+            pull_host, pull_port = _pull_address(metadata)
+            found.append(Address(status["podIP"], None, role, name, pull_host, pull_port, labels))
     return found
 
 

@@ -53,7 +53,7 @@ from router.http.headers import Headers
 from router.observability.request_recorder import RecordingRequest
 from router.observability.spans import Span
 from router.routing.assignment import Assignment
-from router.routing.prompt_reader import RoutedPrompt, unread_prompt
+from router.routing.prompt_reader import RoutedPrompt, Sender, unread_prompt
 from router.upstream import ResponseHead, UnreachableError, UpstreamError, UpstreamTimeoutError
 from router.upstream.request import Transport
 
@@ -262,6 +262,8 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         tenant = context.tenant
         if services.fleet.disaggregated or services.pulls is not None:
             prompt = replace(prompt, path=context.head.path)
+        if services.reads_senders:
+            prompt = replace(prompt, sender=Sender(tenant.name if tenant else "", context.head.headers))
         if services.recorder.listening:
             self._recorded = services.recorder.began(prompt, self._arrived)
         ticket = read_ticket(

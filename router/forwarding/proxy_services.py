@@ -64,6 +64,7 @@ class ProxyServices:
 
     - `attempts`: the most workers that a request is sent to.
     - `elsewhere`: statuses of workers that are retried on another worker.
+    - `reads_senders`: whether a policy of one's own reads tenants and headers.
     - `ask_usage`: whether workers are asked for token counts that the client did not ask for.
     """
 
@@ -87,6 +88,7 @@ class ProxyServices:
         self.responses = routing.state.responses
         self.turns = routing.state.turns
         self.pulls = routing.state.pulls
+        self.reads_senders = routing.state.policy.custom is not None
         self.admission = admission
         self.fleet = fleet
         self.upstreams = upstreams

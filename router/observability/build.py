@@ -15,7 +15,7 @@ from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
 from router.fleet.fleet import Fleet
 from router.observability.fleet_report import About, findings
 from router.observability.fleet_snapshot import FleetSnapshot, Series
-from router.observability.metrics import AuditCollector, FleetCollector, RequestMetrics
+from router.observability.metrics import AuditCollector, FleetCollector, PolicyCollector, RequestMetrics
 from router.observability.prediction_metrics import PredictionMetrics
 from router.observability.request_recorder import RequestRecorder
 from router.observability.seen_requests import SampledTraffic
@@ -72,9 +72,13 @@ def build_observability(
         DemandCollector(fleet, state.load, admission),
     ):
         registry.register(collector)
+    if state.policy.custom is not None:
+        registry.register(PolicyCollector(state.policy.custom))
 
     def all_findings() -> list[dict[str, Any]]:
-        return findings(fleet, indexer, state.audit) + source.findings() + sharing.findings()
+        custom = state.policy.custom
+        of_policy = custom.findings() if custom is not None else []
+        return findings(fleet, indexer, state.audit) + source.findings() + sharing.findings() + of_policy
 
     about = About(settings.policy.name, fleet, source)
     snapshot = FleetSnapshot(

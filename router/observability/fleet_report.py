@@ -15,7 +15,6 @@ from router.cache_state.target_audit import Basis
 from router.fleet.circuit import CircuitState
 from router.fleet.fleet import Fleet
 from router.fleet.worker import WorkerState
-from router.settings import PolicyName
 from router.tokens.permission import ids_sent_to
 from router.tokens.tokenizer_source import TokenizerSource
 
@@ -29,8 +28,8 @@ _ROUTES = {
 class About:
     """The router's identity, in its first log line, in `/health` and on the page."""
 
-    def __init__(self, policy: PolicyName, fleet: Fleet, source: TokenizerSource) -> None:
-        self.identity = {**build_info(), "policy": policy.value}
+    def __init__(self, policy: str, fleet: Fleet, source: TokenizerSource) -> None:
+        self.identity = {**build_info(), "policy": str(policy)}
         self._fleet = fleet
         self._source = source
 

@@ -17,6 +17,7 @@ from router.fleet.worker import Worker, WorkerState
 from router.load.target_load import LoadTable
 from router.observability.counters import Counter, CounterSeries, Histogram
 from router.policies import Decision
+from router.policies.custom import CustomPolicy
 from router.policies.records import CostUnit
 from router.routing.pulls import PullResult
 
@@ -255,6 +256,28 @@ class FleetCollector(Collector):
         for model, count in sorted(of_models.items()):
             serving.add_metric([model], count)
         yield from (up, state, serving, requests, pending, unseen, usage)
+
+
+class PolicyCollector(Collector):
+    """The failures of policies of one's own, by function."""
+
+    def __init__(self, policy: CustomPolicy) -> None:
+        self._policy = policy
+
+    def collect(self) -> Iterator[Metric]:
+        failures = CounterMetricFamily(
+            "kvrouter_policy_failures",
+            "Choices in which a policy of one's own failed or was slow",
+            labels=["policy", "reason"],
+        )
+        off = GaugeMetricFamily(
+            "kvrouter_policy_switched_off", "1 if a policy of one's own is switched off", labels=["policy"]
+        )
+        for each in self._policy.functions:
+            failures.add_metric([each.name, "error"], each.errors)
+            failures.add_metric([each.name, "slow"], each.slow)
+            off.add_metric([each.name], float(each.switched_off))
+        yield from (failures, off)
 
 
 class AuditCollector(Collector):

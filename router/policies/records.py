@@ -210,6 +210,7 @@ class Decision:
 
     - `candidates`: all candidates, or a function that makes their records later, with the load of that moment.
     - `count`: the number of candidates, if `candidates` is a function.
+    - `excluded`: what a policy of one's own excluded, each with the name of its function.
     """
 
     def __init__(
@@ -220,8 +221,10 @@ class Decision:
         free: bool = False,
         count: int = 0,
         unit: CostUnit = _TOKENS,
+        excluded: list[tuple[Candidate, str]] | None = None,
     ) -> None:
         self.chosen = chosen
+        self.excluded = excluded
         self.count = len(candidates) if isinstance(candidates, list) else count
         self._candidates = candidates
         self.terms = terms

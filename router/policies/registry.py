@@ -6,9 +6,10 @@ A new policy is a function of candidates, or a `LinearPolicy`; a name in `Policy
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
+from router.policies.custom import CustomFunction, CustomPolicy
 from router.policies.kv_aware import KvWeights, kv_aware
 from router.policies.peers import (
     AtRandom,
@@ -24,6 +25,7 @@ from router.policies.peers import (
 )
 from router.policies.records import Policy
 from router.settings import PolicyName, PolicySettings
+from router.settings.policy_code import function_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,14 @@ class PolicySpec:
 
 @dataclass(frozen=True, slots=True)
 class NamedPolicy:
-    """A policy and its description."""
+    """A policy and its description.
+
+    - `custom`: the functions of one's own that replace its costs, or add to them; None without any.
+    """
 
     spec: PolicySpec
     choose: Policy
+    custom: CustomPolicy | None = None
 
 
 def _kv_weights(settings: PolicySettings) -> KvWeights:
@@ -89,6 +95,17 @@ POLICIES: dict[PolicyName, PolicySpec] = {
 
 
 def policy_named(settings: PolicySettings, random: Random) -> NamedPolicy:
-    """Return the policy that the settings name. `random` breaks its ties."""
-    spec = POLICIES[settings.name]
-    return NamedPolicy(spec, spec.make(settings, random))
+    """Return the policy that the settings name. `random` breaks its ties.
+
+    The default policy decides where a function of one's own fails.
+    """
+    replaces = not isinstance(settings.name, PolicyName)
+    spec = POLICIES[PolicyName.KV_AWARE if replaces else PolicyName(settings.name)]
+    names = [settings.name] if replaces else list(settings.extra)
+    if replaces:  # a choice that its own costs make needs no queue
+        spec = replace(spec, source="one's own", late_binding=False)
+    custom = None
+    if names:
+        functions = [CustomFunction(name, function_named(name), settings.time_limit) for name in names]
+        custom = CustomPolicy(functions, replaces, random, settings.near)
+    return NamedPolicy(spec, spec.make(settings, random), custom)

@@ -16,6 +16,7 @@ from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.response_turns import Turn
 from router.apis.sessions import AgentHints
 from router.fleet.fleet import Fleet
+from router.http.headers import HeaderItems
 from router.routing.pool_verifier import PoolVerifier
 from router.routing.state import RoutingState
 from router.routing.target_directory import unknown_model
@@ -27,6 +28,14 @@ log = structlog.get_logger()
 # Bytes per token of English text, to estimate the tokens of prompts that are not tokenized.
 _BYTES_PER_TOKEN = 4
 _NO_TOKENS = PackedPrompt(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """The sender of a request, for policies of one's own: its tenant ("" without tenants), and the headers."""
+
+    tenant: str
+    headers: HeaderItems
 
 
 @dataclass(slots=True)
@@ -47,6 +56,7 @@ class RoutedPrompt:
     - `needs`: the abilities that it needs, as far as workers differ in them.
     - `turn`: its part of a conversation that later requests may continue by the id of its response.
     - `verified`: what pools of unknown content have of it, as they answered before the choice.
+    - `sender`: its sender; None if no policy reads it.
     """
 
     name: str | None
@@ -70,6 +80,7 @@ class RoutedPrompt:
     needs: frozenset[Ability] = NO_ABILITIES
     turn: Turn | None = None
     verified: tuple[PoolHoldings, ...] = ()
+    sender: Sender | None = None
 
     @property
     def context(self) -> int:

@@ -23,6 +23,7 @@ from router.prediction.learned import Learned
 from router.prediction.slo import LITTLE, NO_SLO, SLO, Prediction, choose_for_slo, counts_in_prefill
 from router.routing.assignment import Selection
 from router.routing.candidates import CandidateFinder, CandidateSet, without
+from router.routing.custom_choice import decide
 from router.routing.disaggregation.adapters import Adapter
 from router.routing.disaggregation.selection import DisaggregatedSelector
 from router.routing.late_binding import NO_TIME_TO_SPARE, is_sooner
@@ -46,11 +47,12 @@ class Selector:
         self._learned = state.learned
         self._clock = state.clock
         self._policy = policy
-        self._linear = policy if isinstance(policy, LinearPolicy) else None
+        self._custom = state.policy.custom
+        self._linear = policy if isinstance(policy, LinearPolicy) and self._custom is None else None
         self._directory = TargetDirectory(state.fleet, state.load)
         self._capacity = TargetCapacity(state.load, state.sharing.peer_load)
         self._candidates = CandidateFinder(state, self._directory, self._capacity, random)
-        self._disaggregated = DisaggregatedSelector(self._candidates, policy, disaggregation, random)
+        self._disaggregated = DisaggregatedSelector(self._candidates, state.policy, disaggregation, random)
         self._slo_selector = SLOSelector(state.learned, state.sharing.peer_load, slo_miss_cost)
 
     # The choice
@@ -75,6 +77,8 @@ class Selector:
         found = self._candidates.find(prompt, excluded, limits, now, by_load=by_load)
         if found.count:
             selection = self._cheapest(prompt, excluded, found, now)
+            if selection is None:
+                return self._none_allowed(prompt, excluded, limits, now)
             if self._fleet.disaggregated:  # prefill and decode on two workers: nothing is predicted
                 selection.slo = slo
             elif slo is not None:
@@ -90,7 +94,8 @@ class Selector:
 
     def _cheapest(
         self, prompt: RoutedPrompt, excluded: Collection[Worker], found: CandidateSet, now: float
-    ) -> Selection:
+    ) -> Selection | None:
+        """Return the policy's selection; None if a policy of one's own excludes all candidates."""
         if self._linear is not None and not found.rates and not self._fleet.disaggregated:
             selection = found.cheapest(self._linear, prompt.tokens)
             if selection is not None:
@@ -98,7 +103,18 @@ class Selector:
         request = self._candidates.request(prompt, found, now)
         if self._fleet.disaggregated:
             return self._disaggregated.select(prompt, excluded, found, request, now)
-        return found.select(self._policy(found.candidates, request))
+        decision = decide(self._custom, self._policy, found, prompt, request)
+        return None if decision is None else found.select(decision)
+
+    def _none_allowed(
+        self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, now: float
+    ) -> Selection | None:
+        """Return None if a target at its limits is allowed, so that the request waits for it. Raises RequestError."""
+        if not limits.unlimited:
+            found = self._candidates.find(prompt, excluded, NO_LIMITS, now)
+            if found.count and self._cheapest(prompt, excluded, found, now) is not None:
+                return None
+        raise unavailable("The policy allows no worker for this request.")
 
     # Predictions
 
@@ -159,6 +175,10 @@ class Selector:
         if not idle.count:
             return None
         other = self._cheapest(prompt, excluded, idle, now)
+        if other is None:
+            return None
+        if self._custom is not None and self._custom.added(other.decision) > self._custom.added(selection.decision):
+            return None
         there, here = other.decision.chosen, selection.decision.chosen
         return other if is_sooner(there, here, prompt.tokens, prefilling) else None
 
@@ -262,7 +282,9 @@ class SLOSelector:
         predictions = [self.prediction(found.rank_of(each), each, prompt) for each in candidates]
         turns = self._turns.expected(usual.rank.target.model)
         position = choose_for_slo(decision, predictions, slo, now, self._slo_miss_cost, turns)
-        chosen = Decision(candidates[position], candidates, decision.terms, unit=decision.unit)
+        chosen = Decision(
+            candidates[position], candidates, decision.terms, unit=decision.unit, excluded=decision.excluded
+        )
         return found.select(chosen), predictions[position]
 
     def prediction(self, rank: RoutableRank, candidate: Candidate, prompt: RoutedPrompt) -> Prediction:

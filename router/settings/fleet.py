@@ -68,6 +68,13 @@ class KeySettings(Section):
         return self
 
 
+# Labels as in Kubernetes: a name may have a prefix, and a value may be empty.
+Labels = Annotated[
+    dict[Annotated[str, Field(min_length=1, max_length=317)], Annotated[str, Field(max_length=253)]],
+    Field(max_length=256),
+]
+
+
 class WorkerSettings(KeySettings):
     """A worker. It reports all but its URL, and settings override its report. User info in the URL is the API key."""
 
@@ -77,6 +84,7 @@ class WorkerSettings(KeySettings):
     block_size: BlockSize | None = None
     streams: list[StreamSettings] | None = None
     weight: PositiveFloat = 1.0
+    labels: Labels = {}
     role: Role | None = None
     bootstrap_port: Port | None = None
     pull_host: Annotated[str, Field(pattern=PULL_HOST.pattern)] | None = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from router.settings.fields import ModelName, NonNegative, Section
+from router.settings.policy_code import NAME, check_function
 
 
 class PolicyName(StrEnum):
@@ -26,10 +27,22 @@ class PolicyName(StrEnum):
     LMETRIC = "lmetric"
 
 
-class PolicySettings(Section):
-    """The policy, and the weights of its cost. Costs are in prefill tokens."""
+def _policy(given: Any) -> Any:
+    if isinstance(given, str) and given not in list(PolicyName):
+        return check_function(given, list(PolicyName))
+    return PolicyName(given) if isinstance(given, str) else given
 
-    name: PolicyName = PolicyName.KV_AWARE
+
+def _scorer(given: str) -> str:
+    return check_function(given, [])
+
+
+class PolicySettings(Section):
+    """The policy, and the weights of its cost. Costs are in prefill tokens, times in seconds."""
+
+    name: Annotated[PolicyName | Annotated[str, Field(pattern=NAME)], BeforeValidator(_policy)] = PolicyName.KV_AWARE
+    extra: list[Annotated[str, Field(pattern=NAME), AfterValidator(_scorer)]] = []
+    time_limit: PositiveFloat = 0.005
     interference: NonNegative = 1.0
     interference_per_request: NonNegative = 0.06
     eviction: NonNegative = 10.0
@@ -38,6 +51,14 @@ class PolicySettings(Section):
     disk_token: NonNegative = 0.5
     broken_promise: NonNegative = 40_000.0
     near: NonNegative = 0.0
+
+    @model_validator(mode="after")
+    def _extra_adds_to_the_default(self) -> Self:
+        if self.extra and self.name is not PolicyName.KV_AWARE:
+            raise ValueError(
+                f"extra: scorers add to the cost of {PolicyName.KV_AWARE}. Set name to it, or remove extra"
+            )
+        return self
 
 
 class RateSettings(Section):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,6 +79,7 @@ class FleetSpec:
     - `sources`: where engines load blocks from; None for nowhere.
     - `prefill`, `decode`: the first engines only prefill, and the next ones only decode. The others do both.
     - `network`: the links between them.
+    - `labels`: the labels of the workers, in turn.
     """
 
     profile: Profile
@@ -90,6 +91,7 @@ class FleetSpec:
     prefill: int = 0
     decode: int = 0
     network: NetworkSpec = _NETWORK
+    labels: tuple[Mapping[str, str], ...] = ()
 
     @property
     def roles(self) -> list[Role]:
@@ -170,7 +172,8 @@ class Simulation:
 
     def _make_workers(self) -> SimulatedWorkers:
         capacity = self.spec.kv_tokens // self.spec.block_tokens
-        return SimulatedWorkers(self.spec.roles, capacity, self.spec.block_tokens, self.loop.time)
+        spec = self.spec
+        return SimulatedWorkers(spec.roles, capacity, spec.block_tokens, self.loop.time, spec.labels)
 
     def run(
         self,

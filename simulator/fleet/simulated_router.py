@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
 
@@ -29,6 +29,7 @@ from router.settings import (
     ProxySettings,
     ReplicasSettings,
 )
+from router.settings.policy_code import check_function
 from router.sharing import LoadSharing, PeerLoad, SharingChannel
 from simulator.fleet.sources import SimulatedPeers, SourceSpec
 from simulator.fleet.workers import EventIndex, SimulatedWorkers
@@ -57,7 +58,7 @@ class Side:
     """
 
     name: str
-    policy: PolicyName
+    policy: str
     late_binding: bool = False
     knowledge: Knowledge = Knowledge.EVENTS
     weights: PolicySettings | None = None
@@ -67,7 +68,7 @@ class Side:
 
     @property
     def settings(self) -> PolicySettings:
-        return self.weights or PolicySettings(name=self.policy)
+        return self.weights or PolicySettings.model_validate({"name": self.policy})
 
     def make_policy(self, random: Random, learned: Learned, load: LoadTable) -> NamedPolicy:  # noqa: ARG002
         """Return a policy for one run. Rules that predict latencies override this, and read `learned` and `load`."""
@@ -89,6 +90,19 @@ PEERS = [
         PolicyName.ROUND_ROBIN,
     )
 ]
+
+
+def side_named(name: str) -> Side:
+    """Return the router with a policy, by the policy's name in the settings. Raises ValueError for other names."""
+    if name == OURS.name:
+        return OURS
+    return Side(name, name if name in list(PolicyName) else check_function(name, list(PolicyName)))
+
+
+def side_with(scorer: str) -> Side:
+    """Return the router with the default policy and a scorer, by its name in `policy.extra`. Raises ValueError."""
+    weights = PolicySettings(extra=[check_function(scorer, [])])
+    return replace(OURS, name=f"{OURS.name} + {scorer}", weights=weights)
 
 
 _LINGER = ProxySettings().speculation_seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -29,14 +29,26 @@ class SimulatedWorkers:
     version = 0
     health_version = 0
 
-    def __init__(self, roles: Sequence[Role], capacity: int, block_tokens: int, clock: Callable[[], float]) -> None:
-        """Create workers of these roles, whose caches hold `capacity` blocks of `block_tokens` tokens."""
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        capacity: int,
+        block_tokens: int,
+        clock: Callable[[], float],
+        labels: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        """Create workers of these roles, whose caches hold `capacity` blocks of `block_tokens` tokens.
+
+        They have `labels` in turn.
+        """
         self.disaggregated = any(role is not Role.BOTH for role in roles)
         served = {MODEL: ServedModel(MODEL, MODEL)}
         description = WorkerDescription(Engine.VLLM, served, (_SOURCE,), block_tokens, capacity)
         self.workers: list[Worker] = []
         for number, role in enumerate(roles):
-            settings = WorkerSettings.model_validate({"url": f"http://worker-{number}:8000", "role": role})
+            own = dict(labels[number % len(labels)]) if labels else {}
+            given = {"url": f"http://worker-{number}:8000", "role": role, "labels": own}
+            settings = WorkerSettings.model_validate(given)
             worker = Worker(settings, health=Health(clock=clock), metrics=EngineMetrics(clock=clock))
             worker.describe(description)
             worker.problem, worker.targets = None, {worker.target(0, MODEL)}

@@ -594,7 +594,7 @@ REFUSED = {
     "a port too high": ({"picker": {"port": 70000}}, r"picker/port.*maximum"),
     "a setting that does not exist": ({"config": {"policy": {"nmae": "x"}}}, "nmae"),
     "a setting out of its range": ({"config": {"fleet": {"max_ejected": 1.5}}}, "config/fleet/max_ejected"),
-    "a policy that does not exist": ({"config": {"policy": {"name": "best"}}}, r"policy/name.*'kv_aware'"),
+    "a policy that does not exist": ({"config": {"policy": {"name": "kv-aware"}}}, r"policy/name.*'kv_aware'"),
     "a token in plain": ({"config": {"server": {"token": "x"}}}, "token"),
     "an index secret in plain": ({"config": {"index": {"secret": "x"}}}, "secret"),
     "a password in plain": ({"config": {"replicas": {"redis": "redis://:x@host"}}}, "redis"),

@@ -20,21 +20,36 @@ from kvrouter.tools.traces.live import LiveTarget, replay_live
 from kvrouter.tools.traces.plots import seconds, share
 from kvrouter.tools.traces.report import Report, headline, render
 from kvrouter.tools.traces.results import Answer, Run, Workload, shape
-from router.settings import PolicyName
 from simulator.fleet.engine import LLAMA_8B, LLAMA_70B
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
-from simulator.fleet.simulated_router import OURS, PEERS, Side
+from simulator.fleet.simulated_router import OURS, PEERS, Side, side_named, side_with
 from simulator.fleet.trace import Trace, TracedRequest, TraceError, read_trace, requests_of
 
 ENGINES = {"70b": LLAMA_70B, "8b": LLAMA_8B}
 DEFAULT_POLICIES = [side.name for side in (OURS, *PEERS)]
 
 
-def side_named(name: str) -> Side:
-    """Return the router with a policy, by the policy's name in the settings. Raises ValueError for other names."""
-    if name not in list(PolicyName):
-        raise ValueError(f"unknown policy {name!r}; known: {', '.join(PolicyName)}")
-    return OURS if name == OURS.name else Side(name, PolicyName(name))
+def sides_named(policies: Sequence[str], scorers: Sequence[str]) -> list[Side]:
+    """Return the routers with these policies, and those with a scorer each. Raises ValueError."""
+    sides: list[Side] = []
+    for option, make, names in (("--policy", side_named, policies), ("--extra", side_with, scorers)):
+        for name in dict.fromkeys(names):
+            try:
+                sides.append(make(name))
+            except ValueError as error:
+                raise ValueError(f"{option} {name}: {error}") from error
+    return sides
+
+
+def labels_from(options: Sequence[str]) -> tuple[dict[str, str], ...]:
+    """Parse the labels of engines, each given as NAME=VALUE,… Raises ValueError."""
+    parsed: list[dict[str, str]] = []
+    for option in options:
+        pairs = [pair.partition("=") for pair in option.split(",")]
+        if not all(name and separator for name, separator, _ in pairs):
+            raise ValueError(f"--labels {option}: expected NAME=VALUE, for example region=eu,tier=canary")
+        parsed.append({name: value for name, _, value in pairs})
+    return tuple(parsed)
 
 
 def simulate(

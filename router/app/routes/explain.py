@@ -38,7 +38,7 @@ from router.policies import Cost
 from router.policies.records import Source
 from router.prediction.service_levels import ServiceLevels, read_slo
 from router.prediction.slo import SLO, Estimate, Prediction
-from router.routing.prompt_reader import PromptReader, RoutedPrompt
+from router.routing.prompt_reader import PromptReader, RoutedPrompt, Sender
 from router.routing.selector import Selector
 from router.settings import LimitSettings
 from router.tokens.tokenizers import Tokenized, Tokenizers, TokenizerUnavailableError
@@ -63,15 +63,17 @@ def explain_routes(services: Services) -> APIRouter:
 
 
 class ExplainBody(msgspec.Struct):
-    """`POST /explain`: a request, and the path it would be sent to."""
+    """`POST /explain`: a request, the path it would be sent to, and the tenant that would send it."""
 
     request: dict[str, Any]
     path: str = "/v1/chat/completions"
+    tenant: str = ""
 
 
 class _ExplainFields(msgspec.Struct):
     request: Any = None
     path: Any = "/v1/chat/completions"
+    tenant: Any = ""
 
 
 async def explain(
@@ -86,13 +88,13 @@ async def explain(
     levels: ServiceLevels | None = None,
 ) -> dict[str, Any]:
     """Return the answer to `/explain`, the best candidate first. Raises RequestError, which names the invalid field."""
-    call, request = await aside_if_long(body, partial(_asked, limits, headers))
+    call, request, tenant = await aside_if_long(body, partial(_asked, limits, headers))
     prompt = await reader.read(request, len(call.body))
-    prompt = replace(prompt, path=call.path, needs=needed_abilities(call.body))
+    prompt = replace(prompt, path=call.path, needs=needed_abilities(call.body), sender=Sender(tenant, list(headers)))
     if (told := hints_in_headers(headers)) is not None:
         prompt.hints = told.before(prompt.hints)
     now = time.monotonic()
-    slo = read_slo(headers, levels, "", prompt.name, now)
+    slo = read_slo(headers, levels, tenant, prompt.name, now)
     usual = selector.choose(prompt, now=now, slo=slo)
     assert usual is not None  # without limits there is always a candidate
     begins = admission.preview(prompt, slo)
@@ -115,11 +117,15 @@ async def explain(
             | {"forecast": _prediction(selector.predict(cost.candidate, prompt), slo, now)}
             for cost in costs
         ],
+        "excluded": [
+            {"worker": names.get(each.target.worker), "dp_rank": each.target.dp_rank, "by": function}
+            for each, function in usual.decision.excluded or ()
+        ],
         "disaggregation": selection.disaggregation and selection.disaggregation.as_json(names),
     }
 
 
-def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Call, RoutedRequest]:
+def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Call, RoutedRequest, str]:
     fields = read_body(body, _ExplainFields)
     if not isinstance(fields.request, dict):
         raise RequestError(
@@ -127,9 +133,13 @@ def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Ca
         )
     if not isinstance(fields.path, str) or not fields.path.startswith("/"):
         raise RequestError(f"path must be one such as {', '.join(PROMPTED)}.", param="path")
+    if not isinstance(fields.tenant, str):
+        raise RequestError(
+            f"tenant is {kind_of(fields.tenant)}. Send the name of a tenant, or omit it.", param="tenant"
+        )
     check_amounts(fields.request, limits)
     call = Call("POST", fields.path, headers, msgspec.json.encode(fields.request))
-    return call, read_call(call)
+    return call, read_call(call), fields.tenant
 
 
 def _hints(prompt: RoutedPrompt, hints: AgentHints, sessions: SessionLocations, names: WorkerNames) -> dict[str, Any]:

@@ -155,6 +155,7 @@ def worker_status(worker: Worker) -> dict[str, Any]:
         "source": worker.source,
         "weight": worker.settings.weight,
         "role": worker.role,
+        "labels": worker.settings.labels,
     }
 
 

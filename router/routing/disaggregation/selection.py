@@ -12,16 +12,18 @@ count alike on all tiers. A decode worker whose load is not known does not count
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from random import Random
 from typing import Any
 
 from router.fleet.discovery import Engine
 from router.fleet.worker import Worker
-from router.policies import Candidate, Decision, Policy, Request
+from router.policies import Candidate, Decision, NamedPolicy, Policy, Request
+from router.policies.interface import Phase
 from router.policies.records import CostUnit, cheapest
 from router.routing.assignment import Disaggregation, Selection
 from router.routing.candidates import CandidateFinder, CandidateSet
+from router.routing.custom_choice import decide
 from router.routing.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
 from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import NO_LIMITS
@@ -70,11 +72,14 @@ def disaggregate(
     decode: Candidate,
     prefills: list[Candidate],
     request: Request,
-    policy: Policy,
+    policy: Callable[[list[Candidate], Request], Decision | None],
     settings: DisaggregationSettings,
     decodes_alone: bool,
 ) -> Disaggregation:
-    """Decide whether another worker than the chosen decode worker computes a prompt, and which of `prefills`."""
+    """Decide whether another worker than the chosen decode worker computes a prompt, and which of `prefills`.
+
+    `policy`: chooses the prefill worker; None if it allows none.
+    """
     uncached = round(decode.work(request.tokens))
     free = decode.kv_usage is not None and not decode.waiting and decode.pending < settings.skip_tokens
     saturated = all(candidate.pending >= settings.saturated_tokens for candidate in prefills)
@@ -94,7 +99,8 @@ def disaggregate(
             return Disaggregation(None, "little is left to compute", inputs)
         if saturated:
             return Disaggregation(None, "all prefill workers are saturated", inputs)
-    return Disaggregation(policy(prefills, request), "remote", inputs)
+    prefill = policy(prefills, request)
+    return Disaggregation(prefill, "the policy allows no prefill worker" if prefill is None else "remote", inputs)
 
 
 _ADAPTER_OF_ENGINE: dict[Engine, type[Adapter]] = {Engine.SGLANG: Sglang, Engine.VLLM: Nixl}
@@ -104,23 +110,31 @@ class DisaggregatedSelector:
     """Selects a decode worker, and a prefill worker if it reduces the work of the decode worker."""
 
     def __init__(
-        self, candidates: CandidateFinder, policy: Policy, settings: DisaggregationSettings, random: Random
+        self, candidates: CandidateFinder, policy: NamedPolicy, settings: DisaggregationSettings, random: Random
     ) -> None:
         """Create a selector. Models without decode workers use the router's policy alone."""
         self._candidates = candidates
-        self._policy = policy
+        self._policy = policy.choose
+        self._custom = policy.custom
         self._settings = settings
         self._decode_policy = decode_policy(random)
         self._prefill_policy = prefill_policy(random)
 
     def select(
         self, prompt: RoutedPrompt, excluded: Collection[Worker], found: CandidateSet, request: Request, now: float
-    ) -> Selection:
-        """Return the selection among candidates. Raises RequestError (503) if the needed prefill worker is missing."""
-        candidates = found.candidates
-        if not any(found.rank_of(candidate).worker.role is Role.DECODE for candidate in candidates):
-            return found.select(self._policy(candidates, request))
-        selection = found.select(self._decode_policy(candidates, request))
+    ) -> Selection | None:
+        """Return the selection among candidates; None if a policy of one's own excludes all of them.
+
+        Raises RequestError (503) if the needed prefill worker is missing.
+        """
+        decodes = any(found.rank_of(candidate).worker.role is Role.DECODE for candidate in found.candidates)
+        usual, phase = (self._decode_policy, Phase.DECODE) if decodes else (self._policy, Phase.BOTH)
+        decision = decide(self._custom, usual, found, prompt, request, phase)
+        if decision is None:
+            return None
+        selection = found.select(decision)
+        if not decodes:
+            return selection
         adapter = self.adapter_of(selection.worker)
         if selection.worker.role is not Role.DECODE or adapter is None or prompt.path not in adapter.paths:
             return selection
@@ -131,7 +145,7 @@ class DisaggregatedSelector:
             selection.decision.chosen,
             prefills.candidates,
             request,
-            self._prefill_policy,
+            lambda _, request: decide(self._custom, self._prefill_policy, prefills, prompt, request, Phase.PREFILL),
             self._settings,
             adapter.decodes_alone,
         )

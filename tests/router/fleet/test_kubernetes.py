@@ -357,6 +357,19 @@ async def test_annotations_reach_the_settings_of_a_worker(api: ApiServer) -> Non
         await until(lambda: [w.settings.pull_port for w in cluster.fleet.workers] == [None])
 
 
+def test_labels_of_a_pod_are_those_of_its_worker() -> None:
+    (address,) = pod_addresses([pod("a", "127.0.0.1", metadata={"labels": {"region": "eu"}})])
+    assert address.labels == {"region": "eu"}
+
+
+async def test_changed_label_reaches_the_worker(api: ApiServer) -> None:
+    api.pods = [pod("a", "127.0.0.2", metadata={"labels": {"track": "stable"}})]
+    async with following(api) as cluster:
+        await until(lambda: [w.settings.labels for w in cluster.fleet.workers] == [{"track": "stable"}])
+        api.push("MODIFIED", pod("a", "127.0.0.2", 2, metadata={"labels": {"track": "canary"}}))
+        await until(lambda: [w.settings.labels for w in cluster.fleet.workers] == [{"track": "canary"}])
+
+
 async def test_changed_label_changes_the_role_of_a_worker(api: ApiServer) -> None:
     api.pods = [pod("a", "127.0.0.2", metadata={"labels": {"kvrouter.io/role": "prefill"}})]
     async with following(api) as cluster:

@@ -1,0 +1,7 @@
+"""The public interface for policies of one's own: docs/own-policies.md."""
+
+from __future__ import annotations
+
+from router.policies.interface import VERSION, Candidate, Function, Phase, Request
+
+__all__ = ["VERSION", "Candidate", "Function", "Phase", "Request"]

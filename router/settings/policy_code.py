@@ -1,0 +1,61 @@
+"""Functions of one's own that settings name: `package.module:function`, or an entry point of an installed package."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+# The names of functions and of entry points.
+NAME = r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_.]*)?$"
+# The group of entry points whose names are names of policies and scorers.
+GROUP = "kvrouter.policies"
+
+
+def function_named(name: str) -> Callable[..., Any]:
+    """Return a function of one's own. Raises ValueError, which says what to correct."""
+    module, separator, path = name.partition(":")
+    if separator:
+        return _function_in(module, path)
+    found = entry_points(group=GROUP, name=name)
+    if not found:
+        raise ValueError(f"no installed package provides it as an entry point of {GROUP}")
+    return _function_in(*next(iter(found)).value.split(":", 1))
+
+
+def check_function(name: str, known: list[str]) -> str:
+    """Return the name of a function of one's own that can be imported. Raises ValueError.
+
+    `known`: the names that are valid beside those of functions.
+    """
+    near = get_close_matches(name.replace("-", "_"), known, 1, 0.8)
+    if near:
+        raise ValueError(f"unknown name; did you mean {near[0]}?")
+    try:
+        if re.match(NAME, name) is None:
+            raise ValueError("a name has letters, digits, _ and .")
+        function_named(name)
+    except ValueError as error:
+        others = "".join(f"{each}, " for each in known)
+        expected = f"expected {others}package.module:function or an entry point of {GROUP}"
+        raise ValueError(f"{error}; {expected}") from error
+    return name
+
+
+def _function_in(module: str, path: str) -> Callable[..., Any]:
+    try:
+        found: Any = import_module(module)
+    except ModuleNotFoundError as error:
+        missing = f"there is no module {error.name}"
+        raise ValueError(f"{missing}: install its package, or add its folder to PYTHONPATH") from error
+    except (Exception, SystemExit) as error:  # a module can raise anything on import
+        raise ValueError(f"the import of {module} raised {type(error).__name__}: {error}") from error
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    if not callable(found):
+        raise ValueError(f"{module} has no function {path!r}")
+    function: Callable[..., Any] = found
+    return function
