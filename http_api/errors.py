@@ -1,8 +1,29 @@
-"""Request errors of the HTTP APIs, and their JSON body in the form that OpenAI's clients expect."""
+"""Errors of the HTTP APIs: refused requests, with their JSON body in OpenAI's form, and addresses that are not free."""
 
 from __future__ import annotations
 
+from errno import EACCES, EADDRINUSE, EADDRNOTAVAIL
+from socket import gaierror
+
 import msgspec
+
+
+class ListenError(OSError):
+    """An address that cannot be bound. The message names what to change."""
+
+    @classmethod
+    def of(cls, error: OSError, host: str, port: int, option: str) -> ListenError:
+        """Describe a failed bind. `option`: what sets the port, on the command line or in the settings."""
+        match error.errno:
+            case _ if isinstance(error, gaierror):
+                return cls(f"{host} is a name that no address is known for: choose another one with --host")
+            case number if number == EADDRINUSE:
+                return cls(f"port {port} of {host} is in use by another process: choose another one with {option}")
+            case number if number == EADDRNOTAVAIL:
+                return cls(f"{host} is no address of this machine: choose another one with --host")
+            case number if number == EACCES:
+                return cls(f"port {port} needs more rights: choose one above 1023 with {option}")
+        return cls(f"{host}:{port} cannot be bound: {error.strerror}")
 
 
 class RequestError(Exception):

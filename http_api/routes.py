@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from http_api.errors import RequestError, error_body, error_headers
+from http_api.mistakes import expected
 
 T = TypeVar("T")
 
@@ -80,7 +81,7 @@ def add_error_handlers(app: FastAPI) -> None:
     async def report_invalid_parameter(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         name = str(first["loc"][-1])
-        return error_response(RequestError(f"{name}: {first['msg']}. Send it in the {first['loc'][0]}.", param=name))
+        return error_response(RequestError(f"{name}: {expected(first)}. Send it in the {first['loc'][0]}.", param=name))
 
     @app.exception_handler(HTTPException)
     async def report_http_error(request: Request, error: HTTPException) -> Response:

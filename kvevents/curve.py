@@ -98,5 +98,8 @@ def _load(path: Path | str, field: str) -> tuple[bytes, bytes | None]:
     try:
         return load_certificate(path)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        if os.path.isfile(path):
+            reason = "no key of CURVE, such as `kvrouter keygen` writes"
+        else:
+            reason = "Is a directory" if os.path.isdir(path) else "it does not exist"
         raise ValueError(f"{field}: {path}: {reason}") from error

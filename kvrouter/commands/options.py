@@ -28,6 +28,24 @@ class Level(StrEnum):
 LogLevel = Annotated[Level, typer.Option(help="Lowest level of log messages.")]
 
 NO_WORKERS = "no workers: list them under workers: in the settings file, or give --worker URL"
+_PREFILL_ONLY = (
+    "workers: all of them are prefill workers, so no worker decodes an answer: "
+    "list a worker with role: decode, or remove role: prefill"
+)
+
+
+def unusable(settings: Settings, file: Path | None) -> str | None:
+    """Return why a router with these settings could never answer; `None` if it can.
+
+    Workers come later by discovery, by POST /workers with the operator's token, or into a settings file.
+    """
+    from router.settings import Role
+
+    come_later = settings.kubernetes.used or bool(settings.server.token)
+    if not settings.workers:
+        return None if come_later or file is not None else NO_WORKERS
+    roles = {worker.role for worker in settings.workers}
+    return _PREFILL_ONLY if roles == {Role.PREFILL} and not come_later else None
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -50,7 +68,14 @@ def settings_from(config: Path | None, overrides: dict[str, Any], status: int = 
         fail(str(error), status)
 
 
-def fail(message: str, status: int = 1) -> NoReturn:
-    """End the command with a message on standard error."""
-    typer.echo(f"kvrouter: {message}", err=True)
+def fail(reason: str | Exception, status: int = 1) -> NoReturn:
+    """End the command with a message on standard error: a text, or what an error says."""
+    typer.echo(f"kvrouter: {_in_words(reason)}", err=True)
     raise typer.Exit(status)
+
+
+def _in_words(reason: str | Exception) -> str:
+    """Return the message of an error: of the system's errors without their numbers."""
+    if isinstance(reason, OSError) and reason.strerror:
+        return f"{reason.filename}: {reason.strerror}" if reason.filename else reason.strerror
+    return str(reason)

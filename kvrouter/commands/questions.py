@@ -32,7 +32,7 @@ def match(
     try:
         print_matches(url, _request_of(prompt, model, chat))
     except ConnectionError as error:
-        fail(str(error))
+        fail(error)
 
 
 def explain(
@@ -52,7 +52,7 @@ def explain(
         body = {"path": path, "request": _request_of(prompt, model, chat)}
         print_explanation(url, body, _slo_headers(ttft, tpot, service_level))
     except ConnectionError as error:
-        fail(str(error))
+        fail(error)
 
 
 def top(
@@ -66,7 +66,7 @@ def top(
     try:
         asyncio.run(run_top(url, token, once))
     except FeedError as error:
-        fail(str(error))
+        fail(error)
 
 
 def doctor(
@@ -105,7 +105,7 @@ def doctor(
     except KubernetesError as error:
         fail(f"{error}; run the command in the router's pod, or use --url", status=2)
     except (NoWorkersError, RouterError) as error:
-        fail(str(error), status=2)
+        fail(error, status=2)
     if not sound:
         raise typer.Exit(1)
 

@@ -56,7 +56,7 @@ def record(
         typer.echo(f"recording {len(sources)} streams to {output}", err=True)
         streams = asyncio.run(record_streams(sources, output, seconds))
     except (ValueError, OSError, DiscoveryError) as error:
-        fail(str(error))
+        fail(error)
     for line in summary_lines(streams, output):
         typer.echo(line)
 
@@ -78,7 +78,7 @@ def _record_requests(url: str, token: str, output: Path, seconds: float | None, 
     try:
         recorded = asyncio.run(record_until_stopped())
     except (RecordingError, OSError) as error:
-        fail(str(error))
+        fail(error)
     for line in recorded.summary(output):
         typer.echo(line)
     if recorded.broken_off:
@@ -136,7 +136,7 @@ def replay(
             address = IndexerAddress(indexer, token)
             scores = asyncio.run(check_recordings(recordings, requests, place, speed, address, model, verbose))
     except (ValueError, OSError, IndexerError, ProcessError) as error:
-        fail(str(error))
+        fail(error)
     right, asked = sum(score.right for score in scores), sum(score.requests for score in scores)
     if right < (asked if expect is None else expect) or any(score.ghosts for score in scores):
         raise typer.Exit(1)
@@ -210,7 +210,7 @@ def replay_trace(
                 # checked before the long replay
                 fail(f"{file} cannot be written: its folder is missing, or it is a folder")
     except (ValueError, OSError) as error:
-        fail(str(error))
+        fail(error)
     try:
         if targets:
             report = replay_to(trace, opened, targets, speed)
@@ -221,4 +221,4 @@ def replay_trace(
             report = replay_simulated(trace, opened, sides, fleet, speed)
         write_report(report, output, as_json)
     except (ReplayError, OSError) as error:
-        fail(str(error))
+        fail(error)

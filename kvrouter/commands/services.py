@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvrouter.commands.options import (
-    NO_WORKERS,
     ConfigFile,
     Level,
     LogLevel,
@@ -19,6 +18,7 @@ from kvrouter.commands.options import (
     given,
     of_workers,
     settings_from,
+    unusable,
 )
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def serve(
     try:
         Supervisor(settings, file, settings.server.processes, log_level).run()
     except (OSError, ProcessFailedError) as error:
-        fail(str(error))
+        fail(error)
 
 
 def picker(
@@ -119,10 +119,10 @@ def indexer(
 
 
 def _router_settings(config: Path | None, overrides: dict[str, Any]) -> Settings:
-    """Load a router's settings. They need workers or a way to discover some."""
+    """Load a router's settings. If it could never answer with them, end the command."""
     settings = settings_from(config, overrides)
-    if not settings.workers and config is None and not settings.kubernetes.used:
-        fail(NO_WORKERS)
+    if (problem := unusable(settings, config)) is not None:
+        fail(problem)
     return settings
 
 
@@ -149,7 +149,7 @@ def _run(service: Coroutine[Any, Any, None], settings: Settings, log_level: str)
     try:
         uvloop.run(service)
     except (OSError, TokenizerUnavailableError, KubernetesError) as error:
-        fail(str(error))
+        fail(error)
 
 
 _PACKAGE = Path(__file__).parents[1]
@@ -172,13 +172,19 @@ def check(file: File = None) -> None:
 
     The environment counts as it does for `kvrouter serve`. The exit status is 0 if the settings are valid, else 1.
     """
+    from router.server.logs import NO_WORKERS_YET
+
     settings = settings_from(file, {})
+    if (problem := unusable(settings, file)) is not None:
+        fail(f"{file or 'environment'}: {problem}")
     workers = len(settings.workers)
     where = f"{workers} worker{'s' * (workers != 1)}"
     if settings.kubernetes.used:
         where += " and the workers of the cluster"
     for setting in settings.without_effect:
         typer.echo(f"{file or 'environment'}: warning: {setting} has no effect and can be removed")
+    if not workers and not settings.kubernetes.used:
+        typer.echo(f"{file or 'environment'}: warning: {NO_WORKERS_YET}")
     if settings.tenants.named and settings.server.admin_port is None:
         typer.echo(
             f"{file or 'environment'}: warning: /metrics shows the tenants' names to all clients; "
@@ -201,7 +207,7 @@ def default() -> None:
     try:
         typer.echo(_default_config(), nl=False)
     except OSError as error:
-        fail(str(error))
+        fail(error)
 
 
 def hash_key(
@@ -228,5 +234,5 @@ def keygen(
     try:
         public, secret = create_key_pair(folder, name)
     except OSError as error:
-        fail(str(error))
+        fail(error)
     typer.echo(f"public key: {public}\nsecret key: {secret}")

@@ -58,7 +58,7 @@ def simulate(
         )
         run(settings)
     except (ValueError, OSError) as error:
-        fail(str(error))
+        fail(error)
 
 
 def demo(
@@ -86,4 +86,4 @@ def demo(
             return
         run_demo(workers, conversations, keep)
     except DemoError as error:
-        fail(str(error))
+        fail(error)

@@ -23,6 +23,7 @@ from kvevents.recording import Channel, Record, RecordingWriter
 from kvrouter.processes import stop_signal
 from router.fleet.discovery import describe_worker
 from router.http.client import refuse_redirects
+from router.http.worker_url import canonical_url
 from router.settings import WorkerSettings
 
 CONNECT_TIMEOUT_S = 2.0  # seconds; a publisher may also start later
@@ -60,7 +61,7 @@ async def worker_sources(urls: Sequence[str]) -> list[EventSource]:
     sources: list[EventSource] = []
     async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=timeout) as session:
         for url in urls:
-            described = await describe_worker(session, WorkerSettings.model_validate({"url": url}))
+            described = await describe_worker(session, WorkerSettings.model_validate({"url": canonical_url(url)}))
             if not described.streams:
                 raise ValueError(f"{url} reports no event streams: set them with --stream")
             sources += sorted(described.streams, key=lambda source: source.dp_rank)

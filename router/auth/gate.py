@@ -15,6 +15,8 @@ from ipaddress import ip_address
 from typing import Final, NoReturn
 from urllib.parse import urlsplit
 
+import structlog
+
 from http_api.errors import RequestError
 from router.auth.bodies import ArrivingBodies, BodyCheck, with_served_model
 from router.auth.engine_fields import control_header, refusal, without_control_headers
@@ -23,6 +25,8 @@ from router.auth.tenants import AccessControl, Tenant, without_credentials
 from router.http.headers import Headers, asking_uncompressed
 from router.http.strict_requests import TargetError, canonical_path
 from router.settings import EngineFields, Settings, WorkerKeys
+
+log = structlog.get_logger()
 
 # Names inside a machine, network or cluster (RFC 6761, 6762), which cannot be registered on the internet.
 _PRIVATE: Final = frozenset({"localhost", "local", "internal", "svc"})
@@ -105,6 +109,9 @@ def _is_address(name: str) -> bool:
 # Replaces the port for requests over the Unix socket, by which the processes of one service communicate.
 PROCESS_SOCKET: Final = 0
 _MODELS = b"/v1/models/"
+# Unknown paths that are logged, and the characters of each.
+_MOST_LOGGED: Final = 64
+_LONGEST_LOGGED: Final = 128
 # Paths that load balancers request with any Host.
 _ANY_HOST = frozenset({"/health", "/liveness", "/ready", "/readiness", "/v1/models"})
 
@@ -157,6 +164,7 @@ class AuthGate:
         self._add_worker_key = settings.proxy.worker_keys is WorkerKeys.AUTO and self._loopback
         self._hosts = frozenset(server.allowed_hosts)
         self._admin_port = server.admin_port
+        self._unknown: set[str] = set()
 
     def admit(self, method: str, target: bytes, headers: Headers, port: int | None = None) -> Admitted:
         """Check a head that this `port` received. Raises RequestError (400, 401, 403, 404, 405, 415, 421)."""
@@ -246,9 +254,10 @@ class AuthGate:
 
     def _refuse_engine_route(self, route: Route) -> NoReturn:
         if not route.own:
+            self._log_unknown(route)
+            near = self._routes.nearest(route.path, self.access.has_tenants)
             raise RequestError(
-                f"{route.method} {route.path} does not exist here. If it is an engine's own route, it requires the "
-                "operator's token (server.token), or an entry in proxy.more_routes.",
+                f"{route.path} does not exist here." + (f" Did you mean {near}?" if near else ""),
                 status=404,
                 type="not_found_error",
                 code="not_allowed",
@@ -267,6 +276,14 @@ class AuthGate:
             type="authentication_error",
             param="authorization",
         )
+
+    def _log_unknown(self, route: Route) -> None:
+        """Log a path that is not listed, once, with what would open it if it is an engine's."""
+        line = f"{route.method} {route.path[:_LONGEST_LOGGED]}"
+        if len(self._unknown) < _MOST_LOGGED and line not in self._unknown:
+            self._unknown.add(line)
+            hint = "an engine's route needs the operator's token, or an entry in proxy.more_routes"
+            log.info("unknown path", route=line, hint=hint)
 
 
 def _content_type(headers: Headers) -> bytes:

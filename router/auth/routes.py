@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum, auto
 
 from router.apis.endpoints import BY_LOAD, PROMPTED
@@ -27,6 +28,11 @@ class Access(Enum):
     ENGINE = auto()  # an engine's own endpoint: requires the operator's token
     PROCESS = auto()  # another process of this service, over the Unix socket
     WRONG_METHOD = auto()  # the path allows other methods only
+
+
+# The accesses of public routes: with tenants, and without.
+_FOR_CLIENTS = frozenset({Access.ANYONE, Access.TENANT})
+_FOR_ANYONE = frozenset({Access.ANYONE, Access.TENANT, Access.CALLER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +157,11 @@ def _pattern(path: str) -> re.Pattern[str]:
     return re.compile(re.escape(path).replace(r"\{id\}", _ID).replace(r"\{name\}", _NAME))
 
 
+# Longer paths, and more of them, are not compared with the known ones: clients choose what they send.
+_LONGEST_COMPARED = 128
+_MOST_COMPARED = 1024
+
+
 class Routes:
     """The allow-list. `more` are additional routes from the settings, such as "POST /v1/mine"."""
 
@@ -161,6 +172,11 @@ class Routes:
             listed.append(Route(method, path, Access.CALLER))
         self._exact = {(route.method, route.path): route for route in listed if "{" not in route.path}
         self._patterns = [(_pattern(route.path), route) for route in listed if "{" in route.path]
+        self._public = {
+            public: sorted({route.path for route in self._exact.values() if route.access in public})
+            for public in (_FOR_CLIENTS, _FOR_ANYONE)
+        }
+        self._nearest: dict[tuple[str, bool], str | None] = {}
 
     def find(self, method: str, path: str) -> Route:
         """Return the route of a canonical path. HEAD is treated as GET. OPTIONS is allowed for forwarded paths."""
@@ -179,6 +195,24 @@ class Routes:
         methods = tuple(sorted({route.method for route in known}))
         return Route(method, path, Access.WRONG_METHOD, methods=methods)
 
+    def nearest(self, path: str, guarded: bool) -> str | None:
+        """Return the public path that is most like an unknown one. `guarded`: callers need the operator's token."""
+        if len(path) > _LONGEST_COMPARED:
+            return None
+        key = path, guarded
+        if key not in self._nearest:
+            if len(self._nearest) >= _MOST_COMPARED:
+                self._nearest.clear()
+            self._nearest[key] = _most_like(path, self._public[_FOR_CLIENTS if guarded else _FOR_ANYONE])
+        return self._nearest[key]
+
     def _of_path(self, path: str) -> list[Route]:
         found = [route for (_, known), route in self._exact.items() if known == path]
         return found + [route for pattern, route in self._patterns if pattern.fullmatch(path)]
+
+
+def _most_like(path: str, known: list[str]) -> str | None:
+    """Return the path among `known` that ends as this one does, or else the most similar one."""
+    end = path.rstrip("/").rpartition("/v1")[2].lower()
+    same_end = [each for each in known if end and (each == f"/v1{end}" or each == end)]
+    return next(iter(same_end or get_close_matches(path.lower(), known, 1)), None)

@@ -48,6 +48,11 @@ _CACHE_FIELDS = (
 _MISSING = msgspec.Raw()
 
 
+_NO_ENGINE = "is this the URL of an engine?"
+# The owner of models in `/v1/models` of a kvrouter, and of a simulated worker.
+OWN_MODELS = "kvrouter"
+
+
 class DiscoveryError(Exception):
     """A worker did not answer, or its answer cannot be used."""
 
@@ -105,6 +110,7 @@ class _ModelCard(msgspec.Struct):
     root: msgspec.Raw = msgspec.Raw()
     parent: msgspec.Raw = msgspec.Raw()
     max_model_len: msgspec.Raw = msgspec.Raw()
+    owned_by: msgspec.Raw = msgspec.Raw()
 
 
 class _SglangRole(msgspec.Struct):
@@ -118,6 +124,7 @@ class _Card:
     root: str | None
     parent: str | None
     max_model_len: int | None
+    may_be_router: bool
 
 
 async def describe_worker(
@@ -135,16 +142,22 @@ async def describe_worker(
     name = key.name
     client = _WorkerClient(session, url, limits or FleetSettings(), key)
     try:
-        models = _models(client.cards(await client.get("/v1/models")), worker.model)
+        cards = client.cards(await client.get("/v1/models"))
+        if all(card.may_be_router for card in cards) and await client.is_router():
+            raise DiscoveryError(f"{name}: a kvrouter answers there, not an engine: name the workers behind it")
+        models = _models(cards, worker.model)
         description = await _streams(client, models)
     except aiohttp.ClientResponseError as error:
         if client.key.refuses(error.status):
             raise RefusedKeyError(client.key.refusal(error.request_info.url.path, error.status)) from error
         path = error.request_info.url.path
-        raise DiscoveryError(f"{name}: {path} returns {error.status} {error.message}") from error
+        hint = f"; {_NO_ENGINE}" if error.status == 404 else ""
+        raise DiscoveryError(f"{name}: {path} returns {error.status} {error.message}{hint}") from error
     except (aiohttp.ClientError, TimeoutError) as error:
         raise DiscoveryError(f"{name}: {connection_problem(error)}") from error
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise DiscoveryError(f"{name}: its answer is not the JSON of an engine; {_NO_ENGINE}") from error
+    except ValueError as error:
         raise DiscoveryError(f"{name}: invalid answer: {error}") from error
     if worker.streams is not None:
         try:
@@ -184,6 +197,13 @@ class _WorkerClient:
                 raise
             return None
 
+    async def is_router(self) -> bool:
+        """Return whether a kvrouter answers, by its /health."""
+        try:
+            return b'"workers_up":' in await self.get("/health")
+        except aiohttp.ClientResponseError:
+            return False
+
     def cards(self, body: bytes) -> list[_Card]:
         """Parse the answer to `/v1/models`. Raises ValueError without a usable name, and above `fleet.max_models`."""
         listed = msgspec.json.decode(body, type=_ModelList).data
@@ -208,6 +228,7 @@ class _WorkerClient:
             fields.text("/v1/models: root", given.root),
             parent,
             fields.integer("/v1/models: max_model_len", given.max_model_len, 1, _LONGEST_MODEL),
+            bytes(given.owned_by) == b'"%b"' % OWN_MODELS.encode(),
         )
 
 

@@ -8,6 +8,7 @@ from errno import ECONNREFUSED, ECONNRESET, EHOSTUNREACH, ENETUNREACH, EPIPE, ET
 from socket import gaierror
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
 from router.http.compression import decompressed, is_known_encoding
 
@@ -73,6 +74,12 @@ def connection_problem(error: BaseException) -> str:
         return "has a name that no address is known for"
     if isinstance(inner, aiohttp.ServerDisconnectedError):
         return "closed the connection"
+    if isinstance(inner, ssl.SSLError):
+        return "does not speak TLS there: is its URL http://?"
+    if isinstance(inner.__cause__, HttpProcessingError):
+        return "does not answer in HTTP there: is its URL https://?"
+    if isinstance(inner, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
+        return "is no URL: write it as http://10.0.0.1:8000"
     if isinstance(inner, aiohttp.ClientResponseError):
         return f"answers {inner.status} {inner.message}".rstrip()
     if isinstance(inner, OSError) and (problem := _PROBLEMS.get(_errno(inner))):

@@ -28,13 +28,18 @@ _URL = re.compile(
 _USER_INFO = re.compile(r'(?<=://)[^/?#\s"]*@')
 _PORTS = {"http": 80, "https": 443}
 _EXPECTED = "expected a URL such as http://10.0.0.1:8000, with a path if need be and nothing behind it"
+# A URL without its scheme, and the path of an API behind a worker's URL.
+_WITHOUT_SCHEME = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?(?:/[A-Za-z0-9._~/-]*)?", re.ASCII)
+_API_PATH = re.compile(r"/v1(?:/.*)?$")
 
 
 def canonical_url(text: str) -> str:
     """Return a worker's URL in its one accepted form. Raises ValueError, without the URL: it may have a password."""
     read = _URL.fullmatch(text) if len(text) <= _LONGEST else None
     if read is None or any(part in (".", "..") for part in read["path"].split("/")):
-        raise ValueError(_EXPECTED)
+        raise ValueError(_problem(text))
+    if (api := _API_PATH.search(read["path"])) is not None:
+        raise ValueError(f"remove {api[0]} from the URL: the router adds the path of each request")
     scheme, host, port = (
         read["scheme"],
         bracketed(parse_host(read["host"])),
@@ -44,6 +49,16 @@ def canonical_url(text: str) -> str:
         raise ValueError(f"{_EXPECTED}; a port is from 1 to 65535")
     named = host if port == _PORTS[scheme] else f"{host}:{port}"
     return f"{scheme}://{read['userinfo'] or ''}{named}{read['path']}"
+
+
+def _problem(text: str) -> str:
+    """Return what is wrong with a URL, without any part of it that may be a password."""
+    if _WITHOUT_SCHEME.fullmatch(text):
+        return f"no scheme: write http://{text}"
+    scheme, separator, _ = text.partition("://")
+    if separator and scheme not in _PORTS and scheme.isalnum():
+        return f"{scheme}:// is not the scheme of a URL here: expected http:// or https://"
+    return _EXPECTED
 
 
 def split_user_info(text: str) -> tuple[str, str | None]:

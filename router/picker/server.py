@@ -16,6 +16,7 @@ import aiohttp
 import structlog
 from fastapi import FastAPI
 
+from http_api.errors import ListenError
 from router.app.subscriptions import subscribe_picker
 from router.fleet.kubernetes import ClusterAccess, ResourceWatch
 from router.http.client import refuse_redirects
@@ -112,7 +113,7 @@ async def _serving(methods: Methods, settings: Settings) -> AsyncIterator[int]:
             tls = certificate.context if certificate is not None else None
             port = await server.start(server_settings.host, picker.port, tls)
         except OSError as error:
-            raise OSError(f"{server_settings.host}:{picker.port} cannot be bound: {error}") from error
+            raise ListenError.of(error, server_settings.host, picker.port, "--grpc-port") from error
         try:
             yield port
         finally:

@@ -14,6 +14,8 @@ from router.http.worker_url import without_user_info
 from router.observability.fleet_report import About
 from router.settings import Settings
 
+NO_WORKERS_YET = "no workers yet: add them with POST /workers, or in the settings file"
+
 
 def log_to_stderr(level: str = "info") -> None:
     """Set up logging for this process."""
@@ -91,5 +93,5 @@ def _waits_for(settings: Settings) -> str:
     if settings.kubernetes.used:
         asked.append("asks the cluster for workers")
     if not asked:
-        return "has no workers yet: add them with POST /workers, or in the settings file"
+        return f"has {NO_WORKERS_YET}"
     return f"{' and '.join(asked)}, and waits up to {settings.events.catch_up_timeout:g} s for what they cache"

@@ -8,14 +8,15 @@ import socket
 from pathlib import Path
 from typing import Final
 
+from http_api.errors import ListenError
 from router.settings import ServerSettings
 
 _BACKLOG = 2048
 
 
-def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Create a listening socket; port 0 chooses a free port. Early clients wait. Raises OSError."""
-    listening = bind(host, port, shared=shared)
+def listen(host: str, port: int, *, shared: bool = False, option: str = "--port") -> socket.socket:
+    """Create a listening socket; port 0 chooses a free port. Early clients wait. Raises ListenError."""
+    listening = bind(host, port, shared=shared, option=option)
     listening.listen(_BACKLOG)
     return listening
 
@@ -24,12 +25,15 @@ def listen_at(settings: ServerSettings, port: int | None = None, *, shared: bool
     """Create listening sockets at a server's port, or at `port`, and at its admin port. Raises OSError."""
     sockets = [listen(settings.host, settings.port if port is None else port, shared=shared)]
     if settings.admin_port is not None:
-        sockets.append(listen(settings.host, settings.admin_port, shared=shared))
+        sockets.append(listen(settings.host, settings.admin_port, shared=shared, option="server.admin_port"))
     return sockets
 
 
-def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Create a bound socket; others may bind its address if `shared`. Raises OSError, which names the address."""
+def bind(host: str, port: int, *, shared: bool = False, option: str = "--port") -> socket.socket:
+    """Create a bound socket; others may bind its address if `shared`. Raises ListenError.
+
+    - `option`: what sets the port, for the error's message.
+    """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,7 +45,7 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise OSError(error.errno, f"{error.strerror}: {host}:{port}") from error
+        raise ListenError.of(error, host, port, option) from error
     return bound
 
 

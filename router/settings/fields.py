@@ -22,6 +22,16 @@ WORKER_NAME = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9._:@-]{0,251}[A-Za-z0-9])?$"
 PULL_HOST = re.compile(r"^[A-Za-z0-9.:_-]{1,255}$")
 # Names of service levels: usable as a label of metrics and as the value of a header.
 SERVICE_LEVEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+KEY_HASH = r"^[0-9a-f]{64}$"
+ROUTE = r"^(GET|POST|PUT|PATCH|DELETE) /[!-~]*$"
+# Each pattern in words, for messages.
+FORMS = {
+    WORKER_NAME.pattern: "a name of letters, digits and any of . _ : @ -, which is no URL",
+    SERVICE_LEVEL_NAME: "a name of letters, digits and any of . _ -",
+    PULL_HOST.pattern: "the name or the address of a host",
+    KEY_HASH: "the hash of a key, which `kvrouter hash-key` prints",
+    ROUTE: "a method and a path, such as POST /v1/mine",
+}
 
 
 class Section(BaseModel):
@@ -41,7 +51,10 @@ def _key_pair_file(path: Path) -> Path:
 
 
 def _network(text: str) -> str:
-    ip_network(text)
+    try:
+        ip_network(text)
+    except ValueError as error:
+        raise ValueError("expected a network such as 10.0.0.0/8, without bits behind its prefix") from error
     return text
 
 

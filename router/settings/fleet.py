@@ -186,7 +186,10 @@ class ReplicasSettings(Section):
         if redis:
             from redis.asyncio import ConnectionPool
 
-            ConnectionPool.from_url(redis)  # Raises ValueError for a bad port or an unknown option.
+            try:
+                ConnectionPool.from_url(redis)
+            except ValueError as error:
+                raise ValueError("a port that is no number, or an option that Redis clients do not know") from error
         return redis
 
 

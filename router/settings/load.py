@@ -1,96 +1,20 @@
-"""Loads settings from a YAML file, environment variables and options, and prints them without secrets.
-
-The text of an error has the place of each mistake, the value that was found, and the probable intention.
-"""
+"""Loads settings from a YAML file, environment variables and options, and prints them without secrets."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource, SettingsError
 
 from router.http.worker_url import without_user_info
+from router.settings.mistakes import mistakes
 from router.settings.settings import PREFIX, Settings
-
-_UNKNOWN = "extra_forbidden"
-
-
-def mistakes(
-    error: ValidationError, settings: type[BaseModel], hidden: Collection[str], between_sections: bool = True
-) -> list[str]:
-    """Return one line for each mistake; without the values of `hidden` places, or checks `between_sections`."""
-    return [_line(each, settings, hidden) for each in error.errors() if each["loc"] or between_sections]
-
-
-def _line(mistake: Any, settings: type[BaseModel], hidden: Collection[str]) -> str:
-    place = ".".join(map(str, mistake["loc"]))
-    if not place:
-        return str(mistake["msg"])
-    if mistake["type"] == _UNKNOWN:
-        return f"{place}: unknown setting{_meant(mistake['loc'], settings)}"
-    return f"{place}: {mistake['msg']}{_found(place, mistake['input'], hidden)}"
-
-
-def _found(place: str, given: Any, hidden: Collection[str]) -> str:
-    """Return the value at a place in words, unless it is or may contain a secret."""
-    if isinstance(given, dict | list):
-        return ""
-    is_hidden = place in hidden or place.endswith("api_key") or "@" in str(given)
-    return " (the value is hidden)" if is_hidden else f" (found {given!r})"
-
-
-def _meant(loc: tuple[int | str, ...], settings: type[BaseModel]) -> str:
-    """Return a hint in words: the setting with the most similar name, else the names that exist at this place."""
-    *above, name = loc
-    known = _fields_at(settings, above)
-    if near := get_close_matches(str(name), known, 1):
-        return f"; did you mean {'.'.join([*map(str, above), near[0]])}?"
-    elsewhere = [path for path in setting_names(settings) if path.rpartition(".")[2] == name]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
-    return f"; there are {', '.join(known)}" if known else ""
-
-
-def setting_names(settings: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Yield the path of every setting, such as `server.port`, without the items of lists and maps."""
-    for name, about in settings.model_fields.items():
-        yield above + name
-        if isinstance(about.annotation, type) and issubclass(about.annotation, BaseModel):
-            yield from setting_names(about.annotation, f"{above}{name}.")
-
-
-def _fields_at(settings: type[BaseModel], above: list[int | str]) -> list[str]:
-    """Return the names of the settings that exist at a place."""
-    section: Any = settings
-    for step in above:
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            field = section.model_fields.get(str(step))
-            section = field.annotation if field else None
-        else:  # A list or a mapping: continue with the type of its items.
-            section = next((each for each in get_args(section) if _section_in(each) is not None), None)
-        section = _without_none(section)
-    section = _section_in(section) if not isinstance(section, type) else section
-    return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
-
-
-def _without_none(annotation: Any) -> Any:
-    kinds = [each for each in get_args(annotation) if each is not type(None)]
-    return kinds[0] if kinds and type(None) in get_args(annotation) else annotation
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that an annotation names, directly or as an item type."""
-    if isinstance(annotation, type) and not get_args(annotation):
-        return annotation if issubclass(annotation, BaseModel) else None
-    return next((found for each in get_args(annotation) if (found := _section_in(each)) is not None), None)
-
 
 # Settings with secrets whose names do not show it. `api_key` is masked everywhere.
 _HIDDEN = frozenset({"replicas.redis", "server.token", "index.secret"})
@@ -136,10 +60,10 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
             settings = Settings(**fields)
         except ValidationError as error:
             # A later source may set what one section requires of another.
-            found = mistakes(error, Settings, _HIDDEN, between_sections=source == "options")
+            found = mistakes(error, Settings, _HIDDEN, between_sections=source == "options", source=source)
             if not found:
                 continue
-            raise ConfigError("\n".join(f"{source}: {mistake}" for mistake in found)) from error
+            raise ConfigError("\n".join(found)) from error
     return settings
 
 
@@ -165,11 +89,30 @@ def _read_file(path: Path) -> dict[str, Any]:
         fields = yaml.safe_load(path.read_text()) or {}
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {_not_yaml(error)}") from error
+    except UnicodeError as error:
+        raise ConfigError(f"{path}: not YAML: the file is not text in UTF-8") from error
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
         raise ConfigError(f"{path}: expected sections such as server: and workers:")
     return fields
+
+
+def _not_yaml(error: yaml.YAMLError) -> str:
+    """Return the place of a syntax error, with its line. PyYAML's words are not for users."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is None:
+        return "not YAML"
+    line = (mark.buffer or "").rstrip("\0").split("\n")[mark.line : mark.line + 1]
+    text = line[0].rstrip() if line else ""
+    hint = "; indent by spaces, not by tabs" if text[: mark.column + 1].strip(" ").startswith("\t") else ""
+    shown = f" of {text.strip()!r}" if text.strip() and not _secret(text) else ""
+    return f"line {mark.line + 1}: not YAML at column {mark.column + 1}{shown}{hint}"
+
+
+def _secret(line: str) -> bool:
+    """Return whether a line of a settings file may contain a secret."""
+    return "@" in line or any(f"{name}" in line for name in _SECRETS)
 
 
 def _read_environment() -> dict[str, Any]:
@@ -183,7 +126,8 @@ def _read_environment() -> dict[str, Any]:
     try:
         return EnvSettingsSource(Settings)()
     except SettingsError as error:
-        raise ConfigError(f"environment: {error}") from error
+        bad = next((name for name in Settings.model_fields if f'"{name}"' in str(error)), "a variable")
+        raise ConfigError(f"environment: {PREFIX}{bad.upper()}: {bad}: expected JSON") from error
 
 
 def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AnyHttpUrl, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from router.settings.fields import CorsOrigin, ListeningPort, NonNegative, Port, RootPath, Section
+from router.settings.fields import KEY_HASH, ROUTE, CorsOrigin, ListeningPort, NonNegative, Port, RootPath, Section
 
 
 class ServerSettings(Section):
@@ -44,7 +44,7 @@ class LimitSettings(Section):
 class TenantSettings(Section):
     """A tenant: its API keys, hashed by `kvrouter hash-key`, and its limits. `null` is no limit."""
 
-    keys: list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(min_length=1)
+    keys: list[Annotated[str, Field(pattern=KEY_HASH)]] = Field(min_length=1)
     models: list[str] | None = None
     requests_per_second: PositiveFloat | None = None
     tokens_per_minute: PositiveFloat | None = None
@@ -133,7 +133,7 @@ class ProxySettings(Section):
     worker_keys: WorkerKeys = WorkerKeys.AUTO
     engine_fields: EngineFields = EngineFields.AUTO
     forward_tokens: ForwardTokens = ForwardTokens.OFF
-    more_routes: list[Annotated[str, Field(pattern=r"^(GET|POST|PUT|PATCH|DELETE) /[!-~]*$")]] = []
+    more_routes: list[Annotated[str, Field(pattern=ROUTE)]] = []
 
     @field_validator("forward_tokens", mode="before")
     @classmethod

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 import uvicorn
 
+from http_api.errors import ListenError
 from simulator.worker.server import create_app
 from simulator.worker.settings import SimulatedWorkerSettings
 from simulator.worker.worker import SimulatedWorker
@@ -63,7 +64,10 @@ class _Server(uvicorn.Server):
 
 def _listen(settings: SimulatedWorkerSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ListenError.of(error, settings.host, settings.port, "--port") from error
 
 
 def _url(settings: SimulatedWorkerSettings, listener: socket.socket) -> str:

@@ -766,6 +766,26 @@ def test_adapters_are_arguments_of_the_engine(engine: str) -> None:
     assert any(each["name"] == "VLLM_ALLOW_RUNTIME_LORA_UPDATING" for each in ran["env"]) is (engine == "vllm")
 
 
+PREFILL = {"workers": {"a": VLLM | {"role": "prefill"}}, "secrets": {"adminToken": {"create": False}}}
+
+
+def test_release_of_prefill_workers_alone_is_refused() -> None:
+    with pytest.raises(helm_python.HelmError, match="add one with role: decode"):
+        render(PREFILL)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        {"discovery": {"selector": "app=vllm"}},
+        {"config": {"workers": [{"url": "http://decode:8000"}]}},
+        {"secrets": {"adminToken": {"create": True}}},
+    ],
+)
+def test_decode_workers_may_come_later(later: Object) -> None:
+    assert render(PREFILL | later)
+
+
 @pytest.mark.parametrize(
     ("worker", "word"),
     [

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import structlog
 from router_under_test import RouterUnderTest, raw, router, until
 from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker, scripted_workers
 
@@ -141,13 +142,13 @@ async def test_engine_routes_need_admin_token(worker: ScriptedWorker, plain: Rou
     for method, path in ENGINE_ROUTES:
         reply = await plain.call(path, {}, method=method)
         status = 403 if path in OWN_ROUTES else 404
-        assert (reply.status, "server.token" in reply.error["message"]) == (status, True)
+        assert (reply.status, "server.token" in reply.error["message"]) == (status, status != 404)
     async with router(worker.url, server={"token": TOKEN}) as routed:
         for headers in ({}, {"authorization": "Bearer wrong"}):
             for method, path in ENGINE_ROUTES:
                 reply = await routed.call(path, {}, method=method, headers=headers)
                 status = 401 if path in OWN_ROUTES else 404
-                assert (reply.status, "server.token" in reply.error["message"]) == (status, True)
+                assert (reply.status, "server.token" in reply.error["message"]) == (status, status != 404)
         assert worker.exchanges == []
         # The first every worker is asked; the others the router answers itself.
         others = [(method, path) for method, path in ENGINE_ROUTES if path not in ("/server_info", *OWN_ROUTES)]
@@ -155,6 +156,43 @@ async def test_engine_routes_need_admin_token(worker: ScriptedWorker, plain: Rou
             assert (await routed.call(path, {}, method=method, headers=ADMIN)).status == 200
     assert set(others) <= {(each.method, each.target) for each in worker.exchanges}
     assert not any(exchange.header("authorization") for exchange in worker.exchanges)
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/api/v1/models", "/v1/models"),
+        ("/healthz", "/health"),
+        ("/metric", "/metrics"),
+        ("/wurst", None),
+        ("/" + "x" * 5000, None),
+    ],
+)
+async def test_unknown_path_is_answered_with_nearest_public_one(
+    plain: RouterUnderTest, asked: str, near: str | None
+) -> None:
+    reply = await plain.call(asked, {})
+    assert reply.status == 404
+    assert reply.error["message"] == f"{asked} does not exist here." + (f" Did you mean {near}?" if near else "")
+
+
+async def test_tenants_are_not_told_routes_that_need_the_token(guarded: RouterUnderTest) -> None:
+    message = (await guarded.call("/worker", headers=KEY)).error["message"]
+    assert "/workers" not in message
+    message = (await guarded.call("/v1/completion", headers=KEY)).error["message"]
+    assert message.endswith("Did you mean /v1/completions?")
+
+
+async def test_unknown_path_is_logged_once_with_what_opens_it(plain: RouterUnderTest) -> None:
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3):
+            await plain.call("/v1/engine/own", {})
+    [line] = [each for each in lines if each["event"] == "unknown path"]
+    assert line["route"] == "POST /v1/engine/own"
+    assert "proxy.more_routes" in line["hint"]
 
 
 async def test_more_routes_are_forwarded(worker: ScriptedWorker) -> None:

@@ -78,7 +78,10 @@ async def test_monitoring_routes_need_no_key(routed: RouterUnderTest) -> None:
 async def test_operator_routes_are_closed_to_tenants(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
     for path in ("/match", "/query", "/dump", "/workers", "/register", "/reset_prefix_cache", "/v1/lora", "/x"):
         reply = await routed.call(path, {}, headers=bearer("key-a"))
-        assert (reply.status, reply.error["type"]) == (403, "permission_error")
+        unknown = path in ("/v1/lora", "/x")
+        assert (reply.status, reply.error["type"]) == (
+            (404, "not_found_error") if unknown else (403, "permission_error")
+        )
         assert (await routed.call(path, {}, headers=bearer(TOKEN))).status not in (401, 403)
     assert all(not exchange.header("authorization") for exchange in worker.exchanges)
 
@@ -213,6 +216,15 @@ async def test_tls_is_used_for_clients_and_workers(
             session.post(secure + PATH, json=BODY, ssl=context) as response,
         ):
             assert response.status == 200
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(files["certificate"], files["key"])
+    engine = web.Application()
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": MODEL}]})
+
+    engine.router.add_route("*", "/v1/{path:.*}", answer)
+    async with running_app(engine, tls) as secure:
         async with router(secure, upstream={"ca": files["ca"]}) as outside:
             assert (await outside.call(PATH, BODY)).status == 200
         async with router(secure, upstream={"verify": False}) as outside:

@@ -127,6 +127,28 @@ async def test_invalid_changes_are_refused(
     assert await empty.workers() == []
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"url": "http://127.0.0.1:1/v1"}, "url: remove /v1 from the URL: the router adds the path of each request"),
+        ({"url": "127.0.0.1:8000"}, "url: no scheme: write http://127.0.0.1:8000"),
+        ({"url": "http://127.0.0.1:1", "weight": 0}, "weight: expected more than 0 (found 0)"),
+        ({"url": "http://127.0.0.1:1", "role": "decoder"}, "role: expected one of both, prefill, decode; did you mean"),
+    ],
+)
+async def test_plain_mistake_gets_plain_answer(empty: RouterUnderTest, body: Any, message: str) -> None:
+    assert (await empty.call("/workers", body)).error["message"].startswith(message)
+
+
+async def test_router_is_refused_as_worker(empty: RouterUnderTest) -> None:
+    """A router in front of itself would forward requests in a circle."""
+    await empty.call("/workers", {"url": empty.url})
+    await until(empty.workers, lambda workers: workers and workers[0]["state"] == "down")
+    [worker] = await empty.workers()
+    assert "a kvrouter answers there" in worker["problem"]
+    await empty.call(f"/workers?url={empty.url}", method="DELETE")
+
+
 @pytest.fixture(scope="module")
 async def empty() -> Any:
     async with router() as routed:

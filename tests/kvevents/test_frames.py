@@ -90,9 +90,9 @@ def test_key_has_40_characters_of_z85() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "certificate"),
-        ("", "No public key"),
-        ("hello", "No public key"),
+        (None, "it does not exist"),
+        ("", "no key of CURVE"),
+        ("hello", "no key of CURVE"),
         (f'public-key = "{KEY}"', "holds no secret key"),
         ('public-key = "short"\nsecret-key = "short"', "not a CURVE key"),
         (f'public-key = "{KEY}"\nsecret-key = "short"', "not a CURVE key"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -22,7 +23,10 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+import kvrouter.__main__
 from kvrouter.cli import app
+from kvrouter.commands.options import unusable
+from router.settings import load_settings
 
 DEADLINE = 60.0
 PLAIN = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}  # no line breaks or colours of the terminal's
@@ -125,9 +129,14 @@ def test_serve_requires_workers() -> None:
     ("arguments", "message"),
     [
         (["serve", "--config", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
-        (["serve", "--worker", "10.0.0.1:8000"], "options: workers.0.url: "),
-        (["serve", "--policy", "best"], "options: policy.name: "),
-        (["serve", "--port", "70000"], "options: server.port: "),
+        (["serve", "--worker", "10.0.0.1:8000"], "--worker: no scheme: write http://10.0.0.1:8000 ("),
+        (["serve", "--worker", "tcp://10.0.0.1:8000"], "--worker: tcp:// is not the scheme of a URL here: "),
+        (["serve", "--worker", "http://w:8000/v1"], "--worker: remove /v1 from the URL: "),
+        (["serve", "--policy", "kv-aware"], "--policy: expected one of kv_aware, round_robin, "),
+        (["serve", "--policy", "kv-aware", "--worker", "http://w:1"], "--policy: "),
+        (["serve", "--port", "70000"], "--port: expected 65535 or less (found 70000)"),
+        (["record", "-o", "x", "--worker", "10.0.0.1:8000"], "no scheme: write http://10.0.0.1:8000"),
+        (["replay", "nowhere.kvrec"], "nowhere.kvrec: No such file or directory"),
         (["indexer", "--config", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
         (["simulate", "--blocks", "1"], "a cache of num_blocks * block_size = 16 tokens cannot hold one request"),
         (["simulate", "--kv-events", "{"], "KV events configuration: "),
@@ -153,8 +162,60 @@ def test_port_in_use_is_reported(name: str) -> None:
         workers = ["--worker=http://127.0.0.1:1"] if name == "serve" else []
         status, output = run(name, f"--port={port}", *workers)
     assert status == 1
-    assert re.search(rf"^kvrouter: .*Address already in use.*{port}", output, re.MULTILINE)
+    in_use = f"kvrouter: port {port} of 127.0.0.1 is in use by another process: choose another one with --port"
+    assert in_use in output.splitlines()
     assert "Traceback" not in output
+
+
+def test_address_of_another_machine_is_reported() -> None:
+    status, output = run("serve", "--host=203.0.113.9", "--port=0", "--worker=http://127.0.0.1:1")
+    assert (status, output) == (
+        1,
+        "kvrouter: 203.0.113.9 is no address of this machine: choose another one with --host\n",
+    )
+
+
+def test_old_python_is_named_before_any_import() -> None:
+    main = Path(kvrouter.__main__.__file__)
+    ast.parse(main.read_text(), feature_version=(3, 8))
+    script = (
+        "import runpy, sys; sys.version_info = (3, 10, 2, 'final', 0)\n"
+        "sys.modules['typer'] = sys.modules['kvrouter.installation'] = None\n"  # an import of either fails
+        "runpy.run_module('kvrouter', run_name='__main__')"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("kvrouter: Python 3.11 or later is needed, and this is 3.10")
+
+
+@pytest.mark.parametrize("name", ["serve", "picker"])
+def test_fleet_of_prefill_workers_is_refused(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("workers: [{url: 'http://w:1', role: prefill}]")
+    for arguments in ([name, "--config", str(file)], ["config", "check", str(file)]):
+        refused = invoke(*arguments)
+        assert refused.exit_code == 1
+        assert "workers: all of them are prefill workers" in refused.stderr
+
+
+@pytest.mark.parametrize("later", ["server: {token: t}", "kubernetes: {selector: app=vllm}"])
+@pytest.mark.parametrize("workers", ["", "workers: [{url: 'http://w:1', role: prefill}]"])
+def test_workers_may_come_later(later: str, workers: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"{later}\n{workers}")
+    assert invoke("config", "check", str(file)).exit_code == 0
+    assert unusable(load_settings(file), None) is None
+
+
+def test_router_with_token_starts_without_workers() -> None:
+    with popen("serve", "--port=0", KVROUTER_SERVER__TOKEN="t") as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline()]
+        while lines[-1] and "listens on" not in lines[-1]:
+            lines.append(process.stdout.readline())
+        process.terminate()
+    assert "listens on" in lines[-1], lines
+    assert any("has no workers yet: add them with POST /workers" in line for line in lines)
 
 
 # Services

@@ -34,7 +34,8 @@ def test_config_check_accepts_valid_file(file: Path) -> None:
 
 
 def test_config_check_warns_that_metrics_show_tenants(file: Path) -> None:
-    text = "server: {{token: t{port}}}\ntenants: {{named: {{team-a: {{keys: [{key}]}}}}}}"
+    text = "workers: [{{url: 'http://w:1'}}]\nserver: {{token: t{port}}}\n"
+    text += "tenants: {{named: {{team-a: {{keys: [{key}]}}}}}}"
     file.write_text(text.format(port="", key=hashed_key("k")))
     warning, last = config("check", str(file)).stdout.splitlines()
     assert "/metrics" in warning
@@ -77,6 +78,7 @@ def test_config_check_includes_environment(monkeypatch: pytest.MonkeyPatch) -> N
 def test_kubernetes_service_variables_are_not_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVROUTER_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KVROUTER_PORT_8080_TCP", "tcp://10.0.0.1:8080")
+    monkeypatch.setenv("KVROUTER_WORKERS", '[{"url": "http://w:1"}]')
     assert config("check").exit_code == 0
 
 

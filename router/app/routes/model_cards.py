@@ -10,6 +10,7 @@ from http_api.errors import RequestError
 from http_api.openapi import errors
 from router.app.services import Services
 from router.auth import Tenant
+from router.fleet.discovery import OWN_MODELS
 from router.fleet.fleet import Fleet
 from router.forwarding.request_context import context_of
 
@@ -45,7 +46,7 @@ def model_cards(fleet: Fleet, created: int, tenant: Tenant | None = None) -> dic
                     "id": served.name,
                     "object": "model",
                     "created": created,
-                    "owned_by": "kvrouter",
+                    "owned_by": OWN_MODELS,
                     "root": served.root,
                     "parent": served.model if served.adapter else None,
                     "max_model_len": served.max_model_len,

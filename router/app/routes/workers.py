@@ -28,6 +28,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker, url_of
 from router.http.worker_url import host_of, split_user_info
 from router.settings import WorkerSettings
+from router.settings.mistakes import mistakes
 
 MAX_ADDED = 1024
 
@@ -207,10 +208,8 @@ def _worker_settings(body: bytes) -> WorkerSettings:
     try:
         return WorkerSettings.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        message = f"{place}: {first['msg']}" if place else first["msg"]
-        raise RequestError(f'{message}. Send {{"url": "http://…"}}.', param=place.partition(".")[0] or None) from error
+        param = str(next(iter(error.errors()[0]["loc"]), "")) or None
+        raise RequestError(f'{mistakes(error, WorkerSettings)[0]}. Send {{"url": "http://…"}}.', param=param) from error
 
 
 async def _check_addresses(settings: WorkerSettings, networks: AllowedNetworks) -> None:

@@ -181,6 +181,28 @@ async def test_invalid_answer_is_an_error(answers: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ({"/health": "ok"}, "/v1/models returns 404 Not Found; is this the URL of an engine?"),
+        ({"/v1/models": "<html>"}, "its answer is not the JSON of an engine; is this the URL of an engine?"),
+        ({"/v1/models": {"data": []}, "/health": b'{"workers":0,"workers_up":0}'}, "a kvrouter answers there"),
+        (
+            {"/v1/models": {"data": [{"id": "m", "owned_by": "kvrouter"}]}, "/health": b'{"workers_up":1}'},
+            "a kvrouter answers there, not an engine: name the workers behind it",
+        ),
+    ],
+)
+async def test_url_of_another_service_is_named(answers: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DiscoveryError) as refused:
+        await describe(answers)
+    assert str(refused.value).partition(": ")[2].startswith(reason)
+
+
+async def test_engine_whose_health_is_bad_is_no_router() -> None:
+    assert (await describe({"/v1/models": {"data": []}, "/health": 503})).models == {}
+
+
+@pytest.mark.parametrize(
     ("answers", "named"),
     [
         (VLLM | {"/kv_event_sources": {"rank": {"endpoint": "tcp://127.0.0.1:1"}}}, "rank"),

@@ -63,6 +63,20 @@ async def test_its_certificate_is_not_trusted() -> None:
     assert (await problem_of_a_server(b"", tls)).startswith("has a certificate that is not trusted: ")
 
 
+async def test_wrong_scheme_is_named() -> None:
+    async with await asyncio.start_server(_answer_any, "127.0.0.1", 0) as server:
+        place = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await problem(f"https://{place}/") == "does not speak TLS there: is its URL http://?"
+        assert await problem(f"http://{place}/") == "does not answer in HTTP there: is its URL https://?"
+    assert await problem("nonsense") == "is no URL: write it as http://10.0.0.1:8000"
+
+
+async def _answer_any(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read(1)
+    writer.write(b"what is this?\r\n\r\n")
+    writer.close()
+
+
 def test_problem_without_text_is_the_name_of_its_type() -> None:
     assert connection_problem(TimeoutError()) == "did not answer in time"
     assert connection_problem(ValueError()) == "ValueError"

@@ -205,7 +205,7 @@ def test_error_names_bad_environment_variable(
 
 def test_error_names_bad_option(file: Path) -> None:
     file.write_text("policy: {name: round_robin}")
-    with pytest.raises(ConfigError, match=r"^options: policy.name: .*'best'"):
+    with pytest.raises(ConfigError, match=r"^--policy: .*'best'"):
         load_settings(file, {"policy": {"name": "best"}})
 
 

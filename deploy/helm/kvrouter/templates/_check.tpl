@@ -28,6 +28,15 @@
 {{- if and (eq $v.discovery.mode "service") (not $v.discovery.service) (not $v.workers) -}}
 {{- fail "discovery.service: name the service of the workers" -}}
 {{- end -}}
+{{- /* A selector, a service or a token may bring decode workers that this release does not have. */}}
+{{- $others := or $v.discovery.selector $v.discovery.service $v.config.workers (include "kvrouter.adminTokenSecret" .) -}}
+{{- $roles := list -}}
+{{- range $v.workers -}}
+{{- $roles = append $roles (mergeOverwrite (deepCopy $v.workerDefaults) (deepCopy .)).role -}}
+{{- end -}}
+{{- if and (eq (uniq $roles | join ",") "prefill") (not $others) -}}
+{{- fail "workers: all of them are prefill workers, so no worker decodes an answer: add one with role: decode" -}}
+{{- end -}}
 {{- range $name, $given := $v.workers -}}
 {{- $worker := mergeOverwrite (deepCopy $v.workerDefaults) (deepCopy $given) -}}
 {{- if and (ne $worker.engine "simulated") (not $worker.model) -}}
