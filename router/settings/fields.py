@@ -13,6 +13,7 @@ from kvevents.curve import load_key_pair, load_public_key
 from kvevents.endpoints import parse_endpoint
 from kvevents.sources import MOST_BLOCK_SIZE
 from router.http.worker_url import canonical_url, checked_key, key_in_environment, key_in_file
+from router.settings.policy_code import NAME
 
 # Maximum length of the name of a model or an adapter, in characters.
 LONGEST_NAME = 512
@@ -28,6 +29,7 @@ ROUTE = r"^(GET|POST|PUT|PATCH|DELETE) /[!-~]*$"
 FORMS = {
     WORKER_NAME.pattern: "a name of letters, digits and any of . _ : @ -, which is no URL",
     SERVICE_LEVEL_NAME: "a name of letters, digits and any of . _ -",
+    NAME: "package.module:function, or the name of a policy",
     PULL_HOST.pattern: "the name or the address of a host",
     KEY_HASH: "the hash of a key, which `kvrouter hash-key` prints",
     ROUTE: "a method and a path, such as POST /v1/mine",

@@ -31,7 +31,7 @@ def check_function(name: str, known: list[str]) -> str:
 
     `known`: the names that are valid beside those of functions.
     """
-    near = get_close_matches(name.replace("-", "_"), known, 1, 0.8)
+    near = get_close_matches(name.lower().replace("-", "_"), known, 1, 0.8)
     if near:
         raise ValueError(f"unknown name; did you mean {near[0]}?")
     try:

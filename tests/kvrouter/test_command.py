@@ -132,7 +132,7 @@ def test_serve_requires_workers() -> None:
         (["serve", "--worker", "10.0.0.1:8000"], "--worker: no scheme: write http://10.0.0.1:8000 ("),
         (["serve", "--worker", "tcp://10.0.0.1:8000"], "--worker: tcp:// is not the scheme of a URL here: "),
         (["serve", "--worker", "http://w:8000/v1"], "--worker: remove /v1 from the URL: "),
-        (["serve", "--policy", "kv-aware"], "--policy: expected one of kv_aware, round_robin, "),
+        (["serve", "--policy", "kv-aware"], "--policy: unknown name; did you mean kv_aware? "),
         (["serve", "--policy", "kv-aware", "--worker", "http://w:1"], "--policy: "),
         (["serve", "--port", "70000"], "--port: expected 65535 or less (found 70000)"),
         (["record", "-o", "x", "--worker", "10.0.0.1:8000"], "no scheme: write http://10.0.0.1:8000"),
