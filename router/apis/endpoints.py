@@ -121,13 +121,19 @@ def _decoded(call: Call, decode: Decode) -> RoutedRequest:
 
 def call_error_body(path: str, error: RequestError) -> bytes:
     """Return an error in the format of the path's API."""
-    return anthropic_error_body(error) if _is_anthropic(path) else error_body(error)
+    return anthropic_error_body(error) if is_anthropic(path) else error_body(error)
 
 
 def error_event(path: str, error: RequestError) -> bytes:
     """Return an error as an event of a stream, in the format of the path's API."""
-    return (b"event: error\n" if _is_anthropic(path) else b"") + b"data: " + call_error_body(path, error) + b"\n\n"
+    return event_of_error(path, call_error_body(path, error))
 
 
-def _is_anthropic(path: str) -> bool:
+def event_of_error(path: str, body: bytes) -> bytes:
+    """Return the body of an error, which is in the format of the path's API, as an event of a stream."""
+    return (b"event: error\n" if is_anthropic(path) else b"") + b"data: " + body + b"\n\n"
+
+
+def is_anthropic(path: str) -> bool:
+    """Return whether a path is of Anthropic's API."""
     return path == ANTHROPIC or path.startswith(ANTHROPIC + "/")

@@ -69,6 +69,10 @@ class ResponseWriter:
         """Write more of the body."""
         raise NotImplementedError
 
+    def comment(self, data: bytes) -> None:
+        """Write bytes of a stream's body that count as nothing in logs."""
+        raise NotImplementedError
+
     def chunks(self) -> ChunkWriter | None:
         """Return a receiver of complete chunks; None if the response is not sent in chunks."""
         return None

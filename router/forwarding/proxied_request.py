@@ -43,6 +43,7 @@ from router.forwarding.attempts import RANK_ERROR, AttemptHandler, Attempts
 from router.forwarding.client_routing import follow_client
 from router.forwarding.disaggregated_request import PrefillFailedError
 from router.forwarding.exchange import ResponseWriter, ServedRequest
+from router.forwarding.keepalive import KeepaliveWriter
 from router.forwarding.proxy_services import LONG_BODY, ProxyServices
 from router.forwarding.reading import prompt_now, read_prompt_aside, read_request
 from router.forwarding.request_context import RequestContext
@@ -95,6 +96,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     _task: asyncio.Task[None] | None = None  # while it waits
     _deadline: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
+    _keepalive: KeepaliveWriter | None = None  # if comments fill the silence of its stream
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
 
     @property
     def answering(self) -> bool:
-        return self._response is not None
+        return self._response is not None or (self._keepalive is not None and self._keepalive.begun)
 
     @property
     def over(self) -> bool:
@@ -289,6 +291,8 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             seconds = max(ticket.deadline - ticket.arrived, 0.0)
             self._deadline = services.loop.call_later(seconds, self._deadline_passed)
         services.budget.request(ticket.arrived)
+        if services.keepalive_interval and prompt.streamed and self._transport is None:
+            self._keep_alive(services.keepalive_interval)
         offer = None
         if services.token_forwarding is not None and self._transport is None:
             offer = services.token_forwarding.offer(context.head.path, body, request, prompt)
@@ -300,6 +304,12 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         self._attempts = attempts = Attempts(services, context, prompt, ticket, body, self._transport, without)
         attempts.offer = offer
         self._send_next(attempts, ticket.arrived)
+
+    def _keep_alive(self, interval: float) -> None:
+        """Write comments to the client while nothing else is written, now that the request is accepted."""
+        loop = self._services.loop
+        arrived = loop.time() - (_now() - self._arrived)
+        self._client = self._keepalive = KeepaliveWriter(self._client, self._context.head.path, interval, loop, arrived)
 
     # WAITING, and SENT
 
@@ -506,6 +516,8 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             self._deadline.cancel()
         if self._stall is not None:
             self._stall.cancel()
+        if self._keepalive is not None:
+            self._keepalive.stop()
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
         if self._attempts is not None:

@@ -65,6 +65,7 @@ class ProxyServices:
     - `attempts`: the most workers that a request is sent to.
     - `elsewhere`: statuses of workers that are retried on another worker.
     - `reads_senders`: whether a policy of one's own reads tenants and headers.
+    - `keepalive_interval`: silence after which a stream gets a comment, in seconds; None: it gets none.
     - `ask_usage`: whether workers are asked for token counts that the client did not ask for.
     """
 
@@ -101,6 +102,8 @@ class ProxyServices:
         self.token_forwarding = token_forwarding
         self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
         self.attempts = settings.attempts
+        interval = settings.keepalive_interval
+        self.keepalive_interval: float | None = None if interval == "off" else interval
         self.elsewhere = ELSEWHERE.union(settings.retry_statuses)
         self.ask_usage = settings.ask_usage or self.pulls is not None  # only usage shows whether a pull succeeded
         self.loop = asyncio.get_running_loop()

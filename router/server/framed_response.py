@@ -150,6 +150,9 @@ class FramedResponse(ResponseWriter):
         if ended:
             self._owner.response_ended()
 
+    def comment(self, data: bytes) -> None:
+        self._transport.write(_chunk(data) if self._framing is _CHUNKED else data)
+
     def chunks(self) -> ChunkWriter | None:
         if self._framing is not _CHUNKED:
             return None

@@ -126,6 +126,7 @@ class ProxySettings(Section):
     retry_statuses: list[Literal[408, 500, 504]] = []
     retry_minimum: Annotated[int, Field(ge=0)] = 10
     stream_failovers: Annotated[int, Field(ge=0)] = 0
+    keepalive_interval: PositiveFloat | Literal["off"] = "off"
     speculation_seconds: NonNegative = 2.0
     ask_usage: bool = False
     forward_unknown_models: bool = False
@@ -135,11 +136,11 @@ class ProxySettings(Section):
     forward_tokens: ForwardTokens = ForwardTokens.OFF
     more_routes: list[Annotated[str, Field(pattern=ROUTE)]] = []
 
-    @field_validator("forward_tokens", mode="before")
+    @field_validator("forward_tokens", "keepalive_interval", mode="before")
     @classmethod
     def _off_in_yaml(cls, value: object) -> object:
         """Return "off" for `off`, which YAML reads as false."""
-        return ForwardTokens.OFF if value is False else value
+        return "off" if value is False else value
 
 
 class UpstreamSettings(Section):

@@ -90,7 +90,7 @@ class ResumableProxiedRequest(ProxiedRequest):
 
     @property
     def answering(self) -> bool:
-        return self._response is not None or self._begun
+        return super().answering or self._begun
 
     @property
     def _begun(self) -> bool:
