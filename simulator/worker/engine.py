@@ -208,6 +208,8 @@ class SimulatedEngine:
         self._running.append(generation)
         if self._settings.prefix_caching:
             self.cache.store(sequence, generation.prompt_length)
+            if self.host is not None:
+                self.host.store(sequence, 0, generation.prompt_length)
         self._generate(generation)
         self._publish()
         self._work.set()
@@ -319,12 +321,12 @@ class SimulatedEngine:
             position += 1
         while self._waiting and budget and not preempted and len(self._running) < self._settings.max_num_seqs:
             generation = self._waiting[0]
-            cached = self.cache.hit(generation.sequence)
+            cached = in_memory = self.cache.hit(generation.sequence)
             if self.host is not None:
                 cached = max(cached, self.host.hit(generation.sequence))
             count = min(budget, len(generation.sequence.tokens) - cached)
             generation.num_computed = cached
-            if not self._compute(generation, count):
+            if not self._compute(generation, count, cached - in_memory):
                 break
             if generation.cached_tokens is None:
                 generation.cached_tokens = cached
@@ -335,15 +337,18 @@ class SimulatedEngine:
             budget -= count
         return scheduled
 
-    def _compute(self, generation: Generation, count: int) -> bool:
-        """Allocate blocks for the next `count` tokens, shared from now on. Return False if they do not fit."""
+    def _compute(self, generation: Generation, count: int, loaded: int = 0) -> bool:
+        """Allocate blocks for the next `count` tokens, shared from now on. Return False if they do not fit.
+
+        `loaded`: the tokens before them that are loaded from the host tier.
+        """
         end = generation.num_computed + count
         # The blocks of a handover are allocated at once, so that it is never preempted.
         needed = end if generation.handover is None else max(end, generation.prompt_length)
         if not self.cache.allocate(generation.sequence, needed):
             return False
         if self._compute_kv is not None:
-            self._compute_kv(generation.sequence, generation.num_computed, end)
+            self._compute_kv(generation.sequence, generation.num_computed - loaded, end)
         if self._settings.prefix_caching:
             self.cache.store(generation.sequence, end)
             if self.host is not None:

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 from router_under_test import RouterUnderTest, router, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_workers
 from simulated_workers import FAST
@@ -182,6 +184,68 @@ async def test_prefill_pulls_from_a_decode_worker() -> None:
         assert params["remote_kv_source"]["remote_port"] == 6000
         assert json.loads(decode.body)["kv_transfer_params"] == {"remote_block_ids": [1]}
         await routed.until_metric(1, "kvrouter_pulls_total", result="unknown")
+
+
+def streamed_tokens(body: bytes) -> list[int]:
+    """Return the token ids of a streamed answer."""
+    chunks = [json.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: {")]
+    return [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids", ())]
+
+
+async def test_simulated_prefill_pulls_what_a_decode_worker_generated() -> None:
+    async with AsyncExitStack() as stack:
+        known: list[dict[str, Any]] = []
+        for role, port in zip(("decode", "prefill", "prefill"), free_ports(3), strict=True):
+            settings = SimulatedWorkerSettings(
+                **FAST, disaggregation="nixl", role=role, host_blocks=400, pull_port=port
+            )
+            url = await stack.enter_async_context(running(settings))
+            known.append({"url": url, "name": f"w{len(known)}", "role": role, "pull_port": port})
+        sections: dict[str, Any] = {"proxy": {"speculation_seconds": 0}, "disaggregation": {"skip_tokens": 1}} | P2P
+        routed = await stack.enter_async_context(router(workers=known, **sections))
+        await routed.until_live()
+        prompt = [10 + number % 300 for number in range(1300)]
+
+        def body_of(tokens: list[int]) -> dict[str, Any]:
+            asked = {"model": "simulated", "prompt": tokens, "max_tokens": 200, "ignore_eos": True}
+            return asked | {"stream": True, "return_token_ids": True}
+
+        async def answer(tokens: list[int]) -> tuple[Any, list[int]]:
+            reply = await routed.call(COMPLETIONS, body_of(tokens))
+            assert reply.status == 200, reply.body
+            assert reply.headers["x-kvrouter-worker"] == "w0"
+            return reply, streamed_tokens(reply.body)
+
+        first, generated = await answer(prompt)
+        longer = [*prompt, *generated, *range(20, 60)]
+        held = (len(prompt) + len(generated) - 1) // 16 * 16
+
+        async def pullable() -> dict[str, int]:
+            matches = (await routed.call("/match", {"model": "simulated", "token_ids": longer})).json()["matches"]
+            return {each["worker"]: each.get("pullable", 0) for each in matches}
+
+        computed_by = first.headers["x-kvrouter-prefill-worker"]
+        (other,) = {"w1", "w2"} - {computed_by}
+        await until(pullable, lambda found: found[other] == held)
+        await routed.call("/workers/drain", {"name": computed_by})
+        second, again = await answer(longer)
+        assert second.headers["x-kvrouter-prefill-worker"] == other
+        await routed.until_metric(1, "kvrouter_pulls_total", result="unknown")
+
+        async def of_worker(name: str) -> float:
+            (url,) = (each["url"] for each in known if each["name"] == name)
+            async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+                families = text_string_to_metric_families(await response.text())
+                samples = [sample for family in families for sample in family.samples]
+            return sum(sample.value for sample in samples if sample.name == "vllm:prefix_cache_hits_total")
+
+        assert await of_worker(other) == held
+        alone = await stack.enter_async_context(running(SimulatedWorkerSettings(**FAST)))
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(alone + COMPLETIONS, json=body_of(longer)) as response,
+        ):
+            assert streamed_tokens(await response.read()) == again
 
 
 async def test_simulated_workers_pull_from_each_others_host_tiers() -> None:
