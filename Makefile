@@ -17,7 +17,7 @@ PAIR_TABLE ?=
 
 .PHONY: audit fuzz
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-light-load bench-placement bench-policy bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
+.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-light-load bench-placement bench-policy bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -104,6 +104,10 @@ bench-index: .venv/installed .bench/dynamo/installed native
 # One index of a thousand ranks and 40 million blocks: three gigabytes of memory and two of disk, some minutes.
 bench-fleet: .venv/installed native
 	$(BIN)/python -m benchmarks.index.fleet $(ARGS)
+
+# The index of one pool of 50 million objects: five gigabytes of memory, some minutes.
+bench-pool: .venv/installed native
+	$(BIN)/python -m benchmarks.index.pool $(ARGS)
 
 bench-events: .venv/installed native
 	@$(MAKE) .compiled/tests || echo "It can't be compiled here: only the interpreted one is measured"

@@ -13,6 +13,7 @@ from indexer.pools.blocks import MOST_PARTS, REST_BYTES, Change
 
 # The digits of a hash are at least 16, and no letter or digit is beside them.
 _HASH: Final = re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{16,}(?![0-9A-Za-z])")
+_DIGITS: Final = re.compile(r"[0-9a-f]+")
 _NAME_DIGITS: Final = 16
 _MOST_DIGITS: Final = _NAME_DIGITS + 2 * REST_BYTES
 
@@ -37,22 +38,28 @@ class ObjectKeys:
         self.leading = leading
         self.forms: list[KeyForm] = []
         self.refused = False
-        self._parts: dict[KeyForm, int] = {}
+        self._parts: dict[tuple[str, str, int], int] = {}  # by form
+        self._spans: dict[int, list[tuple[int, int]]] = {}  # where the hash is in keys of a length, by known forms
 
     def change(self, key: str, on_disk: bool, stored: bool) -> Change | None:
         """Return the change of an object that is stored or removed; None if its key has no hash."""
+        for start, end in self._spans.get(len(key), ()):
+            digits = key[start:end]
+            part = self._parts.get((key[:start], key[end:], end - start))
+            if part is not None and _DIGITS.fullmatch(digits):
+                return self._change(digits, part, on_disk, stored)
         found = max(_HASH.finditer(key), key=lambda match: match.end() - match.start(), default=None)
         if found is None or found.end() - found.start() > _MOST_DIGITS:
             return None
         start, end = found.span()
         part = self._part(KeyForm(key[:start], key[end:], end - start))
-        if part is None:
-            return None
-        digits = key[start:end]
+        return None if part is None else self._change(key[start:end], part, on_disk, stored)
+
+    def _change(self, digits: str, part: int, on_disk: bool, stored: bool) -> Change:
         name, rest = digits[-_NAME_DIGITS:], digits[:-_NAME_DIGITS]
         if self.leading:
             name, rest = digits[:_NAME_DIGITS], digits[_NAME_DIGITS:]
-        return Change(int(name, 16), int(rest or "0", 16).to_bytes(REST_BYTES, "big"), part, on_disk, stored)
+        return Change(int(name, 16), bytes.fromhex(rest.zfill(2 * REST_BYTES)), part, on_disk, stored)
 
     def key(self, part: int, name: int, rest: bytes) -> str:
         """Return the key of a block's part, whose engine hash has these two halves."""
@@ -84,4 +91,8 @@ class ObjectKeys:
                 return None
             part = self._parts[form] = len(self.forms)
             self.forms.append(form)
+            start, length = len(form.before), len(form.before) + form.digits + len(form.after)
+            spans = self._spans.setdefault(length, [])
+            if (start, start + form.digits) not in spans:
+                spans.append((start, start + form.digits))
         return part

@@ -24,7 +24,7 @@ log = structlog.get_logger()
 _ALL_PARTS: Final = 2**64 - 1
 _UNKNOWN_LAYOUT: Final = PoolLayout()
 _FIRST_BLOCKS: Final = 64  # hashed blocks of a prompt before the pool is asked for the first time
-_BYTES_A_BLOCK: Final = 88  # memory of a block in the tables, with its share of hash slots
+BYTES_A_BLOCK: Final = 88  # memory of a block in the tables, with its share of hash slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class SharedPool:
 
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
-        self.blocks = make_pool_blocks(max(config.memory // _BYTES_A_BLOCK, 1024), config.media)
+        self.blocks = make_pool_blocks(max(config.memory // BYTES_A_BLOCK, 1024), config.media)
         self.keys = ObjectKeys()
         self.unknown_because = None if config.media else "the pool was not asked yet"
         self.unknown_since = time.monotonic()
