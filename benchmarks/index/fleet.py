@@ -110,7 +110,7 @@ def main(
     held = resident_bytes(os.getpid()) - empty
     rows.append(("memory", f"{held / 1e9:.2f} GB, {held / whole:.0f} bytes a block"))
     rows.append(("filling it, one thread", f"{whole / spent:,.0f} blocks/s, {spent / whole * 1e6:.2f} µs a block"))
-    rows.append(("a match, nothing beside", times(_matches(fleet, index, Random(1), _MATCHES))))
+    rows.append(("a match, nothing beside", percentiles(_matches(fleet, index, Random(1), _MATCHES))))
     _churn(fleet, index, seconds, rows)
     grown = resident_bytes(os.getpid()) - empty
     rows.append(("memory afterwards", f"{grown / 1e9:.2f} GB, {grown / whole:.0f} bytes a block"))
@@ -177,7 +177,7 @@ def _churn(fleet: _Fleet, index: Index, seconds: float, rows: list[tuple[str, st
     while applying.is_alive():
         times += _matches(fleet, index, prompts, 20)
     applying.join()
-    rows.append((f"a match beside {_RATE:,} blocks/s", times(times)))
+    rows.append((f"a match beside {_RATE:,} blocks/s", percentiles(times)))
 
 
 def _apply_at_rate(index: Index, events: list[tuple[Target, bytes]]) -> None:
@@ -206,7 +206,7 @@ def _matches(fleet: _Fleet, index: Index, random: Random, number: int) -> list[f
     return times
 
 
-def times(seconds: list[float]) -> str:
+def percentiles(seconds: list[float]) -> str:
     return f"p50 {median(seconds) * 1e6:,.0f} µs, p99 {quantiles(seconds, n=100)[98] * 1e6:,.0f} µs"
 
 

@@ -12,15 +12,16 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from benchmarks.index.fleet import times
+from benchmarks.index.fleet import percentiles
 from benchmarks.index.report import write_section
 from benchmarks.index.workload import BLOCK_SIZE, random_tokens
 from benchmarks.machine import INDEXER_CORE, description, pin, resident_bytes
 from indexer import Indexer, MatchQuery, Registration, Target
 from indexer.hashing import PackedPrompt, pack_tokens
 from indexer.native import core_name
+from indexer.pools.blocks import make_pool_blocks
 from indexer.pools.mooncake import MasterContent, MooncakeMaster
-from indexer.pools.pool import BYTES_A_BLOCK, PoolConfig, SharedPool
+from indexer.pools.pool import PoolConfig, SharedPool
 from kvevents import BlockStored, EventBatch, encode_batch
 
 _TARGET = Target("http://10.0.0.1:8000", 0, "model")
@@ -105,8 +106,8 @@ def main(
     load_before = os.getloadavg()[0]
     pin(INDEXER_CORE)
     blocks, empty = objects // parts, resident_bytes(os.getpid())
-    pool = SharedPool(PoolConfig("pool", memory=BYTES_A_BLOCK * blocks))
-    pool.unknown_because = None
+    pool = SharedPool(PoolConfig("pool"))
+    pool.blocks, pool.unknown_because = make_pool_blocks(blocks), None
     indexer, master = Indexer(pools=[pool]), _Master(parts)
     indexer.register(Registration(_TARGET, None, "vLLM", BLOCK_SIZE))
     content = MasterContent(pool, MooncakeMaster("", ""), lambda _: b"")
@@ -180,7 +181,7 @@ def _matches(indexer: Indexer, name: str) -> str:
         found = indexer.pooled(query)
         seconds.append(time.perf_counter() - begun)
         assert sum(holdings.loadable(0) for holdings in found) == (_PROMPT * BLOCK_SIZE if name == "there" else 0)
-    return times(seconds)
+    return percentiles(seconds)
 
 
 if __name__ == "__main__":

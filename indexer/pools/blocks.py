@@ -23,6 +23,9 @@ _CHANGE: Final = Struct("=Q24sBBB5x")
 REST_BYTES: Final = 24
 _NO_REST: Final = bytes(REST_BYTES)
 _HASH_MASK: Final = 2**64 - 1
+# The most memory of a block in the tables of each implementation, with its share of hash slots.
+_NATIVE_BYTES: Final = 104
+_PYTHON_BYTES: Final = 450
 
 
 class Change(NamedTuple):
@@ -235,6 +238,11 @@ class NativePoolBlocks(PoolBlocks):
 
     def sizes(self) -> PoolSizes:
         return PoolSizes(*self.core.sizes())
+
+
+def blocks_in(memory: int) -> int:
+    """Return the number of blocks whose tables have at most `memory` bytes, and at least a few blocks."""
+    return max(memory // (_PYTHON_BYTES if native_core() is None else _NATIVE_BYTES), 1024)
 
 
 def make_pool_blocks(limit: int, media: Iterable[str] = ()) -> PoolBlocks:

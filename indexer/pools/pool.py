@@ -12,7 +12,7 @@ import structlog
 
 from indexer.dump import DumpedHolder, DumpedRun, read_hash
 from indexer.hashing import PackedPrompt
-from indexer.pools.blocks import MOST_PARTS, StoredBlock, make_pool_blocks
+from indexer.pools.blocks import MOST_PARTS, StoredBlock, blocks_in, make_pool_blocks
 from indexer.pools.holdings import PoolHoldings
 from indexer.pools.keys import ObjectKeys
 from indexer.pools.layout import PoolLayout
@@ -24,7 +24,6 @@ log = structlog.get_logger()
 _ALL_PARTS: Final = 2**64 - 1
 _UNKNOWN_LAYOUT: Final = PoolLayout()
 _FIRST_BLOCKS: Final = 64  # hashed blocks of a prompt before the pool is asked for the first time
-BYTES_A_BLOCK: Final = 88  # memory of a block in the tables, with its share of hash slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class SharedPool:
 
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
-        self.blocks = make_pool_blocks(max(config.memory // BYTES_A_BLOCK, 1024), config.media)
+        self.blocks = make_pool_blocks(blocks_in(config.memory), config.media)
         self.keys = ObjectKeys()
         self.unknown_because = None if config.media else "the pool was not asked yet"
         self.unknown_since = time.monotonic()

@@ -17,7 +17,7 @@ import zmq
 from engine_publisher import eventually
 
 from indexer import Indexer, MatchQuery, Registration, Target
-from indexer.pools.blocks import MOST_PARTS, REST_BYTES, Change, PoolBlocks, StoredBlock, make_pool_blocks
+from indexer.pools.blocks import MOST_PARTS, REST_BYTES, Change, PoolBlocks, StoredBlock, blocks_in, make_pool_blocks
 from indexer.pools.keys import ObjectKeys
 from indexer.pools.layout import PoolLayout
 from indexer.pools.mooncake import MasterContent, MooncakeFollower, MooncakeMaster
@@ -190,6 +190,17 @@ def test_oldest_blocks_make_room_for_newer_ones(blocks: PoolBlocks) -> None:
     assert blocks.sizes().blocks == 500
     ranges, _ = blocks.match(array("Q", range(14_001, 15_001)), 1000, 0, ALL)
     assert ranges == [(start, start + 1) for start in range(1, 1000, 2)]
+
+
+def test_tables_have_at_most_the_memory_of_the_settings() -> None:
+    memory = 2**23
+    blocks = make_pool_blocks(blocks_in(memory))
+    names = list(range(1, 3 * blocks_in(memory)))
+    blocks.learn(array("Q", [name << 20 for name in names]), names)
+    blocks.apply([stored(name) for name in names])
+    blocks.apply([removed(name) for name in names[::2]])
+    assert blocks.sizes().chain == blocks_in(memory)
+    assert blocks.sizes().bytes <= memory
 
 
 @pytest.mark.parametrize(
