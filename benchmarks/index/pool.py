@@ -19,7 +19,7 @@ from benchmarks.machine import INDEXER_CORE, description, pin, resident_bytes
 from indexer import Indexer, MatchQuery, Registration, Target
 from indexer.hashing import PackedPrompt, pack_tokens
 from indexer.native import core_name
-from indexer.pools.blocks import make_pool_blocks
+from indexer.pools.blocks import Change, make_pool_blocks
 from indexer.pools.mooncake import MasterContent, MooncakeMaster
 from indexer.pools.pool import PoolConfig, SharedPool
 from kvevents import BlockStored, EventBatch, encode_batch
@@ -28,13 +28,15 @@ _TARGET = Target("http://10.0.0.1:8000", 0, "model")
 _EVENTS = 64  # the most that a master sends at once
 _PROMPT, _PROMPTS = 512, 200  # blocks of a prompt, and prompts that are matched
 _MATCHES = 2000
-_LEARNED = 1 << 16  # blocks
+_AT_ONCE = 1 << 14  # blocks that are stored or learned without events
+_COUNTED = 1_000_000  # objects that events store
 _MASK = 2**64 - 1
 _HOW = """\
-`make bench-pool` follows one Mooncake Store of {objects:,} objects, in process, by the events of its master. Each block
-has {parts}, with keys of {key} characters as vLLM writes them. The chain of all blocks is known. One more twentieth is
-stored when the tables are full, so that the oldest blocks make room. Then the index answers what the pool holds of
-prompts of {tokens:,} tokens: all of them, and nothing. The memory is that of the whole process beyond its start.
+`make bench-pool` makes the index of one Mooncake Store of {objects:,} objects, in process. Each block has {parts}, with
+keys of {key} characters as vLLM writes them. The chain of all blocks is known. The last {events:,} objects are from
+events of a master. So are as many again when the tables are full, so that the oldest blocks make room. Then the index
+answers what the pool holds of prompts of {tokens:,} tokens: all of them, and nothing. The memory is that of the whole
+process beyond its start.
 
 Machine: {machine}, {core} core; load average {before:.1f} before, {after:.1f} after."""
 
@@ -51,6 +53,13 @@ class _Master:
         """Return the keys of a block's objects."""
         digits = f"{name_of(block):016x}" * 4
         return [f"model@tp_rank:{rank}@pcp0@dcp0@pp_rank:0@group:0@{digits}" for rank in range(self._parts)]
+
+    def changes(self, blocks: int) -> list[Change]:
+        """Return the changes of further blocks, which no batch reports."""
+        stored = range(self._stored, self._stored + blocks)
+        self._stored += blocks
+        names = [name_of(block) for block in stored]
+        return [Change(name, rest_of(name), part, False, True) for name in names for part in range(self._parts)]
 
     def batches(self, blocks: int) -> Iterator[tuple[int, bytes]]:
         """Yield the number and the payload of each batch that stores further blocks."""
@@ -71,6 +80,11 @@ class _Master:
     def last(self, blocks: int) -> list[int]:
         """Return the names of the blocks that were stored last."""
         return [name_of(block) for block in range(self._stored - blocks, self._stored)]
+
+
+def rest_of(name: int) -> bytes:
+    """Return the other bits of the hash of a block with a name."""
+    return name.to_bytes(8, "big") * 3
 
 
 def name_of(block: int) -> int:
@@ -98,7 +112,7 @@ def _event(key: str) -> dict[str, Any]:
 
 
 def main(
-    objects: Annotated[int, typer.Option(min=200_000, help="Objects of the pool.")] = 50_000_000,
+    objects: Annotated[int, typer.Option(min=2 * _COUNTED, help="Objects of the pool.")] = 50_000_000,
     parts: Annotated[int, typer.Option(min=1, max=64, help="Objects of each block.")] = 1,
     markdown: Annotated[Path | None, typer.Option(help="Write section Pool of this file.")] = None,
 ) -> None:
@@ -111,22 +125,27 @@ def main(
     indexer, master = Indexer(pools=[pool]), _Master(parts)
     indexer.register(Registration(_TARGET, None, "vLLM", BLOCK_SIZE))
     content = MasterContent(pool, MooncakeMaster("", ""), lambda _: b"")
-    rows = [("events, one thread", _cost(content, master, blocks, parts))]
+    counted = _COUNTED // parts
+    for start in range(0, blocks - counted, _AT_ONCE):
+        pool.blocks.apply(master.changes(min(_AT_ONCE, blocks - counted - start)))
+    for key in master.keys(0):
+        pool.keys.change(key, on_disk=False, stored=True)  # the forms of keys, in their order
     _learn(pool, blocks)
+    rows = [("events, one thread", _cost(content, master, counted, parts))]
     assert pool.blocks.sizes()[:2] == (blocks, blocks)
     held = resident_bytes(os.getpid()) - empty
     rows.append(("memory", f"{held / 1e9:.2f} GB, {held / objects:.0f} bytes an object, {held / blocks:.0f} a block"))
-    more = max(blocks // 20, _PROMPT * _PROMPTS)
-    rows.append(("events when it is full, one thread", _cost(content, master, more, parts)))
+    rows.append(("events when it is full, one thread", _cost(content, master, counted, parts)))
     rows.append(("memory afterwards", f"{(resident_bytes(os.getpid()) - empty) / 1e9:.2f} GB"))
     assert pool.blocks.sizes()[:2] == (blocks, blocks)
     _compute(indexer, master.last(_PROMPT * _PROMPTS))
     rows += [(f"a match of a prompt that is {name}", _matches(indexer, name)) for name in ("there", "not there")]
     how = _HOW.format(
         objects=objects,
-        parts="one" if parts == 1 else str(parts),
+        parts="one" if parts == 1 else f"{parts}",
         key=len(master.keys(0)[0]),
         tokens=_PROMPT * BLOCK_SIZE,
+        events=_COUNTED,
         machine=description(),
         core=core_name(),
         before=load_before,
@@ -154,8 +173,8 @@ def _cost(content: MasterContent, master: _Master, blocks: int, parts: int) -> s
 
 def _learn(pool: SharedPool, blocks: int) -> None:
     """Let the pool know a place for each block, as events of workers do."""
-    for start in range(0, blocks, _LEARNED):
-        names = [name_of(block) for block in range(start, min(start + _LEARNED, blocks))]
+    for start in range(0, blocks, _AT_ONCE):
+        names = [name_of(block) for block in range(start, min(start + _AT_ONCE, blocks))]
         pool.blocks.learn(array("Q", [name ^ _MASK for name in names]), names)
 
 

@@ -34,7 +34,12 @@ class RecentTable {
         return number == 0 ? nullptr : &entry(number - 1).value;
     }
 
-    void prefetch(u64 key) const { __builtin_prefetch(slots_ + (mixed(key ^ seed_) & mask_)); }
+    // Load what `find` reads of a key, without waiting: first the slot, then the entry that the slot names.
+    void prefetch_slot(u64 key) const { __builtin_prefetch(slots_ + (mixed(key ^ seed_) & mask_)); }
+    void prefetch_entry(u64 key) {
+        const u32 number = slots_[mixed(key ^ seed_) & mask_];
+        if (number != 0) __builtin_prefetch(&entry(number - 1));
+    }
 
     // Return the value of a key, or a new one. Adds the number of replaced keys to `replaced`.
     Value& find_or_add(u64 key, u64& replaced) {
@@ -172,14 +177,26 @@ class PoolBlocks {
     void match(std::span<const u64> hashes, u64 reach, u64& needed, u64 allowed, std::vector<u32>& ranges) {
         const std::lock_guard guard(lock_);
         parts_.clear();
-        for (std::size_t block = 0; block < hashes.size(); ++block) {
-            if (block + kAhead < hashes.size()) chain_.prefetch(hashes[block + kAhead]);
-            const u64* name = chain_.find(hashes[block]);
-            const Object* object = name == nullptr ? nullptr : objects_.find(*name);
-            const u64 parts = object == nullptr || object->ambiguous ? 0 : (object->memory | object->disk) & allowed;
-            if (parts == 0 && block >= reach) break;
-            needed |= parts;
-            parts_.push_back(parts);
+        for (bool missing = false; !missing && parts_.size() < hashes.size();) {
+            std::array<u64, kTogether> names{};
+            const auto group = hashes.subspan(parts_.size(), std::min(kTogether, hashes.size() - parts_.size()));
+            for (const u64 hash : group) chain_.prefetch_slot(hash);
+            for (const u64 hash : group) chain_.prefetch_entry(hash);
+            for (std::size_t place = 0; place < group.size(); ++place) {
+                const u64* name = chain_.find(group[place]);
+                names[place] = name == nullptr ? 0 : *name;
+                objects_.prefetch_slot(names[place]);
+            }
+            for (const u64 name : names) objects_.prefetch_entry(name);
+            for (std::size_t place = 0; place < group.size(); ++place) {
+                const Object* object = objects_.find(names[place]);
+                const u64 parts =
+                    object == nullptr || object->ambiguous ? 0 : (object->memory | object->disk) & allowed;
+                missing = parts == 0 && parts_.size() >= reach;
+                if (missing) break;
+                needed |= parts;
+                parts_.push_back(parts);
+            }
         }
         bool before = false;
         for (u32 block = 0; block < parts_.size(); ++block) {
@@ -223,7 +240,7 @@ class PoolBlocks {
         Rest rest{};
         bool ambiguous = false;  // two blocks have this name
     };
-    static constexpr std::size_t kAhead = 8;
+    static constexpr std::size_t kTogether = 16;  // blocks whose memory is loaded at once
 
     void change(const Change& change) {
         if (change.name == 0) return;
