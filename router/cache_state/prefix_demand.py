@@ -16,26 +16,22 @@ HORIZON: Final = 300.0
 
 
 class PrefixDemand:
-    """The sessions that asked for each prefix. Of a prompt, one in `stride` hashes is read, of `chunk` tokens each."""
+    """The sessions that asked for each prefix. Of a prompt, some hashes are read, `tokens` tokens apart."""
 
-    def __init__(self, chunk: int, stride: int, remembered: int) -> None:
+    def __init__(self, tokens: int, remembered: int) -> None:
         """Create an empty demand. `remembered`: the maximum number of sessions, of which the latest are kept."""
-        self._tokens = chunk * stride
-        self._stride = stride
+        self._tokens = tokens
         self._remembered = remembered
         # By the last hash that was read of a session's prompt: the number of all its hashes, and the last of all.
         self._ends: dict[int, tuple[int, int]] = {}
-        # By the last hash that sessions share: the number of sessions, and when the last one was counted.
-        self._forks: dict[int, tuple[float, float]] = {}
+        # By the last hash that sessions share: where it ends, the number of sessions, and when the last was counted.
+        self._forks: dict[int, tuple[int, float, float]] = {}
 
-    def routed(self, hashes: array[int], known: int, now: float) -> None:
-        """Record a routed prompt. `known`: how many of the hashes that are read were routed before."""
-        read = hashes[self._stride - 1 :: self._stride]
-        if not read:
-            return
+    def routed(self, hashes: array[int], read: array[int], known: int, now: float) -> None:
+        """Record a routed prompt by its hashes. `known`: how many of those that are `read` were routed before."""
         if known and not self._next_turn(hashes, read[known - 1]):
-            sessions, at = self._forks.pop(read[known - 1], (0.0, now))
-            self._forks[read[known - 1]] = sessions * exp((at - now) / HORIZON) + 1, now
+            end, sessions, at = self._forks.pop(read[known - 1], (known * self._tokens, 0.0, now))
+            self._forks[read[known - 1]] = end, sessions * exp((at - now) / HORIZON) + 1, now
             if len(self._forks) > self._remembered:
                 del self._forks[next(iter(self._forks))]
         self._ends.pop(read[-1], None)
@@ -51,19 +47,16 @@ class PrefixDemand:
         del self._ends[known]
         return True
 
-    def asked(self, hashes: array[int], now: float) -> list[tuple[int, float]]:
-        """Return the parts of a prompt that several sessions asked for: where each ends in tokens, and how many did."""
+    def asked(self, read: array[int], held: int, now: float) -> list[tuple[int, float]]:
+        """Return the parts of a prompt that several sessions asked for: where each ends in tokens, and how many did.
+
+        `held`: the most tokens of the prompt that a target holds. The last part ends there if no read hash is between.
+        """
         forks = self._forks
-        if not forks:
-            return []
-        found = [
-            (place, fork)
-            for place, each in enumerate(hashes[self._stride - 1 :: self._stride], 1)
-            if (fork := forks.get(each)) is not None
-        ]
+        found = [forks[each] for each in filter(forks.__contains__, read)]
         asked, sessions = list[tuple[int, float]](), 1.0
-        for place, (counted, at) in reversed(found):
+        for end, counted, at in reversed(found):
             sessions += counted * exp((at - now) / HORIZON)
-            asked.append((place * self._tokens, sessions))
+            asked.append((held if not asked and end < held < end + self._tokens else end, sessions))
         asked.reverse()
         return asked

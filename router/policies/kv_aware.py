@@ -81,8 +81,7 @@ class KvAware(LinearPolicy):
 
     def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:
         fixed, per_token = self.line(candidate)
-        reused = candidate.reused + int(self.shares(candidate) * candidate.shared)
-        cost = self.cost(fixed, per_token, tokens, reused, candidate.cpu, candidate.disk)
+        cost = self.cost(fixed, per_token, tokens, candidate.reused, candidate.cpu, candidate.disk)
         return cost + per_token * source.load
 
     def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:

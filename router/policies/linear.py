@@ -143,14 +143,17 @@ class LinearPolicy(ABC):
 
     def cost_of(self, candidate: Candidate, tokens: int) -> float:
         """Return the cost of a prompt of `tokens` tokens on a candidate. Sources count if `cost_with` says so."""
+        tokens -= int(self.shares(candidate) * candidate.shared)
         if candidate.source is not None:
             return self.cost_with(candidate, candidate.source, tokens)
         fixed, per_token = self.line(candidate)
-        overlap = candidate.overlap + int(self.shares(candidate) * candidate.shared)
-        return self.cost(fixed, per_token, tokens, overlap, candidate.cpu, candidate.disk)
+        return self.cost(fixed, per_token, tokens, candidate.overlap, candidate.cpu, candidate.disk)
 
     def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:  # noqa: ARG002
-        """Return the cost on a candidate that has a source: here, as if it had none."""
+        """Return the cost on a candidate that has a source: here, as if it had none.
+
+        `tokens`: those of the prompt without the tokens that other sessions pay for.
+        """
         fixed, per_token = self.line(candidate)
         return self.cost(fixed, per_token, tokens, candidate.overlap, candidate.cpu, candidate.disk)
 

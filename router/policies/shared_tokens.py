@@ -44,6 +44,8 @@ class SharedTokens:
 
     def after(self, held: int) -> float:
         """Return the tokens that the other sessions pay for, of those after the first `held` tokens."""
+        if held >= self.depths[-1]:
+            return 0.0
         paid, start = 0.0, held
         for depth, share in zip(self.depths, self.others, strict=True):
             if depth > start:

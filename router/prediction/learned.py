@@ -64,10 +64,7 @@ class DecayingSum:
 
 
 class EvictionPressure:
-    """The price of evictions μ, computed from every routed prompt and from what targets remove.
-
-    - `demand`: the sessions that asked for each prefix.
-    """
+    """The price of evictions μ, computed from every routed prompt and from what targets remove."""
 
     def __init__(
         self, chunk: int, stride: int = 16, remembered: int = 1 << 17, clock: Callable[[], float] = time.monotonic
@@ -82,7 +79,7 @@ class EvictionPressure:
         self._remembered = remembered
         self._clock = clock
         self._routed = RecentPrefixes(SharedPrefixes())
-        self.demand = PrefixDemand(chunk, stride, remembered // stride)
+        self._demand = PrefixDemand(chunk * stride, remembered // stride)
         self._lost = DecayingSum(HORIZON)
         self._evicted = DecayingSum(HORIZON)
         self._removed: dict[Target, int] = {}
@@ -96,14 +93,19 @@ class EvictionPressure:
         - `reached`: the tokens that its target holds and loads.
         - `price`: the cost of a loaded token, as a share of a computed one.
         """
-        if len(hashes) < self._stride:
+        read = hashes[self._stride - 1 :: self._stride]
+        if not read:
             return
-        known = self._routed.remember(hashes[self._stride - 1 :: self._stride], self._remembered)
+        known = self._routed.remember(read, self._remembered)
         now, unit = self._clock(), self._chunk * self._stride
-        self.demand.routed(hashes, known, now)
+        self._demand.routed(hashes, read, known, now)
         lost = max(known - max(held, reached) // unit, 0) * unit + price * max(min(known * unit, reached) - held, 0)
         if lost > 0:
             self._lost.add(lost, now)
+
+    def asked(self, hashes: array[int], held: int, now: float) -> list[tuple[int, float]]:
+        """Return the parts of a prompt that several sessions asked for, as `PrefixDemand` does."""
+        return self._demand.asked(hashes[self._stride - 1 :: self._stride], held, now)
 
     def removed(self, tokens: Mapping[Target, int], without_room: Set[Target] = frozenset()) -> None:
         """Record the tokens that each target with an event stream has removed since it became known.

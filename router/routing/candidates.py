@@ -229,12 +229,14 @@ class CandidateFinder:
 
     def _shared(self, found: CandidateSet, hashes: array[int], now: float) -> SharedTokens | None:
         """Return the parts of a prompt that several sessions asked for; None if the fleet has no time to spare."""
-        spare = 1 - found.targets.prefill_share.observed / NO_TIME_TO_SPARE
-        asked = self._learned.pressure.demand.asked(hashes, now) if spare > 0 else []
-        if not asked:
+        if len(found.targets.ranks) == 1:
             return None
-        held, holders = found.overlaps.tokens, found.view.columns.holders
-        return SharedTokens.paid(asked, lambda tokens: holders(held, tokens), spare)
+        spare = 1 - found.targets.prefill_share.observed / NO_TIME_TO_SPARE
+        if spare <= 0:
+            return None
+        held, columns = found.overlaps.tokens, found.view.columns
+        asked = self._learned.pressure.asked(hashes, columns.highest(held), now)
+        return SharedTokens.paid(asked, lambda tokens: columns.holders(held, tokens), spare) if asked else None
 
     def request(self, prompt: RoutedPrompt, found: CandidateSet, now: float) -> Request:
         """Return a prompt as policies see it. Prompts without a session that begin alike count as one session."""

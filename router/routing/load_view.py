@@ -23,6 +23,8 @@ _PRICE_CHANGE = 0.05
 # The least price of evictions, which only decides between equal targets: so prompts go where there is room.
 _LEAST_PRICE: Final = 0.001
 HORIZON: Final = 60.0
+# The weight of the first ten seconds in an average over `HORIZON` seconds.
+_LEAST_OBSERVED: Final = 1 - exp(-10.0 / HORIZON)
 
 
 class PrefillShare:
@@ -38,8 +40,8 @@ class PrefillShare:
 
     @property
     def observed(self) -> float:
-        """The average of the observations alone; 0 without any."""
-        return (self.average - self._assumed) / (1 - self._assumed) if self._assumed < 1 else 0.0
+        """The average of the observations alone. In the first ten seconds, the seconds that are left count as idle."""
+        return (self.average - self._assumed) / max(1 - self._assumed, _LEAST_OBSERVED)
 
     def see(self, share: float, now: float) -> None:
         """Record the share at `now`, in seconds of any clock."""

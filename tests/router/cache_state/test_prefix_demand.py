@@ -18,41 +18,56 @@ def prompt(session: int, chunks: int) -> array[int]:
     return array("Q", [*SYSTEM, *range(1000 * session, 1000 * session + chunks)])
 
 
+def read(hashes: array[int]) -> array[int]:
+    return hashes[STRIDE - 1 :: STRIDE]
+
+
+def route(demand: PrefixDemand, hashes: array[int], known: int) -> None:
+    demand.routed(hashes, read(hashes), known, 0.0)
+
+
 @pytest.fixture
 def demand() -> PrefixDemand:
-    demand = PrefixDemand(CHUNK, STRIDE, remembered=64)
-    demand.routed(prompt(1, 8), 0, 0.0)
+    demand = PrefixDemand(UNIT, remembered=64)
+    route(demand, prompt(1, 8), 0)
     return demand
 
 
 def test_sessions_that_fork_from_a_prefix_share_it(demand: PrefixDemand) -> None:
-    assert demand.asked(prompt(9, 8), 0.0) == []
+    assert demand.asked(read(prompt(9, 8)), 0, 0.0) == []
     for session in (2, 3):
-        demand.routed(prompt(session, 8), 10, 0.0)
-    assert demand.asked(prompt(9, 8), 0.0) == [(10 * UNIT, 3.0)]
-    assert demand.asked(array("Q", range(5000, 5040)), 0.0) == []
-    ((_, later),) = demand.asked(prompt(9, 8), HORIZON)
+        route(demand, prompt(session, 8), 10)
+    assert demand.asked(read(prompt(9, 8)), 0, 0.0) == [(10 * UNIT, 3.0)]
+    assert demand.asked(read(array("Q", range(5000, 5040))), 0, 0.0) == []
+    ((_, later),) = demand.asked(read(prompt(9, 8)), 0, HORIZON)
     assert later == pytest.approx(1 + 2 / 2.71828, rel=0.01)
 
 
 @pytest.mark.parametrize(("chunks", "known"), [(9, 12), (20, 12)])
 def test_next_turn_is_no_new_session(demand: PrefixDemand, chunks: int, known: int) -> None:
-    demand.routed(prompt(1, chunks), known, 0.0)
-    assert demand.asked(prompt(1, chunks), 0.0) == []
+    route(demand, prompt(1, chunks), known)
+    assert demand.asked(read(prompt(1, chunks)), 0, 0.0) == []
 
 
 @pytest.mark.parametrize("chunks", [0, 3])
 def test_other_prompts_within_a_stride_of_the_prefix_are_new_sessions(demand: PrefixDemand, chunks: int) -> None:
-    demand.routed(prompt(2, chunks), 10, 0.0)
-    demand.routed(prompt(3, chunks), 10, 0.0)
-    assert demand.asked(prompt(4, chunks), 0.0) == [(10 * UNIT, 3.0)]
+    route(demand, prompt(2, chunks), 10)
+    route(demand, prompt(3, chunks), 10)
+    assert demand.asked(read(prompt(4, chunks)), 0, 0.0) == [(10 * UNIT, 3.0)]
+
+
+def test_shared_part_ends_where_the_longest_holder_ends_within_a_stride(demand: PrefixDemand) -> None:
+    route(demand, prompt(2, 8), 10)
+    route(demand, prompt(2, 8)[:20], 5)
+    for held, end in ((10 * UNIT - 1, 10 * UNIT), (10 * UNIT + 48, 10 * UNIT + 48), (11 * UNIT, 10 * UNIT)):
+        assert demand.asked(read(prompt(9, 8)), held, 0.0) == [(5 * UNIT, 3.0), (end, 2.0)]
 
 
 def test_memory_is_bounded() -> None:
-    demand = PrefixDemand(CHUNK, 1, remembered=3)
+    demand = PrefixDemand(CHUNK, remembered=3)
     for session in range(100):
-        demand.routed(prompt(session, 5), 0, 0.0)
-        demand.routed(prompt(session, 9)[40:], 1, 0.0)
+        for hashes, known in ((prompt(session, 5), 0), (prompt(session, 9)[40:], 1)):
+            demand.routed(hashes, hashes, known, 0.0)
     assert len(demand._ends) == len(demand._forks) == 3
 
 

@@ -123,6 +123,16 @@ def test_share_follows_samples_and_decays() -> None:
     assert share.average == pytest.approx(0.25, abs=1e-6)
 
 
+def test_first_prompts_do_not_make_a_fleet_count_as_busy() -> None:
+    share = PrefillShare()
+    assert share.observed == 0
+    share.see(0.5, 1.0)
+    share.see(0.5, 2.0)
+    assert share.observed == pytest.approx(0.05, abs=0.01)  # one second of ten
+    share.see(0.5, 61.0)
+    assert share.observed == pytest.approx(0.5)
+
+
 def test_earlier_time_is_ignored() -> None:
     share = PrefillShare()
     share.see(0.0, 100.0)
