@@ -22,6 +22,8 @@ _TAIL_BYTES = 16 * 1024
 _MAX_PIECES = 64
 # Quotes inside a string are escaped, so `"usage"` without a backslash before it is a whole string: a key.
 _KEY: Final = b'"usage"'
+# The key of SGLang's `/generate`.
+META_INFO: Final = b'"meta_info"'
 _BACKSLASH: Final = 92
 _MOST_BETWEEN: Final = 64  # bytes between a key and its object: a colon and white space
 # The second row has the names of /v1/responses.
@@ -65,9 +67,12 @@ class UsageTail:
     def usage(self) -> Usage | None:
         """Return the last usage in the response; None without one."""
         tail = self._joined()
+        return self._last(tail, _KEY) or self._last(tail, META_INFO)
+
+    def _last(self, tail: bytes, key: bytes) -> Usage | None:
         place = len(tail)
-        while (place := tail.rfind(_KEY, 0, place)) >= 0:
-            start = _object_after(tail, place)
+        while (place := tail.rfind(key, 0, place)) >= 0:
+            start = _object_after(tail, place, key)
             if start < 0:
                 continue
             try:
@@ -79,9 +84,9 @@ class UsageTail:
         return None
 
 
-def _object_after(tail: bytes, place: int) -> int:
+def _object_after(tail: bytes, place: int, key: bytes) -> int:
     """Return where the object after a key begins; a negative number if it is no key or has no object."""
-    after = place + len(_KEY)
+    after = place + len(key)
     if place and tail[place - 1] == _BACKSLASH:
         return -1
     if tail[after : after + 2] == b":{":  # the form that most engines write
@@ -113,12 +118,13 @@ def _read(usage: dict[str, Any]) -> Usage | None:
         prompt = _count(usage.get(prompt_tokens))
         if prompt is not None:
             completion, details = _count(usage.get(completion_tokens)), usage.get(prompt_details)
-            cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+            cached = _count((details if isinstance(details, dict) else usage).get("cached_tokens"))
             if "cache_read_input_tokens" in usage:  # Anthropic's input tokens exclude cached ones
                 cached = _count(usage["cache_read_input_tokens"])
                 prompt += (cached or 0) + (_count(usage.get("cache_creation_input_tokens")) or 0)
             return Usage(prompt, completion or 0, cached)
-    return None
+    total = _count(usage.get("total_tokens"))  # all that rerankers report
+    return None if total is None else Usage(total, 0, None)
 
 
 def _count(value: object) -> int | None:

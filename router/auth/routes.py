@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import Enum, auto
 
@@ -44,6 +44,7 @@ class Route:
     - `pure`: the request changes nothing lasting, so it may be sent twice.
     - `generates`: another worker may be tried as long as no byte of the response was received.
     - `methods`: the allowed methods, for a path that does not allow this one.
+    - `for_tenants`: tenants may use one of these methods.
     """
 
     method: str
@@ -54,15 +55,17 @@ class Route:
     pure: bool = False
     generates: bool = False
     methods: tuple[str, ...] = ()
+    for_tenants: bool = False
 
 
 _RESPONSES = "/v1/responses"
-# The inference API. router/auth/tenants.py says which of its paths an API key may use.
+_TOKENS = ("/tokenize", "/detokenize")
+# The inference API. router/auth/tenants.py says which of its paths an isolated tenant may use.
 _INFERENCE = [
     Route(
         "POST",
         path,
-        Access.TENANT,
+        Access.CALLER if path in _TOKENS else Access.TENANT,
         json=True,
         pure=path != _RESPONSES,
         generates=path in PROMPTED and path != _RESPONSES,
@@ -105,20 +108,20 @@ _PASSED = [
             "/v1/messages/render",
             f"{_RESPONSES}/render",
             "/v1/chat/completions/batch",
-            "/v1/classify",
-            "/v1/pooling",
             "/v1/tokenize",
             "/v1/detokenize",
             "/inference/v1/generate/derender",
-            "/v1/moderations",
-            "/v1/images/generations",
             "/v1/embeddings/batch",
             "/encode",
             "/invocations",
         )
     ),
     *(
-        Route("POST", path, Access.CALLER)
+        Route("POST", path, Access.TENANT, json=True, pure=True)
+        for path in ("/v1/classify", "/v1/pooling", "/v1/moderations", "/v1/images/generations")
+    ),
+    *(
+        Route("POST", path, Access.TENANT)
         for path in (
             "/v1/audio/transcriptions",
             "/v1/audio/translations",
@@ -163,13 +166,20 @@ _MOST_COMPARED = 1024
 
 
 class Routes:
-    """The allow-list. `more` are additional routes from the settings, such as "POST /v1/mine"."""
+    """The allow-list. `more` are additional routes from the settings, such as "POST /v1/mine", for tenants too."""
 
     def __init__(self, more: Iterable[str] = ()) -> None:
         listed = [*_INFERENCE, *_OWN, *_PASSED]
+        known = {(route.method, route.path): place for place, route in enumerate(listed)}
         for line in more:
             method, _, path = line.partition(" ")
-            listed.append(Route(method, path, Access.CALLER))
+            place = known.get((method, path))
+            if place is None:
+                listed.append(Route(method, path, Access.TENANT))
+            elif listed[place].own:  # a route of the router's own, which the settings open to engines
+                listed[place] = Route(method, path, Access.CALLER)
+            else:
+                listed[place] = replace(listed[place], access=Access.TENANT)
         self._exact = {(route.method, route.path): route for route in listed if "{" not in route.path}
         self._patterns = [(_pattern(route.path), route) for route in listed if "{" in route.path]
         self._public = {
@@ -193,7 +203,8 @@ class Routes:
         if method == "OPTIONS" and not known[0].own:
             return Route(method, path, Access.CALLER, pure=True)
         methods = tuple(sorted({route.method for route in known}))
-        return Route(method, path, Access.WRONG_METHOD, methods=methods)
+        for_tenants = any(route.access is Access.TENANT for route in known)
+        return Route(method, path, Access.WRONG_METHOD, methods=methods, for_tenants=for_tenants)
 
     def nearest(self, path: str, guarded: bool) -> str | None:
         """Return the public path that is most like an unknown one. `guarded`: callers need the operator's token."""

@@ -1,8 +1,8 @@
 """Tenants: their API keys, and the permissions and rates of each key.
 
-A tenant's key opens the inference endpoints, for its models and at its rates. If tenants exist, all other endpoints
-require the operator's token, because cached prefixes reveal what others asked. Only liveness, readiness, metrics and
-the empty live page stay open.
+A tenant's key opens the inference endpoints and `proxy.more_routes`, for its models and at its rates. If tenants exist,
+all other endpoints require the operator's token, because cached prefixes reveal what others asked. Only liveness,
+readiness, metrics and the empty live page stay open.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ _SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 # The salt is sent on these paths if `tenants.salted_messages` says that the engines read it.
 _MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _WITHOUT_CACHE = frozenset({"/v1/models", "/v1/embeddings"})
-# Engines ignore the cache salt on these paths, so isolated tenants may not use them.
-_UNSALTED = frozenset({"/v1/rerank", "/v1/score"})
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 
 
@@ -167,9 +165,10 @@ class AccessControl:
 
     def __init__(self, settings: TenantsSettings, token: str, aliases: Mapping[str, str] = {}) -> None:
         self._token = token.encode()
-        self._paths = _SALTED | _WITHOUT_CACHE | (frozenset() if settings.isolate else _UNSALTED)
-        if settings.salted_messages or not settings.isolate:
-            self._paths |= _MESSAGES
+        # Paths that a tenant's key opens; None: all routes of tenants. Of others, engines read no salt.
+        self._paths: frozenset[str] | None = None
+        if settings.isolate:
+            self._paths = _SALTED | _WITHOUT_CACHE | (_MESSAGES if settings.salted_messages else frozenset())
         self._tenants: dict[str, Tenant] = {}
         self._named = {
             name: Tenant(name, each, settings.isolate, aliases=aliases) for name, each in settings.named.items()
@@ -217,7 +216,9 @@ class AccessControl:
                 param="authorization",
                 code="invalid_api_key",
             )
-        opens = route.access in (Access.TENANT, Access.WRONG_METHOD) and (route.own or route.path in self._paths)
+        is_open = route.own or self._paths is None or route.path in self._paths
+        is_theirs = route.access is Access.TENANT or (route.access is Access.WRONG_METHOD and route.for_tenants)
+        opens = is_theirs and is_open
         unknown = route.access is Access.ENGINE and not route.own  # answered with 404 later
         if not opens and not unknown:
             raise RequestError(

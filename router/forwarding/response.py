@@ -77,6 +77,7 @@ _SUCCEEDED: Final = Outcome.SUCCEEDED
 _FAILED: Final = Outcome.FAILED
 _REFUSED: Final = Outcome.REFUSED
 
+_GENERATE: Final = "/generate"
 # Requests that change which models a worker serves.
 _ADAPTER_CHANGES = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 
@@ -154,8 +155,8 @@ class ProxiedResponse:
         tail = self._tail
         if not self.head.is_stream or self._searched is not None or tail is None or self._decompressor is not None:
             return
-        if self._answer is not None:
-            return
+        if self._answer is not None or (self._context.tenant is not None and self._context.head.path == _GENERATE):
+            return  # a tenant's tokens are in `meta_info` there
         request = sent.answering if isinstance(sent, DisaggregatedRequest) else sent
         writer = self._client.chunks()
         if isinstance(request, UpstreamRequest) and writer is not None:
@@ -205,7 +206,8 @@ class ProxiedResponse:
         if usage is not None:
             self._services.metrics.completed(self._prompt.name or "", usage)
         if tenant is not None and usage is not None:
-            tenant.spend(usage.completion)
+            # The known tokens of the prompt were charged before.
+            tenant.spend(usage.completion + max(usage.prompt - self._prompt.tokens, 0))
         if self.head.is_stream:
             seconds = now - (self.first_byte_at or self._arrived)
             self._services.metrics.streamed(self._prompt.name or "", seconds, usage)

@@ -15,7 +15,7 @@ import trustme
 from aiohttp import web
 from router_under_test import Reply, RouterUnderTest, router, serving
 from running_app import running_app
-from scripted_worker import MODEL, ScriptedWorker
+from scripted_worker import MODEL, Exchange, ScriptedWorker
 from typer.testing import CliRunner
 
 from kvrouter import cli
@@ -163,6 +163,74 @@ async def test_endpoints_without_salt_are_closed_to_isolated_tenants(worker: Scr
     async with guarded(worker.url, isolate=True) as routed:
         reply = await routed.call("/v1/messages", {"model": MODEL}, headers=bearer("key-a"))
         assert reply.status == 403
+
+
+INFERENCE = [
+    *("/generate", "/inference/v1/generate", "/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score"),
+    *("/score", "/classify", "/v1/classify", "/pooling", "/v1/pooling", "/v1/moderations", "/v1/images/generations"),
+    *("/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits"),
+    *("/v1/images/variations", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/chat/completions"),
+]
+
+
+@pytest.mark.parametrize("path", INFERENCE)
+async def test_tenant_key_opens_every_route_of_inference(
+    worker: ScriptedWorker, routed: RouterUnderTest, path: str
+) -> None:
+    body = {"model": MODEL, "prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}]}
+    assert (await routed.call(path, body, headers=bearer("key-a"))).status == 200
+    assert worker.last.target == path
+    refused = await routed.call(path, body, headers=bearer("key-b"))
+    assert (refused.status, refused.error["type"]) == (403, "permission_error")
+
+
+async def test_more_routes_are_open_to_tenants_unless_they_are_isolated(worker: ScriptedWorker) -> None:
+    proxy = {"more_routes": ["POST /v1/files", "GET /v1/files/{id}", "POST /v1/load_lora_adapter"]}
+    for isolate, status in ((False, 200), (True, 403)):
+        async with guarded(worker.url, isolate=isolate, proxy=proxy) as routed:
+            assert (await routed.call("/v1/files", {}, headers=bearer("key-a"))).status == status
+            assert (await routed.call("/v1/files/a", headers=bearer("key-a"))).status == status
+            for method, path in (("DELETE", "/v1/files/a"), ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/batches")):
+                assert (await routed.call(path, b"", method, headers=bearer("key-a"))).status == 403
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/v1/rerank", {"results": [], "usage": {"total_tokens": 200}}),
+        ("/v1/embeddings", {"data": [], "usage": {"prompt_tokens": 200, "total_tokens": 200}}),
+        ("/v1/images/generations", {"data": [], "usage": {"input_tokens": 100, "output_tokens": 100}}),
+        ("/generate", {"text": "x", "meta_info": {"prompt_tokens": 1, "completion_tokens": 200}}),
+    ],
+)
+async def test_budgets_count_the_tokens_that_answers_report(
+    worker: ScriptedWorker, path: str, answer: dict[str, Any]
+) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.answer(json.dumps(answer).encode())
+
+    worker.script = script
+    named = {"a": {"keys": [hashed_key("key-a")], "tokens_per_minute": 100}}
+    async with router(worker.url, server={"token": TOKEN}, tenants={"named": named}) as routed:
+        body = {"model": MODEL, "text": "x", "input": "x"}
+        statuses = [(await routed.call(path, body, headers=bearer("key-a"))).status for _ in range(2)]
+    assert statuses == [200, 429]
+
+
+async def test_budget_counts_streams_of_generate(worker: ScriptedWorker) -> None:
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        for tokens in (1, 200):
+            meta = {"text": "x", "meta_info": {"prompt_tokens": 1, "completion_tokens": tokens}}
+            await exchange.chunk(b"data: " + json.dumps(meta).encode() + b"\n\n")
+        await exchange.chunk(b"")
+
+    worker.script = script
+    named = {"a": {"keys": [hashed_key("key-a")], "tokens_per_minute": 100}}
+    async with router(worker.url, server={"token": TOKEN}, tenants={"named": named}) as routed:
+        body = {"text": "x", "stream": True}
+        statuses = [(await routed.call("/generate", body, headers=bearer("key-a"))).status for _ in range(2)]
+    assert statuses == [200, 429]
 
 
 async def test_salted_messages_are_isolated_by_tenant() -> None:
