@@ -17,8 +17,8 @@ from xxhash import xxh3_64
 
 from indexer.hashing import Namespace, namespace_hash
 from kvevents import EngineHash
-from kvevents.batches import LATEST_TIME
-from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC, MOST_BLOCK_SIZE
+from kvevents.batches import HIGHEST_RANK, LATEST_TIME
+from kvevents.sources import LONGEST_TOPIC, MOST_BLOCK_SIZE
 
 log = structlog.get_logger()
 

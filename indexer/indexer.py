@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -34,11 +34,12 @@ from indexer.pools.holdings import PoolHoldings
 from indexer.pools.pool import SharedPool
 from indexer.pools.samples import PoolSample
 from indexer.saved import SavedTargets, dump_target
+from indexer.streams.bound import BindSettings, Publisher, find_target
 from indexer.streams.reader import StreamReader
 from indexer.streams.sequence import SequenceSettings, StreamSequence
 from indexer.streams.session import StreamSession, StreamStatus
 from indexer.targets import Registration, Target, WorkerNames
-from kvevents import Tier
+from kvevents import EventSource, Tier
 from kvevents.curve import KeyPair
 from kvevents.sources import MOST_BLOCK_SIZE, canonical_source
 
@@ -81,6 +82,8 @@ class Indexer:
     - `orphan_blocks`: maximum number of a target's blocks that wait for their parent.
     - `keys`: this subscriber's key pair for encrypted streams; None makes a temporary one.
     - `pools`: shared pools. A target loads from the first one that serves it.
+    - `bindings`: the sockets that publishers connect to.
+    - `pods`: workers by the names and addresses in publishers' topics. It is only replaced as a whole.
     """
 
     def __init__(
@@ -90,13 +93,16 @@ class Indexer:
         sequence: SequenceSettings | None = None,
         keys: KeyPair | None = None,
         pools: Sequence[SharedPool] = (),
+        bindings: BindSettings | None = None,
     ) -> None:
+        self.pods: Mapping[str, str] = {}
         self.names = WorkerNames()
         self.pools = pools
         self.index = make_index(secret, orphan_blocks)
         self._secret = secret
         self._saved = SavedTargets()
-        self._reader = StreamReader(self.index, sequence, keys, self.names)
+        self._bindings = bindings or BindSettings()
+        self._reader = StreamReader(self.index, sequence, keys, self.names, self._bindings, self._target_of)
         self._served: dict[tuple[str, str], dict[Target, Registration]] = {}  # by tenant and model
         self._salted: set[Target] = set()  # those with an additional salt
         self.registrations = 0
@@ -106,7 +112,9 @@ class Indexer:
         self._pool_of: dict[Target, SharedPool] = {}
 
     def start(self) -> None:
-        """Start to read the streams."""
+        """Start to read the streams. Raises ValueError if a socket for publishers cannot be bound."""
+        for endpoint in self._bindings.endpoints:
+            self._reader.bind(endpoint)
         self._reader.start()
 
     def stop(self) -> None:
@@ -130,7 +138,7 @@ class Indexer:
         known = served.get(target)
         if known == registration:
             return
-        stream = self._reader.open(target, registration.source) if registration.source else None
+        stream = self._open(target, registration.source) if registration.source else None
         if known is not None:
             self._reader.remove(target)
             self.index.drop(target)
@@ -149,6 +157,22 @@ class Indexer:
         if registration.additional_salt is not None:
             self._salted.add(target)
         self.registrations += 1
+
+    def _open(self, target: Target, source: EventSource) -> StreamSession:
+        """Open a target's stream. Its publisher connects if the endpoint is a wildcard or bound."""
+        fed = source.connects or self._reader.binds(source.endpoint)
+        if fed:
+            self._reader.bind(source.endpoint)
+        return self._reader.open(target, source, fed)
+
+    def _target_of(self, publisher: Publisher) -> Registration | str:
+        """Return the registration of a publisher, or why it has none. Called in the reader's thread."""
+        registered = [each for served in list(self._served.values()) for each in list(served.values())]
+        return find_target(publisher, registered, self.pods)
+
+    def publishers(self) -> list[Publisher]:
+        """Return the publishers that connected to bound sockets."""
+        return self._reader.publishers()
 
     def dump(self) -> Iterator[bytes]:
         """Yield a dump of the targets whose stream can be replayed. Raises TimeoutError after 30 seconds for one."""
@@ -180,8 +204,10 @@ class Indexer:
         """Remove targets, their streams and their blocks."""
         for target in targets:
             served = self._served.get((target.tenant, target.model), {})
-            if served.pop(target, None) is None:
+            if (registration := served.pop(target, None)) is None:
                 continue
+            if (source := registration.source) is not None and self._reader.binds(source.endpoint):
+                self._unbind_unused(source.endpoint)
             if not served:
                 del self._served[target.tenant, target.model]
             self._salted.discard(target)
@@ -189,6 +215,12 @@ class Indexer:
             self.registrations += 1
             self._reader.remove(target)
             self.index.drop(target)
+
+    def _unbind_unused(self, endpoint: str) -> None:
+        """Close a bound socket that neither a setting nor a registration names."""
+        used = any(each.source is not None and each.source.endpoint == endpoint for each in self.registered())
+        if not used and endpoint not in self._bindings.endpoints:
+            self._reader.unbind(endpoint)
 
     def registered(self) -> list[Registration]:
         return [known for served in self._served.values() for known in served.values()]

@@ -32,6 +32,7 @@ class _RawBatch(msgspec.Struct, array_like=True):
     dp_rank: int | None = None
 
 
+HIGHEST_RANK = 65_535
 # msgspec raises RecursionError for data that is nested too deep.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -65,6 +66,24 @@ def batch_time(payload: bytes) -> float | None:
         ts, events = outline.ts, memoryview(outline.events)[0]
     is_array = events & 0xF0 == 0x90 or events in _LONG_ARRAYS
     return ts if is_array and 0 <= ts <= LATEST_TIME else None
+
+
+class _RankOutline(msgspec.Struct, array_like=True):
+    ts: float
+    events: msgspec.Raw
+    dp_rank: int | None = None
+
+
+_decode_ranks = msgspec.msgpack.Decoder(_RankOutline).decode
+
+
+def batch_rank(payload: bytes) -> int | None:
+    """Return the DP rank of a batch, 0 if it names none; None if the payload is no batch or has an invalid rank."""
+    try:
+        rank = _decode_ranks(payload).dp_rank or 0
+    except _UNREADABLE:
+        return None
+    return rank if 0 <= rank <= HIGHEST_RANK else None
 
 
 def decode_batch(payload: bytes) -> EventBatch:

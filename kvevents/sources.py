@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvevents.batches import HIGHEST_RANK
 from kvevents.endpoints import connectable, parse_endpoint, rank_endpoint
 
 _LONGEST_FIELD = 8192  # bytes, as JSON
@@ -76,12 +77,11 @@ def _short(number: int) -> str:
     return str(number) if abs(number) < 10**18 else "a number of more than 18 digits"
 
 
-HIGHEST_RANK = 65_535
 MOST_BLOCK_SIZE = 65_536  # tokens
 
 
 class EventSource(msgspec.Struct, frozen=True):
-    """The event stream of one DP rank.
+    """The event stream of one DP rank. Of a wildcard endpoint, the index is bound there, and the publisher connects.
 
     - `replay_endpoint`: endpoint of its ROUTER socket for replays; None if it has none.
     - `curve_server_key`: the publisher's public key; None if the stream is not encrypted.
@@ -92,6 +92,11 @@ class EventSource(msgspec.Struct, frozen=True):
     replay_endpoint: str | None = None
     topic: str = ""
     curve_server_key: str | None = None
+
+    @property
+    def connects(self) -> bool:
+        """True if the publisher connects to the index."""
+        return parse_endpoint(self.endpoint).is_wildcard
 
 
 LONGEST_TOPIC = 256  # characters
@@ -106,17 +111,17 @@ def canonical_source(source: EventSource) -> EventSource:
     replay = source.replay_endpoint
     return msgspec.structs.replace(
         source,
-        endpoint=_reachable(source.endpoint, "endpoint"),
+        endpoint=_reachable(source.endpoint, "endpoint", or_wildcard=True),
         replay_endpoint=None if replay is None else _reachable(replay, "replay_endpoint"),
     )
 
 
-def _reachable(text: str, field: str) -> str:
+def _reachable(text: str, field: str, or_wildcard: bool = False) -> str:
     try:
         endpoint = parse_endpoint(text)
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from error
-    if endpoint.is_wildcard or endpoint.port == 0:
+    if (endpoint.is_wildcard and not or_wildcard) or endpoint.port == 0:
         raise ValueError(
             f"{field}: {endpoint} is where a publisher listens; give the address that subscribers connect to"
         )

@@ -124,6 +124,25 @@ def workers_report(indexer: Indexer) -> list[dict[str, Any]]:
     return list(workers.values())
 
 
+def publishers_report(indexer: Indexer) -> list[dict[str, Any]]:
+    """Return the publishers that connected to the index, and the target that each one's messages are credited to."""
+    return [
+        {
+            "endpoint": each.endpoint,
+            "topic": each.topic,
+            "key": each.identity or None,
+            "address": each.address,
+            "dp_rank": each.dp_rank,
+            "worker": each.target and indexer.names.get(each.target.worker),
+            "model": each.target and each.target.model,
+            "problem": each.problem,
+            "messages": each.messages,
+            "seconds_since_message": time.time() - each.received_at,
+        }
+        for each in indexer.publishers()
+    ]
+
+
 def _registration(body: RegisterBody) -> Registration:
     instance, model, rank = str(body.instance_id), one_of(body, "modelname", "model_name"), body.dp_rank or 0
     salt = body.additionalsalt or body.additional_salt or None
@@ -194,8 +213,8 @@ def indexer_app(indexer: Indexer, questions: Questions, admit: Admit, token: str
 
     @app.get("/workers")
     async def workers() -> dict[str, Any]:
-        """Return every registered target with its stream and its blocks."""
-        return {"workers": workers_report(indexer)}
+        """Return every registered target with its stream and its blocks, and the publishers that connected."""
+        return {"workers": workers_report(indexer), "publishers": publishers_report(indexer)}
 
     @app.get("/health")
     async def health() -> dict[str, str]:

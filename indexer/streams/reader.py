@@ -15,16 +15,18 @@ from typing import TypeVar
 
 import zmq
 from sortedcontainers import SortedKeyList
+from zmq.auth.thread import ThreadAuthenticator
 
 from indexer.inbox import Inbox, Received, Taken
 from indexer.index import Applied, Index
 from indexer.native import CORES
 from indexer.reference.inbox import PythonInbox
 from indexer.sockets import SocketPoller
+from indexer.streams.bound import BindSettings, BoundSocket, Publisher, authenticator
 from indexer.streams.commands import CommandQueue
-from indexer.streams.sequence import SequenceSettings, StreamSequence
+from indexer.streams.sequence import SequenceSettings, StreamSequence, StreamState
 from indexer.streams.session import StreamSession, StreamStatus, open_sockets
-from indexer.targets import Target, WorkerNames
+from indexer.targets import Registration, Target, WorkerNames
 from kvevents import EventSource
 from kvevents.curve import KeyPair, checked_key, temporary_key_pair
 from kvevents.frames import StreamFrame
@@ -45,11 +47,18 @@ class StreamReader:
         settings: SequenceSettings | None = None,
         keys: KeyPair | None = None,
         names: WorkerNames | None = None,
+        bindings: BindSettings | None = None,
+        find: Callable[[Publisher], Registration | str] | None = None,
     ) -> None:
+        """Create the reader. `find` returns the registration of a publisher that connects, or why it has none."""
         self._index = index
         self._settings = settings
         self._keys = keys
         self._names = names or WorkerNames()
+        self._bindings = bindings or BindSettings()
+        self._find = find or (lambda _: "publishers have no targets here")
+        self._bound: dict[str, BoundSocket] = {}
+        self._authenticator: ThreadAuthenticator | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # The default limit is 1023 sockets; a stream has four.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
@@ -74,14 +83,47 @@ class StreamReader:
             self._commands.send(lambda: None)
             self._thread.join()
         self._commands.run_all()  # they may have opened sessions, whose sockets have to be closed
+        for bound in self._bound.values():
+            bound.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         for session in self._followed.values():
             session.close()
         self._poller.close()
         self._commands.close()
         self._context.term()
 
-    def open(self, target: Target, source: EventSource) -> StreamSession:
-        """Connect to a target's stream, for `follow`.
+    def bind(self, endpoint: str) -> None:
+        """Bind a socket that publishers connect to, unless it is bound. Raises ValueError, field first."""
+        if endpoint in self._bound:
+            return
+        self._bindings.check(endpoint)
+        if self._bindings.keys is not None and self._authenticator is None:
+            self._authenticator = authenticator(self._context, self._bindings.publisher_keys)
+        bound = self._bound[endpoint] = BoundSocket(self._context, endpoint, self._bindings.keys)
+        self._commands.send(lambda: self._poller.add(bound.socket, lambda: self._distribute(bound)))
+
+    def unbind(self, endpoint: str) -> None:
+        """Close a bound socket."""
+        if (bound := self._bound.pop(endpoint, None)) is None:
+            return
+
+        def close() -> None:
+            self._poller.remove(bound.socket)
+            bound.close()
+
+        self._commands.send(close)
+
+    def binds(self, endpoint: str) -> bool:
+        """Return whether publishers connect to a bound socket at this endpoint."""
+        return endpoint in self._bound
+
+    def publishers(self) -> list[Publisher]:
+        """Return the publishers that connected to bound sockets."""
+        return [each for bound in list(self._bound.values()) for each in list(bound.publishers.values())]
+
+    def open(self, target: Target, source: EventSource, fed: bool = False) -> StreamSession:
+        """Connect to a target's stream, for `follow`. `fed`: its publisher connects to a bound socket.
 
         Raises ValueError, which begins with the wrong field, for a bad endpoint or key, or if no more sockets can be
         opened.
@@ -89,10 +131,10 @@ class StreamReader:
         if source.curve_server_key is not None:
             checked_key(source.curve_server_key, "curve_server_key")
             self._keys = self._keys or temporary_key_pair()
-        live, monitor, replay = open_sockets(self._context, source, self._keys)
+        live, monitor, replay, feed = open_sockets(self._context, source, self._keys, fed)
         sequence = StreamSequence(replay is not None, self._settings)
         index, names, recheck = self._index, self._names, self._poller.recheck
-        return StreamSession(target, source, sequence, live, monitor, replay, index, names, recheck)
+        return StreamSession(target, source, sequence, live, monitor, replay, index, names, recheck, feed)
 
     def follow(self, session: StreamSession) -> None:
         """Read a session that `open` returned, in place of its target's current one."""
@@ -102,10 +144,11 @@ class StreamReader:
 
     def remove(self, target: Target) -> None:
         """Stop reading a target's stream."""
-        self._remove(target)
+        session = self._remove(target)
 
         def leave() -> None:
-            self._leave(target)
+            if session is not None and self._followed.get(target) is session:
+                self._leave(target)
 
         self._commands.send(leave)
 
@@ -149,10 +192,63 @@ class StreamReader:
 
         return self._commands.ask(question)
 
-    def _remove(self, target: Target) -> None:
+    def _remove(self, target: Target) -> StreamSession | None:
         session = self.sessions.pop(target, None)
         if session is not None:
             session.removed = True
+        return session
+
+    def _distribute(self, bound: BoundSocket) -> bool:
+        """Move a message of a bound socket to its publisher's session. Returns False if no message is waiting."""
+        received = bound.receive()
+        if received is None:
+            return False
+        publisher, parts = received
+        session = None if publisher.target is None else self._followed.get(publisher.target)
+        if session is None or session.removed or session.publisher is not publisher:
+            session = self._session_of(publisher)
+        if session is None:
+            bound.keep(publisher, parts)
+            return True
+        for message in bound.take_kept(publisher) if publisher.kept else ():
+            session.offer(message)
+        session.offer(parts)
+        return True
+
+    def _session_of(self, publisher: Publisher) -> StreamSession | None:
+        """Return the session of a publisher's target, which from now on reads its messages; None if there is none."""
+        if time.monotonic() < publisher.look_at:
+            return None
+        found = self._find(publisher)
+        if isinstance(found, str):
+            publisher.refuse(found)
+            return None
+        target = found.target
+        known, session = self.sessions.get(target), self._followed.get(target)
+        if known is not session or (session is not None and session.removed):
+            return None  # commands about the target are waiting
+        if session is not None and session.feed is None and session.sequence.state is not StreamState.CONNECTING:
+            publisher.refuse("its worker has a stream of its own")
+            return None
+        other = None if session is None else session.publisher
+        if other is not None and other is not publisher and not other.silent:
+            publisher.refuse(f"the publisher {other.topic!r} at {other.address} sends the stream of its worker")
+            return None
+        if session is None or session.feed is None or other is not None:
+            session = self._open_fed(target, found.source, publisher)
+        session.publisher, publisher.target, publisher.problem = publisher, target, None
+        session.connected()
+        self._update(session)
+        return session
+
+    def _open_fed(self, target: Target, registered: EventSource | None, publisher: Publisher) -> StreamSession:
+        """Open and follow a session that a publisher's messages are put into."""
+        replay = None if registered is None else registered.replay_endpoint
+        key = None if registered is None else registered.curve_server_key
+        source = EventSource(target.dp_rank, publisher.endpoint, replay, publisher.topic, key)
+        session = self.sessions[target] = self.open(target, source, fed=True)
+        self._follow(session)
+        return session
 
     def _run(self) -> None:
         self._poller.add(self._commands.socket, self._commands.run_next)

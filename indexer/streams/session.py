@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
 
 import structlog
@@ -28,6 +29,7 @@ from indexer.sockets import (
     receive,
     reconnect,
 )
+from indexer.streams.bound import Publisher
 from indexer.streams.sequence import Action, Apply, AskReplay, Clear, SequenceCounters, StreamSequence, StreamState
 from indexer.targets import Target, WorkerNames
 from kvevents import EventSource, MalformedBatchError
@@ -45,6 +47,7 @@ from kvevents.frames import (
 
 log = structlog.get_logger()
 
+_feeds = count()
 _RECONNECT_SECONDS = 1.0
 # A publisher that closes this many connections in a row, each soon after it accepted it, has other keys or none.
 # A publisher that stops closes one; a publisher that hangs closes none.
@@ -84,6 +87,8 @@ class StreamStatus:
 class StreamSession:
     """The subscription to one target's event stream.
 
+    If its publisher connects to the index, `publisher` is what it is known by, and its messages are put into `feed`.
+
     A session has a SUB socket for live batches, a DEALER for replays if the publisher has any, and a monitor socket for
     connection events. Other threads may call `status`, and read what `publish` sets: `state`, `last_seq` and
     `confirmed_at`, which describe what the index shows. `recheck` makes the reader read a socket again.
@@ -98,6 +103,8 @@ class StreamSession:
     index: Index
     names: WorkerNames
     recheck: Callable[[zmq.Socket[bytes]], None]
+    feed: zmq.Socket[bytes] | None = None
+    publisher: Publisher | None = None
     state: StreamState = StreamState.CONNECTING
     last_seq: int | None = None
     confirmed_at: float | None = None
@@ -207,7 +214,7 @@ class StreamSession:
             return False
         match read_monitor(self.monitor):
             case Connected():
-                self._connected()
+                self.connected()
             case Reached():
                 self.reached_at = time.monotonic()
             case Disconnected():
@@ -235,6 +242,12 @@ class StreamSession:
         self.began_at = now
         self._perform(self.sequence.on_resync(now))
 
+    def offer(self, parts: list[bytes]) -> None:
+        """Put a message of the publisher into the session's queue. A full queue leaves a gap."""
+        assert self.feed is not None
+        with suppress(zmq.Again):
+            self.feed.send_multipart(parts, zmq.NOBLOCK)
+
     def suspend(self, suspended: bool) -> None:
         """Show the stream as stale while its worker does not answer."""
         self.suspended = suspended
@@ -250,10 +263,11 @@ class StreamSession:
     def close(self) -> None:
         """Close all sockets."""
         self.live.disable_monitor()
-        for socket in filter(None, (self.live, self.monitor, self.replay)):
+        for socket in filter(None, (self.live, self.monitor, self.replay, self.feed)):
             socket.close(0)
 
-    def _connected(self) -> None:
+    def connected(self) -> None:
+        """Act on a connection of the publisher."""
         if self.handshake_failed and self.replay is not None and self.source.replay_endpoint is not None:
             # The publisher may have rejected this socket with a reason, after which ZeroMQ does not try again.
             reconnect(self.replay, self.source.replay_endpoint)
@@ -318,18 +332,22 @@ class StreamSession:
 
 
 def open_sockets(
-    context: zmq.Context[zmq.Socket[bytes]], source: EventSource, keys: KeyPair | None
-) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes], zmq.Socket[bytes] | None]:
-    """Open and connect the live, monitor and replay sockets of a stream.
+    context: zmq.Context[zmq.Socket[bytes]], source: EventSource, keys: KeyPair | None, fed: bool
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes], zmq.Socket[bytes] | None, zmq.Socket[bytes] | None]:
+    """Open and connect the live, monitor, replay and feed sockets of a stream. `fed`: its publisher connects.
 
     Raises ValueError, which begins with the wrong field, for a bad endpoint, or if no more sockets can be opened.
     """
     with ExitStack() as on_error:
         try:
-            live = context.socket(zmq.SUB)
+            live, feed = context.socket(zmq.PULL if fed else zmq.SUB), None
             on_error.callback(live.close, 0)
             _prepare(live)
-            live.subscribe(source.topic)
+            if fed:
+                feed = context.socket(zmq.PUSH)
+                on_error.callback(feed.close, 0)
+            else:
+                live.subscribe(source.topic)
             monitor = monitor_of(live)
             on_error.callback(monitor.close, 0)
             on_error.callback(live.disable_monitor)
@@ -343,13 +361,17 @@ def open_sockets(
                 f"no socket for the stream at {source.endpoint}: {error}; raise the limit of open files (ulimit -n)"
             ) from error
         if source.curve_server_key is not None and keys is not None:
-            for socket in filter(None, (live, replay)):
+            for socket in filter(None, (None if fed else live, replay)):
                 be_client(socket, source.curve_server_key, keys)
-        connect(live, source.endpoint, "endpoint")
+        if feed is None:
+            connect(live, source.endpoint, "endpoint")
+        else:
+            feed.bind(within := f"inproc://feed-{next(_feeds)}")
+            live.connect(within)
         if replay is not None and source.replay_endpoint is not None:
             connect(replay, source.replay_endpoint, "replay_endpoint")
         on_error.pop_all()
-    return live, monitor, replay
+    return live, monitor, replay, feed
 
 
 def _prepare(socket: zmq.Socket[bytes]) -> None:

@@ -9,6 +9,7 @@ from indexer import Indexer
 from indexer.pools.mooncake import MooncakeFollower, MooncakeMaster
 from indexer.pools.pool import PoolConfig, SharedPool
 from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot
+from indexer.streams.bound import BindSettings
 from indexer.streams.sequence import SequenceSettings
 from kvevents.curve import load_key_pair
 from router.settings import EventSettings, PoolSettings, Settings
@@ -20,13 +21,17 @@ def running_indexer(settings: Settings, worker_processes: WorkerProcesses | None
     """Yield an indexer that reads its streams until the context ends.
 
     It starts with the index of another process, else the snapshot, else the dump of `index.peer`. Of several processes,
-    only the first writes snapshots.
+    only the first writes snapshots. Raises OSError if an address of `events.bind` cannot be bound.
     """
     index = settings.index
     key_file = settings.events.curve_secret_key_file
     keys = load_key_pair(key_file, "events.curve_secret_key_file") if key_file else None
     pools = [(each, shared_pool(each)) for each in settings.pools]
-    indexer = Indexer(index.secret, index.orphan_blocks, _sequence(settings.events), keys, [pool for _, pool in pools])
+    bindings = BindSettings(
+        tuple(settings.events.bind), keys, settings.events.publisher_keys, bool(settings.server.token)
+    )
+    sequence = _sequence(settings.events)
+    indexer = Indexer(index.secret, index.orphan_blocks, sequence, keys, [pool for _, pool in pools], bindings)
     saved = worker_processes.load_index(index.secret, settings.server.token) if worker_processes else []
     if not saved and index.snapshot:
         saved = load_snapshot(index.snapshot, index.secret)
@@ -36,7 +41,11 @@ def running_indexer(settings: Settings, worker_processes: WorkerProcesses | None
     followers = [MooncakeFollower(pool, mooncake_master(each)) for each, pool in pools if each.master is not None]
     for follower in followers:
         follower.start()
-    indexer.start()
+    try:
+        indexer.start()
+    except ValueError as error:
+        indexer.stop()
+        raise OSError(f"events.bind: {error}") from error
     try:
         if index.snapshot is None or (worker_processes and worker_processes.number):
             yield indexer

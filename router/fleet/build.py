@@ -11,7 +11,7 @@ import aiohttp
 from indexer import Indexer
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.discovery import ServedModel
-from router.fleet.event_streams import WorkerStreams
+from router.fleet.event_streams import PublisherNames, WorkerStreams
 from router.fleet.fleet import Fleet
 from router.fleet.kubernetes import ClusterAccess
 from router.fleet.prober import MetricsScraper, Prober
@@ -47,6 +47,7 @@ class FleetWatch:
     ) -> None:
         self._fleet = fleet
         self._streams = WorkerStreams(indexer, networks)
+        fleet.on_change.append(PublisherNames(indexer, fleet).update)
         self.prober = Prober(fleet, settings, session, self._streams, on_model)
         self._scraper = MetricsScraper(fleet, settings, session, peer_load)
         self._stall_detector = StallDetector(settings, indexer)

@@ -19,6 +19,7 @@ from kvevents.endpoints import Endpoint, parse_endpoint
 from kvevents.sources import canonical_source
 from router.fleet.allowed_networks import AddressNotAllowedError, AllowedNetworks
 from router.fleet.discovery import WorkerDescription
+from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.fleet.worker_sources import ADDED_SOURCE
 from router.http.worker_url import host_of
@@ -82,6 +83,27 @@ class WorkerStreams:
     def resume(self, worker: Worker) -> None:
         """Return the worker's targets to matches."""
         self._indexer.suspend(worker.targets, False)
+
+
+class PublisherNames:
+    """The names by which publishers that connect may call their workers: names, URLs, and addresses of one worker."""
+
+    def __init__(self, indexer: Indexer, fleet: Fleet) -> None:
+        self._indexer = indexer
+        self._fleet = fleet
+        self._version = -1
+
+    def update(self) -> None:
+        """Tell the index the present names, if they may have changed."""
+        if self._fleet.version == self._version:
+            return
+        self._version = self._fleet.version
+        names: dict[str, str | None] = {}
+        for worker in self._fleet.workers:
+            netloc = worker.url.partition("://")[2].partition("/")[0]
+            for name in {worker.name, worker.url, netloc, host_of(worker.url)}:
+                names[name] = worker.url if names.setdefault(name, worker.url) == worker.url else None
+        self._indexer.pods = {name: url for name, url in names.items() if url is not None}
 
 
 class RegisteredStreams:
@@ -149,9 +171,10 @@ async def allowed_source(
     """Return a source with addresses for host names, which are kept in `known`. Raises ValueError as `admit` does."""
     checked = {} if known is None else known
     replay = source.replay_endpoint
+    there = source.endpoint
     return msgspec.structs.replace(
         source,
-        endpoint=await _allowed(networks, source.endpoint, "endpoint", checked),
+        endpoint=there if source.connects else await _allowed(networks, there, "endpoint", checked),
         replay_endpoint=None if replay is None else await _allowed(networks, replay, "replay_endpoint", checked),
     )
 

@@ -9,7 +9,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from kvevents.sources import HIGHEST_RANK, LONGEST_TOPIC
+from kvevents.batches import HIGHEST_RANK
+from kvevents.curve import load_public_keys
+from kvevents.endpoints import parse_endpoint
+from kvevents.sources import LONGEST_TOPIC
 from router.http.worker_url import split_user_info
 from router.settings.fields import (
     PULL_HOST,
@@ -166,6 +169,25 @@ class EventSettings(Section):
     pending_batches: PositiveInt = 20_000
     catch_up_timeout: NonNegative = 5.0
     curve_secret_key_file: KeyPairFile | None = None
+    bind: list[Endpoint] = []
+    publisher_keys: Path | None = None
+
+    @field_validator("bind")
+    @classmethod
+    def _can_be_bound(cls, endpoints: list[str]) -> list[str]:
+        for text in endpoints:
+            endpoint = parse_endpoint(text)
+            if endpoint.scheme != "tcp" or not endpoint.port:
+                raise ValueError(f"{text}: expected an address of this machine and a port, such as tcp://10.0.0.5:5557")
+        return endpoints
+
+    @model_validator(mode="after")
+    def _keys_need_encryption(self) -> Self:
+        if self.publisher_keys is not None:
+            load_public_keys(self.publisher_keys, "publisher_keys")
+            if self.curve_secret_key_file is None:
+                raise ValueError("publisher_keys: set curve_secret_key_file too, by which streams are encrypted")
+        return self
 
 
 class ReplicasSettings(Section):

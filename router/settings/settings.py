@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from kvevents.endpoints import parse_endpoint
 from router.settings.fields import SERVICE_LEVEL_NAME
 from router.settings.fleet import (
     AuditSettings,
@@ -143,6 +144,19 @@ class Settings(BaseSettings):
     def _tenants_need_a_token(self) -> Settings:
         if self.tenants.named and not self.server.token:
             raise ValueError("tenants: set server.token too. Without it, any client can query what tenants have cached")
+        return self
+
+    @model_validator(mode="after")
+    def _publishers_may_connect(self) -> Settings:
+        encrypted = self.events.curve_secret_key_file is not None
+        for endpoint in self.events.bind:
+            if parse_endpoint(endpoint).is_wildcard and not (self.server.token or encrypted):
+                raise ValueError(
+                    f"events.bind: publishers on all networks could connect to {endpoint}. Set server.token or "
+                    "events.curve_secret_key_file, or bind one address"
+                )
+        if self.events.bind and self.server.processes > 1:
+            raise ValueError("events.bind: only one process can be bound to an address. Set server.processes to 1")
         return self
 
     @model_validator(mode="after")

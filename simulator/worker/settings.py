@@ -58,8 +58,9 @@ class SimulatedWorkerSettings:
     bootstrap_port: int = 0  # port of a prefill worker's bootstrap service; 0: any free port
     transfer_timeout_s: float = 30.0  # seconds until a prompt's KV must have arrived
 
-    # Endpoints of rank 0, which the worker always binds. None: no events.
+    # Endpoints of rank 0. None: no events. The worker binds the stream, or connects to an address that a router binds.
     kv_events: PublisherConfig | None = field(default_factory=_loopback_events)
+    connects: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "dp_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):

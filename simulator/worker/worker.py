@@ -98,4 +98,4 @@ def _publisher(settings: SimulatedWorkerSettings, rank: int) -> EventPublisher:
         return NullEventPublisher()
     fields = msgspec.structs.asdict(config)
     del fields["publisher"]
-    return ZmqEventPublisher(rank, bind=True, **fields)
+    return ZmqEventPublisher(rank, bind=not settings.connects, **fields)

@@ -229,8 +229,10 @@ async def examine(settings: Settings, api_key: str | None, patience: float) -> l
     """
     key_file = settings.events.curve_secret_key_file
     keys = load_key_pair(key_file, "events.curve_secret_key_file") if key_file else None
-    # The router's saved index must be neither read nor written.
-    alone = settings.model_copy(update={"index": settings.index.model_copy(update={"snapshot": None, "peer": None})})
+    # The router's saved index must be neither read nor written, and its addresses not bound.
+    without = settings.index.model_copy(update={"snapshot": None, "peer": None})
+    unbound = settings.events.model_copy(update={"bind": []})
+    alone = settings.model_copy(update={"index": without, "events": unbound})
     fleet = settings.fleet
     if api_key and not fleet.has_key:
         fleet = fleet.model_copy(update={"api_key": SecretStr(api_key)})

@@ -19,7 +19,7 @@ from http_api.errors import RequestError
 from http_api.openapi import errors, json_body, schema_body
 from http_api.routes import token_check
 from indexer import Target
-from indexer.api.routes import workers_report
+from indexer.api.routes import publishers_report, workers_report
 from kvevents import EventSource
 from router.app.services import Services
 from router.fleet.allowed_networks import AddressNotAllowedError, AllowedNetworks
@@ -50,8 +50,12 @@ def worker_routes(services: Services) -> APIRouter:
 
     @routes.get("/workers")
     async def workers() -> dict[str, Any]:
-        """List all workers with their state, load, streams and cached blocks."""
-        return {"workers": _report(services), "tokenizers": services.tokenizer_source.report()}
+        """List all workers with their state, load, streams and cached blocks, and the publishers that connected."""
+        return {
+            "workers": _report(services),
+            "publishers": publishers_report(services.indexer),
+            "tokenizers": services.tokenizer_source.report(),
+        }
 
     return routes
 
