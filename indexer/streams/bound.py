@@ -43,7 +43,7 @@ _DOMAIN = "kv-events"  # of requests for authentication
 
 @dataclass(frozen=True, slots=True)
 class BindSettings:
-    """The sockets that the index binds, and who may connect.
+    """The sockets that the index binds, and the publishers that may connect.
 
     - `keys`: the key pair of encrypted sockets; None: they are not encrypted.
     - `publisher_keys`: a folder with the public keys of publishers that may connect; None: any publisher may.
@@ -100,7 +100,7 @@ class Publisher:
         return time.time() - self.received_at > _SILENT_SECONDS
 
     def refuse(self, problem: str) -> None:
-        """Credit nothing to it until the next search for its target."""
+        """Drop its target until the next search for one."""
         self.target, self.problem = None, problem
         self.look_at = time.monotonic() + _SECONDS_BETWEEN_LOOKUPS
 
@@ -205,7 +205,7 @@ def authenticator(context: zmq.Context[zmq.Socket[bytes]], publisher_keys: Path 
 def find_target(
     publisher: Publisher, registered: Iterable[Registration], pods: Mapping[str, str]
 ) -> Registration | str:
-    """Return the registration whose stream a publisher sends, or in words why there is none.
+    """Return the registration whose stream a publisher sends, or in words why it has no registration.
 
     - `pods`: the workers, as they are registered, by their names and addresses.
     """

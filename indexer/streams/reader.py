@@ -216,7 +216,7 @@ class StreamReader:
         return True
 
     def _session_of(self, publisher: Publisher) -> StreamSession | None:
-        """Return the session of a publisher's target, which from now on reads its messages; None if there is none."""
+        """Return the session of a publisher's target, which from now on reads its messages; None without one."""
         if time.monotonic() < publisher.look_at:
             return None
         found = self._find(publisher)

@@ -267,7 +267,7 @@ class StreamSession:
             socket.close(0)
 
     def connected(self) -> None:
-        """Act on a connection of the publisher."""
+        """Handle a connection of the publisher."""
         if self.handshake_failed and self.replay is not None and self.source.replay_endpoint is not None:
             # The publisher may have rejected this socket with a reason, after which ZeroMQ does not try again.
             reconnect(self.replay, self.source.replay_endpoint)

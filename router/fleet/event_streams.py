@@ -94,7 +94,7 @@ class PublisherNames:
         self._version = -1
 
     def update(self) -> None:
-        """Tell the index the present names, if they may have changed."""
+        """Send the index the present names, if they may have changed."""
         if self._fleet.version == self._version:
             return
         self._version = self._fleet.version

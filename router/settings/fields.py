@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, AnyHttpUrl, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
-from kvevents.curve import load_key_pair, load_public_key
+from kvevents.curve import load_key_pair, load_public_key, load_public_keys
 from kvevents.endpoints import parse_endpoint
 from kvevents.sources import MOST_BLOCK_SIZE
 from router.http.worker_url import canonical_url, checked_key, key_in_environment, key_in_file
@@ -97,6 +97,14 @@ def _endpoint(text: str) -> str:
     return str(parse_endpoint(text))
 
 
+def _key_folder(path: Path) -> Path:
+    try:
+        load_public_keys(path, "publisher_keys")
+    except OSError as error:
+        raise ValueError(error.strerror) from error
+    return path
+
+
 NonNegative = Annotated[float, Field(ge=0)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 ListeningPort = Annotated[int, Field(ge=0, le=65535)]
@@ -109,6 +117,7 @@ CorsOrigin = Annotated[str, AfterValidator(_cors_origin)]
 HttpUrl = Annotated[AnyHttpUrl, BeforeValidator(_url)]
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
 PublicKeyFile = Annotated[Path, AfterValidator(_public_key_file)]
+KeyFolder = Annotated[Path, AfterValidator(_key_folder)]
 KeyPairFile = Annotated[Path, AfterValidator(_key_pair_file)]
 ApiKey = Annotated[SecretStr, AfterValidator(_api_key)]
 ApiKeyFile = Annotated[Path, AfterValidator(_api_key_file)]

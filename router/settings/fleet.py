@@ -10,7 +10,6 @@ from typing import Annotated, Any, Self
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from kvevents.batches import HIGHEST_RANK
-from kvevents.curve import load_public_keys
 from kvevents.endpoints import parse_endpoint
 from kvevents.sources import LONGEST_TOPIC
 from router.http.worker_url import split_user_info
@@ -23,6 +22,7 @@ from router.settings.fields import (
     BlockSize,
     Endpoint,
     HttpUrl,
+    KeyFolder,
     KeyPairFile,
     ModelName,
     Network,
@@ -170,7 +170,7 @@ class EventSettings(Section):
     catch_up_timeout: NonNegative = 5.0
     curve_secret_key_file: KeyPairFile | None = None
     bind: list[Endpoint] = []
-    publisher_keys: Path | None = None
+    publisher_keys: KeyFolder | None = None
 
     @field_validator("bind")
     @classmethod
@@ -183,10 +183,8 @@ class EventSettings(Section):
 
     @model_validator(mode="after")
     def _keys_need_encryption(self) -> Self:
-        if self.publisher_keys is not None:
-            load_public_keys(self.publisher_keys, "publisher_keys")
-            if self.curve_secret_key_file is None:
-                raise ValueError("publisher_keys: set curve_secret_key_file too, by which streams are encrypted")
+        if self.publisher_keys is not None and self.curve_secret_key_file is None:
+            raise ValueError("publisher_keys: set curve_secret_key_file too, by which streams are encrypted")
         return self
 
 
