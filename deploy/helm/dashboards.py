@@ -57,6 +57,25 @@ def _share(part: str, whole: str, by: str = "") -> str:
 
 _ALL_REQUESTS = 'sum(rate({__name__=~"kvrouter_requests_total|kvrouter_requests_refused_total"}[$__rate_interval]))'
 
+_RATE = "[$__rate_interval]"
+
+
+def _engines(vllm: str, sglang: str, of: str = "{}") -> tuple[tuple[str, str], ...]:
+    """Return the queries of a metric of vLLM and its name in SGLang, for each pod. `of`: what is summed of it."""
+    return tuple((f"sum by (pod) ({of.format(f'{name}{_NAMED}')})", "{{pod}}") for name in (vllm, sglang))
+
+
+_NAMED = '{model_name=~"$model"}'
+_PER_SECOND = "rate({}" + _RATE + ")"
+_TTFT = "time_to_first_token_seconds_bucket"
+
+# The metric whose label has the names of models, by dashboard.
+_MODELS = {
+    "router": "kvrouter_decisions_total, model",
+    "index": "kvrouter_index_blocks, model",
+    "engines": '{__name__=~"vllm:num_requests_running|sglang:num_running_reqs"}, model_name',
+}
+
 DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
     "router": (
         "kvrouter: requests",
@@ -458,6 +477,80 @@ _OPTIONS: dict[Kind, dict[str, Any]] = {
     Kind.BARS: {"reduceOptions": _LAST, "orientation": "horizontal", "displayMode": "basic"},
     Kind.HEATMAP: {"calculate": False, "yAxis": {"unit": "s"}, "cellGap": 1, "tooltip": {"mode": "single"}},
     Kind.STATES: {"mergeValues": True, "showValue": "never", "legend": {"displayMode": "list", "placement": "bottom"}},
+    "engines": (
+        "kvrouter: engines",
+        {
+            "Load": [
+                Panel(
+                    "Running requests",
+                    "short",
+                    _engines("vllm:num_requests_running", "sglang:num_running_reqs"),
+                    "Requests that each engine computes now.",
+                ),
+                Panel(
+                    "Waiting requests",
+                    "short",
+                    _engines("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+                    "Requests in the queue of each engine. A long queue beside idle engines has few cached prefixes.",
+                ),
+                Panel(
+                    "KV memory in use",
+                    "percentunit",
+                    _engines("vllm:kv_cache_usage_perc", "sglang:token_usage"),
+                    "Share of the KV cache that running requests hold. Near 100%, engines preempt requests.",
+                ),
+            ],
+            "Work": [
+                Panel(
+                    "Prompt tokens",
+                    "short",
+                    _engines("vllm:prompt_tokens_total", "sglang:prompt_tokens_total", _PER_SECOND),
+                    "Prompt tokens per second of each engine, cached ones included.",
+                ),
+                Panel(
+                    "Generated tokens",
+                    "short",
+                    _engines("vllm:generation_tokens_total", "sglang:generation_tokens_total", _PER_SECOND),
+                    "Tokens of answers per second of each engine.",
+                ),
+                Panel(
+                    "Prompt tokens from cache",
+                    "percentunit",
+                    (
+                        (
+                            f"sum by (pod) (rate(vllm:prefix_cache_hits_total{_NAMED}{_RATE}))"
+                            f" / sum by (pod) (rate(vllm:prefix_cache_queries_total{_NAMED}{_RATE}))",
+                            "{{pod}}",
+                        ),
+                        (f"avg by (pod) (sglang:cache_hit_rate{_NAMED})", "{{pod}}"),
+                    ),
+                    "Share of prompt tokens that each engine found in its own cache.",
+                ),
+            ],
+            "Latency": [
+                Panel(
+                    "Time to first token, p90",
+                    "s",
+                    tuple(
+                        (
+                            f"histogram_quantile(0.9, sum by (pod, le) (rate({engine}:{_TTFT}{_NAMED}{_RATE})))",
+                            "{{pod}}",
+                        )
+                        for engine in ("vllm", "sglang")
+                    ),
+                    "Time in the engine until the first token. The time in the router is not part of it.",
+                    width=12,
+                ),
+                Panel(
+                    "Preemptions",
+                    "short",
+                    ((f"sum by (pod) (rate(vllm:num_preemptions_total{_NAMED}{_RATE}))", "{{pod}}"),),
+                    "Requests per second that vLLM interrupted for lack of KV memory, and computes again.",
+                    width=12,
+                ),
+            ],
+        },
+    ),
 }
 
 
@@ -486,9 +579,7 @@ def dashboard(name: str) -> str:
             "label": "Model",
             "type": "query",
             "datasource": _SOURCE,
-            "query": "label_values(kvrouter_decisions_total, model)"
-            if name == "router"
-            else "label_values(kvrouter_index_blocks, model)",
+            "query": f"label_values({_MODELS[name]})",
             "refresh": 2,
             "multi": True,
             "includeAll": True,

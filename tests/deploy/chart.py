@@ -49,7 +49,13 @@ def pod_templates(objects: list[Object]) -> list[Object]:
     templates = [
         found["spec"]["template"] for kind in ("Deployment", "StatefulSet") for found in of_kind(objects, kind)
     ]
-    return templates + of_kind(objects, "Pod")
+    return templates + group_templates(objects) + of_kind(objects, "Pod")
+
+
+def group_templates(objects: list[Object]) -> list[Object]:
+    """Return metadata and spec of every pod of a LeaderWorkerSet."""
+    groups = [found["spec"]["leaderWorkerTemplate"] for found in of_kind(objects, "LeaderWorkerSet")]
+    return [group[part] for group in groups for part in ("leaderTemplate", "workerTemplate") if part in group]
 
 
 def containers(objects: list[Object]) -> list[Object]:

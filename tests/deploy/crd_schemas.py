@@ -143,7 +143,35 @@ _SCALED_OBJECT = _object(
     ),
 )
 
+# The pods of a group are checked as pods: `chart.pod_templates` finds them.
+_TEMPLATE = {"type": "object", "required": ["metadata", "spec"]}
+
+_LEADER_WORKER_SET = _object(
+    ["leaderWorkerTemplate"],
+    replicas={"type": "integer", "minimum": 0},
+    rolloutStrategy=_object(
+        ["type"],
+        type={"enum": ["RollingUpdate"]},
+        rollingUpdateConfiguration=_object(
+            [],
+            maxSurge={"type": ["integer", "string"]},
+            maxUnavailable={"type": ["integer", "string"]},
+            partition={"type": "integer"},
+        ),
+    ),
+    leaderWorkerTemplate=_object(
+        ["workerTemplate"],
+        size={"type": "integer", "minimum": 1},
+        restartPolicy={"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+        leaderTemplate=_TEMPLATE,
+        workerTemplate=_TEMPLATE,
+    ),
+    startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+    networkConfig=_object(["subdomainPolicy"], subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}),
+)
+
 SCHEMAS: dict[str, Schema] = {
+    "LeaderWorkerSet": _kind("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", _LEADER_WORKER_SET),
     "ScaledObject": _kind("keda.sh/v1alpha1", "ScaledObject", _SCALED_OBJECT),
     "HTTPRoute": _kind("gateway.networking.k8s.io/v1", "HTTPRoute", _HTTP_ROUTE),
     "InferencePool": _kind("inference.networking.k8s.io/v1", "InferencePool", _INFERENCE_POOL),

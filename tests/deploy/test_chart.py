@@ -17,7 +17,20 @@ helm_python = pytest.importorskip("helm_python", reason="make test-helm installs
 jsonschema = pytest.importorskip("jsonschema")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
-from chart import CHART, PROFILES, Object, container, containers, named, notes, of_kind, pod_templates, profile, render  # noqa: E402
+from chart import (  # noqa: E402
+    CHART,
+    PROFILES,
+    Object,
+    container,
+    containers,
+    group_templates,
+    named,
+    notes,
+    of_kind,
+    pod_templates,
+    profile,
+    render,
+)
 from crd_schemas import SCHEMAS  # noqa: E402
 
 from router.settings import load_settings  # noqa: E402
@@ -124,6 +137,8 @@ def test_every_object_is_valid(objects: list[Object], version: str) -> None:
             jsonschema.validate(found, SCHEMAS[found["kind"]])
         else:
             kubernetes_validate.validate(found, version, strict=True)
+    for template in group_templates(objects):
+        kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **template}, version, strict=True)
 
 
 def test_object_names_are_unique_and_valid(objects: list[Object]) -> None:
@@ -157,7 +172,8 @@ def test_every_container_has_limits_and_probes(objects: list[Object]) -> None:
             assert each["resources"]["requests"]["cpu"]
             assert each["resources"]["requests"]["memory"]
             assert each["resources"]["limits"]["memory"]
-            if pod.get("kind") != "Pod":  # a test ends by itself
+            by_itself = pod.get("kind") == "Pod"  # a test
+            if not by_itself and pod["metadata"]["labels"]["app.kubernetes.io/component"] != "worker-node":
                 assert {"startupProbe", "livenessProbe", "readinessProbe"} <= each.keys()
 
 
@@ -550,6 +566,130 @@ def test_prefill_and_decode_workers_have_transfer_connectors() -> None:
         assert template["metadata"]["labels"]["kvrouter.io/role"] == role
 
 
+# Several nodes, offloading, pools
+
+
+def groups(values: Object) -> tuple[Object, list[Object]]:
+    """Return the LeaderWorkerSet of the worker `w`, and its pods."""
+    objects = render({"workers": {"w": {"model": "m"} | values}})
+    return named(objects, "LeaderWorkerSet", "rel-kvrouter-worker-w"), group_templates(objects)
+
+
+def component(pod: Object) -> str:
+    return pod["metadata"]["labels"]["app.kubernetes.io/component"]
+
+
+def test_every_node_serves_its_data_parallel_ranks() -> None:
+    group, [pod] = groups({"nodes": 2, "dataParallelSize": 16, "replicas": 3, "expertParallel": True})
+    assert group["spec"]["replicas"] == 3
+    assert group["spec"]["leaderWorkerTemplate"]["size"] == 2
+    assert component(pod) == "worker"  # each node is a worker of the router
+    engine = pod["spec"]["containers"][0]
+    words = engine["command"]
+    assert words[:2] == ["/bin/sh", "-c"]
+    assert words[2] == 'exec "$@" --data-parallel-start-rank=$((LWS_WORKER_INDEX * 8))'
+    assert words[3:6] == ["sh", "vllm", "serve"]
+    assert option(words, "--data-parallel-size") == "16"
+    assert option(words, "--data-parallel-size-local") == "8"
+    assert option(words, "--data-parallel-address") == "$(LWS_LEADER_ADDRESS)"
+    assert {"--data-parallel-hybrid-lb", "--enable-expert-parallel"} <= set(words)
+    assert engine["resources"]["limits"]["nvidia.com/gpu"] == 8
+
+
+@pytest.mark.parametrize(("engine", "address"), [("vllm", "--master-addr"), ("sglang", "--dist-init-addr")])
+def test_only_the_leader_of_a_tensor_parallel_group_is_a_worker(engine: str, address: str) -> None:
+    _, [leader, node] = groups({"engine": engine, "nodes": 2, "tensorParallelSize": 16})
+    assert (component(leader), component(node)) == ("worker", "worker-node")
+    for pod in (leader, node):
+        words = pod["spec"]["containers"][0]["command"]
+        assert option(words, "--nnodes") == "2"
+        assert option(words, "--node-rank") == "$(LWS_WORKER_INDEX)"
+        assert option(words, address).startswith("$(LWS_LEADER_ADDRESS)")
+        assert pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert ("--headless" in node["spec"]["containers"][0]["command"]) is (engine == "vllm")
+    assert "--headless" not in leader["spec"]["containers"][0]["command"]
+    assert "ports" not in node["spec"]["containers"][0]
+
+
+def test_scalers_of_a_group_name_its_kind() -> None:
+    scaling = {"enabled": True, "metrics": [{"type": "External", "external": {}}]}
+    objects = render({"workers": {"w": {"model": "m", "nodes": 2, "tensorParallelSize": 16, "autoscaling": scaling}}})
+    [scaler] = of_kind(objects, "HorizontalPodAutoscaler")
+    assert scaler["spec"]["scaleTargetRef"] == {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "name": "rel-kvrouter-worker-w",
+    }
+
+
+def test_nodes_of_a_worker_reach_each_other_but_no_event_streams() -> None:
+    objects = release("wide-ep")
+    policy = named(objects, "NetworkPolicy", "rel-kvrouter-workers")
+    node = {"app.kubernetes.io/name": "kvrouter", "app.kubernetes.io/instance": "rel"}
+    for name in ("worker", "worker-node"):
+        labels = node | {"app.kubernetes.io/component": name}
+        assert allowed(policy, labels, 13345)
+        assert not allowed(policy, labels, 5557)
+
+
+POOL = {"pool": {"address": "master:50051", "http": "http://master:9003", "events": "tcp://master:5557"}}
+
+
+def connectors(values: Object, **worker: Any) -> list[Object]:
+    """Return the KV connectors of a vLLM."""
+    objects = render(values | {"workers": {"w": {"model": "m", **worker}}})
+    config = json.loads(option(container(objects, "rel-kvrouter-worker-w")["command"], "--kv-transfer-config"))
+    return config["kv_connector_extra_config"]["connectors"] if config["kv_connector"] == "MultiConnector" else [config]
+
+
+def test_offloading_pool_and_transfer_share_an_engine() -> None:
+    [tier] = connectors({}, kvOffload={"size": 32})
+    assert tier["kv_connector"] == "OffloadingConnector"
+    assert tier["kv_connector_extra_config"]["cpu_bytes_to_use"] == 32 * 2**30
+    assert tier["kv_connector_extra_config"]["self_describing_kv_events"] is True
+    found = connectors(POOL, kvOffload={"size": 1}, role="prefill")
+    assert [each["kv_connector"] for each in found] == [
+        "NixlConnector", "MooncakeStoreConnector", "OffloadingConnector"
+    ]  # fmt: skip
+
+
+def test_router_and_engines_use_the_pool() -> None:
+    objects = render(POOL | {"workers": {"w": {"model": "m"}, "s": {"engine": "sglang", "model": "m"}}})
+    [settings] = rendered_settings(objects)
+    [pool] = settings.pools
+    assert (pool.type, str(pool.master), pool.events) == ("mooncake", "http://master:9003/", "tcp://master:5557")
+    file = json.loads(named(objects, "ConfigMap", "rel-kvrouter-pool")["data"]["mooncake.json"])
+    assert file["master_server_address"] == "master:50051"
+    for name in ("w", "s"):
+        worker = container(objects, f"rel-kvrouter-worker-{name}")
+        env = {each["name"]: each.get("value") for each in worker["env"]}
+        path = Path(env["MOONCAKE_CONFIG_PATH"])
+        assert str(path.parent) in {mount["mountPath"] for mount in worker["volumeMounts"]}
+    assert "--hicache-storage-backend=mooncake" in container(objects, "rel-kvrouter-worker-s")["command"]
+
+
+def test_a_pool_needs_what_the_router_reads() -> None:
+    with pytest.raises(helm_python.HelmError, match=r"pool\.http, pool\.events"):
+        render({"pool": {"address": "master:50051"}})
+
+
+def test_policies_of_ones_own_are_importable_and_restart_the_router() -> None:
+    values = {"policies": {"residency.py": "def allowed(c, r): return [0.0] * len(c)\n"}}
+    values["config"] = {"policy": {"extra": ["residency:allowed"]}}
+    objects = render(values)
+    router = container(objects, "rel-kvrouter-router")
+    env = {each["name"]: each.get("value") for each in router["env"]}
+    mounted = {mount["mountPath"] for mount in router["volumeMounts"]}
+    assert env["PYTHONPATH"] in mounted
+    assert named(objects, "ConfigMap", "rel-kvrouter-policies")["data"] == values["policies"]
+    other = render(values | {"policies": {"residency.py": "def allowed(c, r): return [1.0] * len(c)\n"}})
+    first, second = (
+        named(each, "Deployment", "rel-kvrouter-router")["spec"]["template"]["metadata"]["annotations"]
+        for each in (objects, other)
+    )
+    assert first["checksum/config"] != second["checksum/config"]
+
+
 # Network
 
 
@@ -793,6 +933,10 @@ def test_decode_workers_may_come_later(later: Object) -> None:
         ({"keda": KEDA, "autoscaling": {"enabled": True, "metrics": [{}]}}, "enable one of them"),
         ({"keda": KEDA | {"minReplicas": 5}}, "more than maxReplicas"),
         ({"lora": {"adapters": {"a": "b"}}}, "lora.enabled"),
+        ({"nodes": 3}, "4 ranks do not divide evenly among 3 nodes"),
+        ({"nodes": 2, "engine": "sglang"}, "where the router does not read"),
+        ({"nodes": 2, "engine": "simulated"}, "runs on one node"),
+        ({"kvOffload": {"size": 1}, "engine": "simulated"}, "vLLM and SGLang only"),
     ],
 )
 def test_conflicting_worker_values_are_refused(worker: Object, word: str) -> None:

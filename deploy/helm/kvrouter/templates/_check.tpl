@@ -7,6 +7,9 @@
 {{- if not (or $v.router.enabled $v.picker.enabled $v.envoy.enabled (eq $v.indexer.mode "standalone")) -}}
 {{- fail "nothing to install: enable router, envoy or picker" -}}
 {{- end -}}
+{{- if and $v.pool.address (not (and $v.pool.http $v.pool.events)) -}}
+{{- fail "pool.http, pool.events: name them too, so that the router knows what the pool holds" -}}
+{{- end -}}
 {{- if and (eq $v.indexer.mode "sidecar") (not $v.router.enabled) -}}
 {{- fail "indexer.mode: sidecar wants router.enabled" -}}
 {{- end -}}
@@ -44,6 +47,20 @@
 {{- end -}}
 {{- if gt (int $worker.dataParallelSize) (int (sub (int $v.events.replayPort) (int $v.events.port) | toString | trimPrefix "-" | int)) -}}
 {{- fail (printf "workers.%s.dataParallelSize: %d ranks want more ports than there are between events.port and events.replayPort" $name (int $worker.dataParallelSize)) -}}
+{{- end -}}
+{{- if gt (int $worker.nodes) 1 -}}
+{{- if eq $worker.engine "simulated" -}}
+{{- fail (printf "workers.%s.nodes: a simulated worker runs on one node" $name) -}}
+{{- end -}}
+{{- if and (eq $worker.engine "sglang") (gt (int $worker.dataParallelSize) 1) -}}
+{{- fail (printf "workers.%s.nodes: SGLang's ranks on other nodes publish events where the router does not read; set dataParallelSize: 1, or engine: vllm" $name) -}}
+{{- end -}}
+{{- if and (gt (int $worker.dataParallelSize) 1) (mod (int $worker.dataParallelSize) (int $worker.nodes)) -}}
+{{- fail (printf "workers.%s.dataParallelSize: %d ranks do not divide evenly among %d nodes" $name (int $worker.dataParallelSize) (int $worker.nodes)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq $worker.engine "simulated") (int $worker.kvOffload.size) -}}
+{{- fail (printf "workers.%s.kvOffload: for vLLM and SGLang only" $name) -}}
 {{- end -}}
 {{- if and $worker.autoscaling.enabled (not $worker.autoscaling.metrics) -}}
 {{- fail (printf "workers.%s.autoscaling.metrics: say what to scale by" $name) -}}

@@ -25,6 +25,9 @@
 {{- if .Values.secrets.curve.name -}}
 {{- $_ := set $settings "events" (dict "curve_secret_key_file" "/etc/kvrouter/curve/router.key_secret") -}}
 {{- end -}}
+{{- with .Values.pool -}}{{- if .address -}}
+{{- $_ := set $settings "pools" (list (dict "name" "pool" "type" "mooncake" "master" .http "events" .events "models" .models "objects" (int .objects))) -}}
+{{- end -}}{{- end -}}
 {{- if .Values.secrets.upstreamTls -}}
 {{- $_ := set $settings "upstream" (dict "ca" "/etc/kvrouter/upstream/ca.crt") -}}
 {{- end -}}
@@ -40,6 +43,11 @@
 {{- end -}}
 {{- end -}}
 {{- toYaml (mergeOverwrite $settings (deepCopy .Values.config)) -}}
+{{- end -}}
+
+{{/* What restarts the routers when it changes: the settings, and policies of one's own. */}}
+{{- define "kvrouter.checksum" -}}
+{{ include "kvrouter.settings" . }}{{ with .Values.policies }}{{ toYaml . }}{{ end }}
 {{- end -}}
 
 {{/* Seconds from SIGTERM to the end of the last request, and ten more. */}}
@@ -111,6 +119,9 @@ http://{{ include "kvrouter.adminService" . }}
 env:
   - {name: HF_HOME, value: /var/cache/kvrouter}
   - {name: TMPDIR, value: /tmp}
+  {{- if .root.Values.policies }}
+  - {name: PYTHONPATH, value: /etc/kvrouter/policies}
+  {{- end }}
   {{- if and .snapshot (or (eq .snapshot "indexer.snapshot") (not (dig "index" "snapshot" "" .root.Values.config))) }}
   - {name: KVROUTER_INDEX__SNAPSHOT, value: /var/lib/kvrouter/{{ .snapshot }}}
   {{- end }}
@@ -135,6 +146,9 @@ volumeMounts:
   - {name: cache, mountPath: /var/cache/kvrouter}
   - {name: state, mountPath: /var/lib/kvrouter}
   - {name: tmp, mountPath: /tmp}
+  {{- if .root.Values.policies }}
+  - {name: policies, mountPath: /etc/kvrouter/policies, readOnly: true}
+  {{- end }}
   {{- if .root.Values.secrets.tls }}
   - {name: tls, mountPath: /etc/kvrouter/tls, readOnly: true}
   {{- end }}
@@ -174,6 +188,11 @@ volumeMounts:
 - name: tmp
   emptyDir:
     sizeLimit: 256Mi
+{{- if $values.policies }}
+- name: policies
+  configMap:
+    name: {{ include "kvrouter.fullname" .root }}-policies
+{{- end }}
 {{- if $values.secrets.tls }}
 - name: tls
   secret: {secretName: {{ $values.secrets.tls }}, defaultMode: 0440}

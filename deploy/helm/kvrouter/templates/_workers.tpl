@@ -9,9 +9,39 @@
 {{- toJson $config -}}
 {{- end -}}
 
+{{/* The configuration of vLLM's KV connectors, as JSON; empty without any. */}}
+{{- define "kvrouter.vllmConnectors" -}}
+{{- $w := .worker -}}
+{{- $all := list -}}
+{{- if ne $w.role "both" -}}
+{{- $all = append $all (dict "kv_connector" $w.disaggregation.connector "kv_role" "kv_both") -}}
+{{- end -}}
+{{- if .root.Values.pool.address -}}
+{{- $all = append $all (dict "kv_connector" "MooncakeStoreConnector" "kv_role" "kv_both" "kv_load_failure_policy" "recompute") -}}
+{{- end -}}
+{{- with int $w.kvOffload.size -}}
+{{- $tier := dict "spec_name" "TieringOffloadingSpec" "cpu_bytes_to_use" (mul . 1073741824) "offload_prompt_only" false "self_describing_kv_events" true -}}
+{{- $all = append $all (dict "kv_connector" "OffloadingConnector" "kv_role" "kv_both" "kv_connector_extra_config" $tier) -}}
+{{- end -}}
+{{- if eq (len $all) 1 -}}
+{{- first $all | toJson -}}
+{{- else if $all -}}
+{{- dict "kv_connector" "MultiConnector" "kv_role" "kv_both" "kv_connector_extra_config" (dict "connectors" $all) | toJson -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "kvrouter.vllmCommand" -}}
 {{- $w := .worker -}}
+{{- $nodes := int $w.nodes -}}
+{{- $ranks := int $w.dataParallelSize -}}
 command:
+  {{- if and (gt $nodes 1) (gt $ranks 1) }}
+  # The first of this node's ranks follows from the node's number.
+  - /bin/sh
+  - -c
+  - exec "$@" --data-parallel-start-rank=$((LWS_WORKER_INDEX * {{ div $ranks $nodes }}))
+  - sh
+  {{- end }}
   - vllm
   - serve
   - {{ $w.model | quote }}
@@ -24,6 +54,23 @@ command:
   - --enable-prompt-tokens-details
   - --tensor-parallel-size={{ $w.tensorParallelSize }}
   - --data-parallel-size={{ $w.dataParallelSize }}
+  {{- if and (gt $nodes 1) (gt $ranks 1) }}
+  - --data-parallel-size-local={{ div $ranks $nodes }}
+  - --data-parallel-address=$(LWS_LEADER_ADDRESS)
+  - --data-parallel-rpc-port=13345
+  - --data-parallel-hybrid-lb
+  {{- else if gt $nodes 1 }}
+  - --distributed-executor-backend=mp
+  - --nnodes={{ $nodes }}
+  - --node-rank=$(LWS_WORKER_INDEX)
+  - --master-addr=$(LWS_LEADER_ADDRESS)
+  {{- if eq .part "node" }}
+  - --headless
+  {{- end }}
+  {{- end }}
+  {{- if $w.expertParallel }}
+  - --enable-expert-parallel
+  {{- end }}
   {{- with $w.blockSize }}
   - --block-size={{ . }}
   {{- end }}
@@ -45,8 +92,8 @@ command:
   {{- end }}
   {{- end }}
   - {{ printf "--kv-events-config=%s" (include "kvrouter.publisher" .) | quote }}
-  {{- if ne $w.role "both" }}
-  - {{ printf "--kv-transfer-config=%s" (toJson (dict "kv_connector" $w.disaggregation.connector "kv_role" "kv_both")) | quote }}
+  {{- with include "kvrouter.vllmConnectors" . }}
+  - {{ printf "--kv-transfer-config=%s" . | quote }}
   {{- end }}
   {{- range $w.extraArgs }}
   - {{ . | quote }}
@@ -72,6 +119,23 @@ command:
   - --enable-metrics
   - --tp-size={{ $w.tensorParallelSize }}
   - --{{ ternary "attn-dp-size" "dp-size" $w.dataParallelAttention }}={{ $w.dataParallelSize }}
+  {{- if gt (int $w.nodes) 1 }}
+  - --nnodes={{ $w.nodes }}
+  - --node-rank=$(LWS_WORKER_INDEX)
+  - --dist-init-addr=$(LWS_LEADER_ADDRESS):20000
+  {{- end }}
+  {{- if $w.expertParallel }}
+  - --ep-size={{ $w.tensorParallelSize }}
+  {{- end }}
+  {{- if or (int $w.kvOffload.size) .root.Values.pool.address }}
+  - --enable-hierarchical-cache
+  {{- with int $w.kvOffload.size }}
+  - --hicache-size={{ . }}
+  {{- end }}
+  {{- if .root.Values.pool.address }}
+  - --hicache-storage-backend=mooncake
+  {{- end }}
+  {{- end }}
   {{- with $w.blockSize }}
   - --page-size={{ . }}
   {{- end }}
