@@ -1,11 +1,12 @@
 """Fleets of prefill and decode workers: this project's choice of a pair, and those of its peers.
 
-A load is a share of saturation: the load at which one in ten answers misses the goals under today's default. It is
-found once for each fleet and workload. Goodput is the share of answers within both goals: 2 s to the first token, and
-50 ms for each token after it. The first goal is extended by the prompt's own prefill on an idle worker. The first 30%
-of each run do not count.
+A load is a share of saturation: the load at which one in ten answers misses the goals under the rule that this project
+had before it chose pairs together. It is found once for each fleet and workload. Goodput is the share of answers within
+both goals: 2 s to the first token, and 50 ms for each token after it. The first goal is extended by the prompt's own
+prefill on an idle worker. The first 30% of each run do not count.
 
-The workers' network has three distances (`simulator.fleet.transfers`).
+The workers' network has three distances (`simulator.fleet.transfers`). NetKV reads the true rate of each pair. This
+project learns it from answers.
 """
 
 from __future__ import annotations
@@ -23,18 +24,33 @@ from benchmarks.policy.light import LightRun, figures
 from benchmarks.policy.measures import in_time
 from benchmarks.policy.report import markdown
 from benchmarks.policy.sessions import AGENTS, CHATS, SessionKind, generated, recorded
+from indexer import Target
+from router.policies.pair_peers import dynamo_pairs, fewest_requests, llm_d_pairs, mooncake_pairs, netkv_pairs
+from router.policies.pairs import PairRule
 from router.policies.rates import prefill_seconds
+from router.settings import PolicyName
 from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
 from simulator.fleet.simulated_router import OURS, Side
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest, read_trace, requests_of
+from simulator.fleet.transfers import Network
+from simulator.fleet.workers import worker_number
 
 _TTFT_GOAL, _TPOT_GOAL, _MISSED = 2.0, 0.05, 0.1
 _WARM_UP = 0.3
 _STEPS = 5  # of the search for saturation
 _KV_TOKENS = 1_280_000
-TODAY = OURS
-SIDES = [TODAY]
+_BEFORE = "fewest requests"  # this project's rule before it chose pairs together
+_PAIRS: dict[str, Callable[[Random], PairRule]] = {
+    _BEFORE: fewest_requests,
+    "dynamo": lambda random: dynamo_pairs(random, conditional=False),
+    "dynamo, conditional": dynamo_pairs,
+    "llm_d": llm_d_pairs,
+    "mooncake": mooncake_pairs,
+}
+_SINGLE = {"cache_aware": PolicyName.CACHE_AWARE, "round_robin": PolicyName.ROUND_ROBIN}
+_NETKV = "netkv"
+SIDES = (OURS.name, _BEFORE, *list(_PAIRS)[1:], _NETKV, *_SINGLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +98,11 @@ class Ground:
         return [_earlier(request, begin) for request in requests]
 
     def saturation(self) -> float:
-        """Return the load at which one in ten answers misses the goals under today's default."""
+        """Return the load at which one in ten answers misses the goals under the rule before."""
         below, above = self.below, self.above
         for _ in range(_STEPS):
             middle = (below + above) / 2
-            run = play(self, middle, TODAY, 0)
+            run = play(self, middle, _BEFORE, 0)
             below, above = (below, middle) if run.goodput < 1 - _MISSED else (middle, above)
         return below
 
@@ -123,6 +139,20 @@ def _earlier(request: TracedRequest, seconds: float) -> TracedRequest:
     )
 
 
+def side_named(name: str, ground: Ground) -> Side:
+    """Return a router by its name in tables."""
+    if name in _SINGLE:
+        return Side(name, _SINGLE[name])
+    if name == _NETKV:
+        network = Network(ground.fleet.network, ground.fleet.roles)
+
+        def seconds(prefill: Target, decode: Target, tokens: float) -> float:
+            return ground.fleet.network.latency + tokens / network.rate(worker_number(prefill), worker_number(decode))
+
+        return Side(name, PolicyName.KV_AWARE, pairs=lambda random: netkv_pairs(random, seconds))
+    return OURS if name == OURS.name else Side(name, PolicyName.KV_AWARE, pairs=_PAIRS[name])
+
+
 def grounds(trace: Path | None, quick: bool) -> Iterator[Ground]:
     """Yield the fleets for a trace; without one, those for generated agents and chats."""
     fleets = ((4, 4), (2, 6)) if quick else ((4, 4), (8, 8), (2, 6), (6, 2))
@@ -132,16 +162,16 @@ def grounds(trace: Path | None, quick: bool) -> Iterator[Ground]:
             yield Ground(AGENTS, prefill, decode, 0.01, 0.2, 250.0, loads)
             yield Ground(CHATS, prefill, decode, 0.1, 1.5, 200.0, loads)
         elif holds_sessions(trace):
-            yield Ground(trace, prefill, decode, 0.2, 1.8, 400.0, loads)
+            yield Ground(trace, prefill, decode, 0.05, 1.2, 400.0, loads)
         else:
-            yield Ground(trace, prefill, decode, 0.2, 2.6, 250.0, loads)
+            yield Ground(trace, prefill, decode, 0.05, 1.0, 250.0, loads)
     if trace is not None and not quick and holds_sessions(trace):
-        yield Ground(trace, 16, 48, 0.2, 1.8, 400.0, (0.85, 1.0))
+        yield Ground(trace, 16, 48, 0.05, 1.2, 400.0, (0.85, 1.0))
 
 
-def play(ground: Ground, load: float, side: Side, seed: int) -> PairRun:
+def play(ground: Ground, load: float, side: str, seed: int) -> PairRun:
     """Replay the requests of a ground at a load before one router."""
-    simulation = Simulation(ground.fleet, side, Random(seed))
+    simulation = Simulation(ground.fleet, side_named(side, ground), Random(seed))
     return measured(simulation.run(ground.requests(load, seed), until=ground.seconds))
 
 
@@ -182,8 +212,7 @@ def _table(ground: Ground, share: float, saturation: float, seeds: int, cores: E
     head = f"{ground.name}, {share:g} of {saturation:.3g}/s a worker"
     rows = [[head, "TTFT p50", "p90", "p99", "TPOT p90", "answer p90", "goodput", "spread", "remote", "moved"]]
     runs: dict[str, list[Future[PairRun]]] = {
-        side.name: [cores.submit(play, ground, share * saturation, side, seed) for seed in range(seeds)]
-        for side in SIDES
+        side: [cores.submit(play, ground, share * saturation, side, seed) for seed in range(seeds)] for side in SIDES
     }
     for name, futures in runs.items():
         rows.append([name, *_row([future.result() for future in futures])])

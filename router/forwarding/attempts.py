@@ -232,7 +232,7 @@ class Attempts:
             prefill.attempt.give_up = handler.give_up_prefill
 
         def on_prefilled() -> None:
-            assignment.attempt.waits_from_now()
+            assignment.prefilled()
             if self.others and not self._hung:
                 assignment.attempt.give_up = handler.give_up
 

@@ -11,6 +11,8 @@ from random import Random
 
 from router.policies.custom import CustomFunction, CustomPolicy
 from router.policies.kv_aware import KvWeights, kv_aware
+from router.policies.pair_peers import dynamo_pairs, llm_d_pairs, mooncake_pairs
+from router.policies.pairs import PairCost, PairRule, apart
 from router.policies.peers import (
     AtRandom,
     Dynamo,
@@ -33,6 +35,7 @@ class PolicySpec:
     """The description of one policy.
 
     - `source`: where its rule and its constants come from.
+    - `pairs`: makes its choice of a prefill and a decode worker; None: each of them by the policy.
     - `reads_prompts`: it uses overlaps or the beginnings of prompts. Otherwise no prompt is tokenized or matched.
     - `uses_rates`: it uses the speed of workers once that is learned.
     - `late_binding`: requests wait in the router while their selection is busy with prefills.
@@ -40,6 +43,7 @@ class PolicySpec:
 
     make: Callable[[PolicySettings, Random], Policy]
     source: str
+    pairs: Callable[[PolicySettings, Random], PairRule] | None = None
     reads_prompts: bool = True
     uses_rates: bool = False
     late_binding: bool = False
@@ -50,11 +54,13 @@ class NamedPolicy:
     """A policy and its description.
 
     - `custom`: the functions of one's own that replace its costs, or add to them; None without any.
+    - `choose_pair`: its choice of a prefill and a decode worker; None if it chooses each of them by `choose`.
     """
 
     spec: PolicySpec
     choose: Policy
     custom: CustomPolicy | None = None
+    choose_pair: PairRule | None = None
 
 
 def _kv_weights(settings: PolicySettings) -> KvWeights:
@@ -73,6 +79,7 @@ POLICIES: dict[PolicyName, PolicySpec] = {
     PolicyName.KV_AWARE: PolicySpec(
         lambda settings, random: kv_aware(_kv_weights(settings), random),
         "this project: docs/policy.md",
+        lambda settings, random: PairCost(_kv_weights(settings), random),
         uses_rates=True,
         late_binding=True,
     ),
@@ -83,11 +90,16 @@ POLICIES: dict[PolicyName, PolicySpec] = {
         lambda _, random: session_affinity(random), "consistent hashing with bounded loads, arXiv 1608.01350"
     ),
     PolicyName.CACHE_AWARE: PolicySpec(lambda _, random: cache_aware(random), "SGLang, sgl-project/sglang"),
-    PolicyName.DYNAMO: PolicySpec(lambda _, random: Dynamo(random), "NVIDIA Dynamo, ai-dynamo/dynamo"),
-    PolicyName.LLM_D: PolicySpec(lambda _, random: llm_d(random), "llm-d, llm-d/llm-d"),
+    PolicyName.DYNAMO: PolicySpec(
+        lambda _, random: Dynamo(random), "NVIDIA Dynamo, ai-dynamo/dynamo", lambda _, random: dynamo_pairs(random)
+    ),
+    PolicyName.LLM_D: PolicySpec(
+        lambda _, random: llm_d(random), "llm-d, llm-d/llm-d", lambda _, random: llm_d_pairs(random)
+    ),
     PolicyName.MOONCAKE: PolicySpec(
         lambda settings, random: Mooncake(random, settings.cpu_token, settings.disk_token),
         "Mooncake, arXiv 2407.00079",
+        lambda _, random: mooncake_pairs(random),
     ),
     PolicyName.PREBLE: PolicySpec(lambda _, random: Preble(random), "Preble, arXiv 2407.00023"),
     PolicyName.LMETRIC: PolicySpec(lambda _, random: Lmetric(random), "LMetric, arXiv 2603.15202"),
@@ -108,4 +120,6 @@ def policy_named(settings: PolicySettings, random: Random) -> NamedPolicy:
     if names:
         functions = [CustomFunction(name, function_named(name), settings.time_limit) for name in names]
         custom = CustomPolicy(functions, replaces, random, settings.near)
-    return NamedPolicy(spec, spec.make(settings, random), custom)
+    policy = spec.make(settings, random)
+    pairs = apart(spec.make(settings, random), policy) if spec.pairs is None else spec.pairs(settings, random)
+    return NamedPolicy(spec, policy, custom, pairs)

@@ -224,13 +224,16 @@ class Learned:
         self._clock = clock
         self._next_reading = 0.0
 
-    def timing(self, chosen: Candidate, tokens: int, reservation: Reservation, peers: PeerLoad) -> RequestTiming:
+    def timing(
+        self, chosen: Candidate, tokens: int, reservation: Reservation, peers: PeerLoad, computes: bool = True
+    ) -> RequestTiming:
         """Return a timing of the streamed answer to a prompt of `tokens` tokens that is sent now.
 
         - `reservation`: the load that it reserved.
         - `peers`: the load of other routers.
+        - `computes`: whether the target computes the prompt itself.
         """
-        return RequestTiming(self, chosen, tokens, reservation, peers, self._clock)
+        return RequestTiming(self, chosen, tokens, reservation, peers, self._clock, computes)
 
     def forget(self, worker: str) -> None:
         """Forget a worker that was removed."""
@@ -274,7 +277,9 @@ class RequestTiming:
         reservation: Reservation,
         peers: PeerLoad,
         clock: Callable[[], float],
+        computes: bool = True,
     ) -> None:
+        self.computes = computes
         self.learned = learned
         self.chosen = chosen
         self.tokens = tokens
@@ -294,6 +299,8 @@ class RequestTiming:
         if self.begun is not None:
             return
         self.begun = now = self.clock()
+        if not self.computes:
+            return
         chosen = self.chosen
         target = chosen.target
         alone = chosen.waiting == 0 and self.reservation.is_latest

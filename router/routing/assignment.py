@@ -20,6 +20,7 @@ from router.policies.records import Source
 from router.prediction.learned import RequestTiming
 from router.prediction.predictions import WatchedAnswer
 from router.prediction.slo import SLO, Prediction
+from router.routing.disaggregation.transfers import WatchedTransfer
 from router.routing.prompt_reader import RoutedPrompt
 from router.routing.pulls import PullEndpoint, Pulls
 from router.routing.ranks import RoutableRank
@@ -137,6 +138,7 @@ class Assignment:
         self.sample: SampledRequest | None = None
         self.watched: WatchedAnswer | None = None  # where it is compared with what was predicted
         self.prefill: Assignment | None = None  # where the prompt is computed, if that is another worker
+        self.transfer: WatchedTransfer | None = None  # from there
         self.release_load: Callable[[], None] | None = None  # where it loads from a pool or a peer
         self.pull: Source | None = None  # where it pulls from a peer
         self._callbacks: list[ReleaseCallback] | None = None
@@ -173,6 +175,8 @@ class Assignment:
     def first_byte(self, now: float | None = None) -> None:
         """Release the prefill's share of the load, because the answer began. `now`: the clock's time, if just read."""
         self.reservation.first_byte(now)
+        if self.transfer is not None:
+            self.transfer.end()
         if self.release_load is not None:
             self.release_load()
         if self.timing:
@@ -181,6 +185,12 @@ class Assignment:
             self.watched.first_token(now)
         if self.sample:
             self.sample.first_byte()
+
+    def prefilled(self) -> None:
+        """Await the first byte from now on, because another worker has computed the prompt."""
+        self.attempt.waits_from_now()
+        if self.transfer is not None:
+            self.transfer.begin()
 
     def when_released(self, callback: ReleaseCallback) -> None:
         """Call `callback` when the request ends."""

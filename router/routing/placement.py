@@ -62,8 +62,12 @@ class Placement:
             return self._reserve(prompt, selection, now)
         assignment = self._reserve(prompt, selection, now, computes=selection.prefill is None)
         if selection.prefill is not None:
-            assignment.prefill = self._reserve(prompt, selection.prefill, now, decodes=False)
+            assignment.prefill = prefill = self._reserve(prompt, selection.prefill, now, decodes=False)
             assignment.attempt.waits_for_another()
+            adapter = self._selector.adapter_of(assignment.worker)
+            if adapter is not None and not adapter.concurrent:
+                moved = max(prompt.tokens - assignment.overlap, 0)
+                assignment.transfer = self._state.transfers.watch(prefill.target, assignment.selection.rank, moved)
         log.info(
             "disaggregation",
             decode=assignment.worker.url,
@@ -96,7 +100,9 @@ class Placement:
         whole = prompt.streamed and computes and decodes
         if prediction is None and now >= self._predictions.due and whole and needs_prompts:
             prediction = self._selector.predict_on(rank, chosen, prompt)
-        reservation = Reservation(load, uncached, prompt.tokens, seconds, streamed=whole, now=now)
+        # A prefill worker answers when the prompt is computed, so the end of its prefill is always visible.
+        visible = whole or not decodes
+        reservation = Reservation(load, uncached, prompt.tokens, seconds, streamed=visible, now=now)
         work = load.pending
         if self._sharing.channels:
             work += self._sharing.peer_load.of(worker.url, target.dp_rank).pending
@@ -111,8 +117,9 @@ class Placement:
                 assignment.pull = chosen.source
         if self._predictions.tracks_slos:
             self._predictions.placed(target, seconds, now)
-            self._learned.turns.seen(target.model, selection.best_overlap, prompt.tokens)
             slo = selection.slo
+            if decodes:
+                self._learned.turns.seen(target.model, selection.best_overlap, prompt.tokens)
             if slo is not None and slo.tpot is not None and decodes:
                 assignment.when_released(self._predictions.hold(target, slo.tpot))
         if prediction is not None and prompt.streamed and prompt.answers == 1 and len(prompt.identities) <= 1:
@@ -128,7 +135,8 @@ class Placement:
         assignment.recorded = True
         prefill = assignment.prefill
         if prefill is not None:
-            self._record_prompts(prompt, prefill, now, whole=False)
+            first = assignment.transfer is not None
+            self._record_prompts(prompt, prefill, now, whole=False, decodes=False, first=first)
         self._record_prompts(prompt, assignment, now, whole=prefill is None)
         if prompt.hints is not None and prompt.session is not None:
             self._record_session(prompt, prompt.hints, prompt.session, assignment)
@@ -144,16 +152,26 @@ class Placement:
         else:
             locations.drop(key)
 
-    def _record_prompts(self, prompt: RoutedPrompt, assignment: Assignment, now: float, whole: bool) -> None:
+    def _record_prompts(
+        self,
+        prompt: RoutedPrompt,
+        assignment: Assignment,
+        now: float,
+        whole: bool,
+        decodes: bool = True,
+        first: bool = False,
+    ) -> None:
         """Count known prompts as cached soon, and predict the cached tokens of the answer.
 
-        `whole`: the worker that computes the prompts also decodes the answer.
+        - `whole`: the worker that computes the prompts also decodes the answer.
+        - `decodes`: it decodes the answer, whichever worker computes the prompts.
+        - `first`: it computes them for a decode worker, which receives the request later.
         """
         selection = assignment.selection
         chosen, target, hashes = selection.decision.chosen, selection.rank.target, selection.hashes
         if not hashes:
             return
-        if len(hashes) == 1:
+        if len(hashes) == 1 and decodes:
             source = chosen.source
             price = 0.0 if source is None else source.load / source.tokens
             self._learned.pressure.routed(hashes[0], selection.best_overlap, chosen.reused, price)
@@ -188,9 +206,10 @@ class Placement:
             assignment.when_released(self._in_flight_prefixes.hold(target, chunks, lasting=lasting))
             if self._sharing.channels and (on_release := self._sharing.sent(target, chunks)):
                 assignment.when_released(on_release)
-        if prompt.streamed and one_answer and whole:
+        # A prefill worker that is sent its request first answers at the end of the prefill.
+        if one_answer and (prompt.streamed if decodes else first):
             assignment.timing = self._learned.timing(
-                chosen, prompt.tokens, assignment.reservation, self._sharing.peer_load
+                chosen, prompt.tokens, assignment.reservation, self._sharing.peer_load, computes=whole or not decodes
             )
 
     def answered(self, assignment: Assignment, usage: Usage | None) -> None:
@@ -258,6 +277,7 @@ class Placement:
     def removed(self, worker: Worker) -> None:
         """Forget a worker that was removed."""
         self._state.load.forget(worker.url)
+        self._state.transfers.forget(worker.url)
         self._learned.forget(worker.url)
         for target in worker.targets:
             self._in_flight_prefixes.forget(target)

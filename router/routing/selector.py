@@ -52,7 +52,7 @@ class Selector:
         self._directory = TargetDirectory(state.fleet, state.load)
         self._capacity = TargetCapacity(state.load, state.sharing.peer_load)
         self._candidates = CandidateFinder(state, self._directory, self._capacity, random)
-        self._disaggregated = DisaggregatedSelector(self._candidates, state.policy, disaggregation, random)
+        self._disaggregated = DisaggregatedSelector(state, self._candidates, disaggregation)
         self._slo_selector = SLOSelector(state.learned, state.sharing.peer_load, slo_miss_cost)
 
     # The choice
@@ -150,10 +150,13 @@ class Selector:
         An idle target's selection replaces it where the request is answered sooner. `waiting` requests are in the
         router.
         """
-        if not self._is_busy(selection, crowded=True):
+        computing = selection.prefill or selection
+        if not self._is_busy(computing, crowded=True):
             return selection
+        if selection.prefill is not None and waiting > computing.decision.count:
+            return selection  # queues of prefill workers show in the cost, so that decode workers help
         sooner = self._sooner(prompt, selection, excluded, limits)
-        if sooner is None and self._is_busy(selection, crowded=waiting > selection.decision.count):
+        if sooner is None and self._is_busy(computing, crowded=waiting > computing.decision.count):
             return None
         return sooner or selection
 

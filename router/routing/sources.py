@@ -95,6 +95,11 @@ class LoadRates:
             return self._first_guess
         return learned.coefficients
 
+    def forget(self, is_removed: Callable[[str], bool]) -> None:
+        """Forget the sources that were removed."""
+        for source in [source for source in self._learned if is_removed(source)]:
+            del self._learned[source], self._seen_at[source]
+
     def seen(self, source: str, tokens: int, seconds: float, computing: float = 0.0) -> None:
         """Learn from a load of `tokens` tokens, with no other before it.
 

@@ -18,6 +18,7 @@ from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
 from router.policies import NamedPolicy
 from router.prediction.learned import Learned
+from router.routing.disaggregation.transfers import TransferTimes
 from router.routing.pulls import Pulls
 from router.routing.sources import SourceFinder
 from router.sharing import LoadSharing
@@ -97,6 +98,8 @@ class RoutingState:
     responses: ResponseOwners = field(default_factory=ResponseOwners)
     turns: ResponseTurns = field(default_factory=ResponseTurns)
     needs_prompts: bool = field(init=False)
+    transfers: TransferTimes = field(init=False)
 
     def __post_init__(self) -> None:
+        self.transfers = TransferTimes(self.learned.rates, self.clock)
         self.needs_prompts = self.policy.spec.reads_prompts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
 from router.settings.fields import ModelName, NonNegative, Section
 from router.settings.policy_code import NAME, check_function
@@ -105,9 +105,7 @@ class Backend(StrEnum):
 
 
 class DisaggregationSettings(Section):
-    """Prefill and decode on separate workers. Amounts are in tokens."""
+    """Prefill and decode on separate workers. `decode_computes`: whether decode workers may compute prompts alone."""
 
     backend: Backend = Backend.AUTO
-    skip_tokens: Annotated[int, Field(ge=0)] = 2048
-    skip_ratio: Annotated[float, Field(ge=0, le=1)] = 0.7
-    saturated_tokens: PositiveInt = 65_536
+    decode_computes: bool = True

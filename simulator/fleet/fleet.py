@@ -322,7 +322,7 @@ class Simulation:
         prefill.attempt.end(AttemptOutcome.SUCCEEDED, now=now)
         prefill.first_byte(now)
         prefill.release(now)
-        flight.assignment.attempt.waits_from_now()
+        flight.assignment.prefilled()
         transfer = partial(self._network.transfer, outcome.prefill, outcome.worker)
         self._engines[outcome.worker].submit(request, now, fetched=Handover(computed, transfer))
         self._plan(outcome.worker)

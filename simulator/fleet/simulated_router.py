@@ -14,6 +14,7 @@ from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
 from router.policies import NamedPolicy, policy_named
+from router.policies.pairs import PairRule
 from router.policies.rates import Rates
 from router.prediction.learned import Learned
 from router.routing.placement import Placement
@@ -55,6 +56,7 @@ class Side:
     - `late_binding`: whether requests wait while the chosen worker is busy.
     - `weights`: the settings of its policy; None for the defaults.
     - `sources`: whether it counts what workers can load from the pool and from peers.
+    - `pairs`: makes its choice of a prefill and a decode worker; None for that of its policy.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Side:
     slos: bool = False
     hints: bool = False
     sources: bool = False
+    pairs: Callable[[Random], PairRule] | None = None
 
     @property
     def settings(self) -> PolicySettings:
@@ -72,7 +75,8 @@ class Side:
 
     def make_policy(self, random: Random, learned: Learned, load: LoadTable) -> NamedPolicy:  # noqa: ARG002
         """Return a policy for one run. Rules that predict latencies override this, and read `learned` and `load`."""
-        return policy_named(self.settings, random)
+        policy = policy_named(self.settings, random)
+        return policy if self.pairs is None else replace(policy, choose_pair=self.pairs(random))
 
 
 OURS = Side("kv_aware", PolicyName.KV_AWARE, late_binding=True)

@@ -21,6 +21,12 @@ from simulator.fleet.trace import engine_hash, tokens_of
 
 MODEL = "simulated"
 _SOURCE = EventSource(0, "inproc://simulated")
+_NAME = "http://worker-{}:8000"
+
+
+def worker_number(target: Target) -> int:
+    """Return the number of a target's worker."""
+    return int(target.worker.split("-")[1].split(":")[0])
 
 
 class SimulatedWorkers:
@@ -47,7 +53,7 @@ class SimulatedWorkers:
         self.workers: list[Worker] = []
         for number, role in enumerate(roles):
             own = dict(labels[number % len(labels)]) if labels else {}
-            given = {"url": f"http://worker-{number}:8000", "role": role, "labels": own}
+            given = {"url": _NAME.format(number), "role": role, "labels": own}
             settings = WorkerSettings.model_validate(given)
             worker = Worker(settings, health=Health(clock=clock), metrics=EngineMetrics(clock=clock))
             worker.describe(description)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.policy.disaggregated import TODAY, Ground, grounds, holds_sessions, measured, play
+from benchmarks.policy.disaggregated import SIDES, Ground, grounds, holds_sessions, measured, play
 from benchmarks.policy.sessions import CHATS
 from router.policies.rates import prefill_seconds
 from simulator.fleet.engine import LLAMA_70B
@@ -66,5 +66,10 @@ def test_goal_allows_a_prompt_its_own_prefill() -> None:
 def test_saturation_is_the_load_at_which_a_tenth_misses_the_goals() -> None:
     saturation = GROUND.saturation()
     assert GROUND.below < saturation < GROUND.above
-    assert play(GROUND, saturation / 2, TODAY, 0).goodput > 0.9
-    assert play(GROUND, saturation / 2, TODAY, 0).times.ttft[2] < inf
+    assert play(GROUND, saturation / 2, SIDES[1], 0).goodput > 0.9
+    assert play(GROUND, saturation / 2, SIDES[1], 0).times.ttft[2] < inf
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_run_depends_only_on_its_seed(side: str) -> None:
+    assert play(GROUND, 0.3, side, 1) == play(GROUND, 0.3, side, 1)

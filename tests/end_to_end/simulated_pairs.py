@@ -79,7 +79,8 @@ async def simulated_pairs(
 
 @asynccontextmanager
 async def routed(pairs: Pairs, **sections: Any) -> AsyncIterator[RouterUnderTest]:
-    """Run a router in front of pairs, and wait until it follows their events."""
-    async with router(workers=pairs.known, **sections) as front:
+    """Run a router in front of pairs, and wait until it follows their events. Short prompts have pairs as well."""
+    forced = {"disaggregation": {"decode_computes": False}}
+    async with router(**{"workers": pairs.known, **forced, **sections}) as front:
         await front.until_live()
         yield front

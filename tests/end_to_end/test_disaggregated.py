@@ -48,14 +48,13 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(backend: str, prefills: list[Script], decodes: list[Script], **sections: Any) -> AsyncIterator[Fleet]:
+    forced = {"backend": backend, "decode_computes": False}  # short prompts would be computed by the decode worker
     async with scripted_workers(*prefills) as first, scripted_workers(*decodes) as second:
         for worker in (*first, *second):
             worker.metrics = METRICS
         workers = [{"url": worker.url, "role": "prefill"} for worker in first]
         workers += [{"url": worker.url, "role": "decode"} for worker in second]
-        async with router(
-            **{"workers": workers, "disaggregation": {"backend": backend}, "fleet": QUICK, **sections}
-        ) as routed:
+        async with router(**{"workers": workers, "disaggregation": forced, "fleet": QUICK, **sections}) as routed:
             yield Fleet(routed, first, second)
 
 
@@ -136,7 +135,7 @@ async def test_mooncake_engine_id_is_queried_first() -> None:
             {"url": worker, "role": "prefill", "bootstrap_port": port},
             {"url": both.decodes[0].url, "role": "decode"},
         ]
-        async with router(workers=settings, disaggregation={"backend": "mooncake"}) as routed:
+        async with router(workers=settings, disaggregation={"backend": "mooncake", "decode_computes": False}) as routed:
             assert (await routed.call(PATH, BODY)).status == 200
             await routed.until_released()
         (to_prefill,), (to_decode,) = both.sent()
@@ -422,7 +421,7 @@ async def test_explain_shows_disaggregation_inputs() -> None:
         assert explained["choice"]["worker"] == both.decodes[0].url
         assert explained["disaggregation"]["remote_prefill"] is True
         assert explained["disaggregation"]["prefill"]["worker"] == both.prefills[0].url
-        assert {"tokens", "uncached", "decode_load_known"} <= explained["disaggregation"].keys()
+        assert {"tokens", "uncached"} <= explained["disaggregation"].keys()
 
 
 async def test_nixl_decodes_alone_and_sglang_refuses_without_prefill_workers() -> None:

@@ -447,7 +447,9 @@ async def test_both_workers_of_a_pair_receive_ids(local: LocalTokenizer, too_old
             server.answers_discovery = False
         roles = ("prefill", "decode")
         workers = [{"url": server.url, "role": role} for server, role in zip(servers, roles, strict=True)]
-        async with router(**AUTO | {"workers": workers, "disaggregation": {"backend": "nixl"}}) as routed:
+        async with router(
+            **AUTO | {"workers": workers, "disaggregation": {"backend": "nixl", "decode_computes": False}}
+        ) as routed:
             await routed.until_tokenizers_are_tried()
             await until(lambda: reasons(routed), lambda found: len(found) == 2 and not any("trial" in x for x in found))
             body = json.dumps(BODY).encode()

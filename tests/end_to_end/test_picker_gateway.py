@@ -262,7 +262,7 @@ async def test_body_that_cannot_be_rewritten_is_refused(worker: ScriptedWorker) 
 async def test_sidecar_receives_prefill_address() -> None:
     async with scripted_worker() as prefill, scripted_worker() as decode:
         workers = [{"url": prefill.url, "role": "prefill"}, {"url": decode.url, "role": "decode"}]
-        settings = {"workers": workers, "disaggregation": {"backend": "sidecar", "skip_tokens": 0}}
+        settings = {"workers": workers, "disaggregation": {"backend": "sidecar", "decode_computes": False}}
         async with picker(**settings) as (side, port), channel_to(port) as channel:
             request = PickerUnderTest(side, channel, []).stream()
             body = json.dumps({"model": MODEL, "prompt": "word " * 2000}).encode()

@@ -81,7 +81,7 @@ async def pair(workers: list[ScriptedWorker]) -> AsyncIterator[RouterUnderTest]:
     named = [{"url": each.url, "role": role} for each, role in zip(workers, ("prefill", "decode"), strict=True)]
     server = {"token": "operator"}
     async with router(
-        workers=named, disaggregation={"backend": "nixl", "skip_tokens": 0}, server=server, tenants=TENANTS
+        workers=named, disaggregation={"backend": "nixl", "decode_computes": False}, server=server, tenants=TENANTS
     ) as routed:
         yield routed
 

@@ -258,7 +258,9 @@ async def test_added_worker_may_have_key_but_no_key_file(tmp_path: Path) -> None
 async def test_key_is_sent_with_prefill_and_decode(style: str) -> None:
     async with (
         simulated_pairs(style, api_key=KEY) as pairs,
-        router(workers=pairs.known, fleet={**QUICK, "api_key": KEY}, disaggregation={"skip_tokens": 0}) as routed,
+        router(
+            workers=pairs.known, fleet={**QUICK, "api_key": KEY}, disaggregation={"decode_computes": False}
+        ) as routed,
     ):
         await routed.until_up(2)
         body = {"model": "simulated", "prompt": "a b c d e f g h", "max_tokens": 2}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from math import inf
 from random import Random
 
@@ -10,23 +12,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.policies.pair_peers import dynamo_pairs
 from router.policies.rates import prefill_seconds
+from router.routing.disaggregation.transfers import TransferTimes
+from router.routing.prompt_reader import RoutedPrompt
 from router.settings import Role
 from simulator.fleet.engine import LLAMA_70B, Engine, Handover
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
-from simulator.fleet.simulated_router import OURS
+from simulator.fleet.simulated_router import OURS, Side, SimulatedRouter
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
 from simulator.fleet.transfers import Network, NetworkSpec
 
 PAIRS = FleetSpec(LLAMA_70B, 4, 200_000, prefill=2, decode=2)
+ALWAYS = Side("always in pairs", OURS.policy, pairs=partial(dynamo_pairs, conditional=False))
 
 
 def request(arrival: float, blocks: tuple[int, ...], output: int = 50, extra: int = 100) -> TracedRequest:
     return TracedRequest(arrival, len(blocks) * BLOCK_TOKENS + extra, output, blocks, blocks, str(blocks[:1]))
 
 
-def run(spec: FleetSpec, *requests: TracedRequest) -> list[Outcome]:
-    return Simulation(spec, OURS, Random(0)).run(list(requests))
+def run(spec: FleetSpec, *requests: TracedRequest, side: Side = ALWAYS) -> list[Outcome]:
+    return Simulation(spec, side, Random(0)).run(list(requests))
 
 
 @settings(max_examples=15)
@@ -87,15 +93,14 @@ def test_second_turn_moves_only_what_decode_lacks() -> None:
 
 def test_short_rest_is_computed_by_the_decode_worker_that_keeps_the_session() -> None:
     first = request(0.0, tuple(range(40)))
-    outcomes = run(PAIRS, first, request(60.0, tuple(range(41))))
-    assert outcomes[0].prefill >= 0
+    outcomes = run(PAIRS, first, request(60.0, tuple(range(41))), side=OURS)
     assert outcomes[1].prefill == -1
     assert outcomes[1].cached == 40 * BLOCK_TOKENS
 
 
 def test_decode_batch_is_bounded_by_memory_and_the_prefill_worker_holds_its_blocks_meanwhile() -> None:
     spec = FleetSpec(LLAMA_70B, 2, 30 * BLOCK_TOKENS, prefill=1, decode=1)
-    simulation = Simulation(spec, OURS, Random(0))
+    simulation = Simulation(spec, ALWAYS, Random(0))
     one, other = (request(0.0, tuple(range(start, start + 12)), output=2000) for start in (0, 100))
     third, fourth = (request(0.01, tuple(range(start, start + 12)), output=10) for start in (200, 300))
     outcomes = simulation.run([one, other, third, fourth])
@@ -145,3 +150,65 @@ def test_prefill_engine_keeps_blocks_until_they_are_fetched() -> None:
     sender.release(computed, 6.0)
     assert sender.kv_usage == 0
     assert sender.cache.matched(asked.blocks) == 10
+
+
+def spread(count: int, seconds: float) -> Iterator[TracedRequest]:
+    """Yield long prompts that share nothing."""
+    random, arrival = Random(2), 0.0
+    for number in range(count):
+        arrival += random.expovariate(count / seconds)
+        yield request(arrival, tuple(range(100 * number, 100 * number + random.randrange(4, 60))), 100)
+
+
+class Predicted(Simulation):
+    """A run that records the predicted TTFT of pairs when their requests arrive, by the identity of the request."""
+
+    predicted: dict[int, float]
+
+    def arriving(self, outcome: Outcome, prompt: RoutedPrompt, router: SimulatedRouter) -> None:
+        selection = router.selector.choose(prompt)
+        assert selection is not None
+        if selection.disaggregation is not None and selection.prefill is not None:
+            self.predicted[id(outcome.request)] = selection.disaggregation.inputs["predicted_ttft"]
+
+
+def test_prices_of_pairs_and_rates_of_prefill_workers_are_learned_from_answers() -> None:
+    simulation = Predicted(PAIRS, ALWAYS, Random(0))
+    simulation.predicted = {}
+    outcomes = simulation.run(list(spread(250, 500.0)))
+    state, network = simulation.routers[0].state, Network(PAIRS.network, PAIRS.roles)
+    targets = simulation._targets
+    for sender in (0, 1):
+        rates = state.learned.rates.learner(targets[sender].worker, targets[sender].model).rates
+        expected = prefill_seconds(LLAMA_70B.rates, 20_000, 0, 0, 0)
+        assert prefill_seconds(rates, 20_000, 0, 0, 0) == pytest.approx(expected, rel=0.1)
+        for receiver in (2, 3):
+            learned = state.transfers.seconds(targets[sender], targets[receiver], 20_000)
+            expected = PAIRS.network.latency + 20_000 / network.rate(sender, receiver)
+            assert learned == pytest.approx(expected, rel=0.3)
+    ratios = [
+        simulation.predicted[id(each.request)] / (each.begun - each.sent)
+        for each in outcomes[100:]
+        if id(each.request) in simulation.predicted
+    ]
+    assert sum(0.8 < ratio < 1.25 for ratio in ratios) >= 0.9 * len(ratios)
+
+
+def test_transfers_of_a_removed_worker_are_forgotten() -> None:
+    simulation = Simulation(PAIRS, ALWAYS, Random(0))
+    simulation.run(list(spread(40, 80.0)))
+    state, worker = simulation.routers[0].state, simulation.routers[0].workers.workers[2]
+    fresh = TransferTimes(state.learned.rates).seconds(simulation._targets[0], simulation._targets[2], 20_000)
+    assert state.transfers.seconds(simulation._targets[0], simulation._targets[2], 20_000) != fresh
+    simulation.routers[0].placement.removed(worker)
+    assert state.transfers.seconds(simulation._targets[0], simulation._targets[2], 20_000) == fresh
+
+
+def test_request_waits_in_the_router_while_its_prefill_worker_is_busy() -> None:
+    late = replace(ALWAYS, late_binding=True)
+    requests = [request(0.0, tuple(range(100 * number, 100 * number + 60))) for number in range(3)]
+    held = run(PAIRS, *requests, side=late)
+    assert sorted(each.sent > 1.0 for each in held) == [False, False, True]
+    many = [request(0.0, tuple(range(100 * number, 100 * number + 60))) for number in range(12)]
+    sent_late = [each.sent > 1.0 for each in run(PAIRS, *many, side=late)]
+    assert sum(sent_late) == 2  # as many as there are prefill workers; the others show in their load

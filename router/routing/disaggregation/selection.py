@@ -1,124 +1,47 @@
-"""The selection in a fleet with prefill workers and decode workers.
+"""The selection in a fleet with prefill workers and decode workers, by the policy's rule for pairs.
 
-    decode   the least loaded worker; its cached tokens decide only between equal loads
-    remote   another worker computes the prompt, with two exceptions. The decode worker is free and has little left to
-             compute: uncached < skip_tokens and uncached / prompt < skip_ratio. Or the decode worker is free, and all
-             prefill workers are saturated.
-    prefill  the worker with the lowest sum of queued prefill tokens, uncached tokens of the prompt, and loads of it
-
-Tokens that a worker loads from a pool or pulls from a peer count as uncached at the price of the load. Cached tokens
-count alike on all tiers. A decode worker whose load is not known does not count as free.
+The rule (`router.policies.pairs`) receives the candidates of both roles, and the learned prices of moving tokens. It
+chooses a decode worker, and a prefill worker or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from random import Random
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from router.fleet.discovery import Engine
 from router.fleet.worker import Worker
-from router.policies import Candidate, Decision, NamedPolicy, Policy, Request
+from router.policies import Policy, Request
+from router.policies.custom import CustomPolicy
 from router.policies.interface import Phase
-from router.policies.records import CostUnit, cheapest
+from router.policies.pairs import PairChoice, PairOptions, apart
+from router.prediction.slo import ttft_by_rates
 from router.routing.assignment import Disaggregation, Selection
 from router.routing.candidates import CandidateFinder, CandidateSet
 from router.routing.custom_choice import decide
 from router.routing.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
 from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import NO_LIMITS
+from router.routing.state import RoutingState
 from router.routing.target_directory import unavailable
 from router.settings import Backend, DisaggregationSettings, Role
-
-# A weight below one half, so that it decides only between workers with the same number of requests.
-_TIE = 0.4
-
-
-def decode_policy(random: Random) -> Policy:
-    """Return the policy that chooses the least loaded candidate. `random` breaks ties."""
-
-    def choose(candidates: list[Candidate], request: Request) -> Decision:
-        most = max(candidate.context for candidate in candidates) + 1
-
-        def terms(candidate: Candidate) -> dict[str, float]:
-            return {
-                "requests": float(candidate.requests),
-                "context": _TIE * candidate.context / most,
-                "uncached": _TIE * (candidate.work(request.tokens) + 1) / (request.tokens + 1),
-            }
-
-        return cheapest(candidates, terms, random, unit=CostUnit.REQUESTS)
-
-    return choose
-
-
-def prefill_policy(random: Random) -> Policy:
-    """Return the policy that chooses the candidate with the fewest tokens to compute. `random` breaks ties."""
-
-    def choose(candidates: list[Candidate], request: Request) -> Decision:
-        def terms(candidate: Candidate) -> dict[str, float]:
-            return {
-                "queued": float(candidate.pending),
-                "prefill": float(max(request.tokens - candidate.reused, 0)),
-                **({} if candidate.source is None else {"load": candidate.source.load}),
-            }
-
-        return cheapest(candidates, terms, random)
-
-    return choose
-
-
-def disaggregate(
-    decode: Candidate,
-    prefills: list[Candidate],
-    request: Request,
-    policy: Callable[[list[Candidate], Request], Decision | None],
-    settings: DisaggregationSettings,
-    decodes_alone: bool,
-) -> Disaggregation:
-    """Decide whether another worker than the chosen decode worker computes a prompt, and which of `prefills`.
-
-    `policy`: chooses the prefill worker; None if it allows none.
-    """
-    uncached = round(decode.work(request.tokens))
-    free = decode.kv_usage is not None and not decode.waiting and decode.pending < settings.skip_tokens
-    saturated = all(candidate.pending >= settings.saturated_tokens for candidate in prefills)
-    inputs: dict[str, Any] = {
-        "tokens": request.tokens,
-        "uncached": uncached,
-        "decode_pending": decode.pending,
-        "decode_waiting": decode.waiting,
-        "decode_load_known": decode.kv_usage is not None,
-        "prefill_workers_saturated": saturated,
-    }
-    if not prefills:
-        return Disaggregation(None, "no prefill worker is left", inputs)
-    if decodes_alone and free:
-        short = uncached < settings.skip_tokens
-        if short and (not request.tokens or uncached / request.tokens < settings.skip_ratio):
-            return Disaggregation(None, "little is left to compute", inputs)
-        if saturated:
-            return Disaggregation(None, "all prefill workers are saturated", inputs)
-    prefill = policy(prefills, request)
-    return Disaggregation(prefill, "the policy allows no prefill worker" if prefill is None else "remote", inputs)
-
 
 _ADAPTER_OF_ENGINE: dict[Engine, type[Adapter]] = {Engine.SGLANG: Sglang, Engine.VLLM: Nixl}
 
 
 class DisaggregatedSelector:
-    """Selects a decode worker, and a prefill worker if it reduces the work of the decode worker."""
+    """Selects a decode worker, and a prefill worker if the policy's rule chooses one."""
 
-    def __init__(
-        self, candidates: CandidateFinder, policy: NamedPolicy, settings: DisaggregationSettings, random: Random
-    ) -> None:
+    def __init__(self, state: RoutingState, candidates: CandidateFinder, settings: DisaggregationSettings) -> None:
         """Create a selector. Models without decode workers use the router's policy alone."""
         self._candidates = candidates
-        self._policy = policy.choose
-        self._custom = policy.custom
+        self._policy: Policy = state.policy.choose
+        self._choose_pair = state.policy.choose_pair or apart(self._policy, self._policy)
+        self._custom = state.policy.custom
+        self._transfers = state.transfers
+        self._learned = state.learned
         self._settings = settings
-        self._decode_policy = decode_policy(random)
-        self._prefill_policy = prefill_policy(random)
 
     def select(
         self, prompt: RoutedPrompt, excluded: Collection[Worker], found: CandidateSet, request: Request, now: float
@@ -127,34 +50,79 @@ class DisaggregatedSelector:
 
         Raises RequestError (503) if the needed prefill worker is missing.
         """
-        decodes = any(found.rank_of(candidate).worker.role is Role.DECODE for candidate in found.candidates)
-        usual, phase = (self._decode_policy, Phase.DECODE) if decodes else (self._policy, Phase.BOTH)
-        decision = decide(self._custom, usual, found, prompt, request, phase)
-        if decision is None:
-            return None
-        selection = found.select(decision)
-        if not decodes:
-            return selection
-        adapter = self.adapter_of(selection.worker)
-        if selection.worker.role is not Role.DECODE or adapter is None or prompt.path not in adapter.paths:
-            return selection
-        if adapter.one_answer and len(prompt.identities) * prompt.answers > 1:
-            return selection  # only the KV cache of one prompt can be handed over
+        candidates = found.candidates
+        ranks = [found.rank_of(candidate) for candidate in candidates]
+        decoding = [rank.worker for rank in ranks if rank.worker.role is Role.DECODE]
+        adapter = self.adapter_of(decoding[0]) if decoding else None
+        # Only the KV cache of one prompt, for one answer, can be moved.
+        several = adapter is not None and adapter.one_answer and len(prompt.identities) * prompt.answers > 1
+        if adapter is None or prompt.path not in adapter.paths or several:
+            phase = Phase.DECODE if decoding else Phase.BOTH
+            decision = decide(self._custom, self._policy, found, prompt, request, phase)
+            return None if decision is None else found.select(decision)
         prefills = self._candidates.find(prompt, excluded, NO_LIMITS, now, prefill=True, pulls=adapter.pulls)
-        disaggregation = disaggregate(
-            selection.decision.chosen,
+        options = PairOptions(
+            candidates,
             prefills.candidates,
-            request,
-            lambda _, request: decide(self._custom, self._prefill_policy, prefills, prompt, request, Phase.PREFILL),
-            self._settings,
-            adapter.decodes_alone,
+            frozenset([rank.target for rank in ranks if rank.worker.role is not Role.DECODE]),
+            adapter.decodes_alone and (self._settings.decode_computes or not prefills.count),
+            self._transfers.seconds,
+            self._learned.seconds_per_token(),
         )
-        if disaggregation.prefill is not None:
-            selection.prefill = prefills.select(disaggregation.prefill)
+        choice = self._choose_pair(options, request)
+        if self._custom is not None:
+            changed = self._with_functions(self._custom, choice, options, found, prefills, prompt, request)
+            if changed is None:
+                return None
+            choice = changed
+        selection = found.select(choice.decode)
+        # A prefix that only workers of the other role hold is not lost.
+        held = max([candidate.overlap for candidate in prefills.candidates], default=0)
+        selection.best_overlap = max(selection.best_overlap, held)
+        if selection.worker.role is not Role.DECODE:
+            return selection
+        if choice.prefill is not None:
+            selection.prefill = prefills.select(choice.prefill)
         elif not adapter.decodes_alone:
             raise unavailable("No prefill worker can be reached, and the decode workers compute no prompts.")
-        selection.disaggregation = disaggregation
+        inputs: dict[str, Any] = {**choice.inputs}
+        if selection.prefill is not None:
+            inputs["predicted_ttft"] = self._predicted_ttft(selection, selection.prefill, request)
+        selection.disaggregation = Disaggregation(choice.prefill, choice.reason, inputs)
         return selection
+
+    def _with_functions(
+        self,
+        custom: CustomPolicy,
+        usual: PairChoice,
+        options: PairOptions,
+        found: CandidateSet,
+        prefills: CandidateSet,
+        prompt: RoutedPrompt,
+        request: Request,
+    ) -> PairChoice | None:
+        """Return the choice with functions of one's own for both roles; None if they exclude all decode workers."""
+        decode = decide(custom, lambda _, __: usual.decode, found, prompt, request, Phase.DECODE)
+        if decode is None:
+            return None
+        choice = usual
+        if decode.chosen is not usual.decode.chosen:
+            choice = self._choose_pair(replace(options, decodes=[decode.chosen]), request)
+        prefill, reason = choice.prefill, choice.reason
+        if prefill is not None:
+            chosen = prefill
+            prefill = decide(custom, lambda _, __: chosen, prefills, prompt, request, Phase.PREFILL)
+            reason = reason if prefill is not None else "the policy allows no prefill worker"
+        return PairChoice(decode, prefill, reason, choice.inputs)
+
+    def _predicted_ttft(self, selection: Selection, prefill: Selection, request: Request) -> float:
+        """Return the predicted seconds to the first token of a pair: prefill, transfer, and one step of decoding."""
+        computing, target = prefill.decision.chosen, prefill.rank.target
+        rates = self._learned.rates.likely(target.worker, target.model)
+        prefilled = ttft_by_rates(computing, rates, request.tokens, prefill.rank.load.backlog, 0.0)
+        moved = max(request.tokens - selection.decision.chosen.overlap, 0)
+        transfer = self._transfers.seconds(target, selection.rank.target, moved)
+        return prefilled + transfer + self._transfers.step_seconds(selection.rank)
 
     def need_prefill(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> bool:
         """Return whether all of these workers need another worker to compute a prompt."""

@@ -20,7 +20,6 @@ from engine.installation import Installation
 from engine.servers import MODEL, RouterProcess, VllmWorker
 from engine.web import post_reply
 
-SKIP_TOKENS = 128  # of a prompt, that a decode worker computes itself
 LEASE_SECONDS = 10  # for which a prefill worker keeps blocks that are not fetched
 _NIXL = {
     "kv_connector": "NixlConnector",
@@ -92,6 +91,6 @@ def router_before(
     roles = {worker.url: role for role, some in (("prefill", prefills), ("decode", decodes)) for worker in some}
     workers = [{"url": url, "role": role} for url, role in roles.items()]
     file = tmp_path / "pairs.yaml"
-    file.write_text(yaml.safe_dump({"workers": workers, "disaggregation": {"skip_tokens": SKIP_TOKENS}}))
+    file.write_text(yaml.safe_dump({"workers": workers, "disaggregation": {"decode_computes": False}}))
     with RouterProcess([], logs, "--config", str(file), **options) as router:
         yield router

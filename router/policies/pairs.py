@@ -1,0 +1,202 @@
+"""The choice of a pair: the decode worker, the prefill worker, and whether there is one, by one cost.
+
+    alone       J(d), with η·N in place of γ·n                  the decode worker d computes the prompt
+    in a pair   J(p) + m · (τ + θ·μ_d) + pending_d + φ·ctx_d    the prefill worker p computes it, and d fetches it
+
+    J           the default policy's cost of computing the prompt on a worker (`router.policies.kv_aware`)
+    N, η        answers that the prompt delays: those on d, at least the mean of the decode workers, and at least 1; the
+                charge for each of them, as a share of a computed token
+    m           tokens of the prompt that d lacks, which are moved
+    τ           the price of moving a token from p to d, in computed tokens; learned for each pair
+    μ_d, θ      the later cost of evicting for one of these tokens on d
+    pending_d   tokens that d computes itself, for which the first token waits
+    ctx_d, φ    the tokens that the requests on d hold, which slow its decoding
+
+The lowest cost of all pairs and of all decode workers alone wins. If workers have different speeds and their rates are
+known, J is in seconds, and τ the seconds of a token.
+
+A prompt on a decode worker delays every answer there. So a decode worker computes what is short, what it holds most of,
+and what prefill workers would begin too late. An idle decode worker is charged for the answers that it will receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final
+
+from indexer import Target
+from router.policies.kv_aware import KvWeights, SecondsWeights, kv_cost, seconds_cost
+from router.policies.records import Candidate, CostUnit, Decision, Policy, Request, cheapest, one_of_lowest
+
+# η: without it, decode workers compute long prompts while prefill workers are free.
+_DELAYED_ANSWER: Final = 0.25
+NO_PREFILL: Final = "no prefill worker is left"
+IN_PAIR: Final = "remote"
+INTEGRATED: Final = "the worker does both"
+
+
+@dataclass(frozen=True, slots=True)
+class PairOptions:
+    """The workers that can serve a request.
+
+    - `decodes`: those that answer it.
+    - `prefills`: those that compute its prompt for a decode worker.
+    - `integrated`: the targets of `decodes` that fetch from no other worker.
+    - `alone`: whether decode workers can compute a prompt.
+    - `move_seconds`: returns the seconds in which a number of tokens moves from a prefill to a decode worker.
+    - `token_seconds`: the mean seconds in which workers compute a token.
+    """
+
+    decodes: list[Candidate]
+    prefills: list[Candidate]
+    integrated: frozenset[Target]
+    alone: bool
+    move_seconds: Callable[[Target, Target, float], float]
+    token_seconds: float
+
+    def needs_alone(self, decode: Candidate) -> bool:
+        """Return whether a worker must compute the prompt itself, or nobody does."""
+        return not self.prefills or decode.target in self.integrated
+
+    def may_alone(self, decode: Candidate) -> bool:
+        """Return whether a worker can compute the prompt itself."""
+        return self.alone or decode.target in self.integrated
+
+
+@dataclass(frozen=True, slots=True)
+class PairChoice:
+    """The chosen decode worker, and the chosen prefill worker or the reason for none.
+
+    - `inputs`: the values that the verdict depends on, for logs and explanations.
+    """
+
+    decode: Decision
+    prefill: Decision | None
+    reason: str
+    inputs: dict[str, float] = field(default_factory=dict)
+
+
+PairRule = Callable[[PairOptions, Request], PairChoice]
+
+
+class PairCost:
+    """The default rule."""
+
+    def __init__(self, weights: KvWeights, random: Random) -> None:
+        self._weights = weights
+        self._random = random
+        self._in_seconds = SecondsWeights(interference=weights.interference, eviction=weights.eviction)
+
+    def __call__(self, options: PairOptions, request: Request) -> PairChoice:
+        terms = PairTerms(options, request, self._weights, self._in_seconds)
+        totals = [terms.lowest(decode) for decode in options.decodes]
+        near = self._weights.near
+        decode = one_of_lowest(options.decodes, totals, self._random, near)
+        chosen = Decision(decode, options.decodes, terms.best, unit=terms.unit)
+        in_pair = not options.needs_alone(decode)
+        prefill = None
+        if in_pair:
+            prefill = cheapest(options.prefills, lambda each: terms.pair(each, decode), self._random, near, terms.unit)
+        inputs = {"tokens": float(request.tokens), "uncached": float(max(request.tokens - decode.overlap, 0))}
+        if not options.may_alone(decode):
+            return PairChoice(chosen, prefill, IN_PAIR if in_pair else NO_PREFILL, inputs)
+        alone = sum(terms.alone(decode).values())
+        inputs["alone"] = alone
+        if prefill is None:
+            return PairChoice(chosen, None, NO_PREFILL if not options.prefills else INTEGRATED, inputs)
+        together = sum(terms.pair(prefill.chosen, decode).values())
+        inputs["in_pair"] = together
+        if alone <= together:
+            return PairChoice(chosen, None, "it costs less alone", inputs)
+        return PairChoice(chosen, prefill, IN_PAIR, inputs)
+
+
+class PairTerms:
+    """The terms of all options for one request. `unit`: seconds if the candidates have rates, else prefill tokens."""
+
+    def __init__(self, options: PairOptions, request: Request, weights: KvWeights, in_seconds: SecondsWeights) -> None:
+        self._options = options
+        self._request = request
+        self._weights = weights
+        self._seconds_weights = in_seconds
+        self._mean_requests = sum(each.requests for each in options.decodes) / len(options.decodes)
+        everything = [*options.decodes, *options.prefills]
+        self._in_seconds = all(candidate.rates is not None for candidate in everything)
+        self.unit = CostUnit.SECONDS if self._in_seconds else CostUnit.TOKENS
+        prefills = [(sum(self._computing(prefill).values()), prefill) for prefill in options.prefills]
+        self._prefills = sorted(prefills, key=lambda each: each[0])
+
+    def alone(self, decode: Candidate) -> dict[str, float]:
+        """Return the terms of a decode worker that computes the prompt itself."""
+        terms = self._computing(decode)
+        if decode.target not in self._options.integrated:
+            answers = max(decode.requests, self._mean_requests, 1.0)
+            terms["interference"] = terms["prefill"] * (self._weights.interference + _DELAYED_ANSWER * answers)
+        return terms
+
+    def pair(self, prefill: Candidate, decode: Candidate) -> dict[str, float]:
+        """Return the terms of a pair."""
+        moved, evicting, decoding = self._receiving(decode)
+        move = self._moving(prefill, decode, moved)
+        return {**self._computing(prefill), "move": move, "move_eviction": evicting, "decode": decoding}
+
+    def best(self, decode: Candidate) -> dict[str, float]:
+        """Return the terms of the cheapest option with a decode worker."""
+        prefill = self._cheapest(decode)[1]
+        return self.alone(decode) if prefill is None else self.pair(prefill, decode)
+
+    def lowest(self, decode: Candidate) -> float:
+        """Return the cost of the cheapest option with a decode worker."""
+        return self._cheapest(decode)[0]
+
+    def _cheapest(self, decode: Candidate) -> tuple[float, Candidate | None]:
+        options = self._options
+        best: tuple[float, Candidate | None] = (float("inf"), None)
+        if options.may_alone(decode):
+            best = (sum(self.alone(decode).values()), None)
+        if options.needs_alone(decode):
+            return best
+        moved, evicting, decoding = self._receiving(decode)
+        fixed = evicting + decoding
+        for computing, prefill in self._prefills:
+            if computing + fixed >= best[0]:
+                break  # the others cost more, even if moving costs nothing
+            total = computing + fixed + self._moving(prefill, decode, moved)
+            if total < best[0]:
+                best = (total, prefill)
+        return best
+
+    def _computing(self, candidate: Candidate) -> dict[str, float]:
+        if self._in_seconds:
+            return seconds_cost(candidate, self._request, self._seconds_weights)
+        return kv_cost(candidate, self._request.tokens, self._weights)
+
+    def _receiving(self, decode: Candidate) -> tuple[float, float, float]:
+        """Return the tokens that a decode worker fetches, what evicting for them costs, and the slower decoding."""
+        moved, weights, rates = max(self._request.tokens - decode.overlap, 0), self._weights, decode.rates
+        evicting = weights.eviction * decode.eviction * moved
+        if not self._in_seconds or rates is None:
+            return moved, evicting, decode.pending + weights.context * decode.context
+        slower = self._seconds_weights.slowed_by_others * (
+            rates.token * decode.requests + rates.context_token * decode.context
+        )
+        return moved, evicting * rates.token, decode.backlog + self._request.output_tokens * slower
+
+    def _moving(self, prefill: Candidate, decode: Candidate, tokens: float) -> float:
+        """Return the price of moving tokens: in computed tokens, or in seconds."""
+        seconds = self._options.move_seconds(prefill.target, decode.target, tokens)
+        return seconds if self._in_seconds else seconds / self._options.token_seconds
+
+
+def apart(prefill: Policy, decode: Policy) -> PairRule:
+    """Return the rule that chooses both workers apart, each by a policy, and never a decode worker alone."""
+
+    def choose(options: PairOptions, request: Request) -> PairChoice:
+        chosen = decode(options.decodes, request)
+        if options.needs_alone(chosen.chosen):
+            return PairChoice(chosen, None, INTEGRATED if options.prefills else NO_PREFILL)
+        return PairChoice(chosen, prefill(options.prefills, request), IN_PAIR)
+
+    return choose
