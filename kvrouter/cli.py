@@ -9,7 +9,7 @@ import typer
 
 from kvrouter.commands import services
 from kvrouter.commands.questions import doctor, explain, match, top
-from kvrouter.commands.recordings import record, replay, replay_trace
+from kvrouter.commands.recordings import record, replay, replay_trace, size
 from kvrouter.commands.services import hash_key, indexer, keygen, picker, serve
 from kvrouter.commands.simulations import demo, simulate
 
@@ -43,6 +43,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     record,
     replay,
     replay_trace,
+    size,
     doctor,
     keygen,
     demo,

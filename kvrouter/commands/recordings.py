@@ -222,3 +222,39 @@ def replay_trace(
         write_report(report, output, as_json)
     except (ReplayError, OSError) as error:
         fail(error)
+
+
+def size(
+    trace: Annotated[Path, typer.Option(help="A trace in Mooncake's format, plain or .gz.")],
+    ttft: Annotated[float, typer.Option(min=1e-3, help="Goal: seconds to the first token.")] = 2.0,
+    tpot: Annotated[float, typer.Option(min=1e-4, help="Goal: seconds for each token after it.")] = 0.05,
+    share: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of the answers within both goals.")] = 0.9,
+    most: Annotated[int, typer.Option(min=1, max=1024, help="Largest number of workers to try.")] = 64,
+    engine: Annotated[str, typer.Option(help="70b (on 8 H100) or 8b (on one H100).")] = "70b",
+    speed: Annotated[float, typer.Option(min=1e-3, help="Factor of the recorded speed.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of requests to use.  [default: all]")] = None,
+) -> None:
+    """Show how many workers of each role a trace needs, by simulation.
+
+    Every tried fleet is a line. The exit status is 1 if no fleet of at most --most workers is enough.
+    """
+    from kvrouter.tools.traces.run import ENGINES, open_trace
+    from kvrouter.tools.traces.size import Goals, Sized, Sizing
+    from simulator.fleet.trace import requests_of
+
+    if engine not in ENGINES:
+        fail(f"--engine {engine}: known engines are {', '.join(ENGINES)}")
+    try:
+        opened = open_trace(trace, limit)
+    except (ValueError, OSError) as error:
+        fail(error)
+
+    def show(tried: Sized) -> None:
+        times = f"TTFT p90 {tried.ttft:.2f} s, TPOT p90 {1000 * tried.tpot:.0f} ms"
+        typer.echo(f"{tried.in_words}: {tried.met:.1%} within both goals, {times}")
+
+    requests = requests_of(opened.lines, speed, opened.block_tokens)
+    found = Sizing(requests, ENGINES[engine], Goals(ttft, tpot, share), opened.block_tokens, show).smallest(most)
+    if found is None:
+        fail(f"No fleet of at most {most} workers serves {share:.0%} of the answers within both goals.")
+    typer.echo(f"Smallest fleet: {found.in_words}.")

@@ -132,8 +132,8 @@ def _step(candidate: Candidate, request: Request) -> dict[str, float]:
 def netkv_pairs(random: Random, seconds: Callable[[Target, Target, float], float] | None = None) -> PairRule:
     """Return NetKV's rule: https://arxiv.org/abs/2606.03910
 
-    The prefill worker has the least estimated TTFT. Then the decode worker has the least transfer time of the tokens
-    that it lacks, plus the time until it has memory, and its time between tokens.
+    The prefill worker has the least estimated TTFT. The decode worker then has the least sum of three times: the
+    transfer of the tokens that it lacks, the wait for memory, and the time between tokens.
 
     `seconds`: the seconds in which tokens move between a pair, as the network's operator knows; None: as learned.
     """

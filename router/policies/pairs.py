@@ -57,7 +57,7 @@ class PairOptions:
     token_seconds: float
 
     def needs_alone(self, decode: Candidate) -> bool:
-        """Return whether a worker must compute the prompt itself, or nobody does."""
+        """Return whether a worker must compute the prompt itself, because it can fetch it from no other worker."""
         return not self.prefills or decode.target in self.integrated
 
     def may_alone(self, decode: Candidate) -> bool:

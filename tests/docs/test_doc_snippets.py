@@ -214,7 +214,7 @@ def run_kvrouter(arguments: list[str], fleet: Fleet) -> None:
         files.append("--once")
     if name == "record":
         files += ["--seconds", "0.2"]
-    if name == "replay-trace":
+    if name in ("replay-trace", "size"):
         Path("traffic.jsonl").write_text(TRACE)
     if name == "replay" and len(files) > 6:
         files = [each for each in files if not each.endswith(".kvrec")] + [f"{ROOT}/tests/data/e_dp2.kvrec"]

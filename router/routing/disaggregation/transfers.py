@@ -41,7 +41,7 @@ class TransferTimes:
         return WatchedTransfer(self, prefill, decode, tokens)
 
     def seen(self, prefill: Target, decode: Target, tokens: int, seconds: float, step: float) -> None:
-        """Learn from a transfer that lasted `seconds`, of which one step of decoding took `step`."""
+        """Learn from a transfer. `seconds`: its time, and `step` seconds of them for one step of decoding."""
         self._learned.seen(_name(prefill, decode), tokens, seconds, step)
 
     def forget(self, worker: str) -> None:
