@@ -62,7 +62,7 @@ def main(
         elif hints:
             title, table = "Agents' hints", compare_hints(quick, count, show)
         elif sources:
-            title, table = "Pools and peers", compare_sources(quick, count, show)
+            title, table = "Pools and peers", compare_sources(trace, quick, count, show)
         elif light:
             title, table = "Light load", compare_light(trace, quick, count, show)
         elif disaggregated:

@@ -82,7 +82,7 @@ def light_cells(trace: Path | None, quick: bool, loads: Sequence[float] = LOADS)
     """Yield the cells: every kind of sessions at every load, and sessions in turn. `trace`: recorded sessions."""
     if trace is not None:
         for load in loads:
-            yield _recorded_cell(trace, load, 8)
+            yield recorded_cell(trace, load, 8)
         return
     for workers in (8,) if quick else (4, 8):
         for kind in (AGENTS, CHATS, DOCUMENTS, HOT_PREFIX):
@@ -102,7 +102,7 @@ def generated_cell(kind: SessionKind, load: float, workers: int, seconds: float 
     return LightCell(name, fleet, lambda seed: generated(kind, rate, seconds, _BLOCK, Random(seed)), seconds)
 
 
-def _recorded_cell(trace: Path, load: float, workers: int, seconds: float = 600.0) -> LightCell:
+def recorded_cell(trace: Path, load: float, workers: int, seconds: float = 600.0) -> LightCell:
     fleet = FleetSpec(LLAMA_70B, workers, 1_280_000)
     name = f"{trace.name.split('.')[0]}, {workers} workers, load {load:g}"
     return LightCell(name, fleet, lambda seed: recorded(trace, load, workers, seconds, Random(seed)), seconds)
