@@ -45,9 +45,13 @@ class SessionKind:
 AGENTS = SessionKind("agents", 0.1125, 6, (8000, 16_000), 0.8, (8, 40), (1500, 1.0), (1100, 1.0), (140, 0.8), 3.0)
 CHATS = SessionKind("conversations", 0.8, 32, (500, 2500), 1.0, (2, 8), (2500, 1.0), (400, 1.0), (320, 0.7), 25.0)
 DOCUMENTS = SessionKind("documents", 1.0, 1, (0, 0), 0.0, (1, 4), (9000, 1.0), (100, 0.5), (200, 0.7), 15.0)
+# Questions about documents that many ask about. The documents need several times the caches of 8 workers.
+SHARED_DOCUMENTS = SessionKind(
+    "shared documents", 1.6, 2000, (4000, 14_000), 0.6, (1, 4), (100, 0.5), (100, 0.5), (200, 0.7), 15.0
+)
 # Agentic coding: 48,000 shared tokens first, then tool results, with contexts to 200,000 tokens.
 CODING = SessionKind(
-    "agentic coding", 0.04, 4, (40_000, 56_000), 0.8, (8, 30), (4000, 1.0), (3500, 1.0), (500, 0.7), 13.75, 200_000
+    "agentic coding", 0.054, 4, (40_000, 56_000), 0.8, (8, 30), (4000, 1.0), (3500, 1.0), (500, 0.7), 13.75, 200_000
 )
 HOT_PREFIX = SessionKind("one hot prefix", 10.0, 1, (2000, 2000), 0.0, (1, 1), (100, 0.5), (100, 0.5), (150, 0.5), 0.0)
 

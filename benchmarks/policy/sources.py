@@ -23,7 +23,7 @@ from statistics import mean
 from benchmarks.policy.light import LightCell, recorded_cell
 from benchmarks.policy.measures import TTFT_GOAL, in_time
 from benchmarks.policy.report import markdown
-from benchmarks.policy.sessions import CHATS, CODING, DOCUMENTS, SessionKind, generated
+from benchmarks.policy.sessions import CHATS, CODING, SHARED_DOCUMENTS, SessionKind, generated
 from kvrouter.tools.traces.results import percentile
 from router.settings import PolicyName
 from simulator.fleet.engine import LLAMA_70B
@@ -40,8 +40,13 @@ _TPOT_GOAL = 0.05
 _WARM_UP = 0.3
 _LOADS = (0.5, 0.85, 1.0)
 _LARGE, _LARGE_LOADS = 32, (0.5, 0.85)
-# The sessions, the cache of a worker, the tokens of a block, and the seconds of a run.
-_KINDS = ((CHATS, 320_000, 256, 300.0), (DOCUMENTS, 320_000, 256, 300.0), (CODING, 1_280_000, 512, 600.0))
+# The sessions, the load at which the default without sources answers three quarters of the requests in time, the cache
+# of a worker, the tokens of a block, and the seconds of a run.
+_KINDS = (
+    (CODING, 1.0, 1_280_000, 512, 600.0),
+    (CHATS, 1.08, 320_000, 256, 300.0),
+    (SHARED_DOCUMENTS, 1.0, 320_000, 256, 300.0),
+)
 _NO_SOURCES = Side("kv_aware", PolicyName.KV_AWARE, late_binding=True)
 _SIDES = (
     replace(_NO_SOURCES, name="ignored"),
@@ -77,16 +82,18 @@ def _cells(trace: Path | None, quick: bool) -> Iterator[LightCell]:
         yield from (recorded_cell(trace, load, 8) for load in ((0.85,) if quick else _LOADS))
         return
     if quick:
-        yield _cell(CODING, 1_280_000, 512, 600.0, 8, 0.85)
+        yield _cell(*_KINDS[0], 8, 0.85)
         return
-    for kind, kv_tokens, block, seconds in _KINDS:
-        yield from (_cell(kind, kv_tokens, block, seconds, 8, load) for load in _LOADS)
-    yield from (_cell(CODING, 1_280_000, 512, 600.0, _LARGE, load) for load in _LARGE_LOADS)
+    for kind in _KINDS:
+        yield from (_cell(*kind, 8, load) for load in _LOADS)
+    yield from (_cell(*_KINDS[0], _LARGE, load) for load in _LARGE_LOADS)
 
 
-def _cell(kind: SessionKind, kv_tokens: int, block: int, seconds: float, workers: int, load: float) -> LightCell:
-    name = f"{kind.name}, {workers} workers, load {load:g}"
-    rate = load * workers * kind.rate
+def _cell(
+    kind: SessionKind, saturation: float, kv_tokens: int, block: int, seconds: float, workers: int, load: float
+) -> LightCell:
+    name = f"{kind.name}, {workers} workers, {load:g} of saturation"
+    rate = load * saturation * workers * kind.rate
     return LightCell(
         name,
         FleetSpec(LLAMA_70B, workers, kv_tokens, block),
