@@ -6,7 +6,7 @@ The cost of a target is counted in prefill tokens and needs no rates. The lowest
 
     u         uncached tokens of the prompt that are not loaded, at least 1
     v         u without the tokens for which other sessions pay (`router.policies.shared_tokens`), at least 1
-    load      the time of loads from a pool or a peer, in computed tokens; 0 without them
+    load      the time of loads from a pool or a peer, in computed tokens, without the part that other sessions pay
     pending   uncached tokens already sent to the target whose first byte was not received
     transfer  cached tokens in CPU memory or on disk, each at the price of loading it
     n, ctx    requests in flight to the target, and the tokens they hold
@@ -82,7 +82,7 @@ class KvAware(LinearPolicy):
     def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:
         fixed, per_token = self.line(candidate)
         cost = self.cost(fixed, per_token, tokens, candidate.reused, candidate.cpu, candidate.disk)
-        return cost + per_token * source.load
+        return cost + per_token * source.load * _paid_share(candidate)
 
     def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
         return kv_cost(candidate, tokens, self._weights)
@@ -118,13 +118,19 @@ def kv_cost(candidate: Candidate, tokens: int, weights: KvWeights) -> dict[str, 
     }
     if candidate.source is not None:
         harm = weights.interference + weights.interference_per_request * candidate.requests
-        terms["load"] = candidate.source.load * (1 + harm + weights.eviction * candidate.eviction)
+        load = candidate.source.load * _paid_share(candidate)
+        terms["load"] = load * (1 + harm + weights.eviction * candidate.eviction)
     return terms
 
 
 def _charged(candidate: Candidate, uncached: int) -> float:
     """Return the uncached tokens without those for which other sessions pay, at least 1."""
     return uncached if candidate.eviction else max(uncached - candidate.shared, 1)
+
+
+def _paid_share(candidate: Candidate) -> float:
+    """Return the share of a load that this request pays: a loaded copy of a shared prefix serves others, too."""
+    return 1.0 if candidate.eviction else 1 - candidate.shared_load
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,5 +163,6 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
         "decode": request.output_tokens * (slowed + slowing),
     }
     if candidate.source is not None:
-        terms["load"] = candidate.source.load_cost_seconds * (1 + harm + weights.eviction * candidate.eviction)
+        load = candidate.source.load_cost_seconds * _paid_share(candidate)
+        terms["load"] = load * (1 + harm + weights.eviction * candidate.eviction)
     return terms

@@ -85,6 +85,7 @@ class Candidate:
     - `rates`: its speed; None if unknown, or if all workers are alike.
     - `shared`: tokens that it would have to compute, and for which other sessions pay, because they will use them.
     - `source`: where it can load tokens beyond its overlap; None for nowhere.
+    - `shared_load`: the share of that load for which other sessions pay.
     """
 
     target: Target
@@ -101,6 +102,7 @@ class Candidate:
     rates: Rates | None
     source: Source | None
     shared: float
+    shared_load: float
 
     def __init__(
         self,
@@ -118,6 +120,7 @@ class Candidate:
         rates: Rates | None = None,
         source: Source | None = None,
         shared: float = 0.0,
+        shared_load: float = 0.0,
     ) -> None:
         self.target = target
         self.overlap = overlap
@@ -133,6 +136,7 @@ class Candidate:
         self.rates = rates
         self.source = source
         self.shared = shared
+        self.shared_load = shared_load
 
     @property
     def reused(self) -> int:
@@ -160,6 +164,7 @@ class Candidate:
             self.rates,
             self.source,
             self.shared,
+            self.shared_load,
         )
 
 

@@ -106,6 +106,8 @@ class CandidateSet:
         record.overlap = tokens
         if self.shared is not None:
             record.shared = self.shared.after(record.reused)
+            if source is not None:
+                record.shared_load = (self.shared.after(tokens) - record.shared) / source.tokens
         record.cpu, record.disk = self.overlaps.transfers.get(row, (0, 0))
         return record
 
