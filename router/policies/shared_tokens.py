@@ -52,3 +52,11 @@ class SharedTokens:
                 paid += (depth - start) * share
                 start = depth
         return paid
+
+    def divided(self, held: int, loaded: int) -> tuple[float, float]:
+        """Return what the other sessions pay for, where a target holds `held` tokens and loads the next `loaded`.
+
+        First the tokens that it computes and they pay for, then their share of the load, from 0 to 1.
+        """
+        computed = self.after(held + loaded)
+        return computed, (self.after(held) - computed) / loaded if loaded else 0.0

@@ -105,9 +105,7 @@ class CandidateSet:
         record.source = source
         record.overlap = tokens
         if self.shared is not None:
-            record.shared = self.shared.after(record.reused)
-            if source is not None:
-                record.shared_load = (self.shared.after(tokens) - record.shared) / source.tokens
+            record.shared, record.shared_load = self.shared.divided(tokens, 0 if source is None else source.tokens)
         record.cpu, record.disk = self.overlaps.transfers.get(row, (0, 0))
         return record
 

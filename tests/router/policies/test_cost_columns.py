@@ -95,7 +95,8 @@ def test_choice_by_columns_equals_the_formula(core: str, name: str, data: Any, s
     if shared is not None:
         for row, record in enumerate(records):
             records[row] = record.copy()
-            records[row].shared = shared.after(record.reused)
+            loaded = record.reused - record.overlap
+            records[row].shared, records[row].shared_load = shared.divided(record.overlap, loaded)
         sources = {row: records[row] for row in sources}
 
     chosen = policy.cheapest_row(columns, TOKENS, overlaps, transfers, excluded, sources, shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from random import Random
 
 import pytest
@@ -12,6 +13,7 @@ from indexer import Target
 from router.policies import Candidate, KvWeights, Policy, Request, kv_aware
 from router.policies.rates import Rates
 from router.policies.records import Source
+from router.policies.shared_tokens import SharedTokens
 
 TOKENS = 10_000
 PRICES = st.floats(0, 1)
@@ -62,3 +64,24 @@ def test_terms_show_the_load_apart() -> None:
     terms = policy()([candidate("w", 1000, Source("pool", 8000, 0.5, 2000))], Request(TOKENS)).costs[0].terms
     assert terms["prefill"] == 1000
     assert terms["load"] == pytest.approx(0.5 * 10_000 * (1 + 1 + 0.06 * 5 + 10 * 0.25))
+
+
+@pytest.mark.parametrize("rates", [None, Rates(attention=0.0)])
+def test_other_sessions_pay_their_share_of_a_load_where_the_copy_finds_room(rates: Rates | None) -> None:
+    second = 1.0 if rates is None else rates.token
+    loads = candidate("w", 1000, Source("pool", 8000, 0.5, computed_seconds=second), rates)
+    alone = policy()([loads], Request(TOKENS)).costs[0].terms["load"]
+    loads.shared_load = 0.75
+    assert policy()([loads], Request(TOKENS)).costs[0].terms["load"] == alone  # the copy would evict other blocks
+    loads.eviction = 0.0
+    shared = policy()([loads], Request(TOKENS)).costs[0].terms["load"]
+    loads.shared_load = 0.0
+    assert shared == pytest.approx(policy()([loads], Request(TOKENS)).costs[0].terms["load"] / 4)
+
+
+def test_parts_of_a_prompt_are_divided_into_loaded_and_computed_tokens() -> None:
+    shared = SharedTokens(array("I", [200, 700]), array("d", [0.9, 0.5]))
+    computed, load = shared.divided(100, 400)
+    assert computed == pytest.approx(200 * 0.5)
+    assert load == pytest.approx((100 * 0.9 + 300 * 0.5) / 400)
+    assert shared.divided(100, 0) == (pytest.approx(100 * 0.9 + 500 * 0.5), 0.0)
