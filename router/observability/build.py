@@ -15,7 +15,13 @@ from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
 from router.fleet.fleet import Fleet
 from router.observability.fleet_report import About, findings
 from router.observability.fleet_snapshot import FleetSnapshot, Series
-from router.observability.metrics import AuditCollector, FleetCollector, PolicyCollector, RequestMetrics
+from router.observability.metrics import (
+    AuditCollector,
+    FleetCollector,
+    LoadRateCollector,
+    PolicyCollector,
+    RequestMetrics,
+)
 from router.observability.prediction_metrics import PredictionMetrics
 from router.observability.request_recorder import RequestRecorder
 from router.observability.seen_requests import SampledTraffic
@@ -69,6 +75,7 @@ def build_observability(
         TokenizerCollector(tokenizers),
         FleetCollector(fleet, state.load),
         AuditCollector(state.audit),
+        LoadRateCollector(None if state.sources is None else state.sources.rates),
         DemandCollector(fleet, state.load, admission),
     ):
         registry.register(collector)

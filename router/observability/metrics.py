@@ -20,6 +20,7 @@ from router.policies import Decision
 from router.policies.custom import CustomPolicy
 from router.policies.records import CostUnit
 from router.routing.pulls import PullResult
+from router.routing.sources import LoadRates
 
 _SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -278,6 +279,25 @@ class PolicyCollector(Collector):
             failures.add_metric([each.name, "slow"], each.slow)
             off.add_metric([each.name], float(each.switched_off))
         yield from (failures, off)
+
+
+class LoadRateCollector(Collector):
+    """The learned duration of loads from pools and peers. `rates`: None without pools and pulls."""
+
+    def __init__(self, rates: LoadRates | None) -> None:
+        self._rates = rates
+
+    def collect(self) -> Iterator[Metric]:
+        start = GaugeMetricFamily(
+            "kvrouter_load_start_seconds", "Learned seconds before the first token of a load", labels=["source"]
+        )
+        token = GaugeMetricFamily(
+            "kvrouter_load_token_seconds", "Learned seconds per token of a load", labels=["source"]
+        )
+        for source, (start_seconds, token_seconds) in (self._rates.learned() if self._rates else {}).items():
+            start.add_metric([source], start_seconds)
+            token.add_metric([source], token_seconds)
+        yield from (start, token)
 
 
 class AuditCollector(Collector):

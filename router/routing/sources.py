@@ -100,6 +100,10 @@ class LoadRates:
         for source in [source for source in self._learned if is_removed(source)]:
             del self._learned[source], self._seen_at[source]
 
+    def learned(self) -> dict[str, tuple[float, float]]:
+        """Return the coefficients of each source with loads."""
+        return {source: self.of(source) for source in self._learned}
+
     def seen(self, source: str, tokens: int, seconds: float, computing: float = 0.0) -> None:
         """Learn from a load of `tokens` tokens, with no other before it.
 

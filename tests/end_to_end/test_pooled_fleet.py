@@ -264,7 +264,7 @@ async def test_keys_of_a_prompt_are_asked_for_where_the_pool_is_too_large_to_lis
         assert await loadable() == 0
         fleet.answering.set()
         fleet.keys.remove(object_key(8))
-        assert await loadable() == 32
+        await until(loadable, lambda tokens: tokens == 32)  # a busy machine may miss the deadline of an answer
         fleet.keys.remove(object_key(7))
-        assert await loadable() == 0
+        await until(loadable, lambda tokens: tokens == 0)
         assert await routed.metric("kvrouter_pool_known", pool="store") == 0

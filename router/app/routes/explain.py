@@ -174,7 +174,8 @@ def _candidate(names: WorkerNames, cost: Cost, wanted: int) -> dict[str, Any]:
 def _source(names: WorkerNames, source: Source) -> dict[str, Any]:
     """Return the source of a candidate. `peer`: the target to pull from; None for a pool."""
     peer = source.peer and {"worker": names.get(source.peer.worker), "dp_rank": source.peer.dp_rank}
-    return {"name": source.name, "tokens": source.tokens, "price": round(source.price, 3), "peer": peer}
+    price, seconds = round(source.price, 3), round(source.load_seconds, 6)
+    return {"name": source.name, "tokens": source.tokens, "price": price, "seconds": seconds, "peer": peer}
 
 
 def _slo(slo: SLO, prediction: Prediction, now: float) -> dict[str, Any]:
