@@ -32,8 +32,8 @@ _AT_ONCE = 1 << 14  # blocks that are stored or learned without events
 _COUNTED = 1_000_000  # objects that events store
 _MASK = 2**64 - 1
 _HOW = """\
-`make bench-pool` makes the index of one Mooncake Store of {objects:,} objects, in process. Each block has {parts}, with
-keys of {key} characters as vLLM writes them. The chain of all blocks is known. The last {events:,} objects are from
+`make bench-pool` makes the index of one Mooncake Store of {objects:,} objects, in process. Objects of each block:
+{parts}, with keys of {key} characters as vLLM writes them. The chain of all blocks is known. The last {events:,} objects are from
 events of a master. So are as many again when the tables are full, so that the oldest blocks make room. Then the index
 answers what the pool holds of prompts of {tokens:,} tokens: all of them, and nothing. The memory is that of the whole
 process beyond its start.
@@ -142,7 +142,7 @@ def main(
     rows += [(f"a match of a prompt that is {name}", _matches(indexer, name)) for name in ("there", "not there")]
     how = _HOW.format(
         objects=objects,
-        parts="one" if parts == 1 else f"{parts}",
+        parts=parts,
         key=len(master.keys(0)[0]),
         tokens=_PROMPT * BLOCK_SIZE,
         events=_COUNTED,
