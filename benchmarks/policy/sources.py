@@ -115,7 +115,7 @@ def compare_sources(trace: Path | None, quick: bool, seeds: int, show: Callable[
     tables = []
     with ProcessPoolExecutor() as cores:
         for number, cell in enumerate(_cells(trace, quick)):
-            sides = [("no sources", _NO_SOURCES, None)]
+            sides: list[tuple[str, Side, SourceSpec | None]] = [("no sources", _NO_SOURCES, None)]
             for name, spec in _sources(quick, cell.fleet.workers):
                 sides += [(name, side, spec) for side in _SIDES if not (spec.pulls and side.name == "ignored")]
             runs = [
