@@ -33,10 +33,10 @@ _COUNTED = 1_000_000  # objects that events store
 _MASK = 2**64 - 1
 _HOW = """\
 `make bench-pool` makes the index of one Mooncake Store of {objects:,} objects, in process. Objects of each block:
-{parts}, with keys of {key} characters as vLLM writes them. The chain of all blocks is known. The last {events:,} objects
-are from events of a master. So are as many again when the tables are full, so that the oldest blocks make room. Then
-the index answers what the pool holds of prompts of {tokens:,} tokens: all of them, and nothing. The memory is that of
-the whole process beyond its start.
+{parts}, with keys of {key} characters as vLLM writes them. The chain of all blocks is known. The last {events:,}
+objects are from events of a master. So are as many again when the tables are full, so that the oldest blocks make
+room. Then the index answers what the pool holds of prompts of {tokens:,} tokens: all of them, and nothing. The memory
+is that of the whole process beyond its start.
 
 Machine: {machine}, {core} core; load average {before:.1f} before, {after:.1f} after."""
 

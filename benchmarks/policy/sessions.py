@@ -47,7 +47,7 @@ CHATS = SessionKind("conversations", 0.8, 32, (500, 2500), 1.0, (2, 8), (2500, 1
 DOCUMENTS = SessionKind("documents", 1.0, 1, (0, 0), 0.0, (1, 4), (9000, 1.0), (100, 0.5), (200, 0.7), 15.0)
 # Questions about documents that many ask about. The documents need several times the caches of 8 workers.
 SHARED_DOCUMENTS = SessionKind(
-    "shared documents", 1.6, 2000, (4000, 14_000), 0.6, (1, 4), (100, 0.5), (100, 0.5), (200, 0.7), 15.0
+    "shared documents", 1.05, 2000, (4000, 14_000), 0.6, (1, 4), (100, 0.5), (100, 0.5), (200, 0.7), 15.0
 )
 # Agentic coding: 48,000 shared tokens first, then tool results, with contexts to 200,000 tokens.
 CODING = SessionKind(
