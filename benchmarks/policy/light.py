@@ -1,6 +1,7 @@
 """Fleets at a fraction of saturation, where most run most of the day: do requests wait although workers are idle?
 
-The sessions are those of `benchmarks.policy.sessions`. The first 30% of each run do not count.
+The sessions are those of `benchmarks.policy.sessions`. The first 30% of each run do not count. Only one comparison
+begins with empty caches: the first ten seconds of a hot prefix.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from statistics import mean
 from benchmarks.policy.report import markdown
 from benchmarks.policy.sessions import AGENTS, CHATS, DOCUMENTS, HOT_PREFIX, SessionKind, generated, in_turn, recorded
 from kvrouter.tools.traces.results import percentile
+from router.policies.rates import Rates
 from router.settings import PolicyName
-from simulator.fleet.engine import LLAMA_70B
+from simulator.fleet.engine import LLAMA_70B, Profile
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
 from simulator.fleet.simulated_router import OURS, Side
 from simulator.fleet.trace import TracedRequest
@@ -35,6 +37,12 @@ _BLOCK = 256
 _KV_TOKENS = 320_000
 # Sessions in turn: the tokens of a cache, and of each prompt and answer.
 _SMALL_CACHE, _PROMPT, _ANSWER, _ROUNDS = 102_400, 10_000, 100, 8
+# The first seconds of a hot prefix: the requests, engines and caches of `benchmarks.light_load`.
+_FIRST_SECONDS, _FIRST_RATE, _FIRST_RUNS = 10.0, 20.0, 6
+_HOT_START = SessionKind(
+    "hot start", _FIRST_RATE, 1, (2000, 2000), 0.0, (1, 1), (40, 0.0), (40, 0.0), (20, 0.0), pause=0.0
+)
+_HOT_FLEET = FleetSpec(Profile("simulated worker", Rates(0.005, 1.5e-4, 0.0, 0.0), 131_072, 64), 4, 131_072, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +124,22 @@ def in_turn_cell(share: float, workers: int) -> LightCell:
     return LightCell(name, fleet, lambda _: [in_turn(sessions, _ROUNDS, _PROMPT, _ANSWER, _BLOCK)])
 
 
+def mean_at_the_start(side: Side, seed: int) -> float:
+    """Return the mean seconds of answers in the first ten seconds of a hot prefix."""
+    requests = generated(_HOT_START, _FIRST_RATE, _FIRST_SECONDS, _HOT_FLEET.block_tokens, Random(seed))
+    outcomes = Simulation(_HOT_FLEET, side, Random(seed)).run(requests)
+    return mean(each.ended - each.request.arrival for each in outcomes)
+
+
 def compare_light(trace: Path | None, quick: bool, seeds: int, show: Callable[[str], None]) -> str:
     """Run all cells, and show the table of each when it is done. Return the tables: means over the seeds."""
     tables = []
+    if trace is None:
+        rows = [["first ten seconds of a hot prefix, 4 workers", "mean answer"]]
+        for side in LIGHT_SIDES:
+            rows.append([side.name, f"{mean(mean_at_the_start(side, seed) for seed in range(_FIRST_RUNS)):.3f} s"])
+        tables.append(markdown(rows))
+        show(f"{tables[-1]}\n")
     for cell in light_cells(trace, quick):
         rows = [[cell.name, "TTFT p50", "p90", "p99", "TPOT p50", "p90", "answer p90", "hits"]]
         for side in LIGHT_SIDES:

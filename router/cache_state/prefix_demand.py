@@ -52,11 +52,13 @@ class PrefixDemand:
 
         `held`: the most tokens of the prompt that a target holds. The last part ends there if no read hash is between.
         """
-        forks = self._forks
-        found = [forks[each] for each in filter(forks.__contains__, read)]
-        asked, sessions = list[tuple[int, float]](), 1.0
-        for end, counted, at in reversed(found):
+        asked: list[tuple[int, float]] = []
+        forks, sessions = self._forks, 1.0
+        for each in reversed([*filter(forks.__contains__, read)]):
+            end, counted, at = forks[each]
             sessions += counted * exp((at - now) / HORIZON)
-            asked.append((held if not asked and end < held < end + self._tokens else end, sessions))
+            if not asked and end < held < end + self._tokens:
+                end = held
+            asked.append((end, sessions))
         asked.reverse()
         return asked

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.policy.decisions import candidates
 from benchmarks.policy.grid import full_grid, quick_grid
-from benchmarks.policy.light import LIGHT_SIDES, generated_cell, in_turn_cell, light_cells, play
+from benchmarks.policy.light import LIGHT_SIDES, generated_cell, in_turn_cell, light_cells, mean_at_the_start, play
 from benchmarks.policy.measures import Measures, in_time, measured
 from benchmarks.policy.report import CellResult, markdown, verdict
 from benchmarks.policy.sessions import AGENTS, HOT_PREFIX, generated, in_turn, recorded
@@ -135,6 +135,12 @@ def test_tool_workload_mixes_chats_and_calls_with_shared_prefixes() -> None:
     for each, system_tokens in zip(calls, (6144, 2560), strict=True):
         assert len({tuple(line.hash_ids[: system_tokens // BLOCK_TOKENS]) for line in each}) == 1
         assert len({line.session_id for line in each}) == len(each)
+
+
+def test_hot_prefix_is_copied_in_its_first_seconds() -> None:
+    least_loaded = next(side for side in LIGHT_SIDES if side.policy is PolicyName.LEAST_LOADED)
+    ours, spread = (sum(mean_at_the_start(side, seed) for seed in range(3)) for side in (OURS, least_loaded))
+    assert ours < 1.06 * spread
 
 
 def test_ideal_seconds_count_a_prefix_once() -> None:
