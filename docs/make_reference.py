@@ -20,6 +20,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from kvrouter.cli import app as commands
 from router.app.app import running_router
+from router.fleet.advice import ADVICE
 from router.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -267,6 +268,21 @@ def alerts_page() -> str:
 # Words for schemas
 
 
+# Findings
+
+
+def findings_page() -> str:
+    """Return the page of findings, from router/fleet/advice.py."""
+    lines = _head(
+        "Findings",
+        "The findings of `/health`, of the page and of `kvrouter doctor`. `error`: a worker or the router does not "
+        "serve. `warning`: hits are lost, or requests are late. `info`: nothing needs to be done.",
+    )
+    for name, (severity, meaning, action) in sorted(ADVICE.items()):
+        lines += ["", f"## {name}", "", f"`{severity}`: {meaning}.", "", action]
+    return "\n".join(lines) + "\n"
+
+
 def _definition(value: Schema, definitions: Schema) -> Schema:
     """Return the definition of a section of the settings."""
     text = json.dumps(value)
@@ -316,6 +332,7 @@ def pages() -> dict[str, str]:
         "api.md": api_page(asyncio.run(openapi())),
         "cli.md": cli_page(),
         "config.md": config_page(),
+        "findings.md": findings_page(),
     }
 
 

@@ -15,6 +15,7 @@ from router.admission.admission import Admission
 from router.app import subscriptions
 from router.app.embedded_index import running_indexer
 from router.app.readiness import Readiness
+from router.cache_state.stored_prompts import StoredPrompts
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.build import FleetWatch, build_fleet, follow_sources
 from router.fleet.discovery import ServedModel
@@ -91,7 +92,7 @@ async def running_services(
         commands = EngineCommands(fleet, session)
         load = LoadTable()
         sharing = build_sharing(settings, load, worker_processes)
-        sampled = SampledTraffic(indexer.names)
+        sampled = SampledTraffic(indexer.names, StoredPrompts(indexer))
         state = build_state(settings, fleet, indexer, load, sharing, cache_state)
         routing = build_routing(settings, state, fleet, indexer, tokenizers, sampled, session=session)
         late_binding = state.policy.spec.late_binding

@@ -11,6 +11,8 @@ from array import array
 from math import exp
 from typing import Final
 
+from indexer import Target
+
 # A session counts 1/e after this many seconds.
 HORIZON: Final = 300.0
 
@@ -22,30 +24,62 @@ class PrefixDemand:
         """Create an empty demand. `remembered`: the maximum number of sessions, of which the latest are kept."""
         self._tokens = tokens
         self._remembered = remembered
-        # By the last hash that was read of a session's prompt: the number of all its hashes, and the last of all.
-        self._ends: dict[int, tuple[int, int]] = {}
+        # By the last hash that was read of a session's prompt: the number of all its hashes, the last of all, and the
+        # target that computed it.
+        self._ends: dict[int, tuple[int, int, Target | None]] = {}
+        self._turns = self._moved = 0.0
+        self._counted_at = 0.0
         # By the last hash that sessions share: where it ends, the number of sessions, and when the last was counted.
         self._forks: dict[int, tuple[int, float, float]] = {}
 
-    def routed(self, hashes: array[int], read: array[int], known: int, now: float) -> None:
-        """Record a routed prompt by its hashes. `known`: how many of those that are `read` were routed before."""
-        if known and not self._next_turn(hashes, read[known - 1]):
+    def routed(
+        self,
+        hashes: array[int],
+        read: array[int],
+        known: int,
+        now: float,
+        target: Target | None = None,
+        overlap: int = 0,
+    ) -> None:
+        """Record a routed prompt by its hashes.
+
+        - `known`: how many of those that are `read` were routed before.
+        - `target`: the one that computes it, which holds `overlap` tokens of it; `None` if there is no single one.
+        """
+        before = self._last_turn(hashes, read[known - 1]) if known else None
+        if before is not None:
+            self._count_turn(before[2], target, known * self._tokens - overlap, now)
+        elif known:
             end, sessions, at = self._forks.pop(read[known - 1], (known * self._tokens, 0.0, now))
             self._forks[read[known - 1]] = end, sessions * exp((at - now) / HORIZON) + 1, now
             if len(self._forks) > self._remembered:
                 del self._forks[next(iter(self._forks))]
         self._ends.pop(read[-1], None)
-        self._ends[read[-1]] = len(hashes), hashes[-1]
+        self._ends[read[-1]] = len(hashes), hashes[-1], target
         if len(self._ends) > self._remembered:
             del self._ends[next(iter(self._ends))]
 
-    def _next_turn(self, hashes: array[int], known: int) -> bool:
-        """Return whether a prompt extends the last one of a session, which ended near the hash `known`."""
+    def _last_turn(self, hashes: array[int], known: int) -> tuple[int, int, Target | None] | None:
+        """Return the last prompt of the session that a prompt extends, which ended near the hash `known`, if any."""
         end = self._ends.get(known)
         if end is None or end[0] >= len(hashes) or hashes[end[0] - 1] != end[1]:
-            return False
+            return None
         del self._ends[known]
-        return True
+        return end
+
+    def _count_turn(self, before: Target | None, target: Target | None, computed: int, now: float) -> None:
+        """Count a session's next turn, of whose former prompt its target computes `computed` tokens again."""
+        if before is None or target is None:
+            return
+        factor = exp((self._counted_at - now) / HORIZON)
+        self._turns = self._turns * factor + 1
+        self._moved = self._moved * factor + (before != target and computed >= self._tokens)
+        self._counted_at = now
+
+    def moved(self, now: float) -> tuple[float, float]:
+        """Return the turns of the last minutes that followed others, and how many of them were computed elsewhere."""
+        factor = exp((self._counted_at - now) / HORIZON)
+        return self._turns * factor, self._moved * factor
 
     def asked(self, read: array[int], held: int, now: float) -> list[tuple[int, float]]:
         """Return the parts of a prompt that several sessions asked for: where each ends in tokens, and how many did.

@@ -12,6 +12,7 @@ from indexer import Indexer
 from indexer.api.metrics import IndexCollector, add_process_metrics
 from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
+from router.fleet.advice import advised
 from router.fleet.fleet import Fleet
 from router.observability.fleet_report import About, findings
 from router.observability.fleet_snapshot import FleetSnapshot, Series
@@ -22,6 +23,8 @@ from router.observability.metrics import (
     PolicyCollector,
     RequestMetrics,
 )
+from router.observability.low_hits import LowHits, MeanLoad
+from router.observability.metrics import AuditCollector, FleetCollector, PolicyCollector, RequestMetrics
 from router.observability.prediction_metrics import PredictionMetrics
 from router.observability.request_recorder import RequestRecorder
 from router.observability.seen_requests import SampledTraffic
@@ -82,10 +85,14 @@ def build_observability(
     if state.policy.custom is not None:
         registry.register(PolicyCollector(state.policy.custom))
 
+    assert sampled.stored is not None
+    low_hits = LowHits(sampled.stored, learned.pressure, MeanLoad(fleet, state.load, sharing.peer_load))
+
     def all_findings() -> list[dict[str, Any]]:
         custom = state.policy.custom
         of_policy = custom.findings() if custom is not None else []
-        return findings(fleet, indexer, state.audit) + source.findings() + sharing.findings() + of_policy
+        of_fleet = findings(fleet, indexer, state.audit) + low_hits.findings(indexer.names.about)
+        return advised(of_fleet + source.findings() + sharing.findings() + of_policy)
 
     about = About(settings.policy.name, fleet, source)
     snapshot = FleetSnapshot(
@@ -100,6 +107,7 @@ def build_observability(
         about,
         all_findings,
         predictions.summary,
+        low_hits.sample,
     )
     return Observability(
         registry,

@@ -6,13 +6,14 @@ import time
 from collections import Counter
 from typing import Any
 
-from indexer import Indexer, Target
+from indexer import Indexer, Registration, Target
 from indexer.api.metrics import build_info
 from indexer.streams.sequence import StreamState
 from indexer.targets import WorkerNames
 from router.cache_state.hit_audit import HitAudit
 from router.cache_state.target_audit import Basis
 from router.fleet.circuit import CircuitState
+from router.fleet.discovery import Engine, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.worker import WorkerState
 from router.tokens.permission import ids_sent_to
@@ -63,7 +64,7 @@ def _tokens(report: dict[str, Any] | None) -> str:
 
 
 def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, Any]]:
-    """Return all problems of the fleet; docs/troubleshooting.md explains each."""
+    """Return all problems of the workers and their events, with their consequences."""
     found: list[dict[str, Any]] = [
         {"finding": "worker_down", "worker": worker.name, "detail": worker.problem}
         for worker in fleet.workers
@@ -104,11 +105,27 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         for dp_rank, health in worker.health.ranks.items()
         if health.circuit.state is not CircuitState.CLOSED
     ]
+    found += [
+        {"finding": "prefix_caching_off", "worker": worker.name, "detail": "its /metrics say so"}
+        for worker in fleet.workers
+        if worker.up and not worker.metrics.caches_prefixes
+    ]
+    found += [
+        {
+            "finding": "events_off",
+            "worker": worker.name,
+            "detail": f"{worker.description.engine} reports that it publishes no events",
+        }
+        for worker in fleet.workers
+        if worker.up and worker.description is not None and _lacks_events(worker.description)
+    ]
     up = {worker.url for worker in fleet.workers if worker.up}
     for registration in indexer.registered():
         stream = indexer.stream_status(registration.target)
         if registration.source is None or registration.target.worker not in up:
             continue
+        if (detail := _other_block_size(fleet, indexer, registration)) is not None:
+            found.append(_finding(indexer.names, registration.target, "block_size", detail))
         if stream is None or stream.state is StreamState.CONNECTING:
             detail = f"no event was received from {registration.source.endpoint}"
             found.append(_finding(indexer.names, registration.target, "events_missing", detail))
@@ -138,6 +155,22 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         if not pool.known and now - pool.unknown_since > _UNKNOWN_SECONDS
     ]
     return found
+
+
+def _lacks_events(description: WorkerDescription) -> bool:
+    """Return whether an engine that can publish events publishes none."""
+    return description.engine is not Engine.OTHER and bool(description.models) and not description.streams
+
+
+def _other_block_size(fleet: Fleet, indexer: Indexer, registration: Registration) -> str | None:
+    """Return in words how the block size of the settings differs from that of a target's events; `None` if not."""
+    worker = fleet.at(registration.target.worker)
+    configured = worker.settings.block_size if worker is not None else None
+    report = indexer.report(registration.target) if configured is not None else None
+    sizes = report.holdings.block_sizes if report is not None else ()
+    if configured is None or not sizes or configured in sizes:
+        return None
+    return f"the settings have {configured} tokens, the engine's events {', '.join(map(str, sorted(sizes)))}"
 
 
 # A pool's content is unknown for a moment after each eviction.

@@ -140,8 +140,11 @@ class FleetSnapshot:
         about: About,
         findings: Callable[[], list[dict[str, Any]]],
         predictions: Callable[[], list[dict[str, Any]]],
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
+        """Create a snapshot. `on_look`: is called once a second, with or without viewers."""
         self._fleet = fleet
+        self._on_look = on_look
         self._indexer = indexer
         self._load = load
         self._peer_load = peer_load
@@ -165,6 +168,7 @@ class FleetSnapshot:
         try:
             while True:
                 self._series.sample()
+                self._on_look()
                 if self._viewers:
                     await self._look()
                     async with self._looked:

@@ -18,6 +18,7 @@ from typing import Any
 from indexer.targets import WorkerNames
 from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
+from router.cache_state.stored_prompts import StoredPrompts
 from router.policies import Candidate, Decision
 from router.routing.assignment import Assignment
 from router.routing.prompt_reader import RoutedPrompt
@@ -222,9 +223,11 @@ class SeenRequests:
 class SampledTraffic:
     """A sample of the placed requests, and the prefixes that they share: a `RequestSampler`."""
 
-    def __init__(self, names: WorkerNames) -> None:
+    def __init__(self, names: WorkerNames, stored: StoredPrompts | None = None) -> None:
+        """Create an empty sample. `stored`: checks that workers store the sampled prompts."""
         self.requests = SeenRequests(names=names)
         self.prefixes = HotPrefixes(names=names)
+        self.stored = stored
 
     @property
     def due(self) -> float:
@@ -239,7 +242,17 @@ class SampledTraffic:
             hashes = assignment.cache_prediction.hashes if assignment.cache_prediction else []
             if hashes and hashes[0]:
                 self.prefixes.seen(hashes[0], [each for each in assignment.decision.candidates if each.overlap])
+            if self.stored is not None and prompt.exact and not prompt.by_text and len(prompt.token_ids) == 1:
+                self._check_later(self.stored, prompt, assignment.prefill or assignment)
         return seen
+
+    def _check_later(self, stored: StoredPrompts, prompt: RoutedPrompt, assignment: Assignment) -> None:
+        """Look up a prompt after its answer, on the worker that computes it."""
+        served, target = assignment.selection.rank.served, assignment.target
+        if served.replacement is None:
+            sent = stored.sent(target, served.model, prompt.token_ids[0], served.adapter, prompt.cache_salt)
+            if sent is not None:
+                assignment.when_released(sent)
 
 
 def _costs_of(decision: Decision, names: WorkerNames) -> dict[str, Any]:

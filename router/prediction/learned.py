@@ -80,25 +80,30 @@ class EvictionPressure:
         self._clock = clock
         self._routed = RecentPrefixes(SharedPrefixes())
         self._demand = PrefixDemand(chunk * stride, remembered // stride)
+        self._asked_tokens = DecayingSum(HORIZON)
         self._lost = DecayingSum(HORIZON)
         self._evicted = DecayingSum(HORIZON)
         self._removed: dict[Target, int] = {}
         self._last_removal: dict[Target, float] = {}
         self._without_room: set[Target] = set()
 
-    def routed(self, hashes: array[int], held: int, reached: int = 0, price: float = 0.0) -> None:
+    def routed(
+        self, hashes: array[int], held: int, reached: int = 0, price: float = 0.0, target: Target | None = None
+    ) -> None:
         """Record a routed prompt by its hashes.
 
         - `held`: the most tokens of it that any worker holds.
         - `reached`: the tokens that its target holds and loads.
         - `price`: the cost of a loaded token, as a share of a computed one.
+        - `target`: the one that computes and answers it; `None` if there is no single one.
         """
         read = hashes[self._stride - 1 :: self._stride]
         if not read:
             return
         known = self._routed.remember(read, self._remembered)
         now, unit = self._clock(), self._chunk * self._stride
-        self._demand.routed(hashes, read, known, now)
+        self._demand.routed(hashes, read, known, now, target, reached)
+        self._asked_tokens.add(len(hashes) * self._chunk, now)
         lost = max(known - max(held, reached) // unit, 0) * unit + price * max(min(known * unit, reached) - held, 0)
         if lost > 0:
             self._lost.add(lost, now)
@@ -131,6 +136,17 @@ class EvictionPressure:
         now = self._clock()
         lost_share = min(self._lost.at(now) / max(self._evicted.at(now), LEAST_EVICTED), MOST_LOST)
         return lost_share / (1 - lost_share)
+
+    def lost_share(self) -> float:
+        """Return the evicted tokens that prompts asked for again, as a share of all their tokens; 0 if few evict."""
+        now = self._clock()
+        lost, evicted = self._lost.at(now), self._evicted.at(now)
+        enough = lost > 0 and evicted >= max(LEAST_EVICTED, lost / 2)
+        return lost / self._asked_tokens.at(now) if enough else 0.0
+
+    def moved_turns(self) -> tuple[float, float]:
+        """Return the turns of the last minutes that followed others, and how many of them were computed elsewhere."""
+        return self._demand.moved(self._clock())
 
     def full(self, target: Target) -> bool:
         """Return whether a target counts as full. One without an event stream does."""

@@ -174,7 +174,8 @@ class Placement:
         if len(hashes) == 1 and decodes:
             source = chosen.source
             price = 0.0 if source is None else source.load / source.tokens
-            self._learned.pressure.routed(hashes[0], selection.best_overlap, chosen.reused, price)
+            single = target if whole else None
+            self._learned.pressure.routed(hashes[0], selection.best_overlap, chosen.reused, price, single)
         windowed = self._indexer.window(target) is not None
         if windowed:
             hashes = [reusable_hashes(chunks, len(prompt.identities[number])) for number, chunks in enumerate(hashes)]

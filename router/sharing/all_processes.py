@@ -15,6 +15,7 @@ import msgspec
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.fleet.advice import about
 from router.fleet.fleet import Fleet
 from router.fleet.worker import WorkerState
 from router.http.headers import Headers
@@ -176,7 +177,7 @@ def merged_health(answers: list[ProcessAnswer], processes: int) -> dict[str, Any
     found: dict[tuple[object, ...], tuple[dict[str, Any], list[int]]] = {}
     for number, report in reports.items():
         for finding in report["findings"]:
-            same = tuple(value for name, value in finding.items() if name != "detail")
+            same = tuple(str(value) for name, value in finding.items() if name != "detail")
             found.setdefault(same, (finding, []))[1].append(number)
     health["findings"] = [
         finding | ({} if len(numbers) == len(reports) else {"processes": numbers})
@@ -187,10 +188,13 @@ def merged_health(answers: list[ProcessAnswer], processes: int) -> dict[str, Any
             "finding": "process_down",
             "process": number,
             "detail": "It does not answer. If it has ended, a new process is started.",
+            **about("process_down"),
         }
         for number in range(processes)
         if number not in reports
     ]
+    if len(reports) < processes and health["status"] == "ok":
+        health["status"] = "degraded"
     health["queue"] = dict(sum((Counter(report["queue"]) for report in reports.values()), Counter()))
     health["processes"] = {"running": len(reports), "of": processes}
     return health

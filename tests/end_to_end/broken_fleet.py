@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,16 +22,19 @@ async def request_proxy(
     change: Callable[[str, bytes], bytes] = lambda _, body: body,
     key: str | None = None,
     buffered: bool = False,
+    hidden: Collection[str] = (),
 ) -> AsyncIterator[str]:
     """Run a proxy in front of a worker.
 
-    `change` changes the body of a request by its path, `key` is the only accepted API key, and `buffered` delays a
-    response until its end.
+    `change` changes the body of a request by its path, `key` is the only accepted API key, `buffered` delays a response
+    until its end, and `hidden` are paths that are answered with 404.
     """
 
     async def handle(request: web.Request) -> web.StreamResponse:
         if key and request.method == "POST" and request.headers.get("Authorization") != f"Bearer {key}":
             return web.Response(status=401, text="no key")
+        if request.path in hidden:
+            return web.Response(status=404)
         body = change(request.path, await request.read())
         headers = {
             name: request.headers[name] for name in ("Content-Type", "X-data-parallel-rank") if name in request.headers

@@ -26,9 +26,10 @@ from kvevents import BlockRemoved, BlockStored, EventSource, WireForm, decode_ba
 from kvrouter.cli import app
 from kvrouter.tools.doctor import NoWorkersError
 from kvrouter.tools.doctor import stream as doctor_stream
-from kvrouter.tools.doctor.findings import FIXES, Cause
+from kvrouter.tools.doctor.findings import Cause
 from kvrouter.tools.doctor.pools import used_pool
-from kvrouter.tools.doctor.run import ROUTER_FIXES, examine, run_doctor
+from kvrouter.tools.doctor.run import examine, run_doctor, spans
+from router.fleet.advice import ADVICE
 from router.fleet.kubernetes import ClusterAccess, KubernetesError
 from router.settings import Settings
 from simulator.worker import SimulatedWorkerSettings
@@ -96,8 +97,8 @@ async def test_each_fault_is_found_as_its_cause(sound: Sound) -> None:
             url = await stack.enter_async_context(running(SimulatedWorkerSettings(**options)))
             broken.setdefault(cause, []).append({"url": url})
 
-        broken[Cause.WORKER_UNREACHABLE] = [{"url": f"http://127.0.0.1:{free_port()}"}]
-        await behind_proxy(Cause.KEY_REFUSED, key="secret")
+        broken[Cause.WORKER_DOWN] = [{"url": f"http://127.0.0.1:{free_port()}"}]
+        await behind_proxy(Cause.WORKER_KEY, key="secret")
         await behind_proxy(Cause.REQUESTS_REFUSED, change=with_fields(max_tokens="many"))
         await behind_proxy(Cause.SALT, change=with_fields(cache_salt="pinch"))
         await behind_proxy(Cause.ADAPTER, change=with_fields(model="tuned"))
@@ -219,12 +220,12 @@ async def test_other_tokenizer_is_a_finding(sound: Sound, tmp_path: Path) -> Non
         vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     file.write_text(json.dumps(tokenizer))
     models = {"simulated": {"tokenizer": str(folder)}}
-    assert await found({"url": sound.url}, models=models) == [[Cause.TOKENIZER]]
+    assert await found({"url": sound.url}, models=models) == [[Cause.TOKENS_DIFFER]]
 
 
 async def test_other_chat_template_is_a_finding(sound: Sound, tmp_path: Path) -> None:
     models = {"simulated": {"tokenizer": with_chats_beginning("You are new. ", tmp_path)}}
-    assert await found({"url": sound.url}, models=models) == [[Cause.PROMPTS_DIFFER]]
+    assert await found({"url": sound.url}, models=models) == [[Cause.PROMPTS_ASKED]]
 
 
 async def test_cached_common_beginning_is_no_finding(tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ async def test_cached_common_beginning_is_no_finding(tmp_path: Path) -> None:
 async def test_command_prints_json_and_sets_exit_status(sound: Sound) -> None:
     for url, status, causes in (
         (sound.url, 0, []),
-        (f"http://127.0.0.1:{free_port()}", 1, ["worker_unreachable"]),
+        (f"http://127.0.0.1:{free_port()}", 1, ["worker_down"]),
     ):
         ended = await asyncio.to_thread(CliRunner().invoke, app, ["doctor", "--json", "--worker", url])
         assert ended.exit_code == status
@@ -249,7 +250,7 @@ async def test_command_prints_json_and_sets_exit_status(sound: Sound) -> None:
 
 
 def test_every_cause_has_a_fix() -> None:
-    assert set(FIXES) == set(Cause)
+    assert set(Cause) <= set(ADVICE)
 
 
 def with_chats_beginning(beginning: str, folder: Path) -> str:
@@ -297,11 +298,6 @@ def an_hour_early(frames: Frames) -> Frames:
     return [*frames[:2], encode_batch(batch, WireForm.VLLM_MAPS)]
 
 
-def test_docs_describe_every_cause() -> None:
-    docs = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
-    assert {cause for cause in Cause if f"| `{cause}` |" in docs} == set(Cause)
-
-
 PODS = "/api/v1/namespaces/inference/pods"
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/inference/endpointslices"
 TROUBLESHOOTING = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
@@ -334,7 +330,7 @@ async def test_router_findings_are_printed_with_fixes() -> None:
     report = json.loads(printed)
     assert {worker, gone, routed.url} <= set(report["workers"])
     [found] = [each for each in report["findings"] if each["worker"] == gone]
-    assert (found["cause"], found["fix"]) == ("worker_down", ROUTER_FIXES["worker_down"])
+    assert (found["cause"], found["fix"]) == ("worker_down", ADVICE["worker_down"].action)
     assert "refused the connection" in found["evidence"]
 
 
@@ -342,7 +338,7 @@ async def test_unready_router_is_a_finding() -> None:
     async with router(f"http://127.0.0.1:{free_port()}") as routed:
         status, printed, _ = await doctor("--url", routed.url)
     assert status == 1
-    assert "not_ready  no worker answers" in printed
+    assert "error: not_ready  no worker answers" in printed
 
 
 async def test_missing_token_is_reported_and_option_accepted() -> None:
@@ -371,11 +367,16 @@ async def test_url_excludes_worker_option() -> None:
     assert "omit --config and --worker" in complaint
 
 
-def test_every_router_finding_has_a_fix() -> None:
-    section = TROUBLESHOOTING.read_text().partition("## Findings")[2].partition("\n## ")[0]
-    documented = set(re.findall(r"^\| `([a-z_]+)` \|", section, re.MULTILINE))
-    assert documented
-    assert documented <= set(ROUTER_FIXES)
+def test_every_finding_in_the_code_has_advice() -> None:
+    named = set()
+    for path in (Path(__file__).parents[2] / "router").rglob("*.py"):
+        named |= set(re.findall(r'"finding": "([a-z_]+)"', path.read_text()))
+    assert named
+    assert named <= set(ADVICE)
+
+
+def test_ranks_are_shown_as_spans() -> None:
+    assert (spans([2, 0, 1, 7]), spans([3])) == ("0-2, 7", "3")
 
 
 # Workers of a cluster

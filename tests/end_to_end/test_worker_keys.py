@@ -311,7 +311,7 @@ async def test_doctor_reports_missing_or_wrong_key() -> None:
     async with running(SimulatedWorkerSettings(api_key=KEY)) as url:
         for given in ({}, {"api_key": OTHER_KEY}):
             (examined,) = await examine(Settings(workers=[{"url": url, **given}]), None, 4.0)
-            assert [each.cause for each in examined.findings] == [Cause.KEY_REFUSED]
+            assert [each.cause for each in examined.findings] == [Cause.WORKER_KEY]
             assert "api_key" in examined.findings[0].evidence + examined.findings[0].fix
 
 

@@ -47,15 +47,6 @@ _INSTRUCTION = {"role": "system", "content": "Be brief."}
 
 
 _WAYS = {"text": "not at all, they are routed by their text alone"}
-_CAUSES = {
-    "tokenizer_missing": Cause.TOKENIZER_MISSING,
-    "prompts_by_text": Cause.PROMPTS_BY_TEXT,
-    "tokenizer_incomplete": Cause.TOKENIZER_MISSING,
-    "prompts_asked": Cause.PROMPTS_DIFFER,
-    "prompts_differ": Cause.PROMPTS_DIFFER,
-    "ids_miscounted": Cause.PROMPTS_DIFFER,
-    "tokenizer_suspected": Cause.PROMPTS_DIFFER,
-}
 
 
 class Examination:
@@ -94,10 +85,10 @@ class Examination:
         try:
             described = await describe_worker(self._session, self._settings, self._fleet_settings, examined.key)
         except RefusedKeyError as error:
-            self._found(Cause.KEY_REFUSED, str(error))
+            self._found(Cause.WORKER_KEY, str(error))
             return
         except DiscoveryError as error:
-            self._found(Cause.WORKER_UNREACHABLE, str(error))
+            self._found(Cause.WORKER_DOWN, str(error))
             return
         models = described.base_models()
         if not models:
@@ -114,10 +105,10 @@ class Examination:
                 await self._examine_streams(worker, described, model)
             await self._examine_streaming(worker)
             if examined.key.problem is not None:  # it was requested in the background
-                self._found(Cause.KEY_REFUSED, examined.key.problem)
+                self._found(Cause.WORKER_KEY, examined.key.problem)
         except RequestRefusedError as error:
             about_key = examined.key.refuses(error.status)
-            self._found(Cause.KEY_REFUSED if about_key else Cause.REQUESTS_REFUSED, str(error))
+            self._found(Cause.WORKER_KEY if about_key else Cause.REQUESTS_REFUSED, str(error))
         except (aiohttp.ClientError, TimeoutError) as error:
             self._found(Cause.REQUESTS_REFUSED, f"a request failed: {connection_problem(error)}")
 
@@ -127,7 +118,7 @@ class Examination:
             return
         for found in self._source.findings():
             if found["model"] == model:
-                self._found(_CAUSES[found["finding"]], found["detail"])
+                self._found(Cause(found["finding"]), found["detail"])
         shapes = report["shapes"]
         exact = sum(way == "local" for way in shapes.values())
         reading = f", by {report['reading']}" if report["reading"] else ""
@@ -242,7 +233,7 @@ class Examination:
             return
         if event is None and expected is not None:
             evidence = f"a new prompt was sent: {difference(expected.token_ids, received.stored())}"
-            self._found(Cause.TOKENIZER, evidence, rank)
+            self._found(Cause.TOKENS_DIFFER, evidence, rank)
             return
         if event is not None:
             self._examine_stored(event, described, rank)
@@ -284,7 +275,7 @@ class Examination:
             self._found(Cause.EVENTS_WITHOUT_TOKENS, "BlockStored events have no token_ids", rank)
 
     def _examine_stored(self, event: BlockStored, described: WorkerDescription, rank: int) -> None:
-        if described.block_size not in (None, event.block_size):
+        if self._settings.block_size not in (None, event.block_size):
             evidence = f"the settings have {described.block_size} tokens, the engine's events {event.block_size}"
             self._found(Cause.BLOCK_SIZE, evidence, rank)
         keys = event.extra_keys[0] if event.extra_keys else None

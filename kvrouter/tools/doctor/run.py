@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvevents.curve import load_key_pair
 from kvrouter.tools.doctor.examination import Examination
 from kvrouter.tools.doctor.pools import PoolExamination, SharedPrompt
 from router.app.embedded_index import running_indexer
+from router.fleet import advice
 from router.fleet.kubernetes import ClusterAccess
 from router.fleet.source_watch import workers_of_cluster
 from router.http.client import connection_problem, refuse_redirects
@@ -30,37 +32,6 @@ from router.tokens.tokenizers import Tokenizers
 
 _TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
 
-# Advice for the router's findings; docs/troubleshooting.md has more.
-ROUTER_FIXES = {
-    "worker_down": "Start the worker, or correct its URL. The router retries by itself.",
-    "worker_key": "Correct the worker's api_key in the settings, or fleet.api_key.",
-    "worker_description": "Check the worker's answers to /v1/models, /kv_event_sources and /server_info; "
-    "fleet.max_ranks and fleet.allowed_networks limit how much of them is used.",
-    "worker_left_out": "Check the worker's log: it fails, hangs or is slow. The router tries it again.",
-    "rank_left_out": "Check this rank in the worker's log. The router tries it again.",
-    "events_missing": "Switch on the engine's events, open their port to the router, and compare keys; "
-    "`kvrouter doctor --worker` follows one prompt to the index.",
-    "events_lost": "Set a replay endpoint of the engine, or increase its buffer_steps.",
-    "drift": "See docs/troubleshooting.md; `kvrouter doctor --worker` compares tokens and events.",
-    "unexplained_pool": "Add the engine's pool under pools in the settings, or correct it there.",
-    "pool_not_loaded": "Check the worker's connector and its log. Until it loads, its pool earns no credit.",
-    "pool_unknown": "Check the pool's master, its HTTP address and its stream. Raise most_keys if it has more keys.",
-    "load_not_shared": "Check Redis. The router reconnects by itself.",
-    "process_down": "Check the router's log for the reason. The process is restarted.",
-    "prompt_length": "Configure the tokenizer and the chat template of the engine.",
-    "tokenizer_missing": "Set models: NAME: tokenizer: to the model's folder or its name on the Hub.",
-    "tokenizer_incomplete": "Install the extra that the evidence names.",
-    "prompts_asked": "No action is needed. To save time, configure the engine's model files and chat template.",
-    "prompts_differ": "Start vLLM with --enable-scale-out, or configure the engine's model files and template.",
-    "ids_miscounted": "Check the worker's chat template and release, and restart it.",
-    "tokenizer_suspected": "The finding ends when the next prompts agree. Check the requests of clients.",
-    "prompts_by_text": "Set models: NAME: tokenizer: to the model's folder or its name on the Hub.",
-    "no_models": "Set model: of the worker in the settings.",
-    "model_changed": "No action is needed after an intended change: the new model's prompts are probed again.",
-    "not_ready": "Wait, or check the findings above. Send no requests to this router yet.",
-}
-_UNKNOWN = "See docs/troubleshooting.md of the router's version."
-
 
 class RouterError(Exception):
     """A router that cannot be examined. The message has the reason."""
@@ -68,11 +39,15 @@ class RouterError(Exception):
 
 @dataclass(slots=True)
 class RunningFleet:
-    """The confirmed steps and findings of a running fleet, by router or worker. `about` describes the router."""
+    """The confirmed steps, states and findings of a running fleet, by router or worker. `about` describes the router.
+
+    `states` are lines that confirm nothing, such as those of a worker that is down.
+    """
 
     url: str
     about: str = ""
     passed: dict[str, list[str]] = field(default_factory=dict)
+    states: dict[str, list[str]] = field(default_factory=dict)
     findings: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -80,9 +55,10 @@ class RunningFleet:
         """The URLs of the router and its workers."""
         return list(self.passed)
 
-    def ok(self, place: str, line: str) -> None:
-        """Record a confirmed step."""
-        self.passed.setdefault(place, []).append(line)
+    def ok(self, place: str, line: str, confirmed: bool = True) -> None:
+        """Record a confirmed step, or a state that confirms nothing."""
+        self.passed.setdefault(place, [])
+        (self.passed if confirmed else self.states).setdefault(place, []).append(line)
 
 
 async def examine_running(url: str, token: str) -> RunningFleet:
@@ -123,7 +99,8 @@ def _examine_router(fleet: RunningFleet, health: dict[str, Any], ready: dict[str
     fleet.about = f"kvrouter {health.get('version', 'before 0.2')}, {health.get('core', '?')} index, policy {policy}"
     fleet.ok(fleet.url, fleet.about)
     if ready["status"] == "ready":
-        fleet.ok(fleet.url, f"ready; {health['workers_up']} of {health['workers']} workers answer")
+        up, workers = health["workers_up"], health["workers"]
+        fleet.ok(fleet.url, f"ready; {up} of {workers} workers answer", confirmed=up == workers)
     else:
         fleet.findings.append(_finding(fleet.url, {"finding": "not_ready", "detail": ready["status"]}))
     queue = ", ".join(f"{waiting} wait ({reason})" for reason, waiting in health.get("queue", {}).items() if waiting)
@@ -134,12 +111,14 @@ def _examine_worker(fleet: RunningFleet, worker: dict[str, Any]) -> None:
     url = worker["worker"]
     state = worker.get("state", "registered")
     serves = f", serves {worker['model']}" if worker.get("model") else ""
-    fleet.ok(url, f"{state}{serves}, {worker.get('requests_in_flight', 0)} requests in flight")
+    well = state not in ("down", "left_out", "trial")
+    fleet.ok(url, f"{state}{serves}, {worker.get('requests_in_flight', 0)} requests in flight", confirmed=well)
     for rank in worker["ranks"]:
         tokens = sum(rank["blocks"].values()) * max(rank["block_sizes"], default=0)
         lag = f", {1000 * rank['lag_seconds']:.0f} ms behind" if rank.get("lag_seconds") is not None else ""
         where = f" from {rank['endpoint']}" if rank.get("endpoint") else ""
-        fleet.ok(url, f"rank {rank['dp_rank']}: events {rank['state']}{where}{lag}; holds {tokens} tokens")
+        line = f"rank {rank['dp_rank']}: events {rank['state']}{where}{lag}; holds {tokens} tokens"
+        fleet.ok(url, line, confirmed=rank["state"] == "live")
 
 
 def _examine_tokenizer(fleet: RunningFleet, model: str, report: dict[str, Any]) -> None:
@@ -152,15 +131,18 @@ def _examine_tokenizer(fleet: RunningFleet, model: str, report: dict[str, Any]) 
 
 
 def _finding(router: str, found: dict[str, Any]) -> dict[str, Any]:
-    evidence = found.get("detail") or ""
+    evidence, known = found.get("detail") or "", advice.about(found["finding"])
     if model := found.get("model"):
         evidence = f"{model}: {evidence}"
     return {
         "cause": found["finding"],
         "worker": found.get("worker", router),
         "dp_rank": found.get("dp_rank"),
+        **({"dp_ranks": found["dp_ranks"]} if "dp_ranks" in found else {}),
         "evidence": evidence,
-        "fix": ROUTER_FIXES.get(found["finding"], _UNKNOWN),
+        "fix": found.get("action") or known["action"],
+        "severity": found.get("severity") or known["severity"],
+        "link": found.get("link") or known["link"],
     }
 
 
@@ -188,7 +170,7 @@ async def run_doctor(settings: Settings, api_key: str | None, patience: float, a
 async def run_doctor_on_router(url: str, token: str, as_json: bool) -> bool:
     """Examine a router's fleet and print the findings. Return whether there are no findings. Raises RouterError."""
     fleet = await examine_running(url, token)
-    _print(fleet.passed, fleet.findings, as_json)
+    _print(fleet.passed, fleet.findings, as_json, fleet.states)
     return not fleet.findings
 
 
@@ -202,8 +184,16 @@ async def _of_the_cluster(settings: Settings) -> list[WorkerSettings]:
     return found
 
 
-def _print(passed: dict[str, list[str]], findings: list[dict[str, Any]], as_json: bool) -> None:
-    """Print confirmed steps and findings of each worker."""
+_STYLES = {"error": "red", "warning": "yellow", "info": "cyan"}
+
+
+def _print(
+    passed: dict[str, list[str]],
+    findings: list[dict[str, Any]],
+    as_json: bool,
+    states: Mapping[str, Sequence[str]] = {},
+) -> None:
+    """Print confirmed steps, states and findings of each worker."""
     if as_json:
         print(json.dumps({"workers": list(passed), "findings": findings}))
         return
@@ -212,13 +202,34 @@ def _print(passed: dict[str, list[str]], findings: list[dict[str, Any]], as_json
         console.print(f"[bold]{escape(place)}[/bold]")
         for line in passed.get(place, ()):
             console.print(f"  [green]ok[/green]  {escape(line)}")
+        for line in states.get(place, ()):
+            console.print(f"  --  {escape(line)}")
         for found in findings:
             if found["worker"] == place:
-                rank = "" if found["dp_rank"] is None else f"rank {found['dp_rank']}: "
-                console.print(f"  [red]{found['cause']}[/red]  {rank}{escape(found['evidence'])}")
-                console.print(f"      {escape(found['fix'])}")
+                style = _STYLES.get(found["severity"], "yellow")
+                console.print(f"  [{style}]{found['severity']}: {found['cause']}[/{style}]  {escape(_evidence(found))}")
+                console.print(f"      {escape(found['fix'])} See {found['link']}")
     count = len(findings)
     console.print(f"{count} finding{'s' * (count != 1)}" if findings else "no findings")
+
+
+def _evidence(found: dict[str, Any]) -> str:
+    """Return the evidence of a finding after the ranks that it is about."""
+    ranks = found.get("dp_ranks") or [found["dp_rank"]]
+    if ranks == [None]:
+        return str(found["evidence"])
+    return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}: {found['evidence']}"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Return numbers in words, such as 0-3, 7."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 async def examine(settings: Settings, api_key: str | None, patience: float) -> list[Examination | PoolExamination]:

@@ -16,6 +16,7 @@ from http_api.errors import RequestError
 from http_api.openapi import errors
 from http_api.routes import token_check
 from router.app.services import Services
+from router.fleet.advice import has_errors
 from router.observability.fleet_snapshot import MAX_VIEWERS, FleetSnapshot
 from router.observability.request_recorder import (
     DEFAULT_BLOCK_TOKENS,
@@ -36,14 +37,15 @@ def status_routes(services: Services) -> APIRouter:
     async def health() -> Response:
         """Report the number of workers that answer, the queue's length, how prompts are tokenized, and the findings."""
         up = sum(worker.up for worker in fleet.workers)
+        found = services.observability.findings()
         report = {
-            "status": "ok" if up else "no worker answers",
+            "status": "no worker answers" if not up else "degraded" if has_errors(found) else "ok",
             "workers": len(fleet.workers),
             "workers_up": up,
             "queue": {reason.value: waiting for reason, waiting in admission.waiting_for().items()},
             "tokenizers": services.tokenizers.states(),
             "ids_not_sent": services.tokenizer_source.ids_not_sent(),
-            "findings": services.observability.findings(),
+            "findings": found,
             **services.observability.about.identity,
         }
         return JSONResponse(report)
