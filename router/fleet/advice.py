@@ -327,7 +327,6 @@ _CONSEQUENCES: Final = {
     "prompts_differ": {"tokenizer_suspected", "prompt_length", "tokens_differ", "drift"},
     "prompts_asked": {"tokenizer_suspected"},
     "tokenizer_suspected": {"drift"},
-    "prompts_by_text": {"prompt_length"},
     "worker_down": {"hot_worker"},
 }
 # The findings of a model that follow from one of a worker which serves it.
