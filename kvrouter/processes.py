@@ -18,7 +18,7 @@ from typing import Self
 START_TIMEOUT = 60.0  # seconds; importing everything from a cold disk can be slow
 STOP_TIMEOUT = 10.0
 
-_READY = re.compile(r"(?:listens on|ready at) (https?://\S+)")
+_READY = re.compile(r'(?:listens on|ready at) (https?://[^\s"]+)')
 
 
 class ProcessError(Exception):

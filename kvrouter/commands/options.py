@@ -13,7 +13,33 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="Settings file, such as config.yaml.")]
 WorkerUrls = Annotated[list[str] | None, typer.Option("--worker", "-w", help="URL of a worker; repeatable.")]
-AdminToken = Annotated[str, typer.Option(envvar="KVROUTER_SERVER__TOKEN", help="The router's server.token.")]
+
+
+def _checked_url(url: str) -> str:
+    """Return the URL of a router in its one form. If it is none, end the command."""
+    from router.http.worker_url import canonical_url
+
+    try:
+        return canonical_url(url)
+    except ValueError as error:
+        fail(f"--url: {error} (found {url!r})", status=2)
+
+
+# Options of every command that asks a router.
+ROUTER_URL = "http://127.0.0.1:8080"
+RouterUrl = Annotated[
+    str, typer.Option("--url", envvar="KVROUTER_URL", callback=_checked_url, help="URL of the router.")
+]
+RouterToken = Annotated[
+    str,
+    typer.Option("--token", envvar=["KVROUTER_TOKEN", "KVROUTER_SERVER__TOKEN"], help="The router's server.token."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+# The policies of `policy.name`, for help.
+POLICIES = (
+    "kv_aware, round_robin, random, least_loaded, session_affinity, cache_aware, dynamo, llm_d, mooncake, preble, "
+    "lmetric"
+)
 
 
 class Level(StrEnum):

@@ -7,12 +7,16 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from click.core import ParameterSource
 
 from kvrouter.commands.options import (
     NO_WORKERS,
-    AdminToken,
+    ROUTER_URL,
+    AsJson,
     ConfigFile,
     Level,
+    RouterToken,
+    RouterUrl,
     WorkerUrls,
     fail,
     of_workers,
@@ -23,26 +27,30 @@ from kvrouter.commands.options import (
 def match(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
     model: Annotated[str, typer.Option(help="Name of the model.")],
-    url: Annotated[str, typer.Option(help="URL of the router or indexer.")] = "http://127.0.0.1:8080",
+    url: RouterUrl = ROUTER_URL,
+    token: RouterToken = "",
     chat: Annotated[bool, typer.Option(help="Render the prompt as a user message with the chat template.")] = True,
+    as_json: AsJson = False,
 ) -> None:
-    """Show how much of a prompt each worker's cache holds."""
+    """Show how much of a prompt each worker's cache holds. The router may be an indexer."""
     from kvrouter.tools.lookups import print_matches
 
     try:
-        print_matches(url, _request_of(prompt, model, chat))
+        print_matches(url, token, _request_of(prompt, model, chat), as_json)
     except ConnectionError as error:
-        fail(error)
+        fail(str(error))
 
 
 def explain(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
     model: Annotated[str, typer.Option(help="Name of the model.")],
-    url: Annotated[str, typer.Option(help="URL of the router.")] = "http://127.0.0.1:8080",
+    url: RouterUrl = ROUTER_URL,
+    token: RouterToken = "",
     chat: Annotated[bool, typer.Option(help="Render the prompt as a user message with the chat template.")] = True,
     ttft: Annotated[float | None, typer.Option(min=0.001, help="SLO: seconds until the first token.")] = None,
     tpot: Annotated[float | None, typer.Option(min=0.0001, help="SLO: seconds for each later token.")] = None,
     service_level: Annotated[str | None, typer.Option(help="SLO of this service level in the settings.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show the worker that a prompt would be routed to now, the reason, and whether an SLO would be met."""
     from kvrouter.tools.lookups import print_explanation
@@ -50,52 +58,55 @@ def explain(
     path = "/v1/chat/completions" if chat else "/v1/completions"
     try:
         body = {"path": path, "request": _request_of(prompt, model, chat)}
-        print_explanation(url, body, _slo_headers(ttft, tpot, service_level))
+        print_explanation(url, token, body, _slo_headers(ttft, tpot, service_level), as_json)
     except ConnectionError as error:
-        fail(error)
+        fail(str(error))
 
 
 def top(
-    url: Annotated[str, typer.Option(help="URL of the router.")] = "http://127.0.0.1:8080",
-    token: AdminToken = "",
+    url: RouterUrl = ROUTER_URL,
+    token: RouterToken = "",
     once: Annotated[bool, typer.Option("--once", help="Print the fleet once, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the fleet once as JSON, and exit.")] = False,
 ) -> None:
     """Show the fleet in the terminal: state, cache, load and hits of its ranks, and the latest requests."""
     from kvrouter.tools.top import FeedError, run_top
 
     try:
-        asyncio.run(run_top(url, token, once))
+        asyncio.run(run_top(url, token, once, as_json))
     except FeedError as error:
-        fail(error)
+        fail(str(error))
 
 
 def doctor(
+    context: typer.Context,
     config: ConfigFile = None,
     worker: WorkerUrls = None,
-    url: Annotated[str | None, typer.Option(help="Examine the fleet of this running router instead.")] = None,
-    token: AdminToken = "",
+    url: RouterUrl = ROUTER_URL,
+    token: RouterToken = "",
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of workers without one in the settings.")
     ] = None,
     patience: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for events.")] = 4.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Find out why hits are zero or low, by connecting to the workers as the router does.
+    """Find out why hits are zero or low, in a running router or by connecting to workers as the router does.
 
-    Sends a few short prompts to each worker of --worker, of the settings, or of the cluster in the settings. With
-    --url, a running router is examined instead, without requests to workers: its findings, event streams, policy and
-    tokenizers. The exit status is 0 without findings, 1 with findings, and 2 if the examination was impossible.
+    By default, the router at --url is examined, without requests to workers: its findings, event streams, policy and
+    tokenizers. With --worker or --config, a few short prompts are sent to each worker of --worker, of the settings, or
+    of the cluster in the settings. The exit status is 0 without findings, 1 with findings, and 2 if the examination was
+    impossible.
     """
     from kvrouter.tools.doctor import NoWorkersError, RouterError, run_doctor, run_doctor_on_router
     from router.fleet.kubernetes import KubernetesError
     from router.server.logs import log_to_stderr
 
     log_to_stderr(Level.ERROR)
-    if url is not None:
-        if config or worker:
-            fail("--url examines a router's own workers: omit --config and --worker", status=2)
+    if not config and not worker:
         examination = run_doctor_on_router(url, token, as_json)
     else:
+        if context.get_parameter_source("url") is ParameterSource.COMMANDLINE:
+            fail("--url examines a router's own workers: omit --config and --worker", status=2)
         settings = settings_from(config, of_workers(worker), status=2)
         if not settings.workers and not settings.kubernetes.used:
             fail(f"{NO_WORKERS}; or examine a router with --url", status=2)
@@ -105,7 +116,7 @@ def doctor(
     except KubernetesError as error:
         fail(f"{error}; run the command in the router's pod, or use --url", status=2)
     except (NoWorkersError, RouterError) as error:
-        fail(error, status=2)
+        fail(str(error), status=2)
     if not sound:
         raise typer.Exit(1)
 

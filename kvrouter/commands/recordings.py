@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvrouter.commands.options import AdminToken, fail
+from kvrouter.commands.options import POLICIES, ROUTER_URL, AsJson, RouterToken, RouterUrl, fail
 
 
 def record(
@@ -27,11 +28,12 @@ def record(
     requests: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Record a router's requests to this trace instead.")
     ] = None,
-    url: Annotated[str, typer.Option(help="URL of the router, with --requests.")] = "http://127.0.0.1:8080",
-    token: AdminToken = "",
+    url: RouterUrl = ROUTER_URL,
+    token: RouterToken = "",
     block_tokens: Annotated[
         int, typer.Option(min=16, max=65_536, help="Tokens of a block in the trace; other tools expect 512.")
     ] = 512,
+    as_json: AsJson = False,
 ) -> None:
     """Record live event streams, or with --requests the requests of a router, until Ctrl-C.
 
@@ -41,7 +43,7 @@ def record(
     if requests is not None:
         if output or stream or worker:
             fail("--requests records requests only: omit --output, --stream and --worker")
-        _record_requests(url, token, requests, seconds, block_tokens)
+        _record_requests(url, token, requests, seconds, block_tokens, as_json)
         return
     if output is None:
         fail("set --output FILE for event streams, or --requests FILE for a router's requests")
@@ -57,11 +59,14 @@ def record(
         streams = asyncio.run(record_streams(sources, output, seconds))
     except (ValueError, OSError, DiscoveryError) as error:
         fail(error)
-    for line in summary_lines(streams, output):
+    lines = [json.dumps([stream.as_json() for stream in streams])] if as_json else summary_lines(streams, output)
+    for line in lines:
         typer.echo(line)
 
 
-def _record_requests(url: str, token: str, output: Path, seconds: float | None, block_tokens: int) -> None:
+def _record_requests(
+    url: str, token: str, output: Path, seconds: float | None, block_tokens: int, as_json: bool
+) -> None:
     from kvrouter.processes import stop_signal
     from kvrouter.tools.traces.recording import RecordedRequests, RecordingError, record_requests
 
@@ -79,7 +84,8 @@ def _record_requests(url: str, token: str, output: Path, seconds: float | None, 
         recorded = asyncio.run(record_until_stopped())
     except (RecordingError, OSError) as error:
         fail(error)
-    for line in recorded.summary(output):
+    lines = [json.dumps(recorded.as_json(output))] if as_json else recorded.summary(output)
+    for line in lines:
         typer.echo(line)
     if recorded.broken_off:
         raise typer.Exit(1)
@@ -92,7 +98,7 @@ def replay(
     bind_host: Annotated[str, typer.Option(help="Address to publish on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the first source; 0 binds free ones.")] = 0,
     indexer: Annotated[str | None, typer.Option(help="URL of an indexer to register the streams with.")] = None,
-    token: Annotated[str, typer.Option(envvar="KVROUTER_SERVER__TOKEN", help="The indexer's server.token.")] = "",
+    token: RouterToken = "",
     model: Annotated[
         str | None, typer.Option(help="Model name for the registration.", show_default="the requests'")
     ] = None,
@@ -153,7 +159,9 @@ def replay_trace(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Simulation: name of a policy; repeatable.  [default: kv_aware and its peers]"),
+        typer.Option(
+            help=f"Simulation: a policy, or one's own; repeatable: {POLICIES}.  [default: kv_aware and its peers]"
+        ),
     ] = None,
     extra: Annotated[
         list[str] | None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvrouter.commands.options import (
+    POLICIES,
     ConfigFile,
     Level,
     LogLevel,
@@ -33,7 +34,7 @@ def _policies() -> list[str]:
 
 Policy = Annotated[
     str | None,
-    typer.Option(help="Name of a policy in config.yaml.", show_default="kv_aware", autocompletion=_policies),
+    typer.Option(help=f"The policy: {POLICIES}, or one's own.", show_default="kv_aware", autocompletion=_policies),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -25,8 +25,8 @@ def simulate(
     prefill_ms: Annotated[float, typer.Option(help="Milliseconds to compute one uncached prompt token.")] = 0.15,
     step_ms: Annotated[float, typer.Option(help="Minimal milliseconds of a step, which is one token.")] = 5.0,
     kv_events: Annotated[str | None, typer.Option(help="Publisher configuration as JSON, in SGLang's form.")] = None,
-    disaggregation: Annotated[str | None, typer.Option(help="Style of KV transfer: sglang or nixl.")] = None,
-    role: Annotated[str | None, typer.Option(help="prefill or decode; needs --disaggregation.")] = None,
+    disaggregation: Annotated[Literal["sglang", "nixl"] | None, typer.Option(help="Style of KV transfer.")] = None,
+    role: Annotated[Literal["prefill", "decode"] | None, typer.Option(help="Needs --disaggregation.")] = None,
     bootstrap_port: Annotated[int, typer.Option(help="Port of a prefill worker's bootstrap service; 0: free.")] = 0,
 ) -> None:
     """Run a simulated worker: real cache, scheduler, events and API, but random words."""

@@ -16,33 +16,51 @@ from rich.table import Table
 from kvrouter.fitting_table import FittingColumn, FittingTable
 from router.http.client import connection_problem
 
+# Rows of a table; the rest is counted below it.
+_MOST_ROWS = 10
 
-def ask(url: str, path: str, body: dict[str, Any], headers: Mapping[str, str] = {}) -> Any:
+
+def ask(url: str, path: str, body: dict[str, Any], token: str = "", headers: Mapping[str, str] = {}) -> Any:
     """Send a query to a router or indexer, and return its answer. Raises ConnectionError with the reason."""
+    authorization = {"Authorization": f"Bearer {token}"} if token else {}
+    sent = {"Content-Type": "application/json", **authorization, **headers}
     try:
-        request = Request(
-            url.rstrip("/") + path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
-        )
+        request = Request(url.rstrip("/") + path, json.dumps(body).encode(), sent)
         with urlopen(request, timeout=30) as response:
             return json.load(response)
     except HTTPError as error:
+        if error.code in (401, 403):
+            raise ConnectionError(f"{url} needs the admin token for {path}: set --token") from error
         try:
             reason = json.load(error)["error"]["message"]
         except (ValueError, KeyError, TypeError):
-            reason = error.reason
+            reason = "is this a router's URL?"
         raise ConnectionError(f"{url} answers {error.code}: {reason}") from error
     except URLError as error:
         reason = error.reason if isinstance(error.reason, OSError) else error
         raise ConnectionError(f"{url} {connection_problem(reason)}") from error
-    except (OSError, HTTPException) as error:
+    except HTTPException as error:
+        raise ConnectionError(f"{url} does not answer in HTTP there: is its URL https://?") from error
+    except OSError as error:
         raise ConnectionError(f"{url} {connection_problem(error)}") from error
     except ValueError as error:
-        raise ConnectionError(f"{url} is not a router: {error}") from error
+        raise ConnectionError(f"{url} is not a router: {path} has no JSON") from error
 
 
-def print_matches(url: str, body: dict[str, Any]) -> None:
+def print_matches(url: str, token: str, body: dict[str, Any], as_json: bool) -> None:
     """Query `/match` and print its answer. Raises ConnectionError with the reason."""
-    Console().print(_match_table(ask(url, "/match", body)))
+    answer = ask(url, "/match", body, token)
+    if as_json:
+        print(json.dumps(answer))
+        return
+    console = Console()
+    console.print(_match_table(answer))
+    _print_rest(console, len(answer["matches"]))
+
+
+def _print_rest(console: Console, rows: int) -> None:
+    if rows > _MOST_ROWS:
+        console.print(f"and {rows - _MOST_ROWS} more; --json has all of them")
 
 
 def _match_table(answer: dict[str, Any]) -> Table:
@@ -50,7 +68,7 @@ def _match_table(answer: dict[str, Any]) -> Table:
     elsewhere = [name for name in ("loadable", "pullable") if any(name in match for match in answer["matches"])]
     for name in ("worker", "rank", "matched", "gpu", "cpu", "disk", "unknown", *elsewhere):
         table.add_column(name, justify="left" if name == "worker" else "right")
-    for match in answer["matches"]:
+    for match in answer["matches"][:_MOST_ROWS]:
         tiers = match["tiers"]
         counts = (
             match["dp_rank"],
@@ -65,11 +83,15 @@ def _match_table(answer: dict[str, Any]) -> Table:
     return table
 
 
-def print_explanation(url: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+def print_explanation(url: str, token: str, body: dict[str, Any], headers: dict[str, str], as_json: bool) -> None:
     """Query `/explain` and print its answer. Raises ConnectionError with the reason."""
-    answer = ask(url, "/explain", body, headers)
+    answer = ask(url, "/explain", body, token, headers)
+    if as_json:
+        print(json.dumps(answer))
+        return
     console = Console()
     console.print(_explanation_table(answer))
+    _print_rest(console, len(answer["candidates"]))
     if slo := answer.get("promise"):
         console.print(_slo(slo))
     if decided := answer.get("disaggregation"):
@@ -80,7 +102,7 @@ def print_explanation(url: str, body: dict[str, Any], headers: dict[str, str]) -
 
 def _explanation_table(answer: dict[str, Any]) -> FittingTable:
     """Return a row for each candidate, readable at any width and for any policy."""
-    candidates = answer["candidates"]
+    candidates = answer["candidates"][:_MOST_ROWS]
     chosen = [all(each[key] == answer["choice"][key] for key in ("worker", "dp_rank")) for each in candidates]
     columns = [
         FittingColumn("", ["➤" if each else "" for each in chosen], 8),

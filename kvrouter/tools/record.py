@@ -43,6 +43,11 @@ class RecordedStream:
     missing: int = 0
     last_seq: int | None = None
 
+    def as_json(self) -> dict[str, int | str]:
+        """Return the endpoint and the counts, for scripts."""
+        counts = {"live": self.live, "replayed": self.replayed, "missing": self.missing}
+        return {"endpoint": self.source.endpoint, "dp_rank": self.source.dp_rank, **counts}
+
 
 def parse_stream(text: str, number: int) -> EventSource:
     """Parse `ENDPOINT[,REPLAY_ENDPOINT[,TOPIC]]`. Raises ValueError."""

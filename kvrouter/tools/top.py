@@ -9,7 +9,7 @@ import termios
 import tty
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -84,6 +84,8 @@ _STYLES = dict.fromkeys(("ready", "live"), "green") | dict.fromkeys(("down", "le
 # Lines other than those of ranks: totals, the head of the table, requests and keys.
 _OTHER_LINES = 16
 _REQUESTS = 5
+# More ranks than these are joined by worker where they cannot be scrolled.
+_MOST_RANKS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,41 @@ def screen(fleet: Fleet, view: View, lines: int) -> RenderableType:
         _requests(fleet),
         Text("sort: " + " ".join(f"{each.key}={each.title}" for each in COLUMNS) + "   j/J: down, up   q: quit", "dim"),
     )
+
+
+def by_worker(fleet: Fleet) -> Fleet:
+    """Return the fleet with one row for all ranks of a worker, if it has more ranks than a list can show."""
+    if len(fleet.ranks) <= _MOST_RANKS:
+        return fleet
+    of_worker: dict[str, list[Row]] = {}
+    for row in fleet.ranks.values():
+        of_worker.setdefault(row["worker"], []).append(row)
+    return replace(fleet, ranks={worker: _joined(rows) for worker, rows in of_worker.items()})
+
+
+def _joined(rows: list[Row]) -> Row:
+    """Return the sum of a worker's ranks, with the worst states and the greatest lag among them."""
+    worst = min(rows, key=lambda row: _WORST.index(row["state"]))
+    streams = [row.get("stream") for row in rows]
+    usages = [row["kv_usage"] for row in rows if row["kv_usage"] is not None]
+    joined = worst | {"dp_rank": f"{len(rows)} ranks", "stream": next((s for s in streams if s != "live"), "live")}
+    joined["kv_usage"] = max(usages, default=None)
+    joined["lag_ms"] = max((row["lag_ms"] for row in rows if row.get("lag_ms") is not None), default=None)
+    for name in ("requests", "pending", "prompt", "predicted", "hit", "gaps", "replays", "lost"):
+        known = [row[name] for row in rows if row.get(name) is not None]
+        if known:
+            joined[name] = sum(known)
+    held: dict[str, int] = {}
+    for row in rows:
+        for tier, tokens in row.get("held", {}).items():
+            held[tier] = held.get(tier, 0) + tokens
+    return joined | {"held": held}
+
+
+def _finding_line(found: dict[str, Any]) -> Text:
+    place = " ".join(str(found[name]) for name in ("worker", "model") if found.get(name))
+    line = Text(f"{found.get('severity', 'warning')}: {found['finding']}", "bold red")
+    return line.append(f"  {place}  {found.get('detail') or ''}\n    {found.get('action', '')}", "default")
 
 
 def ordered(ranks: list[Row], view: View) -> list[Row]:
@@ -265,14 +302,21 @@ _ALL_LINES = 100_000
 _ANY_WIDTH = 240
 
 
-async def run_top(url: str, token: str, once: bool) -> None:
-    """Show the fleet until `q` is pressed. With `once`, print it and return. Raises FeedError."""
+async def run_top(url: str, token: str, once: bool, as_json: bool = False) -> None:
+    """Show the fleet until `q` is pressed. With `once` or `as_json`, print it and return. Raises FeedError."""
+    if as_json:
+        async for fleet in follow(url, token):
+            print(msgspec.json.encode(fleet).decode())
+            return
+        return
     console = Console()
     if once and not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=_ANY_WIDTH)  # a file has no width of its own
     if once:
         async for fleet in follow(url, token):
-            console.print(screen(fleet, View(), _ALL_LINES))
+            console.print(screen(by_worker(fleet), View(), _ALL_LINES))
+            for found in fleet.findings:
+                console.print(_finding_line(found), soft_wrap=True)
             return
         return
     view, latest, ended = View(), Fleet(), asyncio.Event()

@@ -140,6 +140,11 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         else:
             self._transport.close()
 
+    @property
+    def answering(self) -> bool:
+        """True while a request is not answered."""
+        return self._response is not None
+
     def _late(self) -> None:
         """Called when a head, a body, the next request or the rest of a refused request is late."""
         if self._response is not None and not self._came_whole:

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from router.http.unparsed import RecentHeads
 from router.server.http_connection import HttpConnection
+from router.server.logs import say
 
 # Connections that are accepted in one turn of the event loop. libuv accepts one per listening socket and turn, and a
 # turn is long under load.
@@ -41,10 +42,12 @@ class HttpServer(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
+            log_config=None,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(shutdown_timeout),
         )
         super().__init__(config)
+        self._announces = False
         self._connections = self.server_state.connections = Connections()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -59,11 +62,20 @@ class HttpServer(uvicorn.Server):
         if end := getattr(self.config.app.state, "on_shutdown", None):  # type: ignore[union-attr]
             await end()
         self._connections.stopping = True
+        if self._announces:
+            requests, seconds = self._connections.answering(), self.config.timeout_graceful_shutdown
+            say(f"stopping: waits for {requests} requests in flight, {seconds} s at most; a second signal ends them")
         await super().shutdown(sockets)
+        if self._announces and (left := self._connections.answering()):
+            say(f"stopped: {left} requests were broken off")
         if self.force_exit:  # uvicorn leaves the application open then, and its cancellation prints a traceback
             with suppress(TimeoutError):
                 async with asyncio.timeout(_FORCED_CLOSE_SECONDS):
                     await self.lifespan.shutdown()
+
+    def announce(self) -> None:
+        """Print what the end of this server waits for."""
+        self._announces = True
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()  # uvicorn would raise them again at its end, before ours
@@ -78,6 +90,10 @@ class Connections(set[Any]):
     """The connections of a server. One that is accepted while it stops is shut down, because the server would wait."""
 
     stopping = False
+
+    def answering(self) -> int:
+        """Return the number of connections whose request is not answered yet."""
+        return sum(each.answering for each in self if isinstance(each, HttpConnection))
 
     def add(self, connection: Any) -> None:
         super().add(connection)
@@ -98,6 +114,8 @@ def stopped_by_signals(server: HttpServer, app: FastAPI, drain_seconds: float) -
     """
     loop = asyncio.get_running_loop()
     signalled = False
+
+    server.announce()
 
     def stop() -> None:
         server.should_exit = True

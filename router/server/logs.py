@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import MutableMapping
+from datetime import UTC, datetime
 from typing import Any
 
 import structlog
@@ -18,8 +20,9 @@ NO_WORKERS_YET = "no workers yet: add them with POST /workers, or in the setting
 
 
 def log_to_stderr(level: str = "info") -> None:
-    """Set up logging for this process."""
+    """Set up logging for this process: lines for people on a terminal, else one JSON object a line."""
     renderer = structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+    logging.basicConfig(handlers=[_OfLibraries()], level=logging.WARNING, force=True)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -32,6 +35,15 @@ def log_to_stderr(level: str = "info") -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+class _OfLibraries(logging.Handler):
+    """Log the lines of libraries in the form of all others."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        structlog.get_logger().log(
+            record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info or None
+        )
 
 
 def _hide_passwords(_logger: object, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -82,7 +94,10 @@ def announce_page(policy: str, url: str) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
+    """Print a line at once, whatever the level of the log; as JSON unless standard error is a terminal."""
+    if not sys.stderr.isatty():
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        line = json.dumps({"event": " ".join(line.split()), "level": "info", "timestamp": now}, ensure_ascii=False)
     print(line, file=sys.stderr, flush=True)
 
 

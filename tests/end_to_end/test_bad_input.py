@@ -45,7 +45,7 @@ async def indexer_url(config: Path) -> AsyncIterator[str]:
     command = [sys.executable, "-m", "kvrouter", "indexer", "--port=0", f"--config={config}"]
     process = await asyncio.create_subprocess_exec(*command, stderr=PIPE)
     assert process.stderr is not None
-    listens = re.search(r"listens on (\S+)", (await process.stderr.readline()).decode())
+    listens = re.search(r'listens on ([^\s"]+)', (await process.stderr.readline()).decode())
     assert listens is not None
     url = listens.group(1)
     async with aiohttp.ClientSession() as session:

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import kvrouter.__main__
 from kvrouter.cli import app
 from kvrouter.commands.options import unusable
-from router.settings import load_settings
+from router.settings import PolicyName, load_settings
 
 DEADLINE = 60.0
 PLAIN = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}  # no line breaks or colours of the terminal's
@@ -69,7 +69,7 @@ def service(
         try:
             assert process.stdout is not None
             printed = ""
-            while not (listens := re.search(r"(?:listens on|ready at) (http\S+)", printed)):
+            while not (listens := re.search(r'(?:listens on|ready at) (http[^\s"]+)', printed)):
                 line = process.stdout.readline()
                 assert line, f"kvrouter {arguments[0]} did not start: {printed}"
                 printed += line
@@ -303,11 +303,73 @@ def foreign_server() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:8080", "nonsense", ""])
-def test_match_reports_unreachable_router(url: str) -> None:
-    refused = invoke("match", "--model=simulated", f"--url={url}", "hi")
-    assert refused.exit_code == 1
-    assert refused.stderr.startswith(f"kvrouter: {url} ")
+def test_match_reports_unreachable_router() -> None:
+    refused = invoke("match", "--model=simulated", "--url=http://127.0.0.1:1", "hi")
+    assert (refused.exit_code, refused.stderr) == (1, "kvrouter: http://127.0.0.1:1 refused the connection\n")
+
+
+ASKING = {
+    "match": ["--model=m", "hi"],
+    "explain": ["--model=m", "hi"],
+    "top": ["--once"],
+    "doctor": [],
+    "record": ["--requests=x"],
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("127.0.0.1:8080", "no scheme: write http://127.0.0.1:8080"),
+        ("nonsense", "no scheme: write http://nonsense"),
+        ("http://r:8080/v1", "remove /v1 from the URL"),
+        ("", "expected a URL"),
+    ],
+)
+def test_every_command_that_asks_a_router_checks_its_url(name: str, url: str, reason: str) -> None:
+    refused = invoke(name, f"--url={url}", *ASKING[name])
+    assert (refused.exit_code, refused.stderr.startswith(f"kvrouter: --url: {reason}")) == (2, True), refused.stderr
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_every_command_that_asks_a_router_has_the_same_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = re.sub(r"[\s│]", "", invoke(name, "--help").output)  # a narrow table breaks words
+    for word in ("--url", "--token", "--json", "KVROUTER_URL", "KVROUTER_TOKEN", "http://127.0.0.1:8080"):
+        assert word in shown, word
+    monkeypatch.setenv("KVROUTER_URL", "http://127.0.0.1:1")
+    refused = invoke(name, *ASKING[name])
+    assert "http://127.0.0.1:1" in refused.stderr
+    assert "refused the connection" in refused.stderr
+
+
+@pytest.mark.parametrize("command", [["match", "--model=simulated", "hi"], ["explain", "--model=simulated", "hi"]])
+def test_answers_are_printed_as_json(router: str, command: list[str]) -> None:
+    shown = invoke(*command, f"--url={router}", "--json")
+    assert shown.exit_code == 0, shown.stderr
+    assert json.loads(shown.stdout)["model"] == "simulated"
+
+
+def test_fleet_is_printed_as_json(router: str) -> None:
+    shown = invoke("top", f"--url={router}", "--json")
+    fleet = json.loads(shown.stdout)
+    assert (len(fleet["ranks"]), fleet["totals"]["workers"]) == (1, 1)
+
+
+def test_help_lists_the_policies() -> None:
+    shown = " ".join(invoke("serve", "--help").output.replace("│", " ").split())
+    assert ", ".join(PolicyName) in shown
+
+
+def test_every_line_of_a_piped_service_is_json(worker: str) -> None:
+    printed: list[str] = []
+    with service("serve", "--port=0", f"--worker={worker}", before=printed) as (_, process):
+        process.terminate()
+        assert process.stdout is not None
+        lines = [*printed[0].splitlines(), *process.stdout.read().splitlines()]
+    events = [json.loads(line)["event"] for line in lines]
+    assert any("listens on" in event for event in events)
+    assert any(event.startswith("stopping: waits for 0 requests") for event in events)
 
 
 def test_match_reports_server_that_is_not_a_router(foreign_server: str) -> None:

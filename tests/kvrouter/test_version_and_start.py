@@ -71,30 +71,36 @@ def test_h_is_alias_of_help(arguments: list[str]) -> None:
     assert "Usage:" in shown.stdout
 
 
+def events(lines: Iterator[str]) -> Iterator[str]:
+    """Yield the events of JSON lines."""
+    return (json.loads(line)["event"] for line in lines)
+
+
 def test_start_is_logged_before_discovery(worker: str) -> None:
     with printed("serve", "--port=0", f"--worker={worker}", "--log-level=error") as lines:
+        said = events(lines)
         start = f"{ABOUT} starts, {BUILD}, with the {core_name()} index; it asks 1 worker for models"
-        assert next(lines).startswith(start)
+        assert next(said).startswith(start)
         if BUILD == "interpreted":
-            assert next(lines).startswith("  build   interpreted: a compiled build serves about twice the requests")
+            assert next(said).startswith("build interpreted: a compiled build serves about twice the requests")
         if core_name() == "python":
-            assert next(lines).startswith("  build   Python index: events take six times the processor time")
-        listens = re.fullmatch(r"kvrouter listens on (http://\S+)\n", next(lines))
+            assert next(said).startswith("build Python index: events take six times the processor time")
+        listens = re.fullmatch(r"kvrouter listens on (http://\S+)", next(said))
         assert listens is not None
-        assert re.fullmatch(r"  model   simulated on 1 worker; tokens: by \w+ in the router.*\n", next(lines))
-        assert next(lines) == "  policy  kv_aware\n"
-        assert next(lines) == f"  page    {listens[1]}/ui\n"
+        assert re.fullmatch(r"model simulated on 1 worker; tokens: by \w+ in the router.*", next(said))
+        assert next(said) == "policy kv_aware"
+        assert next(said) == f"page {listens[1]}/ui"
 
 
 def test_several_processes_log_start_once(worker: str) -> None:
     options = ("--port=0", "--processes=2", "--policy=random", "--log-level=error")
     with printed("serve", f"--worker={worker}", *options) as lines:
-        announced = (line for line in lines if not line.startswith("  build   "))
-        first_lines = [next(announced) for _ in range(5)]
-    assert first_lines[0].startswith(f"{ABOUT} starts, ")
-    assert sum("model   simulated" in line for line in first_lines) == 1
-    assert first_lines[3] == "  policy  random\n"
-    assert first_lines[4].startswith("  page    http://")
+        announced = (event for event in events(lines) if not event.startswith("build "))
+        first = [next(announced) for _ in range(5)]
+    assert first[0].startswith(f"{ABOUT} starts, ")
+    assert sum("model simulated" in event for event in first) == 1
+    assert first[3] == "policy random"
+    assert first[4].startswith("page http://")
 
 
 def test_unreachable_worker_is_logged() -> None:

@@ -113,12 +113,27 @@ def _examine_worker(fleet: RunningFleet, worker: dict[str, Any]) -> None:
     serves = f", serves {worker['model']}" if worker.get("model") else ""
     well = state not in ("down", "left_out", "trial")
     fleet.ok(url, f"{state}{serves}, {worker.get('requests_in_flight', 0)} requests in flight", confirmed=well)
-    for rank in worker["ranks"]:
-        tokens = sum(rank["blocks"].values()) * max(rank["block_sizes"], default=0)
-        lag = f", {1000 * rank['lag_seconds']:.0f} ms behind" if rank.get("lag_seconds") is not None else ""
-        where = f" from {rank['endpoint']}" if rank.get("endpoint") else ""
-        line = f"rank {rank['dp_rank']}: events {rank['state']}{where}{lag}; holds {tokens} tokens"
-        fleet.ok(url, line, confirmed=rank["state"] == "live")
+    alike: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
+    for number, rank in enumerate(worker["ranks"]):
+        # Ranks in one state are one line if there are many.
+        key = rank["state"], number if len(worker["ranks"]) <= _MOST_RANKS else -1, bool(rank.get("endpoint"))
+        alike.setdefault(key, []).append(rank)
+    for (state, _, _), ranks in alike.items():
+        fleet.ok(url, _ranks_line(state, ranks), confirmed=state == "live")
+
+
+_MOST_RANKS = 4  # of a worker, that have a line each
+
+
+def _ranks_line(state: str, ranks: list[dict[str, Any]]) -> str:
+    """Describe ranks whose streams are in one state."""
+    tokens = sum(sum(rank["blocks"].values()) * max(rank["block_sizes"], default=0) for rank in ranks)
+    lags = [rank["lag_seconds"] for rank in ranks if rank.get("lag_seconds") is not None]
+    lag = f", {1000 * max(lags):.0f} ms behind" if lags else ""
+    where = f" from {ranks[0]['endpoint']}" if ranks[0].get("endpoint") else ""
+    more = " and others" if where and len(ranks) > 1 else ""
+    named = f"rank{'s' * (len(ranks) > 1)} {spans([rank['dp_rank'] for rank in ranks])}"
+    return f"{named}: events {state}{where}{more}{lag}; holds {tokens} tokens"
 
 
 def _examine_tokenizer(fleet: RunningFleet, model: str, report: dict[str, Any]) -> None:

@@ -38,6 +38,17 @@ class RecordedRequests:
     unknown: int = 0
     broken_off: str = ""
 
+    def as_json(self, output: Path) -> dict[str, Any]:
+        """Return the counts, for scripts."""
+        return {
+            "output": str(output),
+            "requests": self.requests,
+            "tokens": self.tokens,
+            "dropped": self.dropped,
+            "unknown": self.unknown,
+            "broken_off": self.broken_off or None,
+        }
+
     def summary(self, output: Path) -> list[str]:
         """Return the counts as lines of text."""
         lines = [f"recorded {self.requests} requests of {self.tokens} prompt tokens to {output}"]

@@ -220,5 +220,5 @@ class RouterProcess:
         assert {each["status"] for each in reset} == {200}, reset
 
     def _listening_on(self) -> str | None:
-        found = re.search(r"listens on (\S+)", self._process.log.read_text())
+        found = re.search(r'listens on ([^\s"]+)', self._process.log.read_text())
         return found and found[1]
