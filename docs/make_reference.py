@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from typer.models import ArgumentInfo, OptionInfo
+from typer.models import ArgumentInfo, Context, OptionInfo
 
 from kvrouter.cli import app as commands
 from router.app.app import running_router
@@ -147,6 +147,8 @@ def _parameters(callback: Callable[..., Any]) -> Iterator[tuple[str, bool, str, 
     """Yield the title, whether it is an option, type, default and help of each parameter."""
     hints = get_type_hints(callback, include_extras=True)
     for name, parameter in inspect.signature(callback).parameters.items():
+        if hints[name] is Context:
+            continue
         kind, *annotations = get_args(hints[name])
         info = next(each for each in annotations if isinstance(each, OptionInfo | ArgumentInfo))
         required = parameter.default is inspect.Parameter.empty
@@ -161,7 +163,8 @@ def _parameters(callback: Callable[..., Any]) -> Iterator[tuple[str, bool, str, 
         default = "required" if required else _shown_default(parameter.default, info)
         about = info.help or ""
         if info.envvar:
-            about += f" Also from the environment: `{info.envvar}`."
+            variables = [info.envvar] if isinstance(info.envvar, str) else info.envvar
+            about += f" Also from the environment: {', '.join(f'`{each}`' for each in variables)}."
         yield title, isinstance(info, OptionInfo), _python_kind(kind), default, about
 
 
@@ -180,6 +183,8 @@ def _plain(kind: Any) -> Any:
 
 def _python_kind(kind: Any) -> str:
     kind = _plain(kind)
+    if get_origin(kind) is Literal:
+        return " or ".join(get_args(kind))
     if get_origin(kind) is list:
         return f"{_python_kind(get_args(kind)[0])}, repeatable"
     if isinstance(kind, type) and issubclass(kind, StrEnum):
