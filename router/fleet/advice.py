@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 
 class Severity(StrEnum):
-    """How much a finding matters, the worst first.
+    """The severity of a finding, the worst first.
 
     - `ERROR`: a worker or the router does not serve.
     - `WARNING`: requests are served, with fewer hits or later than they could be.

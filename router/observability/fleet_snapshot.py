@@ -3,7 +3,8 @@
 One task reads the state of the fleet once a second, in steps, so that requests never wait long. Every viewer receives
 what changed since its last update. A slow viewer misses only intermediate states.
 
-Time series for the last quarter of an hour are computed from the router's own metrics.
+Time series are computed from the router's own metrics: of the last quarter of an hour, and coarser ones of an hour and
+of a day.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ from router.observability.seen_requests import SampledTraffic
 
 SECONDS = 2.0  # between points
 KEPT = 450
+# Coarser series: the seconds between their points, of which `_COARSE_KEPT` are kept.
+COARSE = {"hour": 10.0, "day": 240.0}
+_COARSE_KEPT = 360
+# Values of which a coarser point has the maximum; it has the mean of all others.
+_GREATEST = ("ttft_p90",)
 # Values that are shown as rates per second.
 _A_SECOND = ("requests", "errors", "refused", "retried", "prompt", "overlap", "generated")
 
@@ -46,6 +52,8 @@ class Series:
     ) -> None:
         """Create a series. `waiting`: by reason; `seconds_per_token`: the learned one of a prefill."""
         self.points: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self.coarse = {name: deque[dict[str, Any]](maxlen=_COARSE_KEPT) for name in COARSE}
+        self._parts: dict[str, list[dict[str, Any]]] = {name: [] for name in COARSE}
         self._metrics = metrics
         self._audit = audit
         self._waiting = waiting
@@ -78,10 +86,25 @@ class Series:
             }
         )
         self._before, self._buckets_before, self._at = totals, buckets, now
+        for name, seconds in COARSE.items():
+            parts = self._parts[name]
+            parts.append(self.points[-1])
+            if parts[-1]["time"] - parts[0]["time"] >= seconds - SECONDS:
+                self.coarse[name].append(joined_points(parts))
+                parts.clear()
 
     def since(self, unix_time: float) -> list[dict[str, Any]]:
         """Return the points after a time."""
         return [point for point in self.points if point["time"] > unix_time]
+
+    def coarse_since(self, since: dict[str, float]) -> dict[str, list[dict[str, Any]]]:
+        """Return the points of the coarser series after the times in `since`, and advance these times."""
+        found = {}
+        for name, points in self.coarse.items():
+            found[name] = [point for point in points if point["time"] > since.get(name, 0.0)]
+            if points:
+                since[name] = points[-1]["time"]
+        return found
 
     def _totals(self) -> dict[str, float]:
         audits = [audit for _, audit in self._audit.audits()]
@@ -94,6 +117,18 @@ class Series:
             "audited": float(sum(audit.prompt_tokens for audit in audits)),
             "cached": float(sum(audit.cached_tokens for audit in audits)),
         }
+
+
+def joined_points(points: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one point for several: the means of their values, the greatest of `_GREATEST` and of waiting requests."""
+    joined: dict[str, Any] = {"time": points[-1]["time"], "waiting": {}}
+    for name in points[0].keys() - joined.keys():
+        values = [point[name] for point in points if point[name] is not None]
+        joined[name] = None if not values else max(values) if name in _GREATEST else round(sum(values) / len(values), 4)
+    for point in points:
+        for reason, count in point["waiting"].items():
+            joined["waiting"][reason] = max(joined["waiting"].get(reason, 0), count)
+    return joined
 
 
 def percentile(buckets: dict[float, float], share: float) -> float | None:
@@ -197,6 +232,7 @@ class FleetSnapshot:
         """Yield the changes once a second, beginning with everything."""
         sent: dict[str, Row] = {}
         change, since, seldom_at = 0, 0.0, 0.0
+        coarse_since: dict[str, float] = {}
         with self._viewing():
             looks = self._looks
             while not self._ended:
@@ -214,6 +250,7 @@ class FleetSnapshot:
                     "gone": [key for key in sent if key not in self._rows],
                     "totals": self._totals(),
                     "series": points,
+                    "coarse": self._series.coarse_since(coarse_since),
                     "requests": [seen.as_json() for seen in requests],
                 }
                 sent = dict(self._rows)

@@ -26,8 +26,10 @@ async def request_proxy(
 ) -> AsyncIterator[str]:
     """Run a proxy in front of a worker.
 
-    `change` changes the body of a request by its path, `key` is the only accepted API key, `buffered` delays a response
-    until its end, and `hidden` are paths that are answered with 404.
+    - `change`: changes the body of a request by its path.
+    - `key`: the only accepted API key.
+    - `buffered`: delays a response until its end.
+    - `hidden`: the paths that are answered with 404.
     """
 
     async def handle(request: web.Request) -> web.StreamResponse:

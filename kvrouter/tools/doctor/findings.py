@@ -59,7 +59,7 @@ class Finding:
 
     @property
     def fix(self) -> str:
-        """What to do."""
+        """The action that ends the finding."""
         return advice(self.cause).action
 
     def as_json(self) -> dict[str, object]:

@@ -17,6 +17,7 @@ from chromium import accessible, expect, launched, playwright
 from router_under_test import RouterUnderTest, router, until
 
 from kvrouter.processes import KvrouterProcess
+from router.fleet.advice import advised
 
 pytestmark = pytest.mark.browser
 
@@ -140,7 +141,9 @@ async def test_page_scrolls_smoothly_with_thousand_ranks() -> None:
         opened(routed.url) as page,
     ):
         await expect(page.locator("#states")).to_contain_text("1000 ranks", timeout=3 * SECONDS)
-        assert await page.locator("#rows .row").count() < 60  # only those in sight are made
+        await expect(page.locator("#rows .row")).to_have_count(8)  # the ranks of a worker are folded
+        await page.uncheck("#grouped")
+        assert 8 < await page.locator("#rows .row").count() < 60  # only those in sight are made
         await page.evaluate(MEASURE_FRAMES)
         for top in range(0, 30_000, 3_000):
             await page.evaluate(f"document.getElementById('scroll').scrollTop = {top}")
@@ -148,6 +151,7 @@ async def test_page_scrolls_smoothly_with_thousand_ranks() -> None:
         frames = await page.evaluate("window.intervals")
         assert len(frames) > 60
         late = sum(each > 200 for each in frames)
+        print(f"script of the last update: {await page.evaluate('scriptTime'):.1f} ms")
         print(f"{len(frames)} frames, longest {max(frames):.0f} ms, {late} above 200 ms")
         assert late <= len(frames) / 20
         await expect(page.locator("#rows .row").first).to_be_visible()
@@ -317,6 +321,7 @@ async def test_rows_are_reachable_by_keyboard() -> None:
     ranks = [rank(f"http://w-{number:03}") for number in range(200)]
     async with page_with_feed([point(0), point(2)], ranks) as page:
         await page.focus("#filter")
+        await page.keyboard.press("Tab")  # the choice to group
         await page.keyboard.press("Tab")  # the region that scrolls
         for _ in range(12):  # the heads of the columns
             await page.keyboard.press("Tab")
@@ -341,13 +346,17 @@ async def test_page_shows_version_findings_and_load_balance() -> None:
     ranks = [rank("http://w-1", 8), rank("http://w-2", 0), rank("http://w-3", 1, state="down")]
     about = {"version": "1.2.3", "build": "compiled", "core": "native", "policy": "kv_aware", "python": "3.11.7"}
     about |= {"models": {"m": {"workers": 2, "tokens": "by fastokens"}}}
-    findings = [{"finding": "worker_down", "worker": "http://w-3", "detail": "refused the connection"}]
+    findings = advised([{"finding": "worker_down", "worker": "http://w-3", "detail": "refused the connection"}])
     series = [point(0), point(2, errors=1.5, refused=3, retried=0.5, saved=2.0, waiting={"saturated": 4})]
     async with page_with_feed(series, ranks, about=about, findings=findings) as page:
         await expect(page.locator("#about")).to_have_text("1.2.3 compiled, native index, policy kv_aware")
         await expect(page.locator("#models")).to_have_text("m on 2 workers; tokens by fastokens")
         await expect(page.locator("#wrong-title")).to_have_text("1 finding")
-        await expect(page.locator("#findings li")).to_have_text("worker down w-3: refused the connection")
+        advice = "Start the worker, or correct its URL"
+        told = page.locator("#findings li")
+        await expect(told).to_contain_text(f"worker down w-3: refused the connection{advice}")
+        await expect(told).to_contain_text("See docs/reference/findings.md#worker_down")
+        await expect(told.locator(".state.bad")).to_have_text("worker down")
         cells = page.locator("#strip i")
         await expect(cells).to_have_count(3)
         assert await cells.evaluate_all("all => all.map(each => each.style.getPropertyValue('--load'))") == [
@@ -367,3 +376,109 @@ async def test_page_shows_version_findings_and_load_balance() -> None:
             label = await page.locator(f"#{chart} svg").get_attribute("aria-label")
             assert label.endswith(now), label
         await accessible(page)
+
+
+async def test_values_are_read_by_pointer_and_keyboard() -> None:
+    series = [point(1000 + 2 * number, predicted=number / 20, cached=number / 40) for number in range(20)]
+    async with page_with_feed(series, [rank("http://w-1")]) as page:
+        readout = page.locator("#hits-readout")
+        await expect(readout).to_have_text("")
+        box = await page.locator("#hits svg").bounding_box()
+        await page.mouse.move(box["x"] + box["width"] - 5, box["y"] + 40)
+        await expect(readout).to_contain_text("predicted 95.0 %, reported by engines 47.5 %")
+        await page.mouse.move(0, 0)
+        await expect(readout).to_have_text("")
+        await page.focus("#hits")
+        await page.keyboard.press("Home")
+        await expect(readout).to_contain_text("predicted 0.0 %")
+        await page.keyboard.press("ArrowRight")
+        await expect(readout).to_contain_text("predicted 5.0 %")
+        await expect(page.locator("#hits .cursor")).to_have_count(1)
+        await accessible(page)
+        await page.keyboard.press("Escape")
+        await expect(readout).to_have_text("")
+
+
+async def test_range_of_charts_is_chosen() -> None:
+    series = [point(86_400 + 2 * number) for number in range(200)]
+    coarse = {
+        "hour": [point(83_000 + 10 * number) for number in range(340)],
+        "day": [point(240 * n) for n in range(360)],
+    }
+    async with page_with_feed(series, [rank("http://w-1")], coarse=coarse) as page:
+        label = page.locator("#hits text").filter(has_text="ago")
+        await expect(label).to_have_text("5 min ago")
+        await page.click("text=1 h")
+        await expect(label).to_have_text("56.5 min ago")
+        await page.click("text=24 h")
+        await expect(label).to_have_text("23.9 h ago")
+        await expect(page.locator("#ranges [aria-pressed=true]")).to_have_text("24 h")
+
+
+async def test_ranks_of_a_worker_are_folded() -> None:
+    ranks = [rank(f"http://w-{number}", 1, dp_rank=place) for number in range(3) for place in range(40)]
+    ranks[41]["state"] = "down"
+    async with page_with_feed([point(0), point(2)], ranks) as page:
+        rows = page.locator("#rows .row")
+        await expect(rows).to_have_count(3)
+        await expect(rows.first).to_contain_text("w-1")  # the worst state of its ranks
+        await expect(rows.first.locator(".state.bad")).to_have_text("down")
+        await expect(rows.first.locator("[data-column=requests]")).to_have_text("40")
+        await rows.first.click()
+        await expect(page.locator("#table")).to_have_attribute("aria-rowcount", "44")
+        await expect(rows.first).to_have_attribute("aria-expanded", "true")
+        await rows.first.focus()
+        await page.keyboard.press("ArrowLeft")
+        await expect(rows).to_have_count(3)
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#table")).to_have_attribute("aria-rowcount", "44")
+        await accessible(page)
+        await page.uncheck("#grouped")
+        await expect(page.locator("#table")).to_have_attribute("aria-rowcount", "121")
+
+
+async def test_best_ten_of_a_decision_are_shown_and_sorted() -> None:
+    candidates = [
+        {"worker": f"http://w-{n:02}", "dp_rank": 0, "overlap": 100 - n, "terms": {"prefill": n}, "total": n}
+        for n in range(25)
+    ]
+    told = {"tokens": 7, "choice": {"worker": "http://w-00", "dp_rank": 0}, "held": None, "unit": "tokens"}
+
+    async def answer(route: Any) -> None:
+        await route.fulfill(json=told | {"candidates": candidates})
+
+    async with page_with_feed([point(0), point(2)], [rank("http://w-1")]) as page:
+        await page.route("**/explain", answer)
+        await page.fill("#prompt", "hi")
+        await page.click("#explain button")
+        rows = page.locator("#explanation tbody tr")
+        await expect(rows).to_have_count(10)
+        await expect(page.locator("#explanation")).to_contain_text("The best ten of 25; 15 more cost more.")
+        await expect(rows.first).to_contain_text("w-00")
+        await page.locator("#explanation th button").first.click()
+        await page.locator("#explanation th button").first.click()
+        await expect(rows.first).to_contain_text("w-09")
+        await accessible(page)
+
+
+async def test_update_of_a_thousand_ranks_is_short() -> None:
+    ranks = [rank(f"http://w-{number}", number % 7, dp_rank=place) for number in range(8) for place in range(125)]
+    async with page_with_feed([point(2 * number) for number in range(200)], ranks) as page:
+        spent = await page.evaluate(MEASURE_UPDATES)
+        print(f"script of an update of 1,000 ranks: median {sorted(spent)[len(spent) // 2]:.1f} ms of {len(spent)}")
+        assert len(spent) == 20
+
+
+MEASURE_UPDATES = """
+async () => {
+  const spent = [];
+  for (let number = 0; number < 20; number++) {
+    const changed = {};
+    for (const [key, row] of ranks) changed[key] = {...row, requests: row.requests + number % 3, pending: number};
+    take({gone: [], ranks: changed, requests: [], series: [], totals, time: 0});
+    await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+    spent.push(scriptTime);
+  }
+  return spent;
+}
+"""

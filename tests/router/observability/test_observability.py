@@ -17,7 +17,7 @@ from indexer import Target
 from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, prompt_hashes
 from router.observability.counters import Counter, Histogram
-from router.observability.fleet_snapshot import percentile
+from router.observability.fleet_snapshot import joined_points, percentile
 from router.observability.metrics import MOST_MODELS, OTHER_MODELS, RequestMetrics
 from router.observability.seen_requests import (
     HALF_LIFE,
@@ -201,3 +201,17 @@ def test_models_beyond_a_number_count_together() -> None:
     assert f'kvrouter_requests_total{{model="{OTHER_MODELS}",status="200",worker="w"}} 5.0' in told
     for name in ("requests_total", "prompt_tokens_total", "time_per_output_token_seconds_count"):
         assert told.count(f"\nkvrouter_{name}{{") == MOST_MODELS + 1
+
+
+def test_coarser_point_has_means_and_the_longest_times() -> None:
+    points = [
+        {"time": 2.0, "waiting": {"saturated": 3}, "requests": 1.0, "predicted": None, "ttft_p90": 0.1},
+        {"time": 4.0, "waiting": {"saturated": 1}, "requests": 3.0, "predicted": 0.5, "ttft_p90": 0.4},
+    ]
+    assert joined_points(points) == {
+        "time": 4.0,
+        "waiting": {"saturated": 3},
+        "requests": 2.0,
+        "predicted": 0.5,
+        "ttft_p90": 0.4,
+    }
