@@ -16,7 +16,7 @@ WorkerUrls = Annotated[list[str] | None, typer.Option("--worker", "-w", help="UR
 
 
 def _checked_url(url: str) -> str:
-    """Return the URL of a router in its one form. If it is none, end the command."""
+    """Return the URL of a router in its one form. If the text is no URL, end the command."""
     from router.http.worker_url import canonical_url
 
     try:

@@ -1,7 +1,7 @@
 """The check that workers store what they are sent: the first cause to rule out where hits are low.
 
-The beginning of some routed prompts is looked up in the index after their answers. If none of a worker's last prompts is
-found, its prefix cache is off and it stores nothing, or its events have other tokens than the router sent.
+The beginning of some routed prompts is looked up in the index after their answers. If none of a worker's prompts is
+found, its prefix cache is off, or its events have other tokens than the router sent.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from router.fleet.advice import advised
 from router.fleet.fleet import Fleet
 from router.observability.fleet_report import About, findings
 from router.observability.fleet_snapshot import FleetSnapshot, Series
+from router.observability.low_hits import LowHits, MeanLoad
 from router.observability.metrics import (
     AuditCollector,
     FleetCollector,
@@ -23,8 +24,6 @@ from router.observability.metrics import (
     PolicyCollector,
     RequestMetrics,
 )
-from router.observability.low_hits import LowHits, MeanLoad
-from router.observability.metrics import AuditCollector, FleetCollector, PolicyCollector, RequestMetrics
 from router.observability.prediction_metrics import PredictionMetrics
 from router.observability.request_recorder import RequestRecorder
 from router.observability.seen_requests import SampledTraffic
