@@ -29,6 +29,7 @@ MODULES = {
         "typer",
         "uvicorn",
         "uvloop",
+        "websockets",
         "xxhash",
         "yaml",
         "yarl",

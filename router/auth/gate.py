@@ -163,6 +163,7 @@ class AuthGate:
         self._always_add_worker_key = settings.proxy.worker_keys is WorkerKeys.ALWAYS
         self._add_worker_key = settings.proxy.worker_keys is WorkerKeys.AUTO and self._loopback
         self._hosts = frozenset(server.allowed_hosts)
+        self._origins = frozenset(server.cors_origins)
         self._admin_port = server.admin_port
         self._unknown: set[str] = set()
 
@@ -237,6 +238,23 @@ class AuthGate:
             check_host(headers, self._loopback, self._hosts)
         if changes:
             check_site(headers)
+        if route.websocket:  # browsers open WebSockets of other sites without asking first
+            check_host(headers, self._loopback, self._hosts)
+            self._check_page(headers)
+
+    def _check_page(self, headers: Headers) -> None:
+        """Raise RequestError (403) for a WebSocket of a page whose origin `server.cors_origins` does not list."""
+        hosts = [value.strip().lower() for name, value in headers if name == b"host"]
+        for name, value in headers:
+            if name != b"origin" or "*" in self._origins or value.decode("latin-1") in self._origins:
+                continue
+            if [_netloc_of(value.strip().lower())] != hosts:
+                raise RequestError(
+                    "The page of another site asks for a WebSocket. List its origin in server.cors_origins.",
+                    status=403,
+                    type="permission_error",
+                    code="cross_site",
+                )
 
     def _check_access(self, route: Route, operator: bool) -> None:
         if route.access is Access.WRONG_METHOD:

@@ -43,6 +43,7 @@ class Route:
     - `json`: the body is one JSON object.
     - `pure`: the request changes nothing lasting, so it may be sent twice.
     - `generates`: another worker may be tried as long as no byte of the response was received.
+    - `websocket`: the request is the handshake of a WebSocket.
     - `methods`: the allowed methods, for a path that does not allow this one.
     - `for_tenants`: tenants may use one of these methods.
     """
@@ -54,6 +55,7 @@ class Route:
     json: bool = False
     pure: bool = False
     generates: bool = False
+    websocket: bool = False
     methods: tuple[str, ...] = ()
     for_tenants: bool = False
 
@@ -115,6 +117,11 @@ _PASSED = [
             "/encode",
             "/invocations",
         )
+    ),
+    Route("GET", "/v1/realtime", Access.TENANT, websocket=True),
+    *(
+        Route("POST", f"/v1/realtime/{name}", Access.TENANT, json=True)
+        for name in ("client_secrets", "sessions", "transcription_sessions")
     ),
     *(
         Route("POST", path, Access.TENANT, json=True, pure=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from secrets import compare_digest
@@ -25,6 +26,8 @@ _SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 # The salt is sent on these paths if `tenants.salted_messages` says that the engines read it.
 _MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _WITHOUT_CACHE = frozenset({"/v1/models", "/v1/embeddings"})
+# By which OpenAI's clients in browsers send a key, because they cannot set headers of WebSockets.
+_KEY_SUBPROTOCOL = re.compile(rb"(?:^|,)\s*openai-insecure-api-key\.([^,\s]+)")
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 
 
@@ -235,6 +238,8 @@ def credential(headers: Headers) -> str:
     for name, value in headers:
         if name == b"x-api-key":
             return value.decode("latin-1")
+        if name == b"sec-websocket-protocol" and (found := _KEY_SUBPROTOCOL.search(value)):
+            return found[1].decode("latin-1")
         if name == b"authorization":
             scheme, _, given = value.decode("latin-1").partition(" ")
             if scheme.lower() == "bearer":

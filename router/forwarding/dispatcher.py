@@ -19,6 +19,7 @@ from router.apis.endpoints import BY_LOAD, PROMPTED
 from router.forwarding.exchange import ResponseWriter, ServedRequest
 from router.forwarding.failover.resumable_proxied_request import new_proxied_request
 from router.forwarding.proxy_services import ProxyServices
+from router.forwarding.realtime import RealtimeSession
 from router.forwarding.request_context import CONTEXT, RequestContext, RequestContexts
 from router.http.headers import Cors, ResponseHead
 from router.settings import ServerSettings
@@ -248,6 +249,8 @@ class Dispatcher:
 
     def serve(self, context: RequestContext, client: ResponseWriter) -> ServedRequest:
         """Return what serves an admitted request. The caller starts it."""
+        if context.admitted.route.websocket and self._workers is not None:
+            return RealtimeSession(self._workers, context, client)
         if not context.admitted.route.own and self._workers is not None and context.head.method in _METHODS:
             return new_proxied_request(self._workers, context, client)
         answer = self.questions.by_path.get(context.head.path)

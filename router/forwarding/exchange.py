@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from mypy_extensions import mypyc_attr, trait
 
 from router.fleet.worker import Worker
 from router.http.headers import Headers, ResponseHead, lines_of
+from router.http.websocket import WebSocketPeer
 
 
 class RoutingHeaders:
@@ -76,6 +78,21 @@ class ResponseWriter:
     def chunks(self) -> ChunkWriter | None:
         """Return a receiver of complete chunks; None if the response is not sent in chunks."""
         return None
+
+    def switch(
+        self,
+        lines: Headers,
+        ours: RoutingHeaders,
+        peer: WebSocketPeer,
+        on_stop: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        """Answer with 101 and these headers, and hand the connection over to a peer.
+
+        - `on_stop`: called when the server stops.
+        - `on_end`: called when the connection is closed.
+        """
+        raise NotImplementedError
 
     def break_off(self) -> None:
         """Close the connection, because the response will not be completed."""

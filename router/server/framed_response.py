@@ -6,6 +6,7 @@ A worker's response is framed again, so that only its understood parts are forwa
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from enum import Enum
 from http import HTTPStatus
 from typing import Final
@@ -17,9 +18,11 @@ from router.forwarding.exchange import ChunkWriter, ResponseWriter, RoutingHeade
 from router.forwarding.request_context import RequestContext
 from router.http.headers import WITHOUT_BODY, Headers, ResponseHead, lines_of, without_cors
 from router.http.unparsed import LAST, body_size
+from router.http.websocket import WebSocketPeer
 
 _STATUS_LINES: Final = {each.value: b"HTTP/1.1 %d %b\r\n" % (each.value, each.phrase.encode()) for each in HTTPStatus}
 _OK: Final = 200
+_SWITCHING: Final = 101
 _HEAD: Final = "HEAD"
 # A longer body is not copied behind its head.
 _ONE_BUFFER: Final = 64 * 1024
@@ -45,6 +48,10 @@ class ResponseOwner:
 
     def response_ended(self) -> None:
         """Continue after a response: it is complete."""
+        raise NotImplementedError
+
+    def response_switched(self, peer: WebSocketPeer, on_stop: Callable[[], None], on_end: Callable[[], None]) -> None:
+        """Hand the connection over to a peer."""
         raise NotImplementedError
 
     def response_broken_off(self, until_close: bool) -> None:
@@ -157,6 +164,22 @@ class FramedResponse(ResponseWriter):
         if self._framing is not _CHUNKED:
             return None
         return _LoggedChunks(self._transport, self.context) if self.context.logged else self._transport
+
+    def switch(
+        self,
+        lines: Headers,
+        ours: RoutingHeaders,
+        peer: WebSocketPeer,
+        on_stop: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        context = self.context
+        context.answered(_SWITCHING, ours.headers() if context.logged else [])
+        beginning = _first_lines.of(self._server_state, _SWITCHING)
+        self._transport.write(
+            b"%b%b%b%bx-request-id: %b\r\n\r\n" % (beginning, lines_of(lines), ours.lines(), self._cors, context.id)
+        )
+        self._owner.response_switched(peer, on_stop, on_end)
 
     def break_off(self) -> None:
         self._owner.response_broken_off(self._framing is _UNTIL_CLOSE)

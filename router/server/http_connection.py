@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from router.forwarding.request_context import RequestHead, ServerAddress
 from router.http.event_loop import Deadline
 from router.http.headers import Headers, ResponseHead
 from router.http.unparsed import RecentHeads
+from router.http.websocket import WebSocketPeer
 from router.server.framed_response import FramedResponse, ResponseOwner, bad_request
 from router.server.request_reader import IncomingRequest, RequestReader, RequestReceiver
 from router.server.sockets import probe
@@ -362,6 +364,18 @@ class HttpConnection(RequestReceiver, ResponseOwner):
             if self._transport.can_write_eof():  # over TLS nothing can end alone
                 self._transport.write_eof()
 
+    def response_switched(self, peer: WebSocketPeer, on_stop: Callable[[], None], on_end: Callable[[], None]) -> None:
+        self._response = self._request = self._taken = self._queue = None
+        self._deadline.close()
+        self._reader.close()
+        switched = _Switched(peer, on_stop, on_end, self._server_state)
+        self._server_state.connections.discard(self)
+        self._server_state.connections.add(switched)  # type: ignore[arg-type]
+        self._transport.set_protocol(switched)  # type: ignore[arg-type]
+        peer.connection_made(self._transport)
+        if self._write_paused:
+            switched.pause_writing()
+
     def response_broken_off(self, until_close: bool) -> None:
         if self._response is not None:
             self._end_request()
@@ -379,6 +393,39 @@ class HttpConnection(RequestReceiver, ResponseOwner):
             self._request.body = []
         self._response = self._request = self._taken = None
         response.context.end()
+
+
+class _Switched:
+    """A client's connection whose protocol is now WebSocket: a protocol of asyncio's, which the server counts."""
+
+    def __init__(
+        self, peer: WebSocketPeer, on_stop: Callable[[], None], on_end: Callable[[], None], state: ServerState
+    ) -> None:
+        self._peer = peer
+        self._on_stop = on_stop
+        self._on_end = on_end
+        self._server_state = state
+
+    def shutdown(self) -> None:
+        """Close the WebSocket. Called when the server stops."""
+        self._on_stop()
+
+    def data_received(self, data: bytes) -> None:
+        self._peer.data_received(data)
+
+    def eof_received(self) -> bool:
+        return self._peer.eof_received()
+
+    def pause_writing(self) -> None:
+        self._peer.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._peer.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server_state.connections.discard(self)
+        self._peer.connection_lost(exc)
+        self._on_end()
 
 
 def _address(name: object) -> ServerAddress | None:

@@ -39,6 +39,7 @@ class HttpServer(uvicorn.Server):
             http=partial(HttpConnection, app.state.dispatcher, RecentHeads()),  # type: ignore[arg-type]
             ssl_certfile=certificate,
             ssl_keyfile=key,
+            ws="none",
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -121,6 +121,7 @@ class ProxySettings(Section):
     connect_timeout: PositiveFloat = 3.0
     idle_timeout: PositiveFloat = 600.0
     client_timeout: PositiveFloat = 60.0
+    session_timeout: PositiveFloat = 3600.0
     attempts: PositiveInt = 3
     retry_share: NonNegative = 0.2
     retry_statuses: list[Literal[408, 500, 504]] = []

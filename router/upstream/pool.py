@@ -107,7 +107,7 @@ class Upstream(ConnectionOwner):
         if request_id:
             request = b"%b%b\r\n%b%b" % (self._opening(method, target, lines, add_worker_key), request_id, end, behind)
         else:
-            request = b"%b%b%b" % (self._begin(method, target, lines, add_worker_key), end, behind)
+            request = b"%b%b%b" % (self.beginning(method, target, lines, add_worker_key), end, behind)
         connection = None if once else self._take_idle(_now() if now is None else now)
         sent = UpstreamRequest(handler, method, request, body if beside else b"")
         if connection is None:
@@ -121,7 +121,8 @@ class Upstream(ConnectionOwner):
         self._authorization = b"authorization: %b\r\n" % authorization if authorization is not None else b""
         self._openings.clear()
 
-    def _begin(self, method: str, target: bytes, lines: bytes, add_worker_key: bool) -> bytes:
+    def beginning(self, method: str, target: bytes, lines: bytes, add_worker_key: bool) -> bytes:
+        """Return the beginning of a request's head, with the worker's API key if the lines have none."""
         if add_worker_key and self._authorization and b"\r\nauthorization:" not in b"\r\n" + lines:
             lines += self._authorization
         return self.origin.opening(method, target, lines)
@@ -134,7 +135,7 @@ class Upstream(ConnectionOwner):
             return known.head
         if len(openings) >= _MOST_OPENINGS:
             openings.clear()
-        head = self._begin(method, target, lines, add_worker_key) + b"x-request-id: "
+        head = self.beginning(method, target, lines, add_worker_key) + b"x-request-id: "
         openings[lines] = _Opening(method, target, head)
         return head
 
@@ -232,19 +233,27 @@ class Upstream(ConnectionOwner):
             self._sweep.set(self._idle[0].idle_since - limit)
 
     async def _connect(self, request: UpstreamRequest) -> None:
+        try:
+            connection = await self._connected()
+        except UnreachableError as error:
+            request.fail(error)
+        else:
+            connection.send(request)
+
+    async def open(self, make: Callable[[], asyncio.BaseProtocol]) -> None:
+        """Open a connection with a protocol of its own, that the pool does not keep. Raises UnreachableError."""
         origin = self.origin
         try:
             async with asyncio.timeout(self._connect_timeout):
                 host = origin.host if self._address_of is None else await self._address_of(origin.host)
-                connection = await self._connected(host)
-        except TimeoutError:
-            request.fail(UnreachableError(f"no connection within {self._connect_timeout:g} s"))
+                name = origin.host if self._tls else None
+                await self._loop.create_connection(make, host, origin.port, ssl=self._tls, server_hostname=name)
+        except TimeoutError as error:
+            raise UnreachableError(f"no connection within {self._connect_timeout:g} s") from error
         except (OSError, ValueError) as error:
-            request.fail(UnreachableError(connection_problem(error)))
-        else:
-            connection.send(request)
+            raise UnreachableError(connection_problem(error)) from error
 
-    async def _connected(self, host: str) -> UpstreamConnection:
+    async def _connected(self) -> UpstreamConnection:
         made: list[UpstreamConnection] = []
 
         def make() -> UpstreamConnection:
@@ -252,13 +261,7 @@ class Upstream(ConnectionOwner):
             return made[-1]
 
         try:
-            await self._loop.create_connection(
-                make,  # type: ignore[type-var]  # it has the methods of asyncio's protocols
-                host,
-                self.origin.port,
-                ssl=self._tls,
-                server_hostname=self.origin.host if self._tls else None,
-            )
+            await self.open(make)  # type: ignore[arg-type]  # it has the methods of asyncio's protocols
         except BaseException:
             # If it is cancelled at the moment of opening, uvloop closes the connection without a callback.
             for connection in made:

@@ -54,7 +54,7 @@ class _Server(uvicorn.Server):
     def __init__(self, worker: SimulatedWorker) -> None:
         app = create_app(worker)
         config = uvicorn.Config(
-            app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S
+            app, lifespan="off", log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=GRACE_S
         )
         super().__init__(config)
 

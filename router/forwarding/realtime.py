@@ -1,0 +1,293 @@
+"""WebSockets of `/v1/realtime`: placed on a worker like a session, and relayed frame by frame in both directions.
+
+    handshake ──▶ placed ──▶ the worker's handshake ──▶ 101 ──▶ relayed ──▶ closed by either side, or by a limit
+                    └────── the next worker, if one was not reached
+
+A side that does not read stops the reading of the other one. The session counts as one request in flight while it is
+open. A worker that answers the handshake with another status than 101 has its answer forwarded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+from typing import Final
+from urllib.parse import parse_qsl, urlencode
+
+import structlog
+from websockets.frames import CloseCode, Frame, Opcode
+
+from http_api.errors import RequestError
+from router.admission.ticket import Ticket, read_ticket
+from router.apis.endpoints import Call, read_call
+from router.apis.usage import UsageTail
+from router.fleet.health import Outcome
+from router.fleet.worker import Worker
+from router.forwarding.client_routing import follow_client
+from router.forwarding.exchange import ResponseWriter, RoutingHeaders, ServedRequest
+from router.forwarding.proxy_services import ProxyServices
+from router.forwarding.request_context import RequestContext
+from router.forwarding.retries import not_reached
+from router.http.headers import RANK_HEADER, Headers, ResponseHead, forwarded_lines
+from router.http.websocket import PREFIX, WebSocketPeer, WebSocketRelay, accept_value, handshake_key, new_key
+from router.routing.assignment import Assignment
+from router.routing.prompt_reader import RoutedPrompt, unread_prompt
+from router.upstream import UnreachableError
+
+log = structlog.get_logger()
+
+_now: Final = time.monotonic
+_SWITCHING: Final = 101
+_SUBPROTOCOLS: Final = b"sec-websocket-protocol"
+# By which browsers send an API key, because they cannot set headers.
+_KEY_SUBPROTOCOL: Final = b"openai-insecure-api-key."
+_USAGE: Final = b'"usage"'
+# Codes that say that there was no code, and cannot be sent.
+_NO_CODES: Final = (None, CloseCode.NO_STATUS_RCVD, CloseCode.ABNORMAL_CLOSURE)
+
+
+class RealtimeSession(WebSocketRelay, ServedRequest):
+    """A WebSocket of a client, and that of its worker."""
+
+    def __init__(self, services: ProxyServices, context: RequestContext, client: ResponseWriter) -> None:
+        self._services = services
+        self._context = context
+        self._writer = client
+        self._client: WebSocketPeer | None = None  # after the client's handshake
+        self._worker: WebSocketPeer | None = None
+        self._assignment: Assignment | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._opened = self._heard = 0.0
+        self._model: str | None = None
+
+    # The handshake
+
+    def start(self, body: bytes) -> None:  # noqa: ARG002 - a handshake has none
+        try:
+            key = handshake_key(self._context.head.headers)
+        except RequestError as error:
+            self._refuse(error)
+            return
+        self._task = self._services.loop.create_task(self._open(key))
+
+    async def _open(self, key: bytes) -> None:
+        try:
+            with self._context.logging():
+                await self._place_and_connect(key)
+        except RequestError as error:
+            self._release(Outcome.NEITHER)
+            self._refuse(error)
+        except Exception:
+            log.exception("request failed")
+            self._release(Outcome.NEITHER)
+            self._refuse(RequestError("The router failed. This is a bug.", status=500, type="internal_error"))
+        finally:
+            if self._client is None:
+                self._release(Outcome.NEITHER)
+
+    async def _place_and_connect(self, key: bytes) -> None:
+        services, context = self._services, self._context
+        prompt, ticket, without = self._admit()
+        tried: list[Worker] = []
+        while True:
+            excluded = [*without, *tried]
+            placed = services.admission.place(prompt, excluded, ticket)
+            assignment = placed or await services.admission.wait(prompt, excluded, ticket)
+            self._assignment = assignment
+            services.metrics.placed(prompt.name or "", _now() - ticket.arrived, assignment.decision, None)
+            try:
+                head = await self._connect(assignment)
+                break
+            except (UnreachableError, ConnectionError, ValueError) as error:
+                self._release(Outcome.FAILED, str(error))
+                services.fleet.report_failure(assignment.worker, str(error))
+                tried.append(assignment.worker)
+                if len(tried) >= services.attempts:
+                    raise not_reached(len(tried)) from error
+        headers = RoutingHeaders(assignment.worker, 0)
+        services.metrics.begun(prompt.name or "", assignment.worker.name, head.status, 0, 0)
+        assert self._worker is not None
+        if head.status != _SWITCHING:
+            refusal = self._worker.refusal
+            self._worker.abort()
+            self._release(Outcome.REFUSED if head.status < 500 else Outcome.FAILED, f"status {head.status}")
+            self._writer.begin(head.without_length(), headers, refusal, True)
+            return
+        assignment.first_byte()
+        assignment.attempt.heard(_now())
+        lines = [(b"upgrade", b"websocket"), (b"connection", b"Upgrade"), (b"sec-websocket-accept", accept_value(key))]
+        if chosen := head.first(_SUBPROTOCOLS):
+            lines.append((_SUBPROTOCOLS, chosen))
+        self._opened = self._heard = services.loop.time()
+        self._client = peer = WebSocketPeer(self, False, services.loop)
+        self._writer.switch(lines, headers, peer, self._stopping, context.end)
+        self._check_limits()
+
+    def _admit(self) -> tuple[RoutedPrompt, Ticket, Collection[Worker]]:
+        """Return the prompt and the ticket of the session, and the workers that it may not use. Raises RequestError."""
+        services, context = self._services, self._context
+        head, tenant = context.head, context.tenant
+        prompt = unread_prompt(read_call(Call("", head.path, head.headers, b"", head.session_headers)), 0)
+        given = dict(parse_qsl(head.target.partition(b"?")[2].decode("latin-1"))).get("model")
+        prompt.name = self._model = None if given is None else services.fleet.aliases.get(given, given)
+        ticket = read_ticket(
+            head.urgency,
+            0,
+            tenant=tenant.name if tenant else "",
+            best_priority=tenant.priority if tenant else None,
+            service_levels=services.service_levels,
+            model=prompt.name,
+        )
+        ticket.deadline = None  # the session has a limit of its own
+        if tenant is not None:
+            tenant.admit(prompt.name, 0)
+        services.budget.request(ticket.arrived)
+        if services.settings.client_routing and tenant is None:
+            return prompt, ticket, follow_client(prompt, head.headers, services.fleet)
+        return prompt, ticket, ()
+
+    async def _connect(self, assignment: Assignment) -> ResponseHead:
+        """Connect to a worker. Raises UnreachableError, ConnectionError or ValueError, and RequestError when late."""
+        services, worker = self._services, assignment.worker
+        peer = WebSocketPeer(self, True, services.loop)
+        upstream = services.upstreams.get(worker.url)
+        await upstream.open(lambda: peer)  # type: ignore[arg-type, return-value]  # it has a protocol's methods
+        self._worker, key = peer, new_key()
+        headers = self._forwarded(assignment)
+        lines = forwarded_lines(headers) + (
+            b"upgrade: websocket\r\nconnection: Upgrade\r\nsec-websocket-version: 13\r\nsec-websocket-key: %b\r\n" % key
+        )
+        opening = upstream.beginning("GET", self._target(), lines, self._context.admitted.add_worker_key)
+        try:
+            async with asyncio.timeout(services.settings.idle_timeout):
+                return await peer.handshake(opening + b"\r\n", key)
+        except TimeoutError as error:
+            peer.abort()
+            self._release(Outcome.FAILED, "no answer to the handshake")
+            message = "The worker did not answer the handshake in time."
+            raise RequestError(message, status=504, type="timeout_error") from error
+
+    def _forwarded(self, assignment: Assignment) -> Headers:
+        """Return the headers for the worker, without the client's handshake."""
+        admitted, worker = self._context.admitted, assignment.worker
+        headers = [each for each in self._context.headers_for_workers() if not each[0].startswith(PREFIX)]
+        offered = [value for name, value in self._context.head.headers if name == _SUBPROTOCOLS]
+        names = [name.strip() for value in offered for name in value.split(b",")]
+        if not admitted.keeps_credentials:
+            names = [name for name in names if not name.startswith(_KEY_SUBPROTOCOL)]
+        if names:
+            headers.append((_SUBPROTOCOLS, b", ".join(names)))
+        if len(worker.ranks()) > 1:
+            headers = [each for each in headers if each[0] != RANK_HEADER]
+            headers.append((RANK_HEADER, b"%d" % worker.rank_in_requests(assignment.target.dp_rank)))
+        return headers
+
+    def _target(self) -> bytes:
+        """Return the target for the worker, with the served name of an alias."""
+        target = self._context.head.target
+        path, _, query = target.partition(b"?")
+        pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+        if self._model is None or ("model", self._model) in pairs:
+            return target
+        served = [(name, self._model if name == "model" else value) for name, value in pairs]
+        return path + b"?" + urlencode(served, encoding="latin-1").encode()
+
+    def _refuse(self, error: RequestError) -> None:
+        headers, body = self._context.refusal(error)
+        self._writer.begin(ResponseHead(error.status, headers), None, body, True)
+
+    # The relay
+
+    def received(self, peer: WebSocketPeer, frame: Frame) -> None:
+        self._heard = self._services.loop.time()
+        other = self._other(peer)
+        if other is not None:
+            other.send(frame)
+        if peer is self._worker and self._assignment is not None:
+            self._assignment.attempt.heard(_now())
+            tenant, data = self._context.tenant, bytes(frame.data)
+            if tenant is not None and frame.opcode is Opcode.TEXT and _USAGE in data:
+                tail = UsageTail()
+                tail.feed(data)
+                if (usage := tail.usage()) is not None:
+                    tenant.spend(usage.prompt + usage.completion)
+
+    def ended(self, peer: WebSocketPeer, code: int | None, reason: str) -> None:
+        by_worker = peer is self._worker
+        broken = code == CloseCode.ABNORMAL_CLOSURE
+        if by_worker and broken and self._assignment is not None:
+            self._release(Outcome.FAILED, "the worker closed the connection")
+        self._release(Outcome.SUCCEEDED)
+        for timer in (self._timer, self._stall):
+            if timer is not None:
+                timer.cancel()
+        other = self._other(peer)
+        if other is None:
+            return
+        if broken:
+            code = CloseCode.INTERNAL_ERROR if by_worker else CloseCode.GOING_AWAY
+            reason = "the worker closed the connection" if by_worker else ""
+        other.close(None if code in _NO_CODES else code, reason)
+
+    def paused(self, peer: WebSocketPeer, is_paused: bool) -> None:
+        other = self._other(peer)
+        if other is not None:
+            other.read(not is_paused)
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+        if is_paused:
+            self._stall = self._services.loop.call_later(self._services.settings.client_timeout, peer.abort)
+
+    def _other(self, peer: WebSocketPeer) -> WebSocketPeer | None:
+        return self._worker if peer is self._client else self._client
+
+    def _check_limits(self) -> None:
+        """Close a session that is idle or old, or check again when it may be."""
+        loop, settings = self._services.loop, self._services.settings
+        now, idle_at = loop.time(), self._heard + settings.idle_timeout
+        old_at = self._opened + settings.session_timeout
+        if now >= old_at:
+            self._close("the session is older than proxy.session_timeout")
+        elif now >= idle_at:
+            self._close("the session was idle for proxy.idle_timeout")
+        else:
+            self._timer = loop.call_at(min(idle_at, old_at), self._check_limits)
+
+    def _stopping(self) -> None:
+        """Close the session, because the service stops."""
+        self._close("the service stops")
+
+    def _close(self, reason: str) -> None:
+        self._release(Outcome.SUCCEEDED)
+        for peer in (self._client, self._worker):
+            if peer is not None:
+                peer.close(CloseCode.GOING_AWAY, reason)
+
+    def _release(self, outcome: Outcome, problem: str = "") -> None:
+        assignment, self._assignment = self._assignment, None
+        if assignment is not None:
+            assignment.attempt.end(outcome, problem)
+            assignment.release()
+
+    # The client's connection before its handshake ends
+
+    def client_disconnected(self) -> None:
+        self._services.metrics.abandoned.inc()
+        if self._task is not None:
+            self._task.cancel()
+        if self._worker is not None:
+            self._worker.abort()
+
+    def pause(self) -> None:
+        """Ignore it, because nothing is written before the handshake ends."""
+
+    def resume(self) -> None:
+        """Ignore it, because nothing is written before the handshake ends."""
+
+    @property
+    def answering(self) -> bool:
+        return self._client is not None
