@@ -51,7 +51,7 @@ class ResponseOwner:
         raise NotImplementedError
 
     def response_switched(self, peer: WebSocketPeer, on_stop: Callable[[], None], on_end: Callable[[], None]) -> None:
-        """Hand the connection over to a peer."""
+        """Give the connection to a peer."""
         raise NotImplementedError
 
     def response_broken_off(self, until_close: bool) -> None:

@@ -213,7 +213,7 @@ async def test_slow_reader_stops_the_other_side(worker: RealtimeWorker, routed: 
     worker.behave = flood
     async with connect(routed) as socket:
         before = -1
-        while before != sent or not sent:  # until it stands still
+        while before != sent or not sent:  # until nothing more is sent
             before = sent
             await asyncio.sleep(0.3)
         assert sent < 2000
