@@ -14,7 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from uvicorn.config import Config
 from uvicorn.server import ServerState
@@ -32,6 +32,11 @@ from router.server.framed_response import FramedResponse, ResponseOwner, bad_req
 from router.server.request_reader import IncomingRequest, RequestReader, RequestReceiver
 from router.server.sockets import probe
 
+if TYPE_CHECKING:
+    from router.picker.http2.headers import RequestHeaders
+    from router.picker.http2.stream import Stream, StreamHandler
+
+_HTTP2: Final = b"PRI "  # the beginning of its preface
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 # How long the rest of a refused body is read, so that its client can read the response. The router closes its sending
 # side first, so that a client that reads stops sending.
@@ -164,7 +169,29 @@ class HttpConnection(RequestReceiver, ResponseOwner):
                 self._serve_known(head, body)
                 return
         self._answered = False
+        if data.startswith(_HTTP2) and not self._owes_response and self._intake is _OPEN and self._speak_http2():
+            self._transport.get_protocol().data_received(data)  # type: ignore[attr-defined]
+            return
         self._reader.parse(data)
+
+    def _speak_http2(self) -> bool:
+        """Give the connection to HTTP/2, whose preface was received. Return False without the package that it needs."""
+        try:
+            from router.server.http2_requests import Http2Request, connection_of
+        except ImportError:  # hpack, of the extra `envoy`
+            return False
+        dispatcher, state, address, loop = self._dispatcher, self._server_state, self._address, self._loop
+
+        def accept(headers: RequestHeaders, stream: Stream) -> StreamHandler:
+            return Http2Request(headers, stream, dispatcher, state, address, loop)
+
+        switched = connection_of(accept, state, loop)
+        self._deadline.close()
+        self._reader.close()
+        state.connections.discard(self)
+        self._transport.set_protocol(switched)
+        switched.connection_made(self._transport)
+        return True
 
     def head_read(self, request: IncomingRequest) -> None:
         if not self._takes_more:

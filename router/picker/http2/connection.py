@@ -86,7 +86,11 @@ class Http2Connection(asyncio.Protocol):
         connections: set[Http2Connection],
         allowances: PeerAllowances,
         loop: asyncio.AbstractEventLoop,
+        patience: float = _NO_ANSWER,
     ) -> None:
+        """Create a connection. `patience`: seconds until a silent one is closed, and of a response that waits."""
+        self._patience = patience
+        self._blocked_for = max(patience, _BLOCKED)
         self.closed: asyncio.Future[None] = loop.create_future()
         self._accept = accept
         self._connections = connections
@@ -166,6 +170,10 @@ class Http2Connection(asyncio.Protocol):
         self.put(frame(frames.PING, 0, 0, _PING_DRAIN))
         self._age = 0
 
+    def shutdown(self) -> None:
+        """Close the connection after its streams. Called when the server stops."""
+        self.drain()
+
     def abort(self) -> None:
         """Close the connection without waiting for its streams."""
         self._over = True
@@ -185,7 +193,7 @@ class Http2Connection(asyncio.Protocol):
             self._transport.close()
 
     def _fail(self, error: Http2Error) -> None:
-        log.warning("closed a connection to the picker", reason=str(error), code=error.code)
+        log.warning("closed an HTTP/2 connection", reason=str(error), code=error.code)
         self.put(frames.goaway(self._last, error.code, str(error)))
         self._sender.flush()
         self._over = True
@@ -200,8 +208,8 @@ class Http2Connection(asyncio.Protocol):
             self._unread_for += 1
         waiting_to_begin = not self._set or self._block is not None
         if (
-            self._silent >= _NO_ANSWER
-            or self._unread_for >= _BLOCKED
+            self._silent >= self._patience
+            or self._unread_for >= self._blocked_for
             or (waiting_to_begin and self._age > _FIRST_BYTES)
         ):
             self.abort()
@@ -214,7 +222,7 @@ class Http2Connection(asyncio.Protocol):
                 each.reset(frames.CANCEL)
         for blocked in list(self._sender.blocked):
             blocked.waited += 1
-            if blocked.waited > _BLOCKED:
+            if blocked.waited > self._blocked_for:
                 blocked.reset(frames.ENHANCE_YOUR_CALM)
         if self._draining:
             self._drained()
@@ -253,7 +261,7 @@ class Http2Connection(asyncio.Protocol):
         try:
             if not self._greeted:
                 if not data.startswith(frames.PREFACE[: len(data)]):
-                    raise Http2Error(frames.PROTOCOL_ERROR, "this port supports only HTTP/2 for gRPC")
+                    raise Http2Error(frames.PROTOCOL_ERROR, "this connection supports only HTTP/2")
                 if len(data) < len(frames.PREFACE):
                     self._rest = data
                     return
@@ -262,8 +270,8 @@ class Http2Connection(asyncio.Protocol):
         except Http2Error as error:
             self._fail(error)
         except Exception:
-            log.exception("a connection to the picker failed")
-            self._fail(Http2Error(frames.INTERNAL_ERROR, "the picker failed"))
+            log.exception("an HTTP/2 connection failed")
+            self._fail(Http2Error(frames.INTERNAL_ERROR, "the service failed"))
         self._sender.flush()
 
     def _read(self, data: bytes, at: int) -> None:

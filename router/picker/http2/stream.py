@@ -88,6 +88,7 @@ class FrameSender:
         """Send the waiting data of one stream."""
         if stream in self.blocked and stream.go_on():
             self.blocked.pop(stream, None)
+            stream.unblocked()
 
     def open(self, size: int) -> None:
         """Increase the connection's window by `size` bytes. Raises Http2Error if it becomes too large."""
@@ -139,6 +140,7 @@ class Stream:
         "begun",
         "handler",
         "id",
+        "on_blocked",
         "peer_ended",
         "received",
         "waited",
@@ -148,6 +150,9 @@ class Stream:
     def __init__(self, connection: StreamOwner, sender: FrameSender, number: int) -> None:
         self.id = number
         self.handler: StreamHandler | None = None
+        self.on_blocked: Callable[[bool], None] | None = (
+            None  # called when data waits for a window, and when it is sent
+        )
         self.window = sender.initial_window  # bytes that may be sent
         self.received = 0  # bytes since the peer's window was last opened
         self.peer_ended = False
@@ -168,7 +173,12 @@ class Stream:
         """Send the headers of the response, unless they are sent already."""
         if not self.begun and not self._ended:
             self.begun = True
-            self._sender.put(frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, block))
+            most = frames.DEFAULT_FRAME
+            ends = frames.END_HEADERS if len(block) <= most else 0
+            self._sender.put(frames.frame(frames.HEADERS, ends, self.id, block[:most]))
+            for start in range(most, len(block), most):
+                ends = frames.END_HEADERS if start + most >= len(block) else 0
+                self._sender.put(frames.frame(frames.CONTINUATION, ends, self.id, block[start : start + most]))
 
     def send(self, data: bytes) -> None:
         """Send bytes of the response's body."""
@@ -183,9 +193,11 @@ class Stream:
                 self._queue = deque()
             self._queue.append(rest)
             self._sender.wait(self)
+            if self.on_blocked is not None:
+                self.on_blocked(True)
 
     def end(self, trailers: bytes) -> None:
-        """End the response with trailers. If it has no headers yet, the trailers are its headers."""
+        """End the response with trailers, if there are any. If it has no headers yet, the trailers are its headers."""
         if self._ended:
             return
         self._ended = True
@@ -209,6 +221,11 @@ class Stream:
             self._end(self._last)
         return True
 
+    def unblocked(self) -> None:
+        """Report that no data waits any more. The handler may send more at once."""
+        if self.on_blocked is not None and not self._ended:
+            self.on_blocked(False)
+
     def reset(self, code: int) -> None:
         """Reset the stream: waiting data is dropped."""
         self._ended = True
@@ -222,7 +239,10 @@ class Stream:
             handler.closed()
 
     def _end(self, trailers: bytes) -> None:
-        self._sender.put(frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, self.id, trailers))
+        if trailers:
+            self._sender.put(frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, self.id, trailers))
+        else:
+            self._sender.put(frames.frame(frames.DATA, frames.END_STREAM, self.id, b""))
         if self.peer_ended:
             self._connection.leave(self)
         else:  # the peer need not send the rest
