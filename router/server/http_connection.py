@@ -5,7 +5,7 @@
 A connection serves one request at a time, and none while its client does not read. Pipelined requests are parsed and
 queued, and reading pauses until they are served.
 
-All of it is one file, because it is the state of one connection.
+One file, because it is the state of one connection.
 """
 
 from __future__ import annotations
