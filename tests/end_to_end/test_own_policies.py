@@ -182,7 +182,7 @@ async def test_both_choices_of_a_disaggregated_fleet_are_restricted(code: Path) 
     async with simulated_pairs("nixl", prefills=2, decodes=2) as pairs:
         zones = {url: "ab"[number] for group in (pairs.prefills, pairs.decodes) for number, url in enumerate(group)}
         workers = [known | {"labels": {"zone": zones[known["url"]]}} for known in pairs.known]
-        sections = {"policy": {"extra": ["zones:same"]}, "disaggregation": {"skip_tokens": 1}}
+        sections = {"policy": {"extra": ["zones:same"]}, "disaggregation": {"decode_computes": False}}
         async with router(workers=workers, **sections) as routed:
             await routed.until_up(4)
             for _ in range(4):
