@@ -7,7 +7,6 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from click.core import ParameterSource
 
 from kvrouter.commands.options import (
     NO_WORKERS,
@@ -105,7 +104,8 @@ def doctor(
     if not config and not worker:
         examination = run_doctor_on_router(url, token, as_json)
     else:
-        if context.get_parameter_source("url") is ParameterSource.COMMANDLINE:
+        source = context.get_parameter_source("url")
+        if source is not None and source.name == "COMMANDLINE":
             fail("--url examines a router's own workers: omit --config and --worker", status=2)
         settings = settings_from(config, of_workers(worker), status=2)
         if not settings.workers and not settings.kubernetes.used:
