@@ -653,6 +653,22 @@ def test_offloading_pool_and_transfer_share_an_engine() -> None:
     ]  # fmt: skip
 
 
+def test_workers_pull_from_the_tiers_of_others_only_if_the_router_pulls() -> None:
+    pulling: Object = {"config": {"pulls": {"protocol": "p2p", "port": 6000}}, "networkPolicy": {"enabled": True}}
+    workers = {"w": {"model": "m", "kvOffload": {"size": 1}}, "x": {"model": "m"}}
+    [tier] = connectors(pulling, kvOffload={"size": 1})
+    assert tier["kv_connector_extra_config"]["secondary_tiers"] == [{"type": "p2p"}]
+    [tier] = connectors({"config": {"pulls": {"protocol": "sidecar"}}}, kvOffload={"size": 1})
+    assert "secondary_tiers" not in tier["kv_connector_extra_config"]
+    objects = render(pulling | {"workers": workers})
+    env = {each["name"]: each.get("value") for each in container(objects, "rel-kvrouter-worker-w")["env"]}
+    assert (env["VLLM_P2P_SIDE_CHANNEL_HOST"], env["VLLM_P2P_SIDE_CHANNEL_PORT"]) == ("$(POD_IP)", "6000")
+    other = container(objects, "rel-kvrouter-worker-x")["env"]
+    assert "VLLM_P2P_SIDE_CHANNEL_HOST" not in {each["name"] for each in other}
+    labels = named(objects, "Deployment", "rel-kvrouter-worker-x")["spec"]["template"]["metadata"]["labels"]
+    assert allowed(named(objects, "NetworkPolicy", "rel-kvrouter-workers"), labels, 6000)
+
+
 def test_router_and_engines_use_the_pool() -> None:
     objects = render(POOL | {"workers": {"w": {"model": "m"}, "s": {"engine": "sglang", "model": "m"}}})
     [settings] = rendered_settings(objects)

@@ -40,6 +40,10 @@ spec:
         - {name: VLLM_NIXL_SIDE_CHANNEL_HOST, value: $(POD_IP)}
         - {name: VLLM_NIXL_SIDE_CHANNEL_PORT, value: {{ $worker.disaggregation.port | quote }}}
         {{- end }}
+        {{- with include "kvrouter.pullPort" (dict "root" $root "worker" $worker) }}
+        - {name: VLLM_P2P_SIDE_CHANNEL_HOST, value: $(POD_IP)}
+        - {name: VLLM_P2P_SIDE_CHANNEL_PORT, value: {{ . | quote }}}
+        {{- end }}
         {{- if $root.Values.secrets.workerApiKey.name }}
         {{- include "kvrouter.secretEnv" (list (ternary "VLLM_API_KEY" "WORKER_API_KEY" (eq $worker.engine "vllm")) $root.Values.secrets.workerApiKey) | nindent 8 }}
         {{- end }}

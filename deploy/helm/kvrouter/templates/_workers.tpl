@@ -10,6 +10,14 @@
 {{- end -}}
 
 {{/* The configuration of vLLM's KV connectors, as JSON; empty without any. */}}
+{{/* The port of rank 0's tier that other workers of vLLM pull from; empty unless config.pulls.protocol is p2p. */}}
+{{- define "kvrouter.pullPort" -}}
+{{- $pulls := .root.Values.config.pulls | default dict -}}
+{{- if and (eq (toString $pulls.protocol) "p2p") (eq .worker.engine "vllm") .worker.kvOffload.size -}}
+{{- $pulls.port | default 5710 -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "kvrouter.vllmConnectors" -}}
 {{- $w := .worker -}}
 {{- $all := list -}}
@@ -19,8 +27,10 @@
 {{- if .root.Values.pool.address -}}
 {{- $all = append $all (dict "kv_connector" "MooncakeStoreConnector" "kv_role" "kv_both" "kv_load_failure_policy" "recompute") -}}
 {{- end -}}
+{{- $secondary := ternary (list (dict "type" "p2p")) list (ne (include "kvrouter.pullPort" .) "") -}}
 {{- with int $w.kvOffload.size -}}
 {{- $tier := dict "spec_name" "TieringOffloadingSpec" "cpu_bytes_to_use" (mul . 1073741824) "offload_prompt_only" false "self_describing_kv_events" true -}}
+{{- with $secondary }}{{- $_ := set $tier "secondary_tiers" . }}{{- end -}}
 {{- $all = append $all (dict "kv_connector" "OffloadingConnector" "kv_role" "kv_both" "kv_connector_extra_config" $tier) -}}
 {{- end -}}
 {{- if eq (len $all) 1 -}}
