@@ -177,7 +177,8 @@ async def test_nothing_is_pulled_without_the_setting() -> None:
 
 
 async def test_prefill_pulls_from_a_decode_worker() -> None:
-    async with pulling(2, ("decode", "prefill"), **P2P) as (workers, routed):
+    apart: dict[str, Any] = {"disaggregation": {"decode_computes": False}} | P2P
+    async with pulling(2, ("decode", "prefill"), **apart) as (workers, routed):
         await ask(routed)
         (decode,), (prefill,) = (worker.exchanges for worker in workers.scripted)
         params = json.loads(prefill.body)["kv_transfer_params"]
@@ -203,7 +204,10 @@ async def test_simulated_prefill_pulls_what_a_decode_worker_generated() -> None:
             )
             url = await stack.enter_async_context(running(settings))
             known.append({"url": url, "name": f"w{len(known)}", "role": role, "pull_port": port})
-        sections: dict[str, Any] = {"proxy": {"speculation_seconds": 0}, "disaggregation": {"skip_tokens": 1}} | P2P
+        sections: dict[str, Any] = {
+            "proxy": {"speculation_seconds": 0},
+            "disaggregation": {"decode_computes": False},
+        } | P2P
         routed = await stack.enter_async_context(router(workers=known, **sections))
         await routed.until_live()
         prompt = [10 + number % 300 for number in range(1300)]
