@@ -383,7 +383,7 @@ async def test_values_are_read_by_pointer_and_keyboard() -> None:
     async with page_with_feed(series, [rank("http://w-1")]) as page:
         readout = page.locator("#hits-readout")
         await expect(readout).to_have_text("")
-        box = await page.locator("#hits svg").bounding_box()
+        box = await page.locator("#hits").bounding_box()
         await page.mouse.move(box["x"] + box["width"] - 5, box["y"] + 40)
         await expect(readout).to_contain_text("predicted 95.0 %, reported by engines 47.5 %")
         await page.mouse.move(0, 0)
@@ -397,6 +397,7 @@ async def test_values_are_read_by_pointer_and_keyboard() -> None:
         await accessible(page)
         await page.keyboard.press("Escape")
         await expect(readout).to_have_text("")
+        assert await page.evaluate("series.length") == 20  # the feed ended, and was read again
 
 
 async def test_range_of_charts_is_chosen() -> None:
@@ -408,9 +409,9 @@ async def test_range_of_charts_is_chosen() -> None:
     async with page_with_feed(series, [rank("http://w-1")], coarse=coarse) as page:
         label = page.locator("#hits text").filter(has_text="ago")
         await expect(label).to_have_text("5 min ago")
-        await page.click("text=1 h")
+        await page.locator("#ranges button", has_text="1 h").click()
         await expect(label).to_have_text("56.5 min ago")
-        await page.click("text=24 h")
+        await page.locator("#ranges button", has_text="24 h").click()
         await expect(label).to_have_text("23.9 h ago")
         await expect(page.locator("#ranges [aria-pressed=true]")).to_have_text("24 h")
 
