@@ -424,6 +424,33 @@ async def test_explain_shows_disaggregation_inputs() -> None:
         assert {"tokens", "uncached"} <= explained["disaggregation"].keys()
 
 
+async def test_metrics_show_the_load_of_each_role() -> None:
+    waits = asyncio.Event()
+
+    async def prefill_waits(exchange: Exchange) -> None:
+        await waits.wait()
+        await prefill(exchange)
+
+    async with fleet("nixl", [prefill_waits], [stream]) as both:
+        asked = asyncio.create_task(both.routed.call(PATH, BODY))
+
+        async def queued() -> bool:
+            return await both.routed.metric("kvrouter_prefill_tokens_in_flight") > 0
+
+        await until(queued)
+        text = (await both.routed.call("/metrics", method="GET")).body.decode()
+        seconds = {
+            role: float(line.split()[-1])
+            for role in ("prefill", "decode")
+            for line in text.splitlines()
+            if line.startswith(f'kvrouter_role_prefill_seconds{{role="{role}"}}')
+        }
+        assert seconds.keys() == {"prefill", "decode"}
+        assert seconds["decode"] == 0
+        waits.set()
+        assert (await asked).status == 200
+
+
 async def test_nixl_decodes_alone_and_sglang_refuses_without_prefill_workers() -> None:
     async with fleet("nixl", [prefill], [stream]) as both:
         await both.prefills[0].stop()
