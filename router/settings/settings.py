@@ -45,7 +45,13 @@ from router.settings.server import (
 # The beginning of the environment variables that override settings: `KVROUTER_SERVER__PORT=9000`.
 PREFIX = "KVROUTER_"
 # Settings of earlier versions. They are accepted and have no effect.
-WITHOUT_EFFECT = ("server.fast_lane", "picker.fast_lane")
+WITHOUT_EFFECT = (
+    "server.fast_lane",
+    "picker.fast_lane",
+    "disaggregation.skip_tokens",
+    "disaggregation.skip_ratio",
+    "disaggregation.saturated_tokens",
+)
 
 
 class Settings(BaseSettings):
