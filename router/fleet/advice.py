@@ -82,8 +82,8 @@ ADVICE: Final = {
     "events_missing": Advice(
         Severity.WARNING,
         "a stream never delivered an event, or its publisher disappeared",
-        "Switch on the engine's events, open their port to the router, and compare keys; `kvrouter doctor "
-        "--worker` follows one prompt to the index.",
+        "Switch on the engine's events, open their port to the router, and compare keys. The doctor with "
+        "`--worker` follows one prompt to the index.",
     ),
     "events_lost": Advice(
         Severity.WARNING,

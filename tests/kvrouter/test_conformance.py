@@ -79,7 +79,7 @@ def test_indexer_matches_equal_engine_answers(indexer: str, name: str) -> None:
     assert (score.right, score.requests) == RIGHT[name]
     assert score.ghosts == 0
     with urlopen(f"{indexer}/workers", timeout=60) as answer:
-        assert json.load(answer) == {"workers": []}
+        assert json.load(answer) == {"workers": [], "publishers": []}
 
 
 def test_exit_status_depends_on_expected_answers(indexer: str) -> None:

@@ -141,10 +141,10 @@ def test_file_without_trace_is_rejected(content: str, message: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--policy", "best"), "unknown policy 'best'; known: kv_aware"),
+        (("--policy", "best"), "--policy best: no installed package provides it"),
         (("--engine", "1t"), "known engines are 70b, 8b"),
         (("--simulate", "--url", "http://a"), "either"),
-        (("--policy", "random", "--url", "http://a"), "--policy needs --simulate"),
+        (("--policy", "random", "--url", "http://a"), "--policy and --extra need --simulate"),
         (("--url", "a"), "LABEL=URL"),
         (("--output", "no/such/folder.html"), "no/such/folder.html"),
         (("--url", "a=http://b", "--url", "a=http://c"), "different labels"),

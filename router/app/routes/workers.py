@@ -227,10 +227,16 @@ async def _check_addresses(settings: WorkerSettings, networks: AllowedNetworks) 
     for stream in settings.streams or []:
         if any(each and not each.startswith("tcp://") for each in (stream.endpoint, stream.replay_endpoint)):
             raise RequestError(f"streams: {stream.endpoint} is not a tcp:// endpoint. Send one.", param="streams")
+        source = EventSource(stream.dp_rank, stream.endpoint, stream.replay_endpoint)
         try:
-            await allowed_source(networks, EventSource(stream.dp_rank, stream.endpoint, stream.replay_endpoint))
+            await allowed_source(networks, source)
         except ValueError as error:
             raise _not_allowed("streams", error) from error
+        if source.connects:
+            raise RequestError(
+                f"streams: publishers listen at {stream.endpoint}. Send the address that subscribers connect to.",
+                param="streams",
+            )
 
 
 def _not_allowed(param: str, error: Exception) -> RequestError:

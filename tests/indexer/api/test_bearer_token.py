@@ -44,7 +44,7 @@ def test_routes_that_change_state_require_the_token(guarded: Client, given: str,
     status, answer = guarded.post(path, REGISTRATION, authorization=given)
     assert status == 401
     assert answer["error"]["param"] == "authorization"
-    assert guarded.get("/workers")[1] == {"workers": []}
+    assert guarded.get("/workers")[1] == {"workers": [], "publishers": []}
 
 
 def test_routes_accept_the_token(guarded: Client) -> None:
