@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from router.picker.http2.headers import RequestHeaders
     from router.picker.http2.stream import Stream, StreamHandler
 
-_HTTP2: Final = b"PRI "  # the beginning of its preface
+_HTTP2: Final = b"PRI * HTTP/2.0\r\n"  # the first line of its preface
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 # How long the rest of a refused body is read, so that its client can read the response. The router closes its sending
 # side first, so that a client that reads stops sending.
@@ -79,6 +79,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         self._write_paused = False
         self._deadline = Deadline(self._loop, self._late)
         # Receiving.
+        self._received = False  # any bytes: HTTP/2 begins with the first ones
         self._address: ServerAddress | None = None  # where the client connected to
         self._reader = RequestReader(self, recent, self._deadline, settings.root_path.encode())
         self._intake = _OPEN
@@ -162,6 +163,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
     # Receiving
 
     def data_received(self, data: bytes) -> None:
+        first, self._received = not self._received, True
         if not self._busy and not self._queue and self._intake is _OPEN:
             known = self._reader.read_known(data)
             if known is not None:
@@ -169,7 +171,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
                 self._serve_known(head, body)
                 return
         self._answered = False
-        if data.startswith(_HTTP2) and not self._owes_response and self._intake is _OPEN and self._speak_http2():
+        if first and data.startswith(_HTTP2) and self._speak_http2():
             self._transport.get_protocol().data_received(data)  # type: ignore[attr-defined]
             return
         self._reader.parse(data)

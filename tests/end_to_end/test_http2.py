@@ -267,6 +267,34 @@ async def test_refusals_have_their_status(
     assert len(worker.exchanges) == 1
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"PRI /health HTTP/1.1\r\nHost: r\r\n\r\n"],
+        [b"GET /health HTTP/1.1\r\nHost: r\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"],
+        [b"GET /health HTTP/1.1\r\nHost: r\r\nX: ", b"PRI * HTTP/2.0\r\nbroken\r\n\r\n"],
+    ],
+    ids=["another target", "after a request", "within a head"],
+)
+async def test_only_a_preface_that_comes_first_begins_http2(routed: RouterUnderTest, pieces: list[bytes]) -> None:
+    address = urlsplit(routed.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        for piece in pieces[:-1]:
+            writer.write(piece)
+            if piece.endswith(b"\r\n\r\n"):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            else:
+                await asyncio.sleep(0.1)  # so that the rest of the head comes by itself
+        writer.write(pieces[-1])
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+    finally:
+        writer.close()
+    assert b"HTTP/1.1 40" in answer
+    assert b"\0" not in answer  # as each frame of HTTP/2 has
+
+
 async def test_tenants_need_their_keys(worker: ScriptedWorker) -> None:
     tenants = {"named": {"a": {"keys": [hashed_key("key-a")]}}}
     async with router(worker.url, server={"token": "t"}, tenants=tenants) as routed, connected(routed) as client:
