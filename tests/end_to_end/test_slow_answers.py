@@ -236,7 +236,7 @@ async def test_probes_are_read_behind_compressing_proxy() -> None:
 async def test_prefill_is_read_behind_compressing_proxy(style: str, coding: str | None) -> None:
     async with simulated_pairs(style) as pairs, compressing(pairs.prefills[0], coding=coding) as prefill:
         known = [{**each, "url": prefill if each["url"] in pairs.prefills else each["url"]} for each in pairs.known]
-        async with router(workers=known) as front:
+        async with router(workers=known, disaggregation={"decode_computes": False}) as front:
             prompt = {"model": MODEL, "prompt": list(range(64)), "max_tokens": 2}
             reply = await front.call("/v1/completions", prompt, headers=ACCEPTED)
             assert reply.status == 200, reply.body
