@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import shutil
@@ -27,7 +28,7 @@ from kvrouter.cli import app
 from kvrouter.tools.doctor import NoWorkersError
 from kvrouter.tools.doctor import stream as doctor_stream
 from kvrouter.tools.doctor.findings import Cause
-from kvrouter.tools.doctor.pools import used_pool
+from kvrouter.tools.doctor.pools import SharedPrompt, used_pool
 from kvrouter.tools.doctor.run import examine, run_doctor, spans
 from router.fleet.advice import ADVICE
 from router.fleet.kubernetes import ClusterAccess, KubernetesError
@@ -148,6 +149,24 @@ async def test_workers_that_share_blocks_with_different_hash_seeds_are_found(
         workers: list[dict[str, Any]] = [{"url": sound.url}, {"url": alike}, {"url": other, "streams": changed}]
         causes = await found(*workers, **shares)
     assert causes[:3] == [[], [], [Cause.REPLAY_MISSING, *([Cause.HASH_SEEDS] if shares else [])]]
+
+
+def test_blame_for_other_hash_seeds_considers_all_blocks() -> None:
+    class Stream:
+        def __init__(self, tokens: int, engine_hash: int) -> None:
+            self.received = self
+            self._stored = [BlockStored([engine_hash], None, [tokens], 1)]
+
+        def stored(self) -> list[BlockStored]:
+            return self._stored
+
+    # In the second block, the worker that differs comes first, and has one other.
+    seen = [(1, "sound", 10), (1, "other", 11), (2, "other", 21), (2, "alike", 20)]
+    for order in itertools.permutations(seen):
+        shared = SharedPrompt(pulls=True)
+        for tokens, worker, engine_hash in order:
+            shared.record(worker, "m", "", [Stream(tokens, engine_hash)])  # type: ignore[list-item]
+        assert [(each.cause, each.worker) for each in shared.findings()] == [(Cause.HASH_SEEDS, "other")]
 
 
 @pytest.mark.parametrize(

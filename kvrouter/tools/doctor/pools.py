@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -121,17 +120,27 @@ class SharedPrompt:
         return known
 
     def findings(self) -> list[Finding]:
-        """Return a finding for each worker whose hashes differ from those of most others."""
-        found: dict[str, Finding] = {}
+        """Return a finding for each worker whose hashes differ from those of most others.
+
+        Two workers that alone have a block do not show which of them differs. All blocks together do.
+        """
+        differing: dict[str, dict[str, str]] = {}  # by worker: the workers that it differs from, and the evidence
         for hashes in self._hashes.values():
-            ((usual, _),) = Counter(hashes.values()).most_common(1)
-            there = next(worker for worker, engine_hash in hashes.items() if engine_hash == usual)
-            for worker, engine_hash in hashes.items():
-                if engine_hash != usual:
-                    here = f"the first block of a prompt has the hash {_shown(engine_hash)}"
-                    evidence = f"{here}, and {_shown(usual)} on {there}"
-                    found.setdefault(worker, Finding(Cause.HASH_SEEDS, worker, evidence))
-        return list(found.values())
+            for here, engine_hash in hashes.items():
+                for there, other in hashes.items():
+                    if engine_hash != other:
+                        evidence = f"the hash {_shown(engine_hash)}, and {_shown(other)} on {there}"
+                        differing.setdefault(here, {}).setdefault(there, evidence)
+        found: list[Finding] = []
+        while differing:
+            worker = max(reversed(differing), key=lambda each: len(differing[each]))
+            others = differing.pop(worker)
+            if others:
+                evidence = f"the first block of a prompt has {next(iter(others.values()))}"
+                found.append(Finding(Cause.HASH_SEEDS, worker, evidence))
+            for other in others:
+                del differing[other][worker]
+        return found
 
 
 def _shown(engine_hash: EngineHash) -> str:
