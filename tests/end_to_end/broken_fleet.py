@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -44,10 +44,11 @@ async def request_proxy(
         async with session.request(request.method, worker + request.path, data=body, headers=headers) as response:
             answer = web.StreamResponse(status=response.status, headers={"Content-Type": response.content_type})
             whole = await response.read() if buffered else b""
-            await answer.prepare(request)
-            await answer.write(whole)
-            async for chunk in response.content.iter_any():
-                await answer.write(chunk)
+            with suppress(aiohttp.ClientConnectionResetError):  # the client left
+                await answer.prepare(request)
+                await answer.write(whole)
+                async for chunk in response.content.iter_any():
+                    await answer.write(chunk)
         return answer
 
     app = web.Application()

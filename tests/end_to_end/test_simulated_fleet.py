@@ -227,12 +227,12 @@ async def test_cache_salt_separates_prompts(routed: RouterUnderTest) -> None:
 # Prompts in flight
 
 
-async def burst(workers: list[str], shared: int, own: int, **proxy: Any) -> Counter[str]:
-    """Send 8 prompts with a common start at once, and return the number of prompts per worker."""
+async def burst(workers: list[str], shared: int, own: int, prompts: int = 8, **proxy: Any) -> Counter[str]:
+    """Send prompts with a common start at once, and return the number of prompts per worker."""
     async with router(*workers, proxy=proxy) as routed:
         await routed.until_live()
         start = text(shared)
-        replies = await asyncio.gather(*(complete(routed, start + text(own)) for _ in range(8)))
+        replies = await asyncio.gather(*(complete(routed, start + text(own)) for _ in range(prompts)))
         await routed.until_released()
         return Counter(reply.worker for reply in replies)
 
@@ -245,7 +245,12 @@ async def slow_workers() -> AsyncIterator[list[str]]:
 
 
 async def test_prompts_sent_at_once_follow_shared_prefix(slow_workers: list[str]) -> None:
-    assert list((await burst(slow_workers, shared=1500, own=6)).values()) == [8]
+    """They are too few to pay for a second copy."""
+    assert list((await burst(slow_workers, shared=1500, own=6, prompts=3)).values()) == [3]
+
+
+async def test_many_prompts_sent_at_once_use_a_second_copy_of_shared_prefix(slow_workers: list[str]) -> None:
+    assert set(await burst(slow_workers, shared=1500, own=6)) == set(slow_workers)
 
 
 async def test_prompts_sent_at_once_are_spread_if_own_parts_are_longer(slow_workers: list[str]) -> None:
