@@ -189,7 +189,10 @@ async def test_command_that_an_engine_lacks_is_501_there(routed: RouterUnderTest
 async def test_failed_update_may_have_changed_weights(routed: RouterUnderTest, vllm: Engine, sglang: Engine) -> None:
     vllm.replies["/update_weights"] = ("500 Internal Server Error", b"{}")
     sglang.replies["/update_weights_from_distributed"] = ("400 Bad Request", b'{"success": false}')
-    assert (await post(routed, "/update_weights", {})).status == 502
+    reply = await post(routed, "/update_weights", {})
+    assert reply.status == 502
+    assert reply.error["message"].startswith("2 of 2 workers failed; ")
+    assert reply.error["message"].endswith("it answered 500")
     assert await held(routed) == {vllm.url: 0, sglang.url: HELD}
 
 

@@ -78,7 +78,9 @@ def report(results: Sequence[CommandResult], code: str) -> tuple[int, dict[str, 
     failed = [each for each in results if not each.succeeded]
     if not failed:
         return 200, fields
-    message = f"{len(failed)} of {len(results)} workers failed; {failed[0].worker.name}: {failed[0].message}"
+    first = failed[0]
+    reason = first.message or f"it answered {first.status}"
+    message = f"{len(failed)} of {len(results)} workers failed; {first.worker.name}: {reason}"
     error = {"message": message, "type": "upstream_error", "param": None, "code": code}
     return 502 if len(failed) == len(results) else 207, {"error": error, **fields}
 
