@@ -160,7 +160,7 @@ def test_blame_for_other_hash_seeds_considers_all_blocks() -> None:
         def stored(self) -> list[BlockStored]:
             return self._stored
 
-    # In the second block, the worker that differs comes first, and has one other.
+    # In the second block, the worker that differs is the first of two.
     seen = [(1, "sound", 10), (1, "other", 11), (2, "other", 21), (2, "alike", 20)]
     for order in itertools.permutations(seen):
         shared = SharedPrompt(pulls=True)

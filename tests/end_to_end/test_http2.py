@@ -285,7 +285,7 @@ async def test_only_a_preface_that_comes_first_begins_http2(routed: RouterUnderT
             if piece.endswith(b"\r\n\r\n"):
                 assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             else:
-                await asyncio.sleep(0.1)  # so that the rest of the head comes by itself
+                await asyncio.sleep(0.1)  # so that the rest of the head arrives by itself
         writer.write(pieces[-1])
         async with asyncio.timeout(10):
             answer = await reader.read()
