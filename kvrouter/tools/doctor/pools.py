@@ -138,8 +138,8 @@ class SharedPrompt:
             if others:
                 evidence = f"the first block of a prompt has {next(iter(others.values()))}"
                 found.append(Finding(Cause.HASH_SEEDS, worker, evidence))
-            for other in others:
-                del differing[other][worker]
+            for another in others:
+                del differing[another][worker]
         return found
 
 
