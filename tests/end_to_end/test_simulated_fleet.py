@@ -245,7 +245,7 @@ async def slow_workers() -> AsyncIterator[list[str]]:
 
 
 async def test_prompts_sent_at_once_follow_shared_prefix(slow_workers: list[str]) -> None:
-    """They are too few to pay for a second copy."""
+    """Few prompts do not pay for a second copy."""
     assert list((await burst(slow_workers, shared=1500, own=6, prompts=3)).values()) == [3]
 
 
