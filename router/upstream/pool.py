@@ -31,6 +31,8 @@ AddressOf = Callable[[str], Awaitable[str]]
 KEEPALIVE_SECONDS = 4.0
 # Maximum number of idle connections to a worker.
 MAX_IDLE = 1024
+# Seconds after the connect timeout. If this process paused, the loop reads in them that the connection is open.
+_AFTER_PAUSE: Final = 0.1
 # A larger body is written separately, to avoid a copy.
 _ONE_BUFFER: Final = 64 * 1024
 # Maximum number of cached beginnings of requests to a worker.
@@ -242,16 +244,20 @@ class Upstream(ConnectionOwner):
 
     async def open(self, make: Callable[[], asyncio.BaseProtocol]) -> None:
         """Open a connection with a protocol of its own, that the pool does not keep. Raises UnreachableError."""
-        origin = self.origin
+        origin, loop = self.origin, self._loop
+        limit = asyncio.timeout(None)
+        late = loop.call_later(self._connect_timeout, lambda: limit.reschedule(loop.time() + _AFTER_PAUSE))
         try:
-            async with asyncio.timeout(self._connect_timeout):
+            async with limit:
                 host = origin.host if self._address_of is None else await self._address_of(origin.host)
                 name = origin.host if self._tls else None
-                await self._loop.create_connection(make, host, origin.port, ssl=self._tls, server_hostname=name)
+                await loop.create_connection(make, host, origin.port, ssl=self._tls, server_hostname=name)
         except TimeoutError as error:
             raise UnreachableError(f"no connection within {self._connect_timeout:g} s") from error
         except (OSError, ValueError) as error:
             raise UnreachableError(connection_problem(error)) from error
+        finally:
+            late.cancel()
 
     async def _connected(self) -> UpstreamConnection:
         made: list[UpstreamConnection] = []

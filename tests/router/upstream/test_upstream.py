@@ -7,6 +7,7 @@ import re
 import socket
 import ssl
 import struct
+import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -307,3 +308,21 @@ def test_connection_cancelled_while_opening_is_not_counted(monkeypatch: pytest.M
             await until(lambda: not upstreams.open_connections)
 
     uvloop.run(give_up())
+
+
+def test_pause_of_the_router_is_not_a_late_connection() -> None:
+    """libuv calls timers that are due before it reads that a connection is open."""
+    seconds = 0.2
+
+    async def connect_and_pause() -> None:
+        async with served() as (_, url):
+            upstreams = Upstreams(ssl.create_default_context(), seconds, 60)
+            handler = Remembering()
+            upstreams.get(url).send(handler, "GET", b"/", b"", b"")
+            await asyncio.sleep(0)
+            time.sleep(2 * seconds)  # noqa: ASYNC251
+            await asyncio.wait_for(handler.over, 60)
+            assert (handler.error, handler.body) == (None, b"{}")
+            await upstreams.close()
+
+    uvloop.run(connect_and_pause())
