@@ -102,12 +102,19 @@ def light_cells(trace: Path | None, quick: bool, loads: Sequence[float] = LOADS)
         yield from (generated_cell(AGENTS, load, 32) for load in loads)
 
 
-def generated_cell(kind: SessionKind, load: float, workers: int, seconds: float = 300.0) -> LightCell:
-    """Return the cell of a kind of sessions at a load."""
-    fleet = FleetSpec(LLAMA_70B, workers, _KV_TOKENS, _BLOCK)
+def generated_cell(
+    kind: SessionKind,
+    load: float,
+    workers: int,
+    seconds: float = 300.0,
+    kv_tokens: int = _KV_TOKENS,
+    block: int = _BLOCK,
+) -> LightCell:
+    """Return the cell of a kind of sessions at a load. `kv_tokens`: the cache of a worker, in blocks of `block`."""
+    fleet = FleetSpec(LLAMA_70B, workers, kv_tokens, block)
     rate = load * workers * kind.rate
     name = f"{kind.name}, {workers} workers, load {load:g}"
-    return LightCell(name, fleet, lambda seed: generated(kind, rate, seconds, _BLOCK, Random(seed)), seconds)
+    return LightCell(name, fleet, lambda seed: generated(kind, rate, seconds, block, Random(seed)), seconds)
 
 
 def recorded_cell(trace: Path, load: float, workers: int, seconds: float = 600.0) -> LightCell:

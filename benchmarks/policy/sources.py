@@ -20,14 +20,13 @@ from pathlib import Path
 from random import Random
 from statistics import mean
 
-from benchmarks.policy.light import LightCell, recorded_cell
+from benchmarks.policy.light import LightCell, generated_cell, recorded_cell
 from benchmarks.policy.measures import TTFT_GOAL, in_time
 from benchmarks.policy.report import markdown
-from benchmarks.policy.sessions import CHATS, CODING, SHARED_DOCUMENTS, SessionKind, generated
+from benchmarks.policy.sessions import CHATS, CODING, SHARED_DOCUMENTS, SessionKind
 from kvrouter.tools.traces.results import percentile
 from router.settings import PolicyName
-from simulator.fleet.engine import LLAMA_70B
-from simulator.fleet.fleet import FleetSpec, Simulation
+from simulator.fleet.fleet import Simulation
 from simulator.fleet.simulated_router import OURS, Side
 from simulator.fleet.sources import SourceSpec
 
@@ -47,9 +46,8 @@ _KINDS = (
     (CHATS, 1.08, 320_000, 256, 300.0),
     (SHARED_DOCUMENTS, 1.0, 320_000, 256, 300.0),
 )
-_NO_SOURCES = Side("kv_aware", PolicyName.KV_AWARE, late_binding=True)
 _SIDES = (
-    replace(_NO_SOURCES, name="ignored"),
+    replace(OURS, name="ignored"),
     replace(OURS, sources=True),
     Side("dynamo", PolicyName.DYNAMO, sources=True),
     Side("llm_d", PolicyName.LLM_D, sources=True),
@@ -92,14 +90,8 @@ def _cells(trace: Path | None, quick: bool) -> Iterator[LightCell]:
 def _cell(
     kind: SessionKind, saturation: float, kv_tokens: int, block: int, seconds: float, workers: int, load: float
 ) -> LightCell:
-    name = f"{kind.name}, {workers} workers, {load:g} of saturation"
-    rate = load * saturation * workers * kind.rate
-    return LightCell(
-        name,
-        FleetSpec(LLAMA_70B, workers, kv_tokens, block),
-        lambda seed: generated(kind, rate, seconds, block, Random(seed)),
-        seconds,
-    )
+    cell = generated_cell(kind, load * saturation, workers, seconds, kv_tokens, block)
+    return replace(cell, name=f"{kind.name}, {workers} workers, {load:g} of saturation")
 
 
 def _sources(quick: bool, workers: int) -> Iterator[tuple[str, SourceSpec]]:
@@ -115,7 +107,7 @@ def compare_sources(trace: Path | None, quick: bool, seeds: int, show: Callable[
     tables = []
     with ProcessPoolExecutor() as cores:
         for number, cell in enumerate(_cells(trace, quick)):
-            sides: list[tuple[str, Side, SourceSpec | None]] = [("no sources", _NO_SOURCES, None)]
+            sides: list[tuple[str, Side, SourceSpec | None]] = [("no sources", OURS, None)]
             for name, spec in _sources(quick, cell.fleet.workers):
                 sides += [(name, side, spec) for side in _SIDES if not (spec.pulls and side.name == "ignored")]
             runs = [

@@ -50,8 +50,6 @@ LOOP = Workload("loop", 4, 6000, 40.0, 2000, 1500, 200, 3.0, longest=120_000)
 _LONG_CALL = Workload("long call", 1, 6144, 1.0, 630, 1, 13, 1.0)
 _SHORT_CALL = Workload("short call", 1, 2560, 1.0, 680, 1, 19, 1.0)
 TOOL = Workload("tool", 1, 512, 1.73, 9300, 3000, 374, 60.0, 130_000, ((1.52, _LONG_CALL), (0.57, _SHORT_CALL)))
-# Agentic coding: 45,000 shared tokens first, then tool results, with contexts to 200,000 tokens.
-CODING = Workload("coding", 4, 45_000, 14.0, 4000, 3500, 500, 13.75, longest=200_000)
 # Documents with one question each.
 SINGLE = Workload("single", 1, 1, 1.0, 9000, 1, 130, 1.0)
 

@@ -185,7 +185,7 @@ class PythonIndex(Index):
                     if holdings is None:
                         return rejected
                     elsewhere = event.medium not in _DEVICE or (type(event) is BlockStored and event.locality)
-                    if elsewhere and _is_of_pool(event, holdings):
+                    if elsewhere and _apply_to_pool(event, holdings):
                         continue
                     try:
                         if type(event) is BlockStored:
@@ -333,8 +333,8 @@ def _turns(events: list[Event]) -> Iterator[list[tuple[int, Event]]]:
         yield turn
 
 
-def _is_of_pool(event: Event, holdings: Holdings) -> bool:
-    """Spell the medium of an event as usual. Return True if the event is about a pool: a hint, or ignored."""
+def _apply_to_pool(event: Event, holdings: Holdings) -> bool:
+    """Give a pool the hint of an event about it, or ignore the event. Return False for one about the device or host."""
     event.medium = canonical_medium(event.medium)
     if holdings.pool is not None and event.medium in holdings.pool.media:
         holdings.pool.hint(event)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -12,6 +15,8 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 from running_app import running_app
+
+from simulator.worker.settings import BUNDLED_MODEL
 
 Frames = list[bytes]
 
@@ -82,3 +87,15 @@ async def event_relay(endpoint: str, change: Callable[[Frames], Frames | None]) 
         subscriber.disable_monitor()
         monitor.close(0)
         context.destroy(0)
+
+
+def other_tokenizer(folder: Path) -> Path:
+    """Write the simulated workers' model files with another tokenizer. Return their folder."""
+    model = Path(shutil.copytree(BUNDLED_MODEL, folder / "model"))
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    for one, other in ("34", "68"):  # tokens that no probe has
+        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    file.write_text(json.dumps(tokenizer))
+    return model

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from broken_fleet import request_proxy
+from broken_fleet import other_tokenizer, request_proxy
 from router_under_test import QUICK, RouterUnderTest, router, until
 from typer.testing import CliRunner
 
@@ -23,7 +22,6 @@ from router.fleet.advice import ADVICE
 from router.settings import Settings
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
-from simulator.worker.settings import BUNDLED_MODEL
 
 FAST = SimulatedWorkerSettings(prefill_s_per_token=1e-6, base_step_s=0.002)
 SECONDS = 90.0
@@ -170,13 +168,7 @@ async def test_hot_worker_is_named() -> None:
 
 
 async def test_wrong_tokenizer_is_named(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
-    file = folder / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    for one, other in ("34", "68"):  # tokens that no probe has
-        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
-    file.write_text(json.dumps(tokenizer))
+    folder = other_tokenizer(tmp_path)
     models = {"simulated": {"tokenizer": str(folder)}}
     async with running(FAST) as broken, router(broken, models=models) as routed:
         await routed.until_live()

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 import zmq
 from aiohttp import web
-from broken_fleet import Frames, event_relay, request_proxy
+from broken_fleet import Frames, event_relay, other_tokenizer, request_proxy
 from router_under_test import router, until
 from running_app import running_app
 from typer.testing import CliRunner
@@ -231,13 +231,7 @@ async def test_api_key_is_accepted_by_worker(sound: Sound) -> None:
 
 
 async def test_other_tokenizer_is_a_finding(sound: Sound, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
-    file = folder / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    for one, other in ("34", "68"):  # tokens that no probe has
-        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
-    file.write_text(json.dumps(tokenizer))
+    folder = other_tokenizer(tmp_path)
     models = {"simulated": {"tokenizer": str(folder)}}
     assert await found({"url": sound.url}, models=models) == [[Cause.TOKENS_DIFFER]]
 

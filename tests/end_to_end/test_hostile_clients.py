@@ -17,7 +17,6 @@ from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker, sc
 
 from router.auth import hashed_key
 from router.auth.engine_fields import CONTROL_FIELDS, CONTROL_HEADERS
-from router.fleet.engine_commands import COMMANDS
 
 TOKEN = "admin"
 KEY = {"authorization": "Bearer key-a"}
@@ -47,7 +46,11 @@ ENGINE_ROUTES = [
     ("GET", "/v1/secrets"),
 ]
 # Commands that the router sends to engines itself. It says 404 for all others, whose existence it does not know.
-OWN_ROUTES = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", *(name for each in COMMANDS for name in each.names)}
+OWN_ROUTES = (
+    *("/sleep", "/wake_up", "/pause", "/resume", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/start_profile", "/stop_profile", "/abort_request", "/update_weights_from_disk", "/update_weights"),
+    *("/release_memory_occupation", "/server_info", "/get_server_info"),
+)
 
 
 @pytest.fixture

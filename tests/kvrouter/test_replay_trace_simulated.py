@@ -141,7 +141,7 @@ def test_file_without_trace_is_rejected(content: str, message: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--policy", "best"), "--policy best: no installed package provides it"),
+        (("--policy", "best"), "as an entry point of kvrouter.policies; expected kv_aware"),
         (("--engine", "1t"), "known engines are 70b, 8b"),
         (("--simulate", "--url", "http://a"), "either"),
         (("--policy", "random", "--url", "http://a"), "--policy and --extra need --simulate"),
