@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
@@ -19,6 +20,20 @@ from router.forwarding import proxied_request
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import the tests without garbage collection, and exempt from it what they import, which stays until the end.
+
+    Collections would otherwise look through all modules again and again: a tenth of the suite's CPU time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

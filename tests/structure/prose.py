@@ -104,21 +104,19 @@ def checked_files() -> list[Path]:
 def _python(path: Path, text: str) -> Iterator[tuple[int, str, str]]:
     tree = ast.parse(text)
     docstrings: set[int] = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        docstring = ast.get_docstring(node)
-        if docstring is None:
-            continue
-        first = node.body[0]
-        assert isinstance(first, ast.Expr)
-        docstrings.add(id(first.value))
-        yield from ((first.lineno, advice, found) for advice, found in _in_docstring(docstring, node, path))
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docstrings:
-            continue
-        if _is_prose(node.value) and "tests" not in path.relative_to(ROOT).parts:
-            yield from ((node.lineno, advice, found) for advice, found in _in_words(node.value))
+    for node in ast.walk(tree):  # parents before children
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstring = ast.get_docstring(node)
+            if docstring is not None:
+                first = node.body[0]
+                assert isinstance(first, ast.Expr)
+                docstrings.add(id(first.value))
+                yield from ((first.lineno, advice, found) for advice, found in _in_docstring(docstring, node, path))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            if _is_prose(node.value) and "tests" not in path.relative_to(ROOT).parts:
+                yield from ((node.lineno, advice, found) for advice, found in _in_words(node.value))
+    if "#" not in text:
+        return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and not token.string.startswith(("# noqa", "# type:", "#!")):
             yield from ((token.start[0], advice, found) for advice, found in _in_words(token.string))

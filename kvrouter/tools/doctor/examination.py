@@ -82,13 +82,15 @@ class Examination:
         """Run all steps."""
         examined = fleet.Worker(self._settings, problem=None)
         examined.key.apply(self.name, self._settings, self._fleet_settings)
+        deadline = self._fleet_settings.probe_timeout
         try:
-            described = await describe_worker(self._session, self._settings, self._fleet_settings, examined.key)
+            async with asyncio.timeout(deadline):
+                described = await describe_worker(self._session, self._settings, self._fleet_settings, examined.key)
         except RefusedKeyError as error:
             self._found(Cause.WORKER_KEY, str(error))
             return
-        except DiscoveryError as error:
-            self._found(Cause.WORKER_DOWN, str(error))
+        except (DiscoveryError, TimeoutError) as error:
+            self._found(Cause.WORKER_DOWN, str(error) or f"no answer within {deadline} s")
             return
         models = described.base_models()
         if not models:
