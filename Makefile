@@ -15,7 +15,7 @@ MODE_TABLE ?=
 # And that of prefill and decode workers.
 PAIR_TABLE ?=
 
-.PHONY: audit fuzz
+.PHONY: audit fuzz release-check
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-light-load bench-placement bench-policy bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
@@ -170,6 +170,10 @@ fuzz: .venv/installed
 audit: .venv/installed
 	$(BIN)/python deploy/audit.py $(ARGS)
 
+# A release as far as it can be rehearsed here: each artifact built, installed and started. ARGS=--compiled compiles, too.
+release-check: .venv/release
+	$(BIN)/python deploy/release_check.py $(ARGS)
+
 bench-faults: .venv/installed
 	$(BIN)/pytest tests/indexer/streams/test_faults.py -q -s -p no:randomly $(ARGS)
 
@@ -263,6 +267,10 @@ lint: .venv/installed
 
 .venv/helm-test: pyproject.toml .venv/installed
 	$(BIN)/pip install --quiet --editable '.[helm-test]'
+	@touch $@
+
+.venv/release: pyproject.toml | .venv/bin/pip
+	$(BIN)/pip install --quiet --editable '.[release]'
 	@touch $@
 
 # NIXL without its dependencies: they are for GPUs. Mooncake also needs Debian's libibverbs1.
