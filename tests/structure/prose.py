@@ -112,9 +112,14 @@ def _python(path: Path, text: str) -> Iterator[tuple[int, str, str]]:
                 assert isinstance(first, ast.Expr)
                 docstrings.add(id(first.value))
                 yield from ((first.lineno, advice, found) for advice, found in _in_docstring(docstring, node, path))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            if _is_prose(node.value) and "tests" not in path.relative_to(ROOT).parts:
-                yield from ((node.lineno, advice, found) for advice, found in _in_words(node.value))
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docstrings
+            and _is_prose(node.value)
+            and "tests" not in path.relative_to(ROOT).parts
+        ):
+            yield from ((node.lineno, advice, found) for advice, found in _in_words(node.value))
     if "#" not in text:
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
