@@ -97,7 +97,7 @@ async def traffic(
 async def test_healthy_fleet_has_no_findings() -> None:
     async with running(FAST) as one, running(FAST) as other, router(one, other) as routed:
         await routed.until_live()
-        async with traffic(routed, at_once=6):
+        async with traffic(routed):
             await asyncio.sleep(18)  # longer than load and look-ups need to be judged
             await named(routed)
 
