@@ -178,17 +178,15 @@ class Attempts:
         if assignment.prefill is not None:
             self._send_to_pair(assignment, assignment.prefill, handler)
         elif self._transport is not None:
-            body = self._body if pull is None else pull.body(self._body)
-            self.sent = self._transport.send(worker, handler, self._headers_to(assignment, pull), body)
+            headers = self._headers_to(assignment, pull)
+            self.sent = self._transport.send(worker, handler, headers, self._body_to(worker, pull))
         else:
             head = context.head
             if span is not None or self._many_ranks or pull is not None:
                 lines, request_id = forwarded_lines(self._headers_to(assignment, pull)), b""
             else:
                 lines, request_id = context.lines_for_workers(), context.id
-            body = self._body if self.offer is None else self.offer.body_to(worker, self._body)
-            if pull is not None:
-                body = pull.body(body)
+            body = self._body_to(worker, pull)
             upstream = services.upstreams.get(worker.url)
             add_worker_key = context.admitted.add_worker_key
             # A retry opens a connection: a kept one to another worker that stopped would count as a second break.
@@ -206,6 +204,10 @@ class Attempts:
         # A request that hung one worker may be the cause, so it is not sent to a second one for that reason.
         if self.others and not self._hung and assignment.prefill is None:
             assignment.attempt.give_up = handler.give_up
+
+    def _body_to(self, worker: Worker, pull: PullEndpoint | None) -> bytes:
+        body = self._body if self.offer is None else self.offer.body_to(worker, self._body)
+        return body if pull is None else pull.body(body)
 
     def _headers_to(self, assignment: Assignment, pull: PullEndpoint | None = None) -> Headers:
         headers = self._context.headers_for_workers()
@@ -258,6 +260,8 @@ class Attempts:
         services.metrics.retried.labels(assignment.worker.name).inc()
         services.fleet.probe_soon(assignment.worker)
         self.tried.append(worker)
+        if self.offer is not None:
+            self.offer.moved(worker)
         others = [each for each in services.fleet.workers if each is not worker]
         self.assignment = assignment = services.placement.place(self.prompt, others)
         assignment.pull = None  # the request was sent with the peer of the first worker, if with any

@@ -294,9 +294,10 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         if services.keepalive_interval and prompt.streamed and self._transport is None:
             self._keep_alive(services.keepalive_interval)
         offer = None
-        if services.token_forwarding is not None and self._transport is None:
-            offer = services.token_forwarding.offer(context.head.path, body, request, prompt)
-            if offer is not None:
+        if services.token_forwarding is not None:
+            by_gateway = self._transport is not None
+            offer = services.token_forwarding.offer(context.head.path, body, request, prompt, by_gateway)
+            if offer is not None and not by_gateway:  # the router cannot hide usage in a gateway's response
                 body = self._with_usage(body)
         without = self._without
         if services.settings.client_routing and tenant is None:

@@ -5,6 +5,8 @@
 
 An offer belongs to one prompt. Each attempt asks its worker's permission anew, and the body of the request is never
 changed. A stream that another worker continues has another prompt, so it has no offer.
+
+A gateway may send a request to another worker than the picker chose. So all workers of the model must permit the ids.
 """
 
 from __future__ import annotations
@@ -50,8 +52,13 @@ class TokenForwarding:
             registry=registry,
         )
 
-    def offer(self, path: str, body: bytes, request: RoutedRequest, prompt: RoutedPrompt) -> TokenOffer | None:
-        """Return the ids that attempts of a request may send; None if its prompt depends on more than these ids."""
+    def offer(
+        self, path: str, body: bytes, request: RoutedRequest, prompt: RoutedPrompt, by_gateway: bool = False
+    ) -> TokenOffer | None:
+        """Return the ids that attempts of a request may send; None if its prompt depends on more than these ids.
+
+        `by_gateway`: a gateway sends the request, and may do so to any worker of the model.
+        """
         chat, name = request.prompt, prompt.name
         if not isinstance(chat, ChatPrompt) or name is None or not prompt.exact or prompt.by_text:
             return None
@@ -61,7 +68,15 @@ class TokenForwarding:
         if not self.source.tokenizes_alone(model, chat) or not may_send_ids(path, body, chat):
             return None
         plain_text = any(map(_is_sglang, self._fleet.workers)) and is_plain_text(path, body, chat)
-        return TokenOffer(self, name, model, probe_kinds(chat), ids[0], plain_text)
+        offer = TokenOffer(self, name, model, probe_kinds(chat), ids[0], plain_text)
+        if by_gateway and not offer.permitted_by_all(self._serving(name)):
+            return None
+        return offer
+
+    def _serving(self, name: str) -> list[Worker]:
+        """Return the workers that have a model by this name, reachable or not."""
+        described = ((worker, worker.description) for worker in self._fleet.workers)
+        return [worker for worker, description in described if description is not None and name in description.models]
 
     def permits(self, worker: Worker, name: str, model: str, kinds: Collection[ProbeKind]) -> bool:
         """Return whether a worker may receive ids of a prompt of these kinds, for the model by this name."""
@@ -108,6 +123,10 @@ class TokenOffer:
         self._plain_text = plain_text
         self._worker: Worker | None = None  # whose answer is checked
 
+    def permitted_by_all(self, workers: Collection[Worker]) -> bool:
+        """Return whether any of these workers may receive the ids, in one form."""
+        return len(set(map(_is_sglang, workers))) == 1 and all(map(self._permits, workers))
+
     def body_to(self, worker: Worker, body: bytes) -> bytes:
         """Return the body for an attempt: with ids if the worker may receive them."""
         if not self._sends_to(worker):
@@ -133,6 +152,11 @@ class TokenOffer:
         if _is_sglang(worker) and not self._plain_text:
             return False
         return self._forwarding.permits(worker, self._name, self._model, self._kinds)
+
+    def moved(self, worker: Worker) -> None:
+        """Check the answer of this worker, because the gateway sent it the body of the chosen one."""
+        if self._worker is not None:
+            self._worker = worker
 
     def answered(self, usage: Usage | None) -> None:
         """Check the usage of a complete answer, if it reported any."""

@@ -19,8 +19,11 @@ from picker_under_test import picker
 from router_under_test import RouterUnderTest, router, until
 from scripted_worker import Exchange, scripted_worker, scripted_workers
 from simulated_workers import simulated_workers
+from test_forwarded_tokens import AUTO, Engine, reasons, with_ids
+from test_forwarded_tokens import MODEL as SIMULATED
 
 from router.auth import hashed_key
+from router.tokens.local_tokenizer import LocalTokenizer
 
 pytest.importorskip("envoy", reason="make test-envoy installs it", exc_type=ImportError)
 
@@ -185,6 +188,28 @@ async def test_huge_body_arrives_unchanged(tmp_path: Path, mode: str) -> None:
             assert response.status == 200
         assert worker.last.body == sent
         await found.picker.until_released()
+
+
+@pytest.mark.parametrize("mode", ["FULL_DUPLEX_STREAMED", "BUFFERED"])
+async def test_token_ids_are_added_to_forwarded_body(tmp_path: Path, mode: str) -> None:
+    """The second prompt is longer than a part of a body. Envoy's buffer needs space for the ids of whole bodies."""
+
+    def change(found: Any) -> None:
+        processing(found)["processing_mode"]["request_body_mode"] = mode
+        limit = 2**25 if mode == "BUFFERED" else 2**17
+        found["static_resources"]["listeners"][0]["per_connection_buffer_limit_bytes"] = limit
+
+    engine = Engine(LocalTokenizer.load(str(SIMULATED)))
+    async with scripted_worker(engine.script) as worker:
+        worker.answers_discovery = False
+        async with picked(tmp_path, worker.url, change=change, **AUTO) as found:
+            await until(lambda: reasons(found.picker), lambda told: told == [""])
+            for words in (5, 30_000):
+                sent = json.dumps({"model": SCRIPTED, "messages": [{"role": "user", "content": "some " * words}]})
+                reply = await found.through.call("/v1/chat/completions", sent.encode())
+                assert reply.status == 200, reply.body
+                assert engine.chats[-1] == with_ids(engine, sent.encode())
+            await found.picker.until_released()
 
 
 async def test_body_above_limit_is_refused(tmp_path: Path) -> None:
