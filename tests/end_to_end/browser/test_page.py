@@ -462,12 +462,16 @@ async def test_best_ten_of_a_decision_are_shown_and_sorted() -> None:
         await accessible(page)
 
 
-async def test_update_of_a_thousand_ranks_is_short() -> None:
+async def test_update_of_a_thousand_ranks_takes_at_most_50_ms_of_script() -> None:
     ranks = [rank(f"http://w-{number}", number % 7, dp_rank=place) for number in range(8) for place in range(125)]
     async with page_with_feed([point(2 * number) for number in range(200)], ranks) as page:
-        spent = await page.evaluate(MEASURE_UPDATES)
-        print(f"script of an update of 1,000 ranks: median {sorted(spent)[len(spent) // 2]:.1f} ms of {len(spent)}")
-        assert len(spent) == 20
+        for folded in (True, False):
+            await page.set_checked("#grouped", folded)
+            spent = sorted(await page.evaluate(MEASURE_UPDATES))
+            median = spent[len(spent) // 2]
+            rows = "folded by worker" if folded else "not folded"
+            print(f"script of an update of 1,000 ranks, {rows}: median {median:.1f} ms, longest {spent[-1]:.1f} ms")
+            assert median <= 50
 
 
 MEASURE_UPDATES = """
@@ -476,9 +480,12 @@ async () => {
   for (let number = 0; number < 20; number++) {
     const changed = {};
     for (const [key, row] of ranks) changed[key] = {...row, requests: row.requests + number % 3, pending: number};
-    take({gone: [], ranks: changed, requests: [], series: [], totals, time: 0});
+    const event = JSON.stringify({gone: [], ranks: changed, requests: [], series: [], totals, time: 0});
+    const began = performance.now();
+    take(JSON.parse(event));
+    const taken = performance.now() - began;
     await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
-    spent.push(scriptTime);
+    spent.push(taken + scriptTime);
   }
   return spent;
 }
