@@ -12,6 +12,7 @@ import pytest
 from chromium import accessible, expect, launched, playwright
 from router_under_test import router
 
+from kvrouter.tools.traces.run import DEFAULT_POLICIES
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
@@ -79,7 +80,7 @@ async def check_report(page: Path, name: str, runs: int, title: str) -> None:
 
 async def test_report_compares_policies(trace: Path) -> None:
     page = await written(trace, "--workers", "4", "--kv-tokens", "30000")
-    await check_report(page, "policies", 8, "Results of each policy")
+    await check_report(page, "policies", len(DEFAULT_POLICIES), "Results of each policy")
 
 
 async def test_report_compares_routers(trace: Path) -> None:
