@@ -54,9 +54,9 @@ class Level(StrEnum):
 LogLevel = Annotated[Level, typer.Option(help="Lowest level of log messages.")]
 
 NO_WORKERS = "no workers: list them under workers: in the settings file, or give --worker URL"
-_PREFILL_ONLY = (
-    "workers: all of them are prefill workers, so no worker decodes an answer: "
-    "list a worker with role: decode, or remove role: prefill"
+_NONE_DECODES = (
+    "workers: all of them are prefill or encode workers, so no worker decodes an answer: "
+    "list a worker with role: decode, or one without a role"
 )
 
 
@@ -71,7 +71,7 @@ def unusable(settings: Settings, file: Path | None) -> str | None:
     if not settings.workers:
         return None if come_later or file is not None else NO_WORKERS
     roles = {worker.role for worker in settings.workers}
-    return _PREFILL_ONLY if roles == {Role.PREFILL} and not come_later else None
+    return _NONE_DECODES if roles <= {Role.PREFILL, Role.ENCODE} and not come_later else None
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -63,11 +63,11 @@ def media_options(processor: Any, reading: Any) -> dict[str, Any] | None:
 
 def is_fetched(part: dict[str, Any], kind: str) -> bool:
     """Return whether a media part is a link, whose content can change."""
-    content = _content(part, kind)
+    content = media_content(part, kind)
     return isinstance(content, str) and content.startswith(("http:", "https:"))
 
 
-def _content(part: dict[str, Any], kind: str) -> Any:
+def media_content(part: dict[str, Any], kind: str) -> Any:
     """Return the URL or data of a media part, without options such as the level of detail."""
     content = part.get("image_url" if kind == "input_image" else kind, part.get("uuid"))
     return content.get("url", content.get("data", content)) if isinstance(content, dict) else content
@@ -75,14 +75,14 @@ def _content(part: dict[str, Any], kind: str) -> Any:
 
 def stand_in(part: dict[str, Any], kind: str) -> str:
     """Return a text that replaces a media part: equal for equal URLs or data, and unlikely in a prompt."""
-    content = _content(part, kind)
+    content = media_content(part, kind)
     data = content.encode(errors="replace") if isinstance(content, str) else msgspec.json.encode(content)
     return f"\0{MODALITIES[kind]} {xxhash.xxh3_128_hexdigest(data)}\0"
 
 
 def media_length(messages: list[dict[str, Any]]) -> int:
     """Return the number of characters in the URLs and data of a conversation's media."""
-    contents = (_content(part, kind) for part, kind in media_parts(messages))
+    contents = (media_content(part, kind) for part, kind in media_parts(messages))
     return sum(len(content) for content in contents if isinstance(content, str))
 
 

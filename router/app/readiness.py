@@ -30,7 +30,7 @@ class Readiness:
         """Return why the router is not ready; None if it is ready."""
         if self.stopping:
             return "shutting down"
-        up = {worker.url for worker in self._fleet.workers if worker.up}
+        up = {worker.url for worker in self._fleet.generating if worker.up}
         if not up:
             return None if self._without_workers else "no worker answers"
         if not self._caught_up:

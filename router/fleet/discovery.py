@@ -1,7 +1,7 @@
 """Discovery: the models, event streams and block size that a worker reports.
 
 - vLLM answers `/v1/models`, `/kv_event_sources` and `/metrics`.
-- SGLang answers `/v1/models`, `/server_info` and `/model_info`.
+- SGLang answers `/v1/models`, `/server_info` and `/model_info`. Its encode servers have none of them.
 - Other servers with the OpenAI API answer `/v1/models`. They receive requests by load only.
 
 Each field of an answer is checked by itself. An invalid field is ignored and reported, and affects this worker only.
@@ -46,6 +46,7 @@ _CACHE_FIELDS = (
     re.compile(rb'(?:^|,)num_gpu_blocks="([0-9]{1,30})"'),
 )
 _MISSING = msgspec.Raw()
+_TRUE = msgspec.Raw(b"true")
 
 
 _NO_ENGINE = "is this the URL of an engine?"
@@ -116,6 +117,7 @@ class _ModelCard(msgspec.Struct):
 class _SglangRole(msgspec.Struct):
     disaggregation_mode: msgspec.Raw = msgspec.Raw()
     disaggregation_bootstrap_port: msgspec.Raw = msgspec.Raw()
+    encoder_only: msgspec.Raw = msgspec.Raw()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ async def describe_worker(
     except aiohttp.ClientResponseError as error:
         if client.key.refuses(error.status):
             raise RefusedKeyError(client.key.refusal(error.request_info.url.path, error.status)) from error
+        if error.status == 404 and await client.is_encoder():
+            return WorkerDescription(Engine.SGLANG, {}, role=Role.ENCODE)
         path = error.request_info.url.path
         hint = f"; {_NO_ENGINE}" if error.status == 404 else ""
         raise DiscoveryError(f"{name}: {path} returns {error.status} {error.message}{hint}") from error
@@ -204,6 +208,16 @@ class _WorkerClient:
         except aiohttp.ClientResponseError:
             return False
 
+    async def is_encoder(self) -> bool:
+        """Return whether an encode server of SGLang answers, by a path that no other server has."""
+        try:
+            await self.get("/scheduler_receive_url")
+        except aiohttp.ClientResponseError as error:
+            return error.status == 405  # the path exists, for POST
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return False
+        return False
+
     def cards(self, body: bytes) -> list[_Card]:
         """Parse the answer to `/v1/models`. Raises ValueError without a usable name, and above `fleet.max_models`."""
         listed = msgspec.json.decode(body, type=_ModelList).data
@@ -245,6 +259,7 @@ async def _streams(client: _WorkerClient, models: dict[str, ServedModel]) -> Wor
         streams = _within(found, models, client)
         given = msgspec.json.decode(info, type=_SglangRole)
         mode = fields.text("disaggregation_mode", given.disaggregation_mode)
+        role = Role.ENCODE if given.encoder_only == _TRUE else _SGLANG_ROLES.get(mode or "", Role.BOTH)
         model_info = await client.get_if_there("/model_info") or await client.get_if_there("/get_model_info")
         return WorkerDescription(
             Engine.SGLANG,
@@ -252,7 +267,7 @@ async def _streams(client: _WorkerClient, models: dict[str, ServedModel]) -> Wor
             tuple(streams.sources),
             found.block_size,
             ranks=_ranks(streams.ranks),
-            role=_SGLANG_ROLES.get(mode or "", Role.BOTH),
+            role=role,
             bootstrap_port=fields.integer(
                 "disaggregation_bootstrap_port", given.disaggregation_bootstrap_port, 1, 65535
             ),

@@ -23,6 +23,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.fleet.worker_sources import ADDED_SOURCE
 from router.http.worker_url import host_of
+from router.settings import Role
 
 log = structlog.get_logger()
 
@@ -48,8 +49,14 @@ class WorkerStreams:
         return replace(description, streams=tuple(allowed), refused=(*description.refused, *refused))
 
     def register(self, worker: Worker, description: WorkerDescription) -> None:
-        """Register the streams of a description, and unregister the worker's targets that it does not list."""
+        """Register the streams of a description, and unregister the worker's targets that it does not list.
+
+        An encode worker has no targets, because it holds no prefixes.
+        """
         streams = {source.dp_rank: source for source in description.streams}
+        models = {served.model for served in description.base_models()}
+        if worker.role_with(description) is Role.ENCODE:
+            models.clear()
         registrations = [
             Registration(
                 Target(worker.url, rank, model),
@@ -59,7 +66,7 @@ class WorkerStreams:
                 capacity=description.capacity,
                 pool_layout=description.pool_layout,
             )
-            for model in {served.model for served in description.base_models()}
+            for model in models
             for rank in description.ranks
         ]
         targets = {registration.target for registration in registrations}

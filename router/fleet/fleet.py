@@ -32,6 +32,7 @@ class Fleet:
     """The workers of all sources. Background tasks watch them: see `router/fleet/build.py`.
 
     - `disaggregated`: whether a worker computes only prefills or only decodes.
+    - `encodes`: whether a worker encodes media items that the router sends it.
     - `unlike`: whether workers of one model have different abilities.
     - `aliases`: the model behind each additional name.
     - `version`: incremented when other workers may receive requests, or the same workers under other names.
@@ -63,6 +64,7 @@ class Fleet:
         - `expected`: models whose requests may wait for a first worker; None: requests never wait for one.
         """
         self.disaggregated = False
+        self.encodes = False
         self.unlike = False
         self.aliases = aliases
         self.version = 0
@@ -85,6 +87,7 @@ class Fleet:
         # Results of lookups in one version.
         self._lookup_version = -1
         self._able: dict[tuple[str | None, bool], list[Worker]] = {}
+        self._encoders: dict[str, list[Worker]] = {}
         self._models: dict[str, str] = {}
         self._merge_sources()
 
@@ -94,6 +97,11 @@ class Fleet:
     def workers(self) -> list[Worker]:
         """All workers, reachable or not."""
         return list(self._workers.values())
+
+    @property
+    def generating(self) -> list[Worker]:
+        """The workers that compute prompts or answers, reachable or not: all but encode workers."""
+        return [worker for worker in self._workers.values() if worker.role is not Role.ENCODE]
 
     def find(self, named: str) -> Worker | None:
         """Return the worker with this URL or this name."""
@@ -150,6 +158,18 @@ class Fleet:
                 self._able[name, prefill] = able
         return able
 
+    def encoders(self, name: str) -> Sequence[Worker]:
+        """Return the encode workers that may receive media items of requests for a name, whatever their circuits."""
+        if self._lookup_version != self.version:
+            self._forget_lookups()
+        encoders = self._encoders.get(name)
+        if encoders is None:
+            model = self.model_of(name)
+            encoders = [worker for worker in self._workers.values() if worker.encodes_as(name, model) is not None]
+            if encoders:
+                self._encoders[name] = encoders
+        return encoders
+
     def model_of(self, name: str) -> str | None:
         """Return the base model behind the name of a model or adapter; None if no worker serves the name."""
         if self._lookup_version != self.version:
@@ -168,7 +188,7 @@ class Fleet:
 
     def names(self) -> set[str]:
         """Return every name that requests may use."""
-        names = {name for worker in self.workers if worker.description for name in worker.description.models}
+        names = {name for worker in self.generating if worker.description for name in worker.description.models}
         return names | {alias for alias, name in self.aliases.items() if name in names}
 
     def awaits(self, name: str, prefill: bool = False) -> bool:
@@ -241,8 +261,9 @@ class Fleet:
     def changed(self) -> None:
         """Drop cached lookups and notify listeners: other workers may receive requests."""
         self.version += 1
-        self.disaggregated = any(worker.role is not Role.BOTH for worker in self._workers.values())
-        self.unlike = _are_unlike(self._workers.values())
+        self.disaggregated = any(worker.role in (Role.PREFILL, Role.DECODE) for worker in self._workers.values())
+        self.encodes = any(worker.encodes_items for worker in self._workers.values())
+        self.unlike = _are_unlike(self.generating)
         self.notify_change()
 
     def health_changed(self) -> None:
@@ -320,6 +341,7 @@ class Fleet:
     def _forget_lookups(self) -> None:
         self._lookup_version = self.version
         self._able.clear()
+        self._encoders.clear()
         self._models.clear()
 
 

@@ -19,7 +19,7 @@ from router.fleet.event_streams import WorkerStreams
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker, WorkerState
 from router.http.client import connection_problem, read_answer
-from router.settings import FleetSettings
+from router.settings import FleetSettings, Role
 
 log = structlog.get_logger()
 
@@ -66,7 +66,7 @@ class Prober:
             return
         worker.probe_began = None
         self._succeeded(worker, description)
-        for model in description.base_models():
+        for model in description.base_models() if worker.role is not Role.ENCODE else ():
             await self._on_model(worker, model)
         self._fleet.notify_change()
 

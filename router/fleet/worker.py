@@ -23,6 +23,7 @@ FIRST_SHARE = 0.1
 # The default port of SGLang's bootstrap service, and of vLLM's Mooncake connector.
 DEFAULT_BOOTSTRAP_PORT = 8998
 _PREFILL = Role.PREFILL
+_ENCODE = Role.ENCODE
 # Seconds for which a replaced model is reported.
 _CHANGE_SECONDS = 3600.0
 
@@ -185,12 +186,14 @@ class Worker:
         return self.problem or self.health.circuit.reason
 
     def served(self, name: str) -> ServedModel | None:
-        """Return the model or adapter that it serves under a name."""
-        return self.description.models.get(name) if self.description else None
+        """Return the model or adapter that it serves under a name; None for an encode worker, which answers nothing."""
+        return self.description.models.get(name) if self.description and self.role is not _ENCODE else None
 
     def models(self) -> set[str]:
-        """Return the base models that it serves."""
-        return {served.model for served in self.description.models.values()} if self.description else set()
+        """Return the base models that it serves; none for an encode worker."""
+        if self.description is None or self.role is _ENCODE:
+            return set()
+        return {served.model for served in self.description.models.values()}
 
     @property
     def capacity_tokens(self) -> int | None:
@@ -206,9 +209,29 @@ class Worker:
 
     def accepts(self, name: str | None, prefill: bool = False) -> bool:
         """Return whether it may receive requests for a name (None: any), whatever its circuit; or only prefills."""
-        if self.problem is not None or self.draining or not self.computes or (self.role is _PREFILL) is not prefill:
+        if not self.takes_work or self.role is _ENCODE or (self.role is _PREFILL) is not prefill:
             return False
         return name is None or (self.description is not None and name in self.description.models)
+
+    @property
+    def takes_work(self) -> bool:
+        """True if it may receive new work of its role, whatever its circuit."""
+        return self.problem is None and not self.draining and self.computes
+
+    @property
+    def encodes_items(self) -> bool:
+        """True if the router sends it media items. SGLang's encode workers receive theirs from other workers."""
+        return self.role is _ENCODE and self.description is not None and self.description.engine is not Engine.SGLANG
+
+    def encodes_as(self, name: str, model: str | None) -> str | None:
+        """Return the name by which it encodes items of requests for a name, which stands for a base model.
+
+        None if it may not receive them.
+        """
+        if self.description is None or not self.encodes_items or not self.takes_work:
+            return None
+        known = self.description.models
+        return name if name in known else model if model in known else None
 
     @property
     def can_answer_alone(self) -> bool:
@@ -274,7 +297,11 @@ class Worker:
     def apply_settings(self, settings: WorkerSettings) -> None:
         """Apply settings. Their role overrides the described role."""
         self.settings = settings
-        self.role = settings.role or (self.description.role if self.description else Role.BOTH)
+        self.role = self.role_with(self.description)
+
+    def role_with(self, description: WorkerDescription | None) -> Role:
+        """Return the role that it has with a description."""
+        return self.settings.role or (description.role if description else Role.BOTH)
 
     @property
     def bootstrap_port(self) -> int:

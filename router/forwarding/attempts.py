@@ -4,7 +4,8 @@
        ▲  │
     leave ◀┘   it is unreachable, refuses the request as overloaded, or hangs
 
-If another worker computes the request's prompt, both are sent one request each (`disaggregated_request`).
+If another worker computes the request's prompt, both are sent one request each (`disaggregated_request`). Before a chat
+with media is sent, encode workers encode them (`encode_stage`).
 
 One file, because each rule of a retry depends on the attempts before it.
 """
@@ -24,6 +25,7 @@ from router.apis.response_owners import asks_to_store
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
 from router.forwarding.disaggregated_request import DisaggregatedRequest, PrefillFailedError
+from router.forwarding.encode_stage import EncodeStage
 from router.forwarding.exchange import RoutingHeaders
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
@@ -51,6 +53,10 @@ RANK_ERROR: Final = b"rank"
 class AttemptHandler(ResponseHandler):
     """The owner of a request, which receives the response and learns when the worker is ejected as hung."""
 
+    def on_encoded(self, problem: RequestError | None) -> None:
+        """Called when the media of a chat are encoded, or with the reason why it cannot be sent."""
+        raise NotImplementedError
+
     def give_up(self) -> None:
         """Called when the worker hangs: the request may be sent to another one."""
         raise NotImplementedError
@@ -65,12 +71,14 @@ class Attempts:
 
     - `assignment`: the current target; None before the first attempt, between attempts and at the end.
     - `others`: another worker could serve it.
+    - `encoding`: the encode stage of a chat with media; None if no encode worker exists.
     - `offer`: the prompt's token ids, which are sent to workers that may receive them; None if they are not sent.
     """
 
     # Defaults on the class, because most requests never change them.
     assignment: Assignment | None = None
     others = False
+    encoding: EncodeStage | None = None
     offer: TokenOffer | None = None
     _span: Span | None = None  # of the current step: the choice, or the request to the worker
     _many_ranks = False
@@ -107,6 +115,7 @@ class Attempts:
         """Return the attempts for the rest of a stream, which exclude the workers that failed."""
         rest = Attempts(self._services, self._context, prompt, self._ticket, body, self._transport, self._without)
         rest._left = self._left
+        rest.encoding = self.encoding
         prompt.needs = self.prompt.needs
         return rest
 
@@ -174,26 +183,10 @@ class Attempts:
         self._span = span = context.trace and context.trace.span("upstream")
         if span is not None:
             span.set(worker=worker.name)
-        pull = None if assignment.pull is None else assignment.peer_to_name(services.pulls)
-        if assignment.prefill is not None:
-            self._send_to_pair(assignment, assignment.prefill, handler)
-        elif self._transport is not None:
-            headers = self._headers_to(assignment, pull)
-            self.sent = self._transport.send(worker, handler, headers, self._body_to(worker, pull))
+        if self.encoding is not None and self.encoding.start(handler, assignment):
+            self.sent = self.encoding  # `send_encoded` follows
         else:
-            head = context.head
-            if span is not None or self._many_ranks or pull is not None:
-                lines, request_id = forwarded_lines(self._headers_to(assignment, pull)), b""
-            else:
-                lines, request_id = context.lines_for_workers(), context.id
-            body = self._body_to(worker, pull)
-            upstream = services.upstreams.get(worker.url)
-            add_worker_key = context.admitted.add_worker_key
-            # A retry opens a connection: a kept one to another worker that stopped would count as a second break.
-            once = bool(self._left) or self._once
-            self.sent = upstream.send(
-                handler, head.method, head.target, lines, body, request_id, now, once, add_worker_key
-            )
+            self._forward(assignment, handler, now)
         if assignment is not self.assignment:
             return  # it failed at once
         # The following steps must not delay the request.
@@ -205,12 +198,49 @@ class Attempts:
         if self.others and not self._hung and assignment.prefill is None:
             assignment.attempt.give_up = handler.give_up
 
-    def _body_to(self, worker: Worker, pull: PullEndpoint | None) -> bytes:
-        body = self._body if self.offer is None else self.offer.body_to(worker, self._body)
+    def send_encoded(self, handler: AttemptHandler) -> None:
+        """Send the request, because its media are encoded. Raises RequestError as `send` does."""
+        assignment, encoding = self.assignment, self.encoding
+        assert assignment is not None
+        assert encoding is not None
+        (assignment.prefill or assignment).encoded()
+        self._forward(assignment, handler, _now())
+        if encoding.paused and self.sent is not None:
+            self.sent.pause()
+
+    def _forward(self, assignment: Assignment, handler: AttemptHandler, now: float) -> None:
+        """Send the request to the worker or the workers of an assignment."""
+        services, context, worker, encoding = self._services, self._context, assignment.worker, self.encoding
+        body = self._body if encoding is None else encoding.body(self._body)
+        pull = None if assignment.pull is None else assignment.peer_to_name(services.pulls)
+        if assignment.prefill is not None:
+            self._send_to_pair(assignment, assignment.prefill, handler, body)
+        elif self._transport is not None:
+            headers = self._headers_to(assignment, pull)
+            self.sent = self._transport.send(worker, handler, headers, self._body_to(worker, body, pull))
+        else:
+            head = context.head
+            if self._span is not None or self._many_ranks or pull is not None or encoding is not None:
+                lines, request_id = forwarded_lines(self._headers_to(assignment, pull)), b""
+            else:
+                lines, request_id = context.lines_for_workers(), context.id
+            body = self._body_to(worker, body, pull)
+            upstream = services.upstreams.get(worker.url)
+            add_worker_key = context.admitted.add_worker_key
+            # A retry opens a connection: a kept one to another worker that stopped would count as a second break.
+            once = bool(self._left) or self._once
+            self.sent = upstream.send(
+                handler, head.method, head.target, lines, body, request_id, now, once, add_worker_key
+            )
+
+    def _body_to(self, worker: Worker, body: bytes, pull: PullEndpoint | None) -> bytes:
+        body = body if self.offer is None else self.offer.body_to(worker, body)
         return body if pull is None else pull.body(body)
 
     def _headers_to(self, assignment: Assignment, pull: PullEndpoint | None = None) -> Headers:
         headers = self._context.headers_for_workers()
+        if self.encoding is not None:
+            headers = self.encoding.with_headers(headers)
         if pull is not None:
             headers = pull.with_headers(headers)
         if self._many_ranks:
@@ -218,7 +248,9 @@ class Attempts:
             headers.append((RANK_HEADER, b"%d" % assignment.worker.rank_in_requests(assignment.target.dp_rank)))
         return headers if self._span is None else self._span.inject(headers)
 
-    def _send_to_pair(self, assignment: Assignment, prefill: Assignment, handler: AttemptHandler) -> None:
+    def _send_to_pair(
+        self, assignment: Assignment, prefill: Assignment, handler: AttemptHandler, prompt_body: bytes
+    ) -> None:
         """Send the prompt to one worker and the request to another. Raises RequestError."""
         services, head = self._services, self._context.head
         adapter = services.selector.adapter_of(assignment.worker)
@@ -226,6 +258,7 @@ class Attempts:
         first, second = (WorkerEndpoint.of(each.worker, each.target.dp_rank) for each in (prefill, assignment))
         ids = None if self.offer is None else self.offer.ids_for_pair(adapter, prefill.worker, assignment.worker)
         requests = adapter.of(head.path, self._body, first, second, ids)
+        requests.prompt_body = prompt_body
         requests.pull = prefill.peer_to_name(services.pulls)
         others = self._repeatable and services.selector.has_others(
             self.prompt, [*self._excluded(), assignment.worker, prefill.worker], prefill=True
@@ -278,6 +311,8 @@ class Attempts:
             headers.add(b"x-kvrouter-loadable-tokens", b"%d" % assignment.loadable)
         if assignment.prefill is not None:
             headers.add(b"x-kvrouter-prefill-worker", assignment.prefill.worker.name.encode())
+        if self.encoding is not None and (names := self.encoding.workers):
+            headers.add(b"x-kvrouter-encode-workers", ",".join(names).encode())
         if self._many_ranks:
             headers.add(b"x-kvrouter-dp-rank", b"%d" % assignment.target.dp_rank)
         if self._context.head.wants_explanation:

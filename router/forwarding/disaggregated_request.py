@@ -15,14 +15,12 @@ from urllib.parse import urlsplit
 
 from router.apis.stream_errors import stream_error
 from router.fleet.health import Outcome
-from router.http.compression import decompressed, is_compressed
+from router.forwarding.collected_response import CollectedResponse
 from router.http.headers import RANK_HEADER, UNCOMPRESSED, Headers, forwarded_lines, lines_of
 from router.routing.assignment import Assignment
 from router.routing.disaggregation.adapters import Adapter, AnsweredError, PreparedRequest, WorkerEndpoint
 from router.upstream import ResponseHandler, ResponseHead, UpstreamError, UpstreamRequest, Upstreams
 from router.upstream.request import SentRequest, Transport
-
-_MAX_ANSWER = 16 * 2**20  # bytes of a prefill's response
 
 
 class PrefillFailedError(UpstreamError):
@@ -133,12 +131,12 @@ class DisaggregatedRequest(ResponseHandler):
                 return
             self._send_first()
 
-        def on_failed(reason: str) -> None:
+        def on_failed(error: UpstreamError) -> None:
             self._query = None
-            self._prefill_failed(f"{url}: {reason}")
+            self._prefill_failed(f"{url}: {error}")
 
         lines = lines_of([UNCOMPRESSED])
-        self._query = upstream.send(_Collected(on_answer, on_failed), "GET", parts.path.encode(), lines, b"")
+        self._query = upstream.send(CollectedResponse(on_answer, on_failed), "GET", parts.path.encode(), lines, b"")
 
     def _send_first(self) -> None:
         adapter = self._adapter
@@ -146,7 +144,11 @@ class DisaggregatedRequest(ResponseHandler):
             self._prefill = self._send(
                 self._prefill_assignment.worker.url,
                 self._ranked(adapter.prefill(), adapter.prefill_worker),
-                _Collected(self._prefill_answered, self._prefill_failed, keep_body=not adapter.concurrent),
+                CollectedResponse(
+                    self._prefill_answered,
+                    lambda error: self._prefill_failed(str(error)),
+                    keep_body=not adapter.concurrent,
+                ),
             )
         if adapter.concurrent:
             self._send_decode(b"")
@@ -263,48 +265,6 @@ class DisaggregatedRequest(ResponseHandler):
             if sent is not None:
                 sent.abort()
         self._query = self._prefill = self._decode = None
-
-
-class _Collected(ResponseHandler):
-    """A handler that collects a response and calls one of two functions at its end. A refusal's body is always kept."""
-
-    def __init__(
-        self,
-        on_answer: Callable[[ResponseHead, bytes], None],
-        on_failure: Callable[[str], None],
-        keep_body: bool = True,
-    ) -> None:
-        self._on_answer = on_answer
-        self._on_failure = on_failure
-        self._keep_body = keep_body
-        self._head: ResponseHead | None = None
-        self._body = bytearray()
-
-    def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
-        self._head = head
-        self.on_body(data, ended)
-
-    def on_body(self, data: bytes, ended: bool) -> None:
-        assert self._head is not None
-        if self._keep_body or self._head.status >= 400 or not self._body:
-            self._body += data  # of a stream that is not read, the first event may be an error
-        if len(self._body) > _MAX_ANSWER:
-            self._on_failure(f"an answer of more than {_MAX_ANSWER} bytes")
-        elif ended:
-            self._answered(self._head, bytes(self._body))
-
-    def _answered(self, head: ResponseHead, body: bytes) -> None:
-        """Report a whole answer. A body that is read is decompressed; that of a refusal is forwarded as it is."""
-        if self._keep_body and head.status < 400 and is_compressed(head.headers):
-            try:
-                body = decompressed(body, _MAX_ANSWER)
-            except ValueError as error:
-                self._on_failure(str(error))
-                return
-        self._on_answer(head, body)
-
-    def on_failed(self, error: UpstreamError) -> None:
-        self._on_failure(str(error))
 
 
 class _Ignored(ResponseHandler):

@@ -6,7 +6,8 @@
 
     READING     its body and its prompt are parsed (`reading`)
     WAITING     it waits for a worker with capacity; `attempts` knows which workers were tried
-    SENT        it was sent, and no byte of a response was forwarded, so it can still be sent to another worker
+    SENT        it was sent, or its media are being encoded. No byte of a response was forwarded, so it can still be
+                sent to another worker
     ANSWERING   `response` forwards what is received and learns from it
     ENDED       everything is released
 
@@ -35,6 +36,7 @@ import structlog
 from http_api.errors import RequestError
 from router.admission.ticket import Flow, deadline_error, read_ticket
 from router.apis.endpoints import Call, read_call
+from router.apis.media_items import MediaChat, media_chat
 from router.apis.requests import RoutedRequest
 from router.apis.usage import HiddenUsage, with_include_usage
 from router.fleet.health import Outcome
@@ -42,6 +44,7 @@ from router.fleet.worker import Worker
 from router.forwarding.attempts import RANK_ERROR, AttemptHandler, Attempts
 from router.forwarding.client_routing import follow_client
 from router.forwarding.disaggregated_request import PrefillFailedError
+from router.forwarding.encode_stage import EncodeStage
 from router.forwarding.exchange import ResponseWriter, ServedRequest
 from router.forwarding.keepalive import KeepaliveWriter
 from router.forwarding.proxy_services import LONG_BODY, ProxyServices
@@ -90,6 +93,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     _arrived = 0.0
     _hidden: HiddenUsage | None = None
     _recorded: RecordingRequest | None = None  # while the recorder has listeners
+    _media: MediaChat | None = None  # of a chat with media, while encode workers exist
     _attempts: Attempts | None = None  # after its prompt was read
     _head: ResponseHead | None = None  # a received head that is not forwarded yet
     _response: ProxiedResponse | None = None  # after a part of it was forwarded
@@ -237,6 +241,8 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     def _decoded(self, body: bytes, span: Span | None) -> tuple[bytes, RoutedRequest]:
         body, model_body = self._context.checked(body)
         body = self._asking(body)
+        if self._services.fleet.encodes:
+            self._media = media_chat(self._context.head.path, body)
         return body, read_request(self._services, self._context, body, model_body, span)
 
     def _asking(self, body: bytes) -> bytes:
@@ -299,11 +305,16 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             offer = services.token_forwarding.offer(context.head.path, body, request, prompt, by_gateway)
             if offer is not None and not by_gateway:  # the router cannot hide usage in a gateway's response
                 body = self._with_usage(body)
+        encoding = None
+        if self._media is not None and prompt.name is not None:
+            encoding = EncodeStage(services, context, prompt, self._media)
+            prompt.encoding = encoding.seconds()
         without = self._without
         if services.settings.client_routing and tenant is None:
             without = [*without, *follow_client(prompt, context.head.headers, services.fleet)]
         self._attempts = attempts = Attempts(services, context, prompt, ticket, body, self._transport, without)
         attempts.offer = offer
+        attempts.encoding = encoding
         self._send_next(attempts, ticket.arrived)
 
     def _keep_alive(self, interval: float) -> None:
@@ -339,6 +350,17 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
                 self._crash()
 
         self._task = self._services.loop.create_task(working())
+
+    def on_encoded(self, problem: RequestError | None) -> None:
+        try:
+            assert self._attempts is not None
+            if problem is not None:
+                raise problem
+            self._attempts.send_encoded(self)
+        except RequestError as error:
+            self.refuse(error)
+        except Exception:
+            self._crash()
 
     def give_up(self) -> None:
         if self._services.budget.take():

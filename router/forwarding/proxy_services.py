@@ -24,7 +24,7 @@ from router.observability.request_recorder import RequestRecorder
 from router.observability.spans import Tracing
 from router.prediction.service_levels import ServiceLevels
 from router.routing.build import Routing
-from router.settings import ProxySettings, ServerSettings, Settings
+from router.settings import Backend, EncodingSettings, ProxySettings, ServerSettings, Settings
 from router.tokens.tokenizer_source import TokenizerSource
 from router.upstream import Upstreams
 
@@ -66,6 +66,7 @@ class ProxyServices:
     - `elsewhere`: statuses of workers that are retried on another worker.
     - `reads_senders`: whether a policy of one's own reads tenants and headers.
     - `keepalive_interval`: silence after which a stream gets a comment, in seconds; None: it gets none.
+    - `sidecar_encodes`: whether the sidecars of workers send media items to encode workers.
     - `ask_usage`: whether workers are asked for token counts that the client did not ask for.
     """
 
@@ -79,6 +80,8 @@ class ProxyServices:
         metrics: RequestMetrics,
         recorder: RequestRecorder,
         long_bodies: LongBodies,
+        encoding: EncodingSettings,
+        sidecar_encodes: bool,
         stream_failover: StreamFailover | None = None,
         service_levels: ServiceLevels | None = None,
         token_forwarding: TokenForwarding | None = None,
@@ -86,6 +89,7 @@ class ProxyServices:
         self.reader = routing.reader
         self.selector = routing.selector
         self.placement = routing.placement
+        self.encoders = routing.encoders
         self.responses = routing.state.responses
         self.turns = routing.state.turns
         self.pulls = routing.state.pulls
@@ -97,6 +101,8 @@ class ProxyServices:
         self.metrics = metrics
         self.recorder = recorder
         self.long_bodies = long_bodies
+        self.encoding = encoding
+        self.sidecar_encodes = sidecar_encodes
         self.stream_failover = stream_failover
         self.service_levels = service_levels
         self.token_forwarding = token_forwarding
@@ -157,6 +163,8 @@ def build_forwarding(
         metrics,
         observability.recorder,
         LongBodies(settings.limits.arriving_bytes),
+        settings.encoding,
+        settings.disaggregation.backend is Backend.SIDECAR,
         failover,
         ServiceLevels.from_settings(settings),
         TokenForwarding(tokenizer_source, fleet, observability.registry) if tokenizer_source.forwards else None,

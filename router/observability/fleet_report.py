@@ -86,7 +86,7 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
             "worker": worker.name,
             "detail": "its /v1/models is empty, so it gets no requests: set `model` for it under `workers`",
         }
-        for worker in fleet.workers
+        for worker in fleet.generating
         if worker.up and worker.description is not None and not worker.description.models
     ]
     found += [
@@ -107,7 +107,7 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
     ]
     found += [
         {"finding": "prefix_caching_off", "worker": worker.name, "detail": "its /metrics say so"}
-        for worker in fleet.workers
+        for worker in fleet.generating
         if worker.up and not worker.metrics.caches_prefixes
     ]
     found += [
@@ -116,7 +116,7 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
             "worker": worker.name,
             "detail": f"{worker.description.engine} reports that it publishes no events",
         }
-        for worker in fleet.workers
+        for worker in fleet.generating
         if worker.up and worker.description is not None and _lacks_events(worker.description)
     ]
     up = {worker.url for worker in fleet.workers if worker.up}

@@ -86,6 +86,19 @@ class RequestMetrics:
         self.pulled_tokens = prometheus_client.Counter(
             "kvrouter_pulled_tokens", "Prompt tokens that workers pulled from peers", registry=registry
         )
+        self.media_items = Counter(
+            "kvrouter_media_items", "Media items of chats, by who encoded them", ["result"], registry
+        )
+        self.encode_requests = Counter(
+            "kvrouter_encode_requests", "Media items sent to encode workers", ["worker", "status"], registry
+        )
+        self.encode_seconds = Histogram(
+            "kvrouter_encode_seconds",
+            "Seconds until the media of a chat were encoded",
+            ["model"],
+            registry,
+            _FIRST_BYTE_BUCKETS,
+        )
         # Metrics that every request updates.
         self.answered = Counter(
             "kvrouter_requests", "Requests answered by workers", ["model", "worker", "status"], registry
@@ -172,6 +185,15 @@ class RequestMetrics:
         of_model.prompt_tokens.amount += tokens
         of_model.overlap_tokens.amount += overlap
 
+    def encoded(self, model: str, seconds: float) -> None:
+        """Record the end of a chat's encode stage."""
+        of_model = self._of_models.get(model) or self._of(model)
+        self.encode_seconds.labels(of_model.model).observe(seconds)
+
+    def encoder_answered(self, worker: str, status: int) -> None:
+        """Record the answer of an encode worker; a `status` of 0 means that it broke off."""
+        self.encode_requests.labels(worker, status or "broken").amount += 1
+
     def first_byte_of(self, model: str, seconds: float) -> None:
         """Record the first byte of a response, `seconds` after the end of the request."""
         of_model = self._of_models.get(model) or self._of(model)
@@ -206,6 +228,7 @@ class RequestMetrics:
     def forget(self, worker: Worker) -> None:
         """Drop the series of a removed worker."""
         self.answered.forget(worker.name)
+        self.encode_requests.forget(worker.name)
         for counter in (self.retried, self.broken):
             counter.remove_by_labels({"worker": worker.name})
 

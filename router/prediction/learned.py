@@ -306,6 +306,10 @@ class RequestTiming:
         self.begun: float | None = None
         self.loaded: tuple[float, float] | None = None
 
+    def sent_again(self) -> None:
+        """Measure from now on, because the request was held back until now."""
+        self.sent = self.clock()
+
     def first_byte(self) -> None:
         """Learn from the first byte of the answer. Only the first call counts.
 

@@ -192,6 +192,12 @@ class Assignment:
         if self.transfer is not None:
             self.transfer.begin()
 
+    def encoded(self) -> None:
+        """Await the first byte from now on, because the media of the prompt are encoded."""
+        self.attempt.waits_from_now()
+        if self.timing is not None:
+            self.timing.sent_again()
+
     def when_released(self, callback: ReleaseCallback) -> None:
         """Call `callback` when the request ends."""
         if self._callbacks is None:

@@ -17,6 +17,7 @@ from router.policies import policy_named
 from router.policies.rates import Rates
 from router.prediction.learned import Learned
 from router.routing.assignment import RequestSampler
+from router.routing.encoders import Encoders
 from router.routing.placement import Placement
 from router.routing.pool_verifier import PoolVerifier
 from router.routing.prompt_reader import PromptReader
@@ -54,6 +55,7 @@ class Routing:
     reader: PromptReader
     selector: Selector
     placement: Placement
+    encoders: Encoders
 
 
 def build_state(
@@ -99,8 +101,10 @@ def build_routing(
     session: aiohttp.ClientSession | None = None,
 ) -> Routing:
     """Return the parts of routing over one state. `random` breaks ties. `session`: for questions to pools."""
-    selector = Selector(state, settings.disaggregation, settings.policy.broken_promise, random or Random())
+    random = random or Random()
+    selector = Selector(state, settings.disaggregation, settings.policy.broken_promise, random)
     masters = any(pool.master is not None for pool in settings.pools)
     verifier = PoolVerifier(indexer, session) if session is not None and masters else None
     reader = PromptReader(state, fleet, indexer, tokenizers, settings.proxy.forward_unknown_models, verifier)
-    return Routing(state, reader, selector, Placement(state, selector, sampler))
+    encoders = Encoders(fleet, state.load, state.sharing.peer_load, settings.encoding.per_encoder, random, state.clock)
+    return Routing(state, reader, selector, Placement(state, selector, sampler), encoders)

@@ -55,6 +55,7 @@ class RoutedPrompt:
     - `dp_rank`: the only DP rank that may receive it; None: any.
     - `needs`: the abilities that it needs, as far as workers differ in them.
     - `turn`: its part of a conversation that later requests may continue by the id of its response.
+    - `encoding`: the predicted seconds until encode workers have encoded its media.
     - `verified`: what pools of unknown content have of it, as they answered before the choice.
     - `sender`: its sender; None if no policy reads it.
     """
@@ -79,6 +80,7 @@ class RoutedPrompt:
     dp_rank: int | None = None
     needs: frozenset[Ability] = NO_ABILITIES
     turn: Turn | None = None
+    encoding: float = 0.0
     verified: tuple[PoolHoldings, ...] = ()
     sender: Sender | None = None
 
@@ -267,7 +269,7 @@ class PromptReader:
         return request, model
 
     def _only_model(self) -> str | None:
-        described = [worker.description for worker in self._fleet.workers if worker.description]
+        described = [worker.description for worker in self._fleet.generating if worker.description]
         models = {model.name for description in described for model in description.base_models()}
         return models.pop() if len(models) == 1 else None
 

@@ -293,6 +293,8 @@ class SLOSelector:
     def prediction(self, rank: RoutableRank, candidate: Candidate, prompt: RoutedPrompt) -> Prediction:
         """Return the predicted latency of a prompt that a candidate receives now."""
         backlog = rank.load.backlog + self._peer_load.backlog(rank.target.worker, rank.target.dp_rank)
+        # Media are encoded while earlier prefills are computed.
+        backlog = max(backlog, prompt.encoding)
         return self._predictions.of(candidate, prompt.tokens, self._output(rank, prompt), backlog)
 
     def _output(self, rank: RoutableRank, prompt: RoutedPrompt) -> float:

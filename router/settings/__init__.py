@@ -20,6 +20,7 @@ from router.settings.pools import PoolSettings, PoolType, PullProtocol, PullSett
 from router.settings.routing import (
     Backend,
     DisaggregationSettings,
+    EncodingSettings,
     ModelSettings,
     PolicyName,
     PolicySettings,
@@ -51,6 +52,7 @@ __all__ = [
     "Backend",
     "ConfigError",
     "DisaggregationSettings",
+    "EncodingSettings",
     "EngineFields",
     "EventSettings",
     "FleetSettings",

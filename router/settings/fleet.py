@@ -44,11 +44,12 @@ class StreamSettings(Section):
 
 
 class Role(StrEnum):
-    """The part of a request that a worker computes."""
+    """The part of a request that a worker computes. ENCODE: only the encoding of images, audio and video."""
 
     BOTH = "both"
     PREFILL = "prefill"
     DECODE = "decode"
+    ENCODE = "encode"
 
 
 class KeySettings(Section):

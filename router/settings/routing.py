@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from router.settings.fields import ModelName, NonNegative, Section
 from router.settings.policy_code import NAME, check_function
@@ -102,6 +102,14 @@ class Backend(StrEnum):
     MOONCAKE = "mooncake"
     TRTLLM = "trtllm"
     SIDECAR = "sidecar"
+
+
+class EncodingSettings(Section):
+    """Media items on encode workers. `workers_encode`: whether the other workers can encode items themselves."""
+
+    per_request: PositiveInt = 8
+    per_encoder: PositiveInt = 16
+    workers_encode: bool = True
 
 
 class DisaggregationSettings(Section):

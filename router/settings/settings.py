@@ -25,6 +25,7 @@ from router.settings.fleet import (
 from router.settings.pools import PoolSettings, PullSettings
 from router.settings.routing import (
     DisaggregationSettings,
+    EncodingSettings,
     ModelSettings,
     PolicySettings,
     RateSettings,
@@ -69,6 +70,7 @@ class Settings(BaseSettings):
     rates: RateSettings = RateSettings()
     service_levels: dict[Annotated[str, Field(pattern=SERVICE_LEVEL_NAME)], ServiceLevelSettings] = {}
     disaggregation: DisaggregationSettings = DisaggregationSettings()
+    encoding: EncodingSettings = EncodingSettings()
     index: IndexSettings = IndexSettings()
     events: EventSettings = EventSettings()
     fleet: FleetSettings = FleetSettings()

@@ -195,7 +195,7 @@ def test_fleet_of_prefill_workers_is_refused(name: str, tmp_path: Path) -> None:
     for arguments in ([name, "--config", str(file)], ["config", "check", str(file)]):
         refused = invoke(*arguments)
         assert refused.exit_code == 1
-        assert "workers: all of them are prefill workers" in refused.stderr
+        assert "workers: all of them are prefill or encode workers" in refused.stderr
 
 
 @pytest.mark.parametrize("later", ["server: {token: t}", "kubernetes: {selector: app=vllm}"])

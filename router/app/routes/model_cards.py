@@ -36,7 +36,7 @@ def model_routes(services: Services) -> APIRouter:
 def model_cards(fleet: Fleet, created: int, tenant: Tenant | None = None) -> dict[str, dict[str, Any]]:
     """Return the cards of models, adapters and aliases that the tenant may use, by name. `created`: unix seconds."""
     cards: dict[str, dict[str, Any]] = {}
-    for worker in fleet.workers:
+    for worker in fleet.generating:
         for served in worker.description.models.values() if worker.description else ():
             if tenant is not None and not tenant.may_use(served.name):
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
@@ -36,12 +37,14 @@ def status_routes(services: Services) -> APIRouter:
     @routes.get("/health")
     async def health() -> Response:
         """Report the number of workers that answer, the queue's length, how prompts are tokenized, and the findings."""
-        up = sum(worker.up for worker in fleet.workers)
+        up = Counter(str(worker.role) for worker in fleet.workers if worker.up)
+        serves = any(worker.up for worker in fleet.generating)
         found = services.observability.findings()
         report = {
-            "status": "no worker answers" if not up else "degraded" if has_errors(found) else "ok",
+            "status": "no worker answers" if not serves else "degraded" if has_errors(found) else "ok",
             "workers": len(fleet.workers),
-            "workers_up": up,
+            "workers_up": up.total(),
+            "workers_up_by_role": up,
             "queue": {reason.value: waiting for reason, waiting in admission.waiting_for().items()},
             "tokenizers": services.tokenizers.states(),
             "ids_not_sent": services.tokenizer_source.ids_not_sent(),

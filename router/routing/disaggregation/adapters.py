@@ -84,6 +84,7 @@ class Adapter:
     - `sends_ids`: whether both requests can carry the prompt's token ids.
     - `pulls`: the forms in which its requests can name the peer that the prefill pulls from.
     - `pull`: the peer that the prefill pulls from; None without a pull.
+    - `prompt_body`: the body for the worker that computes the prompt, with what encode workers answered.
     """
 
     concurrent: ClassVar[bool] = False
@@ -110,6 +111,7 @@ class Adapter:
     def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
         self.path = path
         self.body = body
+        self.prompt_body = body
         self.ids: PackedPrompt | None = None
         self.prefill_worker = prefill
         self.decode_worker = decode
@@ -197,13 +199,13 @@ class Nixl(Adapter):
     def prefill(self) -> PreparedRequest:
         remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
         wanted = {"do_remote_decode": True, "do_remote_prefill": False, **remote, **_ids_field(self.ids)}
-        body = _one_token(self.path, self.body, kv_transfer_params=wanted)
+        body = _one_token(self.path, self.prompt_body, kv_transfer_params=wanted)
         return PreparedRequest(body if self.pull is None else self.pull.body(body))
 
     def decode(self, prefilled: bytes) -> PreparedRequest:
         transfer_params = _raw_field(prefilled, "kv_transfer_params")
         if transfer_params is None:  # no blocks to pull: the decode worker computes the prompt
-            return _computing(self.body, self.ids)
+            return _computing(self.prompt_body, self.ids)
         if self.ids is not None:
             transfer_params = msgspec.Raw(with_field(bytes(transfer_params), _IDS, self.ids.json()))
         return PreparedRequest(with_fields(self.body, kv_transfer_params=transfer_params))
@@ -233,7 +235,7 @@ class Mooncake(Adapter):
 
     def prefill(self) -> PreparedRequest:
         wanted = {"do_remote_decode": True, "transfer_id": self._transfer, **_ids_field(self.ids)}
-        body = _one_token(self.path, self.body, kv_transfer_params=wanted)
+        body = _one_token(self.path, self.prompt_body, kv_transfer_params=wanted)
         return PreparedRequest(body, [(b"x-data-parallel-rank", b"%d" % self.prefill_worker.dp_rank)])
 
     def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
@@ -252,7 +254,7 @@ class TensorRtLlm(Adapter):
 
     def prefill(self) -> PreparedRequest:
         wanted = {"request_type": "context_only", "disagg_request_id": self._request_id}
-        fields = fields_of(self.body)
+        fields = fields_of(self.prompt_body)
         fields.pop("stream_options", None)
         return PreparedRequest(encoded(fields, stream=False, disaggregated_params=wanted))
 
@@ -282,7 +284,7 @@ class DecodeAlone(Adapter):
     prefills = False
 
     def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
-        return _computing(self.body, self.ids)
+        return _computing(self.prompt_body, self.ids)
 
 
 class Sidecar(Adapter):

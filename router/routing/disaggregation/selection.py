@@ -87,7 +87,7 @@ class DisaggregatedSelector:
             raise unavailable("No prefill worker can be reached, and the decode workers compute no prompts.")
         inputs: dict[str, Any] = {**choice.inputs}
         if selection.prefill is not None:
-            inputs["predicted_ttft"] = self._predicted_ttft(selection, selection.prefill, request)
+            inputs["predicted_ttft"] = self._predicted_ttft(selection, selection.prefill, request, prompt.encoding)
         selection.disaggregation = Disaggregation(choice.prefill, choice.reason, inputs)
         return selection
 
@@ -115,11 +115,15 @@ class DisaggregatedSelector:
             reason = reason if prefill is not None else "the policy allows no prefill worker"
         return PairChoice(decode, prefill, reason, choice.inputs)
 
-    def _predicted_ttft(self, selection: Selection, prefill: Selection, request: Request) -> float:
-        """Return the predicted seconds to the first token of a pair: prefill, transfer, and one step of decoding."""
+    def _predicted_ttft(self, selection: Selection, prefill: Selection, request: Request, encoding: float) -> float:
+        """Return the predicted seconds to the first token of a pair: prefill, transfer, and one step of decoding.
+
+        `encoding`: the predicted seconds until its media are encoded.
+        """
         computing, target = prefill.decision.chosen, prefill.rank.target
         rates = self._learned.rates.likely(target.worker, target.model)
-        prefilled = ttft_by_rates(computing, rates, request.tokens, prefill.rank.load.backlog, 0.0)
+        backlog = max(prefill.rank.load.backlog, encoding)
+        prefilled = ttft_by_rates(computing, rates, request.tokens, backlog, 0.0)
         moved = max(request.tokens - selection.decision.chosen.overlap, 0)
         transfer = self._transfers.seconds(target, selection.rank.target, moved)
         return prefilled + transfer + self._transfers.step_seconds(selection.rank)

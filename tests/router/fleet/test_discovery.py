@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 from kvevents import EventSource
 from kvevents.curve import create_key_pair, load_public_key
 from router.fleet.discovery import DiscoveryError, Engine, ServedModel, WorkerDescription, describe_worker
-from router.settings import WorkerSettings
+from router.settings import Role, WorkerSettings
 
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "root": "/models/m", "parent": None}]}
 VLLM = {
@@ -90,6 +90,19 @@ async def test_sglang_worker_is_described() -> None:
         block_size=16,
         ranks=(0, 1),
     )
+
+
+async def test_sglang_encode_server_is_known_by_a_path_of_its_own() -> None:
+    description = await describe({"/scheduler_receive_url": 405})
+    assert description == WorkerDescription(Engine.SGLANG, {}, role=Role.ENCODE)
+    with pytest.raises(DiscoveryError, match="/v1/models returns 404"):
+        await describe({"/scheduler_receive_url": 404})
+
+
+async def test_sglang_server_reports_that_it_only_encodes() -> None:
+    description = await describe(SGLANG | {"/server_info": {"page_size": 1, "encoder_only": True}})
+    assert description.role is Role.ENCODE
+    assert (await describe(SGLANG | {"/server_info": {"page_size": 1, "encoder_only": False}})).role is Role.BOTH
 
 
 async def test_other_server_is_described_by_its_models_and_the_settings() -> None:

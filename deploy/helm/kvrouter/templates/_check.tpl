@@ -37,8 +37,8 @@
 {{- range $v.workers -}}
 {{- $roles = append $roles (mergeOverwrite (deepCopy $v.workerDefaults) (deepCopy .)).role -}}
 {{- end -}}
-{{- if and (eq (uniq $roles | join ",") "prefill") (not $others) -}}
-{{- fail "workers: all of them are prefill workers, so no worker decodes an answer: add one with role: decode" -}}
+{{- if and $roles (not (has "both" $roles)) (not (has "decode" $roles)) (not $others) -}}
+{{- fail "workers: all of them are prefill or encode workers, so no worker decodes an answer: add one with role: decode" -}}
 {{- end -}}
 {{- range $name, $given := $v.workers -}}
 {{- $worker := mergeOverwrite (deepCopy $v.workerDefaults) (deepCopy $given) -}}
@@ -82,6 +82,9 @@
 {{- end -}}
 {{- if and (eq $v.discovery.mode "service") (ne $worker.role "both") -}}
 {{- fail (printf "workers.%s.role: endpoints of a service do not tell roles; set discovery.mode: pods" $name) -}}
+{{- end -}}
+{{- if and (eq $worker.engine "vllm") (eq $worker.role "encode") (not $worker.ecTransfer) -}}
+{{- fail (printf "workers.%s.ecTransfer: name the connector that moves encoded media, such as {ec_connector: ECCPUConnector}" $name) -}}
 {{- end -}}
 {{- if and (eq $worker.engine "simulated") (ne $worker.role "both") -}}
 {{- fail (printf "workers.%s.role: a simulated worker does both" $name) -}}

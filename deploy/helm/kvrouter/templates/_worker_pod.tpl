@@ -36,7 +36,7 @@ spec:
         - {name: PYTHONHASHSEED, value: {{ $worker.hashSeed | quote }}}
         - name: POD_IP
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
-        {{- if and (eq $worker.engine "vllm") (ne $worker.role "both") }}
+        {{- if and (eq $worker.engine "vllm") (has $worker.role (list "prefill" "decode")) }}
         - {name: VLLM_NIXL_SIDE_CHANNEL_HOST, value: $(POD_IP)}
         - {name: VLLM_NIXL_SIDE_CHANNEL_PORT, value: {{ $worker.disaggregation.port | quote }}}
         {{- end }}
@@ -70,7 +70,7 @@ spec:
         - {name: events-{{ $rank }}, containerPort: {{ add (int $events.port) $rank }}}
         - {name: replay-{{ $rank }}, containerPort: {{ add (int $events.replayPort) $rank }}}
         {{- end }}
-        {{- if ne $worker.role "both" }}
+        {{- if has $worker.role (list "prefill" "decode") }}
         - {name: transfer, containerPort: {{ $worker.disaggregation.port }}}
         {{- end }}
       startupProbe:

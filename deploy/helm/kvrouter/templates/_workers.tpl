@@ -21,6 +21,7 @@
 {{- define "kvrouter.vllmConnectors" -}}
 {{- $w := .worker -}}
 {{- $all := list -}}
+{{- if ne $w.role "encode" -}}
 {{- if ne $w.role "both" -}}
 {{- $all = append $all (dict "kv_connector" $w.disaggregation.connector "kv_role" "kv_both") -}}
 {{- end -}}
@@ -32,6 +33,7 @@
 {{- $tier := dict "spec_name" "TieringOffloadingSpec" "cpu_bytes_to_use" (mul . 1073741824) "offload_prompt_only" false "self_describing_kv_events" true -}}
 {{- with $secondary }}{{- $_ := set $tier "secondary_tiers" . }}{{- end -}}
 {{- $all = append $all (dict "kv_connector" "OffloadingConnector" "kv_role" "kv_both" "kv_connector_extra_config" $tier) -}}
+{{- end -}}
 {{- end -}}
 {{- if eq (len $all) 1 -}}
 {{- first $all | toJson -}}
@@ -60,8 +62,14 @@ command:
   {{- with $w.servedModelName }}
   - --served-model-name={{ . }}
   {{- end }}
+  {{- if eq $w.role "encode" }}
+  - --mm-encoder-only
+  - --no-enable-prefix-caching
+  - --enforce-eager
+  {{- else }}
   - --enable-prefix-caching
   - --enable-prompt-tokens-details
+  {{- end }}
   - --tensor-parallel-size={{ $w.tensorParallelSize }}
   - --data-parallel-size={{ $w.dataParallelSize }}
   {{- if and (gt $nodes 1) (gt $ranks 1) }}
@@ -101,7 +109,12 @@ command:
   {{- end }}
   {{- end }}
   {{- end }}
+  {{- if ne $w.role "encode" }}
   - {{ printf "--kv-events-config=%s" (include "kvrouter.publisher" .) | quote }}
+  {{- end }}
+  {{- if and $w.ecTransfer (ne $w.role "decode") }}
+  - {{ printf "--ec-transfer-config=%s" (merge (dict "ec_role" (ternary "ec_producer" "ec_consumer" (eq $w.role "encode"))) $w.ecTransfer | toJson) | quote }}
+  {{- end }}
   {{- with include "kvrouter.vllmConnectors" . }}
   - {{ printf "--kv-transfer-config=%s" . | quote }}
   {{- end }}
@@ -168,8 +181,12 @@ command:
   {{- end }}
   {{- end }}
   {{- end }}
+  {{- if eq $w.role "encode" }}
+  - --encoder-only
+  {{- else }}
   - {{ printf "--kv-events-config=%s" (include "kvrouter.publisher" .) | quote }}
-  {{- if ne $w.role "both" }}
+  {{- end }}
+  {{- if has $w.role (list "prefill" "decode") }}
   - --disaggregation-mode={{ $w.role }}
   - --disaggregation-bootstrap-port={{ $w.disaggregation.port }}
   - --disaggregation-transfer-backend={{ $w.disaggregation.transferBackend }}
