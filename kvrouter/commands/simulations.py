@@ -24,9 +24,12 @@ def simulate(
     max_model_len: Annotated[int, typer.Option(help="Limit of prompt and answer in tokens.")] = 32768,
     prefill_ms: Annotated[float, typer.Option(help="Milliseconds to compute one uncached prompt token.")] = 0.15,
     step_ms: Annotated[float, typer.Option(help="Minimal milliseconds of a step, which is one token.")] = 5.0,
+    encoder_items: Annotated[int, typer.Option(help="Encoded images, audio and video that are kept.")] = 64,
     kv_events: Annotated[str | None, typer.Option(help="Publisher configuration as JSON, in SGLang's form.")] = None,
     disaggregation: Annotated[Literal["sglang", "nixl"] | None, typer.Option(help="Style of KV transfer.")] = None,
-    role: Annotated[Literal["prefill", "decode"] | None, typer.Option(help="Needs --disaggregation.")] = None,
+    role: Annotated[
+        Literal["prefill", "decode", "encode"] | None, typer.Option(help="Role; prefill, decode need --disaggregation.")
+    ] = None,
     bootstrap_port: Annotated[int, typer.Option(help="Port of a prefill worker's bootstrap service; 0: free.")] = 0,
 ) -> None:
     """Run a simulated worker: real cache, scheduler, events and API, but random words."""
@@ -53,6 +56,7 @@ def simulate(
             max_model_len=max_model_len,
             prefill_s_per_token=prefill_ms / 1000,
             base_step_s=step_ms / 1000,
+            encoder_items=encoder_items,
             bootstrap_port=bootstrap_port,
             **options,
         )
@@ -68,11 +72,15 @@ def demo(
     disaggregated: Annotated[
         bool, typer.Option("--disaggregated", help="Show disaggregation instead, with a killed prefill worker.")
     ] = False,
+    encoders: Annotated[
+        bool, typer.Option("--encoders", help="Show encode workers instead, with one of them killed.")
+    ] = False,
 ) -> None:
     """Compare kv-aware routing with round robin on simulated workers.
 
     --disaggregated plays the conversations on 2 prefill and 2 decode workers, first in SGLang's style and then in that
-    of vLLM with NIXL. It kills a prefill worker. The exit status is 0 if no request is lost.
+    of vLLM with NIXL. It kills a prefill worker. --encoders sends chats with images to 3 encode workers and 2 others,
+    and kills an encode worker. Each exits with 0 if no request is lost.
     """
     from kvrouter.tools.demo import run_demo
     from kvrouter.tools.demo.run import DemoError
@@ -82,6 +90,12 @@ def demo(
             from kvrouter.tools.demo.disaggregated import run_disaggregated_demo
 
             if not run_disaggregated_demo(conversations):
+                raise typer.Exit(1)
+            return
+        if encoders:
+            from kvrouter.tools.demo.encoders import run_encoders_demo
+
+            if not run_encoders_demo(conversations):
                 raise typer.Exit(1)
             return
         run_demo(workers, conversations, keep)

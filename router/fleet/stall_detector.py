@@ -169,7 +169,7 @@ class StallDetector:
 
     def eject_stalled(self, workers: Sequence[Worker]) -> None:
         """Open the circuits of hung workers, and move their waiting requests."""
-        usual: dict[frozenset[str], Usual] = {}  # by served models
+        usual: dict[frozenset[tuple[bool, str]], Usual] = {}  # by the work of workers
         for worker in workers:
             if not worker.up or not worker.computes or not worker.health.attempts:
                 continue
@@ -179,10 +179,10 @@ class StallDetector:
                 worker.probe_now.set()  # A worker that answers probes is alive.
             if silent < self._stall.silence or not _others(worker, workers):
                 continue  # This is the cheap check, which most workers pass.
-            models = frozenset(worker.models())
-            seen = usual.get(models)
+            work = worker.work()
+            seen = usual.get(work)
             if seen is None:
-                seen = usual[models] = Usual.of([other.health for other in workers if other.models() & models])
+                seen = usual[work] = Usual.of([other.health for other in workers if other.work() & work])
             dead = self._unanswered(worker)
             reason = stalled(worker.health, self._stall, seen, silent, dead)
             if reason is None:
@@ -219,14 +219,14 @@ class StallDetector:
         if left <= 0:
             return
         recent = {worker: Recent(worker.health, self._outlier) for worker in well}
-        models = {worker: frozenset(worker.models()) for worker in well}
-        for served in set(models.values()):
-            alike = [recent[worker] for worker in well if models[worker] & served]
+        works = {worker: worker.work() for worker in well}
+        for work in set(works.values()):
+            alike = [recent[worker] for worker in well if works[worker] & work]
             if len(alike) < _FEWEST_TO_COMPARE:
                 continue
             compared = Alike(alike, self._outlier)
             for worker in well:
-                if models[worker] == served and left > 0 and (reason := compared.outlier(recent[worker])):
+                if works[worker] == work and left > 0 and (reason := compared.outlier(recent[worker])):
                     worker.health.circuit.open(reason)
                     worker.health.forget()
                     left -= 1
@@ -258,7 +258,7 @@ class StallDetector:
 
 def _others(worker: Worker, workers: Sequence[Worker]) -> bool:
     return any(
-        other is not worker and other.up and other.trusted and not other.draining and other.models() & worker.models()
+        other is not worker and other.up and other.trusted and not other.draining and other.work() & worker.work()
         for other in workers
     )
 

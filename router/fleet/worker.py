@@ -195,6 +195,11 @@ class Worker:
             return set()
         return {served.model for served in self.description.models.values()}
 
+    def work(self) -> frozenset[tuple[bool, str]]:
+        """Return what it shares with workers of the same work: whether it is an encode worker, with each base model."""
+        known = self.description.models.values() if self.description is not None else ()
+        return frozenset([(self.role is _ENCODE, served.model) for served in known])
+
     @property
     def capacity_tokens(self) -> int | None:
         """The number of tokens that the KV cache of each rank holds; None if the worker does not report it."""
@@ -224,9 +229,9 @@ class Worker:
         return self.role is _ENCODE and self.description is not None and self.description.engine is not Engine.SGLANG
 
     def encodes_as(self, name: str, model: str | None) -> str | None:
-        """Return the name by which it encodes items of requests for a name, which stands for a base model.
+        """Return the name in its requests for items of chats for `name`; None if it may not receive them.
 
-        None if it may not receive them.
+        `model`: the base model behind the name.
         """
         if self.description is None or not self.encodes_items or not self.takes_work:
             return None

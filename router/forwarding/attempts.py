@@ -194,9 +194,8 @@ class Attempts:
         services.metrics.placed(prompt.name or "", now - arrived, assignment.decision, assignment.cache_prediction)
         excluded = [*self._excluded(), worker] if self._left or self._without else tried
         self.others = self._sends < self._most and self._repeatable and services.selector.has_others(prompt, excluded)
-        # A request that hung one worker may be the cause, so it is not sent to a second one for that reason.
-        if self.others and not self._hung and assignment.prefill is None:
-            assignment.attempt.give_up = handler.give_up
+        if self.sent is not self.encoding:
+            self._move_if_hung(assignment, handler)
 
     def send_encoded(self, handler: AttemptHandler) -> None:
         """Send the request, because its media are encoded. Raises RequestError as `send` does."""
@@ -207,6 +206,13 @@ class Attempts:
         self._forward(assignment, handler, _now())
         if encoding.paused and self.sent is not None:
             self.sent.pause()
+        self._move_if_hung(assignment, handler)
+
+    def _move_if_hung(self, assignment: Assignment, handler: AttemptHandler) -> None:
+        """Let the request be moved while it waits for its worker's first byte."""
+        # A request that hung one worker may be the cause, so it is not sent to a second one for that reason.
+        if self.others and not self._hung and assignment.prefill is None:
+            assignment.attempt.give_up = handler.give_up
 
     def _forward(self, assignment: Assignment, handler: AttemptHandler, now: float) -> None:
         """Send the request to the worker or the workers of an assignment."""

@@ -117,7 +117,8 @@ class EncodeStage:
         computing = assignment.prefill or assignment
         self._todo.extend(self._lacking(computing))
         if self.services.sidecar_encodes:
-            self._name_encoders(assignment)
+            self._sidecar_header = self._named_encoders(assignment) if self._todo else []
+            self._todo.clear()
             return False
         self._began = _now()
         self._send_more()
@@ -159,18 +160,18 @@ class EncodeStage:
             else:
                 yield number
 
-    def _name_encoders(self, assignment: Assignment) -> None:
-        """Choose the encode workers that the sidecar sends items to. Their load counts until the chat's end."""
+    def _named_encoders(self, assignment: Assignment) -> Headers:
+        """Return the header with the encode worker of each item, whose load counts until the chat's end."""
         encoders, named = self.services.encoders, []
-        while self._todo:
-            worker = encoders.choose(self.name, self.chat.items[self._todo.popleft()].key)
+        for item in self.chat.items:
+            worker = encoders.choose(self.name, item.key)
             if worker is not None:
                 turn = encoders.place(worker)
                 assignment.when_released(turn.end)
                 endpoint = WorkerEndpoint.of(worker, 0)
                 named.append(f"{endpoint.address}:{endpoint.port}")
                 self._workers[worker.name] = None
-        self._sidecar_header = [(_SIDECAR_HEADER, ",".join(named).encode())] if named else []
+        return [(_SIDECAR_HEADER, ",".join(named).encode())] if named else []
 
     def _send_more(self) -> None:
         while self._todo and len(self._running) < self.services.encoding.per_request:

@@ -87,7 +87,7 @@ class RequestMetrics:
             "kvrouter_pulled_tokens", "Prompt tokens that workers pulled from peers", registry=registry
         )
         self.media_items = Counter(
-            "kvrouter_media_items", "Media items of chats, by who encoded them", ["result"], registry
+            "kvrouter_media_items", "Media items of chats, by where they are encoded", ["result"], registry
         )
         self.encode_requests = Counter(
             "kvrouter_encode_requests", "Media items sent to encode workers", ["worker", "status"], registry

@@ -2,9 +2,9 @@
 
     item ──▶ choose ──▶ waits while the worker has `encoding.per_encoder` items ──▶ sent ──▶ ended
 
-An encode worker keeps what it encoded, so an item goes where equal items went before. Rendezvous hashing ranks the
-workers for each item by its content. The ranking is the same at all routers, and after a restart. An added worker takes
-over only the items for which it ranks first.
+An encode worker keeps what it encoded, so equal items are sent to the same one. Rendezvous hashing ranks the workers
+for each item by its content. The ranking is the same at all routers, and after a restart. An added worker receives only
+the items for which it ranks first.
 
 The first worker of the ranking is chosen that has at most `_BOUND` times its share of all items (consistent hashing
 with bounded loads). So neither one popular item nor many items that rank a worker first can overload it.
@@ -109,7 +109,7 @@ class EncodeTurn:
             on_turn()
 
     def encoded(self) -> None:
-        """Learn from the time that the worker took. The items ahead took their parts of it."""
+        """Learn from the time of the item at the worker, of which the items ahead used their parts."""
         self._queue.learn((self._clock() - self._began) / (self._ahead + 1))
 
     def end(self, failed: bool = False) -> None:  # noqa: ARG002

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from simulator.worker.cache import CachedSequence
 from simulator.worker.disaggregation.part import Job, Part, Role, Running
 from simulator.worker.engine import Output, QueueFullError, SimulatedEngine
+from simulator.worker.media import MediaEncoder, with_items_as_text
 from simulator.worker.messages_api import MessageReply, MessagesRequest
 from simulator.worker.metrics import WorkerMetrics
 from simulator.worker.protocol import (
@@ -55,6 +56,7 @@ class Completions:
         self._writer = writer
         self._engines = engines
         self._metrics = metrics
+        self._media = MediaEncoder(settings, metrics.registry)
         self.responses = StoredResponses()
         self.adapters = list(settings.adapters)
 
@@ -78,6 +80,9 @@ class Completions:
     async def chat(self, http: Request, body: ChatRequest) -> Response:
         """Answer a chat request. Raises ApiError."""
         self._check_model(body.model)
+        if self._settings.role == "encode":
+            return JSONResponse(await self._media.answer(body))
+        await self._media.need(body)
         prompt = await asyncio.to_thread(self.chat_tokens, body)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
@@ -123,7 +128,7 @@ class Completions:
             raise ApiError(HTTPStatus.BAD_REQUEST, "messages must not be empty.", "messages")
         try:
             text = self._tokenizer.render(
-                [message.model_dump(exclude_unset=True) for message in conversation.messages],
+                [message.model_dump(exclude_unset=True) for message in with_items_as_text(conversation.messages)],
                 conversation.tools,
                 conversation.add_generation_prompt,
                 conversation.continue_final_message,

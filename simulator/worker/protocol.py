@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -39,13 +39,27 @@ class TextPart(BaseModel):
     text: str
 
 
+class MediaPart(BaseModel):
+    """An image, audio or video, in the field of its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["image_url", "audio_url", "video_url", "input_audio"]
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.type not in (self.model_extra or {}):
+            raise ValueError(f"{self.type} is missing")
+        return self
+
+
 class Message(BaseModel):
     """A chat message. Fields that only the chat template reads, for example `tool_calls`, are kept unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | MediaPart] | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 
@@ -70,6 +84,7 @@ class GenerationRequest(BaseModel):
     routed_dp_rank: int | None = None
     disagg_prefill_dp_rank: int | None = Field(None, ge=0)
     kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
 
 
 class CompletionRequest(GenerationRequest):

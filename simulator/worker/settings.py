@@ -52,9 +52,13 @@ class SimulatedWorkerSettings:
     prefill_s_per_token: float = 0.00015
     decode_s_per_sequence: float = 0.0002
 
-    # Disaggregation. SGLang's style also changes the engine that the worker reports.
+    # Media: the time to encode an item, and the most encoded items that are kept.
+    encode_s_per_item: float = 0.05
+    encoder_items: int = 64
+
+    # Disaggregation. SGLang's style also changes the engine that the worker reports. Encode workers need no style.
     disaggregation: Literal["sglang", "nixl"] | None = None
-    role: Literal["prefill", "decode"] | None = None
+    role: Literal["prefill", "decode", "encode"] | None = None
     bootstrap_port: int = 0  # port of a prefill worker's bootstrap service; 0: any free port
     transfer_timeout_s: float = 30.0  # seconds until a prompt's KV must have arrived
 
@@ -67,7 +71,7 @@ class SimulatedWorkerSettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         at_least_0 = ("max_waiting", "host_blocks", "base_step_s", "prefill_s_per_token", "decode_s_per_sequence")
-        for name in (*at_least_0, "pull_s_per_token"):
+        for name in (*at_least_0, "pull_s_per_token", "encode_s_per_item", "encoder_items"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
         for name in ("port", "bootstrap_port", "pull_port"):
@@ -75,9 +79,9 @@ class SimulatedWorkerSettings:
                 raise ValueError(f"{name} must be between 0 and 65535, not {getattr(self, name)}")
         if self.disaggregation not in (None, "sglang", "nixl"):
             raise ValueError(f"disaggregation must be sglang or nixl, not {self.disaggregation!r}")
-        if self.role not in (None, "prefill", "decode"):
-            raise ValueError(f"role must be prefill or decode, not {self.role!r}")
-        if self.role is not None and self.disaggregation is None:
+        if self.role not in (None, "prefill", "decode", "encode"):
+            raise ValueError(f"role must be prefill, decode or encode, not {self.role!r}")
+        if self.role in ("prefill", "decode") and self.disaggregation is None:
             raise ValueError(f"role {self.role!r} needs disaggregation: sglang or nixl")
         if self.transfer_timeout_s <= 0:
             raise ValueError(f"transfer_timeout_s must be above 0, not {self.transfer_timeout_s}")

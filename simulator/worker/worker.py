@@ -85,7 +85,7 @@ class SimulatedWorker:
 
 
 def _open_role(settings: SimulatedWorkerSettings) -> OpenRole | None:
-    if settings.role is None:
+    if settings.role not in ("prefill", "decode"):
         return None
     from simulator.worker.disaggregation.roles import OpenRole
 

@@ -72,8 +72,10 @@ async def broken(exchange: Exchange) -> None:
 class Fleet:
     """Encode workers, other workers, and routers in front of them.
 
-    `routed` has the settings of most tests, `pairs` has a prefill and a decode worker, `sidecars` has sidecars that
-    encode, and `dependent` has workers without an encoder.
+    - `routed`: the settings of most tests.
+    - `pairs`: a prefill and a decode worker.
+    - `sidecars`: workers whose sidecars send the items.
+    - `dependent`: workers without an encoder.
     """
 
     routed: RouterUnderTest

@@ -31,7 +31,7 @@ from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet import worker as fleet
 from router.fleet.discovery import DiscoveryError, Engine, RefusedKeyError, WorkerDescription, describe_worker
 from router.http.client import connection_problem
-from router.settings import FleetSettings, WorkerSettings
+from router.settings import FleetSettings, Role, WorkerSettings
 from router.tokens.permission import ids_sent_to
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers
@@ -93,6 +93,9 @@ class Examination:
             self._found(Cause.WORKER_DOWN, str(error) or f"no answer within {deadline} s")
             return
         models = described.base_models()
+        if examined.role_with(described) is Role.ENCODE:
+            self.passed.append(f"answers, and encodes media ({described.engine})")
+            return
         if not models:
             self._found(Cause.NO_MODELS, f"{self.url}/v1/models lists no model")
             return

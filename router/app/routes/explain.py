@@ -26,6 +26,7 @@ from router.admission.ticket import WaitReason
 from router.apis.abilities import needed_abilities
 from router.apis.endpoints import PROMPTED, Call, read_call
 from router.apis.fields import kind_of, read_body
+from router.apis.media_items import media_chat
 from router.apis.openai_requests import decode_match
 from router.apis.requests import ChatPrompt, MatchRequest, RoutedRequest
 from router.apis.sessions import AgentHints, hints_in_headers
@@ -38,6 +39,7 @@ from router.policies import Cost
 from router.policies.records import Source
 from router.prediction.service_levels import ServiceLevels, read_slo
 from router.prediction.slo import SLO, Estimate, Prediction
+from router.routing.encoders import Encoders
 from router.routing.prompt_reader import PromptReader, RoutedPrompt, Sender
 from router.routing.selector import Selector
 from router.settings import LimitSettings
@@ -56,7 +58,16 @@ def explain_routes(services: Services) -> APIRouter:
         body, headers = await request.body(), request.scope["headers"]
         routing = services.routing
         return await explain(
-            routing.reader, routing.selector, services.admission, sessions, names, limits, body, headers, levels
+            routing.reader,
+            routing.selector,
+            services.admission,
+            routing.encoders,
+            sessions,
+            names,
+            limits,
+            body,
+            headers,
+            levels,
         )
 
     return routes
@@ -80,6 +91,7 @@ async def explain(
     reader: PromptReader,
     selector: Selector,
     admission: Admission,
+    encoders: Encoders,
     sessions: SessionLocations,
     names: WorkerNames,
     limits: LimitSettings,
@@ -93,6 +105,9 @@ async def explain(
     prompt = replace(prompt, path=call.path, needs=needed_abilities(call.body), sender=Sender(tenant, list(headers)))
     if (told := hints_in_headers(headers)) is not None:
         prompt.hints = told.before(prompt.hints)
+    media = media_chat(call.path, call.body)
+    if media is not None and prompt.name is not None:
+        prompt.encoding = encoders.seconds(prompt.name, [item.key for item in media.items])
     now = time.monotonic()
     slo = read_slo(headers, levels, tenant, prompt.name, now)
     usual = selector.choose(prompt, now=now, slo=slo)
@@ -108,6 +123,7 @@ async def explain(
         "exact": prompt.exact,
         "session": prompt.session,
         "hints": prompt.hints and _hints(prompt, prompt.hints, sessions, names),
+        "encoding": round(prompt.encoding, 6),
         "held": begins if isinstance(begins, WaitReason) else None,
         "promise": slo and _slo(slo, selector.predict(chosen, prompt), now),
         "choice": {"worker": names.get(chosen.target.worker), "dp_rank": chosen.target.dp_rank},
