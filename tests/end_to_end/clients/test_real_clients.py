@@ -48,10 +48,10 @@ def table() -> Iterator[list[Row]]:
     """The rows of all clients, which are printed at the end."""
     rows: list[Row] = []
     yield rows
-    print(f"\n{'client':<32}{'requests':>10}{'failed':>8}{'prompt tokens':>15}{'predicted':>11}{'cached':>9}")
+    print(f"\n{'client':<52}{'requests':>10}{'failed':>8}{'prompt tokens':>15}{'predicted':>11}{'cached':>9}")
     for row in rows:
         share = [f"{each / row.prompt_tokens:.1%}" for each in (row.predicted, row.cached)]
-        print(f"{row.client:<32}{row.requests:>10.0f}{row.failed:>8.0f}{row.prompt_tokens:>15.0f}", end="")
+        print(f"{row.client:<52}{row.requests:>10.0f}{row.failed:>8.0f}{row.prompt_tokens:>15.0f}", end="")
         print(f"{share[0]:>11}{share[1]:>9}")
 
 
