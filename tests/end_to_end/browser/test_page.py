@@ -151,7 +151,6 @@ async def test_page_scrolls_smoothly_with_thousand_ranks() -> None:
         frames = await page.evaluate("window.intervals")
         assert len(frames) > 60
         late = sum(each > 200 for each in frames)
-        print(f"script of the last update: {await page.evaluate('scriptTime'):.1f} ms")
         print(f"{len(frames)} frames, longest {max(frames):.0f} ms, {late} above 200 ms")
         assert late <= len(frames) / 10
         await expect(page.locator("#rows .row").first).to_be_visible()
