@@ -566,6 +566,32 @@ def test_prefill_and_decode_workers_have_transfer_connectors() -> None:
         assert template["metadata"]["labels"]["kvrouter.io/role"] == role
 
 
+def test_encode_workers_hand_media_to_the_others() -> None:
+    transfer = {"ec_connector": "ECCPUConnector"}
+    workers = {
+        "e": {"role": "encode"},
+        "w": {"role": "both"},
+        "d": {"role": "decode"},
+        "sg": {"role": "encode", "engine": "sglang"},
+    }
+    values = {"workers": {name: VLLM | {"ecTransfer": transfer} | each for name, each in workers.items()}}
+    objects = render(values)
+    commands = {name: container(objects, f"rel-kvrouter-worker-{name}")["command"] for name in workers}
+    for name, role in (("e", "ec_producer"), ("w", "ec_consumer")):
+        assert json.loads(option(commands[name], "--ec-transfer-config")) == transfer | {"ec_role": role}
+    assert {"--mm-encoder-only", "--no-enable-prefix-caching"} <= set(commands["e"])
+    words = " ".join([*commands["e"], *commands["sg"]])
+    assert not any(
+        option in words for option in ("--kv-transfer-config", "--kv-events-config", "--disaggregation-mode")
+    )
+    assert "--encoder-only" in commands["sg"]
+    assert "--ec-transfer-config" not in " ".join(commands["d"])
+    template = named(objects, "Deployment", "rel-kvrouter-worker-e")["spec"]["template"]
+    assert template["metadata"]["labels"]["kvrouter.io/role"] == "encode"
+    with pytest.raises(helm_python.HelmError, match=r"workers\.e\.ecTransfer: name the connector"):
+        render({"workers": {"e": VLLM | {"role": "encode"}, "w": VLLM}})
+
+
 # Several nodes, offloading, pools
 
 
