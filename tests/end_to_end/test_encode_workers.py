@@ -26,6 +26,8 @@ PER_REQUEST, PER_ENCODER = 4, 2
 STEADY = {**QUICK, "slow_start": 0, "failures": 1000}  # no failure of one test affects the next
 IMAGE = b'{ "type":"image_url", "image_url":{"url":"data:image/png;base64,aGVsbG8"} }'
 TEXT = b'{"type":"text","text":"What is this?"}'
+# What a chat with the item of `IMAGE` is sent with: the parameters of `encoded`, merged.
+MERGED = b',"ec_transfer_params":{"hash-0":{ "peer_port":5e1 ,"size_bytes": 0}}'
 LONG_TEXT = b'{"type":"text","text":"%b"}' % (b"What is this? " * 20)
 
 
@@ -152,7 +154,7 @@ async def test_chat_carries_what_encode_worker_answered(fleet: Fleet) -> None:
     assert reply.status == 200
     assert fleet.items() == [to_encoder(IMAGE, b',"mm_processor_kwargs":{"max_pixels":  9}')]
     (received,) = fleet.chats
-    assert received.body == body[:-1] + b',"ec_transfer_params":{"hash-0":{ "peer_port":5e1 ,"size_bytes": 0}}}'
+    assert received.body == body[:-1] + MERGED + b"}"
     (encoder,) = [each for each in fleet.encoders if each.exchanges]
     assert reply.headers["x-kvrouter-encode-workers"] == encoder.url
     (request_id,) = received.header("x-request-id")
@@ -168,6 +170,14 @@ async def test_text_skips_the_stage(fleet: Fleet) -> None:
     words = chat(b'{"type":"text","text":"the type \\"image_url\\""}')
     assert (await fleet.routed.call(PATH, words)).status == 200
     assert (fleet.items(), fleet.chats[-1].body in (body, words)) == ([], True)
+
+
+async def test_large_item_is_sent_as_it_is(fleet: Fleet) -> None:
+    large = IMAGE.replace(b"aGVsbG8", b"aGVs" * 200_000)
+    body = chat(TEXT, large)
+    assert (await fleet.routed.call(PATH, body)).status == 200
+    assert fleet.items() == [to_encoder(large)]
+    assert fleet.chats[0].body == body[:-1] + MERGED + b"}"
 
 
 async def test_equal_items_are_encoded_once(fleet: Fleet) -> None:
@@ -325,7 +335,7 @@ async def test_prefill_worker_alone_receives_the_answers(fleet: Fleet) -> None:
     reply = await fleet.ask(IMAGE, routed=fleet.pairs)
     assert reply.status == 200
     prefill, decode = (worker.last for worker in fleet.workers)
-    assert b'"ec_transfer_params":{"hash-0":{ "peer_port":5e1 ,"size_bytes": 0}}' in prefill.body
+    assert MERGED in prefill.body
     assert json.loads(prefill.body)["max_tokens"] == 1
     assert decode.body == chat(IMAGE)[:-1] + b',"kv_transfer_params":{"remote_block_ids": [1]}}'
     await fleet.pairs.until_released()

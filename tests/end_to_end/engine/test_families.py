@@ -6,15 +6,12 @@ FAMILY_TABLE a file to write the table to, as Markdown; its rows of other famili
 
 from __future__ import annotations
 
-import base64
 import copy
 import json
 import os
-import struct
 import time
 import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +20,7 @@ from typing import Any
 import pytest
 
 from engine.installation import Installation
+from engine.pictures import image_part
 from engine.processes import wait_for
 from engine.servers import MODEL, RouterProcess, VllmWorker
 from engine.table import write_table
@@ -180,11 +178,11 @@ def _with_images() -> Iterator[tuple[str, dict[str, Any]]]:
         ("large", 1000, 700, {"mm_processor_kwargs": _IN_PIECES}),
     ):
         for color in ((200, 30, 30), (30, 200, 30), (30, 30, 200)):
-            image = _image(color, width, height)
+            image = image_part(color, width, height)
             parts = [{"type": "text", "text": _LONG}, image, {"type": "text", "text": f"What is it? {_LONG}"}]
             asked = [{"role": "user", "content": parts}]
             answered = [{"role": "assistant", "content": "A square."}, {"role": "user", "content": f"Sure? {_LONG}"}]
-            beside = [{"type": "text", "text": "And this?"}, _image((9, 9, 9), height, width), parts[0]]
+            beside = [{"type": "text", "text": "And this?"}, image_part((9, 9, 9), height, width), parts[0]]
             compared = [*asked, answered[0], {"role": "user", "content": beside}]
             for kind, messages in (("new", asked), ("again", asked), ("another turn", asked + answered)):
                 yield f"{size}, {kind}", {"messages": messages} | others
@@ -192,22 +190,6 @@ def _with_images() -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{size}, {kind}", {"messages": compared} | others
             for _ in range(2):
                 yield f"{size}, salted", {"messages": asked, "cache_salt": "a"} | others
-
-
-def _image(color: tuple[int, int, int], width: int, height: int) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": _png(color, width, height)}}
-
-
-def _png(color: tuple[int, int, int], width: int, height: int) -> str:
-    """A picture of one color, as a data URL."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    rows = zlib.compress((b"\0" + bytes(color) * width) * height)
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
 def _check_images(result: Result) -> None:
