@@ -14,15 +14,18 @@ from __future__ import annotations
 import gzip
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from random import Random
 from statistics import mean
 
+import msgspec
+
 from benchmarks.policy.light import LightRun, figures
 from benchmarks.policy.measures import in_time
 from benchmarks.policy.report import markdown
+from benchmarks.policy.saturation import find_saturation
 from benchmarks.policy.sessions import AGENTS, CHATS, SessionKind, generated, recorded
 from indexer import Target
 from router.policies.pair_peers import dynamo_pairs, fewest_requests, llm_d_pairs, mooncake_pairs, netkv_pairs
@@ -32,14 +35,17 @@ from router.settings import PolicyName
 from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
 from simulator.fleet.simulated_router import OURS, Side
-from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest, read_trace, requests_of
-from simulator.fleet.transfers import Network
+from simulator.fleet.sources import SourceSpec
+from simulator.fleet.trace import BLOCK_TOKENS, RequestSLO, TracedRequest, TraceLine, read_trace, requests_of
+from simulator.fleet.transfers import Network, NetworkSpec
 from simulator.fleet.workers import worker_number
 
 _TTFT_GOAL, _TPOT_GOAL, _MISSED = 2.0, 0.05, 0.1
+_SHORT_ANSWER = 8  # tokens
 _WARM_UP = 0.3
-_STEPS = 5  # of the search for saturation
 _KV_TOKENS = 1_280_000
+_NETWORK = NetworkSpec()
+_SOURCES = SourceSpec(pulls=True, link_rate=_NETWORK.end)  # only routers that name peers use them
 _BEFORE = "fewest requests"  # this project's rule before it chose pairs together
 _PAIRS: dict[str, Callable[[Random], PairRule]] = {
     _BEFORE: fewest_requests,
@@ -50,7 +56,13 @@ _PAIRS: dict[str, Callable[[Random], PairRule]] = {
 }
 _SINGLE = {"cache_aware": PolicyName.CACHE_AWARE, "round_robin": PolicyName.ROUND_ROBIN}
 _NETKV = "netkv"
-SIDES = (OURS.name, _BEFORE, *list(_PAIRS)[1:], _NETKV, *_SINGLE)
+_WITH_SLOS, _PULLING = f"{OURS.name}, SLOs", f"{OURS.name}, pulls"
+_OURS = {
+    OURS.name: OURS,
+    _WITH_SLOS: replace(OURS, name=_WITH_SLOS, slos=True),
+    _PULLING: replace(OURS, name=_PULLING, sources=True),
+}
+SIDES = (*_OURS, _BEFORE, *list(_PAIRS)[1:], _NETKV, *_SINGLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,32 +91,33 @@ class Ground:
     def fleet(self) -> FleetSpec:
         """The engines."""
         workers = self.prefill + self.decode
-        return FleetSpec(LLAMA_70B, workers, _KV_TOKENS, prefill=self.prefill, decode=self.decode)
+        return FleetSpec(LLAMA_70B, workers, _KV_TOKENS, prefill=self.prefill, decode=self.decode, sources=_SOURCES)
 
     def requests(self, load: float, seed: int) -> list[TracedRequest]:
-        """Return the requests at a load. Seeds are other windows of a trace of requests, and else other sessions."""
+        """Return the requests at a load, with their goals as SLOs.
+
+        Seeds are other windows of a trace of requests, and else other sessions.
+        """
+        return [with_goals(request) for request in self._requests(load, seed)]
+
+    def _requests(self, load: float, seed: int) -> list[TracedRequest]:
         workers = self.prefill + self.decode
         if isinstance(self.workload, SessionKind):
             return generated(self.workload, load * workers, self.seconds, BLOCK_TOKENS, Random(seed))
         if holds_sessions(self.workload):
             return recorded(self.workload, load, workers, self.seconds, Random(seed))
-        lines = read_trace(self.workload).lines
+        lines = list(without_ticks(read_trace(self.workload).lines, Random(seed)))
         count = min(int(load * workers * self.seconds), len(lines))
         start = (len(lines) - count) * (seed % 3) // 2
         window = lines[start : start + count]
         first, last = window[0].timestamp, window[-1].timestamp
         requests = requests_of(window, (last - first) / 1000 / (count / (load * workers)))
         begin = requests[0].arrival
-        return [_earlier(request, begin) for request in requests]
+        return [replace(request, arrival=request.arrival - begin) for request in requests]
 
     def saturation(self) -> float:
         """Return the load at which one in ten answers misses the goals under the rule before."""
-        below, above = self.below, self.above
-        for _ in range(_STEPS):
-            middle = (below + above) / 2
-            run = play(self, middle, _BEFORE, 0)
-            below, above = (below, middle) if run.goodput < 1 - _MISSED else (middle, above)
-        return below
+        return find_saturation(lambda load: play(self, load, _BEFORE, 0).goodput >= 1 - _MISSED, self.below, self.above)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +141,37 @@ def holds_sessions(trace: Path) -> bool:
         return any(b'"timestamp"' not in file.readline() for _ in range(2))
 
 
-def _earlier(request: TracedRequest, seconds: float) -> TracedRequest:
-    return TracedRequest(
-        request.arrival - seconds,
-        request.input_tokens,
-        request.output_tokens,
-        request.blocks,
-        request.finished,
-        request.session,
-    )
+def without_ticks(lines: Sequence[TraceLine], random: Random) -> Iterator[TraceLine]:
+    """Yield the requests of a trace with random times within the ticks of its clock, in order.
+
+    Mooncake's traces have ticks of 3 s. About ten requests that arrive at once would wait at any load.
+    """
+    ticks = [list(group) for _, group in groupby(lines, key=lambda line: line.timestamp)]
+    begins = [tick[0].timestamp for tick in ticks]
+    ends = [*begins[1:], 2 * begins[-1] - begins[-2]]
+    for tick, begin, end in zip(ticks, begins, ends, strict=True):
+        times = sorted(random.uniform(begin, end) for _ in tick)
+        for line, timestamp in zip(tick, times, strict=True):
+            yield msgspec.structs.replace(line, timestamp=timestamp)
+
+
+def with_goals(request: TracedRequest) -> TracedRequest:
+    """Return a request with its goals, and those that follow it with theirs. Short answers have no goal of TPOT."""
+    turns, following = [request], None
+    while (after := turns[-1].following) is not None:
+        turns.append(after)
+    for each in reversed(turns):
+        own = prefill_seconds(LLAMA_70B.rates, each.input_tokens, 0, 0, 0)
+        slo = RequestSLO("goals", _TTFT_GOAL + own, _TPOT_GOAL if each.output_tokens > _SHORT_ANSWER else None)
+        following = replace(each, slo=slo, following=following)
+    assert following is not None
+    return following
 
 
 def side_named(name: str, ground: Ground) -> Side:
     """Return a router by its name in tables."""
+    if name in _OURS:
+        return _OURS[name]
     if name in _SINGLE:
         return Side(name, _SINGLE[name])
     if name == _NETKV:
@@ -150,7 +181,7 @@ def side_named(name: str, ground: Ground) -> Side:
             return ground.fleet.network.latency + tokens / network.rate(worker_number(prefill), worker_number(decode))
 
         return Side(name, PolicyName.KV_AWARE, pairs=lambda random: netkv_pairs(random, seconds))
-    return OURS if name == OURS.name else Side(name, PolicyName.KV_AWARE, pairs=_PAIRS[name])
+    return Side(name, PolicyName.KV_AWARE, pairs=_PAIRS[name])
 
 
 def grounds(trace: Path | None, quick: bool) -> Iterator[Ground]:
@@ -189,9 +220,8 @@ def measured(outcomes: Sequence[Outcome]) -> PairRun:
 
 
 def _is_good(outcome: Outcome) -> bool:
-    request = outcome.request
-    own = prefill_seconds(LLAMA_70B.rates, request.input_tokens, 0, 0, 0)
-    return in_time(outcome, _TTFT_GOAL + own, _TPOT_GOAL if request.output_tokens > 8 else inf)
+    slo = outcome.request.slo
+    return slo is not None and in_time(outcome, slo.ttft, slo.tpot)
 
 
 def compare_pairs(trace: Path | None, quick: bool, seeds: int, show: Callable[[str], None]) -> str:

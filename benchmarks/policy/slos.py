@@ -23,6 +23,7 @@ from benchmarks.policy.grid import Cell
 from benchmarks.policy.headroom import headroom_side
 from benchmarks.policy.measures import TPOT_GOAL, TTFT_GOAL, WARM_UP, after_warm_up, in_time
 from benchmarks.policy.report import markdown
+from benchmarks.policy.saturation import find_saturation
 from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload
 from kvrouter.tools.traces.results import percentile
 from router.policies.rates import prefill_seconds
@@ -37,7 +38,6 @@ INTERACTIVE = RequestSLO("interactive", 2.0, 0.05)
 AGENTS = RequestSLO("agent", 4.0, 0.1)
 BATCH = RequestSLO("batch", 30.0, 0.2)
 LOADS = (0.5, 0.7, 0.9, 1.0, 1.1, 1.2, 1.35)
-_STEPS = 5  # of the search for saturation
 
 OURS_WITH_SLOS, TODAY = "kv_aware, SLOs", OURS.name
 _LEAST, _MOST, _DYNAMO = "llm_d, least headroom", "llm_d, most headroom", "dynamo"
@@ -109,13 +109,12 @@ class Ground:
 
     def saturation(self) -> float:
         """Return the load at which one in ten answers of the default without SLOs misses the goals."""
-        below, above = self.below, self.above
-        for _ in range(_STEPS):
-            middle = (below + above) / 2
-            outcomes = after_warm_up(play(TODAY, self, self.requests(middle, 0), 0).outcomes)
-            missed = sum(not in_time(each, TTFT_GOAL, TPOT_GOAL) for each in outcomes) > 0.1 * len(outcomes)
-            below, above = (below, middle) if missed else (middle, above)
-        return below
+
+        def meets_goals(load: float) -> bool:
+            outcomes = after_warm_up(play(TODAY, self, self.requests(load, 0), 0).outcomes)
+            return sum(not in_time(each, TTFT_GOAL, TPOT_GOAL) for each in outcomes) <= 0.1 * len(outcomes)
+
+        return find_saturation(meets_goals, self.below, self.above)
 
 
 @dataclass(frozen=True, slots=True)

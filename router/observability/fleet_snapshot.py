@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from indexer import Indexer
@@ -27,6 +28,7 @@ from router.load.peer_load import PeerLoad
 from router.load.target_load import LoadTable
 from router.observability.fleet_report import About
 from router.observability.metrics import RequestMetrics
+from router.observability.role_load import role_loads
 from router.observability.seen_requests import SampledTraffic
 
 SECONDS = 2.0  # between points
@@ -259,6 +261,7 @@ class FleetSnapshot:
                     update["prefixes"] = self._prefixes.tree()
                     update["findings"] = self._findings()
                     update["forecasts"] = self._predictions()
+                    update["roles"] = [asdict(each) for each in role_loads(self._fleet.workers, self._load)]
                     update["about"] = {**self._about.identity, "models": self._about.models()}
                 yield update
 

@@ -16,12 +16,12 @@ from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker, WorkerState
 from router.load.target_load import LoadTable
 from router.observability.counters import Counter, CounterSeries, Histogram
+from router.observability.role_load import role_loads
 from router.policies import Decision
 from router.policies.custom import CustomPolicy
 from router.policies.records import CostUnit
 from router.routing.pulls import PullResult
 from router.routing.sources import LoadRates
-from router.settings import Role
 
 _SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -283,22 +283,15 @@ class FleetCollector(Collector):
         yield from (up, state, serving, requests, pending, unseen, usage, *self._roles())
 
     def _roles(self) -> Iterator[Metric]:
-        """Yield the mean load of the usable workers of each role, which shows the role that is short."""
+        labels = ["model", "role"]
         queue = GaugeMetricFamily(
-            "kvrouter_role_prefill_seconds", "Mean predicted seconds until a rank's prefills are done", labels=["role"]
+            "kvrouter_role_prefill_seconds", "Mean predicted seconds until a rank's prefills are done", labels=labels
         )
-        usage = GaugeMetricFamily("kvrouter_role_kv_usage_ratio", "Mean share of KV memory in use", labels=["role"])
-        for role in Role:
-            ranks = [
-                (each, rank) for each in self._fleet.workers if each.up and each.role is role for rank in each.ranks()
-            ]
-            if not ranks:
-                continue
-            backlogs = [self._load.of(worker.url, rank).backlog for worker, rank in ranks]
-            queue.add_metric([role], sum(backlogs) / len(ranks))
-            used = [known for worker, rank in ranks if (known := worker.metrics.get(rank).kv_usage) is not None]
-            if used:
-                usage.add_metric([role], sum(used) / len(used))
+        usage = GaugeMetricFamily("kvrouter_role_kv_usage_ratio", "Mean share of KV memory in use", labels=labels)
+        for each in role_loads(self._fleet.workers, self._load):
+            queue.add_metric([each.model, each.role], each.prefill_seconds)
+            if each.kv_usage is not None:
+                usage.add_metric([each.model, each.role], each.kv_usage)
         yield from (queue, usage)
 
 

@@ -4,13 +4,16 @@
     in a pair   J(p) + m · (τ + θ·μ_d) + pending_d + φ·ctx_d    the prefill worker p computes it, and d fetches it
 
     J           the default policy's cost of computing the prompt on a worker (`router.policies.kv_aware`)
-    N, η        answers that the prompt delays: those on d, at least the mean of the decode workers, and at least 1; the
-                charge for each of them, as a share of a computed token
+    N, η        answers that the prompt delays: those on d, at least the mean of the decode workers, and at least 0.15;
+                the charge for each of them, in computed tokens for each token of the prompt
     m           tokens of the prompt that d lacks, which are moved
     τ           the price of moving a token from p to d, in computed tokens; learned for each pair
     μ_d, θ      the later cost of evicting for one of these tokens on d
     pending_d   tokens that d computes itself, for which the first token waits
     ctx_d, φ    the tokens that the requests on d hold, which slow its decoding
+
+If the cheapest option would miss an SLO, the cost of missed SLOs is added to each option, and the choice is made again
+(`router.prediction.slo`).
 
 The lowest cost of all pairs and of all decode workers alone wins. If workers have different speeds and their rates are
 known, J is in seconds, and τ the seconds of a token.
@@ -30,8 +33,10 @@ from indexer import Target
 from router.policies.kv_aware import KvWeights, SecondsWeights, kv_cost, seconds_cost
 from router.policies.records import Candidate, CostUnit, Decision, Policy, Request, cheapest, one_of_lowest
 
-# η: without it, decode workers compute long prompts while prefill workers are free.
-_DELAYED_ANSWER: Final = 0.25
+# η: an answer on d waits as long as the prompt is computed, which is 1. Lower values leave TPOT behind other rules.
+_DELAYED_ANSWER: Final = 1.5
+# The answers that an idle decode worker is expected to receive meanwhile. It computes short prompts.
+_EXPECTED_ANSWERS: Final = 0.15
 NO_PREFILL: Final = "no prefill worker is left"
 IN_PAIR: Final = "remote"
 INTEGRATED: Final = "the worker does both"
@@ -47,6 +52,8 @@ class PairOptions:
     - `alone`: whether decode workers can compute a prompt.
     - `move_seconds`: returns the seconds in which a number of tokens moves from a prefill to a decode worker.
     - `token_seconds`: the mean seconds in which workers compute a token.
+    - `slo_cost`: returns the cost of the SLOs that a prefill worker, or None, and a decode worker would miss. None: the
+      request is chosen without SLOs.
     """
 
     decodes: list[Candidate]
@@ -55,6 +62,7 @@ class PairOptions:
     alone: bool
     move_seconds: Callable[[Target, Target, float], float]
     token_seconds: float
+    slo_cost: Callable[[Candidate | None, Candidate], float] | None = None
 
     def needs_alone(self, decode: Candidate) -> bool:
         """Return whether a worker must compute the prompt itself, because it can fetch it from no other worker."""
@@ -76,6 +84,11 @@ class PairChoice:
     prefill: Decision | None
     reason: str
     inputs: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def chosen(self) -> tuple[Candidate | None, Candidate]:
+        """The prefill worker, or None, and the decode worker."""
+        return None if self.prefill is None else self.prefill.chosen, self.decode.chosen
 
 
 PairRule = Callable[[PairOptions, Request], PairChoice]
@@ -132,15 +145,16 @@ class PairTerms:
         """Return the terms of a decode worker that computes the prompt itself."""
         terms = self._computing(decode)
         if decode.target not in self._options.integrated:
-            answers = max(decode.requests, self._mean_requests, 1.0)
+            answers = max(decode.requests, self._mean_requests, _EXPECTED_ANSWERS)
             terms["interference"] = terms["prefill"] * (self._weights.interference + _DELAYED_ANSWER * answers)
-        return terms
+        return terms | self._missing(None, decode)
 
     def pair(self, prefill: Candidate, decode: Candidate) -> dict[str, float]:
         """Return the terms of a pair."""
         moved, evicting, decoding = self._receiving(decode)
         move = self._moving(prefill, decode, moved)
-        return {**self._computing(prefill), "move": move, "move_eviction": evicting, "decode": decoding}
+        terms = {**self._computing(prefill), "move": move, "move_eviction": evicting, "decode": decoding}
+        return terms | self._missing(prefill, decode)
 
     def best(self, decode: Candidate) -> dict[str, float]:
         """Return the terms of the cheapest option with a decode worker."""
@@ -165,6 +179,8 @@ class PairTerms:
                 break  # the others cost more, even if moving costs nothing
             total = computing + fixed + self._moving(prefill, decode, moved)
             if total < best[0]:
+                total += sum(self._missing(prefill, decode).values())
+            if total < best[0]:
                 best = (total, prefill)
         return best
 
@@ -183,6 +199,11 @@ class PairTerms:
             rates.token * decode.requests + rates.context_token * decode.context
         )
         return moved, evicting * rates.token, decode.backlog + self._request.output_tokens * slower
+
+    def _missing(self, prefill: Candidate | None, decode: Candidate) -> dict[str, float]:
+        """Return the term of missed SLOs; empty if the request is chosen without SLOs."""
+        slo_cost = self._options.slo_cost
+        return {} if slo_cost is None else {"slo": slo_cost(prefill, decode)}
 
     def _moving(self, prefill: Candidate, decode: Candidate, tokens: float) -> float:
         """Return the price of moving tokens: in computed tokens, or in seconds."""

@@ -141,6 +141,23 @@ class Predictions:
         before, after = (correction * tpot_by_rates(others_step, each) for each in (share, share + own))
         return Prediction(ttft, tpot, expected_misses(objectives, without_objective, before, after))
 
+    def of_pair(
+        self, prefill: Candidate, decode: Candidate, tokens: int, output_tokens: float, backlog: float, after: float
+    ) -> Prediction:
+        """Return the predicted latency of a prompt that one worker computes, and another answers.
+
+        - `backlog`: the seconds until the prefills of `prefill` are done.
+        - `after`: the seconds from the end of the prefill to the first token: the transfer, and a step of decoding.
+        """
+        sender, receiver = prefill.target, decode.target
+        transfer = self._cpu_token * prefill.cpu + self._disk_token * prefill.disk
+        computing = self._rates.likely(sender.worker, sender.model)
+        ttft = after + ttft_by_rates(prefill, computing, tokens, backlog, transfer)
+        step = step_by_rates(decode, self._rates.likely(receiver.worker, receiver.model), tokens, output_tokens)
+        if self.tracks_slos and (busy := self._busy.get(receiver)) is not None:
+            step = tpot_by_rates(step, busy.prefill_share(self.clock()))
+        return Prediction(self._ttft.estimate(receiver, ttft), self._tpot.estimate(receiver, step))
+
     def track_slos(self) -> None:
         """Begin to keep the work of targets, because a request has an SLO. TPOT errors start again from there."""
         if not self.tracks_slos:

@@ -232,6 +232,11 @@ def counts_in_prefill(unit: CostUnit) -> bool:
     return _worth(unit, 1.0) is not None
 
 
+def miss_cost(unit: CostUnit, slo: SLO, slo_miss_cost: float, turns: float) -> float | None:
+    """Return the cost of a missed SLO for all `turns` of a session; None if the unit allows no SLO penalty."""
+    return _worth(unit, slo_miss_cost * (_FOR_NO_SLO if slo is NO_SLO else turns))
+
+
 def choose_for_slo(
     decision: Decision,
     predictions: list[Prediction],
@@ -249,7 +254,7 @@ def choose_for_slo(
     if slo.refuses_late:
         in_time = [position for position in positions if predictions[position].slo_missed_by(slo, now, 1.0) <= 0]
         positions = in_time or positions
-    worth = _worth(decision.unit, slo_miss_cost * (_FOR_NO_SLO if slo is NO_SLO else turns))
+    worth = miss_cost(decision.unit, slo, slo_miss_cost, turns)
     losses = [prediction.loss(slo, now) for prediction in predictions]
     totals = [sum(decision.terms(candidate).values()) for candidate in candidates]
     if worth is None:  # no SLO penalty can be added in the policy's unit

@@ -52,7 +52,7 @@ class Selector:
         self._directory = TargetDirectory(state.fleet, state.load)
         self._capacity = TargetCapacity(state.load, state.sharing.peer_load)
         self._candidates = CandidateFinder(state, self._directory, self._capacity, random)
-        self._disaggregated = DisaggregatedSelector(state, self._candidates, disaggregation)
+        self._disaggregated = DisaggregatedSelector(state, self._candidates, disaggregation, slo_miss_cost)
         self._slo_selector = SLOSelector(state.learned, state.sharing.peer_load, slo_miss_cost)
 
     # The choice
@@ -76,10 +76,10 @@ class Selector:
             self._learned.read_evictions(self._state.indexer, now)
         found = self._candidates.find(prompt, excluded, limits, now, by_load=by_load)
         if found.count:
-            selection = self._cheapest(prompt, excluded, found, now)
+            selection = self._cheapest(prompt, excluded, found, now, slo)
             if selection is None:
                 return self._none_allowed(prompt, excluded, limits, now)
-            if self._fleet.disaggregated:  # prefill and decode on two workers: nothing is predicted
+            if self._fleet.disaggregated:  # a choice of a pair has counted the SLO
                 selection.slo = slo
             elif slo is not None:
                 return self._slo_selector.select(found, selection, prompt, slo, now)
@@ -93,16 +93,24 @@ class Selector:
         raise unavailable(f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached.")
 
     def _cheapest(
-        self, prompt: RoutedPrompt, excluded: Collection[Worker], found: CandidateSet, now: float
+        self,
+        prompt: RoutedPrompt,
+        excluded: Collection[Worker],
+        found: CandidateSet,
+        now: float,
+        slo: SLO | None = None,
     ) -> Selection | None:
-        """Return the policy's selection; None if a policy of one's own excludes all candidates."""
+        """Return the policy's selection; None if a policy of one's own excludes all candidates.
+
+        `slo`: the SLO that the choice of a pair counts.
+        """
         if self._linear is not None and not found.rates and not self._fleet.disaggregated:
             selection = found.cheapest(self._linear, prompt.tokens)
             if selection is not None:
                 return selection
         request = self._candidates.request(prompt, found, now)
         if self._fleet.disaggregated:
-            return self._disaggregated.select(prompt, excluded, found, request, now)
+            return self._disaggregated.select(prompt, excluded, found, request, now, slo)
         decision = decide(self._custom, self._policy, found, prompt, request)
         return None if decision is None else found.select(decision)
 

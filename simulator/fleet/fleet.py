@@ -127,13 +127,15 @@ class Simulation:
         self._index = EventIndex(self._make_workers().registrations, side.knowledge is Knowledge.EVENTS, self.loop.time)
         self._pools: SimulatedPool | None = None
         self._engines = [Engine(profile, spec.kv_tokens, spec.block_tokens) for profile in spec.profiles]
+        self._network = Network(spec.network, spec.roles)
         if spec.sources is not None:
             caches = [engine.cache for engine in self._engines]
-            for engine, sources in zip(self._engines, sources_of(spec.sources, caches, spec.block_tokens), strict=True):
+            transfer = self._network.transfer if spec.prefill else None
+            made = sources_of(spec.sources, caches, spec.block_tokens, transfer)
+            for engine, sources in zip(self._engines, made, strict=True):
                 engine.sources = sources
                 if sources.pool is not None:
                     self._pools = SimulatedPool(sources.pool, spec.block_tokens)
-        self._network = Network(spec.network, spec.roles)
         self.routers = self.make_routers()
         self._timers: list[asyncio.TimerHandle | None] = [None] * spec.workers
         self._targets = self.routers[0].workers.targets

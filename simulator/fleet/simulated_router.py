@@ -155,7 +155,7 @@ def build_router(
     )
     if sources is not None and side.sources:
         state.sources = SourceFinder(
-            pools, SimulatedPeers() if sources.pulls else None, learned.rates, rates=LoadRates(clock=clock)
+            pools, SimulatedPeers(index.held) if sources.pulls else None, learned.rates, rates=LoadRates(clock=clock)
         )
     selector = Selector(state, DisaggregationSettings(), settings.broken_promise, random)
     placement = Placement(state, selector)

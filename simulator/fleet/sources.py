@@ -6,17 +6,18 @@
 
 A load continues the prefix that the device holds, block by block, each from the first of these that has it. It lasts
 `latency` seconds, and its tokens at the rate of the slower end. Each end serves one load after the other. So loads wait
-for their worker's link, for the pool, and for the peer that they pull from.
+for their worker's link, for the pool, and for the peer that they pull from. Where prefill and decode workers have a
+network (`simulator.fleet.transfers`), pulls use its links.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-from indexer import MatchQuery, PoolHoldings, Target
+from indexer import Match, MatchQuery, PoolHoldings, Target
 from indexer.hashing import PackedPrompt
 
 
@@ -82,12 +83,28 @@ class LoadedBlocks:
     ready: float
 
 
+# Returns when a transfer of tokens from one worker to another ends that is requested at a time.
+Transfer = Callable[[int, int, int, float], float]
+
+
 class WorkerSources:
     """The sources of one worker. `host`: its host tier, if it has one."""
 
     def __init__(
-        self, spec: SourceSpec, cache: Container[int], pool: BlockStore | None, pool_link: Link, block_tokens: int
+        self,
+        spec: SourceSpec,
+        cache: Container[int],
+        pool: BlockStore | None,
+        pool_link: Link,
+        block_tokens: int,
+        worker: int = 0,
+        transfer: Transfer | None = None,
     ) -> None:
+        """Create the sources of a worker.
+
+        - `worker`: its number.
+        - `transfer`: the network of its pulls; None for links of the rate in `spec`.
+        """
         self.host = BlockStore(spec.host_tokens // block_tokens) if spec.host_tokens else None
         self._latency = spec.latency
         self._cache = cache
@@ -96,6 +113,8 @@ class WorkerSources:
         self._block_tokens = block_tokens
         self._host_link = Link(spec.host_rate)
         self._link = Link(spec.link_rate)
+        self._worker = worker
+        self._network_transfer = transfer
 
     def __contains__(self, block: int) -> bool:
         """Return whether a peer can pull a block from this worker."""
@@ -125,8 +144,14 @@ class WorkerSources:
         if from_pool:
             ready = max(ready, self._latency + self._transfer(from_pool, now, self._link, self._pool_link))
         if from_peer and peer is not None:
-            ready = max(ready, self._latency + self._transfer(from_peer, now, self._link, peer._link))
+            ready = max(ready, self._pull(from_peer, now, peer))
         return LoadedBlocks(from_host + from_pool + from_peer, from_pool + from_peer, ready)
+
+    def _pull(self, blocks: int, now: float, peer: WorkerSources) -> float:
+        """Return when a pull from a peer is done."""
+        if self._network_transfer is not None:
+            return self._network_transfer(peer._worker, self._worker, blocks * self._block_tokens, now)
+        return self._latency + self._transfer(blocks, now, self._link, peer._link)
 
     def _transfer(self, blocks: int, now: float, *links: Link) -> float:
         """Return when a load is done that begins when all its links are free."""
@@ -169,21 +194,30 @@ class SimulatedPeers:
     per_source = sys.maxsize
     least_tokens = 1
 
-    def holders(
-        self,
-        query: MatchQuery,  # noqa: ARG002
-        own: Sequence[tuple[Target, int]],
-    ) -> list[tuple[Target, int, int]]:
-        """Return all targets that hold a part of a prompt, with the tokens. Only the longest prefixes are peers."""
-        return [(target, tokens, 1) for target, tokens in own if tokens]
+    def __init__(self, held: Callable[[MatchQuery], Sequence[Match]]) -> None:
+        """Create the peers of a fleet. `held`: returns what each target holds of a prompt, by its events."""
+        self._held = held
+
+    def holders(self, query: MatchQuery, own: Sequence[tuple[Target, int]]) -> list[tuple[Target, int, int]]:
+        """Return all targets that hold a part of a prompt, with the tokens. Only the longest prefixes are peers.
+
+        Targets of the other role are among them: a prefill worker pulls what a decode worker generated.
+        """
+        known = {match.target: match.matched_tokens for match in self._held(query)} | dict(own)
+        return [(target, tokens, 1) for target, tokens in known.items() if tokens]
 
     def may_pull(self, target: Target) -> bool:  # noqa: ARG002
         """Return True: every target can pull."""
         return True
 
 
-def sources_of(spec: SourceSpec, caches: Sequence[Container[int]], block_tokens: int) -> list[WorkerSources]:
-    """Return the sources of each worker of a fleet."""
+def sources_of(
+    spec: SourceSpec, caches: Sequence[Container[int]], block_tokens: int, transfer: Transfer | None = None
+) -> list[WorkerSources]:
+    """Return the sources of each worker of a fleet. `transfer`: the network of pulls, as in `WorkerSources`."""
     pool = BlockStore(spec.pool_tokens // block_tokens) if spec.pool_tokens else None
     pool_link = Link(spec.pool_rate)
-    return [WorkerSources(spec, cache, pool, pool_link, block_tokens) for cache in caches]
+    return [
+        WorkerSources(spec, cache, pool, pool_link, block_tokens, worker, transfer)
+        for worker, cache in enumerate(caches)
+    ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from indexer import DEFAULT_TENANT, MatchQuery, Registration, RowMatches, Target, TargetRows, make_index
+from indexer import DEFAULT_TENANT, Match, MatchQuery, Registration, RowMatches, Target, TargetRows, make_index
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.streams.sequence import StreamState
 from indexer.streams.session import StreamSession
@@ -115,6 +115,11 @@ class EventIndex:
         size = self._block_tokens
         self.index.match_rows(self._root, size, prompt, (len(prompt) - 1) // size, rows, found)
         return found
+
+    def held(self, query: MatchQuery) -> list[Match]:
+        """Return what each target holds of a prompt. The last token is always computed."""
+        size, prompt = self._block_tokens, PackedPrompt.of(query.token_ids)
+        return self.index.match_from(self._root, size, prompt, (len(prompt) - 1) // size)
 
     def block_size(self, target: Target) -> int | None:  # noqa: ARG002
         """Return the block size of a target in tokens."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.policy.disaggregated import SIDES, Ground, grounds, holds_sessions, measured, play
+from benchmarks.policy.disaggregated import SIDES, Ground, grounds, holds_sessions, measured, play, with_goals
+from benchmarks.policy.saturation import find_saturation
 from benchmarks.policy.sessions import CHATS
 from router.policies.rates import prefill_seconds
 from simulator.fleet.engine import LLAMA_70B
@@ -55,7 +56,7 @@ def test_every_ratio_of_roles_is_played(tmp_path: Path) -> None:
 
 
 def test_goal_allows_a_prompt_its_own_prefill() -> None:
-    request = TracedRequest(0.0, 60_000, 100, (), (), "s")
+    request = with_goals(TracedRequest(0.0, 60_000, 100, (), (), "s"))
     own = prefill_seconds(LLAMA_70B.rates, 60_000, 0, 0, 0)
     good = Outcome(request, begun=own + 1.9, ended=own + 1.9 + 99 * 0.049, worker=1, prefill=0, moved=500)
     run = measured([good, replace(good, begun=own + 2.1, ended=own + 3.0), replace(good, ended=own + 10.0, prefill=-1)])
@@ -63,11 +64,29 @@ def test_goal_allows_a_prompt_its_own_prefill() -> None:
     assert (run.remote, run.moved) == (pytest.approx(2 / 3), 500)
 
 
+def test_every_turn_has_goals_and_short_answers_none_for_each_token() -> None:
+    last = TracedRequest(0.0, 2000, 8, (), (), "s")
+    first = with_goals(TracedRequest(0.0, 1000, 9, (), (), "s", following=replace(last, following=last)))
+    chain = [first]
+    while (following := chain[-1].following) is not None:
+        chain.append(following)
+    assert [each.input_tokens for each in chain] == [1000, 2000, 2000]
+    assert [each.slo and each.slo.tpot for each in chain] == [0.05, None, None]
+    assert all(each.slo and each.slo.ttft and each.slo.ttft > 2.0 for each in chain)
+
+
+def test_search_halves_its_lower_bound_until_that_meets_the_goals() -> None:
+    assert find_saturation(lambda load: load <= 0.5, 0.1, 1.0) == pytest.approx(0.5, abs=1 / 32)
+    assert find_saturation(lambda load: load <= 0.013, 0.1, 1.0) == pytest.approx(0.013, abs=0.1 / 32)
+    with pytest.raises(ValueError, match="cannot serve this workload"):
+        find_saturation(lambda _: False, 0.1, 1.0)
+
+
 def test_saturation_is_the_load_at_which_a_tenth_misses_the_goals() -> None:
     saturation = GROUND.saturation()
     assert GROUND.below < saturation < GROUND.above
-    assert play(GROUND, saturation / 2, SIDES[1], 0).goodput > 0.9
-    assert play(GROUND, saturation / 2, SIDES[1], 0).times.ttft[2] < inf
+    assert play(GROUND, saturation / 2, "fewest requests", 0).goodput > 0.9
+    assert play(GROUND, saturation / 2, "fewest requests", 0).times.ttft[2] < inf
 
 
 @pytest.mark.parametrize("side", SIDES)

@@ -924,6 +924,28 @@ def test_keda_scales_a_model_to_zero_on_demand() -> None:
     assert settings["admission"]["cold_start_timeout"] == 900
 
 
+def test_keda_scales_each_role_on_its_own_load() -> None:
+    worker = VLLM | {"servedModelName": "m", "keda": KEDA | {"prefillSeconds": 2, "kvUsage": 0.6}}
+    objects = render({"workers": {role: worker | {"role": role} for role in ("prefill", "decode")}})
+    triggers = {
+        role: named(objects, "ScaledObject", f"rel-kvrouter-worker-{role}")["spec"]["triggers"]
+        for role in ("prefill", "decode")
+    }
+    demand = 'sum(kvrouter_model_demand{namespace="inference",model="m"}) or vector(0)'
+    queries = {role: [each["metadata"]["query"] for each in triggers[role]] for role in triggers}
+    labels = 'namespace="inference",model="m"'
+    assert queries["prefill"] == [
+        f"clamp_max({demand}, 1)",
+        f'sum(avg_over_time(kvrouter_role_prefill_seconds{{{labels},role="prefill"}}[1m])) or vector(0)',
+    ]
+    assert queries["decode"] == [
+        demand,
+        f'max(avg_over_time(kvrouter_role_kv_usage_ratio{{{labels},role="decode"}}[1m])) or vector(0)',
+    ]
+    assert [triggers[role][1]["metadata"]["threshold"] for role in triggers] == ["2", "0.6"]
+    assert {triggers[role][1]["metricType"] for role in triggers} == {"Value"}
+
+
 def test_model_cache_claim_outlives_the_release() -> None:
     cache = {"enabled": True, "size": "1Ti", "storageClass": "fast"}
     objects = render({"workers": {"a": VLLM | {"modelCache": cache}}})

@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 
 from router.policies.pair_peers import dynamo_pairs
 from router.policies.rates import prefill_seconds
+from router.prediction.slo import SLO
+from router.routing.assignment import Selection
 from router.routing.disaggregation.transfers import TransferTimes
 from router.routing.prompt_reader import RoutedPrompt
 from router.settings import Role
 from simulator.fleet.engine import LLAMA_70B, Engine, Handover
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
 from simulator.fleet.simulated_router import OURS, Side, SimulatedRouter
-from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
+from simulator.fleet.sources import SourceSpec
+from simulator.fleet.trace import BLOCK_TOKENS, RequestSLO, TracedRequest
 from simulator.fleet.transfers import Network, NetworkSpec
 
 PAIRS = FleetSpec(LLAMA_70B, 4, 200_000, prefill=2, decode=2)
@@ -192,6 +195,47 @@ def test_prices_of_pairs_and_rates_of_prefill_workers_are_learned_from_answers()
         if id(each.request) in simulation.predicted
     ]
     assert sum(0.8 < ratio < 1.25 for ratio in ratios) >= 0.9 * len(ratios)
+
+
+class Chosen(Simulation):
+    """A run that records the selection of each request with its SLO at its arrival."""
+
+    chosen: list[Selection]
+
+    def arriving(self, outcome: Outcome, prompt: RoutedPrompt, router: SimulatedRouter) -> None:
+        wanted = outcome.request.slo
+        assert wanted is not None
+        slo = SLO(wanted.ttft, wanted.tpot, self.loop.time(), refuses_late=wanted.refuses_late)
+        selection = router.selector.choose(prompt, slo=slo)
+        assert selection is not None
+        self.chosen.append(selection)
+
+
+def test_latency_of_a_pair_is_predicted_and_compared_with_the_slo() -> None:
+    spec = replace(PAIRS, workers=2, prefill=1, decode=1)
+    asked = request(0.0, tuple(range(120)))
+    own = prefill_seconds(LLAMA_70B.rates, asked.input_tokens, 0, 0, 0)
+    for ttft, missed in ((own + 2.0, False), (own, True)):
+        simulation = Chosen(spec, replace(ALWAYS, slos=True), Random(0))
+        simulation.chosen = []
+        (outcome,) = simulation.run([replace(asked, slo=RequestSLO("due", ttft, 0.05))])
+        (selection,) = simulation.chosen
+        assert selection.prediction is not None
+        assert selection.slo_missed is missed
+        assert selection.prediction.ttft.expected == pytest.approx(outcome.begun, rel=0.15)
+        assert selection.prediction.tpot.expected == pytest.approx((outcome.ended - outcome.begun) / 49, rel=0.3)
+
+
+def test_prefill_worker_pulls_what_a_decode_worker_generated() -> None:
+    spec = replace(PAIRS, workers=2, prefill=1, decode=1, sources=SourceSpec(pulls=True, link_rate=1.0))
+    first = request(0.0, tuple(range(10)), output=30 * BLOCK_TOKENS, extra=0)
+    first = replace(first, finished=tuple(range(40)))
+    second = request(400.0, tuple(range(70)))
+    pulled, computed = (run(spec, first, second, side=replace(ALWAYS, sources=sources))[1] for sources in (True, False))
+    assert computed.prefill == pulled.prefill == 0
+    assert computed.cached == 10 * BLOCK_TOKENS
+    assert pulled.cached == 40 * BLOCK_TOKENS
+    assert pulled.begun - pulled.sent < 0.8 * (computed.begun - computed.sent)
 
 
 def test_transfers_of_a_removed_worker_are_forgotten() -> None:

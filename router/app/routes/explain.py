@@ -125,7 +125,7 @@ async def explain(
         "hints": prompt.hints and _hints(prompt, prompt.hints, sessions, names),
         "encoding": round(prompt.encoding, 6),
         "held": begins if isinstance(begins, WaitReason) else None,
-        "promise": slo and _slo(slo, selector.predict(chosen, prompt), now),
+        "promise": slo and _slo(slo, selection.prediction or selector.predict(chosen, prompt), now),
         "choice": {"worker": names.get(chosen.target.worker), "dp_rank": chosen.target.dp_rank},
         "unit": usual.decision.unit,
         "candidates": [

@@ -1,7 +1,8 @@
 """The selection in a fleet with prefill workers and decode workers, by the policy's rule for pairs.
 
 The rule (`router.policies.pairs`) receives the candidates of both roles, and the learned prices of moving tokens. It
-chooses a decode worker, and a prefill worker or none.
+chooses a decode worker, and a prefill worker or none. If that choice would miss an SLO, the default's rule chooses
+again with the cost of missed SLOs.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from router.fleet.worker import Worker
 from router.policies import Policy, Request
 from router.policies.custom import CustomPolicy
 from router.policies.interface import Phase
-from router.policies.pairs import PairChoice, PairOptions, apart
-from router.prediction.slo import ttft_by_rates
+from router.policies.pairs import PairChoice, PairCost, PairOptions, apart
+from router.prediction.slo import LITTLE, NO_SLO, SLO
 from router.routing.assignment import Disaggregation, Selection
 from router.routing.candidates import CandidateFinder, CandidateSet
 from router.routing.custom_choice import decide
 from router.routing.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
+from router.routing.disaggregation.latency import PairLatency
 from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import NO_LIMITS
 from router.routing.state import RoutingState
@@ -33,8 +35,14 @@ _ADAPTER_OF_ENGINE: dict[Engine, type[Adapter]] = {Engine.SGLANG: Sglang, Engine
 class DisaggregatedSelector:
     """Selects a decode worker, and a prefill worker if the policy's rule chooses one."""
 
-    def __init__(self, state: RoutingState, candidates: CandidateFinder, settings: DisaggregationSettings) -> None:
-        """Create a selector. Models without decode workers use the router's policy alone."""
+    def __init__(
+        self, state: RoutingState, candidates: CandidateFinder, settings: DisaggregationSettings, slo_miss_cost: float
+    ) -> None:
+        """Create a selector. Models without decode workers use the router's policy alone.
+
+        `slo_miss_cost`: the cost of a missed SLO in prefill tokens.
+        """
+        self._state = state
         self._candidates = candidates
         self._policy: Policy = state.policy.choose
         self._choose_pair = state.policy.choose_pair or apart(self._policy, self._policy)
@@ -42,9 +50,16 @@ class DisaggregatedSelector:
         self._transfers = state.transfers
         self._learned = state.learned
         self._settings = settings
+        self._slo_miss_cost = slo_miss_cost
 
     def select(
-        self, prompt: RoutedPrompt, excluded: Collection[Worker], found: CandidateSet, request: Request, now: float
+        self,
+        prompt: RoutedPrompt,
+        excluded: Collection[Worker],
+        found: CandidateSet,
+        request: Request,
+        now: float,
+        slo: SLO | None = None,
     ) -> Selection | None:
         """Return the selection among candidates; None if a policy of one's own excludes all of them.
 
@@ -69,7 +84,8 @@ class DisaggregatedSelector:
             self._transfers.seconds,
             self._learned.seconds_per_token(),
         )
-        choice = self._choose_pair(options, request)
+        latency = PairLatency(self._state, found, prefills, request, prompt.encoding)
+        choice = self._choose(options, request, latency, slo, now)
         if self._custom is not None:
             changed = self._with_functions(self._custom, choice, options, found, prefills, prompt, request)
             if changed is None:
@@ -85,11 +101,32 @@ class DisaggregatedSelector:
             selection.prefill = prefills.select(choice.prefill)
         elif not adapter.decodes_alone:
             raise unavailable("No prefill worker can be reached, and the decode workers compute no prompts.")
+        prediction = latency.of(*choice.chosen)
         inputs: dict[str, Any] = {**choice.inputs}
-        if selection.prefill is not None:
-            inputs["predicted_ttft"] = self._predicted_ttft(selection, selection.prefill, request, prompt.encoding)
+        if choice.prefill is not None:
+            inputs["predicted_ttft"] = prediction.ttft.by_rates
         selection.disaggregation = Disaggregation(choice.prefill, choice.reason, inputs)
+        if slo is not None:
+            selection.slo_missed_by = prediction.slo_missed_by(slo, now, request.output_tokens)
+        if slo is not None or now >= self._learned.predictions.due:
+            selection.prediction = prediction
         return selection
+
+    def _choose(
+        self, options: PairOptions, request: Request, latency: PairLatency, slo: SLO | None, now: float
+    ) -> PairChoice:
+        """Return the choice of the policy's rule. The default's counts missed SLOs if its first choice misses any."""
+        predictions = self._learned.predictions
+        if slo is not None:
+            predictions.track_slos()
+        usual = self._choose_pair(options, request)
+        if not predictions.tracks_slos or not isinstance(self._choose_pair, PairCost):
+            return usual
+        weighed = slo or NO_SLO
+        if latency.of(*usual.chosen).loss(weighed, now) <= LITTLE:
+            return usual
+        slo_cost = latency.slo_cost(weighed, usual.decode.unit, self._slo_miss_cost, now)
+        return self._choose_pair(replace(options, slo_cost=slo_cost), request)
 
     def _with_functions(
         self,
@@ -114,19 +151,6 @@ class DisaggregatedSelector:
             prefill = decide(custom, lambda _, __: chosen, prefills, prompt, request, Phase.PREFILL)
             reason = reason if prefill is not None else "the policy allows no prefill worker"
         return PairChoice(decode, prefill, reason, choice.inputs)
-
-    def _predicted_ttft(self, selection: Selection, prefill: Selection, request: Request, encoding: float) -> float:
-        """Return the predicted seconds to the first token of a pair: prefill, transfer, and one step of decoding.
-
-        `encoding`: the predicted seconds until its media are encoded.
-        """
-        computing, target = prefill.decision.chosen, prefill.rank.target
-        rates = self._learned.rates.likely(target.worker, target.model)
-        backlog = max(prefill.rank.load.backlog, encoding)
-        prefilled = ttft_by_rates(computing, rates, request.tokens, backlog, 0.0)
-        moved = max(request.tokens - selection.decision.chosen.overlap, 0)
-        transfer = self._transfers.seconds(target, selection.rank.target, moved)
-        return prefilled + transfer + self._transfers.step_seconds(selection.rank)
 
     def need_prefill(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> bool:
         """Return whether all of these workers need another worker to compute a prompt."""

@@ -16,9 +16,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from indexer import Target
 from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, prompt_hashes
+from router.load.target_load import LoadTable, Reservation
 from router.observability.counters import Counter, Histogram
 from router.observability.fleet_snapshot import joined_points, percentile
 from router.observability.metrics import MOST_MODELS, OTHER_MODELS, RequestMetrics
+from router.observability.role_load import RoleLoad, role_loads
 from router.observability.seen_requests import (
     HALF_LIFE,
     KEPT,
@@ -29,7 +31,8 @@ from router.observability.seen_requests import (
     lengths,
 )
 from router.policies import Candidate, Decision, Request, policy_named
-from router.settings import PolicySettings
+from router.settings import PolicySettings, Role
+from simulator.fleet.workers import SimulatedWorkers
 
 
 def decided() -> Decision:
@@ -215,3 +218,15 @@ def test_coarser_point_has_means_and_the_longest_times() -> None:
         "predicted": 0.5,
         "ttft_p90": 0.4,
     }
+
+
+def test_load_of_roles_is_the_mean_of_their_ranks_by_model() -> None:
+    clock = Clock()
+    roles = [Role.PREFILL, Role.PREFILL, Role.DECODE]
+    workers, load = SimulatedWorkers(roles, 100, 16, clock).workers, LoadTable(clock)
+    Reservation(load.of(workers[0].url, 0), 4000, 4000, prefill_seconds=3.0)
+    workers[2].metrics.read("vllm:kv_cache_usage_perc 0.5\n", {0: 0})
+    assert list(role_loads(workers, load)) == [
+        RoleLoad("simulated", Role.DECODE, 1, 0.0, 0.5),
+        RoleLoad("simulated", Role.PREFILL, 2, 1.5, None),
+    ]

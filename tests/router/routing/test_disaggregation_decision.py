@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -129,6 +130,20 @@ def test_decode_worker_helps_when_prefill_workers_are_late() -> None:
 def test_decode_worker_that_computes_prompts_is_left() -> None:
     busy, free = worker("busy", pending=20_000), worker("free", context=100_000)
     assert names(chosen([busy, free], [worker("p")], alone=False))[0] == "free"
+
+
+def test_missed_slos_count_in_every_option() -> None:
+    queued, free = worker("queued", overlap=9000, pending=20_000), worker("free")
+    usual = options([worker("d", requests=4)], [queued, free])
+    rule, request = PairCost(WEIGHTS, Random(1)), Request(10_000, 200.0)
+    assert names(rule(usual, request)) == ("d", "free")
+    missed = {"queued": 0.0, "free": 15_000.0}
+    slos = replace(usual, slo_cost=lambda prefill, _: missed[prefill.target.worker[7:]] if prefill else 1e6)
+    choice = rule(slos, request)
+    assert names(choice) == ("d", "queued")
+    assert choice.decode.terms(choice.decode.chosen)["slo"] == 0.0
+    assert choice.prefill is not None
+    assert {each.candidate.target.worker[7:]: each.terms["slo"] for each in choice.prefill.costs} == missed
 
 
 def test_integrated_worker_computes_and_answers_alone() -> None:

@@ -70,7 +70,7 @@ def finder(
     start: float = 1e-9,
 ) -> SourceFinder:
     prices = None if price is None else {"pool": price}
-    among = peers or (SimulatedPeers() if pulls else None)
+    among = peers or (SimulatedPeers(lambda _: []) if pulls else None)
     computing = RateTable(Rates(token=COMPUTED))
     return SourceFinder(pools, among, computing, prices, rates=LoadRates((start, share * COMPUTED)))
 
