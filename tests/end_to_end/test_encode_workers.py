@@ -260,6 +260,19 @@ async def test_another_encode_worker_takes_over(fleet: Fleet, how: str) -> None:
     await fleet.routed.until_released()
 
 
+async def test_items_move_from_an_encode_worker_that_hangs(fleet: Fleet) -> None:
+    known = [{"url": fleet.workers[0].url}, *({"url": each.url, "role": "encode"} for each in fleet.encoders)]
+    async with router(workers=known, fleet=STEADY | {"stall_seconds": 0.3}) as routed:
+        await fleet.ask(IMAGE, routed=routed)
+        (hung,) = [each for each in fleet.encoders if each.exchanges]
+        hung.script, hung.answers_discovery = Exchange.until_closed, False
+        reply = await fleet.ask(IMAGE, routed=routed)
+        hung.answers_discovery = True
+    assert reply.status == 200
+    assert reply.headers["x-kvrouter-encode-workers"] not in (hung.url, "")
+    assert MERGED in fleet.chats[-1].body
+
+
 async def test_item_breaks_at_most_two_encode_workers(fleet: Fleet) -> None:
     fleet.encode(broken)
     body = chat(IMAGE)
