@@ -3,7 +3,8 @@
 A load is a share of saturation: the load at which one in ten answers misses the goals under the rule that this project
 had before it chose pairs together. It is found once for each fleet and workload. Goodput is the share of answers within
 both goals: 2 s to the first token, and 50 ms for each token after it. The first goal is extended by the prompt's own
-prefill on an idle worker. The first 30% of each run do not count.
+prefill on an idle worker. The first 30% of each run do not count. Each table ends with the TTFT of an idle fleet that
+evicts nothing, which bounds all rules.
 
 The workers' network has three distances (`simulator.fleet.transfers`). NetKV reads the true rate of each pair. This
 project learns it from answers.
@@ -23,11 +24,12 @@ from statistics import mean
 import msgspec
 
 from benchmarks.policy.light import LightRun, figures
-from benchmarks.policy.measures import in_time
+from benchmarks.policy.measures import idle_ttfts, in_time
 from benchmarks.policy.report import markdown
 from benchmarks.policy.saturation import find_saturation
 from benchmarks.policy.sessions import AGENTS, CHATS, SessionKind, generated, recorded
 from indexer import Target
+from kvrouter.tools.traces.results import percentile
 from router.policies.pair_peers import dynamo_pairs, fewest_requests, llm_d_pairs, mooncake_pairs, netkv_pairs
 from router.policies.pairs import PairRule
 from router.policies.rates import prefill_seconds
@@ -62,6 +64,7 @@ _OURS = {
     _WITH_SLOS: replace(OURS, name=_WITH_SLOS, slos=True),
     _PULLING: replace(OURS, name=_PULLING, sources=True),
 }
+_BOUND = "an idle fleet"
 SIDES = (*_OURS, _BEFORE, *list(_PAIRS)[1:], _NETKV, *_SINGLE)
 
 
@@ -127,12 +130,14 @@ class PairRun:
     - `goodput`: the share of answers within both goals.
     - `remote`: the share of prompts that another worker computed.
     - `moved`: the mean tokens that a decode worker fetched for one of these.
+    - `bound`: TTFT p50, p90 and p99 of these requests on an idle fleet that evicts nothing.
     """
 
     times: LightRun
     goodput: float
     remote: float
     moved: float
+    bound: tuple[float, float, float]
 
 
 def holds_sessions(trace: Path) -> bool:
@@ -211,11 +216,13 @@ def measured(outcomes: Sequence[Outcome]) -> PairRun:
     first = outcomes[-1].request.arrival * _WARM_UP
     steady = [each for each in outcomes if each.request.arrival >= first]
     remote = [each for each in steady if each.prefill >= 0]
+    idle = list(idle_ttfts(each.request for each in outcomes))[-len(steady) :]
     return PairRun(
         figures(outcomes),
         sum(_is_good(each) for each in steady) / len(steady),
         len(remote) / len(steady),
         sum(each.moved for each in remote) / max(len(remote), 1),
+        (percentile(idle, 0.5), percentile(idle, 0.9), percentile(idle, 0.99)),
     )
 
 
@@ -246,6 +253,8 @@ def _table(ground: Ground, share: float, saturation: float, seeds: int, cores: E
     }
     for name, futures in runs.items():
         rows.append([name, *_row([future.result() for future in futures])])
+    bounds = [future.result().bound for future in runs[OURS.name]]
+    rows.append([_BOUND, *(f"{mean(bound[place] for bound in bounds):.2f} s" for place in range(3)), *[""] * 6])
     return rows
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvrouter.tools.traces.results import percentile
+from router.policies.rates import prefill_seconds
+from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import Outcome
+from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
 
 WARM_UP = 0.5  # the share of the trace in which caches fill, and the number of sessions grows
 TTFT_GOAL = 2.0
@@ -64,3 +68,16 @@ def in_time(outcome: Outcome, ttft: float | None, tpot: float | None) -> bool:
 
 def _tpot(outcome: Outcome) -> float:
     return (outcome.ended - outcome.begun) / max(outcome.request.output_tokens - 1, 1)
+
+
+def idle_ttfts(requests: Iterable[TracedRequest]) -> Iterator[float]:
+    """Yield the TTFT of each request on an idle fleet that evicts nothing, the bound of all routers.
+
+    `requests`: in the order of their arrival.
+    """
+    seen: set[int] = set()
+    for request in requests:
+        reusable = request.blocks[: (request.input_tokens - 1) // BLOCK_TOKENS]
+        cached = BLOCK_TOKENS * sum(1 for _ in takewhile(seen.__contains__, reusable))
+        seen.update(request.blocks, request.finished)
+        yield prefill_seconds(LLAMA_70B.rates, request.input_tokens, cached, 0, 0)

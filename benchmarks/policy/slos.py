@@ -14,25 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from random import Random
 from statistics import median
 
 from benchmarks.policy.grid import Cell
 from benchmarks.policy.headroom import headroom_side
-from benchmarks.policy.measures import TPOT_GOAL, TTFT_GOAL, WARM_UP, after_warm_up, in_time
+from benchmarks.policy.measures import TPOT_GOAL, TTFT_GOAL, WARM_UP, after_warm_up, idle_ttfts, in_time
 from benchmarks.policy.report import markdown
 from benchmarks.policy.saturation import find_saturation
 from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload
 from kvrouter.tools.traces.results import percentile
-from router.policies.rates import prefill_seconds
 from router.prediction.predictions import WatchedAnswer
 from router.settings import PolicyName
 from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import Outcome, Simulation
 from simulator.fleet.simulated_router import OURS, Side
-from simulator.fleet.trace import BLOCK_TOKENS, RequestSLO, TracedRequest
+from simulator.fleet.trace import RequestSLO, TracedRequest
 
 INTERACTIVE = RequestSLO("interactive", 2.0, 0.05)
 AGENTS = RequestSLO("agent", 4.0, 0.1)
@@ -175,15 +173,12 @@ def classed(requests: Sequence[TracedRequest], mix: Mix, seed: int) -> list[Trac
 
 def keepable(requests: Sequence[TracedRequest]) -> float:
     """Return the share of first tokens with an SLO that an idle fleet which evicts nothing would give in time."""
-    seen: set[int] = set()
-    met: list[bool] = []
-    for request in requests:
-        known = takewhile(seen.__contains__, request.blocks[: (request.input_tokens - 1) // BLOCK_TOKENS])
-        cached = BLOCK_TOKENS * sum(1 for _ in known)
-        seen.update(request.blocks, request.finished)
-        slo = request.slo
-        if slo is not None and slo.ttft is not None and request.arrival >= WARM_UP * requests[-1].arrival:
-            met.append(prefill_seconds(LLAMA_70B.rates, request.input_tokens, cached, 0, 0) <= slo.ttft)
+    first = WARM_UP * requests[-1].arrival
+    met = [
+        ttft <= request.slo.ttft
+        for request, ttft in zip(requests, idle_ttfts(requests), strict=True)
+        if request.slo is not None and request.slo.ttft is not None and request.arrival >= first
+    ]
     return sum(met) / max(len(met), 1)
 
 

@@ -1,7 +1,7 @@
 """The choice of a pair: the decode worker, the prefill worker, and whether there is one, by one cost.
 
-    alone       J(d), with η·N in place of γ·n                  the decode worker d computes the prompt
-    in a pair   J(p) + m · (τ + θ·μ_d) + pending_d + φ·ctx_d    the prefill worker p computes it, and d fetches it
+    alone       J(d), with η·N in place of γ·n, and 3·φ in place of φ   the decode worker d computes the prompt
+    in a pair   J(p) + m · (τ + θ·μ_d) + pending_d + 3·φ·ctx_d          the prefill worker p computes it, d fetches it
 
     J           the default policy's cost of computing the prompt on a worker (`router.policies.kv_aware`)
     N, η        answers that the prompt delays: those on d, at least the mean of the decode workers, and at least 0.15;
@@ -10,7 +10,8 @@
     τ           the price of moving a token from p to d, in computed tokens; learned for each pair
     μ_d, θ      the later cost of evicting for one of these tokens on d
     pending_d   tokens that d computes itself, for which the first token waits
-    ctx_d, φ    the tokens that the requests on d hold, which slow its decoding
+    ctx_d, φ    the tokens that the requests on d hold, which slow its decoding: φ counts three times, because d
+                decodes all the time
 
 If the cheapest option would miss an SLO, the cost of missed SLOs is added to each option, and the choice is made again
 (`router.prediction.slo`).
@@ -37,6 +38,8 @@ from router.policies.records import Candidate, CostUnit, Decision, Policy, Reque
 _DELAYED_ANSWER: Final = 1.5
 # The answers that an idle decode worker is expected to receive meanwhile. It computes short prompts.
 _EXPECTED_ANSWERS: Final = 0.15
+# The factor of φ on decode workers. At 1, sessions stay on decode workers whose context slows every token.
+_DECODING: Final = 3.0
 NO_PREFILL: Final = "no prefill worker is left"
 IN_PAIR: Final = "remote"
 INTEGRATED: Final = "the worker does both"
@@ -147,6 +150,8 @@ class PairTerms:
         if decode.target not in self._options.integrated:
             answers = max(decode.requests, self._mean_requests, _EXPECTED_ANSWERS)
             terms["interference"] = terms["prefill"] * (self._weights.interference + _DELAYED_ANSWER * answers)
+            if not self._in_seconds:
+                terms["context"] *= _DECODING
         return terms | self._missing(None, decode)
 
     def pair(self, prefill: Candidate, decode: Candidate) -> dict[str, float]:
@@ -194,7 +199,7 @@ class PairTerms:
         moved, weights, rates = max(self._request.tokens - decode.overlap, 0), self._weights, decode.rates
         evicting = weights.eviction * decode.eviction * moved
         if not self._in_seconds or rates is None:
-            return moved, evicting, decode.pending + weights.context * decode.context
+            return moved, evicting, decode.pending + _DECODING * weights.context * decode.context
         slower = self._seconds_weights.slowed_by_others * (
             rates.token * decode.requests + rates.context_token * decode.context
         )
