@@ -15,9 +15,10 @@ def get_json(url: str) -> Any:
 
 
 def post_json(url: str, body: Any = None, token: str = "") -> Any:
-    """Post a JSON body with an optional bearer token, and return the JSON response. Raises HTTPError, OSError."""
+    """Post a JSON body, or none, with an optional bearer token. Return the JSON response. Raises HTTPError, OSError."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    return _json(Request(url, json.dumps(body).encode(), headers, method="POST"))
+    data = b"" if body is None else json.dumps(body).encode()
+    return _json(Request(url, data, headers, method="POST"))
 
 
 def post_reply(url: str, body: Any, headers: dict[str, str] | None = None) -> tuple[Message, Any]:
