@@ -42,7 +42,7 @@ class PairLatency:
         self._encoding = encoding
 
     def of(self, prefill: Candidate | None, decode: Candidate) -> Prediction:
-        """Return the predicted latency on a pair, or on a decode worker alone if `prefill` is None."""
+        """Return the predicted latency on a pair. Without `prefill`, the decode worker computes the prompt."""
         tokens, output = self._request.tokens, self._request.output_tokens
         rank = self._found.rank_of(decode)
         if prefill is None:
