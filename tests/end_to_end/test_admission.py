@@ -371,7 +371,7 @@ async def test_explain_names_choice_while_cheapest_worker_is_full() -> None:
 
 
 async def test_burst_is_answered_within_admission_limits() -> None:
-    settings = SimulatedWorkerSettings(base_step_s=0.002)
+    settings = SimulatedWorkerSettings(base_step_s=0.01)
     async with (
         running(settings) as one,
         running(settings) as two,

@@ -190,7 +190,7 @@ async def test_equal_items_are_encoded_once(fleet: Fleet) -> None:
 async def test_item_returns_to_the_encode_worker_that_had_it(fleet: Fleet) -> None:
     places = []
     for _ in range(2):
-        for number in range(12):
+        for number in range(36):
             await fleet.ask(image(number))
         places.append([[each.body for each in encoder.exchanges] for encoder in fleet.encoders])
         fleet.reset()
@@ -261,13 +261,13 @@ async def test_another_encode_worker_takes_over(fleet: Fleet, how: str) -> None:
 
 
 async def test_items_move_from_an_encode_worker_that_hangs(fleet: Fleet) -> None:
-    known = [{"url": fleet.workers[0].url}, *({"url": each.url, "role": "encode"} for each in fleet.encoders)]
-    async with router(workers=known, fleet=STEADY | {"stall_seconds": 0.3}) as routed:
-        await fleet.ask(IMAGE, routed=routed)
-        (hung,) = [each for each in fleet.encoders if each.exchanges]
-        hung.script, hung.answers_discovery = Exchange.until_closed, False
-        reply = await fleet.ask(IMAGE, routed=routed)
-        hung.answers_discovery = True
+    async with scripted_workers(encoded, encoded) as encoders:  # the probes of other routers would hang too
+        known = [{"url": fleet.workers[0].url}, *({"url": each.url, "role": "encode"} for each in encoders)]
+        async with router(workers=known, fleet=STEADY | {"stall_seconds": 0.3}) as routed:
+            await fleet.ask(IMAGE, routed=routed)
+            (hung,) = [each for each in encoders if each.exchanges]
+            hung.script, hung.answers_discovery = Exchange.until_closed, False
+            reply = await fleet.ask(IMAGE, routed=routed)
     assert reply.status == 200
     assert reply.headers["x-kvrouter-encode-workers"] not in (hung.url, "")
     assert MERGED in fleet.chats[-1].body

@@ -133,7 +133,10 @@ async def test_invalid_changes_are_refused(
         ({"url": "http://127.0.0.1:1/v1"}, "url: remove /v1 from the URL: the router adds the path of each request"),
         ({"url": "127.0.0.1:8000"}, "url: no scheme: write http://127.0.0.1:8000"),
         ({"url": "http://127.0.0.1:1", "weight": 0}, "weight: expected more than 0 (found 0)"),
-        ({"url": "http://127.0.0.1:1", "role": "decoder"}, "role: expected one of both, prefill, decode; did you mean"),
+        (
+            {"url": "http://127.0.0.1:1", "role": "decoder"},
+            "role: expected one of both, prefill, decode, encode; did you mean",
+        ),
     ],
 )
 async def test_plain_mistake_gets_plain_answer(empty: RouterUnderTest, body: Any, message: str) -> None:
