@@ -1,6 +1,8 @@
 """The thread that reads every worker's event stream and applies it to the index.
 
 The thread never waits for one stream. It asks for missing batches, and meanwhile reads the other streams.
+
+One file, because all of it is run by this thread, or sends commands to it.
 """
 
 from __future__ import annotations

@@ -73,7 +73,10 @@ async def simulated_pairs(
         for role, count, more in (("prefill", prefills, prefill), ("decode", decodes, decode)):
             each = settings | (more or {}) | {"disaggregation": style, "role": role}
             urls[role] = await stack.enter_async_context(simulated_workers(count, **each))
-        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(20)))
+        connector = aiohttp.TCPConnector(force_close=True)  # a kept connection may be closed as it is used again
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(20))
+        )
         yield Pairs(style, urls["prefill"], urls["decode"], session)
 
 

@@ -182,7 +182,10 @@ async def test_prefill_worker_serves_alone_without_decode_workers(plain: str) ->
         options = ["simulate", "--disaggregation=nixl", "--role=decode", "--step-ms=2"]
         process = stack.enter_context(KvrouterProcess(options))
         decode = await asyncio.to_thread(process.wait_until_listening)
-        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(20)))
+        connector = aiohttp.TCPConnector(force_close=True)  # a kept connection may be closed as it is used again
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(20))
+        )
         made = Pairs("nixl", [prefill], [decode], session)
         front = await stack.enter_async_context(routed(made))
         endless = {"model": MODEL, "prompt": fresh(40), "max_tokens": 20_000, "ignore_eos": True, "stream": True}
