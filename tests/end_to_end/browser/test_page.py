@@ -152,7 +152,7 @@ async def test_page_scrolls_smoothly_with_thousand_ranks() -> None:
         assert len(frames) > 60
         late = sum(each > 200 for each in frames)
         print(f"{len(frames)} frames, longest {max(frames):.0f} ms, {late} above 200 ms")
-        assert late <= len(frames) / 10
+        assert late <= len(frames) / 20
         await expect(page.locator("#rows .row").first).to_be_visible()
         await page.fill("#filter", fleet[0][1].removeprefix("http://"))
         await expect(page.locator("#table")).to_have_attribute("aria-rowcount", "126", timeout=SECONDS)
