@@ -217,13 +217,11 @@ class StreamReader:
         session.offer(parts)
         return True
 
-    def _distribute_kept(self, now: float) -> None:
+    def _distribute_kept(self) -> None:
         """Move kept messages whose publisher has a session by now, because the publisher may send no other message."""
         for bound in list(self._bound.values()):
             for publisher in bound.publishers.values():
-                if not publisher.kept or now < publisher.look_at:
-                    continue
-                if (session := self._session_of(publisher)) is not None:
+                if publisher.kept and (session := self._session_of(publisher)) is not None:
                     for message in bound.take_kept(publisher):
                         session.offer(message)
 
@@ -294,7 +292,7 @@ class StreamReader:
                 session.tick(now)
                 self._update(session)
             self._plan(session)
-        self._distribute_kept(now)
+        self._distribute_kept()
         self._index.sweep()
 
     def _plan(self, session: StreamSession) -> None:

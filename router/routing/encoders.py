@@ -112,7 +112,7 @@ class EncodeTurn:
         """Learn from the time of the item at the worker, of which the items ahead used their parts."""
         self._queue.learn((self._clock() - self._began) / (self._ahead + 1))
 
-    def end(self, failed: bool = False) -> None:  # noqa: ARG002
+    def end(self, failed: bool = False) -> None:  # noqa: ARG002 - a `ReleaseCallback`
         """Release the load, and let the next item be sent. Only the first call counts."""
         if self._ended:
             return

@@ -63,6 +63,14 @@ class Pairs:
         await until(nothing, seconds=seconds)
 
 
+def new_session() -> aiohttp.ClientSession:
+    """Return a session for direct requests to workers, which opens a connection for each.
+
+    A kept connection may be closed by the worker as it is used again.
+    """
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), timeout=aiohttp.ClientTimeout(20))
+
+
 @asynccontextmanager
 async def simulated_pairs(
     style: str, prefills: int = 1, decodes: int = 1, prefill: Any = None, decode: Any = None, **settings: Any
@@ -73,10 +81,7 @@ async def simulated_pairs(
         for role, count, more in (("prefill", prefills, prefill), ("decode", decodes, decode)):
             each = settings | (more or {}) | {"disaggregation": style, "role": role}
             urls[role] = await stack.enter_async_context(simulated_workers(count, **each))
-        connector = aiohttp.TCPConnector(force_close=True)  # a kept connection may be closed as it is used again
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(20))
-        )
+        session = await stack.enter_async_context(new_session())
         yield Pairs(style, urls["prefill"], urls["decode"], session)
 
 

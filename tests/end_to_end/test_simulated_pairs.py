@@ -13,10 +13,9 @@ from contextlib import AsyncExitStack
 from itertools import count
 from typing import Any
 
-import aiohttp
 import pytest
 from router_under_test import RouterUnderTest, router, until
-from simulated_pairs import MODEL, STYLES, Pairs, routed, simulated_pairs
+from simulated_pairs import MODEL, STYLES, Pairs, new_session, routed, simulated_pairs
 from simulated_workers import FAST
 
 from kvrouter.processes import KvrouterProcess
@@ -182,10 +181,7 @@ async def test_prefill_worker_serves_alone_without_decode_workers(plain: str) ->
         options = ["simulate", "--disaggregation=nixl", "--role=decode", "--step-ms=2"]
         process = stack.enter_context(KvrouterProcess(options))
         decode = await asyncio.to_thread(process.wait_until_listening)
-        connector = aiohttp.TCPConnector(force_close=True)  # a kept connection may be closed as it is used again
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(20))
-        )
+        session = await stack.enter_async_context(new_session())
         made = Pairs("nixl", [prefill], [decode], session)
         front = await stack.enter_async_context(routed(made))
         endless = {"model": MODEL, "prompt": fresh(40), "max_tokens": 20_000, "ignore_eos": True, "stream": True}

@@ -14,13 +14,12 @@ import aiohttp
 import yaml
 from openai import AsyncOpenAI, OpenAIError
 from openai.types.chat import ChatCompletionMessageParam
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from kvrouter.processes import KvrouterProcess, ProcessError
-from kvrouter.tools.demo.run import MODEL, TURNS, Conversation, DemoError, make_conversations
-from router.http.client import connection_problem, refuse_redirects
+from kvrouter.tools.demo.run import MODEL, TURNS, Conversation, DemoError, make_conversations, samples
+from router.http.client import connection_problem
 
 ANSWER_TOKENS = 32
 
@@ -173,13 +172,8 @@ def _play_style(style: str, conversations: int, console: Console) -> _Played:
 
 async def _counters(urls: Sequence[str]) -> dict[str, float]:
     totals: dict[str, float] = {}
-    async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=aiohttp.ClientTimeout(10)) as session:
-        for url in urls:
-            async with session.get(f"{url}/metrics") as response:
-                text = await response.text()
-            for family in text_string_to_metric_families(text):
-                for sample in family.samples:
-                    totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    for sample in await samples(urls):
+        totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
     return totals
 
 

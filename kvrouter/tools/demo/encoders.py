@@ -18,12 +18,11 @@ from typing import Any
 
 import aiohttp
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from kvrouter.processes import KvrouterProcess, ProcessError
-from kvrouter.tools.demo.run import MODEL, DemoError
+from kvrouter.tools.demo.run import MODEL, DemoError, samples
 from router.http.client import connection_problem, refuse_redirects
 
 ENCODERS, WORKERS = 3, 2
@@ -177,14 +176,9 @@ class Fleet:
 async def _items(urls: Sequence[str]) -> Counter[str]:
     """Return the media items that workers counted, by result."""
     items: Counter[str] = Counter()
-    async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=aiohttp.ClientTimeout(10)) as session:
-        for url in urls:
-            async with session.get(f"{url}/metrics") as response:
-                text = await response.text()
-            for family in text_string_to_metric_families(text):
-                for sample in family.samples:
-                    if sample.name == "simulated:media_items_total":
-                        items[sample.labels["result"]] += int(sample.value)
+    for sample in await samples(urls):
+        if sample.name == "simulated:media_items_total":
+            items[sample.labels["result"]] += int(sample.value)
     return items
 
 

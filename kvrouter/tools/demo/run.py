@@ -15,6 +15,8 @@ from threading import Event
 import aiohttp
 from openai import AsyncOpenAI, OpenAIError
 from openai.types.chat import ChatCompletionMessageParam
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -35,6 +37,18 @@ _TOPICS = (
 _VERBS = ("check", "summarise", "compare", "explain", "translate", "file", "escalate", "archive")
 _THINGS = ("the last entry", "every open case", "the oldest record", "two duplicates", "a missing field", "the totals")
 _RULES_A_PROMPT = 110  # about 1800 tokens
+
+
+async def samples(urls: Sequence[str]) -> list[Sample]:
+    """Return the samples in the metrics of workers. Raises aiohttp.ClientError and TimeoutError."""
+    found: list[Sample] = []
+    timeout = aiohttp.ClientTimeout(10)
+    async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=timeout) as session:
+        for url in urls:
+            async with session.get(f"{url}/metrics") as response:
+                text = await response.text()
+            found += [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
