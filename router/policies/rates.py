@@ -208,6 +208,13 @@ class RateLearner:
         """The relative standard error of the seconds of a mean prompt."""
         return self._prefill.doubt
 
+    def decoding_with(self, other: Rates) -> Rates:
+        """Return `other`'s prices of computing with this worker's prices of decoding, if it has a few answers."""
+        if self._decode.samples < _HALFWAY:
+            return other
+        step, context_token = self._decode.coefficients
+        return Rates(step, other.token, other.attention, context_token)
+
     def seconds(self, prompt: tuple[float, float]) -> float:
         """Return the seconds of a prompt in steps without other work. `prompt`: its tokens and pairs in attention."""
         token, attention = self._prefill.coefficients
@@ -267,10 +274,13 @@ class RateTable:
         return learner
 
     def likely(self, worker: str, model: str) -> Rates:
-        """Return a worker's rates for a model; until it has a few prefills, those of the worker with the most."""
+        """Return a worker's rates for a model.
+
+        Until it has a few prefills, it computes like the worker with the most. A decode worker may never have any.
+        """
         learner = self.learner(worker, model)
         if learner.prefills < _HALFWAY:
-            return self._leading.get(model, learner).rates
+            return learner.decoding_with(self._leading.get(model, learner).rates)
         return learner.rates
 
     def prefill_seen(
@@ -303,9 +313,11 @@ class RateTable:
         return compared[1]
 
     def learned_or(self, worker: str, model: str, otherwise: Rates) -> Rates:
-        """Return a worker's rates, or `otherwise` until they are learned."""
+        """Return a worker's rates. Until enough prefills were measured, it computes at the prices of `otherwise`."""
         learner = self._learners.get(model, {}).get(worker)
-        return learner.rates if learner and learner.learned else otherwise
+        if learner is None:
+            return otherwise
+        return learner.rates if learner.learned else learner.decoding_with(otherwise)
 
 
 def _slowest_if_unlike(learners: list[RateLearner]) -> Rates | None:

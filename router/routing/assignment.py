@@ -15,7 +15,7 @@ from router.cache_state.target_audit import CachePrediction
 from router.fleet.health import Attempt, Outcome
 from router.fleet.worker import Worker
 from router.load.target_load import Reservation
-from router.policies import Decision
+from router.policies import Candidate, Decision
 from router.policies.records import Source
 from router.prediction.learned import RequestTiming
 from router.prediction.predictions import WatchedAnswer
@@ -35,11 +35,13 @@ class Disaggregation:
     - `prefill`: the choice of the prefill worker; None if the decode worker computes the prompt.
     - `reason`: the reason in words, for logs and explanations.
     - `inputs`: the values that the verdict depends on, for logs and explanations.
+    - `predict`: returns the predicted latency on a decode worker, with the chosen prefill worker if there is one.
     """
 
     prefill: Decision | None
     reason: str
     inputs: dict[str, Any]
+    predict: Callable[[Candidate], Prediction]
 
     def as_json(self, names: WorkerNames) -> dict[str, Any]:
         """Return the verdict as a part of an explained decision. `names`: the names of workers."""

@@ -67,7 +67,8 @@ class Placement:
             adapter = self._selector.adapter_of(assignment.worker)
             if adapter is not None and not adapter.concurrent:
                 moved = max(prompt.tokens - assignment.overlap, 0)
-                assignment.transfer = self._state.transfers.watch(prefill.target, assignment.selection.rank, moved)
+                decode = assignment.selection.rank
+                assignment.transfer = self._state.transfers.watch(prefill.target, decode, moved, prompt.streamed)
         log.info(
             "disaggregation",
             decode=assignment.worker.url,

@@ -116,6 +116,8 @@ async def explain(
     selection = usual if isinstance(begins, WaitReason) else begins
     chosen = selection.decision.chosen
     costs = sorted(usual.decision.costs, key=lambda cost: cost.total)
+    pair = selection.disaggregation
+    predict = partial(selector.predict, prompt=prompt) if pair is None else pair.predict
     return {
         "path": call.path,
         "model": prompt.name,
@@ -130,7 +132,7 @@ async def explain(
         "unit": usual.decision.unit,
         "candidates": [
             _candidate(names, cost, sessions.retained_tokens(cost.candidate.target))
-            | {"forecast": _prediction(selector.predict(cost.candidate, prompt), slo, now)}
+            | {"forecast": _prediction(predict(cost.candidate), slo, now)}
             for cost in costs
         ],
         "excluded": [

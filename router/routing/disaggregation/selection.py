@@ -13,11 +13,11 @@ from typing import Any
 
 from router.fleet.discovery import Engine
 from router.fleet.worker import Worker
-from router.policies import Policy, Request
+from router.policies import Candidate, Policy, Request
 from router.policies.custom import CustomPolicy
 from router.policies.interface import Phase
 from router.policies.pairs import PairChoice, PairCost, PairOptions, apart
-from router.prediction.slo import LITTLE, NO_SLO, SLO
+from router.prediction.slo import LITTLE, NO_SLO, SLO, Prediction
 from router.routing.assignment import Disaggregation, Selection
 from router.routing.candidates import CandidateFinder, CandidateSet
 from router.routing.custom_choice import decide
@@ -102,10 +102,12 @@ class DisaggregatedSelector:
         elif not adapter.decodes_alone:
             raise unavailable("No prefill worker can be reached, and the decode workers compute no prompts.")
         prediction = latency.of(*choice.chosen)
-        inputs: dict[str, Any] = {**choice.inputs}
-        if choice.prefill is not None:
-            inputs["predicted_ttft"] = prediction.ttft.by_rates
-        selection.disaggregation = Disaggregation(choice.prefill, choice.reason, inputs)
+        inputs: dict[str, Any] = {**choice.inputs, "predicted_ttft": prediction.ttft.expected}
+
+        def predict(decode: Candidate) -> Prediction:
+            return latency.of(None if options.needs_alone(decode) else choice.chosen[0], decode)
+
+        selection.disaggregation = Disaggregation(choice.prefill, choice.reason, inputs, predict)
         if slo is not None:
             selection.slo_missed_by = prediction.slo_missed_by(slo, now, request.output_tokens)
         if slo is not None or now >= self._learned.predictions.due:

@@ -3,7 +3,7 @@
 A transfer begins when the prefill worker answers, and ends before the decode worker's first byte. Between the two the
 decode worker also computes one token, which its rates explain. The rest is the transfer's time. It is learned only if
 the decode worker computes no other prompt and holds no request back. Workers that receive both requests at once show
-no beginning, so their transfers keep the first guess.
+no beginning, and answers that are not streamed show no end: nothing is learned from these transfers.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class TransferTimes:
         start, token = self._learned.of(_name(prefill, decode))
         return start + token * tokens
 
-    def watch(self, prefill: Target, decode: RoutableRank, tokens: int) -> WatchedTransfer:
-        """Return the watch of a transfer of `tokens` tokens."""
-        return WatchedTransfer(self, prefill, decode, tokens)
+    def watch(self, prefill: Target, decode: RoutableRank, tokens: int, streamed: bool) -> WatchedTransfer:
+        """Return the watch of a transfer of `tokens` tokens. `streamed`: the first byte of the answer shows its end."""
+        return WatchedTransfer(self, prefill, decode, tokens, streamed)
 
     def seen(self, prefill: Target, decode: Target, tokens: int, seconds: float, step: float) -> None:
         """Learn from a transfer. `seconds`: its time, and `step` seconds of them for one step of decoding."""
@@ -61,13 +61,16 @@ class TransferTimes:
 class WatchedTransfer:
     """A transfer whose beginning and end are reported."""
 
-    __slots__ = ("_decode", "_prefill", "_times", "_tokens", "begun")
+    __slots__ = ("_decode", "_prefill", "_streamed", "_times", "_tokens", "begun")
 
-    def __init__(self, times: TransferTimes, prefill: Target, decode: RoutableRank, tokens: int) -> None:
+    def __init__(
+        self, times: TransferTimes, prefill: Target, decode: RoutableRank, tokens: int, streamed: bool
+    ) -> None:
         self._times = times
         self._prefill = prefill
         self._decode = decode
         self._tokens = tokens
+        self._streamed = streamed
         self.begun: float | None = None
 
     def begin(self) -> None:
@@ -79,7 +82,9 @@ class WatchedTransfer:
         """Record the decode worker's first byte, and learn from the time between."""
         begun, self.begun = self.begun, None
         decode = self._decode
-        if begun is None or decode.load.pending or decode.worker.metrics.get(decode.target.dp_rank).waiting:
+        if begun is None or not self._streamed:
+            return
+        if decode.load.pending or decode.worker.metrics.get(decode.target.dp_rank).waiting:
             return
         seconds = self._times.now() - begun
         self._times.seen(self._prefill, decode.target, self._tokens, seconds, self._times.step_seconds(decode))

@@ -142,3 +142,19 @@ def test_new_worker_uses_rates_of_its_model() -> None:
     assert table.likely("new", "other") == START
     show(table.learner("new", "m"), START, Random(1))
     assert table.likely("new", "m") == table.learner("new", "m").rates
+
+
+def test_decode_worker_has_its_own_steps_and_computes_like_the_others() -> None:
+    """A decode worker answers prompts that other workers compute, and is never measured with one of its own."""
+    table, truth = RateTable(START, Clock()), Rates(step=0.03, context_token=9e-8)
+    for second in range(30):
+        table.prefill_seen("prefill", "m", 2000, 0, 0, 0, 4.0, second)
+    prefill, decode, random = table.learner("prefill", "m").rates, table.learner("decode", "m"), Random(2)
+    for second in range(200):
+        requests, context = 1 + second % 8, random.randrange(100_000)
+        step = truth.step + truth.context_token * context + truth.token * requests
+        decode.decode_seen(100, requests, context, 100 * step, second)
+    for found in (table.likely("decode", "m"), table.learned_or("decode", "m", prefill)):
+        assert (found.token, found.attention) == (prefill.token, prefill.attention)
+        assert found.step == pytest.approx(truth.step, rel=0.05)
+        assert found.context_token == pytest.approx(truth.context_token, rel=0.05)
