@@ -21,6 +21,8 @@ known, J is in seconds, and τ the seconds of a token.
 
 A prompt on a decode worker delays every answer there. So a decode worker computes what is short, what it holds most of,
 and what prefill workers would begin too late. An idle decode worker is charged for the answers that it will receive.
+
+On a decode worker with full memory a prompt waits, and its blocks there are evicted meanwhile. So they do not count.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ _DELAYED_ANSWER: Final = 1.5
 _EXPECTED_ANSWERS: Final = 0.15
 # The factor of φ on decode workers. At 1, sessions stay on decode workers whose context slows every token.
 _DECODING: Final = 3.0
+# The share of KV memory in use from which new prompts wait for memory.
+_FULL: Final = 0.9
 NO_PREFILL: Final = "no prefill worker is left"
 IN_PAIR: Final = "remote"
 INTEGRATED: Final = "the worker does both"
@@ -146,12 +150,17 @@ class PairTerms:
 
     def alone(self, decode: Candidate) -> dict[str, float]:
         """Return the terms of a decode worker that computes the prompt itself."""
-        terms = self._computing(decode)
-        if decode.target not in self._options.integrated:
-            answers = max(decode.requests, self._mean_requests, _EXPECTED_ANSWERS)
-            terms["interference"] = terms["prefill"] * (self._weights.interference + _DELAYED_ANSWER * answers)
-            if not self._in_seconds:
-                terms["context"] *= _DECODING
+        if decode.target in self._options.integrated:
+            return self._computing(decode) | self._missing(None, decode)
+        at_begin = decode
+        if (kept := _kept(decode)) < decode.overlap:
+            at_begin = decode.copy()
+            at_begin.overlap = kept
+        terms = self._computing(at_begin)
+        answers = max(decode.requests, self._mean_requests, _EXPECTED_ANSWERS)
+        terms["interference"] = terms["prefill"] * (self._weights.interference + _DELAYED_ANSWER * answers)
+        if not self._in_seconds:
+            terms["context"] *= _DECODING
         return terms | self._missing(None, decode)
 
     def pair(self, prefill: Candidate, decode: Candidate) -> dict[str, float]:
@@ -196,7 +205,7 @@ class PairTerms:
 
     def _receiving(self, decode: Candidate) -> tuple[float, float, float]:
         """Return the tokens that a decode worker fetches, what evicting for them costs, and the slower decoding."""
-        moved, weights, rates = max(self._request.tokens - decode.overlap, 0), self._weights, decode.rates
+        moved, weights, rates = max(self._request.tokens - _kept(decode), 0), self._weights, decode.rates
         evicting = weights.eviction * decode.eviction * moved
         if not self._in_seconds or rates is None:
             return moved, evicting, decode.pending + _DECODING * weights.context * decode.context
@@ -214,6 +223,15 @@ class PairTerms:
         """Return the price of moving tokens: in computed tokens, or in seconds."""
         seconds = self._options.move_seconds(prefill.target, decode.target, tokens)
         return seconds if self._in_seconds else seconds / self._options.token_seconds
+
+
+def _kept(decode: Candidate) -> int:
+    """Return the tokens of the prompt that a decode worker still holds when the prompt begins there.
+
+    If its memory is full, the prompt waits, and its blocks on the device are evicted meanwhile.
+    """
+    full = decode.kv_usage is not None and decode.kv_usage > _FULL
+    return decode.cpu + decode.disk if full else decode.overlap
 
 
 def apart(prefill: Policy, decode: Policy) -> PairRule:
