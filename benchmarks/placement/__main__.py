@@ -27,10 +27,10 @@ def main() -> None:
 
 
 def _table(build: str, fleets: list[Measured]) -> str:
-    columns = "by columns", "by candidates", "the index alone", "the choice for an SLO met nowhere"
+    columns = "by columns", "by candidates", "nothing shared", "the index alone", "the choice for an SLO met nowhere"
     rows = [[f"a placement, µs, {build}", "hold its start", *columns]]
     for fleet in fleets:
-        figures = fleet.columns, fleet.candidates, fleet.index_alone, fleet.kept_nowhere
+        figures = fleet.columns, fleet.candidates, fleet.nothing_shared, fleet.index_alone, fleet.kept_nowhere
         rows.append([f"{fleet.targets} targets", str(fleet.holders), *(f"{each:.1f}" for each in figures)])
     return markdown(rows)
 

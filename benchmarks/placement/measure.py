@@ -54,14 +54,15 @@ _FEWEST, _MOST, _SECONDS = 25, 2000, 1.0
 class Measured(NamedTuple):
     """The measurements of one fleet, in microseconds.
 
-    They are a placement by columns and by candidates, the index's answer alone, and the choice for an SLO that no
-    target meets.
+    They are a placement by columns and by candidates, one by columns of prompts that share nothing, the index's answer
+    alone, and the choice for an SLO that no target meets.
     """
 
     targets: int
     holders: int
     columns: float
     candidates: float
+    nothing_shared: float
     index_alone: float
     kept_nowhere: float
 
@@ -73,9 +74,12 @@ def measure(targets: int, holders: int) -> Measured:
         by_columns = policy_named(PolicySettings(), Random(1))
         by_candidates = NamedPolicy(by_columns.spec, _called(by_columns.choose))
         both = [routing_over(targets, holders, each, indexer) for each in (by_columns, by_candidates)]
-        columns, candidates = (_median(_placements(routing)) for routing in both)
+        columns, candidates = (_median(_placements(routing, _prompts())) for routing in both)
+        apart = routing_over(targets, holders, by_columns, indexer)
+        nothing_shared = _median(_placements(apart, _prompts(shared=0)))
         kept_nowhere = _median(_choices_kept_nowhere(both[0]))
-        return Measured(targets, holders, columns, candidates, _median(_matches(indexer)), kept_nowhere)
+        index_alone = _median(_matches(indexer))
+        return Measured(targets, holders, columns, candidates, nothing_shared, index_alone, kept_nowhere)
     finally:
         indexer.stop()
 
@@ -85,9 +89,9 @@ def _called(policy: Policy) -> Policy:
     return lambda candidates, request: policy(candidates, request)
 
 
-def _placements(routing: Routing) -> Iterator[float]:
+def _placements(routing: Routing, prompts: Iterator[RoutedPrompt]) -> Iterator[float]:
     """Yield the microseconds of placements: choice, reservation and record of a request in flight."""
-    for prompt in _prompts():
+    for prompt in prompts:
         begun = thread_time_ns()
         assignment = routing.placement.place(prompt)
         yield (thread_time_ns() - begun) / 1000
@@ -114,11 +118,12 @@ def _matches(indexer: Indexer) -> Iterator[float]:
         yield (thread_time_ns() - begun) / 1000
 
 
-def _prompts() -> Iterator[RoutedPrompt]:
-    """Yield prompts with a common start and different ends."""
+def _prompts(shared: int = SHARED_TOKENS) -> Iterator[RoutedPrompt]:
+    """Yield prompts of equal length with a common start of `shared` tokens and different ends."""
     random = Random(1)
     while True:
-        packed = PackedPrompt.of([*range(SHARED_TOKENS), *random.choices(range(100_000), k=_OWN_TOKENS)])
+        own = random.choices(range(100_000), k=SHARED_TOKENS + _OWN_TOKENS - shared)
+        packed = PackedPrompt.of([*range(shared), *own])
         yield RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True)
 
 

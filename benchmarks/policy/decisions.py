@@ -58,4 +58,4 @@ def _decider(policy: Policy, among: list[Candidate]) -> Callable[[Request], obje
     columns, held = CostColumns(len(among)), array("I", [candidate.overlap for candidate in among])
     for row, candidate in enumerate(among):
         columns.set(row, *policy.line(candidate))
-    return lambda request: policy.cheapest_row(columns, request.tokens, held, {}, (), {})
+    return lambda request: policy.cheapest_row(columns, request, held, {}, (), {})

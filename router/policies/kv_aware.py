@@ -40,9 +40,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from router.policies.linear import LinearPolicy
+from router.policies.linear import Line, LinearPolicy
 from router.policies.rates import prefill_seconds
 from router.policies.records import Candidate, CostUnit, Decision, Request, Source, cheapest
+from router.policies.shared_tokens import SharedTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +71,20 @@ class KvAware(LinearPolicy):
         self._per_request = weights.interference_per_request
         self._eviction = weights.eviction
 
-    def line(self, candidate: Candidate) -> tuple[float, float]:
+    def line(self, candidate: Candidate) -> Line:
         return (
             candidate.pending + self._context * candidate.context,
             self._per_token + self._per_request * candidate.requests + self._eviction * candidate.eviction,
+            0.0 if candidate.eviction else 1.0,
         )
 
-    def shares(self, candidate: Candidate) -> float:
-        return 0.0 if candidate.eviction else 1.0
+    def cost_with(self, candidate: Candidate, source: Source, request: Request) -> float:
+        _, per_token, _ = self.line(candidate)
+        load = per_token * source.load * _paid_share(candidate, request.shared)
+        return self.cost_after(candidate, candidate.reused, request) + load
 
-    def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:
-        fixed, per_token = self.line(candidate)
-        cost = self.cost(fixed, per_token, tokens, candidate.reused, candidate.cpu, candidate.disk)
-        return cost + per_token * source.load * _paid_share(candidate)
-
-    def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
-        return kv_cost(candidate, tokens, self._weights)
+    def terms(self, candidate: Candidate, request: Request) -> dict[str, float]:
+        return kv_cost(candidate, request, self._weights)
 
     def __call__(self, candidates: list[Candidate], request: Request) -> Decision:
         if candidates[0].rates and all(candidate.rates for candidate in candidates):
@@ -105,9 +104,9 @@ def kv_aware(weights: KvWeights, random: Random) -> KvAware:
     return KvAware(weights, random)
 
 
-def kv_cost(candidate: Candidate, tokens: int, weights: KvWeights) -> dict[str, float]:
-    """Return the terms of the cost of a prompt of `tokens` on a candidate, in prefill tokens."""
-    charged = _charged(candidate, max(tokens - candidate.reused, 1))
+def kv_cost(candidate: Candidate, request: Request, weights: KvWeights) -> dict[str, float]:
+    """Return the terms of the cost of a prompt on a candidate, in prefill tokens."""
+    charged = _charged(candidate, max(request.tokens - candidate.reused, 1), request.shared)
     terms = {
         "pending": candidate.pending,
         "transfer": weights.cpu_token * candidate.cpu + weights.disk_token * candidate.disk,
@@ -118,19 +117,23 @@ def kv_cost(candidate: Candidate, tokens: int, weights: KvWeights) -> dict[str, 
     }
     if candidate.source is not None:
         harm = weights.interference + weights.interference_per_request * candidate.requests
-        load = candidate.source.load * _paid_share(candidate)
+        load = candidate.source.load * _paid_share(candidate, request.shared)
         terms["load"] = load * (1 + harm + weights.eviction * candidate.eviction)
     return terms
 
 
-def _charged(candidate: Candidate, uncached: int) -> float:
+def _charged(candidate: Candidate, uncached: int, shared: SharedTokens | None) -> float:
     """Return the uncached tokens without those for which other sessions pay, at least 1."""
-    return uncached if candidate.eviction else max(uncached - candidate.shared, 1)
+    if shared is None or candidate.eviction:
+        return uncached
+    return max(uncached - shared.after(candidate.reused), 1)
 
 
-def _paid_share(candidate: Candidate) -> float:
+def _paid_share(candidate: Candidate, shared: SharedTokens | None) -> float:
     """Return the share of a load that this request pays: a loaded copy of a shared prefix serves others, too."""
-    return 1.0 if candidate.eviction else 1 - candidate.shared_load
+    if shared is None or candidate.eviction:
+        return 1.0
+    return 1 - shared.part_of_load(candidate.overlap, candidate.reused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
     n, context = candidate.requests, candidate.context
     prefill = prefill_seconds(rates, request.tokens, candidate.reused, n, context)
     uncached = max(request.tokens - candidate.reused, 1)
-    charged = prefill * _charged(candidate, uncached) / uncached
+    charged = prefill * _charged(candidate, uncached, request.shared) / uncached
     slowed = weights.slowed_by_others * (rates.token * n + rates.context_token * context)
     slowing = weights.slowing_others * n * (rates.token + rates.context_token * request.tokens)
     harm = weights.interference + weights.interference_per_request * n
@@ -163,6 +166,6 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
         "decode": request.output_tokens * (slowed + slowing),
     }
     if candidate.source is not None:
-        load = candidate.source.load_cost_seconds * _paid_share(candidate)
+        load = candidate.source.load_cost_seconds * _paid_share(candidate, request.shared)
         terms["load"] = load * (1 + harm + weights.eviction * candidate.eviction)
     return terms

@@ -3,7 +3,7 @@
     cost = fixed + transfer + per_token · max(tokens - overlap - shares · shared, least_uncached)
 
     fixed, per_token   from the target's load (`line`)
-    shares             1 where sessions share the price of a copy, else 0 (`shares`)
+    shares             1 where sessions share the price of a copy, else 0
     shared             uncached tokens for which other sessions pay (`router.policies.shared_tokens`)
     transfer           cached tokens in CPU memory or on disk, each at the price of loading it
 
@@ -25,6 +25,8 @@ from indexer.native import native_core
 from router.policies.records import Candidate, CostUnit, Decision, Request, Source, one_of_lowest, one_of_tied
 from router.policies.shared_tokens import SharedTokens
 
+# `fixed`, `per_token` and `shares` of a target.
+Line: TypeAlias = tuple[float, float, float]
 Costs: TypeAlias = Callable[["array[float]", "array[float]", "array[int]", int, int, "array[float]"], None]
 Charged: TypeAlias = Callable[["array[int]", "array[float]", "array[int]", "array[float]", "array[int]"], None]
 Highest: TypeAlias = Callable[["array[int]"], int]
@@ -49,7 +51,7 @@ class CostColumns:
         self.highest: Highest = native.highest if native is not None else highest
         self.holders: Holders = native.holders if native is not None else holders
 
-    def set(self, row: int, fixed: float, per_token: float, shares: float = 0.0) -> None:
+    def set(self, row: int, fixed: float, per_token: float, shares: float) -> None:
         """Set a row's line."""
         self.fixed[row] = fixed
         self.per_token[row] = per_token
@@ -121,15 +123,11 @@ class LinearPolicy(ABC):
         self.unit = unit
 
     @abstractmethod
-    def line(self, candidate: Candidate) -> tuple[float, float]:
-        """Return `fixed` and `per_token` of a target with this load."""
-
-    def shares(self, candidate: Candidate) -> float:  # noqa: ARG002
-        """Return 1 where the sessions of a shared prefix share the price of a copy, else 0: here 0."""
-        return 0.0
+    def line(self, candidate: Candidate) -> Line:
+        """Return the cost line of a target with this load."""
 
     @abstractmethod
-    def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
+    def terms(self, candidate: Candidate, request: Request) -> dict[str, float]:
         """Return the terms of a prompt's cost for display. Their sum is the cost, or differs from it by a constant."""
 
     def cost(self, fixed: float, per_token: float, tokens: int, overlap: int, cpu: int, disk: int) -> float:
@@ -141,52 +139,52 @@ class LinearPolicy(ABC):
             fixed += self.cpu_token * cpu + self.disk_token * disk
         return fixed + uncached * per_token
 
-    def cost_of(self, candidate: Candidate, tokens: int) -> float:
-        """Return the cost of a prompt of `tokens` tokens on a candidate. Sources count if `cost_with` says so."""
-        tokens -= int(self.shares(candidate) * candidate.shared)
+    def cost_of(self, candidate: Candidate, request: Request) -> float:
+        """Return the cost of a prompt on a candidate. Sources count if `cost_with` says so."""
         if candidate.source is not None:
-            return self.cost_with(candidate, candidate.source, tokens)
-        fixed, per_token = self.line(candidate)
-        return self.cost(fixed, per_token, tokens, candidate.overlap, candidate.cpu, candidate.disk)
+            return self.cost_with(candidate, candidate.source, request)
+        return self.cost_after(candidate, candidate.overlap, request)
 
-    def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:  # noqa: ARG002
-        """Return the cost on a candidate that has a source: here, as if it had none.
+    def cost_after(self, candidate: Candidate, reused: int, request: Request) -> float:
+        """Return the cost of a prompt on a candidate that computes all but its first `reused` tokens."""
+        tokens, (fixed, per_token, shares) = request.tokens, self.line(candidate)
+        if shares and request.shared is not None:
+            tokens -= int(shares * request.shared.after(reused))
+        return self.cost(fixed, per_token, tokens, reused, candidate.cpu, candidate.disk)
 
-        `tokens`: those of the prompt without the tokens that other sessions pay for.
-        """
-        fixed, per_token = self.line(candidate)
-        return self.cost(fixed, per_token, tokens, candidate.overlap, candidate.cpu, candidate.disk)
+    def cost_with(self, candidate: Candidate, source: Source, request: Request) -> float:  # noqa: ARG002
+        """Return the cost of a prompt on a candidate that has a source: here, as if it had none."""
+        return self.cost_after(candidate, candidate.overlap, request)
 
     def __call__(self, candidates: list[Candidate], request: Request) -> Decision:
-        tokens, totals = request.tokens, list[float]()
+        totals = list[float]()
         for candidate in candidates:
-            totals.append(self.cost_of(candidate, tokens))
+            totals.append(self.cost_of(candidate, request))
         chosen = one_of_lowest(candidates, totals, self.random, self.near)
-        return Decision(chosen, candidates, lambda candidate: self.terms(candidate, tokens), unit=self.unit)
+        return Decision(chosen, candidates, lambda candidate: self.terms(candidate, request), unit=self.unit)
 
     def cheapest_row(
         self,
         columns: CostColumns,
-        tokens: int,
+        request: Request,
         held: array[int],
         transfers: dict[int, tuple[int, int]],
         excluded: Collection[int],
         sources: dict[int, Candidate],
-        shared: SharedTokens | None = None,
     ) -> int | None:
         """Return the chosen row; None if all are excluded.
 
         - `transfers`: rows' tokens in CPU memory and on disk.
         - `sources`: the candidates of rows that have a source.
-        - `shared`: the parts of the prompt that several sessions asked for.
         """
-        if shared is not None:
-            held = columns.paid(held, shared)
+        tokens = request.tokens
+        if request.shared is not None:
+            held = columns.paid(held, request.shared)
         costs = columns.costs(tokens, held, self.least_uncached)
         for row, (cpu, disk) in transfers.items():
             costs[row] = self.cost(columns.fixed[row], columns.per_token[row], tokens, held[row], cpu, disk)
         for row, candidate in sources.items():
-            costs[row] = self.cost_of(candidate, tokens)
+            costs[row] = self.cost_of(candidate, request)
         for row in excluded:
             costs[row] = inf
         rows = columns.lowest(costs, self.near)

@@ -28,13 +28,14 @@ On a decode worker with full memory a prompt waits, and its blocks there are evi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
 from indexer import Target
 from router.policies.kv_aware import KvWeights, SecondsWeights, kv_cost, seconds_cost
 from router.policies.records import Candidate, CostUnit, Decision, Policy, Request, cheapest, one_of_lowest
+from router.policies.shared_tokens import SharedTokens
 
 # η: an answer on d waits as long as the prompt is computed, which is 1. Lower values leave TPOT behind other rules.
 _DELAYED_ANSWER: Final = 1.5
@@ -59,6 +60,8 @@ class PairOptions:
     - `alone`: whether decode workers can compute a prompt.
     - `move_seconds`: returns the seconds in which a number of tokens moves from a prefill to a decode worker.
     - `token_seconds`: the mean seconds in which workers compute a token.
+    - `shared`: the parts of the prompt that several sessions asked for, by what prefill workers hold. Those by what
+      decode workers hold are in the request.
     - `slo_cost`: returns the cost of the SLOs that a prefill worker, or None, and a decode worker would miss. None: the
       request is chosen without SLOs.
     """
@@ -69,6 +72,7 @@ class PairOptions:
     alone: bool
     move_seconds: Callable[[Target, Target, float], float]
     token_seconds: float
+    shared: SharedTokens | None = None
     slo_cost: Callable[[Candidate | None, Candidate], float] | None = None
 
     def needs_alone(self, decode: Candidate) -> bool:
@@ -139,24 +143,26 @@ class PairTerms:
     def __init__(self, options: PairOptions, request: Request, weights: KvWeights, in_seconds: SecondsWeights) -> None:
         self._options = options
         self._request = request
+        self._prefill_request = replace(request, shared=options.shared)
         self._weights = weights
         self._seconds_weights = in_seconds
         self._mean_requests = sum(each.requests for each in options.decodes) / len(options.decodes)
         everything = [*options.decodes, *options.prefills]
         self._in_seconds = all(candidate.rates is not None for candidate in everything)
         self.unit = CostUnit.SECONDS if self._in_seconds else CostUnit.TOKENS
-        prefills = [(sum(self._computing(prefill).values()), prefill) for prefill in options.prefills]
+        prefilling = self._prefill_request
+        prefills = [(sum(self._computing(prefill, prefilling).values()), prefill) for prefill in options.prefills]
         self._prefills = sorted(prefills, key=lambda each: each[0])
 
     def alone(self, decode: Candidate) -> dict[str, float]:
         """Return the terms of a decode worker that computes the prompt itself."""
         if decode.target in self._options.integrated:
-            return self._computing(decode) | self._missing(None, decode)
+            return self._computing(decode, self._request) | self._missing(None, decode)
         at_begin = decode
         if (kept := _kept(decode)) < decode.overlap:
             at_begin = decode.copy()
             at_begin.overlap = kept
-        terms = self._computing(at_begin)
+        terms = self._computing(at_begin, self._request)
         answers = max(decode.requests, self._mean_requests, _EXPECTED_ANSWERS)
         terms["interference"] = terms["prefill"] * (self._weights.interference + _DELAYED_ANSWER * answers)
         if not self._in_seconds:
@@ -167,7 +173,8 @@ class PairTerms:
         """Return the terms of a pair."""
         moved, evicting, decoding = self._receiving(decode)
         move = self._moving(prefill, decode, moved)
-        terms = {**self._computing(prefill), "move": move, "move_eviction": evicting, "decode": decoding}
+        computing = self._computing(prefill, self._prefill_request)
+        terms = {**computing, "move": move, "move_eviction": evicting, "decode": decoding}
         return terms | self._missing(prefill, decode)
 
     def best(self, decode: Candidate) -> dict[str, float]:
@@ -198,10 +205,10 @@ class PairTerms:
                 best = (total, prefill)
         return best
 
-    def _computing(self, candidate: Candidate) -> dict[str, float]:
+    def _computing(self, candidate: Candidate, request: Request) -> dict[str, float]:
         if self._in_seconds:
-            return seconds_cost(candidate, self._request, self._seconds_weights)
-        return kv_cost(candidate, self._request.tokens, self._weights)
+            return seconds_cost(candidate, request, self._seconds_weights)
+        return kv_cost(candidate, request, self._weights)
 
     def _receiving(self, decode: Candidate) -> tuple[float, float, float]:
         """Return the tokens that a decode worker fetches, what evicting for them costs, and the slower decoding."""

@@ -14,7 +14,7 @@ from typing import Final
 from xxhash import xxh3_64_intdigest
 
 from indexer import Target
-from router.policies.linear import LinearPolicy
+from router.policies.linear import Line, LinearPolicy
 from router.policies.rates import Rates, prefill_seconds
 from router.policies.records import (
     ByTurn,
@@ -93,10 +93,10 @@ class LeastLoaded(LinearPolicy):
     def __init__(self, random: Random) -> None:
         super().__init__(random, unit=CostUnit.REQUESTS)
 
-    def line(self, candidate: Candidate) -> tuple[float, float]:
-        return float(candidate.requests), 0.0
+    def line(self, candidate: Candidate) -> Line:
+        return float(candidate.requests), 0.0, 0.0
 
-    def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:  # noqa: ARG002
+    def terms(self, candidate: Candidate, request: Request) -> dict[str, float]:  # noqa: ARG002
         return _requests(candidate)
 
 
@@ -156,20 +156,18 @@ class Dynamo(LinearPolicy):
     def __init__(self, random: Random) -> None:
         super().__init__(random, 1 - _DYNAMO_HOST_CREDIT, 1 - _DYNAMO_DISK_CREDIT, least_uncached=0)
 
-    def line(self, candidate: Candidate) -> tuple[float, float]:
-        return float(candidate.pending + candidate.context), 1.0
+    def line(self, candidate: Candidate) -> Line:
+        return float(candidate.pending + candidate.context), 1.0, 0.0
 
-    def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:
-        fixed, per_token = self.line(candidate)
-        cost = self.cost(fixed, per_token, tokens, candidate.overlap, candidate.cpu, candidate.disk)
-        return cost - _dynamo_credit(source)
+    def cost_with(self, candidate: Candidate, source: Source, request: Request) -> float:
+        return self.cost_after(candidate, candidate.overlap, request) - _dynamo_credit(source)
 
-    def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
+    def terms(self, candidate: Candidate, request: Request) -> dict[str, float]:
         away = self.cpu_token * candidate.cpu + self.disk_token * candidate.disk
         if candidate.source is not None:
             away -= _dynamo_credit(candidate.source)
-        prefill = candidate.pending + max(tokens - candidate.overlap, 0) + away
-        return {"prefill": prefill, "decode": candidate.context + tokens}
+        prefill = candidate.pending + max(request.tokens - candidate.overlap, 0) + away
+        return {"prefill": prefill, "decode": candidate.context + request.tokens}
 
 
 def _dynamo_credit(source: Source) -> float:
@@ -214,12 +212,12 @@ class Lmetric(LinearPolicy):
     def __init__(self, random: Random) -> None:
         super().__init__(random, unit=CostUnit.TOKEN_REQUESTS)
 
-    def line(self, candidate: Candidate) -> tuple[float, float]:
+    def line(self, candidate: Candidate) -> Line:
         requests = candidate.requests + 1
-        return float(candidate.pending * requests), float(requests)
+        return float(candidate.pending * requests), float(requests), 0.0
 
-    def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
-        prefill = candidate.pending + max(tokens - candidate.overlap, 1)
+    def terms(self, candidate: Candidate, request: Request) -> dict[str, float]:
+        prefill = candidate.pending + max(request.tokens - candidate.overlap, 1)
         return {"prefill times requests": prefill * (candidate.requests + 1)}
 
 
@@ -232,18 +230,17 @@ class Mooncake(LinearPolicy):
     def __init__(self, random: Random, cpu_token: float, disk_token: float) -> None:
         super().__init__(random, cpu_token, disk_token)
 
-    def line(self, candidate: Candidate) -> tuple[float, float]:
-        return float(candidate.pending), 1.0
+    def line(self, candidate: Candidate) -> Line:
+        return float(candidate.pending), 1.0, 0.0
 
-    def cost_with(self, candidate: Candidate, source: Source, tokens: int) -> float:
-        fixed, per_token = self.line(candidate)
-        return self.cost(fixed, per_token, tokens, candidate.reused, candidate.cpu, candidate.disk) + source.load
+    def cost_with(self, candidate: Candidate, source: Source, request: Request) -> float:
+        return self.cost_after(candidate, candidate.reused, request) + source.load
 
-    def terms(self, candidate: Candidate, tokens: int) -> dict[str, float]:
+    def terms(self, candidate: Candidate, request: Request) -> dict[str, float]:
         terms = {
             "pending": float(candidate.pending),
             "transfer": self.cpu_token * candidate.cpu + self.disk_token * candidate.disk,
-            "prefill": float(max(tokens - candidate.reused, 1)),
+            "prefill": float(max(request.tokens - candidate.reused, 1)),
         }
         if candidate.source is not None:
             terms["load"] = candidate.source.load

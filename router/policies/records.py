@@ -20,6 +20,7 @@ from typing import Final, TypeVar
 
 from indexer import Target
 from router.policies.rates import Rates
+from router.policies.shared_tokens import SharedTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,7 @@ class Candidate:
     - `kv_usage`: share of its KV memory in use by running requests, 0 to 1; None if unknown.
     - `backlog`: seconds until the prefills sent to it are done, by `rates`.
     - `rates`: its speed; None if unknown, or if all workers are alike.
-    - `shared`: tokens that it would have to compute, and for which other sessions pay, because they will use them.
     - `source`: where it can load tokens beyond its overlap; None for nowhere.
-    - `shared_load`: the share of that load for which other sessions pay.
     """
 
     target: Target
@@ -101,8 +100,6 @@ class Candidate:
     backlog: float
     rates: Rates | None
     source: Source | None
-    shared: float
-    shared_load: float
 
     def __init__(
         self,
@@ -119,8 +116,6 @@ class Candidate:
         backlog: float = 0.0,
         rates: Rates | None = None,
         source: Source | None = None,
-        shared: float = 0.0,
-        shared_load: float = 0.0,
     ) -> None:
         self.target = target
         self.overlap = overlap
@@ -135,8 +130,6 @@ class Candidate:
         self.backlog = backlog
         self.rates = rates
         self.source = source
-        self.shared = shared
-        self.shared_load = shared_load
 
     @property
     def reused(self) -> int:
@@ -163,8 +156,6 @@ class Candidate:
             self.backlog,
             self.rates,
             self.source,
-            self.shared,
-            self.shared_load,
         )
 
 
@@ -174,6 +165,7 @@ class Request:
 
     - `beginning`: a hash of the prompt's beginning, which replaces a missing session.
     - `at`: the time of the choice, in seconds of any clock.
+    - `shared`: the parts of the prompt that several sessions asked for; None without any.
     """
 
     tokens: int
@@ -181,6 +173,7 @@ class Request:
     session: str | None = None
     beginning: int | None = None
     at: float = 0.0
+    shared: SharedTokens | None = None
 
 
 class CostUnit(StrEnum):

@@ -20,11 +20,12 @@ class SharedTokens:
     - `others`: the share of a token's price that the other sessions pay.
     """
 
-    __slots__ = ("depths", "others")
+    __slots__ = ("_after", "depths", "others")
 
     def __init__(self, depths: array[int], others: array[float]) -> None:
         self.depths = depths
         self.others = others
+        self._after: dict[int, float] = {}  # most targets hold as many tokens as others
 
     @classmethod
     def paid(cls, asked: list[tuple[int, float]], copies: Callable[[int], int], spare: float) -> SharedTokens | None:
@@ -44,19 +45,19 @@ class SharedTokens:
 
     def after(self, held: int) -> float:
         """Return the tokens that the other sessions pay for, of those after the first `held` tokens."""
-        if held >= self.depths[-1]:
-            return 0.0
-        paid, start = 0.0, held
-        for depth, share in zip(self.depths, self.others, strict=True):
-            if depth > start:
-                paid += (depth - start) * share
-                start = depth
+        paid = self._after.get(held)
+        if paid is None:
+            paid, start = 0.0, held
+            for depth, share in zip(self.depths, self.others, strict=True):
+                if depth > start:
+                    paid += (depth - start) * share
+                    start = depth
+            self._after[held] = paid
         return paid
 
-    def divided(self, held: int, loaded: int) -> tuple[float, float]:
-        """Return what the other sessions pay for, where a target holds `held` tokens and loads the next `loaded`.
+    def part_of_load(self, held: int, reached: int) -> float:
+        """Return the share that the other sessions pay of a load, from 0 to 1.
 
-        First the tokens that it computes and they pay for, then their share of the load, from 0 to 1.
+        The target holds `held` tokens, and loads those after them up to `reached`.
         """
-        computed = self.after(held + loaded)
-        return computed, (self.after(held) - computed) / loaded if loaded else 0.0
+        return (self.after(held) - self.after(reached)) / (reached - held) if reached > held else 0.0

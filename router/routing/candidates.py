@@ -81,7 +81,7 @@ class CandidateSet:
         if self.rates:
             records = [self._finder.with_rates(self, row, record) for row, record in enumerate(records)]
         for row, tokens in enumerate(self.overlaps.tokens):
-            if tokens or row in self.sources or self.shared is not None:
+            if tokens or row in self.sources:
                 records[row] = self.with_overlap(row, records[row])
         if chosen is not None:
             records[self.targets.of_target[chosen.target].row] = chosen
@@ -99,13 +99,11 @@ class CandidateSet:
     def with_overlap(self, row: int, record: Candidate) -> Candidate:
         """Return a row's record with its overlap and its source."""
         tokens, source = self.overlaps.tokens[row], self.sources.get(row)
-        if not tokens and source is None and self.shared is None:
+        if not tokens and source is None:
             return record
         record = record.copy()
         record.source = source
         record.overlap = tokens
-        if self.shared is not None:
-            record.shared, record.shared_load = self.shared.divided(tokens, 0 if source is None else source.tokens)
         record.cpu, record.disk = self.overlaps.transfers.get(row, (0, 0))
         return record
 
@@ -114,11 +112,11 @@ class CandidateSet:
 
     def cheapest(self, policy: LinearPolicy, tokens: int) -> Selection | None:
         """Return a linear policy's selection for a prompt of `tokens` tokens; None if there is no candidate."""
-        overlaps = self.overlaps
+        overlaps, request = self.overlaps, Request(tokens, shared=self.shared)
         records = self.view.records
         sources = {row: self.with_overlap(row, records[row]) for row in self.sources}
         row = policy.cheapest_row(
-            self.view.columns, tokens, overlaps.tokens, overlaps.transfers, self.excluded, sources, self.shared
+            self.view.columns, request, overlaps.tokens, overlaps.transfers, self.excluded, sources
         )
         if row is None:
             return None
@@ -126,7 +124,7 @@ class CandidateSet:
         decision = Decision(
             chosen,
             lambda: self.records(chosen),
-            lambda each: policy.terms(each, tokens),
+            lambda each: policy.terms(each, request),
             count=self.count,
             unit=policy.unit,
         )
@@ -244,7 +242,7 @@ class CandidateFinder:
         hashes = found.hashes.get(served, NO_HASHES)
         beginning = hashes[0][min(len(hashes[0]), _SESSION_CHUNKS) - 1] if hashes and hashes[0] else None
         expected = self._learned.outputs.expected(served.model, prompt.max_tokens, prompt.announced_output)
-        return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning, now)
+        return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning, now, found.shared)
 
     def with_rates(self, found: CandidateSet, row: int, record: Candidate) -> Candidate:
         """Return a row's record with the rates of its target, if workers differ."""

@@ -145,8 +145,7 @@ class LoadView:
         else:
             self.prefilling.discard(row)
         if self._policy is not None:
-            fixed, per_token = self._policy.line(record)
-            self.columns.set(row, fixed, per_token, self._policy.shares(record))
+            self.columns.set(row, *self._policy.line(record))
 
     def _eviction(self, rank: RoutableRank) -> float:
         """Return the price of an eviction on a rank: 0 while it has room."""

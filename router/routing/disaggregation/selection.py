@@ -83,6 +83,7 @@ class DisaggregatedSelector:
             adapter.decodes_alone and (self._settings.decode_computes or not prefills.count),
             self._transfers.seconds,
             self._learned.seconds_per_token(),
+            prefills.shared,
         )
         latency = PairLatency(self._state, found, prefills, request, prompt.encoding)
         choice = self._choose(options, request, latency, slo, now)

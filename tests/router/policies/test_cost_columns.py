@@ -53,7 +53,7 @@ def candidate(row: int, load: tuple[int, int, int, float]) -> Candidate:
 def columns_of(policy: LinearPolicy, records: list[Candidate]) -> CostColumns:
     columns = CostColumns(len(records))
     for row, record in enumerate(records):
-        columns.set(row, *policy.line(record), policy.shares(record))
+        columns.set(row, *policy.line(record))
     return columns
 
 
@@ -73,7 +73,7 @@ def test_choice_by_columns_equals_the_formula(core: str, name: str, data: Any, s
     row_numbers = st.integers(0, rows - 1)
     for row, load in data.draw(st.lists(st.tuples(row_numbers, loads), max_size=6)):
         records[row] = candidate(row, load)
-        columns.set(row, *policy.line(records[row]), policy.shares(records[row]))
+        columns.set(row, *policy.line(records[row]))
     holders = data.draw(st.dictionaries(row_numbers, held, max_size=8))
     if data.draw(st.booleans()):  # all of them hold something
         holders = {row: random.choice([*holders.values(), (16, 0, 0)]) for row in range(rows)}
@@ -92,21 +92,16 @@ def test_choice_by_columns_equals_the_formula(core: str, name: str, data: Any, s
         records[row].source = Source("s", tokens, price, waiting=tokens // 3, peer=peer, start=tokens / 7)
 
     shared = data.draw(st.sampled_from([None, SharedTokens(array("I", [200, 700]), array("d", [0.9, 0.5]))]))
-    if shared is not None:
-        for row, record in enumerate(records):
-            records[row] = record.copy()
-            loaded = record.reused - record.overlap
-            records[row].shared, records[row].shared_load = shared.divided(record.overlap, loaded)
-        sources = {row: records[row] for row in sources}
+    request = Request(TOKENS, shared=shared)
 
-    chosen = policy.cheapest_row(columns, TOKENS, overlaps, transfers, excluded, sources, shared)
+    chosen = policy.cheapest_row(columns, request, overlaps, transfers, excluded, sources)
 
     left = [record for row, record in enumerate(records) if row not in excluded]
     if not left:
         assert chosen is None
     else:
         assert chosen is not None
-        assert records[chosen] is formula(left, Request(TOKENS)).chosen
+        assert records[chosen] is formula(left, request).chosen
         assert policy.random.random() == formula.random.random()  # both have asked as often
 
 

@@ -33,7 +33,7 @@ def kv(seed: int = 0) -> Policy:
 
 
 def test_terms_of_the_cost() -> None:
-    terms = kv_cost(candidate("w", overlap=600, requests=5, pending=300, context=8000), 1000, WEIGHTS)
+    terms = kv_cost(candidate("w", overlap=600, requests=5, pending=300, context=8000), Request(1000), WEIGHTS)
     assert terms == {
         "pending": 300,
         "transfer": 0,
@@ -42,7 +42,9 @@ def test_terms_of_the_cost() -> None:
         "eviction": 0,
         "context": pytest.approx(400),
     }
-    assert kv_cost(candidate("w", overlap=1000), 1000, WEIGHTS)["prefill"] == 1, "a cached prompt computes one token"
+    assert kv_cost(candidate("w", overlap=1000), Request(1000), WEIGHTS)["prefill"] == 1, (
+        "a cached prompt computes one token"
+    )
 
 
 def test_decision_has_the_cost_of_every_candidate() -> None:
@@ -86,7 +88,7 @@ def test_where_evictions_are_asked_for_again_a_prefix_stays_together_whatever_th
     idle = evicting("idle", 0.5)
     assert chosen(kv(), [candidate("holder", overlap=900, pending=10_700), idle]) == "holder"
     assert chosen(kv(), [candidate("holder", overlap=900, pending=11_900), idle]) == "idle"
-    assert kv_cost(idle, 1000, WEIGHTS)["eviction"] == 10 * 1000
+    assert kv_cost(idle, Request(1000), WEIGHTS)["eviction"] == 10 * 1000
 
 
 def test_worker_without_evictions_or_context_is_preferred() -> None:
@@ -96,7 +98,7 @@ def test_worker_without_evictions_or_context_is_preferred() -> None:
 
 def test_cached_tokens_count_whole_and_cost_their_loading() -> None:
     on_disk = Candidate(Target("w", 0, "m"), overlap=900, cpu=200, disk=600)
-    terms = kv_cost(on_disk, 1000, WEIGHTS)
+    terms = kv_cost(on_disk, Request(1000), WEIGHTS)
     assert (terms["prefill"], terms["transfer"]) == (100, pytest.approx(0.1 * 200 + 0.5 * 600))
     in_memory = candidate("w", overlap=900)
     assert chosen(kv(), [on_disk, in_memory]) == "w"
@@ -158,8 +160,8 @@ weights = st.builds(KvWeights, *[st.floats(0, 10)] * 6)
 def test_holding_more_never_costs_more(
     overlap: int, more: int, requests: int, pending: int, context: int, tokens: int, weights: KvWeights
 ) -> None:
-    less_held = kv_cost(candidate("w", overlap, requests, pending, context), tokens, weights)
-    more_held = kv_cost(candidate("w", overlap + more, requests, pending, context), tokens, weights)
+    less_held = kv_cost(candidate("w", overlap, requests, pending, context), Request(tokens), weights)
+    more_held = kv_cost(candidate("w", overlap + more, requests, pending, context), Request(tokens), weights)
     assert sum(more_held.values()) <= sum(less_held.values())
 
 
@@ -167,18 +169,19 @@ def test_holding_more_never_costs_more(
 def test_more_to_do_never_costs_less(
     overlap: int, requests: int, pending: int, context: int, tokens: int, weights: KvWeights
 ) -> None:
-    now = sum(kv_cost(candidate("w", overlap, requests, pending, context), tokens, weights).values())
+    now = sum(kv_cost(candidate("w", overlap, requests, pending, context), Request(tokens), weights).values())
     for busier in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
         more = [amount + extra for amount, extra in zip((requests, pending, context), busier, strict=True)]
-        assert sum(kv_cost(candidate("w", overlap, *more), tokens, weights).values()) >= now
+        assert sum(kv_cost(candidate("w", overlap, *more), Request(tokens), weights).values()) >= now
 
 
 @given(candidates_lists, st.integers(1, 100_000), weights)
 def test_cost_is_the_sum_of_its_terms(candidates: list[Candidate], tokens: int, weights: KvWeights) -> None:
     policy = kv_aware(weights, Random(1))
     for candidate in candidates:
-        cost = policy.cost(*policy.line(candidate), tokens, candidate.overlap, candidate.cpu, candidate.disk)
-        assert cost == pytest.approx(sum(policy.terms(candidate, tokens).values()))
+        fixed, per_token, _ = policy.line(candidate)
+        cost = policy.cost(fixed, per_token, tokens, candidate.overlap, candidate.cpu, candidate.disk)
+        assert cost == pytest.approx(sum(policy.terms(candidate, Request(tokens)).values()))
 
 
 @given(candidates_lists, st.integers(1, 100_000), st.integers())

@@ -70,18 +70,16 @@ def test_terms_show_the_load_apart() -> None:
 def test_other_sessions_pay_their_share_of_a_load_where_the_copy_finds_room(rates: Rates | None) -> None:
     second = 1.0 if rates is None else rates.token
     loads = candidate("w", 1000, Source("pool", 8000, 0.5, computed_seconds=second), rates)
+    shared = Request(TOKENS, shared=SharedTokens(array("I", [9000]), array("d", [0.75])))
     alone = policy()([loads], Request(TOKENS)).costs[0].terms["load"]
-    loads.shared_load = 0.75
-    assert policy()([loads], Request(TOKENS)).costs[0].terms["load"] == alone  # the copy would evict other blocks
+    assert policy()([loads], shared).costs[0].terms["load"] == alone  # the copy would evict other blocks
     loads.eviction = 0.0
-    shared = policy()([loads], Request(TOKENS)).costs[0].terms["load"]
-    loads.shared_load = 0.0
-    assert shared == pytest.approx(policy()([loads], Request(TOKENS)).costs[0].terms["load"] / 4)
+    divided = policy()([loads], shared).costs[0].terms["load"]
+    assert divided == pytest.approx(policy()([loads], Request(TOKENS)).costs[0].terms["load"] / 4)
 
 
 def test_parts_of_a_prompt_are_divided_into_loaded_and_computed_tokens() -> None:
     shared = SharedTokens(array("I", [200, 700]), array("d", [0.9, 0.5]))
-    computed, load = shared.divided(100, 400)
-    assert computed == pytest.approx(200 * 0.5)
-    assert load == pytest.approx((100 * 0.9 + 300 * 0.5) / 400)
-    assert shared.divided(100, 0) == (pytest.approx(100 * 0.9 + 500 * 0.5), 0.0)
+    assert shared.after(500) == pytest.approx(200 * 0.5)
+    assert shared.part_of_load(100, 500) == pytest.approx((100 * 0.9 + 300 * 0.5) / 400)
+    assert shared.part_of_load(100, 100) == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ from router.policies.pair_peers import dynamo_pairs, fewest_requests, llm_d_pair
 from router.policies.pairs import PairChoice, PairCost, PairOptions, PairRule, PairTerms
 from router.policies.rates import Rates
 from router.policies.records import CostUnit
+from router.policies.shared_tokens import SharedTokens
 from router.settings import PolicyName, PolicySettings
 
 WEIGHTS = KvWeights()
@@ -75,10 +77,24 @@ def test_cost_of_a_pair_is_the_prefill_its_move_and_the_load_of_decode() -> None
     prefill = worker("p", overlap=8000, pending=300)
     choice = chosen([decode], [prefill], alone=False)
     terms = choice.prefill.costs[0].terms
-    assert terms | kv_cost(prefill, 10_000, WEIGHTS) == terms
+    assert terms | kv_cost(prefill, Request(10_000), WEIGHTS) == terms
     assert terms["move"] == pytest.approx(0.2 * 4000)
     assert terms["decode"] == pytest.approx(700 + 3 * WEIGHTS.context * 50_000)  # it decodes all the time
     assert total(choice) == pytest.approx(sum(terms.values()))
+
+
+@pytest.mark.parametrize("in_seconds", [False, True])
+def test_each_role_shares_the_price_of_the_copies_among_its_own_workers(in_seconds: bool) -> None:
+    rates = Rates(attention=0.0) if in_seconds else None
+    decode, prefill = worker("d", rates=rates), worker("p", rates=rates)
+    plain = options([decode], [prefill])
+    of_prefills, of_decodes = (SharedTokens(array("I", [8000]), array("d", [share])) for share in (0.5, 0.25))
+    request, divided = Request(10_000), replace(plain, shared=of_prefills)
+    usual = PairTerms(plain, request, WEIGHTS, SecondsWeights())
+    terms = PairTerms(divided, replace(request, shared=of_decodes), WEIGHTS, SecondsWeights())
+    whole = usual.alone(decode)["prefill"]
+    assert terms.alone(decode)["prefill"] == pytest.approx(0.8 * whole)
+    assert terms.pair(prefill, decode)["prefill"] == pytest.approx(0.6 * whole)
 
 
 def test_no_pair_and_no_decode_worker_alone_costs_less_than_the_choice() -> None:
