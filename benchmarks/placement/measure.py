@@ -54,8 +54,10 @@ _FEWEST, _MOST, _SECONDS = 25, 2000, 1.0
 class Measured(NamedTuple):
     """The measurements of one fleet, in microseconds.
 
-    They are a placement by columns and by candidates, one by columns of prompts that share nothing, the index's answer
-    alone, and the choice for an SLO that no target meets.
+    - `columns`, `candidates`: a placement, by columns and by candidates.
+    - `nothing_shared`: a placement by columns of prompts without a common start.
+    - `index_alone`: the index's answer.
+    - `kept_nowhere`: the choice for an SLO that no target meets.
     """
 
     targets: int

@@ -143,7 +143,7 @@ async def test_decode_worker_with_the_prefix_is_chosen(always: RouterUnderTest, 
 async def test_pairs_of_least_cost_are_chosen_while_transfers_are_learned(
     always: RouterUnderTest, stream: bool
 ) -> None:
-    """An answer that is not streamed arrives at its end, and does not show how long its transfer took."""
+    """An answer that is not streamed arrives at its end, and does not show the duration of its transfer."""
     prices = set[float]()
     for number in range(12):
         tokens = 400 * (1 + number % 4)
