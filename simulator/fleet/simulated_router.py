@@ -154,9 +154,9 @@ def build_router(
         workers, index, policy, load, in_flight_prefixes, sent_prefixes, audit, learned, sharing, clock
     )
     if sources is not None and side.sources:
-        state.sources = SourceFinder(
-            pools, SimulatedPeers(index.held) if sources.pulls else None, learned.rates, rates=LoadRates(clock=clock)
-        )
+        peers = SimulatedPeers(index.held) if sources.pulls else None
+        rates = LoadRates(clock=clock)
+        state.sources = SourceFinder(pools, peers, learned.rates, rates=rates, random=Random(0))
     selector = Selector(state, DisaggregationSettings(), settings.broken_promise, random)
     placement = Placement(state, selector)
     admission_settings = AdmissionSettings(late_binding=side.late_binding)

@@ -204,7 +204,7 @@ class SimulatedPeers:
         Targets of the other role are among them: a prefill worker pulls what a decode worker generated.
         """
         known = {match.target: match.matched_tokens for match in self._held(query)} | dict(own)
-        return [(target, tokens, 1) for target, tokens in known.items() if tokens]
+        return sorted((target, tokens, 1) for target, tokens in known.items() if tokens)  # so that runs repeat
 
     def may_pull(self, target: Target) -> bool:  # noqa: ARG002
         """Return True: every target can pull."""
