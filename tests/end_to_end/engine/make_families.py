@@ -41,7 +41,9 @@ from transformers import (
 )
 
 VOCABULARY = 4096
+# Weights are large, so that an answer depends on every token of its prompt.
 _SIZES = {
+    "initializer_range": 0.15,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -131,7 +133,10 @@ def qwen3(folder: Path) -> None:
 
 
 def qwen3_next(folder: Path) -> None:
-    """A layer of linear attention beside one of full attention, whose heads are as large as the CPU's kernel wants."""
+    """A layer of linear attention beside one of full attention, whose heads are as large as the CPU's kernel wants.
+
+    vLLM has no tied embeddings for this family, and leaves an output layer without weights as it is.
+    """
     config = Qwen3NextConfig(
         vocab_size=VOCABULARY,
         eos_token_id=_chatml(folder),
@@ -144,7 +149,7 @@ def qwen3_next(folder: Path) -> None:
         num_experts_per_tok=1,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=32,
-        **_SIZES | {"head_dim": 256, "num_key_value_heads": 2},
+        **_SIZES | {"head_dim": 256, "num_key_value_heads": 2, "tie_word_embeddings": False},
     )
     Qwen3NextForCausalLM(config).bfloat16().save_pretrained(folder)
 

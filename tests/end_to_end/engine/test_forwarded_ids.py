@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
 
+from engine.compared_answers import ComparedAnswers, without_usage
 from engine.installation import Installation
-from engine.processes import wait_for
 from engine.servers import MODEL, RouterProcess, VllmWorker
 from engine.test_families import FLAGS
 from engine.web import post_json
@@ -93,13 +90,27 @@ HOSTILE = (
     '"tools":[{"type":"function","function":{"name":"f","parameters":{},"description":"d","strict":true}}]',
     '"tools":[{"function":{"parameters":{},"description":"d","name":"f"},"type":"function"}]',
     '"tools":[{"type":"function","function":{"name":"f","description":null,"parameters":{}}}]',
+    '"tools":null,"t\\u006fols":[{"type":"function","function":{"name":"f","description":"","parameters":{}}}]',
+    '"tools":[{"type":"function","function":{"name":"f","description":"","parameters":{}}}],"tools":null',
     *('"tool_choice":"none"', '"tool_choice":null', '"functions":[{"name":"f"}]'),
     '"tools":[{"type":"function","function":{"name":"f","description":"","parameters":{}}}],"tool_choice":"none"',
     *('"continue_final_message":1', '"continue_final_message":"true"', '"continue_final_message":true'),
     '"continue_final_message":true,"add_generation_prompt":false',
+    *(
+        f'"messages":[{{"role":"user","content":"a"}},{{"role":"assistant","content":"b"}}],{fields}'
+        for fields in (
+            '"continue_final_message":1,"add_generation_prompt":false',
+            '"continue_final_message":"yes","add_generation_prompt":"no"',
+            '"continue_final_mess\\u0061ge":true,"add_generation_prompt":false',
+            '"continue_final_message":false,"continue_final_message":true,"add_generation_prompt":false',
+            '"chat_template_kwargs":{"continue_final_message":true,"add_generation_prompt":false}',
+            '"continue_final_message":true,"add_generation_prompt":true',
+        )
+    ),
     *('"add_generation_prompt":0', '"add_generation_prompt":"off"', '"add_generation_prompt":null'),
     *('"add_generation_prompt":false,"add_generation_prompt":true', '"add_gener\\u0061tion_prompt":false'),
     *('"chat_template":"{{ messages[0].content }}"', '"chat_template":""', '"chat_template":null'),
+    *('"chat_template":null,"chat_template":"{{ 1 }}"', '"chat_template":"{{ 1 }}","chat_template":null'),
     *('"\\u0063hat_template":"{{ 1 }}"', '"documents":[{"title":"a","text":"b"}]', '"echo":true'),
     *('"add_special_tokens":true', '"add_special_tokens":"1"', '"reasoning_effort":"none"', '"reasoning_effort":null'),
     *('"messages":[{"role":"user","content":"Another."}]', '"messages":[{"role":"user","content":null}]'),
@@ -138,13 +149,12 @@ OVERLOOKED: dict[str, dict[str, Any]] = {
     "chat_template": {"chat_template": "{{ messages[0].content }}"},
     "continue_final_message": {"add_generation_prompt": False, "continue_final_message": True},
 }
-# Names that differ between two equal requests.
-_NAMES = {
-    *("id", "created", "created_at", "completed_at", "item_id", "call_id", "request_id", "sequence_number"),
-    "signature",
+# Those that a family's template does not read, or its engine refuses.
+UNUSED = {
+    "llama3": {"chat_template_kwargs"},
+    "gemma3": {"chat_template_kwargs", "tools"},
+    "idefics3": {"chat_template_kwargs", "tools"},
 }
-_SENT = "kvrouter_forwarded_token_requests_total"
-_TEXTS = ("content", "reasoning", "text", "thinking", "partial_json", "arguments")
 
 
 @contextmanager
@@ -161,19 +171,17 @@ def family_worker(installation: Installation, logs: Path, family: str, *flags: s
 
 @pytest.mark.parametrize("family", os.environ.get("FAMILIES", ",".join(FLAGS)).split(","))
 def test_answers_with_ids_equal_answers_without(installation: Installation, logs: Path, family: str) -> None:
-    if family == "qwen3_next":
-        pytest.skip("this engine on CPU answers its chats with log probabilities with 400")
     with (
         family_worker(installation, logs, family, *TRUSTING) as worker,
         RouterProcess([worker], logs, patience=30.0, forward_tokens=True) as router,
     ):
-        compared = Compared(worker, router)
+        compared = ComparedAnswers(worker, router)
         if family in NEVER:
             assert compared.reason
         else:
             assert not compared.reason, compared.reason
-            compared.check_control()
-            compared.check_overlooked()
+            _check_control(compared, worker)
+            assert _seen_if_overlooked(compared, worker) == OVERLOOKED.keys() - UNUSED.get(family, set())
         for name, fields in KNOWN.items():
             compared.compare(name, CHAT, _body(fields))
         for probe in PROBES:
@@ -186,6 +194,7 @@ def test_answers_with_ids_equal_answers_without(installation: Installation, logs
             compared.compare(field, CHAT, body[:-1] + b"," + field.encode() + b"}", hostile=True)
         print(f"\n{family}: {compared.sent} of {compared.asked} with ids {compared.reason}")
         print(f"not with ids: {', '.join(compared.plain)}")
+        print(f"refused by the engine: {', '.join(compared.refused)}")
         assert not compared.differences, "\n".join(compared.differences)
         assert not compared.sent if family in NEVER else compared.sent > 30
 
@@ -196,7 +205,7 @@ def test_answers_are_equal_where_engine_renders_nothing(installation: Installati
         family_worker(installation, logs, "qwen3") as worker,
         RouterProcess([worker], logs, patience=30.0, forward_tokens=True) as router,
     ):
-        compared = Compared(worker, router)
+        compared = ComparedAnswers(worker, router)
         assert not compared.reason, compared.reason
         for name, fields in KNOWN.items():
             compared.compare(name, CHAT, _body(fields))
@@ -207,121 +216,36 @@ def test_answers_are_equal_where_engine_renders_nothing(installation: Installati
         assert compared.sent > 20
 
 
+def _check_control(compared: ComparedAnswers, worker: VllmWorker) -> None:
+    """The engine answers the ids of another prompt like that prompt."""
+    other = _body({"messages": [USER | {"content": "Name a worker."}]})
+    expected, plain = (compared.direct(CHAT, body) for body in (other, _body({})))
+    found = compared.direct(CHAT, with_prompt_ids(_body({}), _ids(worker, other)))
+    assert found == expected
+    assert without_usage(found) != without_usage(plain)
+
+
+def _seen_if_overlooked(compared: ComparedAnswers, worker: VllmWorker) -> set[str]:
+    """Return the fields without which the ids are those of another prompt, by the engine's answers."""
+    messages = {"messages": [USER, ANSWER]}
+    ids = _ids(worker, _body(messages))
+    seen = set()
+    for name, fields in OVERLOOKED.items():
+        body = _body(messages | fields)
+        expected = compared.direct(CHAT, body)
+        found = compared.direct(CHAT, with_prompt_ids(body, ids))
+        if expected[0] == found[0] == 200 and without_usage(found) != without_usage(expected):
+            seen.add(name)
+    return seen
+
+
+def _ids(worker: VllmWorker, body: bytes) -> PackedPrompt:
+    return PackedPrompt.of(post_json(f"{worker.url}{CHAT}/render", json.loads(body))["token_ids"])
+
+
 def _body(fields: dict[str, Any], path: str = CHAT, messages: bool = True) -> bytes:
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     common = {"model": MODEL, "temperature": 0, limit: 8}
     if path == CHAT:
         common |= {"logprobs": True, "top_logprobs": 3} | ({"messages": [USER]} if messages else {})
     return json.dumps(common | fields, ensure_ascii=False).encode()
-
-
-class Compared:
-    """A worker, asked directly and through a router."""
-
-    def __init__(self, worker: VllmWorker, router: RouterProcess) -> None:
-        self._worker = worker
-        self._router = router
-        self.asked = 0
-        self.sent = 0
-        self.plain: list[str] = []
-        self.differences: list[str] = []
-        self.reason = wait_for(self._reason, 60, "its trial ends")[0]
-
-    def _reason(self) -> list[str]:
-        reasons = list(self._router.tokenizer().get("ids_not_sent", {}).values())
-        return [] if any("trial" in reason for reason in reasons) else reasons
-
-    def compare(self, name: str, path: str, body: bytes, hostile: bool = False) -> None:
-        """Record how the two answers differ, and whether ids were sent. The router may refuse a hostile request."""
-        expected = self._answer(self._worker.url, path, body)
-        before = self._router.metric(_SENT)
-        found = self._answer(self._router.url, path, body)
-        self.asked += 1
-        if self._router.metric(_SENT) > before:
-            self.sent += 1
-        else:
-            self.plain.append(name)
-        refused = hostile and found[0] == 400
-        if found != expected and not refused:
-            self.differences.append(f"{name}: {found} instead of {expected}")
-
-    def check_control(self) -> None:
-        """The engine answers the ids of another prompt like that prompt."""
-        other = _body({"messages": [USER | {"content": "Name a worker."}]})
-        expected, plain = (self._answer(self._worker.url, CHAT, body) for body in (other, _body({})))
-        found = self._answer(self._worker.url, CHAT, with_prompt_ids(_body({}), self._ids(other)))
-        assert found == expected
-        assert _without_usage(found) != _without_usage(plain)
-
-    def check_overlooked(self) -> None:
-        """If a field is overlooked, the engine answers another prompt, and the comparison shows it."""
-        messages = {"messages": [USER, ANSWER]}
-        for name, fields in OVERLOOKED.items():
-            body = _body(messages | fields)
-            expected = self._answer(self._worker.url, CHAT, body)
-            if expected[0] != 200:
-                continue  # this family's template or engine refuses it
-            found = self._answer(self._worker.url, CHAT, with_prompt_ids(body, self._ids(_body(messages))))
-            assert found[0] == 200
-            if self._ids(body) != self._ids(_body(messages)) or name == "truncate_prompt_tokens":
-                assert _without_usage(found) != _without_usage(expected), name
-
-    def _ids(self, body: bytes) -> PackedPrompt:
-        return PackedPrompt.of(post_json(f"{self._worker.url}{CHAT}/render", json.loads(body))["token_ids"])
-
-    def _answer(self, url: str, path: str, body: bytes) -> tuple[int, Any]:
-        """Return the status, and what two equal requests have in common, from an empty cache."""
-        wait_for(self._is_cache_reset, 10, "its cache is reset")
-        request = Request(url + path, body, {"Content-Type": "application/json"})
-        try:
-            with urlopen(request, timeout=60) as response:
-                data = response.read()
-                is_stream = response.headers["Content-Type"].startswith("text/event-stream")
-                return response.status, _joined(data) if is_stream else _common(json.loads(data))
-        except HTTPError as error:
-            return error.code, None
-
-    def _is_cache_reset(self) -> bool:
-        with urlopen(Request(f"{self._worker.url}/reset_prefix_cache", method="POST"), timeout=30) as response:
-            return bool(response.status == 200)
-
-
-def _common(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _common(inner) for name, inner in value.items() if name not in _NAMES}
-    if isinstance(value, list):
-        return [_common(each) for each in value]
-    return re.sub(r"(call_|chatcmpl-tool-)\w+", "call", value) if isinstance(value, str) else value
-
-
-def _without_usage(answer: tuple[int, Any]) -> Any:
-    return {name: value for name, value in answer[1].items() if name != "usage"}
-
-
-def _joined(stream: bytes) -> dict[str, Any]:
-    """Return what the events of a stream say together, however the answer was cut into events."""
-    joined: dict[str, Any] = {}
-
-    def read(value: Any, name: str) -> None:
-        if isinstance(value, dict):
-            for inner, each in value.items():
-                if inner == "usage" and each is not None:
-                    joined["usage"] = each
-                else:
-                    read(each, inner)
-        elif isinstance(value, list) and name in ("token_ids", "prompt_token_ids"):
-            joined.setdefault(name, []).extend(value)
-        elif isinstance(value, list):
-            for each in value:
-                read(each, name)
-        elif name in _TEXTS and isinstance(value, str):
-            joined[name] = joined.get(name, "") + value
-        elif name == "logprob":
-            joined.setdefault(name, []).append(value)
-        elif name in ("finish_reason", "stop_reason", "status") and value is not None:
-            joined[name] = value
-
-    for line in stream.split(b"\n"):
-        if line.startswith(b"data: {"):
-            read(json.loads(line[6:]), "")
-    return joined
