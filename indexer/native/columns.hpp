@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -35,23 +37,33 @@ void for_better_rows(
 
 inline void write_costs(
     const double* fixed, const double* per_token, const u32* held, i64 tokens, i64 least, std::span<double> costs) {
+    // Doubles hold these integers exactly, and the compiler vectorizes their arithmetic.
+    const auto all = static_cast<double>(tokens), fewest = static_cast<double>(least);
     for (std::size_t row = 0; row < costs.size(); ++row)
-        costs[row] = fixed[row] + static_cast<double>(std::max(tokens - i64{held[row]}, least)) * per_token[row];
+        costs[row] = fixed[row] + std::max(all - static_cast<double>(held[row]), fewest) * per_token[row];
 }
 
-// Write each row's cached tokens, and those for which other sessions pay: of the tokens between two `depths`, the share
-// `others` of the latter, times the row's `shares`.
+// Return the tokens after the first `held` for which other sessions pay: of those between two `depths`, the share `others`
+// of the latter.
+inline double paid_after(u32 held, std::span<const u32> depths, const double* others) {
+    double tokens = 0;
+    for (std::size_t part = 0; part < depths.size(); ++part) {
+        if (depths[part] <= held) continue;
+        tokens += static_cast<double>(depths[part] - held) * others[part];
+        held = depths[part];
+    }
+    return tokens;
+}
+
+// Write each row's cached tokens, and those for which other sessions pay, times the row's `shares` (0 to 1). A prompt has
+// less than 2^31 tokens.
 inline void write_paid(
     const u32* held, const double* shares, std::span<const u32> depths, const double* others, std::span<u32> paid) {
-    for (std::size_t row = 0; row < paid.size(); ++row) {
-        double tokens = 0;
-        u32 start = held[row];
-        for (std::size_t part = 0; part < depths.size(); ++part) {
-            if (depths[part] <= start) continue;
-            tokens += static_cast<double>(depths[part] - start) * others[part];
-            start = depths[part];
-        }
-        paid[row] = held[row] + static_cast<u32>(shares[row] * tokens);
+    for (std::size_t row = 0, end = 0; row < paid.size();) {
+        const u32 known = held[row];
+        while (end < paid.size() && held[end] == known) ++end;  // most rows hold as many tokens as the next
+        const double tokens = paid_after(known, depths, others);
+        for (; row < end; ++row) paid[row] = known + static_cast<u32>(static_cast<i32>(shares[row] * tokens));
     }
 }
 
@@ -64,11 +76,22 @@ inline u32 highest(std::span<const u32> column) {
     return column.empty() ? 0 : *std::max_element(column.begin(), column.end());
 }
 
+// Return the lowest cost; infinity for no rows. Its four chains of comparisons do not wait for each other.
+inline double lowest_cost(std::span<const double> costs) {
+    constexpr std::size_t chains = 4;
+    std::array<double, chains> lowest;
+    lowest.fill(std::numeric_limits<double>::infinity());
+    std::size_t row = 0;
+    for (; row + chains <= costs.size(); row += chains)
+        for (std::size_t chain = 0; chain < chains; ++chain) lowest[chain] = std::min(lowest[chain], costs[row + chain]);
+    for (; row < costs.size(); ++row) lowest[0] = std::min(lowest[0], costs[row]);
+    return *std::min_element(lowest.begin(), lowest.end());
+}
+
 // Return the rows whose finite cost exceeds the lowest by at most the share `near`.
 inline std::vector<u32> lowest_rows(std::span<const double> costs, double near) {
     std::vector<u32> rows;
-    if (costs.empty()) return rows;
-    const double lowest = *std::min_element(costs.begin(), costs.end());
+    const double lowest = lowest_cost(costs);
     if (std::isinf(lowest)) return rows;
     const double most = near > 0 ? lowest * (1 + near) : lowest;
     for (std::size_t row = 0; row < costs.size(); ++row)
