@@ -3,7 +3,8 @@
 A transfer begins when the prefill worker answers, and ends before the decode worker's first byte. Between the two the
 decode worker also computes one token, which its rates explain. The rest is the transfer's time. It is learned only if
 the decode worker computes no other prompt and holds no request back. Workers that receive both requests at once show
-no beginning, and answers that are not streamed show no end: nothing is learned from these transfers.
+no beginning, and answers that are not streamed show no end: nothing is learned from these transfers. The first transfer
+of a pair is not learned either, because engines connect to each other in it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class TransferTimes:
         self._rates = rates
         self._clock = clock
         self._learned = LoadRates(_FIRST_GUESS, clock)
+        self._connected: set[str] = set()
 
     def seconds(self, prefill: Target, decode: Target, tokens: float) -> float:
         """Return the seconds in which a number of tokens moves between two targets."""
@@ -42,11 +44,18 @@ class TransferTimes:
 
     def seen(self, prefill: Target, decode: Target, tokens: int, seconds: float, step: float) -> None:
         """Learn from a transfer. `seconds`: its time, and `step` seconds of them for one step of decoding."""
-        self._learned.seen(_name(prefill, decode), tokens, seconds, step)
+        pair = _name(prefill, decode)
+        if tokens <= 0:
+            return
+        if pair in self._connected:
+            self._learned.seen(pair, tokens, seconds, step)
+        else:
+            self._connected.add(pair)
 
     def forget(self, worker: str) -> None:
         """Forget a worker that was removed."""
         self._learned.forget(lambda name: worker in name.split("\n"))
+        self._connected = {name for name in self._connected if worker not in name.split("\n")}
 
     def step_seconds(self, decode: RoutableRank) -> float:
         """Return the seconds until a decode worker has computed one more token: half a step, and a step."""
