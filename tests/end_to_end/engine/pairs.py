@@ -30,18 +30,22 @@ _NIXL = {
 _SAMPLE = re.compile(r'^vllm:(\w+)\{(?:.*source="(\w+)")?.*\} (\S+)$', re.MULTILINE)
 
 
-def pair_worker(name: str, installation: Installation, logs: Path, ranks: int = 1) -> VllmWorker:
+def pair_worker(name: str, installation: Installation, logs: Path, ranks: int = 1, model: str = MODEL) -> VllmWorker:
     """A vLLM that can compute prompts for others, and go on from theirs."""
     environment = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(ranks)[0]),
         "UCX_TLS": "tcp,self,sm",
         "UCX_MODULES": "^ib",
+        "PYTHONPATH": str(Path(__file__).with_name("quiet_nixl")),
+        # No process for the worker alone: it would poll for a second after each step, and take a core meanwhile.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     flags = ["--kv-transfer-config", json.dumps(_NIXL)]
     if ranks > 1:
         flags += ["--data-parallel-size", str(ranks), "--api-server-count", "1"]
-    return VllmWorker(name, installation, logs, flags=flags, environment=environment, python=installation.other_python)
+    python = installation.other_python
+    return VllmWorker(name, installation, logs, installation.model(model), flags, "", environment, python)
 
 
 def storage_worker(name: str, installation: Installation, logs: Path, storage: Path) -> VllmWorker:
@@ -85,12 +89,17 @@ def metrics(worker: VllmWorker) -> dict[str, float]:
 
 @contextmanager
 def router_before(
-    prefills: Sequence[VllmWorker], decodes: Sequence[VllmWorker], logs: Path, tmp_path: Path, **options: Any
+    prefills: Sequence[VllmWorker],
+    decodes: Sequence[VllmWorker],
+    logs: Path,
+    tmp_path: Path,
+    decode_computes: bool = False,
+    **options: Any,
 ) -> Iterator[RouterProcess]:
-    """A router that knows the workers by their roles."""
+    """A router that knows the workers by their roles. `decode_computes`: decode workers may compute prompts."""
     roles = {worker.url: role for role, some in (("prefill", prefills), ("decode", decodes)) for worker in some}
     workers = [{"url": url, "role": role} for url, role in roles.items()]
     file = tmp_path / "pairs.yaml"
-    file.write_text(yaml.safe_dump({"workers": workers, "disaggregation": {"decode_computes": False}}))
+    file.write_text(yaml.safe_dump({"workers": workers, "disaggregation": {"decode_computes": decode_computes}}))
     with RouterProcess([], logs, "--config", str(file), **options) as router:
         yield router
