@@ -121,7 +121,9 @@ def _save(folder: Path, backend: Tokenizer, kind: str, template: str | None, **s
 def _chatml(folder: Path) -> int:
     """A tokenizer with ChatML's template. The id of the token that ends an answer."""
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
-    backend = _byte_level(special, words=_WORDS.replace(r"\p{N}{1,3}", r"\p{N}"))  # as the class reads all its files
+    # As the class reads all its files.
+    backend = _byte_level(special, words=_WORDS.replace(r"\p{N}{1,3}", r"\p{N}"))
+    backend.normalizer = normalizers.NFC()
     _save(folder, backend, "Qwen2Tokenizer", CHATML, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token=None)
     return int(backend.token_to_id("<|im_end|>"))
 
