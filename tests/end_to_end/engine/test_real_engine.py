@@ -145,24 +145,24 @@ _HITS = re.compile(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
-def workers(installation: Installation, logs: Path) -> Iterator[list[VllmWorker]]:
+def pooling_workers(installation: Installation, logs: Path) -> Iterator[list[VllmWorker]]:
     found = [VllmWorker(f"pooling{number}", installation, logs, flags=("--runner", "pooling")) for number in range(2)]
     with running(*found):
         yield found
 
 
-def test_embeddings_equal_engine_and_use_both_workers(workers: list[VllmWorker], logs: Path) -> None:
+def test_embeddings_equal_engine_and_use_both_workers(pooling_workers: list[VllmWorker], logs: Path) -> None:
     texts = [f"{each.system} {question}" for each in conversations()[:9] for question in each.questions]
-    with openai.OpenAI(base_url=f"{workers[0].url}/v1", api_key="none", max_retries=0, timeout=60) as alone:
+    with openai.OpenAI(base_url=f"{pooling_workers[0].url}/v1", api_key="none", max_retries=0, timeout=60) as alone:
         expected = [embedding(alone, text)[0] for text in texts]
     with (
-        RouterProcess(workers, logs, patience=30.0) as router,
+        RouterProcess(pooling_workers, logs, patience=30.0) as router,
         openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
     ):
         found = [embedding(client, text) for text in texts]
         states = [rank["state"] for worker in router.workers().values() for rank in worker["ranks"]]
     answered_by = Counter(worker for _, worker, _ in found)
-    cached = sum(map(cached_tokens, workers))
+    cached = sum(map(cached_tokens, pooling_workers))
     print(
         f"pooling: {len(found)} requests, {dict(answered_by)}, tokens the engines found in their caches: {cached:.0f}"
     )
@@ -170,8 +170,8 @@ def test_embeddings_equal_engine_and_use_both_workers(workers: list[VllmWorker],
         assert vector == pytest.approx(right, abs=1e-3)
         assert predicted in (None, "0")
     assert max(answered_by.values()) <= 2 * min(answered_by.values())
-    assert len(answered_by) == len(workers)
-    assert states == ["live"] * len(workers)
+    assert len(answered_by) == len(pooling_workers)
+    assert states == ["live"] * len(pooling_workers)
 
 
 def embedding(client: openai.OpenAI, text: str) -> tuple[list[float], str, str | None]:
