@@ -81,7 +81,7 @@ def test_killed_worker_is_skipped_and_returns_empty(workers: list[VllmWorker], l
         assert [answer.worker for answer in after] == [survivor.url] * 4
         assert all(answer.complete for answer in after)
         health = router.health()
-        assert (health["status"], health["workers"], health["workers_up"]) == ("ok", 2, 1)
+        assert (health["status"], health["workers"], health["workers_up"]) == ("degraded", 2, 1)
         assert [found["finding"] for found in health["findings"]] == ["worker_down"]
 
         victim.start()
