@@ -34,6 +34,8 @@ MEASURED = 32
 ENOUGH = 20
 NEAR = 0.25  # of the measured time
 PATIENCE = 60.0  # seconds until a core is free
+# The relative change of a cost within milliseconds: the counted sessions of a prefix and the fleet's idle time decay.
+DECAY = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -122,18 +124,18 @@ def check_cost(decided: Decided) -> None:
     """Assert that no worker alone and no pair of the explained ones costs less than the one that answered."""
     totals = {each["worker"]: each["total"] for each in decided.explained["candidates"]}
     verdict, least = decided.explained["disaggregation"], min(totals.values())
-    assert totals[decided.explained["choice"]["worker"]] == pytest.approx(least)
-    assert [totals[decided.decode], decided.cost] == pytest.approx([least, least], rel=1e-4)
+    assert totals[decided.explained["choice"]["worker"]] == pytest.approx(least, rel=DECAY)
+    assert [totals[decided.decode], decided.cost] == pytest.approx([least, least], rel=DECAY)
     assert verdict["remote_prefill"] is (decided.prefill is not None)
     if decided.prefill is None:
-        assert verdict["alone"] == pytest.approx(least)
+        assert verdict["alone"] == pytest.approx(least, rel=DECAY)
         assert verdict["in_pair"] >= verdict["alone"]
         return
     pairs = {each["worker"]: sum(each["terms"].values()) for each in verdict["prefill_candidates"]}
-    assert pairs[verdict["prefill"]["worker"]] == min(pairs.values()) == pytest.approx(least)
-    assert verdict.get("alone", least) >= least
+    assert pairs[verdict["prefill"]["worker"]] == min(pairs.values()) == pytest.approx(least, rel=DECAY)
+    assert verdict.get("alone", least) >= least * (1 - DECAY)
     if decided.decode == decided.explained["choice"]["worker"]:
-        assert pairs[decided.prefill] == pytest.approx(least, rel=1e-4)
+        assert pairs[decided.prefill] == pytest.approx(least, rel=DECAY)
 
 
 @pytest.mark.parametrize("decode_computes", [False, True])
