@@ -54,8 +54,12 @@ class TransferTimes:
 
     def forget(self, worker: str) -> None:
         """Forget a worker that was removed."""
-        self._learned.forget(lambda name: worker in name.split("\n"))
-        self._connected = {name for name in self._connected if worker not in name.split("\n")}
+
+        def is_of_worker(pair: str) -> bool:
+            return worker in pair.split("\n")
+
+        self._learned.forget(is_of_worker)
+        self._connected = {pair for pair in self._connected if not is_of_worker(pair)}
 
     def step_seconds(self, decode: RoutableRank) -> float:
         """Return the seconds until a decode worker has computed one more token: half a step, and a step."""

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from urllib.parse import urlsplit
 
-# Which always the first engine answers, because its process or its streams would give the other one away.
+# Paths that the first engine always answers: its process and its streams would reveal the other engine.
 _SIGNS = ("/metrics", "/kv_event_sources")
 _NOT_RELAYED = ("connection", "content-length", "transfer-encoding", "host")
 _SECONDS = 60.0

@@ -27,13 +27,6 @@ def worker(name: str, **load: Any) -> Candidate:
     return Candidate(Target(f"http://{name}", 0, "m"), **{"kv_usage": 0.1, **load})
 
 
-def replaced(candidate: Candidate, **changes: Any) -> Candidate:
-    changed = candidate.copy()
-    for name, value in changes.items():
-        setattr(changed, name, value)
-    return changed
-
-
 def options(
     decodes: list[Candidate],
     prefills: list[Candidate],
@@ -153,17 +146,17 @@ def test_decode_worker_helps_when_prefill_workers_are_late() -> None:
 def test_blocks_of_a_decode_worker_with_full_memory_do_not_count() -> None:
     prefill = worker("p", overlap=8000)
     full = worker("full", overlap=9900, requests=10, kv_usage=0.95)
-    assert names(chosen([replaced(full, kv_usage=0.9)], [prefill])) == ("full", None)
+    assert names(chosen([replace(full, kv_usage=0.9)], [prefill])) == ("full", None)
     assert names(chosen([full], [prefill])) == ("full", "p")
-    assert names(chosen([replaced(full, kv_usage=None)], [prefill])) == ("full", None)
-    assert names(chosen([replaced(full, cpu=9900)], [prefill])) == ("full", None)  # the host's memory keeps them
+    assert names(chosen([replace(full, kv_usage=None)], [prefill])) == ("full", None)
+    assert names(chosen([replace(full, cpu=9900)], [prefill])) == ("full", None)  # the host's memory keeps them
     pair = chosen([full], [prefill]).prefill
     assert pair is not None
     assert pair.costs[0].terms["move"] == pytest.approx(0.2 * 10_000)
     other = worker("other", requests=10)
     seconds = {("p", "full"): 1e-5, ("p", "other"): 0.9e-5}
     assert names(chosen([full, other], [prefill], seconds=seconds)) == ("other", "p")
-    assert names(chosen([replaced(full, kv_usage=0.5), other], [prefill], seconds=seconds))[0] == "full"
+    assert names(chosen([replace(full, kv_usage=0.5), other], [prefill], seconds=seconds))[0] == "full"
 
 
 def test_decode_worker_that_computes_prompts_is_left() -> None:
