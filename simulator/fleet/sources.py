@@ -5,9 +5,9 @@
     peer        another worker, from which a request pulls; it has what its device or its host tier holds
 
 A load continues the prefix that the device holds, block by block, each from the first of these that has it. It lasts
-`latency` seconds, and its tokens at the rate of the slower end. Each end serves one load after the other. So loads wait
-for their worker's link, for the pool, and for the peer that they pull from. Where prefill and decode workers have a
-network (`simulator.fleet.transfers`), pulls use its links.
+`latency` seconds, and its tokens at the rate of the slower end. Each end serves its loads one after the other, and no
+end waits for another. A load is done when both have served it: its worker's link, and the pool or the peer. Where
+prefill and decode workers have a network (`simulator.fleet.transfers`), pulls use its links.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ class Link:
 
     rate: float
     free: float = 0.0
+
+    def transfer(self, tokens: int, now: float) -> float:
+        """Transfer tokens after those that were requested before. Return when they are transferred."""
+        self.free = max(now, self.free) + tokens / self.rate
+        return self.free
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +159,8 @@ class WorkerSources:
         return self._latency + self._transfer(blocks, now, self._link, peer._link)
 
     def _transfer(self, blocks: int, now: float, *links: Link) -> float:
-        """Return when a load is done that begins when all its links are free."""
-        begin = max(now, *(link.free for link in links))
-        for link in links:
-            link.free = begin + blocks * self._block_tokens / link.rate
-        return max(link.free for link in links)
+        """Return when a load is done that all its links serve."""
+        return max(link.transfer(blocks * self._block_tokens, now) for link in links)
 
 
 class SimulatedPool:

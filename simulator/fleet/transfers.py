@@ -1,8 +1,8 @@
 """The network between workers: transfers of computed prompts from prefill workers to decode workers.
 
 A node has some workers, and a rack some nodes. A transfer has the rate of its distance. It uses three links: the
-sender's, the receiver's and that of the pair. Each link serves one transfer after the other. The two ends are faster
-than most pairs. So transfers to several racks overlap, and two transfers of one pair do not.
+sender's, the receiver's and that of the pair. Each link serves its transfers one after the other, and no link waits for
+another. The two ends are faster than most pairs. So transfers to several racks overlap, and two of one pair do not.
 """
 
 from __future__ import annotations
@@ -58,10 +58,7 @@ class Network:
         if pair is None:
             pair = self._pairs[sender, receiver] = Link(self.rate(sender, receiver))
         links = (self._sending[sender], self._receiving[receiver], pair)
-        begin = max(now, *(link.free for link in links))
-        for link in links:
-            link.free = begin + tokens / link.rate
-        return self._spec.latency + max(link.free for link in links)
+        return self._spec.latency + max(link.transfer(tokens, now) for link in links)
 
 
 def _places(roles: list[Role]) -> list[int]:

@@ -121,8 +121,10 @@ def test_transfers_wait_for_both_ends_and_for_their_pair() -> None:
     assert network.transfer(0, far, 100, 0.0) == 10.0
     assert network.transfer(0, near, 100, 0.0) == 2.0  # after the second in which the sender was busy
     assert network.transfer(0, far, 100, 3.0) == 20.0  # after the pair's first transfer
-    others = [sender for sender in range(1, 4) if network.rate(sender, near) == spec.rack]
-    assert network.transfer(others[0], near, 100, 1.5) == 4.0  # after the half second in which the receiver is busy
+    assert network.transfer(0, near, 100, 4.0) == 5.0  # the sender does not wait for another pair
+    slower = next(sender for sender in range(1, 4) if network.rate(sender, near) == spec.rack)
+    assert [network.transfer(slower, near, 100, 20.0) for _ in range(2)] == [22.0, 24.0]
+    assert network.transfer(0, near, 100, 20.0) == 23.0  # after the two seconds in which the receiver is busy
 
 
 def test_prefill_engine_keeps_blocks_until_they_are_fetched() -> None:
