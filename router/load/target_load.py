@@ -45,6 +45,7 @@ class TargetLoad:
 
     - `pending`: the uncached prompt tokens of requests without a first byte.
     - `context`: the tokens of all requests in flight.
+    - `loads`: the requests without a first byte that load tokens from a pool or a peer.
     - `streamed`: the part of `pending` with streamed answers. Only their first byte shows the end of the prefill.
     - `slot`: the number of this load in its table and its `journal`, which records every change.
     - `prefills`: the requests without a first byte, the oldest first, with their predicted seconds.
@@ -55,6 +56,7 @@ class TargetLoad:
     requests: int = 0
     pending: int = 0
     context: int = 0
+    loads: int = 0
     streamed: int = 0
     slot: int = field(default=0, compare=False)
     journal: LoadJournal | None = field(default=None, compare=False, repr=False)
@@ -102,7 +104,7 @@ class Reservation:
     - `streamed`: its uncached tokens, if its first byte shows the end of the prefill; otherwise 0.
     """
 
-    __slots__ = ("_context", "_held", "_load", "_number", "_pending", "streamed")
+    __slots__ = ("_context", "_held", "_load", "_loads", "_number", "_pending", "streamed")
 
     def __init__(
         self,
@@ -112,18 +114,21 @@ class Reservation:
         prefill_seconds: float = 0.0,
         *,
         streamed: bool = False,
+        loads: bool = False,
         now: float | None = None,
     ) -> None:
         """Reserve a share of a load.
 
         - `uncached`: the tokens that the target has to compute.
         - `prefill_seconds`: the predicted seconds of the prefill; 0 if rates are not known.
+        - `loads`: whether the target loads a part of the prompt from a pool or a peer.
         - `now`: the load's clock, if it was just read. The same holds for all methods.
         """
         self._load = load
         self._pending = uncached
         self.streamed = uncached if streamed else 0
         self._context = context
+        self._loads = int(loads)
         self._held = True
         if uncached:
             load.prompts += 1
@@ -132,6 +137,7 @@ class Reservation:
         load.pending += uncached
         load.streamed += self.streamed
         load.context += context
+        load.loads += self._loads
         if not load.prefills:
             load.head_since = load.clock() if now is None else now
         load.prefills[self] = prefill_seconds
@@ -174,6 +180,7 @@ class Reservation:
         prefills = load.prefills
         load.pending -= self._pending
         load.streamed -= self.streamed
+        load.loads -= self._loads
         was_head = next(iter(prefills)) is self
         del prefills[self]
         if was_head and prefills:

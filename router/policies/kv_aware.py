@@ -2,11 +2,12 @@
 
 The cost of a target is counted in prefill tokens and needs no rates. The lowest cost wins, ties at random:
 
-    J = pending + transfer + (v + load) · (1 + β + γ·n + θ·μ) + φ·ctx
+    J = pending + transfer + (v + load) · (1 + β + γ·n + l + θ·μ) + φ·ctx
 
     u         uncached tokens of the prompt that are not loaded, at least 1
     v         u without the tokens for which other sessions pay (`router.policies.shared_tokens`), at least 1
-    load      the time of loads from a pool or a peer, in computed tokens, without the part that other sessions pay
+    load      the time of its load from a pool or a peer, in computed tokens, without the part that other sessions pay
+    l         loads in flight to the target
     pending   uncached tokens already sent to the target whose first byte was not received
     transfer  cached tokens in CPU memory or on disk, each at the price of loading it
     n, ctx    requests in flight to the target, and the tokens they hold
@@ -20,13 +21,15 @@ copy finds room. Where it would evict other blocks, each request pays for all of
 
 A loaded token counts as the part of a computed one that its time is, harm included. A load takes memory, evicts, and
 moves a session as computing does. At its bare time, loads would move sessions for differences too small to matter.
+When a load ends, the rest of its prompt is computed behind the prefills that were sent to the target meanwhile. So a
+prefill delays the first token of each load in flight (l) by its whole time.
 
 If workers have different speeds and their rates are known, the cost is counted in seconds:
 
-    J = Q + (P·v/u + L) · (1 + β + γ·n + θ·μ) + D
+    J = Q + (P·v/u + L) · (1 + β + γ·n + l + θ·μ) + D
 
     Q   remaining time of the prefills that were sent to the target
-    L   the time of loads from a pool or a peer
+    L   the time of its load from a pool or a peer
     P   the prompt's own prefill: a·u + q·u·(c + u/2) + steps · (t0 + d·ctx + a·n)
     D   slower decoding, of the new request by the others and of the others by it:
         output · (κ_own · (a·n + d·ctx) + κ_ext · n · (a + d·tokens))
@@ -74,14 +77,17 @@ class KvAware(LinearPolicy):
     def line(self, candidate: Candidate) -> Line:
         return (
             candidate.pending + self._context * candidate.context,
-            self._per_token + self._per_request * candidate.requests + self._eviction * candidate.eviction,
+            self._per_token
+            + self._per_request * candidate.requests
+            + candidate.loads
+            + self._eviction * candidate.eviction,
             0.0 if candidate.eviction else 1.0,
         )
 
     def cost_with(self, candidate: Candidate, source: Source, request: Request) -> float:
         _, per_token, _ = self.line(candidate)
-        load = per_token * source.load * _paid_share(candidate, request.shared)
-        return self.cost_after(candidate, candidate.reused, request) + load
+        load = _charged_load(candidate, source, request.shared)
+        return self.cost_after(candidate, candidate.reused, request) + per_token * load
 
     def terms(self, candidate: Candidate, request: Request) -> dict[str, float]:
         return kv_cost(candidate, request, self._weights)
@@ -107,17 +113,17 @@ def kv_aware(weights: KvWeights, random: Random) -> KvAware:
 def kv_cost(candidate: Candidate, request: Request, weights: KvWeights) -> dict[str, float]:
     """Return the terms of the cost of a prompt on a candidate, in prefill tokens."""
     charged = _charged(candidate, max(request.tokens - candidate.reused, 1), request.shared)
+    harm = weights.interference + weights.interference_per_request * candidate.requests + candidate.loads
     terms = {
         "pending": candidate.pending,
         "transfer": weights.cpu_token * candidate.cpu + weights.disk_token * candidate.disk,
         "prefill": charged,
-        "interference": charged * (weights.interference + weights.interference_per_request * candidate.requests),
+        "interference": charged * harm,
         "eviction": charged * weights.eviction * candidate.eviction,
         "context": weights.context * candidate.context,
     }
     if candidate.source is not None:
-        harm = weights.interference + weights.interference_per_request * candidate.requests
-        load = candidate.source.load * _paid_share(candidate, request.shared)
+        load = _charged_load(candidate, candidate.source, request.shared)
         terms["load"] = load * (1 + harm + weights.eviction * candidate.eviction)
     return terms
 
@@ -129,11 +135,14 @@ def _charged(candidate: Candidate, uncached: int, shared: SharedTokens | None) -
     return max(uncached - shared.after(candidate.reused), 1)
 
 
-def _paid_share(candidate: Candidate, shared: SharedTokens | None) -> float:
-    """Return the share of a load that this request pays: a loaded copy of a shared prefix serves others, too."""
+def _charged_load(candidate: Candidate, source: Source, shared: SharedTokens | None) -> float:
+    """Return a load in computed tokens, without the part of its own time that other sessions pay.
+
+    A loaded copy of a shared prefix serves these, too. The wait for other loads is the request's own.
+    """
     if shared is None or candidate.eviction:
-        return 1.0
-    return 1 - shared.part_of_load(candidate.overlap, candidate.reused)
+        return source.load
+    return source.load - source.own_load * shared.part_of_load(candidate.overlap, candidate.reused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +166,7 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
     charged = prefill * _charged(candidate, uncached, request.shared) / uncached
     slowed = weights.slowed_by_others * (rates.token * n + rates.context_token * context)
     slowing = weights.slowing_others * n * (rates.token + rates.context_token * request.tokens)
-    harm = weights.interference + weights.interference_per_request * n
+    harm = weights.interference + weights.interference_per_request * n + candidate.loads
     terms = {
         "pending": candidate.backlog,
         "prefill": charged,
@@ -166,6 +175,6 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
         "decode": request.output_tokens * (slowed + slowing),
     }
     if candidate.source is not None:
-        load = candidate.source.load_cost_seconds * _paid_share(candidate, request.shared)
+        load = candidate.source.computed_seconds * _charged_load(candidate, candidate.source, request.shared)
         terms["load"] = load * (1 + harm + weights.eviction * candidate.eviction)
     return terms

@@ -49,17 +49,17 @@ class Source:
         return self.start + self.price * (self.tokens + self.waiting)
 
     @property
-    def load(self) -> float:
-        """The cost of the load in computed tokens: its time, and at most what computing the tokens costs.
+    def own_load(self) -> float:
+        """The cost of the load without a wait, in computed tokens: at most the cost of computing its tokens.
 
         An engine loads what it finds in a pool, also where computing is faster. Then the load earns no credit.
         """
-        return min(self.duration, float(self.tokens))
+        return min(self.start + self.price * self.tokens, float(self.tokens))
 
     @property
-    def load_cost_seconds(self) -> float:
-        """The cost of the load in seconds."""
-        return self.load * self.computed_seconds
+    def load(self) -> float:
+        """The cost of the load and of the wait for the loads before it, in computed tokens."""
+        return self.own_load + self.price * self.waiting
 
     @property
     def load_seconds(self) -> float:
@@ -68,7 +68,7 @@ class Source:
 
     @property
     def saved(self) -> float:
-        """The computed tokens that a load saves; 0 if computing is faster."""
+        """The computed tokens that a load saves; 0 or less if computing is faster."""
         return self.tokens - self.load
 
 
@@ -79,6 +79,7 @@ class Candidate:
     - `overlap`: tokens of the prompt that it would serve from its cache, whatever the tier.
     - `pending`: uncached tokens sent to it whose first byte was not received.
     - `context`: tokens that its requests in flight hold.
+    - `loads`: requests without a first byte that load tokens from a pool or a peer.
     - `cpu`, `disk`: tokens of the overlap that are loaded from CPU memory, and from disk.
     - `eviction`: μ, the later cost of evicting for one prefill token, in prefill tokens; 0 while it evicts nothing.
     - `kv_usage`: share of its KV memory in use by running requests, 0 to 1; None if unknown.
@@ -93,6 +94,7 @@ class Candidate:
     pending: int
     context: int
     waiting: int
+    loads: int
     cpu: int
     disk: int
     eviction: float
@@ -109,6 +111,7 @@ class Candidate:
         pending: int = 0,
         context: int = 0,
         waiting: int = 0,
+        loads: int = 0,
         cpu: int = 0,
         disk: int = 0,
         eviction: float = 0.0,
@@ -123,6 +126,7 @@ class Candidate:
         self.pending = pending
         self.context = context
         self.waiting = waiting
+        self.loads = loads
         self.cpu = cpu
         self.disk = disk
         self.eviction = eviction
@@ -149,6 +153,7 @@ class Candidate:
             self.pending,
             self.context,
             self.waiting,
+            self.loads,
             self.cpu,
             self.disk,
             self.eviction,

@@ -132,6 +132,7 @@ class LoadView:
             pending=load.pending + peers.pending,
             context=load.context + peers.context,
             waiting=len(load.prefills) + peers.waiting + engine.waiting,
+            loads=load.loads,
             eviction=self._eviction(rank),
             kv_usage=engine.kv_usage,
         )
@@ -139,6 +140,7 @@ class LoadView:
             record.requests = round(record.requests / weight)
             record.pending = round(record.pending / weight)
             record.context = round(record.context / weight)
+            record.loads = round(record.loads / weight)
         self.records[row] = record
         if record.pending:
             self.prefilling.add(row)

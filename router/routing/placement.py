@@ -103,7 +103,10 @@ class Placement:
             prediction = self._selector.predict_on(rank, chosen, prompt)
         # A prefill worker answers when the prompt is computed, so the end of its prefill is always visible.
         visible = whole or not decodes
-        reservation = Reservation(load, uncached, prompt.tokens, seconds, streamed=visible, now=now)
+        source = chosen.source if computes else None
+        reservation = Reservation(
+            load, uncached, prompt.tokens, seconds, streamed=visible, loads=source is not None, now=now
+        )
         work = load.pending
         if self._sharing.channels:
             work += self._sharing.peer_load.of(worker.url, target.dp_rank).pending
@@ -112,10 +115,10 @@ class Placement:
         attempt = worker.health.begin(work, target.dp_rank, streamed, one_of_many=rank.one_of_many, now=now)
         attempt.most_tokens = prompt.max_tokens
         assignment = Assignment(selection, reservation, attempt)
-        if self._state.sources is not None and chosen.source is not None and computes:
-            assignment.release_load = self._state.sources.loads.reserve(target, chosen.source)
-            if chosen.source.peer is not None:
-                assignment.pull = chosen.source
+        if self._state.sources is not None and source is not None:
+            assignment.release_load = self._state.sources.loads.reserve(target, source)
+            if source.peer is not None:
+                assignment.pull = source
         if self._predictions.tracks_slos:
             self._predictions.placed(target, seconds, now)
             slo = selection.slo
@@ -174,7 +177,7 @@ class Placement:
             return
         if len(hashes) == 1 and decodes:
             source = chosen.source
-            price = 0.0 if source is None else source.load / source.tokens
+            price = 0.0 if source is None else source.own_load / source.tokens
             single = target if whole else None
             self._learned.pressure.routed(hashes[0], selection.best_overlap, chosen.reused, price, single)
         windowed = self._indexer.window(target) is not None

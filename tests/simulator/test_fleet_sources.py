@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from kvevents import BlockRemoved, BlockStored
+from router.routing.prompt_reader import RoutedPrompt
 from simulator.fleet.engine import LLAMA_70B, BlockCache, Engine, Progress
-from simulator.fleet.fleet import FleetSpec, Simulation
-from simulator.fleet.simulated_router import OURS
+from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
+from simulator.fleet.simulated_router import OURS, SimulatedRouter
 from simulator.fleet.sources import SourceSpec, WorkerSources, sources_of
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
 from simulator.fleet.workers import events_of
@@ -66,6 +68,15 @@ def test_loads_of_all_workers_share_the_pools_bandwidth() -> None:
     assert behind.ready == pytest.approx(2 * alone.ready)
 
 
+def test_loads_of_one_worker_do_not_hold_the_pool_up_for_others() -> None:
+    spec = SourceSpec(pool_tokens=50_000, pool_rate=100_000.0, link_rate=10_000.0, latency=0.0)
+    sources = sources_of(spec, [BlockCache(9)] * 2, 512)
+    sources[0].store(BLOCKS)
+    ready = [sources[0].load(BLOCKS, None, 0.0).ready for _ in range(3)]
+    assert ready == pytest.approx([number * 20 * 512 / 10_000 for number in (1, 2, 3)])
+    assert sources[1].load(BLOCKS, None, 0.0).ready == pytest.approx(ready[0])
+
+
 def test_pull_needs_a_named_peer_and_waits_for_both_ends() -> None:
     first, second, third = engines(SourceSpec(link_rate=50_000.0, pulls=True, latency=0.0))
     answer(first, 0.0)
@@ -93,6 +104,28 @@ def test_host_tier_keeps_what_the_device_evicts_and_reports_it() -> None:
     cached, loaded = answer(engine, 20.0)[1:3]
     assert 0 < cached < len(BLOCKS) * BLOCK_TOKENS
     assert loaded == 0
+
+
+class LoadsAtArrivals(Simulation):
+    """A run that records the most loads in flight, as the router counts them when requests arrive."""
+
+    most = 0
+
+    def arriving(self, outcome: Outcome, prompt: RoutedPrompt, router: SimulatedRouter) -> None:  # noqa: ARG002
+        self.most = max(self.most, loads_of(router))
+
+
+def loads_of(router: SimulatedRouter) -> int:
+    load = router.state.load
+    return sum(load.of(worker.url, 0).loads for worker in router.workers.workers)
+
+
+def test_router_counts_loads_in_flight_until_the_first_byte() -> None:
+    requests = [request(0.2 * number, tuple(range(number % 5, 40))) for number in range(60)]
+    run = LoadsAtArrivals(FleetSpec(LLAMA_70B, 3, 40_000, sources=POOL), replace(OURS, sources=True), Random(0))
+    assert any(each.loaded for each in run.run(requests))
+    assert run.most > 0
+    assert loads_of(run.routers[0]) == 0
 
 
 def test_request_is_answered_once_beside_loads() -> None:

@@ -182,6 +182,7 @@ def _candidate(names: WorkerNames, cost: Cost, wanted: int) -> dict[str, Any]:
             "requests": candidate.requests,
             "pending": candidate.pending,
             "context": candidate.context,
+            "loads": candidate.loads,
             "wanted": wanted,
         },
         "terms": cost.terms,

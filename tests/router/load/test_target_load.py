@@ -46,6 +46,17 @@ def test_oldest_prefill_is_running() -> None:
     assert load.under_way == (0, 0.0, 0.0)
 
 
+def test_loads_are_in_flight_until_the_first_byte() -> None:
+    load = TargetLoad()
+    Reservation(load, 10, 10)
+    first, second = Reservation(load, 10, 10, loads=True), Reservation(load, 10, 10, loads=True)
+    assert load.loads == 2
+    first.first_byte()
+    second.release()
+    first.release()
+    assert load.loads == 0
+
+
 def test_listeners_are_called_once_for_each_event() -> None:
     table, seen = LoadTable(), list[object]()
     table.on_change.append(lambda worker, dp_rank: seen.append((worker, dp_rank)))

@@ -40,9 +40,9 @@ def test_loaded_token_costs_its_share_of_a_computed_one(rates: Rates | None, pri
     own, none = (total(candidate("w", overlap, rates=rates)) for overlap in (9000, 1000))
     loading = total(candidate("w", 1000, source, rates))
     per_token = (none - own) / 8000 if rates is None else second * (1 + 1 + 0.03 * 5 + 10 * 0.25)
-    assert loading == pytest.approx(own + min(price * (8000 + waiting), 8000) * per_token, rel=0.01)
+    assert loading == pytest.approx(own + price * (8000 + waiting) * per_token, rel=0.01)
     if rates is None:
-        assert own <= loading <= none + 1e-6
+        assert own <= loading <= none + price * waiting * per_token + 1e-6
 
 
 def test_source_lowers_the_cost_of_a_target_that_has_nothing_and_raises_none_above_the_holder() -> None:
@@ -53,11 +53,34 @@ def test_source_lowers_the_cost_of_a_target_that_has_nothing_and_raises_none_abo
 
 def test_start_of_a_load_is_a_part_of_its_price() -> None:
     source = Source("pool", 1000, 0.1, 500, computed_seconds=4e-5, start=200.0)
-    assert (source.duration, source.load, source.saved) == (350, 350, 650)
-    assert source.load_seconds == source.load_cost_seconds == pytest.approx(350 * 4e-5)
+    assert (source.duration, source.own_load, source.load, source.saved) == (350, 300, 350, 650)
+    assert source.load_seconds == pytest.approx(350 * 4e-5)
+
+
+def test_load_slower_than_computing_costs_as_much_as_computing_and_the_wait() -> None:
     short = Source("pool", 100, 0.1, computed_seconds=4e-5, start=200.0)
     assert (short.load, short.saved) == (100, 0)
     assert short.load_seconds == pytest.approx(210 * 4e-5)
+    slow = Source("pool", 1000, 2.0, 300)
+    assert (slow.own_load, slow.load, slow.saved) == (1000, 1600, -600)
+
+
+@pytest.mark.parametrize("rates", [None, Rates(attention=0.0)])
+def test_prefill_delays_each_load_in_flight_by_its_time(rates: Rates | None) -> None:
+    source = Source("pool", 4000, 0.5, computed_seconds=1.0 if rates is None else rates.token)
+    free, loading = candidate("w", 1000, source, rates), candidate("w", 1000, source, rates)
+    loading.loads = 3
+    before, after = (policy()([each], Request(TOKENS)).costs[0].terms for each in (free, loading))
+    assert after["interference"] == pytest.approx(before["interference"] + 3 * before["prefill"])
+    harm = 1 + before["interference"] / before["prefill"] + 10 * 0.25
+    assert after["load"] == pytest.approx(before["load"] * (harm + 3) / harm)
+
+
+def test_prompt_avoids_the_target_whose_loads_it_would_delay() -> None:
+    loading, free = candidate("loading", 0), candidate("free", 0)
+    loading.loads, loading.context = 1, 0
+    assert policy()([loading, free], Request(TOKENS)).chosen is free
+    assert policy()([loading, candidate("other", 0)], Request(1)).chosen is loading
 
 
 def test_terms_show_the_load_apart() -> None:
@@ -76,6 +99,13 @@ def test_other_sessions_pay_their_share_of_a_load_where_the_copy_finds_room(rate
     loads.eviction = 0.0
     divided = policy()([loads], shared).costs[0].terms["load"]
     assert divided == pytest.approx(policy()([loads], Request(TOKENS)).costs[0].terms["load"] / 4)
+
+
+def test_other_sessions_pay_no_part_of_the_wait_for_other_loads() -> None:
+    loads = candidate("w", 1000, Source("pool", 8000, 0.5, 600))
+    loads.eviction = 0.0
+    shared = Request(TOKENS, shared=SharedTokens(array("I", [9000]), array("d", [0.75])))
+    assert policy()([loads], shared).costs[0].terms["load"] == pytest.approx((1000 + 300) * (1 + 1 + 0.06 * 5))
 
 
 def test_parts_of_a_prompt_are_divided_into_loaded_and_computed_tokens() -> None:
