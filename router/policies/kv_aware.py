@@ -2,11 +2,12 @@
 
 The cost of a target is counted in prefill tokens and needs no rates. The lowest cost wins, ties at random:
 
-    J = pending + transfer + (v + load) · (1 + β + γ·n + l + θ·μ) + φ·ctx
+    J = pending + transfer + (v + load) · (1 + β + γ·n + l) + (v + loaded) · θ·μ + φ·ctx
 
     u         uncached tokens of the prompt that are not loaded, at least 1
     v         u without the tokens for which other sessions pay (`router.policies.shared_tokens`), at least 1
     load      the time of its load from a pool or a peer, in computed tokens, without the part that other sessions pay
+    loaded    the tokens of that load
     l         loads in flight to the target
     pending   uncached tokens already sent to the target whose first byte was not received
     transfer  cached tokens in CPU memory or on disk, each at the price of loading it
@@ -19,14 +20,16 @@ an uncached token costs more than its own time, and prefixes stay together until
 A copy of a shared prefix is computed once and used by many sessions, so each pays its part. This holds only where the
 copy finds room. Where it would evict other blocks, each request pays for all of its tokens: v is u.
 
-A loaded token counts as the part of a computed one that its time is, harm included. A load takes memory, evicts, and
-moves a session as computing does. At its bare time, loads would move sessions for differences too small to matter.
+A loaded token counts as the part of a computed one that its time is, harm included. A load moves a session as computing
+does. At its bare time, loads would move sessions for differences too small to matter. It takes as much room as computed
+tokens, so its evictions are charged by its tokens.
+
 When a load ends, the rest of its prompt is computed behind the prefills that were sent to the target meanwhile. So a
 prefill delays the first token of each load in flight (l) by its whole time.
 
 If workers have different speeds and their rates are known, the cost is counted in seconds:
 
-    J = Q + (P·v/u + L) · (1 + β + γ·n + l + θ·μ) + D
+    J = Q + (P·v/u + L) · (1 + β + γ·n + l) + (P·v/u + a·loaded) · θ·μ + D
 
     Q   remaining time of the prefills that were sent to the target
     L   the time of its load from a pool or a peer
@@ -86,8 +89,9 @@ class KvAware(LinearPolicy):
 
     def cost_with(self, candidate: Candidate, source: Source, request: Request) -> float:
         _, per_token, _ = self.line(candidate)
-        load = _charged_load(candidate, source, request.shared)
-        return self.cost_after(candidate, candidate.reused, request) + per_token * load
+        room = self._eviction * candidate.eviction
+        load = (per_token - room) * _charged_load(candidate, source, request.shared) + room * source.tokens
+        return self.cost_after(candidate, candidate.reused, request) + load
 
     def terms(self, candidate: Candidate, request: Request) -> dict[str, float]:
         return kv_cost(candidate, request, self._weights)
@@ -122,9 +126,10 @@ def kv_cost(candidate: Candidate, request: Request, weights: KvWeights) -> dict[
         "eviction": charged * weights.eviction * candidate.eviction,
         "context": weights.context * candidate.context,
     }
-    if candidate.source is not None:
-        load = _charged_load(candidate, candidate.source, request.shared)
-        terms["load"] = load * (1 + harm + weights.eviction * candidate.eviction)
+    source = candidate.source
+    if source is not None:
+        terms["load"] = _charged_load(candidate, source, request.shared) * (1 + harm)
+        terms["eviction"] += source.tokens * weights.eviction * candidate.eviction
     return terms
 
 
@@ -174,7 +179,8 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
         "eviction": charged * weights.eviction * candidate.eviction,
         "decode": request.output_tokens * (slowed + slowing),
     }
-    if candidate.source is not None:
-        load = candidate.source.computed_seconds * _charged_load(candidate, candidate.source, request.shared)
-        terms["load"] = load * (1 + harm + weights.eviction * candidate.eviction)
+    source = candidate.source
+    if source is not None:
+        terms["load"] = source.computed_seconds * _charged_load(candidate, source, request.shared) * (1 + harm)
+        terms["eviction"] += source.computed_seconds * source.tokens * weights.eviction * candidate.eviction
     return terms

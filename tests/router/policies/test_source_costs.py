@@ -39,10 +39,10 @@ def test_loaded_token_costs_its_share_of_a_computed_one(rates: Rates | None, pri
     source = Source("pool", 8000, price, waiting, second)
     own, none = (total(candidate("w", overlap, rates=rates)) for overlap in (9000, 1000))
     loading = total(candidate("w", 1000, source, rates))
-    per_token = (none - own) / 8000 if rates is None else second * (1 + 1 + 0.03 * 5 + 10 * 0.25)
-    assert loading == pytest.approx(own + price * (8000 + waiting) * per_token, rel=0.01)
+    harm, eviction = second * (1 + 1 + (0.06 if rates is None else 0.03) * 5), second * 10 * 0.25
+    assert loading == pytest.approx(own + price * (8000 + waiting) * harm + 8000 * eviction, rel=0.01)
     if rates is None:
-        assert own <= loading <= none + price * waiting * per_token + 1e-6
+        assert own <= loading <= none + price * waiting * harm + 1e-6
 
 
 def test_source_lowers_the_cost_of_a_target_that_has_nothing_and_raises_none_above_the_holder() -> None:
@@ -72,7 +72,7 @@ def test_prefill_delays_each_load_in_flight_by_its_time(rates: Rates | None) -> 
     loading.loads = 3
     before, after = (policy()([each], Request(TOKENS)).costs[0].terms for each in (free, loading))
     assert after["interference"] == pytest.approx(before["interference"] + 3 * before["prefill"])
-    harm = 1 + before["interference"] / before["prefill"] + 10 * 0.25
+    harm = 1 + before["interference"] / before["prefill"]
     assert after["load"] == pytest.approx(before["load"] * (harm + 3) / harm)
 
 
@@ -86,7 +86,8 @@ def test_prompt_avoids_the_target_whose_loads_it_would_delay() -> None:
 def test_terms_show_the_load_apart() -> None:
     terms = policy()([candidate("w", 1000, Source("pool", 8000, 0.5, 2000))], Request(TOKENS)).costs[0].terms
     assert terms["prefill"] == 1000
-    assert terms["load"] == pytest.approx(0.5 * 10_000 * (1 + 1 + 0.06 * 5 + 10 * 0.25))
+    assert terms["load"] == pytest.approx(0.5 * 10_000 * (1 + 1 + 0.06 * 5))
+    assert terms["eviction"] == pytest.approx((1000 + 8000) * 10 * 0.25)  # loaded tokens take room, too
 
 
 @pytest.mark.parametrize("rates", [None, Rates(attention=0.0)])
