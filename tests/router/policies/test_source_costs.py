@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from indexer import Target
 from router.policies import Candidate, KvWeights, Policy, Request, kv_aware
+from router.policies.kv_aware import kv_cost
 from router.policies.rates import Rates
 from router.policies.records import Source
 from router.policies.shared_tokens import SharedTokens
@@ -107,6 +108,18 @@ def test_other_sessions_pay_no_part_of_the_wait_for_other_loads() -> None:
     loads.eviction = 0.0
     shared = Request(TOKENS, shared=SharedTokens(array("I", [9000]), array("d", [0.75])))
     assert policy()([loads], shared).costs[0].terms["load"] == pytest.approx((1000 + 300) * (1 + 1 + 0.06 * 5))
+
+
+@given(price=PRICES, waiting=st.integers(0, 1000), loads=st.integers(0, 5), share=PRICES, full=st.booleans())
+def test_costs_that_are_compared_are_the_sums_of_the_shown_terms(
+    price: float, waiting: int, loads: int, share: float, full: bool
+) -> None:
+    asked = Request(TOKENS, shared=SharedTokens(array("I", [9500]), array("d", [share])))
+    each = candidate("w", 1000, Source("pool", 8000, price, waiting, start=100.0))
+    each.loads, each.eviction = loads, 0.25 if full else 0.0
+    shown = sum(kv_cost(each, asked, KvWeights()).values())
+    one_token = 1 + 1 + 0.06 * 5 + loads
+    assert kv_aware(KvWeights(), Random(1)).cost_of(each, asked) == pytest.approx(shown, abs=one_token)
 
 
 def test_parts_of_a_prompt_are_divided_into_loaded_and_computed_tokens() -> None:
