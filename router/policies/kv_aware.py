@@ -6,8 +6,8 @@ The cost of a target is counted in prefill tokens and needs no rates. The lowest
 
     u         uncached tokens of the prompt that are not loaded, at least 1
     v         u without the tokens for which other sessions pay (`router.policies.shared_tokens`), at least 1
-    load      the time of its load from a pool or a peer, in computed tokens, without the part that other sessions pay
-    loaded    the tokens of that load
+    load      the time of the prompt's load from a pool or a peer in computed tokens, without what other sessions pay
+    loaded    the tokens that are loaded
     l         loads in flight to the target
     pending   uncached tokens already sent to the target whose first byte was not received
     transfer  cached tokens in CPU memory or on disk, each at the price of loading it
@@ -21,8 +21,8 @@ A copy of a shared prefix is computed once and used by many sessions, so each pa
 copy finds room. Where it would evict other blocks, each request pays for all of its tokens: v is u.
 
 A loaded token counts as the part of a computed one that its time is, harm included. A load moves a session as computing
-does. At its bare time, loads would move sessions for differences too small to matter. It takes as much room as computed
-tokens, so its evictions are charged by its tokens.
+does. At its bare time, loads would move sessions for differences too small to matter. Loaded tokens take as much room
+as computed ones, so evictions are charged by tokens.
 
 When a load ends, the rest of its prompt is computed behind the prefills that were sent to the target meanwhile. So a
 prefill delays the first token of each load in flight (l) by its whole time.
@@ -32,7 +32,7 @@ If workers have different speeds and their rates are known, the cost is counted 
     J = Q + (P·v/u + L) · (1 + β + γ·n + l) + (P·v/u + a·loaded) · θ·μ + D
 
     Q   remaining time of the prefills that were sent to the target
-    L   the time of its load from a pool or a peer
+    L   the time of the prompt's load from a pool or a peer
     P   the prompt's own prefill: a·u + q·u·(c + u/2) + steps · (t0 + d·ctx + a·n)
     D   slower decoding, of the new request by the others and of the others by it:
         output · (κ_own · (a·n + d·ctx) + κ_ext · n · (a + d·tokens))
