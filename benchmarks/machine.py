@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,25 +62,25 @@ def resident_bytes(pid: int) -> int:
 
 
 def description() -> str:
-    """Return a phrase with processor, cores and Python."""
+    """Return a phrase with processor, cores, Python, and whether Python was built with profile-guided optimization."""
     models = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
-    return f"{models[0] if models else platform.machine()}, {len(CORES)} cores, Python {platform.python_version()}"
+    optimized = "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or "")
+    build = f"Python {platform.python_version()} built {'with' if optimized else 'without'} PGO"
+    return f"{models[0] if models else platform.machine()}, {len(CORES)} cores, {build}"
 
 
-_COMPILED = Path(".compiled/bin/python").absolute()
+def is_compiled(checkout: Path = Path()) -> bool:
+    """Return whether `make compiled` has built the router of a checkout."""
+    return (checkout / ".compiled/bin/python").exists() and (checkout / ".compiled/installed").exists()
 
 
-def is_compiled() -> bool:
-    """Return whether `make compiled` has built the router."""
-    return _COMPILED.exists() and (_COMPILED.parent.parent / "installed").exists()
-
-
-def python(*, interpreted: bool = False) -> list[str]:
-    """Return the command for our code: compiled if built, unless `interpreted`."""
-    if interpreted or not is_compiled():
-        return [sys.executable]
-    return [str(_COMPILED), "-P"]  # -P: import the compiled package, not this directory
+def python(*, interpreted: bool = False, checkout: Path = Path()) -> list[str]:
+    """Return the command for the code of a checkout, by default this one: compiled if built, unless `interpreted`."""
+    if not interpreted and is_compiled(checkout):
+        # -P: import the compiled package, not this directory
+        return [str(checkout.absolute() / ".compiled/bin/python"), "-P"]
+    return [sys.executable] if checkout == Path() else [str(checkout.absolute() / ".venv/bin/python"), "-P"]

@@ -1,10 +1,11 @@
 """The path of one chat through the code: python -m benchmarks.request_path [--trace].
 
 An interpreted router with default settings runs in this process, on uvloop, in front of a simulated worker in another
-process. The client is a thread. After a warm-up, chats without streaming are sent one after another. The output counts
-our functions that the event loop's thread calls, from the arrival of the request to the end of its answer: calls,
-files, and changes of file between calls. Some requests have additional work, and timers may fire. Therefore the figures
-are those of the request with the fewest calls. `--trace` lists the calls of the first row in their order.
+process. The client is a thread. After a warm-up, each counted chat follows another chat or a pause, because the live
+page samples at most 20 chats a second. The output counts our functions that the event loop's thread calls, from the
+arrival of the request to the end of its answer: calls, files, and changes of file between calls.
+Some requests have additional work, and timers may fire. Therefore the figures of a row are those of its request with
+the fewest calls. `--trace` lists the calls of each row in their order.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import asyncio
 import http.client
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from itertools import count, pairwise
+from itertools import count, pairwise, repeat
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -34,7 +35,10 @@ from router.settings import Settings
 _ROOT = Path(router.__file__).parent.parent
 _ROOMS = tuple(f"{_ROOT}/{room}/" for room in ("indexer", "kvevents", "router"))
 _WARM_UP = 50
-_REQUESTS = 21
+_REQUESTS = 60
+_PAUSE = 0.06  # seconds after which the next chat is sampled
+# The file of the live page's sample: a path through it is a sampled request's.
+_SAMPLE = "router/observability/seen_requests.py"
 _MODEL = "simulated"
 
 Step = tuple[str, str]
@@ -84,48 +88,60 @@ async def _running_router(worker: str) -> AsyncIterator[str]:
             await running
 
 
-def _ask(connection: http.client.HTTPConnection, question: str) -> None:
+def _ask(connection: http.client.HTTPConnection, question: str, stream: bool) -> None:
     messages = [{"role": "system", "content": "You are brief. " * 40}, {"role": "user", "content": question}]
-    body = json.dumps({"model": _MODEL, "messages": messages, "max_tokens": 4})
-    connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+    body = {"model": _MODEL, "messages": messages, "max_tokens": 4} | ({"stream": True} if stream else {})
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
     answer = response.read()
     if response.status != 200:
         raise RuntimeError(answer.decode())
 
 
-async def _shortest_path(connection: http.client.HTTPConnection, numbers: count[int] | None) -> list[Step]:
-    """Return the path of a chat. With `numbers`, each chat has a new last message."""
+async def _paths(address: str, numbers: Iterator[int], stream: bool = False) -> list[list[Step]]:
+    """Return the paths of chats whose questions have these numbers."""
     calls, paths = _Calls(), []
-    for number in range(_WARM_UP + _REQUESTS):
-        question = f"What is a radix tree? {next(numbers) if numbers else ''}"
-        if number >= _WARM_UP:
-            calls.on()
-        await asyncio.to_thread(_ask, connection, question)
-        if number >= _WARM_UP:
-            paths.append(calls.off())
-    return min(paths, key=len)
+    connection = http.client.HTTPConnection(address)
+    for _ in range(_WARM_UP):
+        await asyncio.to_thread(_ask, connection, f"What is a radix tree? {next(numbers)}", stream)
+    for number in range(_REQUESTS):
+        if number % 2:
+            await asyncio.sleep(_PAUSE)
+        else:
+            await asyncio.to_thread(_ask, connection, f"What is a radix tree? {next(numbers)}", stream)
+        calls.on()
+        await asyncio.to_thread(_ask, connection, f"What is a radix tree? {next(numbers)}", stream)
+        paths.append(calls.off())
+    connection.close()
+    return paths
 
 
-async def _measure(worker: str) -> tuple[list[Step], list[Step]]:
+def _is_sampled(path: list[Step]) -> bool:
+    return any(file == _SAMPLE for file, _ in path)
+
+
+async def _measure(worker: str) -> dict[str, list[list[Step]]]:
     async with _running_router(worker) as address:
-        connection = http.client.HTTPConnection(address)
-        new = await _shortest_path(connection, count())
-        again = await _shortest_path(connection, None)
-        connection.close()
-    return new, again
+        new = await _paths(address, count())
+        again = await _paths(address, repeat(0))
+        streamed = await _paths(address, count(1_000_000), stream=True)
+    return {
+        "a new last message": [path for path in new if not _is_sampled(path)],
+        "a new last message, sampled for the live page": [path for path in new if _is_sampled(path)],
+        "a new last message, streamed": [path for path in streamed if not _is_sampled(path)],
+        "the same chat again": [path for path in again if not _is_sampled(path)],
+    }
 
 
 def main(trace: Annotated[bool, typer.Option("--trace", help="List the calls in order.")] = False) -> None:
     """Count the calls of one chat."""
     structlog.configure(processors=[structlog.stdlib.filter_by_level], logger_factory=structlog.stdlib.LoggerFactory())
-    with KvrouterProcess(["simulate", "--port", "0"]) as worker:
-        new, again = uvloop.run(_measure(worker.wait_until_listening()))
-    if trace:
-        for file, function in new:
-            print(f"{file}:{function}")
-    print(f"a chat with a new last message: {_describe(new)}")
-    print(f"the same chat again:            {_describe(again)}")
+    with KvrouterProcess(["simulate", "--port", "0", "--prefill-ms", "0", "--step-ms", "1"]) as worker:
+        rows = uvloop.run(_measure(worker.wait_until_listening()))
+    for row, paths in rows.items():
+        print(f"{row}: {_describe(min(paths, key=len)) if paths else 'no such request'}")
+        for file, function in min(paths, key=len, default=[]) if trace else ():
+            print(f"    {file}:{function}")
 
 
 if __name__ == "__main__":

@@ -24,20 +24,22 @@ from benchmarks.proxy.workers import WORKERS, nginx
 
 _HOW = """\
 `make bench-proxy` compares our router and the Rust ones ({versions}) in front of {workers} light workers ({worker}).
-`make bench-proxy ARGS=--quick` runs in a few minutes, `ARGS='--mode "round robin"'` runs one mode.
+`make bench-proxy ARGS=--quick` runs in a few minutes, `ARGS='--mode "round robin"'` runs one mode, `ARGS='--row "new
+last"'` runs the rows whose name has this text, and `ARGS='--against DIR'` measures the build of another checkout.
 
 The router under test has one core, workers and load ({tool}) another. All routers run at once, for streams those of a
 mode, and take turns, load by load, in changing order. The figures are medians of {rounds}. Latencies are the time that
 the router adds. Chats of 64 KB are conversations, four turns of each. The 64 chats of a size are repeated, except in
 the rows with a new last message. A new last message begins with a unique number; it is the whole chat of 1 KB, and 4 KB
 of a chat of 64 KB. A stream has {chunks} events, {pause:.0f} ms apart; {streams} streams begin at once, {bursts} times
-a round, each after as many uncounted ones. Sequential requests use one connection. In the conversation of 30k tokens
-only the last message changes, so that all routers have seen the rest.
+a round, each after as many uncounted ones. Before a burst without open connections no request was sent for six seconds.
+Sequential requests use one connection. In the conversation of 30k tokens only the last message changes, so that all
+routers have seen the rest.
 
 *raw relay* is not a router: it relays bytes on uvloop (`benchmarks/proxy/relay.py`) and only finds the end of requests
 and answers. It is the limit of a router in Python on this machine, in this run.
 
-{ours}
+{ours}{against}
 
 Processor times are those of all threads, as the scheduler counts them in nanoseconds.
 
@@ -50,6 +52,7 @@ Machine: {machine}; load average {before:.1f} before, {after:.1f} after. The run
 
 _COMPILED = """\
 *kvrouter* is the build of `make compiled`, as in the image; *interpreted* is the same code without compilation."""
+_AGAINST = " *other checkout* is the build of {}."
 _INTERPRETED = "*kvrouter* is interpreted: there is no C compiler here for `make compiled`."
 
 
@@ -60,6 +63,10 @@ def main(
     mode: Annotated[list[str] | None, typer.Option(help=f"{ROUND_ROBIN!r} or {CACHE_AWARE!r}; repeatable.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each measurement.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1, help="Seconds of each load.")] = None,
+    row: Annotated[list[str] | None, typer.Option(help="Part of the name of a row to measure; repeatable.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Another checkout, measured in place of the interpreted build.")
+    ] = None,
     no_peers: Annotated[bool, typer.Option("--no-peers", help="Measure our router only.")] = False,
     markdown: Annotated[Path | None, typer.Option(help="Write section Proxy of this file.")] = None,
 ) -> None:
@@ -75,12 +82,15 @@ def main(
         prompts = scale.blocks // (WORKERS * 512)
         workload = Workload(workers=WORKERS, prompts=prompts, prompt_blocks=512, event_blocks=32)
         for each in modes:
-            for interpreted in (False, True) if is_compiled() else (False,):
+            for interpreted in (False, True) if is_compiled() and against is None else (False,):
                 publisher = stack.enter_context(publisher_of(workload)) if each == CACHE_AWARE else None
                 sides.append(Kvrouter(each, publisher, interpreted=interpreted))
+            if against is not None:
+                publisher = stack.enter_context(publisher_of(workload)) if each == CACHE_AWARE else None
+                sides.append(Kvrouter(each, publisher, checkout=against))
         others = [] if no_peers else [peer for each in modes for peer in peers(each)]
         sides += others
-        run = Run(sides, scale, folder)
+        run = Run(sides, scale, folder, row or ())
         run.do()
     how = _HOW.format(
         versions=", ".join(sorted({f"`{peer.name}` {peer.version()}" for peer in others})) or "left out",
@@ -90,6 +100,7 @@ def main(
         rounds=f"{scale.rounds} rounds" if scale.rounds > 1 else "one round",
         chunks=CHUNKS,
         ours=_COMPILED if is_compiled() else _INTERPRETED,
+        against="" if against is None else _AGAINST.format(against),
         streams=scale.streams,
         bursts=scale.bursts,
         pause=PAUSE * 1000,

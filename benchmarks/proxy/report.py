@@ -1,10 +1,11 @@
-"""The figures of a run: medians over its rounds, a column for each router, and ratios of ours to peer and relay."""
+"""The figures of a run: medians over its rounds, a column for each router, and ratios of ours to the others."""
 
 from __future__ import annotations
 
 from statistics import median
 
-OURS, INTERPRETED, NONE, LIMIT = "kvrouter", "interpreted", "no router", "raw relay"
+OURS, INTERPRETED, AGAINST, NONE, LIMIT = "kvrouter", "interpreted", "other checkout", "no router", "raw relay"
+_NO_PEERS = (OURS, INTERPRETED, AGAINST, NONE, LIMIT)
 
 
 class Table:
@@ -24,15 +25,19 @@ class Table:
         if not self._values:
             return ""
         routers = list(dict.fromkeys(router for row in self._values.values() for router in row))
-        routers.sort(key=lambda router: (router != OURS, router != INTERPRETED, router != NONE, router != LIMIT))
-        lines = [[self.title, *routers, f"{OURS} / best peer", f"{OURS} / {LIMIT}"]]
+        routers.sort(key=lambda router: _NO_PEERS.index(router) if router in _NO_PEERS else len(_NO_PEERS))
+        against = AGAINST in routers
+        ratios = [f"{OURS} / best peer", f"{OURS} / {LIMIT}", *([f"{OURS} / {AGAINST}"] if against else [])]
+        lines = [[self.title, *routers, *ratios]]
         for name, row in self._values.items():
             medians = {router: median(values) for router, values in row.items()}
-            peers = [value for router, value in medians.items() if router not in (OURS, INTERPRETED, NONE, LIMIT)]
+            peers = [value for router, value in medians.items() if router not in _NO_PEERS]
             best = (max(peers) if self._more else min(peers)) if peers else 0.0
             ours, limit = medians.get(OURS, 0.0), medians.get(LIMIT, 0.0)
             figures = [_number(medians[router]) if router in medians else "" for router in routers]
             lines.append([name, *figures, _ratio(ours, best), _ratio(ours, limit)])
+            if against:
+                lines[-1].append(_ratio(ours, medians.get(AGAINST, 0.0)))
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
         return "\n".join(

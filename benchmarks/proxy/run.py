@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from benchmarks.proxy.workers import stream_workers, whole_workers
 
 SIZES = {"1 KB": 1024, "64 KB": 64 * 1024}
 CONNECTIONS = (1, 16, 64)
+# Seconds without a request after which no router here keeps connections to workers that close idle ones after 5 s.
+_COLD_SECONDS = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,12 @@ QUICK = Scale(rounds=1, seconds=1.0, streams=100, bursts=2, requests=30, blocks=
 class Run:
     """A run whose tables are filled during the measurement."""
 
-    def __init__(self, sides: Sequence[Side], scale: Scale, folder: Path) -> None:
+    def __init__(self, sides: Sequence[Side], scale: Scale, folder: Path, rows: Sequence[str] = ()) -> None:
+        """Create a run. `rows`: parts of the names of the rows to measure; all rows if it is empty."""
         self._sides = sides
         self._scale = scale
         self._folder = folder
+        self._rows = rows
         self._modes = list(dict.fromkeys(side.mode for side in sides))
         self.failures: list[str] = []
         self._base: dict[str, tuple[float, float]] = {}
@@ -63,11 +68,27 @@ class Run:
         for number in range(self._scale.rounds):
             turn = number % len(self._sides)
             sides = [*self._sides[turn:], *self._sides[:turn]]
-            with whole_workers(self._folder) as workers:
-                self._whole(number, [nothing, relay, *sides], workers)
-            with stream_workers(self._folder) as workers:
-                for mode in self._modes:
-                    self._streams(number, mode, [nothing, relay, *(s for s in sides if s.mode == mode)], workers)
+            if any(self._wants(row) for row, *_ in self._whole_rows()):
+                with whole_workers(self._folder) as workers:
+                    self._whole(number, [nothing, relay, *sides], workers)
+            if any(self._wants(row) for row in (self._burst_row(False), self._burst_row(True), SHORT, LONG)):
+                with stream_workers(self._folder) as workers:
+                    for mode in self._modes:
+                        self._streams(number, mode, [nothing, relay, *(s for s in sides if s.mode == mode)], workers)
+
+    def _wants(self, row: str) -> bool:
+        return not self._rows or any(part in row for part in self._rows)
+
+    def _whole_rows(self) -> Iterator[tuple[str, int, int, bool]]:
+        """Yield the name, size, connections and novelty of each row of whole answers."""
+        for name, connections in product(SIZES, CONNECTIONS):
+            row = f"{name}, {connections} connection{'s' if connections > 1 else ''}"
+            yield row, SIZES[name], connections, False
+            if connections == CONNECTIONS[-1] and CACHE_AWARE in self._modes:
+                yield f"{row}, a new last message", SIZES[name], connections, True
+
+    def _burst_row(self, cold: bool) -> str:
+        return f"{self._scale.streams} streams at once, {'no connection to workers open' if cold else 'warm'}"
 
     @contextmanager
     def _failing(self, side: Side) -> Iterator[None]:
@@ -94,12 +115,10 @@ class Run:
                 self._say(number, side, "connections, caches")
                 with self._failing(side):
                     loaded(router.url, SIZES["1 KB"], 16, min(self._scale.seconds, 2.0), self._folder)
-            for name, connections in product(SIZES, CONNECTIONS):
-                row = f"{name}, {connections} connection{'s' if connections > 1 else ''}"
-                self._row(number, running, row, SIZES[name], connections)
-                if connections == CONNECTIONS[-1] and CACHE_AWARE in self._modes:
-                    aware = {side: router for side, router in running.items() if side.mode != ROUND_ROBIN}
-                    self._row(number, aware, f"{row}, a new last message", SIZES[name], connections, new=True)
+            aware = {side: router for side, router in running.items() if side.mode != ROUND_ROBIN}
+            for row, size, connections, new in self._whole_rows():
+                if self._wants(row):
+                    self._row(number, aware if new else running, row, size, connections, new)
             for side, router in running.items():
                 if router.pid:
                     self._add(
@@ -135,22 +154,28 @@ class Run:
         self._add(side, "processor time of a request, µs", row, spent * 1e6, mode)
 
     def _streams(self, number: int, mode: str, sides: Sequence[Side], workers: Sequence[str]) -> None:
+        bursts = [False] * self._scale.bursts if self._wants(self._burst_row(False)) else []
+        if self._wants(self._burst_row(True)):
+            bursts += [True] * min(2, self._scale.bursts)
         with self._running(sides, workers) as running:
-            for _ in range(self._scale.bursts):
+            for cold in bursts:
+                if cold:
+                    time.sleep(_COLD_SECONDS)
                 for side, router in running.items():
-                    self._say(number, side, f"streams, {mode}")
+                    self._say(number, side, f"{'cold' if cold else 'warm'} streams, {mode}")
                     with self._failing(side):
-                        self._burst(side, router, mode)
+                        self._burst(side, router, mode, cold)
             for side, router in running.items():
                 self._say(number, side, f"first events, {mode}")
                 with self._failing(side):
                     self._first_events(side, router, mode)
 
-    def _burst(self, side: Side, running: RunningRouter, mode: str) -> None:
-        streamed(running.url, self._scale.streams)  # warms connections and caches
+    def _burst(self, side: Side, running: RunningRouter, mode: str, cold: bool) -> None:
+        if not cold:
+            streamed(running.url, self._scale.streams)  # opens connections to workers
         before = cpu_of(running.pid) if running.pid else 0.0
         result = streamed(running.url, self._scale.streams)
-        row = f"{self._scale.streams} streams at once"
+        row = self._burst_row(cold)
         if running.pid is None:
             self._base[row] = (result.p50, result.p99)
             return
@@ -161,7 +186,7 @@ class Run:
         self._add(side, "processor time of a stream, µs", row, spent * 1e6, mode)
 
     def _first_events(self, side: Side, running: RunningRouter, mode: str) -> None:
-        for row in (SHORT, LONG):
+        for row in filter(self._wants, (SHORT, LONG)):
             seconds = first_event(running.url, row, self._scale.requests)
             if running.pid is None:
                 self._base[row] = (seconds, seconds)

@@ -18,7 +18,7 @@ from benchmarks.machine import INDEXER_CORE, python
 from benchmarks.ports import free_port
 from benchmarks.proxy.processes import StartError, answers, started
 from benchmarks.proxy.prompts import MODEL
-from benchmarks.proxy.report import INTERPRETED, LIMIT, NONE, OURS
+from benchmarks.proxy.report import AGAINST, INTERPRETED, LIMIT, NONE, OURS
 from simulator.worker.settings import BUNDLED_MODEL
 
 ROUTER_CORE = INDEXER_CORE
@@ -87,11 +87,22 @@ class Relay(Side):
 class Kvrouter(Side):
     """Our router. Cache aware has its tokenizer, an index filled by events, the default policy, and the audit."""
 
-    def __init__(self, mode: str, publisher: Publisher | None = None, *, interpreted: bool = False) -> None:
-        """Choose the build. `interpreted` ignores the build of `make compiled`."""
-        super().__init__(INTERPRETED if interpreted else OURS, mode)
+    def __init__(
+        self,
+        mode: str,
+        publisher: Publisher | None = None,
+        *,
+        interpreted: bool = False,
+        checkout: Path = Path(),
+    ) -> None:
+        """Choose the build.
+
+        - `interpreted`: ignore the build of `make compiled`.
+        - `checkout`: the directory of another checkout; its build is used.
+        """
+        super().__init__(AGAINST if checkout != Path() else INTERPRETED if interpreted else OURS, mode)
         self._publisher = publisher
-        self._python = python(interpreted=interpreted)
+        self._python = python(interpreted=interpreted, checkout=checkout)
 
     def command(self, workers: Sequence[str], port: int, folder: Path) -> list[str]:
         settings: dict[str, object] = {"server": {"port": port}, "workers": [{"url": url} for url in workers]}
@@ -106,7 +117,7 @@ class Kvrouter(Side):
             ]
             settings["models"] = {MODEL: {"tokenizer": str(BUNDLED_MODEL)}}
             settings["events"] = {"catch_up_timeout": 0}
-        config = folder / f"{self.mode}.yaml".replace(" ", "-")
+        config = folder / f"{self.name}-{self.mode}.yaml".replace(" ", "-")
         config.write_text(json.dumps(settings))
         return [*self._python, "-m", "kvrouter", "serve", "--config", str(config)]
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 import uvicorn
 
-from http_api.errors import ListenError
+from router.server.sockets import listen
 from simulator.worker.server import create_app
 from simulator.worker.settings import SimulatedWorkerSettings
 from simulator.worker.worker import SimulatedWorker
@@ -28,7 +28,7 @@ async def running(settings: SimulatedWorkerSettings) -> AsyncIterator[str]:
     """Serve on this event loop within the block, and yield the worker's URL. Raises OSError as `run` does."""
     worker = SimulatedWorker(settings)
     async with worker.running():
-        with _listen(settings) as listener:
+        with listen(settings.host, settings.port) as listener:
             if worker.disaggregated is not None:
                 worker.disaggregated.listens_on(listener.getsockname()[1])
             server = _Server(worker)
@@ -60,14 +60,6 @@ class _Server(uvicorn.Server):
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()  # the owner of the event loop handles signals
-
-
-def _listen(settings: SimulatedWorkerSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
-    except OSError as error:
-        raise ListenError.of(error, settings.host, settings.port, "--port") from error
 
 
 def _url(settings: SimulatedWorkerSettings, listener: socket.socket) -> str:
