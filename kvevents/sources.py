@@ -1,7 +1,8 @@
 """Event streams of an engine, read from its own report. Invalid fields of a report are skipped, with a note for each.
 
-vLLM (from 0.32) answers `GET /kv_event_sources` with `{rank: {endpoint, replay_endpoint, topic, …}}`. SGLang answers
-`GET /server_info` with a `kv_events` object: the endpoint of rank 0, the number of ranks and the block size.
+vLLM (from 0.32) answers `GET /kv_event_sources` with `{rank: {endpoint, replay_endpoint, topic, …}}`. SGLang (from
+0.5.13) answers `GET /server_info` with a `kv_events` object: host and port of rank 0, from 0.5.22 on also the port of
+its replays, the number of ranks and the block size. Its `kv_events_config` is the text of its flag, in all versions.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from kvevents.batches import HIGHEST_RANK
-from kvevents.endpoints import connectable, parse_endpoint, rank_endpoint
+from kvevents.endpoints import bracketed, connectable, parse_endpoint, rank_endpoint
 
 _LONGEST_FIELD = 8192  # bytes, as JSON
 _LONGEST_TEXT = 2048  # characters
@@ -55,6 +56,11 @@ class ReportedFields:
     def struct(self, name: str, raw: msgspec.Raw, kind: type[T]) -> T | None:
         """Return an object; None if it is null or absent."""
         return self._value(name, raw, kind)
+
+    def nested(self, name: str, raw: msgspec.Raw, kind: type[T]) -> T | None:
+        """Return an object that is encoded as JSON in a string; None if it is null or absent."""
+        text = self._value(name, raw, str)
+        return None if text is None else self._value(name, msgspec.Raw(text.encode()), kind)
 
     def _value(self, name: str, raw: msgspec.Raw, kind: type[T]) -> T | None:
         if _is_missing(raw):
@@ -140,21 +146,40 @@ class ReportedStreams:
     block_size: int | None = None
 
 
-class _VllmSource(msgspec.Struct):
+class _Publisher(msgspec.Struct):
+    """The configuration of a publisher, which vLLM reports for each rank and SGLang as the text of its flag."""
+
     endpoint: msgspec.Raw = msgspec.Raw()
     replay_endpoint: msgspec.Raw = msgspec.Raw()
     topic: msgspec.Raw = msgspec.Raw()
     publisher: msgspec.Raw = msgspec.Raw()
 
 
-class _SglangEvents(_VllmSource):
+class _SglangEvents(msgspec.Struct):
+    endpoint_host: msgspec.Raw = msgspec.Raw()
+    endpoint_port_base: msgspec.Raw = msgspec.Raw()
+    replay_endpoint_port_base: msgspec.Raw = msgspec.Raw()
+    topic: msgspec.Raw = msgspec.Raw()
+    publisher: msgspec.Raw = msgspec.Raw()
     block_size: msgspec.Raw = msgspec.Raw()
     dp_size: msgspec.Raw = msgspec.Raw()
 
 
 class _SglangServer(msgspec.Struct):
     kv_events: msgspec.Raw = msgspec.Raw()
+    kv_events_config: msgspec.Raw = msgspec.Raw()
     page_size: msgspec.Raw = msgspec.Raw()
+    dcp_size: msgspec.Raw = msgspec.Raw()
+    dp_size: msgspec.Raw = msgspec.Raw()
+
+
+@dataclass(frozen=True, slots=True)
+class _Addresses:
+    """The endpoints and the topic of a publisher, in the words of its engine."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
 
 
 def vllm_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: int) -> ReportedStreams:
@@ -169,11 +194,16 @@ def vllm_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: int
         return found
     for name, raw in by_rank.items():
         rank = fields.integer("kv_event_sources: a rank", msgspec.Raw(msgspec.json.encode(name)), 0, HIGHEST_RANK)
-        source = fields.struct(f"kv_event_sources[{rank}]", raw, _VllmSource)
-        if rank is None or source is None or _publishes_nothing(source, fields):
+        source = fields.struct(f"kv_event_sources[{rank}]", raw, _Publisher)
+        if rank is None or source is None or fields.text("publisher", source.publisher) == "null":
             continue
         found.ranks.append(rank)
-        _add(found, source, rank, lambda endpoint: connectable(endpoint, host), fields)
+        refused = len(fields.refused)
+        given = _addresses(source, fields)
+        if given is not None:
+            _add(found, given, rank, lambda endpoint: connectable(endpoint, host), fields)
+        elif len(fields.refused) == refused:
+            fields.refuse("endpoint", f"rank {rank} has none")
     found.ranks.sort()
     found.sources.sort(key=lambda source: source.dp_rank)
     return found
@@ -186,41 +216,82 @@ def sglang_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: i
     """
     server = msgspec.json.decode(body, type=_SglangServer)
     page_size = fields.integer("page_size", server.page_size, 1, MOST_BLOCK_SIZE)
+    shards = fields.integer("dcp_size", server.dcp_size, 1, MOST_BLOCK_SIZE, missing=1)
+    block_size = page_size * shards if page_size and shards and page_size * shards <= MOST_BLOCK_SIZE else page_size
     events = fields.struct("kv_events", server.kv_events, _SglangEvents)
-    if events is None or not events.endpoint or bytes(events.endpoint) == b"null" or _publishes_nothing(events, fields):
-        return ReportedStreams(block_size=page_size)
-    block_size = fields.integer("kv_events.block_size", events.block_size, 1, MOST_BLOCK_SIZE)
-    found = ReportedStreams(block_size=block_size or page_size)
-    given = fields.integer("kv_events.dp_size", events.dp_size, 1, most_ranks, missing=1)
-    for rank in range(given or 0):
+    flag = fields.nested("kv_events_config", server.kv_events_config, _Publisher)
+    if events is None:
+        given = None if flag is None else _of_flag(flag, fields)
+        ranks = server.dp_size
+    else:
+        given = _of_object(events, flag, fields)
+        ranks = events.dp_size
+        block_size = fields.integer("kv_events.block_size", events.block_size, 1, MOST_BLOCK_SIZE) or block_size
+    found = ReportedStreams(block_size=block_size)
+    if given is None:
+        return found
+    for rank in range(fields.integer("kv_events.dp_size", ranks, 1, most_ranks, missing=1) or 0):
         found.ranks.append(rank)
-        _add(found, events, rank, _nth_rank(rank, host), fields)
+        _add(found, given, rank, _nth_rank(rank, host), fields)
     return found
+
+
+# What SGLang's flag means where it names no publisher and no endpoint.
+_DEFAULT_PUBLISHER = "null"
+_DEFAULT_ENDPOINT = msgspec.Raw(b'"tcp://*:5557"')
+
+
+def _of_flag(flag: _Publisher, fields: ReportedFields) -> _Addresses | None:
+    """Return the addresses in the text of SGLang's flag; None if it publishes nothing, or a field is invalid."""
+    if (fields.text("kv_events_config: publisher", flag.publisher) or _DEFAULT_PUBLISHER) == "null":
+        return None
+    endpoint = _DEFAULT_ENDPOINT if _is_missing(flag.endpoint) else flag.endpoint
+    return _addresses(msgspec.structs.replace(flag, endpoint=endpoint), fields)
+
+
+def _of_object(events: _SglangEvents, flag: _Publisher | None, fields: ReportedFields) -> _Addresses | None:
+    """Return the addresses in SGLang's `kv_events`. It names no host for replays, but the flag's text does."""
+    if fields.text("kv_events.publisher", events.publisher) == "null":
+        return None
+    refused = len(fields.refused)
+    host = fields.text("kv_events.endpoint_host", events.endpoint_host)
+    port = fields.integer("kv_events.endpoint_port_base", events.endpoint_port_base, 1, 65535)
+    replay_port = fields.integer("kv_events.replay_endpoint_port_base", events.replay_endpoint_port_base, 1, 65535)
+    topic = fields.text("kv_events.topic", events.topic, LONGEST_TOPIC) or ""
+    replay = fields.text("kv_events_config: replay_endpoint", flag.replay_endpoint) if flag is not None else None
+    if len(fields.refused) > refused:
+        return None
+    if not host or port is None:
+        missing = "endpoint_port_base" if host else "endpoint_host"
+        fields.refuse(f"kv_events.{missing}", "the engine reports none")
+        return None
+    if not replay and replay_port is not None:
+        replay = f"tcp://*:{replay_port}"  # whatever the stream's host: the engine itself listens for replays
+    return _Addresses(f"tcp://{host if host.startswith('[') else bracketed(host)}:{port}", replay or None, topic)
 
 
 def _nth_rank(rank: int, host: str) -> Callable[[str], str]:
     return lambda endpoint: rank_endpoint(connectable(endpoint, host), rank)
 
 
-def _publishes_nothing(source: _VllmSource, fields: ReportedFields) -> bool:
-    return fields.text("publisher", source.publisher) == "null"
-
-
-def _add(
-    found: ReportedStreams, source: _VllmSource, rank: int, of_rank: Callable[[str], str], fields: ReportedFields
-) -> None:
-    """Add the stream of a rank if it is valid. `of_rank` turns an endpoint into the one that subscribers connect to."""
+def _addresses(source: _Publisher, fields: ReportedFields) -> _Addresses | None:
+    """Return the addresses of a publisher's configuration; None if one is invalid, or it has no endpoint."""
     refused = len(fields.refused)
     endpoint = fields.text("endpoint", source.endpoint)
     replay = fields.text("replay_endpoint", source.replay_endpoint)
     topic = fields.text("topic", source.topic, LONGEST_TOPIC) or ""
-    if len(fields.refused) > refused:
-        return
-    if endpoint is None:
-        fields.refuse("endpoint", f"rank {rank} has none")
-        return
+    if endpoint is None or len(fields.refused) > refused:
+        return None
+    return _Addresses(endpoint, replay or None, topic)
+
+
+def _add(
+    found: ReportedStreams, given: _Addresses, rank: int, of_rank: Callable[[str], str], fields: ReportedFields
+) -> None:
+    """Add the stream of a rank if it is valid. `of_rank` turns an endpoint into the one that subscribers connect to."""
+    replay = given.replay_endpoint
     try:
-        there = of_rank(replay) if replay else None
-        found.sources.append(canonical_source(EventSource(rank, of_rank(endpoint), there, topic)))
+        there = None if replay is None else of_rank(replay)
+        found.sources.append(canonical_source(EventSource(rank, of_rank(given.endpoint), there, given.topic)))
     except ValueError as error:
         fields.refuse(f"the stream of rank {rank}", str(error))

@@ -157,6 +157,17 @@ class RegisteredStreams:
         return replace(given, source=await allowed_source(self._networks, given.source))
 
 
+def listens_elsewhere(url: str, endpoint: str) -> str:
+    """Return in words that an endpoint is not at the host of its worker's URL; "" if it is."""
+    there = parse_endpoint(endpoint)
+    if there.scheme != "tcp" or there.is_wildcard or there.address == host_of(url):
+        return ""
+    return (
+        f"; {there.address} is not the worker's host: unless its configuration says bind, an engine with this endpoint "
+        "connects there and does not listen (tcp://*:PORT listens; events.bind lets engines connect to the router)"
+    )
+
+
 async def allowed_sources(
     networks: AllowedNetworks, sources: Sequence[EventSource], own_host: str | None = None
 ) -> tuple[list[EventSource], list[str]]:

@@ -14,6 +14,7 @@ from router.cache_state.hit_audit import HitAudit
 from router.cache_state.target_audit import Basis
 from router.fleet.circuit import CircuitState
 from router.fleet.discovery import Engine, WorkerDescription
+from router.fleet.event_streams import listens_elsewhere
 from router.fleet.fleet import Fleet
 from router.fleet.worker import WorkerState
 from router.tokens.permission import ids_sent_to
@@ -127,7 +128,9 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         if (detail := _other_block_size(fleet, indexer, registration)) is not None:
             found.append(_finding(indexer.names, registration.target, "block_size", detail))
         if stream is None or stream.state is StreamState.CONNECTING:
-            detail = f"no event was received from {registration.source.endpoint}"
+            endpoint = registration.source.endpoint
+            elsewhere = listens_elsewhere(registration.target.worker, endpoint)
+            detail = f"no event was received from {endpoint}{elsewhere}"
             found.append(_finding(indexer.names, registration.target, "events_missing", detail))
         elif stream.state is StreamState.STALE:
             detail = f"no publisher answers at {registration.source.endpoint} any more: its index may be stale"
@@ -135,6 +138,9 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         elif stream.state is StreamState.LOST:
             detail = f"{stream.sequence.lost_batches} event batches were lost and not replayed"
             found.append(_finding(indexer.names, registration.target, "events_lost", detail))
+        if registration.source.replay_endpoint is None:
+            detail = f"the stream at {registration.source.endpoint} has no replay endpoint"
+            found.append(_finding(indexer.names, registration.target, "replay_missing", detail))
     for target, audited in audit.audits():
         if audited.basis is not Basis.EVENTS:
             detail = f"cached tokens differ from the prediction by events: now predicted from {_BASES[audited.basis]}"

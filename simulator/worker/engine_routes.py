@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
+from kvevents.endpoints import bracketed, parse_endpoint
 from simulator.worker.worker import SimulatedWorker
 from worker.zmq_publisher import ZmqEventPublisher
 
@@ -67,6 +68,7 @@ async def server_info(request: Request) -> dict[str, Any]:
         "page_size": settings.block_size,
         "disaggregation_mode": settings.role or "null",
         "disaggregation_bootstrap_port": port or DEFAULT_BOOTSTRAP_PORT,
+        "kv_events_config": _publisher_flag(worker),
         "kv_events": _kv_events(worker),
     }
 
@@ -79,15 +81,33 @@ async def abort_request(body: AbortRequest, request: Request) -> Response:
     return Response()
 
 
+def _publisher_flag(worker: SimulatedWorker) -> str | None:
+    """Return the text of `--kv-events-config`, with the ports that are bound."""
+    config, publisher = worker.settings.kv_events, worker.reporters[0].publisher
+    if config is None:
+        return None
+    bound = {}
+    if isinstance(publisher, ZmqEventPublisher):
+        bound = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+    return msgspec.json.encode(msgspec.structs.asdict(config) | bound).decode()
+
+
 def _kv_events(worker: SimulatedWorker) -> dict[str, Any] | None:
-    """Return the event stream of rank 0. Other ranks use the following ports."""
+    """Return the event stream of rank 0; None if it has no TCP port. Other ranks use the following ports."""
     settings, publisher = worker.settings, worker.reporters[0].publisher
     if settings.kv_events is None or not isinstance(publisher, ZmqEventPublisher):
         return None
-    return {
-        **msgspec.structs.asdict(settings.kv_events),
-        "endpoint": publisher.endpoint,
-        "replay_endpoint": publisher.replay_endpoint,
+    endpoint, replay = parse_endpoint(publisher.endpoint), publisher.replay_endpoint
+    if endpoint.port is None:
+        return None
+    described = {
+        "publisher": settings.kv_events.publisher,
+        "endpoint_host": bracketed(endpoint.address),
+        "endpoint_port_base": endpoint.port,
+        "topic": settings.kv_events.topic,
         "block_size": settings.block_size,
         "dp_size": settings.dp_size,
     }
+    if replay is not None and (port := parse_endpoint(replay).port) is not None:
+        described["replay_endpoint_port_base"] = port
+    return described

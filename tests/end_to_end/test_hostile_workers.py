@@ -19,7 +19,7 @@ from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker
 PATH = "/v1/completions"
 BODY = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 1}
 STREAM = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:9", "topic": "kv"}
-SERVER_INFO = {"kv_events": {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:9", "dp_size": 1, "block_size": 16}}
+EVENTS = {"publisher": "zmq", "endpoint_host": "127.0.0.1", "endpoint_port_base": 9, "dp_size": 1, "block_size": 16}
 
 
 def worker_describing(answers: dict[str, Any]) -> Callable[[Exchange], Any]:
@@ -68,7 +68,7 @@ async def finding(routed: RouterUnderTest, url: str) -> dict[str, Any]:
 
 
 def sglang(**events: Any) -> dict[str, Any]:
-    return {"/server_info": {"kv_events": SERVER_INFO["kv_events"] | events}}
+    return {"/server_info": {"kv_events": EVENTS | events}}
 
 
 def vllm_metrics(**labels: Any) -> dict[str, Any]:
@@ -84,6 +84,11 @@ def vllm_metrics(**labels: Any) -> dict[str, Any]:
         (sglang(dp_size=-1), "dp_size"),
         (sglang(block_size=10**30), "block_size"),
         (sglang(block_size=-16), "block_size"),
+        (sglang(endpoint_host="8.8.8.8"), "8.8.8.8"),
+        (sglang(endpoint_host="127.0.0.1:0;127.0.0.2"), "rank 0"),
+        (sglang(endpoint_port_base=10**30), "endpoint_port_base"),
+        ({"/server_info": {"kv_events_config": '{"publisher": "zmq", "endpoint": "ipc:///tmp/kv"}'}}, "ipc"),
+        ({"/server_info": {"kv_events_config": "[" * 8000}}, "kv_events_config"),
         ({"/server_info": {"page_size": 0}}, "page_size"),
         (vllm_metrics(block_size=0), "block_size"),
         (vllm_metrics(block_size=10**29), "block_size"),
@@ -299,7 +304,7 @@ anything = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
     max_leaves=12,
 )
-fields = st.fixed_dictionaries({}, optional=dict.fromkeys((*STREAM, *SERVER_INFO["kv_events"]), anything))
+fields = st.fixed_dictionaries({}, optional=dict.fromkeys((*STREAM, *EVENTS), anything))
 cards = st.fixed_dictionaries({}, optional=dict.fromkeys(("id", "root", "parent", "max_model_len"), anything))
 descriptions = st.fixed_dictionaries(
     {},

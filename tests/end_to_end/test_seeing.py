@@ -151,7 +151,15 @@ async def test_router_is_ready_once_index_caught_up_or_timed_out(worker: Scripte
         await until(lambda: routed.call("/ready"), lambda reply: reply.status == 200)
         (found, _) = await routed.findings()  # and no tokenizer
         assert (found["finding"], found["worker"], found["dp_rank"]) == ("events_missing", worker.url, 0)
-        assert "tcp://127.0.0.1:9" in found["detail"]
+        assert found["detail"] == "no event was received from tcp://127.0.0.1:9"
+
+
+async def test_stream_at_another_host_and_without_replays_says_so(worker: ScriptedWorker) -> None:
+    streams = [{"endpoint": "tcp://127.0.0.2:9"}]
+    async with router(workers=[{"url": worker.url, "streams": streams}]) as routed:
+        found = {found["finding"]: found["detail"] for found in await routed.findings()}
+    assert "127.0.0.2 is not the worker's host" in found["events_missing"]
+    assert found["replay_missing"] == "the stream at tcp://127.0.0.2:9 has no replay endpoint"
 
 
 # Request ids and logs

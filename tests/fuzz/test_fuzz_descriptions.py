@@ -22,7 +22,16 @@ FEW = 150
 LIMITS = FleetSettings(max_models=20, max_ranks=8, max_answer_bytes=100_000)
 EVENTS = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:9", "replay_endpoint": "tcp://*:10", "topic": "kv"}
 SERVER_INFO = {
-    "kv_events": EVENTS | {"dp_size": 2, "block_size": 16},
+    "kv_events": {
+        "publisher": "zmq",
+        "endpoint_host": "127.0.0.1",
+        "endpoint_port_base": 9,
+        "replay_endpoint_port_base": 10,
+        "topic": "kv",
+        "dp_size": 2,
+        "block_size": 16,
+    },
+    "kv_events_config": json.dumps(EVENTS),
     "page_size": 16,
     "disaggregation_mode": "prefill",
     "disaggregation_bootstrap_port": 8998,

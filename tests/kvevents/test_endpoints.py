@@ -101,32 +101,97 @@ def test_vllm_without_events_has_no_streams() -> None:
     assert vllm({"0": {"endpoint": "tcp://*:5557", "publisher": "null"}}) == (ReportedStreams(), [])
 
 
+EVENTS = {
+    "publisher": "zmq",
+    "endpoint_host": "*",
+    "endpoint_port_base": 5557,
+    "topic": "kv",
+    "block_size": 64,
+    "dp_size": 2,
+    "replay_endpoint_port_base": 6557,
+}
+RANKS = [EventSource(0, "tcp://w:5557", "tcp://w:6557", "kv"), EventSource(1, "tcp://w:5558", "tcp://w:6558", "kv")]
+
+
+def flag(**fields: Any) -> str:
+    """Return the text of SGLang's --kv-events-config."""
+    return msgspec.json.encode({"publisher": "zmq", "topic": "kv"} | fields).decode()
+
+
 def test_sglang_answer_has_rank_0_and_the_number_of_ranks() -> None:
-    body = {
-        "page_size": 1,
-        "kv_events": {
-            "publisher": "zmq",
-            "endpoint": "tcp://*:5557",
-            "replay_endpoint": "tcp://*:6557",
-            "block_size": 64,
-            "dp_size": 2,
-            "topic": "kv",
-        },
-    }
-    sources = [
-        EventSource(0, "tcp://w:5557", "tcp://w:6557", "kv"),
-        EventSource(1, "tcp://w:5558", "tcp://w:6558", "kv"),
-    ]
-    assert sglang(body) == (ReportedStreams(sources, [0, 1], 64), [])
+    assert sglang({"page_size": 1, "kv_events": EVENTS}) == (ReportedStreams(RANKS, [0, 1], 64), [])
 
 
-@pytest.mark.parametrize("events", [None, {"publisher": "null", "endpoint": "tcp://*:5557"}, {"endpoint": None}])
-def test_sglang_without_events_reports_its_page_size(events: dict[str, str | None] | None) -> None:
-    assert sglang({"page_size": 16, "kv_events": events}) == (ReportedStreams(block_size=16), [])
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "::", "[::]"])
+def test_sglang_wildcard_host_becomes_the_workers(host: str) -> None:
+    assert sglang({"kv_events": EVENTS | {"endpoint_host": host}})[0].sources == RANKS
+
+
+@pytest.mark.parametrize(
+    ("host", "there"), [("10.0.0.5", "10.0.0.5"), ("[fd00::1]", "[fd00::1]"), ("fd00::1", "[fd00::1]")]
+)
+def test_sglang_stream_at_another_host_keeps_it_and_replays_are_at_the_workers(host: str, there: str) -> None:
+    streams, refused = sglang({"kv_events": EVENTS | {"endpoint_host": host, "dp_size": 1}})
+    assert streams.sources == [EventSource(0, f"tcp://{there}:5557", "tcp://w:6557", "kv")]
+    assert refused == []
+
+
+def test_sglang_flag_names_replays_where_the_object_does_not() -> None:
+    without = {name: value for name, value in EVENTS.items() if name != "replay_endpoint_port_base"}
+    text = flag(endpoint="tcp://*:5557", replay_endpoint="tcp://*:6557")
+    assert sglang({"kv_events": without, "kv_events_config": text})[0].sources == RANKS
+    streams, refused = sglang({"kv_events": without, "kv_events_config": flag(endpoint="tcp://*:5557")})
+    assert [source.replay_endpoint for source in streams.sources] == [None, None]
+    assert refused == []
+
+
+def test_sglang_flag_names_the_host_of_replays() -> None:
+    text = flag(endpoint="tcp://10.0.0.5:5557", replay_endpoint="tcp://10.0.0.6:6557")
+    streams, _ = sglang({"kv_events": EVENTS | {"endpoint_host": "10.0.0.5"}, "kv_events_config": text})
+    assert [source.replay_endpoint for source in streams.sources] == ["tcp://10.0.0.6:6557", "tcp://10.0.0.6:6558"]
+
+
+@pytest.mark.parametrize("object_", [{}, {"kv_events": None}])
+def test_sglang_flag_serves_where_the_object_is_missing(object_: dict[str, Any]) -> None:
+    text = flag(endpoint="tcp://*:5557", replay_endpoint="tcp://*:6557")
+    answer = object_ | {"page_size": 16, "dcp_size": 4, "dp_size": 2, "kv_events_config": text}
+    assert sglang(answer) == (ReportedStreams(RANKS, [0, 1], 64), [])
+    assert sglang(object_ | {"kv_events_config": flag()})[0].sources == [EventSource(0, "tcp://w:5557", None, "kv")]
+
+
+@pytest.mark.parametrize("text", [None, "{}", flag(publisher="null", endpoint="tcp://*:5557")])
+def test_sglang_without_events_reports_its_page_size(text: str | None) -> None:
+    answer = {"page_size": 16, "kv_events": None, "kv_events_config": text}
+    assert sglang(answer) == (ReportedStreams(block_size=16), [])
 
 
 def test_sglang_page_size_is_the_default_block_size() -> None:
-    assert sglang({"page_size": 16, "kv_events": {"endpoint": "tcp://*:5557"}})[0].block_size == 16
+    without = {name: value for name, value in EVENTS.items() if name != "block_size"}
+    assert sglang({"page_size": 16, "kv_events": without})[0].block_size == 16
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"kv_events": EVENTS | {"endpoint_host": None}}, "kv_events.endpoint_host"),
+        ({"kv_events": EVENTS | {"endpoint_host": 5}}, "kv_events.endpoint_host"),
+        ({"kv_events": EVENTS | {"endpoint_host": "a:0;b"}}, "the stream of rank 0"),
+        ({"kv_events": EVENTS | {"endpoint_port_base": None}}, "kv_events.endpoint_port_base"),
+        ({"kv_events": EVENTS | {"endpoint_port_base": 0}}, "kv_events.endpoint_port_base"),
+        ({"kv_events": EVENTS | {"endpoint_port_base": 65536}}, "kv_events.endpoint_port_base"),
+        ({"kv_events": EVENTS | {"replay_endpoint_port_base": -1}}, "kv_events.replay_endpoint_port_base"),
+        ({"kv_events": EVENTS | {"topic": ["kv"]}}, "kv_events.topic"),
+        ({"kv_events": [EVENTS]}, "kv_events"),
+        ({"kv_events_config": "{"}, "kv_events_config"),
+        ({"kv_events_config": {"publisher": "zmq"}}, "kv_events_config"),
+        ({"kv_events_config": flag(endpoint="5557")}, "the stream of rank 0"),
+        ({"kv_events_config": flag(endpoint=[])}, "endpoint"),
+    ],
+)
+def test_invalid_stream_of_sglang_is_rejected_with_its_field(wrong: dict[str, Any], named: str) -> None:
+    streams, refused = sglang({"page_size": 16} | wrong)
+    assert streams.sources == []
+    assert refused[0].startswith(named)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +216,8 @@ def test_invalid_stream_is_skipped_alone(wrong: Any, named: str) -> None:
 
 @pytest.mark.parametrize("dp_size", [0, -1, 9, 10**12, 10**400, "many", [2], 1.5])
 def test_invalid_number_of_ranks_is_rejected_with_its_field(dp_size: Any) -> None:
-    streams, (refused,) = sglang({"page_size": 16, "kv_events": {"endpoint": "tcp://*:5557", "dp_size": dp_size}})
-    assert streams == ReportedStreams(block_size=16)
+    streams, (refused,) = sglang({"page_size": 16, "kv_events": EVENTS | {"dp_size": dp_size}})
+    assert streams == ReportedStreams(block_size=64)
     assert refused.startswith("kv_events.dp_size: ")
 
 

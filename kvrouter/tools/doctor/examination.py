@@ -30,6 +30,7 @@ from kvrouter.tools.doctor.stream import NoPublisherError, UnreachableError, Wat
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet import worker as fleet
 from router.fleet.discovery import DiscoveryError, Engine, RefusedKeyError, WorkerDescription, describe_worker
+from router.fleet.event_streams import listens_elsewhere
 from router.http.client import connection_problem
 from router.settings import FleetSettings, Role, WorkerSettings
 from router.tokens.permission import ids_sent_to
@@ -198,7 +199,8 @@ class Examination:
         try:
             await stream.connect()
         except UnreachableError as error:
-            self._found(Cause.ENDPOINT_UNREACHABLE, str(error), rank)
+            elsewhere = listens_elsewhere(self.url, source.endpoint)
+            self._found(Cause.ENDPOINT_UNREACHABLE, f"{error}{elsewhere}", rank)
             return False
         except NoPublisherError as error:
             self._found(Cause.NO_PUBLISHER, str(error), rank)

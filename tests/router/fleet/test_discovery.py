@@ -26,8 +26,16 @@ VLLM = {
     },
     "/metrics": 'vllm:cache_config_info{block_size="32",engine="0"} 1.0\n',
 }
-ZMQ = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:6557", "topic": "kv"}
-SGLANG = {"/v1/models": MODELS, "/server_info": {"page_size": 1, "kv_events": ZMQ | {"block_size": 16, "dp_size": 2}}}
+ZMQ = {
+    "publisher": "zmq",
+    "endpoint_host": "*",
+    "endpoint_port_base": 5557,
+    "topic": "kv",
+    "block_size": 16,
+    "dp_size": 2,
+    "replay_endpoint_port_base": 6557,
+}
+SGLANG = {"/v1/models": MODELS, "/server_info": {"page_size": 1, "kv_events": ZMQ}}
 
 
 @asynccontextmanager
@@ -220,8 +228,8 @@ async def test_engine_whose_health_is_bad_is_no_router() -> None:
     [
         (VLLM | {"/kv_event_sources": {"rank": {"endpoint": "tcp://127.0.0.1:1"}}}, "rank"),
         (VLLM | {"/kv_event_sources": {"0": {"topic": ""}}}, "endpoint"),
-        (SGLANG | {"/server_info": {"kv_events": {"endpoint": "tcp://127.0.0.1:65535", "dp_size": 2}}}, "65536"),
-        (SGLANG | {"/server_info": {"kv_events": {"endpoint": "5557"}}}, "5557"),
+        (SGLANG | {"/server_info": {"kv_events": ZMQ | {"endpoint_port_base": 65535}}}, "65536"),
+        (SGLANG | {"/server_info": {"kv_events": ZMQ | {"endpoint_port_base": "tcp"}}}, "endpoint_port_base"),
         (VLLM | {"/v1/models": {"data": [*MODELS["data"], {"id": 1}]}}, "id"),
     ],
 )
