@@ -11,6 +11,7 @@
 #include "json_numbers.hpp"
 #include "json_outline.hpp"
 #include "live_reader.hpp"
+#include "shared_prefixes.hpp"
 
 namespace nb = nanobind;
 using namespace kvrouter;
@@ -278,6 +279,15 @@ u32 highest_of(nb::handle held) {
     return highest({column.data(), column.size()});
 }
 
+SharedPrefixes::Hashes hashes_of(const Column<u64>& column) { return {column.data(), column.size()}; }
+
+nb::dict longest(SharedPrefixes& prefixes, nb::handle hashes) {
+    const Column<u64> column(hashes, false);
+    nb::dict found;
+    for (const auto& [holder, chunks] : prefixes.longest(hashes_of(column))) found[nb::int_(holder)] = chunks;
+    return found;
+}
+
 // Return the number of equal bytes at the start of two memory areas of `size` bytes.
 std::size_t common_bytes(const char* one, const char* other, std::size_t size) {
     std::size_t at = 0;
@@ -362,6 +372,36 @@ NB_MODULE(_native, module) {
             const PoolBlocks::Sizes sizes = blocks.sizes();
             return nb::make_tuple(sizes.chain, sizes.objects, sizes.bytes, sizes.replaced);
         });
+    nb::class_<SharedPrefixes>(module, "SharedPrefixes")
+        .def(nb::init<>())
+        .def("add", &SharedPrefixes::add)
+        .def("remove", &SharedPrefixes::remove)
+        .def("chunks", &SharedPrefixes::chunks)
+        .def("parent", &SharedPrefixes::parent)
+        .def("end", &SharedPrefixes::end)
+        .def("length", &SharedPrefixes::length)
+        .def("count", &SharedPrefixes::count)
+        .def(
+            "hold",
+            [](SharedPrefixes& prefixes, u32 holder, nb::handle hashes) {
+                return prefixes.hold(holder, hashes_of(Column<u64>(hashes, false)));
+            })
+        .def("hold_edge", &SharedPrefixes::hold_edge)
+        .def("release", &SharedPrefixes::release)
+        .def("split", &SharedPrefixes::split)
+        .def("longest", &longest)
+        .def(
+            "resumable",
+            [](SharedPrefixes& prefixes, u32 holder, nb::handle hashes, u32 window) {
+                return prefixes.resumable(holder, hashes_of(Column<u64>(hashes, false)), window);
+            })
+        .def(
+            "longest_of",
+            [](SharedPrefixes& prefixes, u32 holder, nb::handle hashes) {
+                return prefixes.longest_of(holder, hashes_of(Column<u64>(hashes, false)));
+            })
+        .def("size", &SharedPrefixes::size)
+        .def("is_sound", &SharedPrefixes::is_sound);
     nb::class_<Index>(module, "Index")
         .def(nb::init<std::string, std::size_t, u64>())
         .def("add", &Index::add, nb::arg("model"), nb::arg("tenant"), nb::arg("adapter").none(), nb::arg("capacity").none())

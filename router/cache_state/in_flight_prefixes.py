@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeAlias
 
 from indexer import DEFAULT_TENANT, Target
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
-from router.cache_state.shared_prefixes import Edge, PrefixHolder, SharedPrefixes
+from indexer.shared_prefixes import make_shared_prefixes
 
 # The tokens of a chunk: fewer than most engines' blocks have, so that rounding down to blocks loses no tokens.
 CHUNK_TOKENS: Final = 16
@@ -62,8 +62,9 @@ class InFlightPrefixes:
         self._linger = linger
         self._clock = clock
         self._stride = stride
-        self._prefixes: SharedPrefixes[_Target] = SharedPrefixes()
+        self._prefixes = make_shared_prefixes()
         self._targets: dict[Target, _Target] = {}
+        self._holders: dict[int, _Target] = {}
         self._ended: deque[_Ended] = deque()
         self._ended_lasting: deque[_Ended] = deque()
         self._ended_prefixes = 0
@@ -72,8 +73,10 @@ class InFlightPrefixes:
         """Hold a prompt, longer if `lasting`: no event will report it. Return the callback for its request's end."""
         holder = self._targets.get(target)
         if holder is None:
-            holder = self._targets[target] = _Target(target)
-        return _Prompt(self, holder, self._prefixes.hold(holder, hashes), lasting)
+            holder = self._targets[target] = _Target(target, self._prefixes.add())
+            self._holders[holder.number] = holder
+        holder.prompts += 1
+        return _Prompt(self, holder, self._prefixes.hold(holder.number, hashes), lasting)
 
     def overlaps(self, hashes: array[int], now: float | None = None) -> dict[Target, int]:
         """Return the tokens of the longest prefix that a prompt shares with prompts in flight, by target, if any."""
@@ -83,21 +86,26 @@ class InFlightPrefixes:
         if self._stride > 1:
             hashes = hashes[self._stride - 1 :: self._stride]
         tokens = CHUNK_TOKENS * self._stride
-        found = self._prefixes.longest(hashes).items()
-        return {holder.target: tokens * chunks for holder, chunks in found if not holder.forgotten}
+        found: dict[Target, int] = {}
+        for number, chunks in self._prefixes.longest(hashes).items():
+            holder = self._holders[number]
+            if not holder.forgotten:
+                found[holder.target] = tokens * chunks
+        return found
 
     def resumable(self, target: Target, hashes: array[int], window: int) -> int:
         """Return the tokens of a prompt that a target will reuse, if its groups keep only the last `window` tokens."""
         holder = self._targets.get(target)
         if holder is None or self._stride > 1:
             return 0
-        return CHUNK_TOKENS * self._prefixes.resumable(holder, hashes, window // CHUNK_TOKENS)
+        return CHUNK_TOKENS * self._prefixes.resumable(holder.number, hashes, window // CHUNK_TOKENS)
 
     def forget(self, target: Target) -> None:
         """Forget all prompts of a target, because its cache was reset."""
         holder = self._targets.pop(target, None)
         if holder is not None:
             holder.forgotten = True
+            self._remove_unused(holder)
 
     def forget_ended(self, target: Target) -> None:
         """Release the ended prompts of a target whose cache was cleared, and keep those in flight."""
@@ -105,23 +113,23 @@ class InFlightPrefixes:
         for ended in (self._ended, self._ended_lasting):
             kept = [each for each in ended if each[1] is not holder]
             for _, cleared, edge in [each for each in ended if each[1] is holder]:
-                self._ended_prefixes -= edge.end
+                self._ended_prefixes -= self._prefixes.end(edge)
                 self._release(cleared, edge)
             ended.clear()
             ended.extend(kept)
 
     def __len__(self) -> int:
         self._expire(self._clock())
-        return sum(holder.chunks for holder in self._targets.values())
+        return sum(self._prefixes.chunks(holder.number) for holder in self._targets.values())
 
-    def ended(self, holder: _Target, edge: Edge[_Target], lasting: bool, failed: bool) -> None:
+    def ended(self, holder: _Target, edge: int, lasting: bool, failed: bool) -> None:
         """Start the time until the release of a prompt whose request ended. A failed prompt is released at once."""
         if failed:
             self._release(holder, edge)
             return
         now = self._clock()
         (self._ended_lasting if lasting else self._ended).append((now, holder, edge))
-        self._ended_prefixes += edge.end
+        self._ended_prefixes += self._prefixes.end(edge)
         self._expire(now)
 
     def _expire(self, now: float) -> None:
@@ -134,23 +142,36 @@ class InFlightPrefixes:
 
     def _release_first(self, ended: deque[_Ended]) -> None:
         _, holder, edge = ended.popleft()
-        self._ended_prefixes -= edge.end
+        self._ended_prefixes -= self._prefixes.end(edge)
         self._release(holder, edge)
 
-    def _release(self, holder: _Target, edge: Edge[_Target]) -> None:
-        self._prefixes.release(holder, edge)
-        if not holder.chunks and not holder.forgotten:
+    def _release(self, holder: _Target, edge: int) -> None:
+        self._prefixes.release(holder.number, edge)
+        holder.prompts -= 1
+        if not holder.prompts and not holder.forgotten:
             self.forget(holder.target)  # it may never receive a prompt again
+        else:
+            self._remove_unused(holder)
+
+    def _remove_unused(self, holder: _Target) -> None:
+        """Remove the holder of a forgotten target whose prompts have all ended."""
+        if holder.forgotten and not holder.prompts:
+            self._prefixes.remove(holder.number)
+            del self._holders[holder.number]
 
 
-class _Target(PrefixHolder):
-    """The holder for a target. If the target is `forgotten`, some of its prompts may still be in flight."""
+class _Target:
+    """The holder for a target, by its `number` in the tree, with its number of prompts.
 
-    __slots__ = ("forgotten", "target")
+    If the target is `forgotten`, some of its prompts may still be in flight.
+    """
 
-    def __init__(self, target: Target) -> None:
-        super().__init__()
+    __slots__ = ("forgotten", "number", "prompts", "target")
+
+    def __init__(self, target: Target, number: int) -> None:
         self.target = target
+        self.number = number
+        self.prompts = 0
         self.forgotten = False
 
 
@@ -159,7 +180,7 @@ class _Prompt:
 
     __slots__ = ("_edge", "_holder", "_in_flight", "_lasting")
 
-    def __init__(self, in_flight: InFlightPrefixes, holder: _Target, edge: Edge[_Target], lasting: bool) -> None:
+    def __init__(self, in_flight: InFlightPrefixes, holder: _Target, edge: int, lasting: bool) -> None:
         self._in_flight = in_flight
         self._holder = holder
         self._edge = edge
@@ -170,4 +191,4 @@ class _Prompt:
 
 
 # The time at which a prompt ended, its holder, and its edge in the tree.
-_Ended: TypeAlias = tuple[float, _Target, Edge[_Target]]
+_Ended: TypeAlias = tuple[float, _Target, int]

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from indexer import Target
+from indexer.shared_prefixes import SharedPrefixes, make_shared_prefixes
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
-from router.cache_state.shared_prefixes import Edge, PrefixHolder, SharedPrefixes
 
 # The most ends that are searched for a prefix, the latest first. Prefixes in use are among the latest.
 _MOST_SEARCHED = 256
@@ -36,48 +36,60 @@ class Seen:
         self.added = added
 
 
-class RecentPrefixes(PrefixHolder):
-    """The prefixes of one holder in a tree. `added`: the number of chunks that were new to it so far."""
+class RecentPrefixes:
+    """The prefixes of one holder in a tree.
 
-    __slots__ = ("_ends", "_prefixes", "added")
+    - `number`: the holder's number in the tree.
+    - `added`: the number of chunks that were new to it so far.
+    """
 
-    def __init__(self, prefixes: SharedPrefixes[RecentPrefixes]) -> None:
-        super().__init__()
+    __slots__ = ("_ends", "_prefixes", "added", "number")
+
+    def __init__(self, prefixes: SharedPrefixes) -> None:
         self._prefixes = prefixes
+        self.number = prefixes.add()
         self.added = 0
-        self._ends: OrderedDict[Edge[RecentPrefixes], Seen] = OrderedDict()  # the least recently seen first
+        self._ends: OrderedDict[int, Seen] = OrderedDict()  # by edge, the least recently seen first
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks that it holds."""
+        return self._prefixes.chunks(self.number)
 
     def remember(self, hashes: array[int], most: int, now: float = 0.0) -> int:
         """Remember a prompt with `most` chunks in all. Return the number of its chunks that were known before."""
         if not hashes:
             return 0
-        before = self.chunks
-        end = self._prefixes.hold(self, hashes)
-        known = len(hashes) - (self.chunks - before)
-        self.added += self.chunks - before
+        prefixes, number = self._prefixes, self.number
+        before = prefixes.chunks(number)
+        end = prefixes.hold(number, hashes)
+        held = prefixes.chunks(number)
+        self.added += held - before
         if end in self._ends:
-            self._prefixes.release(self, end)  # each end counts once
+            prefixes.release(number, end)  # each end counts once
         self._ends[end] = Seen(now, self.added)
         self._ends.move_to_end(end)
-        self._forget_ends_before(end)
-        self.keep(most)
-        return known
+        if len(self._ends) > 1:
+            self._forget_ends_before(end)
+        if held > most:
+            self.keep(most)
+        return len(hashes) - (held - before)
 
     def keep(self, most: int) -> None:
         """Forget all but `most` chunks."""
-        while self.chunks > most:
-            self._forget_some(self.chunks - most)
+        while (chunks := self.chunks) > most:
+            self._forget_some(chunks - most)
 
     def last_seen(self, hashes: array[int]) -> Seen | None:
         """Return the last use of a prompt's longest known prefix; None if it is unknown, or was long ago."""
-        edge = self._prefixes.longest_of(self, hashes)
-        if edge is None:
+        edge = self._prefixes.longest_of(self.number, hashes)
+        if not edge:
             return None
         for end in islice(reversed(self._ends), _MOST_SEARCHED):
-            ancestor: Edge[RecentPrefixes] | None = end
-            while ancestor is not None and ancestor is not edge:
-                ancestor = ancestor.parent
-            if ancestor is edge:
+            ancestor = end
+            while ancestor not in (0, edge):
+                ancestor = self._prefixes.parent(ancestor)
+            if ancestor == edge:
                 return self._ends[end]
         return None
 
@@ -85,34 +97,35 @@ class RecentPrefixes(PrefixHolder):
         """Forget the prompts whose last use was before `at`."""
         while self._ends and next(iter(self._ends.values())).at < at:
             end, _ = self._ends.popitem(last=False)
-            self._prefixes.release(self, end)
+            self._prefixes.release(self.number, end)
 
     def forget(self) -> None:
         """Forget all prompts."""
         for end in self._ends:
-            self._prefixes.release(self, end)
+            self._prefixes.release(self.number, end)
         self._ends.clear()
 
-    def _forget_ends_before(self, end: Edge[RecentPrefixes]) -> None:
+    def _forget_ends_before(self, end: int) -> None:
         """Forget the ends of shorter prompts that `end` extends, because `end` includes them."""
-        edge = end.parent
-        while edge is not None:
-            before = edge.parent
+        edge = self._prefixes.parent(end)
+        while edge:
+            before = self._prefixes.parent(edge)
             if edge in self._ends:
                 del self._ends[edge]
-                self._prefixes.release(self, edge)
+                self._prefixes.release(self.number, edge)
             edge = before
 
     def _forget_some(self, chunks: int) -> None:
         """Forget at most `chunks` chunks at the end of the least recently used prompt."""
         end, seen = next(iter(self._ends.items()))
-        before = self._prefixes.split(end, chunks) if chunks < len(end.hashes) else end.parent
-        if before is not None and before.counts.get(self) == 1:  # no other prompt needs it: it is forgotten next
-            self._prefixes.hold_edge(self, before)
+        prefixes, number = self._prefixes, self.number
+        before = prefixes.split(end, chunks) if chunks < prefixes.length(end) else prefixes.parent(end)
+        if before and prefixes.count(before, number) == 1:  # no other prompt needs it: it is forgotten next
+            prefixes.hold_edge(number, before)
             self._ends[before] = seen
             self._ends.move_to_end(before, last=False)
         del self._ends[end]
-        self._prefixes.release(self, end)
+        self._prefixes.release(self.number, end)
 
 
 # The capacity of targets that do not report it: that of an 8-billion-parameter model on a GPU of 80 GB.
@@ -177,9 +190,9 @@ class SentPrefixes:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._prefixes: SharedPrefixes[RecentPrefixes] = SharedPrefixes()
+        self._prefixes = make_shared_prefixes()
         self._sent: dict[Target, RecentPrefixes] = {}
-        self._targets: dict[RecentPrefixes, Target] = {}
+        self._targets: dict[int, Target] = {}  # by holder
         self._retention: dict[Target, Retention] = {}
         self._expiring: set[Target] = set()  # targets with a learned bound in seconds
 
@@ -188,7 +201,7 @@ class SentPrefixes:
         sent = self._sent.get(target)
         if sent is None:
             sent = self._sent[target] = RecentPrefixes(self._prefixes)
-            self._targets[sent] = target
+            self._targets[sent.number] = target
         chunks = (capacity or DEFAULT_CAPACITY) // CHUNK_TOKENS
         learned = self._retention.get(target)
         if learned is not None and learned.chunks is not None:
@@ -203,12 +216,15 @@ class SentPrefixes:
             return {}
         for target in self._expiring:
             self._expire(target)
-        return {self._targets[sent]: CHUNK_TOKENS * chunks for sent, chunks in self._prefixes.longest(hashes).items()}
+        found = self._prefixes.longest(hashes)
+        return {self._targets[holder]: CHUNK_TOKENS * chunks for holder, chunks in found.items()}
 
     def resumable(self, target: Target, hashes: array[int], window: int) -> int:
         """Return the tokens of a prompt that a target can reuse, if its groups keep only the last `window` tokens."""
         sent = self._sent.get(target)
-        return CHUNK_TOKENS * self._prefixes.resumable(sent, hashes, window // CHUNK_TOKENS) if sent is not None else 0
+        if sent is None:
+            return 0
+        return CHUNK_TOKENS * self._prefixes.resumable(sent.number, hashes, window // CHUNK_TOKENS)
 
     def compare(self, target: Target, hashes: array[int], cached: int, sent_at: float) -> None:
         """Learn a target's bounds from an answer. To be called before the prompt is remembered.
@@ -218,7 +234,7 @@ class SentPrefixes:
         - `sent_at`: when the prompt was sent, by the clock.
         """
         sent = self._sent.get(target)
-        held = CHUNK_TOKENS * self._prefixes.longest(hashes).get(sent, 0) if sent is not None else 0
+        held = CHUNK_TOKENS * self._prefixes.longest(hashes).get(sent.number, 0) if sent is not None else 0
         tolerance = max(_TOLERANCE_TOKENS, int(held * _TOLERANCE_SHARE))
         learned = self._retention.get(target)
         if cached > held + tolerance:
@@ -249,7 +265,8 @@ class SentPrefixes:
         sent = self._sent.pop(target, None)
         if sent is not None:
             sent.forget()
-            del self._targets[sent]
+            del self._targets[sent.number]
+            self._prefixes.remove(sent.number)
 
     def removed(self, target: Target) -> None:
         """Forget a target that was removed, and its learned bounds."""

@@ -23,12 +23,12 @@ from typing import Final, Protocol
 
 from indexer import Registration, Target
 from indexer.index import Index
+from indexer.shared_prefixes import make_shared_prefixes
 from kvevents import Tier
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.cache_state.prefix_demand import PrefixDemand
 from router.cache_state.sent_prefixes import RecentPrefixes
 from router.cache_state.session_locations import SessionLocations
-from router.cache_state.shared_prefixes import SharedPrefixes
 from router.load.peer_load import PeerLoad
 from router.load.target_load import Reservation
 from router.policies.rates import Rates, RateTable, prefill_seconds
@@ -78,7 +78,7 @@ class EvictionPressure:
         self._stride = stride
         self._remembered = remembered
         self._clock = clock
-        self._routed = RecentPrefixes(SharedPrefixes())
+        self._routed = RecentPrefixes(make_shared_prefixes())
         self._demand = PrefixDemand(chunk * stride, remembered // stride)
         self._asked_tokens = DecayingSum(HORIZON)
         self._lost = DecayingSum(HORIZON)
