@@ -1,4 +1,8 @@
-"""Errors in the first event of a stream: how engines refuse a request after they sent the head of a stream."""
+"""The beginning of a stream: whether it is an error, although the head of the stream was sent with status 200.
+
+Engines send a stream's head before they check or schedule its request, and some also events that announce the answer.
+Until the first event with content, an error is a refusal or a failure like a status.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +10,92 @@ from typing import Any, Final
 
 import msgspec
 
-_SEARCHED_BYTES: Final = 256  # the start of an event, which names an error
-_REFUSALS: Final = ("badrequest", "invalid_request", "not_found", "notfound")
+_LONGEST: Final = 65_536  # bytes of events without content
+_CONTENT: Final = 0
+# The types of errors by the status that their engines mean.
+_STATUS_OF_TYPE: Final = (
+    ("unavailable", 503),
+    ("overloaded", 503),
+    ("rate_limit", 429),
+    ("not_found", 404),
+    ("notfound", 404),
+    ("badrequest", 400),
+    ("bad_request", 400),
+    ("invalid", 400),
+)
+_ANNOUNCEMENTS: Final = frozenset(
+    ("message_start", "ping", "response.created", "response.queued", "response.in_progress")
+)
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-def stream_error(beginning: bytes) -> int | None:
-    """Return the status of the error in a stream's first event; None if it is no error, or incomplete.
+def stream_beginning(data: bytes, ended: bool = False) -> int | None:
+    """Return the status of the error that a stream begins with; 0 if it begins with content; None if it is unknown yet.
 
-    It is 400 for a refusal without a status, and 500 for any other error without one.
+    The status is 400 for a refusal without a status, and 500 for any other error without one.
     """
-    if beginning.find(b"error", 0, _SEARCHED_BYTES) < 0:
-        return None
-    event, end, _ = beginning.replace(b"\r\n", b"\n").partition(b"\n\n")
-    data = b"".join(line[len(b"data:") :] for line in event.split(b"\n") if line.startswith(b"data:"))
-    if not end or not data:
+    if len(data) > _LONGEST:
+        return _CONTENT
+    *events, rest = data.replace(b"\r\n", b"\n").split(b"\n\n")
+    if ended:
+        events.append(rest)
+    for event in events:
+        verdict = _event_status(event)
+        if verdict is not None:
+            return verdict
+    return None
+
+
+def stream_error(beginning: bytes) -> int | None:
+    """Return the status of the error in the beginning of a stream; None if it is no error, or incomplete."""
+    return stream_beginning(beginning) or None
+
+
+def is_refusal(status: int) -> bool:
+    """Return whether the status of a stream's error says that the engine computes nothing, and is sound."""
+    return status < 500 or status == 503
+
+
+def _event_status(event: bytes) -> int | None:
+    """Return the status of an event's error; 0 if it has content; None if it only announces the answer."""
+    data = b"\n".join(line[len(b"data:") :] for line in event.splitlines() if line.startswith(b"data:"))
+    if not data:
         return None
     try:
         found = _decode(data)
-    except (msgspec.DecodeError, UnicodeError):
-        return None
-    error = found.get("error") or (found if found.get("type") == "error" else None)
-    if error is None:
-        return None
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return _CONTENT
+    kind = found.get("type")
+    if kind == "response.failed" and isinstance(found.get("response"), dict):
+        found = found["response"]
+    if error := found.get("error"):
+        return _error_status(error)
+    if kind == "error":
+        return _error_status(found)
+    return None if kind in _ANNOUNCEMENTS or _is_empty(found.get("choices")) else _CONTENT
+
+
+def _error_status(error: object) -> int:
     fields = error if isinstance(error, dict) else {}
-    for name in ("code", "status_code"):
-        if type(status := fields.get(name)) is int and 400 <= status < 600:
+    for name in ("code", "status_code", "status"):
+        status = fields.get(name)
+        if isinstance(status, str) and status.isascii() and status.isdigit() and len(status) == 3:
+            status = int(status)
+        if type(status) is int and 400 <= status < 600:
             return status
-    kind = str(fields.get("type", "")).lower()
-    return 400 if any(refusal in kind for refusal in _REFUSALS) else 500
+    kind = f"{fields.get('type', '')} {fields.get('code', '')}".lower()
+    return next((status for name, status in _STATUS_OF_TYPE if name in kind), 500)
+
+
+def _is_empty(choices: object) -> bool:
+    """Return whether the choices of a chat's event have no content, such as those that only name the role."""
+    if not isinstance(choices, list) or not choices:
+        return False
+    for choice in choices:
+        delta = choice.get("delta") if isinstance(choice, dict) else None
+        if not isinstance(delta, dict) or choice.get("finish_reason") is not None:
+            return False
+        if any(value for name, value in delta.items() if name != "role"):
+            return False
+    return True

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from router.apis.stream_errors import stream_error
+from router.apis.stream_errors import is_refusal, stream_error
 from router.fleet.health import Outcome
 from router.forwarding.collected_response import CollectedResponse
 from router.http.headers import RANK_HEADER, UNCOMPRESSED, Headers, forwarded_lines, lines_of
@@ -192,7 +192,7 @@ class DisaggregatedRequest(ResponseHandler):
             return
         error = head.status if head.status >= 400 else stream_error(body) if head.is_stream else None
         # Some engines begin a stream before they check its request.
-        outcome = Outcome.SUCCEEDED if error is None else Outcome.REFUSED if error < 500 else Outcome.FAILED
+        outcome = Outcome.SUCCEEDED if error is None else Outcome.REFUSED if is_refusal(error) else Outcome.FAILED
         assignment.attempt.end(outcome, f"status {error or head.status}")
         assignment.first_byte()
         assignment.release()
@@ -253,7 +253,7 @@ class DisaggregatedRequest(ResponseHandler):
     def _note_decode(self, data: bytes, ended: bool) -> None:
         if not self._decoding and (data or ended):
             self._decoding = True
-            if (error := stream_error(data)) is not None and error < 500:
+            if (error := stream_error(data)) is not None and is_refusal(error):
                 self._prefill_assignment.attempt.end(Outcome.REFUSED, f"decode: error event {error}")
             self._prefill_assignment.first_byte()
         if ended:

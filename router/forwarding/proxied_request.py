@@ -38,6 +38,7 @@ from router.admission.ticket import Flow, deadline_error, read_ticket
 from router.apis.endpoints import Call, read_call
 from router.apis.media_items import MediaChat, media_chat
 from router.apis.requests import RoutedRequest
+from router.apis.stream_errors import is_refusal, stream_beginning
 from router.apis.usage import HiddenUsage, with_include_usage
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
@@ -65,6 +66,7 @@ log = structlog.get_logger()
 
 _now: Final = time.monotonic
 _OK: Final = 200
+_ERROR: Final = 400
 _UNSEEN_JSON: Final = b"{}"
 
 
@@ -96,6 +98,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     _media: MediaChat | None = None  # of a chat with media, while encode workers exist
     _attempts: Attempts | None = None  # after its prompt was read
     _head: ResponseHead | None = None  # a received head that is not forwarded yet
+    _beginning = b""  # of a stream: the events without content that are not forwarded yet
     _response: ProxiedResponse | None = None  # after a part of it was forwarded
     _task: asyncio.Task[None] | None = None  # while it waits
     _deadline: asyncio.TimerHandle | None = None
@@ -381,7 +384,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         self, attempts: Attempts, problem: str, unreachable: Worker | None = None, takes_budget: bool = False
     ) -> None:
         """Try another worker after an attempt that failed before any byte was forwarded."""
-        self._phase, self._head = Phase.WAITING, None
+        self._phase, self._head, self._beginning = Phase.WAITING, None, b""
         attempts.leave(problem)
         try:
             if unreachable is not None:
@@ -397,10 +400,15 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         """Called when the head of the response is received.
 
-        Engines send a stream's head before they do any work. Until the first event, the request can still be retried.
+        Engines send a stream's head before they do any work. Until its first event with content, the request can still
+        be retried.
         """
         try:
             attempts = self._attempts
+            if self._transport is None and head.is_stream and head.status < _ERROR:
+                self._head = head
+                self._begin_stream(head, data, ended)
+                return
             waits = attempts is not None and attempts.needs_error(head.status)
             if data or ended or self._transport is not None or not (head.is_stream or waits):
                 self._answer(head, data, ended)
@@ -409,12 +417,35 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         except Exception:
             self._crash()
 
+    def _begin_stream(self, head: ResponseHead, data: bytes, ended: bool) -> None:
+        """Keep events without content. The first one with content begins the answer; an error may lead to a retry."""
+        self._beginning = data = self._beginning + data if self._beginning else data
+        plain = Decompressor().read(data) if is_compressed(head.headers) else data
+        status = stream_beginning(plain, ended) if data else None
+        attempts = self._attempts
+        if status is None and not ended:
+            if data and attempts is not None and attempts.assignment is not None:
+                attempts.assignment.attempt.health.heard()
+            return
+        if status and attempts is not None and attempts.assignment is not None:
+            problem = f"error event {status}"
+            if (outcome := attempts.retries_status(status, plain)) is not None:
+                attempts.assignment.attempt.give_up = None
+                attempts.assignment.attempt.end(Outcome.REFUSED if is_refusal(status) else outcome, problem)
+                self._retry(attempts, problem)
+                return
+        self._beginning = b""
+        self._answer(head, data, ended)
+
     def on_body(self, data: bytes, ended: bool) -> None:
         try:
             response, attempts = self._response, self._attempts
             if response is None or attempts is None:
                 assert self._head is not None
-                self._answer(self._head, data, ended)
+                if self._transport is None and self._head.is_stream and self._head.status < _ERROR:
+                    self._begin_stream(self._head, data, ended)
+                else:
+                    self._answer(self._head, data, ended)
                 return
             response.pass_on(data, ended)
             self._passed_on(attempts, response, data, ended)

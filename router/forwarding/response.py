@@ -17,7 +17,7 @@ from http_api.errors import RequestError
 from router.apis.endpoints import error_event
 from router.apis.response_owners import SEARCHED_BYTES
 from router.apis.response_turns import AnswerReader
-from router.apis.stream_errors import stream_error
+from router.apis.stream_errors import is_refusal, stream_error
 from router.apis.usage import HiddenUsage, Usage, UsageTail
 from router.fleet.health import Health, Outcome
 from router.forwarding.disaggregated_request import DisaggregatedRequest
@@ -171,7 +171,7 @@ class ProxiedResponse:
                 self.first_byte_at = now
                 if self.head.is_stream and (error := stream_error(plain)) is not None:
                     # Some engines begin a stream before they check its request.
-                    assignment.attempt.end(_REFUSED if error < 500 else _FAILED, f"error event {error}", now)
+                    assignment.attempt.end(_REFUSED if is_refusal(error) else _FAILED, f"error event {error}", now)
                     assignment.release(now)
                 if not assignment.attempt.failed:
                     assignment.first_byte(now)

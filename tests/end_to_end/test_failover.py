@@ -98,6 +98,81 @@ async def test_statuses_that_are_retried_elsewhere(status: int, statuses: list[i
         assert bad.exchanges
 
 
+QUEUE_FULL = (
+    b'data: {"error": {"object": "error", "message": "The request queue is full.", "type": "SERVICE_UNAVAILABLE", '
+    b'"param": null, "code": 503}}\n\n'
+)
+ROLE = b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}\n\n'
+
+
+def begins_with(*pieces: bytes) -> Script:
+    """Return a script that begins a stream with these pieces, each in a chunk, and ends it."""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.begin_chunks()
+        for piece in pieces:
+            await exchange.chunk(piece)
+        await exchange.chunk(b"data: [DONE]\n\n")
+        await exchange.chunk(b"")
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (QUEUE_FULL,),
+        (QUEUE_FULL[:20], QUEUE_FULL[20:]),
+        (b": processing\n\n", QUEUE_FULL),
+        (ROLE, QUEUE_FULL),
+        (ROLE + QUEUE_FULL,),
+        (b'event: message_start\ndata: {"type": "message_start"}\n\n', b"event: error\n" + QUEUE_FULL),
+        (QUEUE_FULL.replace(b"503", b"429"),),
+        (QUEUE_FULL.replace(b"503", b"404"),),
+        (b'data: {"type": "error", "error": {"type": "overloaded_error", "message": "full"}}\n\n',),
+    ],
+)
+async def test_stream_that_begins_with_an_error_is_retried_elsewhere_like_a_status(pieces: tuple[bytes, ...]) -> None:
+    async with (
+        scripted_worker(begins_with(*pieces)) as full,
+        scripted_worker(stream) as idle,
+        router(full.url, idle.url, **TURNS, fleet={"backoff": 30}) as routed,
+    ):
+        replies = [await routed.call(PATH, BODY) for _ in range(8)]
+        assert {(reply.status, reply.worker, reply.body) for reply in replies} == {(200, idle.url, b"data: 1\n\n")}
+        assert full.exchanges
+        assert await state(routed, full) == "ready"  # it is full, not broken
+        await routed.until_released()
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (QUEUE_FULL.replace(b"503", b"400"),),
+        (QUEUE_FULL.replace(b"503", b"500"),),
+        (b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n', QUEUE_FULL),
+        (ROLE, b": processing\n\n"),
+    ],
+)
+async def test_other_streams_are_forwarded_as_they_are(pieces: tuple[bytes, ...]) -> None:
+    async with (
+        scripted_worker(begins_with(*pieces)) as first,
+        scripted_worker(begins_with(*pieces)) as second,
+        router(first.url, second.url, **TURNS) as routed,
+    ):
+        replies = [await routed.call(PATH, BODY) for _ in range(2)]
+        whole = b"".join(pieces) + b"data: [DONE]\n\n"
+        assert [(reply.status, reply.body) for reply in replies] == [(200, whole)] * 2
+        assert len(first.exchanges) + len(second.exchanges) == 2
+        await routed.until_released()
+
+
+async def test_error_of_every_worker_in_its_stream_is_forwarded() -> None:
+    async with scripted_worker(begins_with(QUEUE_FULL)) as full, router(full.url) as routed:
+        reply = await routed.call(PATH, BODY)
+        assert (reply.status, reply.body) == (200, QUEUE_FULL + b"data: [DONE]\n\n")
+
+
 async def test_request_that_two_workers_answer_with_500_is_not_sent_to_a_third() -> None:
     async with (
         scripted_workers(broken, broken, broken) as workers,

@@ -404,7 +404,7 @@ async def break_off(exchange: Exchange, content_type: str, sent: bytes) -> None:
     await exchange.hang_up()
 
 
-@pytest.mark.parametrize("sent", [b'data: {"choices": []}\n\n', b'data: {"choi'])
+@pytest.mark.parametrize("sent", [b'data: {"choices": []}\n\n', b'data: {"choices": []}\n\ndata: {"choi'])
 async def test_broken_event_stream_ends_with_error_event(
     worker: ScriptedWorker, routed: RouterUnderTest, sent: bytes
 ) -> None:
