@@ -30,17 +30,6 @@ def packed_numbers(json: bytes) -> bytes | None:
 def numbers_json(packed: bytes, before: bytes, after: bytes) -> bytes:
     """Return the token ids of a packed prompt as a JSON list, with text before and after it."""
 
-def spread(matches: bytes, block_size: int, rows: array[int], tokens: array[int]) -> list[tuple[int, int, int]]:
-    """Write the matched tokens of each target to its row, unless the row has at least as many tokens.
-
-    - `matches`: the matches of `Index.match`.
-    - `rows`: an `array("i")` of each target's row; -1 for targets without a row.
-    - `tokens`: an `array("I")` of tokens by row.
-
-    Returns (row, tokens in CPU memory, tokens on disk) for the written rows that had tokens before or have tokens
-    outside GPU memory.
-    """
-
 def costs(
     fixed: array[float], per_token: array[float], held: array[int], tokens: int, least: int, costs: array[float]
 ) -> None:
@@ -118,6 +107,16 @@ class SharedPrefixes:
     def release(self, holder: int, edge: int) -> None: ...
     def split(self, edge: int, chunks: int) -> int: ...
     def longest(self, hashes: array[int]) -> dict[int, int]: ...
+    def raise_rows(
+        self,
+        hashes: array[int],
+        chunk: int,
+        rows: array[int],
+        units: array[int],
+        tokens: int,
+        held: array[int],
+        watched: list[int],
+    ) -> tuple[list[tuple[int, int]], list[int]]: ...
     def resumable(self, holder: int, hashes: array[int], window: int) -> int: ...
     def longest_of(self, holder: int, hashes: array[int]) -> int: ...
     def size(self) -> int: ...
@@ -161,6 +160,24 @@ class Index:
 
         With a `tier` below 4, only blocks in this tier count. A match is six native unsigned 32-bit integers: target,
         matched blocks, and the blocks in each of four tiers.
+        """
+    def match_rows(
+        self,
+        root: int,
+        block_size: int,
+        packed: bytes,
+        known: array[int],
+        blocks: int,
+        rows: array[int],
+        tokens: array[int],
+    ) -> tuple[list[tuple[int, int, int]], bytes]:
+        """Match as `match` does. Write the matched tokens of each target to its row, unless the row has as many.
+
+        - `rows`: an `array("i")` of each target's row; -1 for targets without a row.
+        - `tokens`: an `array("I")` of tokens by row.
+
+        Returns (row, tokens in CPU memory, tokens on disk) for the written rows that had tokens before or have tokens
+        outside GPU memory, and the prefix hashes that are not in `known`.
         """
     def match_hashes(self, known: array[int]) -> bytes:
         """Return the matches of blocks with these prefix hashes, in the form of `match`."""

@@ -21,10 +21,8 @@ using i64 = std::int64_t;
 // rows whose tokens are, or were, partly outside GPU memory.
 template <typename Other>
 void for_better_rows(
-    std::string_view matches, u64 block_size, std::span<const i32> row_of, std::span<u32> tokens, const Other& other) {
-    for (; matches.size() >= sizeof(Match); matches.remove_prefix(sizeof(Match))) {
-        Match match;
-        std::memcpy(&match, matches.data(), sizeof(Match));
+    std::span<const Match> matches, u64 block_size, std::span<const i32> row_of, std::span<u32> tokens, const Other& other) {
+    for (const Match& match : matches) {
         const i32 row = match.target < row_of.size() ? row_of[match.target] : -1;
         if (row < 0 || static_cast<std::size_t>(row) >= tokens.size()) continue;
         const u64 found = match.blocks * block_size, before = tokens[row];
@@ -32,6 +30,28 @@ void for_better_rows(
         tokens[row] = static_cast<u32>(std::min<u64>(found, ~u32{0}));
         const u64 cpu = match.tiers[1] * block_size, disk = (match.tiers[2] + u64{match.tiers[3]}) * block_size;
         if (before > 0 || cpu > 0 || disk > 0) other(static_cast<u32>(row), cpu, disk);
+    }
+}
+
+// Raise each row's tokens to those of its holder's longest prefix of a prompt, in whole units of the row. The last of the
+// prompt's `tokens` does not count. Calls `left` with the holder and the chunks for each holder whose row is not known
+// (-2) or has no unit, and `raised` with each row whose tokens were not more before.
+template <typename Left, typename Raised>
+void raise_rows(
+    std::span<const std::pair<u32, u32>> longest, u64 chunk, std::span<const i32> row_of, std::span<const u32> units,
+    u64 tokens, std::span<u32> held, const Left& left, const Raised& raised) {
+    for (const auto& [holder, chunks] : longest) {
+        const i32 row = holder < row_of.size() ? row_of[holder] : -2;
+        if (row == -1) continue;
+        const u32 unit = row >= 0 && static_cast<std::size_t>(row) < held.size() ? units[row] : 0;
+        if (unit == 0) {
+            left(holder, chunks);
+            continue;
+        }
+        const u64 shared = std::min(chunks * chunk, tokens - 1), whole = shared - shared % unit;
+        if (whole < held[row]) continue;
+        held[row] = static_cast<u32>(whole);
+        raised(static_cast<u32>(row));
     }
 }
 

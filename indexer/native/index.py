@@ -15,7 +15,7 @@ from typing import TypeAlias
 import msgspec
 
 from indexer._native import Index as NativeCore
-from indexer._native import LiveReader, spread
+from indexer._native import LiveReader
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
 from indexer.hashing import PackedPrompt
 from indexer.index import (
@@ -162,22 +162,23 @@ class NativeIndex(Index):
     ) -> None:
         if blocks <= 0:
             return
-        matches = self._found(root, block_size, prompt, blocks)
-        if not matches:
-            return
         if rows.numbering != self._numbering:
             rows.numbering = self._numbering
             numbers = {self._numbers[target]: row for target, row in rows.row_of.items() if target in self._numbers}
             rows.numbers = array("i", [numbers.get(each, -1) for each in range(max(numbers, default=-1) + 1)])
-        for row, cpu, disk in spread(matches, block_size, rows.numbers, found.tokens):
+        hashes = self._keyed(root, block_size, prompt, blocks)
+        known = len(hashes)
+        others, made = self.core.match_rows(root, block_size, prompt.tokens, hashes, blocks, rows.numbers, found.tokens)
+        if made and len(hashes) == known:
+            hashes.frombytes(made)
+        for row, cpu, disk in others:
             if cpu or disk:
                 found.transfers[row] = cpu, disk
             else:
                 found.transfers.pop(row, None)
 
     def _found(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int, tier: Tier | None = None) -> bytes:
-        # The core hashes tokens only, so the hashes up to the last block with an extra key are computed here.
-        hashes = prompt.hashes(root, block_size, min(prompt.keyed_blocks(block_size), blocks))
+        hashes = self._keyed(root, block_size, prompt, blocks)
         known = len(hashes)
         if tier is None:
             found, made = self.core.match(root, block_size, prompt.tokens, hashes, blocks)
@@ -186,6 +187,10 @@ class NativeIndex(Index):
         if made and len(hashes) == known:
             hashes.frombytes(made)
         return found
+
+    def _keyed(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int) -> array[int]:
+        """Return the known hashes of a prompt, and those that the core cannot compute: up to the last extra key."""
+        return prompt.hashes(root, block_size, min(prompt.keyed_blocks(block_size), blocks) if prompt.media else 0)
 
     def match_hashes(self, hashes: array[int], block_size: int) -> list[Match]:
         return self._matches(self.core.match_hashes(hashes), block_size)

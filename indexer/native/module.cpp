@@ -236,14 +236,19 @@ private:
     Py_buffer buffer_;
 };
 
-nb::list spread(const nb::bytes& matches, u64 block_size, nb::handle rows, nb::handle tokens) {
+nb::tuple match_rows(
+    Index& index, u64 root, u64 block_size, const nb::bytes& packed, nb::handle known, std::size_t blocks, nb::handle rows,
+    nb::handle tokens) {
+    const std::size_t most = block_size == 0 ? 0 : packed.size() / sizeof(u32) / block_size;
+    PromptHashes hashes(root, block_size, view(packed), numbers(known));
+    const auto matches = index.match(hashes, std::min(blocks, most));
     const Column<i32> row_of(rows, false);
     const Column<u32> column(tokens, true);
     nb::list others;
     for_better_rows(
-        view(matches), block_size, {row_of.data(), row_of.size()}, {column.data(), column.size()},
+        matches, block_size, {row_of.data(), row_of.size()}, {column.data(), column.size()},
         [&](u32 row, u64 cpu, u64 disk) { others.append(nb::make_tuple(row, cpu, disk)); });
-    return others;
+    return nb::make_tuple(others, as_bytes(hashes.made()));
 }
 
 void costs(nb::handle fixed, nb::handle per_token, nb::handle held, i64 tokens, i64 least, nb::handle costs) {
@@ -286,6 +291,23 @@ nb::dict longest(SharedPrefixes& prefixes, nb::handle hashes) {
     nb::dict found;
     for (const auto& [holder, chunks] : prefixes.longest(hashes_of(column))) found[nb::int_(holder)] = chunks;
     return found;
+}
+
+nb::tuple raise(
+    SharedPrefixes& prefixes, nb::handle hashes, u64 chunk, nb::handle rows, nb::handle units, u64 tokens, nb::handle held,
+    const std::vector<u32>& watched) {
+    const Column<u64> prompt(hashes, false);
+    const Column<i32> row_of(rows, false);
+    const Column<u32> out(held, true), unit_of(units, false, out.size());
+    nb::list left, raised;
+    if (tokens > 0)
+        raise_rows(
+            prefixes.longest(hashes_of(prompt)), chunk, {row_of.data(), row_of.size()}, {unit_of.data(), out.size()}, tokens,
+            {out.data(), out.size()}, [&](u32 holder, u32 chunks) { left.append(nb::make_tuple(holder, chunks)); },
+            [&](u32 row) {
+                if (std::binary_search(watched.begin(), watched.end(), row)) raised.append(row);
+            });
+    return nb::make_tuple(left, raised);
 }
 
 // Return the number of equal bytes at the start of two memory areas of `size` bytes.
@@ -343,7 +365,6 @@ NB_MODULE(_native, module) {
         return packed ? nb::object(as_bytes(*packed)) : nb::none();
     });
     module.def("numbers_json", &numbers_json);
-    module.def("spread", &spread);
     module.def("costs", &costs);
     module.def("paid", &paid);
     module.def("holders", &holders_of);
@@ -390,6 +411,7 @@ NB_MODULE(_native, module) {
         .def("release", &SharedPrefixes::release)
         .def("split", &SharedPrefixes::split)
         .def("longest", &longest)
+        .def("raise_rows", &raise)
         .def(
             "resumable",
             [](SharedPrefixes& prefixes, u32 holder, nb::handle hashes, u32 window) {
@@ -412,6 +434,7 @@ NB_MODULE(_native, module) {
         .def("drop", &Index::drop, Release())
         .def("match", &match, nb::arg("root"), nb::arg("block_size"), nb::arg("tokens"), nb::arg("known"), nb::arg("blocks"),
              nb::arg("tier") = kEveryTier)
+        .def("match_rows", &match_rows)
         .def("match_hashes", &match_hashes)
         .def(
             "dump",

@@ -54,8 +54,40 @@ class ReleaseCallback(Protocol):
     def __call__(self, failed: bool = False) -> None: ...
 
 
+# Targets without prompts are dropped once this many are known.
+_FEWEST_TARGETS: Final = 1024
+
+
+class InFlightRows:
+    """A caller's rows of targets, as far as they are known: `SharedPrefixes.raise_rows` describes both columns."""
+
+    __slots__ = ("changes", "removals", "rows", "units", "until")
+
+    def __init__(self, rows: int) -> None:
+        self.rows = array("i")
+        self.units = array("I", bytes(4 * rows))
+        self.removals = 0
+        self.changes = 0
+        self.until = 0.0
+
+    def place(self, holder: int, row: int) -> None:
+        """Record a holder's row."""
+        while len(self.rows) <= holder:
+            self.rows.append(-2)
+        self.rows[holder] = row
+
+    def forget_units(self, changes: int, until: float) -> None:
+        """Forget the units of all rows. They are valid until `until`, and for this number of changes."""
+        self.units = array("I", bytes(4 * len(self.units)))
+        self.changes = changes
+        self.until = until
+
+
 class InFlightPrefixes:
-    """The prompts in flight by target. Each is released some time after its request ended, or at once if it failed."""
+    """The prompts in flight by target. Each is released some time after its request ended, or at once if it failed.
+
+    - `prompts`: the number of held prompts.
+    """
 
     def __init__(self, linger: float, clock: Callable[[], float] = time.monotonic, stride: int = 1) -> None:
         """Create the prefixes of no prompts. One in `stride` is held, until `linger` seconds after its request."""
@@ -65,6 +97,9 @@ class InFlightPrefixes:
         self._prefixes = make_shared_prefixes()
         self._targets: dict[Target, _Target] = {}
         self._holders: dict[int, _Target] = {}
+        self._most_targets = _FEWEST_TARGETS
+        self._removals = 0  # counts what invalidates the rows of holders
+        self.prompts = 0
         self._ended: deque[_Ended] = deque()
         self._ended_lasting: deque[_Ended] = deque()
         self._ended_prefixes = 0
@@ -73,14 +108,14 @@ class InFlightPrefixes:
         """Hold a prompt, longer if `lasting`: no event will report it. Return the callback for its request's end."""
         holder = self._targets.get(target)
         if holder is None:
-            holder = self._targets[target] = _Target(target, self._prefixes.add())
-            self._holders[holder.number] = holder
+            holder = self._add(target)
         holder.prompts += 1
+        self.prompts += 1
         return _Prompt(self, holder, self._prefixes.hold(holder.number, hashes), lasting)
 
     def overlaps(self, hashes: array[int], now: float | None = None) -> dict[Target, int]:
         """Return the tokens of the longest prefix that a prompt shares with prompts in flight, by target, if any."""
-        if not self._targets:
+        if not self.prompts:
             return {}
         self._expire(self._clock() if now is None else now)
         if self._stride > 1:
@@ -92,6 +127,20 @@ class InFlightPrefixes:
             if not holder.forgotten:
                 found[holder.target] = tokens * chunks
         return found
+
+    def raise_rows(
+        self, rows: InFlightRows, hashes: array[int], tokens: int, held: array[int], watched: list[int], now: float
+    ) -> tuple[list[tuple[int, int]], list[int]]:
+        """Raise the tokens that rows hold of a prompt, as `SharedPrefixes.raise_rows` does. Needs a stride of 1."""
+        self._expire(now)
+        if rows.removals != self._removals:
+            rows.removals, rows.rows = self._removals, array("i")
+        return self._prefixes.raise_rows(hashes, CHUNK_TOKENS, rows.rows, rows.units, tokens, held, watched)
+
+    def target_of(self, holder: int) -> Target | None:
+        """Return the target of a holder in `raise_rows`; None if the target was forgotten."""
+        found = self._holders[holder]
+        return None if found.forgotten else found.target
 
     def resumable(self, target: Target, hashes: array[int], window: int) -> int:
         """Return the tokens of a prompt that a target will reuse, if its groups keep only the last `window` tokens."""
@@ -105,6 +154,7 @@ class InFlightPrefixes:
         holder = self._targets.pop(target, None)
         if holder is not None:
             holder.forgotten = True
+            self._removals += 1
             self._remove_unused(holder)
 
     def forget_ended(self, target: Target) -> None:
@@ -148,16 +198,24 @@ class InFlightPrefixes:
     def _release(self, holder: _Target, edge: int) -> None:
         self._prefixes.release(holder.number, edge)
         holder.prompts -= 1
-        if not holder.prompts and not holder.forgotten:
-            self.forget(holder.target)  # it may never receive a prompt again
-        else:
-            self._remove_unused(holder)
+        self.prompts -= 1
+        self._remove_unused(holder)
+
+    def _add(self, target: Target) -> _Target:
+        if len(self._targets) >= self._most_targets:  # most of them may never receive a prompt again
+            for unused in [each for each in self._targets.values() if not each.prompts]:
+                self.forget(unused.target)
+            self._most_targets = max(2 * len(self._targets), _FEWEST_TARGETS)
+        holder = self._targets[target] = _Target(target, self._prefixes.add())
+        self._holders[holder.number] = holder
+        return holder
 
     def _remove_unused(self, holder: _Target) -> None:
         """Remove the holder of a forgotten target whose prompts have all ended."""
         if holder.forgotten and not holder.prompts:
             self._prefixes.remove(holder.number)
             del self._holders[holder.number]
+            self._removals += 1
 
 
 class _Target:

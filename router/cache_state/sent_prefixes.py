@@ -186,21 +186,21 @@ class Retention:
 
 
 class SentPrefixes:
-    """The prefixes of the prompts that each target answered."""
+    """The prefixes of the prompts that each target answered. `sent`: those of each target that has any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._prefixes = make_shared_prefixes()
-        self._sent: dict[Target, RecentPrefixes] = {}
+        self.sent: dict[Target, RecentPrefixes] = {}
         self._targets: dict[int, Target] = {}  # by holder
         self._retention: dict[Target, Retention] = {}
         self._expiring: set[Target] = set()  # targets with a learned bound in seconds
 
     def remember(self, target: Target, hashes: array[int], capacity: int | None) -> None:
         """Remember a prompt that a target has answered. `capacity`: the tokens that it can hold, if known."""
-        sent = self._sent.get(target)
+        sent = self.sent.get(target)
         if sent is None:
-            sent = self._sent[target] = RecentPrefixes(self._prefixes)
+            sent = self.sent[target] = RecentPrefixes(self._prefixes)
             self._targets[sent.number] = target
         chunks = (capacity or DEFAULT_CAPACITY) // CHUNK_TOKENS
         learned = self._retention.get(target)
@@ -212,7 +212,7 @@ class SentPrefixes:
 
     def overlaps(self, hashes: array[int]) -> dict[Target, int]:
         """Return the tokens of a prompt's longest remembered prefix by target. Targets without any are left out."""
-        if not self._sent:
+        if not self.sent:
             return {}
         for target in self._expiring:
             self._expire(target)
@@ -221,7 +221,7 @@ class SentPrefixes:
 
     def resumable(self, target: Target, hashes: array[int], window: int) -> int:
         """Return the tokens of a prompt that a target can reuse, if its groups keep only the last `window` tokens."""
-        sent = self._sent.get(target)
+        sent = self.sent.get(target)
         if sent is None:
             return 0
         return CHUNK_TOKENS * self._prefixes.resumable(sent.number, hashes, window // CHUNK_TOKENS)
@@ -233,7 +233,7 @@ class SentPrefixes:
 
         - `sent_at`: when the prompt was sent, by the clock.
         """
-        sent = self._sent.get(target)
+        sent = self.sent.get(target)
         held = CHUNK_TOKENS * self._prefixes.longest(hashes).get(sent.number, 0) if sent is not None else 0
         tolerance = max(_TOLERANCE_TOKENS, int(held * _TOLERANCE_SHARE))
         learned = self._retention.get(target)
@@ -262,7 +262,7 @@ class SentPrefixes:
 
     def forget(self, target: Target) -> None:
         """Forget the prefixes of a target, because its cache was cleared or they are not needed."""
-        sent = self._sent.pop(target, None)
+        sent = self.sent.pop(target, None)
         if sent is not None:
             sent.forget()
             del self._targets[sent.number]
@@ -276,16 +276,16 @@ class SentPrefixes:
 
     def targets(self) -> list[Target]:
         """Return the targets with remembered prefixes."""
-        return list(self._sent)
+        return list(self.sent)
 
     def __len__(self) -> int:
-        return sum(sent.chunks for sent in self._sent.values())
+        return sum(sent.chunks for sent in self.sent.values())
 
     def _apply_seconds(self, target: Target, learned: Retention) -> None:
         (self._expiring.discard if learned.seconds is None else self._expiring.add)(target)
         self._expire(target)
 
     def _expire(self, target: Target) -> None:
-        learned, sent = self._retention.get(target), self._sent.get(target)
+        learned, sent = self._retention.get(target), self.sent.get(target)
         if learned is not None and learned.seconds is not None and sent is not None:
             sent.forget_before(self._clock() - learned.seconds)

@@ -45,7 +45,10 @@ class _Peer:
 
 
 class PeerLoad:
-    """The peers of the last `expiry` seconds, and the sums of their loads. `on_change`: a rank's load changed."""
+    """The peers of the last `expiry` seconds, the sums of their loads, and their `prompts` in flight.
+
+    `on_change`: a rank's load changed.
+    """
 
     def __init__(self, expiry: float, linger: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Create the loads of no peers. An ended prompt still counts as cached soon for `linger` seconds."""
@@ -54,7 +57,7 @@ class PeerLoad:
         self._clock = clock
         self._peers: dict[str, _Peer] = {}
         self._sums: dict[tuple[str, int], PeerTargetLoad] = {}
-        self._prompts = InFlightPrefixes(linger, clock, SHARED_STRIDE)
+        self.prompts = InFlightPrefixes(linger, clock, SHARED_STRIDE)
         self._ranks = self._held = 0  # the DP ranks and prompts of all peers
 
     def apply(self, message: Message) -> bool:
@@ -99,11 +102,11 @@ class PeerLoad:
 
     def overlaps(self, hashes: array[int]) -> dict[Target, int]:
         """Return the tokens of a prompt that other routers have in flight, by target. `hashes`: its chunk hashes."""
-        return self._prompts.overlaps(hashes)
+        return self.prompts.overlaps(hashes)
 
     def forget_prompts(self, target: Target) -> None:
         """Forget the prompts of a target whose cache was reset."""
-        self._prompts.forget(target)
+        self.prompts.forget(target)
 
     def routers(self) -> list[str]:
         """Return the ids of the known peers."""
@@ -149,7 +152,7 @@ class PeerLoad:
         if full or len(prompt.prefixes) % 8 or len(prompt.prefixes) > 8 * MAX_SHARED:
             return
         target = Target(prompt.worker, prompt.dp_rank, prompt.model)
-        peer.prompts[prompt.number] = self._prompts.hold(target, array("Q", prompt.prefixes))
+        peer.prompts[prompt.number] = self.prompts.hold(target, array("Q", prompt.prefixes))
         self._held += 1
 
     def _release(self, peer: _Peer, number: int, failed: bool = False) -> None:

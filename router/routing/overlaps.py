@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from array import array
 from itertools import chain, takewhile
+from typing import Final
 
-from indexer import MatchQuery, RowMatches, Target, UnknownModelError
+from indexer import MatchQuery, RowMatches, Target, TargetRows, UnknownModelError
 from indexer.hashing import PackedPrompt
-from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, InFlightRows
 from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import RoutableRank, ServedModel
 from router.routing.state import RoutingState
 from router.routing.target_directory import ModelTargets
+
+_NO_ROWS: list[int] = []
+# The seconds for which a target counts as one that keeps prompts whole.
+_UNITS_SECONDS: Final = 0.25
 
 
 class Overlaps:
@@ -80,43 +85,83 @@ class OverlapFinder:
         """Add the overlaps of the targets that serve a model. `hashes`: the chunk hashes of each prompt."""
         if self._indexer.index.cleared:
             self._forget_cleared()
-        of_target, distrusted = targets.of_target, self._audit.distrusted
+        only_in_flight = not (self._sent_prefixes.sent or self._audit.distrusted or self._peer_load.prompts.prompts)
+        rows, in_flight_rows = targets.rows_of(served)
         earlier: set[int] = set()
         for number, chunks in enumerate(hashes):
-            found = self._matches(targets, served, prompt.token_ids[number], prompt.cache_salt)
+            found = self._matches(rows, served, prompt.token_ids[number], prompt.cache_salt)
             by_events: dict[int, int] = {}
+            tokens = len(prompt.identities[number])
             if number:
-                self._add_earlier(targets, served, found, chunks, earlier, len(prompt.identities[number]))
+                self._add_earlier(targets, served, found, chunks, earlier, tokens)
             if len(hashes) > 1:
                 earlier.update(chunks)
-            in_flight = self._in_flight_prefixes.overlaps(chunks, now)
-            for target, shared in self._peer_load.overlaps(chunks).items():
-                in_flight[target] = max(in_flight.get(target, 0), shared)
-            sent_prefixes = self._sent_prefixes.overlaps(chunks)
-            for target in chain(sent_prefixes, distrusted):
-                if target not in in_flight:
-                    in_flight[target] = 0
-            held, tokens = found.tokens, len(prompt.identities[number])
-            for target, shared in in_flight.items():
-                rank = of_target.get(target)
-                if rank is None or rank.served is not served:
-                    continue
-                sent, trusted = sent_prefixes.get(target, 0), target not in distrusted
-                if shared or sent:
-                    window = self._indexer.window(target)
-                    if window is not None:
-                        # Some groups of layers keep only the end of a prompt, so not all common tokens can be reused.
-                        shared = self._in_flight_prefixes.resumable(target, chunks, window)
-                        sent = self._sent_prefixes.resumable(target, chunks, window)
-                if shared >= held[rank.row] or sent or not trusted:
-                    self._correct(found, by_events, rank, shared, sent, trusted, tokens)
+            if not only_in_flight:
+                self._correct_all(targets, served, found, by_events, chunks, tokens, now)
+            elif self._in_flight_prefixes.prompts:
+                self._raise_rows(targets, served, found, in_flight_rows, chunks, tokens, now)
             for target, block in self._audit.draft_blocks.tokens.items():
-                rank = of_target.get(target)
+                rank = targets.of_target.get(target)
                 if rank is not None and rank.served is served:
                     _subtract_draft_block(found, by_events, rank.row, block)
             if self.uncached:
                 self._clear_uncached(targets, found, by_events)
             overlaps.add(found, by_events)
+
+    def _raise_rows(
+        self,
+        targets: ModelTargets,
+        served: ServedModel,
+        found: RowMatches,
+        rows: InFlightRows,
+        chunks: array[int],
+        tokens: int,
+        now: float,
+    ) -> None:
+        """Raise the index's overlaps by prompts in flight, as `_correct_all` does if it finds nothing else."""
+        changes = self._indexer.index.block_size_changes
+        if now >= rows.until or changes != rows.changes:
+            rows.forget_units(changes, now + _UNITS_SECONDS)
+        in_flight, transfers = self._in_flight_prefixes, found.transfers
+        watched = sorted(transfers) if transfers else _NO_ROWS
+        left, raised = in_flight.raise_rows(rows, chunks, tokens, found.tokens, watched, now)
+        for row in raised:
+            del transfers[row]  # the blocks are computed there
+        for holder, shared in left:
+            target = in_flight.target_of(holder)
+            rank = None if target is None else targets.of_target.get(target)
+            if rank is None or rank.served is not served:
+                rows.place(holder, -1)
+                continue
+            rows.place(holder, rank.row)
+            if self._indexer.window(rank.target) is None:
+                rows.units[rank.row] = self._indexer.block_size(rank.target) or CHUNK_TOKENS
+            self._correct(found, {}, rank, chunks, CHUNK_TOKENS * shared, 0, True, tokens)
+
+    def _correct_all(
+        self,
+        targets: ModelTargets,
+        served: ServedModel,
+        found: RowMatches,
+        by_events: dict[int, int],
+        chunks: array[int],
+        tokens: int,
+        now: float,
+    ) -> None:
+        """Correct the index's overlaps by prompts in flight, here and of other routers, and by sent prefixes."""
+        distrusted = self._audit.distrusted
+        in_flight = self._in_flight_prefixes.overlaps(chunks, now)
+        for target, shared in self._peer_load.overlaps(chunks).items():
+            in_flight[target] = max(in_flight.get(target, 0), shared)
+        sent_prefixes = self._sent_prefixes.overlaps(chunks)
+        for target in chain(sent_prefixes, distrusted):
+            if target not in in_flight:
+                in_flight[target] = 0
+        for target, shared in in_flight.items():
+            rank = targets.of_target.get(target)
+            if rank is not None and rank.served is served:
+                sent, trusted = sent_prefixes.get(target, 0), target not in distrusted
+                self._correct(found, by_events, rank, chunks, shared, sent, trusted, tokens)
 
     def _add_earlier(
         self,
@@ -144,6 +189,7 @@ class OverlapFinder:
         found: RowMatches,
         by_events: dict[int, int],
         rank: RoutableRank,
+        chunks: array[int],
         in_flight: int,
         sent: int,
         trusted: bool,
@@ -151,9 +197,18 @@ class OverlapFinder:
     ) -> None:
         """Correct the index's overlap of a target with a prompt of `tokens` tokens.
 
+        - `in_flight`, `sent`: the tokens that the prompt shares with prompts in flight, and with sent prefixes.
         - `trusted`: whether the target's events are right. If not, the index does not count.
         """
         row, target = rank.row, rank.target
+        if in_flight or sent:
+            window = self._indexer.window(target)
+            if window is not None:
+                # Some groups of layers keep only the end of a prompt, so not all common tokens can be reused.
+                in_flight = self._in_flight_prefixes.resumable(target, chunks, window)
+                sent = self._sent_prefixes.resumable(target, chunks, window)
+        if in_flight < found.tokens[row] and not sent and trusted:
+            return
         if in_flight:
             in_flight = self._full_blocks(target, in_flight, tokens)
         if sent:
@@ -185,9 +240,8 @@ class OverlapFinder:
             self._sent_prefixes.forget(target)
 
     def _matches(
-        self, targets: ModelTargets, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None
+        self, rows: TargetRows, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None
     ) -> RowMatches:
-        rows = targets.rows_of(served)
         if served.replacement is not None:
             return RowMatches(rows)
         try:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence, Set
 from http_api.errors import RequestError
 from indexer import Target, TargetRows
 from router.apis.abilities import Ability
+from router.cache_state.in_flight_prefixes import InFlightRows
 from router.fleet.discovery import WorkerDescription
 from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
@@ -63,7 +64,7 @@ class ModelTargets:
         self.lacks = {worker: worker.lacks for worker in self.workers if worker.lacks} if unlike else {}
         refusing = [worker for worker in self.workers if name in worker.refused_names]
         self.refusing = refusing if len(refusing) < len(self.workers) else []
-        self._rows_of: dict[ServedModel, TargetRows] = {}
+        self._rows_of: dict[ServedModel, tuple[TargetRows, InFlightRows]] = {}
         self.served: list[ServedModel] = list({ranks[0].served: None for ranks in self.of_worker.values()})
 
     def ranks_as_found(self, worker: Worker) -> list[RoutableRank] | None:
@@ -73,11 +74,13 @@ class ModelTargets:
             return None
         return self.of_worker[worker]
 
-    def rows_of(self, served: ServedModel) -> TargetRows:
+    def rows_of(self, served: ServedModel) -> tuple[TargetRows, InFlightRows]:
+        """Return the rows of a model's targets, for the index and for prompts in flight."""
         rows = self._rows_of.get(served)
         if rows is None:
             row_of = {rank.target: rank.row for rank in self.ranks if rank.served is served}
-            rows = self._rows_of[served] = TargetRows(len(self.ranks), row_of)
+            rows = TargetRows(len(self.ranks), row_of), InFlightRows(len(self.ranks))
+            self._rows_of[served] = rows
         return rows
 
     def unsettled(self, health_version: int) -> list[Worker]:

@@ -87,11 +87,14 @@ def test_ended_prompts_are_bounded(holdings: InFlightPrefixes, clock: Clock, mon
 
 
 def test_empty_targets_are_dropped(holdings: InFlightPrefixes, clock: Clock) -> None:
-    for number in range(100):
-        ended = holdings.hold(Target(f"http://{number}", 0, "m"), hashes(PROMPT))
+    kept, known = holdings.hold(HERE, hashes(PROMPT)), hashes(PROMPT)
+    for number in range(3000):
+        ended = holdings.hold(Target(f"http://{number}", 0, "m"), known)
         clock.now += LINGER
         ended()
-    assert len(holdings._targets) == 1
+    assert len(holdings._targets) <= 1024
+    assert holdings.overlaps(known) == {HERE: len(PROMPT)}
+    kept()
 
 
 lengths = st.integers(0, 12 * CHUNK_TOKENS)
