@@ -55,6 +55,7 @@ class GenerationFields(PromptFields):
     logprobs: Any = None
     prompt_logprobs: Any = None
     priority: Any = None
+    lora_path: Any = None
 
 
 class MatchFields(PromptFields):

@@ -109,3 +109,15 @@ def kind_of(value: Any) -> str:
 def kinds_of(values: list[Any]) -> str:
     """Return the JSON types of a list's values in words."""
     return " and ".join(sorted({_KINDS[type(value)][1] for value in values}))
+
+
+def adapter_of(lora_path: object) -> str | None:
+    """Return the adapter in SGLang's `lora_path`: a name, or one for each prompt if they are equal; else None."""
+    names = lora_path if isinstance(lora_path, list) and lora_path else [lora_path]
+    first = names[0]
+    return first if isinstance(first, str) and first and all(name == first for name in names) else None
+
+
+def has_unlike_adapters(lora_path: object) -> bool:
+    """Return whether `lora_path` has different adapters for the prompts of a request."""
+    return isinstance(lora_path, list) and any(name != lora_path[0] for name in lora_path)

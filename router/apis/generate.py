@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+import msgspec
 
 from http_api.errors import RequestError
 from router.apis.body_fields import SessionFields
-from router.apis.fields import kind_of, kinds_of, lenient, optional_string, read_body, token_ids
+from router.apis.fields import (
+    adapter_of,
+    has_unlike_adapters,
+    kind_of,
+    kinds_of,
+    lenient,
+    optional_string,
+    read_body,
+    token_ids,
+)
+from router.apis.json_edit import SpliceError, with_field
 from router.apis.requests import Prompt, RoutedRequest, TextPrompts, TokenPrompts
 from router.apis.sessions import find_session, hints_in_body
 from router.http.headers import HeaderItems
+
+GENERATE: Final = "/generate"
 
 _TEXTS = ("text", "prompt")
 _TOKENS = ("input_ids", "token_ids")
@@ -44,10 +58,9 @@ def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
     fields = read_body(body, _GenerateFields)
     sampling = fields.sampling_params if isinstance(fields.sampling_params, dict) else {}
     max_tokens = sampling.get("max_new_tokens", sampling.get("max_tokens", fields.max_tokens))
-    adapter = fields.lora_path if isinstance(fields.lora_path, str) else None
     return RoutedRequest(
-        model=adapter or optional_string(fields.model, "model"),
-        prompt=_prompt(fields),
+        model=adapter_of(fields.lora_path) or optional_string(fields.model, "model"),
+        prompt=None if has_unlike_adapters(fields.lora_path) else _prompt(fields),
         stream=lenient(fields.stream, bool, False),
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
         max_tokens=lenient(max_tokens, int, None),
@@ -95,3 +108,12 @@ def _tokens(value: Any, param: str) -> TokenPrompts:
     if isinstance(value, list) and value and isinstance(value[0], list):
         return TokenPrompts([token_ids(ids, f"{param}[{index}]") for index, ids in enumerate(value)], param=param)
     return TokenPrompts([token_ids(value, param)], param=param)
+
+
+def with_adapter(path: str, body: bytes, adapter: str, model: str) -> bytes:
+    """Return the body for an engine that takes an adapter as `model` there, or at `/generate` in a field of its own."""
+    name, value = ("lora_path", adapter) if path == GENERATE else ("model", model)
+    try:
+        return with_field(body, name, msgspec.json.encode(value))
+    except SpliceError:
+        return body  # a form, which names no adapter

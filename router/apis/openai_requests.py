@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from http_api.errors import RequestError
 from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
-from router.apis.fields import kind_of, kinds_of, lenient, model_name, optional_string, read_body, token_ids
+from router.apis.fields import (
+    adapter_of,
+    has_unlike_adapters,
+    kind_of,
+    kinds_of,
+    lenient,
+    model_name,
+    optional_string,
+    read_body,
+    token_ids,
+)
 from router.apis.messages import media_options
 from router.apis.requests import (
     ChatPrompt,
@@ -78,7 +88,7 @@ def _request(
     """Build the request. `echoes_logprobs`: the whole prompt is computed (vLLM's `skip_reading_prefix_cache`)."""
     return RoutedRequest(
         model=model,
-        prompt=prompt,
+        prompt=None if has_unlike_adapters(fields.lora_path) else prompt,
         stream=lenient(fields.stream, bool, False),
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
         max_tokens=max_tokens,
@@ -88,6 +98,7 @@ def _request(
         hints=hints_in_body(fields.nvext),
         reads_cache=fields.prompt_logprobs is None and not echoes_logprobs,
         other_prompts=bool(fields.prompt_embeds),
+        adapter=adapter_of(fields.lora_path),
     )
 
 

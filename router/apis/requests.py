@@ -109,6 +109,7 @@ Prompt: TypeAlias = TextPrompts | TokenPrompts | ChatPrompt
 class RoutedRequest:
     """A parsed request. Without a `prompt` it is routed by load; without a `model` any worker can serve it.
 
+    - `adapter`: SGLang's field for an adapter beside the model; other engines ignore it.
     - `max_tokens`: the limit for each of the `n` answers to a prompt; None is no limit.
     - `stored`: the id of a response, conversation or file that only its creator worker has.
     - `reads_cache`: false if the engine computes the whole prompt, whatever is cached.
@@ -126,6 +127,7 @@ class RoutedRequest:
     reads_cache: bool
     other_prompts: bool
     hints: AgentHints | None
+    adapter: str | None
 
     def __init__(
         self,
@@ -141,6 +143,7 @@ class RoutedRequest:
         reads_cache: bool = True,
         other_prompts: bool = False,
         hints: AgentHints | None = None,
+        adapter: str | None = None,
     ) -> None:
         self.model = model
         self.prompt = prompt
@@ -154,6 +157,7 @@ class RoutedRequest:
         self.reads_cache = reads_cache
         self.other_prompts = other_prompts
         self.hints = hints
+        self.adapter = adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,13 +64,18 @@ class RefusedKeyError(DiscoveryError):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A name that requests may use, with its base model and its adapter. `root`: the origin of its weights."""
+    """A name that requests may use, with its base model and its adapter.
+
+    - `root`: the origin of its weights.
+    - `sent_as`: the name that the engine needs in requests for this adapter; None if it is `name`.
+    """
 
     name: str
     model: str
     adapter: str | None = None
     root: str | None = None
     max_model_len: int | None = None
+    sent_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,8 @@ class _ModelCard(msgspec.Struct):
     owned_by: msgspec.Raw = msgspec.Raw()
 
 
-class _SglangRole(msgspec.Struct):
+class _SglangServer(msgspec.Struct):
+    tokenizer_path: msgspec.Raw = msgspec.Raw()
     disaggregation_mode: msgspec.Raw = msgspec.Raw()
     disaggregation_bootstrap_port: msgspec.Raw = msgspec.Raw()
     encoder_only: msgspec.Raw = msgspec.Raw()
@@ -257,13 +263,13 @@ async def _streams(client: _WorkerClient, models: dict[str, ServedModel]) -> Wor
     if (info := await client.get_if_there("/server_info")) is not None:
         found = sglang_sources(info, client.host, fields, limits.max_ranks)
         streams = _within(found, models, client)
-        given = msgspec.json.decode(info, type=_SglangRole)
+        given = msgspec.json.decode(info, type=_SglangServer)
         mode = fields.text("disaggregation_mode", given.disaggregation_mode)
         role = Role.ENCODE if given.encoder_only == _TRUE else _SGLANG_ROLES.get(mode or "", Role.BOTH)
         model_info = await client.get_if_there("/model_info") or await client.get_if_there("/get_model_info")
         return WorkerDescription(
             Engine.SGLANG,
-            models,
+            _of_sglang(models, fields.text("tokenizer_path", given.tokenizer_path)),
             tuple(streams.sources),
             found.block_size,
             ranks=_ranks(streams.ranks),
@@ -317,6 +323,23 @@ def _models(cards: list[_Card], only: str | None) -> dict[str, ServedModel]:
     if first is None:
         return {only: ServedModel(only, only)}
     return {only: replace(first, name=only, model=only)}
+
+
+def _of_sglang(models: dict[str, ServedModel], folder: str | None) -> dict[str, ServedModel]:
+    """Return the models with what SGLang's `/v1/models` does not say.
+
+    - The `root` of a base model is the name that it serves. `folder` is where its files are.
+    - An adapter NAME is applied only for `BASE:NAME`. For other names the base model answers.
+    """
+    named = {}
+    for name, served in models.items():
+        if served.adapter is None:
+            named[name] = replace(served, root=folder) if folder and served.root == name else served
+            continue
+        qualified = f"{served.model}:{served.adapter}"
+        named[name] = replace(served, sent_as=qualified)
+        named[qualified] = replace(served, name=qualified)
+    return named
 
 
 def _vllm_cache(metrics: bytes, fields: ReportedFields) -> tuple[int | None, int | None]:

@@ -21,6 +21,7 @@ from http_api.errors import RequestError
 from router.admission.ticket import Ticket
 from router.apis.abilities import needed_abilities, refused_abilities
 from router.apis.endpoints import RESPONSES
+from router.apis.generate import with_adapter
 from router.apis.response_owners import asks_to_store
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
@@ -240,8 +241,17 @@ class Attempts:
             )
 
     def _body_to(self, worker: Worker, body: bytes, pull: PullEndpoint | None) -> bytes:
+        body = self._naming_adapter(worker, body)
         body = body if self.offer is None else self.offer.body_to(worker, body)
         return body if pull is None else pull.body(body)
+
+    def _naming_adapter(self, worker: Worker, body: bytes) -> bytes:
+        """Return the body with the adapter as the worker's engine needs it."""
+        name = self.prompt.name
+        served = worker.served(name) if name is not None else None
+        if served is None or served.adapter is None or served.sent_as is None:
+            return body
+        return with_adapter(self._context.head.path, body, served.adapter, served.sent_as)
 
     def _headers_to(self, assignment: Assignment, pull: PullEndpoint | None = None) -> Headers:
         headers = self._context.headers_for_workers()
@@ -263,8 +273,8 @@ class Attempts:
         assert adapter is not None
         first, second = (WorkerEndpoint.of(each.worker, each.target.dp_rank) for each in (prefill, assignment))
         ids = None if self.offer is None else self.offer.ids_for_pair(adapter, prefill.worker, assignment.worker)
-        requests = adapter.of(head.path, self._body, first, second, ids)
-        requests.prompt_body = prompt_body
+        requests = adapter.of(head.path, self._naming_adapter(assignment.worker, self._body), first, second, ids)
+        requests.prompt_body = self._naming_adapter(prefill.worker, prompt_body)
         requests.pull = prefill.peer_to_name(services.pulls)
         others = self._repeatable and services.selector.has_others(
             self.prompt, [*self._excluded(), assignment.worker, prefill.worker], prefill=True

@@ -261,6 +261,9 @@ class PromptReader:
         name = self._fleet.aliases.get(request.model, request.model)
         if name != request.model:  # of a question about a request, which is not sent
             request = replace(request, model=name)
+        if request.adapter is not None and self._fleet.model_of(qualified := f"{name}:{request.adapter}") is not None:
+            name = qualified
+            request = replace(request, model=name)
         model = self._fleet.model_of(name)
         if model is None and not self._fleet.awaits(name):
             if not self._forwards_unknown:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from router_under_test import QUICK, Reply, RouterUnderTest, router, until
+from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
@@ -107,3 +109,83 @@ async def test_adapter_needs_model_in_fleet_of_several_models() -> None:
         assert (await load(routed)).error["param"] == "model"
         reply = await load(routed, model="b")
         assert [each["worker"] for each in reply.json()["workers"]] == [second]
+
+
+# Adapters of SGLang, which applies them for `BASE:NAME` and `lora_path` only
+
+SGLANG_MODELS = {
+    "data": [{"id": "tiny", "root": "tiny", "parent": None}, {"id": "one", "root": "/adapters/one", "parent": "tiny"}]
+}
+
+
+@pytest.fixture
+async def sglang() -> AsyncIterator[ScriptedWorker]:
+    async def script(exchange: Exchange) -> None:
+        answers = {"/v1/models": SGLANG_MODELS, "/server_info": {"page_size": 16, "kv_events": None}}
+        if exchange.target in answers:
+            await exchange.answer(json.dumps(answers[exchange.target]).encode())
+        else:
+            await exchange.answer(status="200 OK" if exchange.method == "POST" else "404 Not Found")
+
+    async with scripted_worker(script) as worker:
+        worker.answers_discovery = False
+        yield worker
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "received"),
+    [
+        ("/v1/completions", {"model": "one", "prompt": "x"}, {"model": "tiny:one", "prompt": "x"}),
+        ("/v1/completions", {"model": "tiny:one", "prompt": "x"}, {"model": "tiny:one", "prompt": "x"}),
+        ("/v1/completions", {"model": "tiny", "prompt": "x"}, {"model": "tiny", "prompt": "x"}),
+        ("/v1/chat/completions", {"model": "one", "messages": MESSAGES}, {"model": "tiny:one", "messages": MESSAGES}),
+        (
+            "/v1/completions",
+            {"model": "tiny", "lora_path": "one", "prompt": "x"},
+            {"model": "tiny", "lora_path": "one", "prompt": "x"},
+        ),
+        ("/v1/embeddings", {"model": "one", "input": "x"}, {"model": "tiny:one", "input": "x"}),
+        ("/generate", {"text": "x", "model": "one"}, {"text": "x", "model": "one", "lora_path": "one"}),
+        ("/generate", {"text": "x", "lora_path": "one"}, {"text": "x", "lora_path": "one"}),
+    ],
+)
+async def test_adapter_reaches_sglang_by_the_name_that_applies_it(
+    sglang: ScriptedWorker, path: str, sent: dict[str, Any], received: dict[str, Any]
+) -> None:
+    async with router(sglang.url) as routed:
+        assert (await routed.call(path, sent)).status == 200
+        assert json.loads(sglang.last.body) == received
+
+
+@pytest.mark.parametrize(
+    ("body", "adapter"),
+    [
+        ({"model": "one"}, "one"),
+        ({"model": "tiny:one"}, "one"),
+        ({"model": "tiny", "lora_path": "one"}, "one"),
+        ({"model": "tiny", "lora_path": ["one"]}, "one"),
+        ({"model": "tiny:one", "lora_path": "two"}, "one"),
+        ({"model": "tiny", "lora_path": "two"}, None),
+        ({"model": "tiny", "lora_path": ""}, None),
+        ({"model": "tiny"}, None),
+    ],
+)
+async def test_prefixes_of_an_adapter_of_sglang_are_its_own(
+    sglang: ScriptedWorker, body: dict[str, Any], adapter: str | None
+) -> None:
+    async with router(sglang.url) as routed:
+        for model in ("tiny", "one"):
+            prompt = [ord(model[0])] * 400
+            assert (await routed.call("/v1/completions", {"model": model, "prompt": prompt})).status == 200
+        overlaps = [
+            (await routed.call("/v1/completions", body | {"prompt": [ord(letter)] * 400})).overlap for letter in "to"
+        ]
+        assert [overlap > 0 for overlap in overlaps] == [adapter is None, adapter == "one"]
+
+
+async def test_adapter_that_sglang_does_not_list_is_unknown(sglang: ScriptedWorker) -> None:
+    async with router(sglang.url) as routed:
+        assert (await routed.call("/v1/completions", {"model": "tiny:two", "prompt": "x"})).status == 404

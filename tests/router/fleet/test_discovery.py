@@ -137,6 +137,29 @@ async def test_model_with_parent_is_an_adapter() -> None:
     assert description.base_models() == [ServedModel("m", "m", None, "/models/m")]
 
 
+async def test_adapter_of_sglang_has_the_name_that_applies_it() -> None:
+    cards = [
+        {"id": "tiny", "root": "tiny", "parent": None, "max_model_len": 4096},
+        {"id": "one", "root": "/adapters/one", "parent": "tiny", "max_model_len": None},
+    ]
+    description = await describe(SGLANG | {"/v1/models": {"data": cards}})
+    one = ServedModel("one", "tiny", "one", "/adapters/one", 4096, sent_as="tiny:one")
+    assert description.models == {
+        "tiny": ServedModel("tiny", "tiny", None, "tiny", 4096),
+        "one": one,
+        "tiny:one": ServedModel("tiny:one", "tiny", "one", "/adapters/one", 4096),
+    }
+    assert description.base_models() == [description.models["tiny"]]
+
+
+async def test_files_of_a_served_name_are_where_sglang_reports_them() -> None:
+    info = SGLANG["/server_info"] | {"tokenizer_path": "/models/tiny"}
+    card = {"id": "tiny", "root": "tiny"}
+    described = await describe({"/v1/models": {"data": [card]}, "/server_info": info})
+    assert described.models["tiny"].root == "/models/tiny"
+    assert (await describe(SGLANG | {"/server_info": info})).models["m"].root == "/models/m"  # named already
+
+
 async def test_names_with_the_same_root_are_one_model() -> None:
     cards = [
         {"id": "m", "root": "/models/m"},
