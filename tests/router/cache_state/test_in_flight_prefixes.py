@@ -92,6 +92,7 @@ def test_empty_targets_are_dropped(holdings: InFlightPrefixes, clock: Clock) -> 
         ended = holdings.hold(Target(f"http://{number}", 0, "m"), known)
         clock.now += LINGER
         ended()
+    clock.now += LINGER
     assert len(holdings._targets) <= 1024
     assert holdings.overlaps(known) == {HERE: len(PROMPT)}
     kept()
