@@ -37,8 +37,8 @@ _ROOMS = tuple(f"{_ROOT}/{room}/" for room in ("indexer", "kvevents", "router"))
 _WARM_UP = 50
 _REQUESTS = 60
 _PAUSE = 0.06  # seconds after which the next chat is sampled
-# The file of the live page's sample: a path through it is a sampled request's.
-_SAMPLE = "router/observability/seen_requests.py"
+# The call that keeps a request for the live page.
+_SAMPLE = "router/routing/assignment.py", "Samples.keep"
 _MODEL = "simulated"
 
 Step = tuple[str, str]
@@ -117,7 +117,7 @@ async def _paths(address: str, numbers: Iterator[int], stream: bool = False) -> 
 
 
 def _is_sampled(path: list[Step]) -> bool:
-    return any(file == _SAMPLE for file, _ in path)
+    return _SAMPLE in path
 
 
 async def _measure(worker: str) -> dict[str, list[list[Step]]]:

@@ -94,7 +94,7 @@ async def running_services(
         sharing = build_sharing(settings, load, worker_processes)
         sampled = SampledTraffic(indexer.names, StoredPrompts(indexer))
         state = build_state(settings, fleet, indexer, load, sharing, cache_state)
-        routing = build_routing(settings, state, fleet, indexer, tokenizers, sampled, session=session)
+        routing = build_routing(settings, state, fleet, indexer, tokenizers, sampled.kept, session=session)
         late_binding = state.policy.spec.late_binding
         admission = Admission(routing.selector, routing.placement, settings.admission, late_binding)
         observability = build_observability(settings, fleet, indexer, tokenizers, source, routing, admission, sampled)

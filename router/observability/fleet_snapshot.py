@@ -191,8 +191,7 @@ class FleetSnapshot:
         self._about = about
         self._findings = findings
         self._predictions = predictions
-        self._requests = sampled.requests
-        self._prefixes = sampled.prefixes
+        self._sampled = sampled
         self._viewers = 0
         self._wanted = asyncio.Event()  # set when a viewer connects
         self._looked = asyncio.Condition()
@@ -205,6 +204,7 @@ class FleetSnapshot:
         try:
             while True:
                 self._series.sample()
+                self._sampled.read()
                 self._on_look()
                 if self._viewers:
                     await self._look()
@@ -242,7 +242,7 @@ class FleetSnapshot:
                     while self._looks <= looks and not self._ended:
                         await self._looked.wait()
                 looks = self._looks
-                requests, points = self._requests.since(change), self._series.since(since)
+                requests, points = self._sampled.requests.since(change), self._series.since(since)
                 change = max([change, *(seen.changed for seen in requests)])
                 since = points[-1]["time"] if points else since
                 update = {
@@ -258,7 +258,7 @@ class FleetSnapshot:
                 sent = dict(self._rows)
                 if time.monotonic() - seldom_at >= _SELDOM_SECONDS:
                     seldom_at = time.monotonic()
-                    update["prefixes"] = self._prefixes.tree()
+                    update["prefixes"] = self._sampled.prefixes.tree()
                     update["findings"] = self._findings()
                     update["forecasts"] = self._predictions()
                     update["roles"] = [asdict(each) for each in role_loads(self._fleet.workers, self._load)]

@@ -16,11 +16,10 @@ from itertools import count
 from typing import Any
 
 from indexer.targets import WorkerNames
-from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.cache_state.stored_prompts import StoredPrompts
 from router.policies import Candidate, Decision
-from router.routing.assignment import Assignment
+from router.routing.assignment import Assignment, Sample, Samples
 from router.routing.prompt_reader import RoutedPrompt
 
 HALF_LIFE = 300.0  # seconds
@@ -138,82 +137,67 @@ def _node(prefix: _Prefix, total: float, least: float) -> dict[str, Any]:
     }
 
 
-PER_SECOND = 20
 KEPT = 256
 
 
 @dataclass(slots=True, eq=False)
 class SeenRequest:
-    """One sampled request. `changed` is the number of its last change; times are in seconds of `clock`."""
+    """One sampled request. `changed`: the number of its last change."""
 
     number: int
     model: str
     tokens: int
     decision: dict[str, Any]
-    placed_at: float
     unix_time: float
-    clock: Callable[[], float]
-    changes: count[int]
-    changed: int = 0
-    first_byte_ms: float | None = None
-    whole_ms: float | None = None
-    usage: Usage | None = None
+    sample: Sample
+    changed: int
+    _seen: tuple[float | None, float | None] = (None, None)
 
-    def first_byte(self) -> None:
-        """Record the first byte of the response."""
-        if self.first_byte_ms is None:
-            self.first_byte_ms = self._passed()
-            self.changed = next(self.changes)
-
-    def answered(self, usage: Usage | None) -> None:
-        """Record the usage of a complete response."""
-        self.usage = usage
-
-    def ended(self, failed: bool = False) -> None:  # noqa: ARG002 - a `ReleaseCallback`
-        """Record the end of the request, whatever its outcome."""
-        self.whole_ms = self._passed()
-        self.changed = next(self.changes)
+    def has_changed(self) -> bool:
+        """Return whether its first byte or its end was recorded since the last call."""
+        before, self._seen = self._seen, (self.sample.first_byte_at, self.sample.ended_at)
+        return self._seen != before
 
     def as_json(self) -> dict[str, Any]:
         """Return the request's record."""
+        usage = self.sample.usage
         return {
             "number": self.number,
             "time": self.unix_time,
             "model": self.model,
             "tokens": self.tokens,
             **self.decision,
-            "first_byte_ms": self.first_byte_ms,
-            "whole_ms": self.whole_ms,
-            "cached": self.usage.cached if self.usage else None,
-            "completion": self.usage.completion if self.usage else None,
+            "first_byte_ms": self._passed(self.sample.first_byte_at),
+            "whole_ms": self._passed(self.sample.ended_at),
+            "cached": usage.cached if usage else None,
+            "completion": usage.completion if usage else None,
         }
 
-    def _passed(self) -> float:
-        return round((self.clock() - self.placed_at) * 1000, 1)
+    def _passed(self, at: float | None) -> float | None:
+        return None if at is None else round((at - self.sample.placed_at) * 1000, 1)
 
 
-@dataclass(slots=True)
 class SeenRequests:
-    """The last `KEPT` sampled requests, at most `PER_SECOND` per second; `names` has the names of workers."""
+    """The last `KEPT` sampled requests; `names` has the names of workers."""
 
-    clock: Callable[[], float] = time.monotonic
-    names: WorkerNames = field(default_factory=WorkerNames)
-    _seen: deque[SeenRequest] = field(default_factory=lambda: deque(maxlen=KEPT))
-    _changes: count[int] = field(default_factory=lambda: count(1))
-    _numbers: count[int] = field(default_factory=lambda: count(1))
-    due: float = 0.0  # requests before this time are not sampled
+    def __init__(self, clock: Callable[[], float] = time.monotonic, names: WorkerNames | None = None) -> None:
+        self._clock = clock
+        self._names = names or WorkerNames()
+        self._seen: deque[SeenRequest] = deque(maxlen=KEPT)
+        self._changes = count(1)
+        self._numbers = count(1)
 
-    def placed(self, model: str | None, tokens: int, decision: Decision) -> SeenRequest | None:
-        """Return the record of a placed request; None if it is not sampled."""
-        now = self.clock()
-        if now < self.due:
-            return None
-        self.due = now + 1 / PER_SECOND
-        costs = _costs_of(decision, self.names)
-        seen = SeenRequest(next(self._numbers), model or "", tokens, costs, now, time.time(), self.clock, self._changes)
-        seen.changed = next(self._changes)
-        self._seen.append(seen)
-        return seen
+    def add(self, model: str | None, tokens: int, decision: Decision, sample: Sample) -> None:
+        """Add the record of a sampled request."""
+        placed_at, costs = time.time() - (self._clock() - sample.placed_at), _costs_of(decision, self._names)
+        number, change = next(self._numbers), next(self._changes)
+        self._seen.append(SeenRequest(number, model or "", tokens, costs, placed_at, sample, change))
+
+    def look(self) -> None:
+        """Look which answers began or ended since the last call."""
+        for seen in self._seen:
+            if seen.has_changed():
+                seen.changed = next(self._changes)
 
     def since(self, change: int) -> list[SeenRequest]:
         """Return the requests that changed after a change number, the oldest first."""
@@ -221,38 +205,44 @@ class SeenRequests:
 
 
 class SampledTraffic:
-    """A sample of the placed requests, and the prefixes that they share: a `RequestSampler`."""
+    """A sample of the placed requests, and the prefixes that they share.
+
+    - `kept`: what the placement of requests samples. `read` reads it about once a second, off the path of requests.
+    """
 
     def __init__(self, names: WorkerNames, stored: StoredPrompts | None = None) -> None:
         """Create an empty sample. `stored`: checks that workers store the sampled prompts."""
+        self.kept = Samples()
         self.requests = SeenRequests(names=names)
         self.prefixes = HotPrefixes(names=names)
         self.stored = stored
 
-    @property
-    def due(self) -> float:
-        """The time from which the next placed request is sampled, in seconds of `time.monotonic`."""
-        return self.requests.due
+    def read(self) -> None:
+        """Record the requests that were sampled since the last call, and the answers of earlier ones."""
+        for sample in self.kept.take():
+            if sample.placed is not None:
+                self._read(sample, *sample.placed)
+                sample.placed = None
+        self.requests.look()
 
-    def placed(self, prompt: RoutedPrompt, assignment: Assignment) -> SeenRequest | None:
-        """Return the record of a request that was just placed; None if it is not sampled."""
-        seen = self.requests.placed(prompt.name, prompt.tokens, assignment.decision)
-        if seen is not None:
-            assignment.when_released(seen.ended)
-            hashes = assignment.cache_prediction.hashes if assignment.cache_prediction else []
-            if hashes and hashes[0]:
-                self.prefixes.seen(hashes[0], [each for each in assignment.decision.candidates if each.overlap])
-            if self.stored is not None and prompt.exact and not prompt.by_text and len(prompt.token_ids) == 1:
-                self._check_later(self.stored, prompt, assignment.prefill or assignment)
-        return seen
+    def _read(self, sample: Sample, prompt: RoutedPrompt, assignment: Assignment) -> None:
+        self.requests.add(prompt.name, prompt.tokens, assignment.decision, sample)
+        hashes = assignment.cache_prediction.hashes if assignment.cache_prediction else []
+        if hashes and hashes[0]:
+            self.prefixes.seen(hashes[0], [each for each in assignment.decision.candidates if each.overlap])
+        if self.stored is not None and prompt.exact and not prompt.by_text and len(prompt.token_ids) == 1:
+            self._check_later(self.stored, sample, prompt, assignment)
 
-    def _check_later(self, stored: StoredPrompts, prompt: RoutedPrompt, assignment: Assignment) -> None:
+    def _check_later(self, stored: StoredPrompts, sample: Sample, prompt: RoutedPrompt, whole: Assignment) -> None:
         """Look up a prompt after its answer, on the worker that computes it."""
-        served, target = assignment.selection.rank.served, assignment.target
+        computes = whole.prefill or whole
+        served, target = computes.selection.rank.served, computes.target
         if served.replacement is None:
             sent = stored.sent(target, served.model, prompt.token_ids[0], served.adapter, prompt.cache_salt)
-            if sent is not None:
-                assignment.when_released(sent)
+            if sent is not None and sample.ended_at is not None:
+                sent(sample.failed)
+            elif sent is not None:
+                computes.when_released(sent)
 
 
 def _costs_of(decision: Decision, names: WorkerNames) -> dict[str, Any]:

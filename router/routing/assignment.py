@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final
 
 from indexer import Target
 from indexer.targets import WorkerNames
@@ -26,6 +28,8 @@ from router.routing.pulls import PullEndpoint, Pulls
 from router.routing.ranks import RoutableRank
 
 NO_HASHES: list[array[int]] = []
+SAMPLES_PER_SECOND: Final = 20
+MOST_SAMPLES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,24 +105,57 @@ class Selection:
         return self.rank.worker
 
 
-class RequestSampler(Protocol):
-    """A sampler of placed requests. `due`: the routing clock's time from which the next one is sampled."""
+class Sample:
+    """A placed request that is kept for the live page, with the times of its answer.
 
-    @property
-    def due(self) -> float: ...
+    - `placed`: its prompt and its assignment; None once they were read.
+    - `placed_at`, `first_byte_at`, `ended_at`: in seconds of the routing clock; None: not yet.
+    - `failed`: its worker did not compute the prompt.
+    - `usage`: the token counts of its complete answer.
+    """
 
-    def placed(self, prompt: RoutedPrompt, assignment: Assignment) -> SampledRequest | None:
-        """Return the sample of a request that was just placed; None if it is not sampled."""
+    def __init__(self, prompt: RoutedPrompt, assignment: Assignment, now: float, clock: Callable[[], float]) -> None:
+        self.placed: tuple[RoutedPrompt, Assignment] | None = (prompt, assignment)
+        self.placed_at = now
+        self.first_byte_at: float | None = None
+        self.ended_at: float | None = None
+        self.failed = False
+        self.usage: Usage | None = None
+        self._clock = clock
+
+    def first_byte(self, now: float | None) -> None:
+        """Record the first byte of the answer. Only the first call counts."""
+        if self.first_byte_at is None:
+            self.first_byte_at = self._clock() if now is None else now
+
+    def ended(self, failed: bool, now: float | None) -> None:
+        """Record the end of the request, whatever its outcome. Only the first call counts."""
+        if self.ended_at is None:
+            self.ended_at, self.failed = self._clock() if now is None else now, failed
 
 
-class SampledRequest(Protocol):
-    """The sample of one request, updated until the request ends."""
+class Samples:
+    """The samples that were not read yet: at most `SAMPLES_PER_SECOND` of a second, and the last `MOST_SAMPLES`.
 
-    def first_byte(self) -> None:
-        """Record the first byte of its answer."""
+    - `due`: requests before this time are not sampled.
+    """
 
-    def answered(self, usage: Usage | None) -> None:
-        """Record the end of its answer."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.due = 0.0
+        self._clock = clock
+        self._kept: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+
+    def keep(self, prompt: RoutedPrompt, assignment: Assignment, now: float) -> None:
+        """Keep a request that was placed at `now`."""
+        self.due = now + 1 / SAMPLES_PER_SECOND
+        assignment.sample = Sample(prompt, assignment, now, self._clock)
+        self._kept.append(assignment.sample)
+
+    def take(self) -> list[Sample]:
+        """Return the samples since the last call."""
+        kept = list(self._kept)
+        self._kept.clear()
+        return kept
 
 
 class Assignment:
@@ -137,7 +174,7 @@ class Assignment:
         self.attempt = attempt
         self.cache_prediction: CachePrediction | None = None  # where its prompts are known
         self.timing: RequestTiming | None = None
-        self.sample: SampledRequest | None = None
+        self.sample: Sample | None = None
         self.watched: WatchedAnswer | None = None  # where it is compared with what was predicted
         self.prefill: Assignment | None = None  # where the prompt is computed, if that is another worker
         self.transfer: WatchedTransfer | None = None  # from there
@@ -185,8 +222,8 @@ class Assignment:
             self.timing.first_byte()
         if self.watched is not None:
             self.watched.first_token(now)
-        if self.sample:
-            self.sample.first_byte()
+        if self.sample is not None:
+            self.sample.first_byte(now)
 
     def prefilled(self) -> None:
         """Await the first byte from now on, because another worker has computed the prompt."""
@@ -213,6 +250,8 @@ class Assignment:
             self.release_load()
         if not self.attempt.ended:
             self.attempt.end(Outcome.NEITHER, now=now)
+        if self.sample is not None:
+            self.sample.ended(self.attempt.failed, now)
         callbacks = self._callbacks
         if callbacks is not None:
             self._callbacks = None

@@ -16,7 +16,7 @@ from router.load.target_load import LoadTable
 from router.policies import policy_named
 from router.policies.rates import Rates
 from router.prediction.learned import Learned
-from router.routing.assignment import RequestSampler
+from router.routing.assignment import Samples
 from router.routing.encoders import Encoders
 from router.routing.placement import Placement
 from router.routing.pool_verifier import PoolVerifier
@@ -96,7 +96,7 @@ def build_routing(
     fleet: Fleet,
     indexer: Indexer,
     tokenizers: Tokenizers,
-    sampler: RequestSampler | None = None,
+    samples: Samples | None = None,
     random: Random | None = None,
     session: aiohttp.ClientSession | None = None,
 ) -> Routing:
@@ -107,4 +107,4 @@ def build_routing(
     verifier = PoolVerifier(indexer, session) if session is not None and masters else None
     reader = PromptReader(state, fleet, indexer, tokenizers, settings.proxy.forward_unknown_models, verifier)
     encoders = Encoders(fleet, state.load, state.sharing.peer_load, settings.encoding.per_encoder, random, state.clock)
-    return Routing(state, reader, selector, Placement(state, selector, sampler), encoders)
+    return Routing(state, reader, selector, Placement(state, selector, samples), encoders)

@@ -19,7 +19,7 @@ from router.fleet.worker import Worker
 from router.load.target_load import Reservation
 from router.policies.rates import prefill_seconds
 from router.prediction.learned import RequestTiming
-from router.routing.assignment import Assignment, RequestSampler, Selection
+from router.routing.assignment import Assignment, Samples, Selection
 from router.routing.prompt_reader import RoutedPrompt
 from router.routing.pulls import PullResult, Pulls
 from router.routing.selector import Selector
@@ -31,11 +31,10 @@ log = structlog.get_logger()
 class Placement:
     """Reserves load for selections, records prompts in flight, and learns from answers."""
 
-    def __init__(self, state: RoutingState, selector: Selector, sampler: RequestSampler | None = None) -> None:
+    def __init__(self, state: RoutingState, selector: Selector, samples: Samples | None = None) -> None:
         self._state = state
         self._selector = selector
-        self._sampler = sampler
-        self._sample_from = 0.0
+        self._samples = samples
         self._clock = state.clock
         self._indexer = state.indexer
         self._in_flight_prefixes = state.in_flight_prefixes
@@ -144,9 +143,8 @@ class Placement:
         self._record_prompts(prompt, assignment, now, whole=prefill is None)
         if prompt.hints is not None and prompt.session is not None:
             self._record_session(prompt, prompt.hints, prompt.session, assignment)
-        if now >= self._sample_from and self._sampler is not None:
-            assignment.sample = self._sampler.placed(prompt, assignment)
-            self._sample_from = self._sampler.due
+        if self._samples is not None and now >= self._samples.due:
+            self._samples.keep(prompt, assignment, now)
 
     def _record_session(self, prompt: RoutedPrompt, hints: AgentHints, session: str, assignment: Assignment) -> None:
         """Keep the location of a session that continues, and drop that of a session that ends."""
@@ -221,8 +219,8 @@ class Placement:
         """Learn from a complete answer, with the token counts that the worker reported, if it did."""
         if assignment.cache_prediction is not None:
             self._audit.answered(assignment.cache_prediction, usage)
-        if assignment.sample:
-            assignment.sample.answered(usage)
+        if assignment.sample is not None:
+            assignment.sample.usage = usage
         if assignment.watched is not None:
             assignment.watched.ended(usage.completion if usage else 0)
         if usage is not None:

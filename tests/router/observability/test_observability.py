@@ -14,9 +14,12 @@ from manual_clock import Clock
 from prometheus_client import CollectorRegistry, generate_latest
 
 from indexer import Target
+from indexer.hashing import PackedPrompt
+from indexer.targets import WorkerNames
 from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, prompt_hashes
-from router.load.target_load import LoadTable, Reservation
+from router.fleet.worker import Worker
+from router.load.target_load import LoadTable, Reservation, TargetLoad
 from router.observability.counters import Counter, Histogram
 from router.observability.fleet_snapshot import joined_points, percentile
 from router.observability.metrics import MOST_MODELS, OTHER_MODELS, RequestMetrics
@@ -25,13 +28,15 @@ from router.observability.seen_requests import (
     HALF_LIFE,
     KEPT,
     MAX_PREFIXES,
-    PER_SECOND,
     HotPrefixes,
-    SeenRequests,
+    SampledTraffic,
     lengths,
 )
 from router.policies import Candidate, Decision, Request, policy_named
-from router.settings import PolicySettings, Role
+from router.routing.assignment import SAMPLES_PER_SECOND, Assignment, Samples, Selection
+from router.routing.prompt_reader import RoutedPrompt
+from router.routing.ranks import RoutableRank, ServedModel
+from router.settings import PolicySettings, Role, WorkerSettings
 from simulator.fleet.workers import SimulatedWorkers
 
 
@@ -40,38 +45,72 @@ def decided() -> Decision:
     return policy_named(PolicySettings(), Random(1)).choose(candidates, Request(100))
 
 
+PROMPT = RoutedPrompt("m", 100, [PackedPrompt.of(range(100))], [PackedPrompt.of(range(100))])
+RANK = RoutableRank(
+    Worker(WorkerSettings.model_validate({"url": "http://w2"})),
+    ServedModel("m", None),
+    Target("http://w2", 0, "m"),
+    TargetLoad(),
+    False,
+)
+
+
+def place(samples: Samples, now: float) -> Assignment:
+    """Place a request and sample it, if it is due."""
+    attempt = RANK.worker.health.begin(0, 0, True, one_of_many=False, now=now)
+    reservation = Reservation(RANK.load, 1, 100, now=now)
+    assignment = Assignment(Selection(decided(), RANK), reservation, attempt)
+    if now >= samples.due:
+        samples.keep(PROMPT, assignment, now)
+    return assignment
+
+
 def test_sampled_request_records_its_outcome() -> None:
-    clock = Clock(0.0)
-    requests = SeenRequests(clock)
-    seen = requests.placed("m", 100, decided())
-    (first,) = requests.since(0)
-    clock.now = 0.25
-    seen.first_byte()
-    assert requests.since(first.changed - 1) == [seen]
+    traffic = SampledTraffic(WorkerNames())
+    requests, placed = traffic.requests, place(traffic.kept, 0.0)
+    assert requests.since(0) == []  # nothing is computed on the path of a request
+    traffic.read()
+    (seen,) = requests.since(0)
     before = seen.changed
-    clock.now = 1.0
-    seen.answered(Usage(100, 7, 32))
-    seen.ended()
+    placed.first_byte(0.25)
+    traffic.read()
+    assert requests.since(before) == [seen]
+    before = seen.changed
+    assert placed.sample is not None
+    placed.sample.usage = Usage(100, 7, 32)
+    placed.release(1.0)
+    traffic.read()
     assert requests.since(before) == [seen]
     told = seen.as_json()
     assert (told["worker"], told["overlap"], told["best_overlap"], told["candidates"]) == ("http://w2", 32, 32, 3)
     assert (told["first_byte_ms"], told["whole_ms"], told["cached"], told["completion"]) == (250, 1000, 32, 7)
     assert told["terms"]
+    traffic.read()
     assert requests.since(seen.changed) == []
 
 
+def test_request_that_ended_before_it_was_read_is_shown_whole() -> None:
+    traffic = SampledTraffic(WorkerNames())
+    placed = place(traffic.kept, 0.0)
+    placed.first_byte(0.5)
+    placed.release(0.75)
+    traffic.read()
+    (seen,) = traffic.requests.since(0)
+    told = seen.as_json()
+    assert (told["first_byte_ms"], told["whole_ms"], seen.sample.placed) == (500, 750, None)
+
+
 def test_sample_is_limited_in_rate_and_size() -> None:
-    clock = Clock(0.0)
-    requests = SeenRequests(clock)
-    looked_at = 0
-    for tick in range(4000):
-        clock.now = tick / 400
-        looked_at += requests.placed("m", 1, decided()) is not None
-    assert 9 * PER_SECOND <= looked_at <= 10 * PER_SECOND + 1
+    traffic = SampledTraffic(WorkerNames())
+    sampled = [place(traffic.kept, tick / 400).sample is not None for tick in range(4000)]
+    assert 9 * SAMPLES_PER_SECOND <= sum(sampled) <= 10 * SAMPLES_PER_SECOND + 1
+    traffic.read()
     for tick in range(KEPT + 10):
-        clock.now = 100.0 + tick
-        requests.placed("m", 1, decided())
-    assert len(requests.since(0)) == KEPT
+        place(traffic.kept, 100.0 + tick)
+        if tick % 100 == 0:
+            traffic.read()
+    traffic.read()
+    assert len(traffic.requests.since(0)) == KEPT
 
 
 def test_percentiles_lie_between_the_bounds() -> None:
