@@ -214,6 +214,10 @@ class PackedPrompt:
             _extend(hashes, seed, self.tokens, block_size, end)
         return hashes
 
+    def all_hashes(self, seed: int, block_size: int) -> array[int]:
+        """Return the prefix hashes of all full blocks, which begin with the hash `seed`."""
+        return self.hashes(seed, block_size, len(self) // block_size)
+
     def keyed_blocks(self, block_size: int) -> int:
         """Return the number of blocks up to the last one with media tokens."""
         return -(-self.media[-1].end // block_size) if self.media else 0

@@ -38,6 +38,7 @@ _CONNECTING: Final = StreamState.CONNECTING
 _LIVE: Final = StreamState.LIVE
 _LOST: Final = StreamState.LOST
 _EVENTS: Final = Basis.EVENTS
+_SENT_PREFIXES: Final = Basis.SENT_PREFIXES
 
 
 # This number of answers is enough to judge by, if their excess is this factor above the tolerance.
@@ -107,17 +108,13 @@ class HitAudit:
         self.not_loading.discard(target)
         self.draft_blocks.forget(target)
 
-    def events_complete(self, target: Target) -> bool:
-        """Return whether all available events of a target were applied."""
-        stream = self._stream(target)
-        return stream is not None and (stream.state is _LIVE or stream.state is _LOST)
-
     def answered(self, cache_prediction: CachePrediction, usage: Usage | None) -> None:
         """Compare an answer with its prediction. `usage`: its token counts; None if the worker reports none."""
         if cache_prediction.comparable and usage is not None:
             self._compare(cache_prediction, usage)
         if self.basis(cache_prediction.target) is _EVENTS:
-            self._sent_prefixes.forget(cache_prediction.target)
+            if self._sent_prefixes.sent:
+                self._sent_prefixes.forget(cache_prediction.target)
             return
         if cache_prediction.comparable and usage is not None and usage.prompt and not cache_prediction.windowed:
             self._learn_retention(cache_prediction, usage)
@@ -131,11 +128,15 @@ class HitAudit:
 
     def basis(self, target: Target) -> Basis:
         """Return what a target's cached tokens are predicted from now."""
+        return self.basis_and_completeness(target)[0]
+
+    def basis_and_completeness(self, target: Target) -> tuple[Basis, bool]:
+        """Return the basis of a target, and whether all available events of the target were applied."""
         stream = self._stream(target)
         if stream is None or stream.state is _CONNECTING:
-            return Basis.SENT_PREFIXES
-        audit = self._audits.get(target)
-        return audit.basis if audit is not None else _EVENTS
+            return _SENT_PREFIXES, False
+        audit, complete = self._audits.get(target), stream.state is _LIVE or stream.state is _LOST
+        return (audit.basis if audit is not None else _EVENTS), complete
 
     def retention(self, target: Target) -> Retention | None:
         """Return how much a target keeps, and for how long; None if its answers have not shown it."""

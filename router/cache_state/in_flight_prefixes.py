@@ -25,7 +25,7 @@ def prompt_hashes(
     model: str, adapter: str | None, cache_salt: str | None, token_ids: Sequence[int] | PackedPrompt
 ) -> array[int]:
     """Return a hash for each prefix of whole chunks. Without a secret, these are the index's for equal block sizes."""
-    return chunk_hashes(chunk_root(model, adapter, cache_salt), PackedPrompt.of(token_ids))
+    return PackedPrompt.of(token_ids).all_hashes(chunk_root(model, adapter, cache_salt), CHUNK_TOKENS)
 
 
 def chunk_root(model: str, adapter: str | None, cache_salt: str | None) -> int:
@@ -36,11 +36,6 @@ def chunk_root(model: str, adapter: str | None, cache_salt: str | None) -> int:
 def reusable_hashes(hashes: array[int], tokens: int) -> array[int]:
     """Return the chunk hashes of a prompt that end before its last token, because engines always compute that token."""
     return hashes[: max(tokens - 1, 0) // CHUNK_TOKENS]
-
-
-def chunk_hashes(root: int, prompt: PackedPrompt) -> array[int]:
-    """Return the hashes of a prompt's chunks."""
-    return prompt.hashes(root, CHUNK_TOKENS, len(prompt) // CHUNK_TOKENS)
 
 
 # The seconds for which ended prompts without events are held, and the most prefixes of ended prompts.

@@ -11,16 +11,14 @@ _JOURNAL_LENGTH = 8192
 
 
 class LoadJournal:
-    """The changes of a table's loads, by slot, so that readers of thousands of loads read only the changed ones."""
+    """The changes of a table's loads, by slot, so that readers of thousands of loads read only the changed ones.
+
+    - `end`: the number of all changes so far.
+    """
 
     def __init__(self) -> None:
         self._slots: list[int] = []
-        self._forgotten = 0
-
-    @property
-    def end(self) -> int:
-        """The number of all changes so far."""
-        return self._forgotten + len(self._slots)
+        self.end = 0
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -28,15 +26,14 @@ class LoadJournal:
     def add(self, slot: int) -> None:
         """Add a change of the load in a slot."""
         if len(self._slots) >= _JOURNAL_LENGTH:
-            self._forgotten += len(self._slots)
             self._slots.clear()
         self._slots.append(slot)
+        self.end += 1
 
     def since(self, end: int) -> list[int] | None:
         """Return the slots of the changes after the first `end` changes; None if some of them are forgotten."""
-        if end < self._forgotten:
-            return None
-        return self._slots[end - self._forgotten :] if end - self._forgotten < len(self._slots) else []
+        first = len(self._slots) - (self.end - end)
+        return None if first < 0 else self._slots[first:]
 
 
 @dataclass(slots=True)

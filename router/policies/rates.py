@@ -283,6 +283,10 @@ class RateTable:
             return learner.decoding_with(self._leading.get(model, learner).rates)
         return learner.rates
 
+    def prefill_seconds(self, worker: str, model: str, tokens: int, cached: int, requests: int, context: int) -> float:
+        """Return the duration of a prompt's prefill, as `prefill_seconds` does, by a worker's likely rates."""
+        return prefill_seconds(self.likely(worker, model), tokens, cached, requests, context)
+
     def prefill_seen(
         self, worker: str, model: str, tokens: int, cached: int, requests: int, context: int, seconds: float, now: float
     ) -> None:

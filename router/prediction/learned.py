@@ -31,7 +31,7 @@ from router.cache_state.sent_prefixes import RecentPrefixes
 from router.cache_state.session_locations import SessionLocations
 from router.load.peer_load import PeerLoad
 from router.load.target_load import Reservation
-from router.policies.rates import Rates, RateTable, prefill_seconds
+from router.policies.rates import Rates, RateTable
 from router.policies.records import Candidate
 from router.prediction.predictions import Predictions
 
@@ -327,8 +327,9 @@ class RequestTiming:
         if alone and not self.peers.of(target.worker, target.dp_rank).waiting:
             seconds = now - self.sent
             if chosen.source is not None:
-                rates = self.learned.rates.likely(target.worker, target.model)
-                computing = prefill_seconds(rates, self.tokens, chosen.reused, chosen.requests, chosen.context)
+                computing = self.learned.rates.prefill_seconds(
+                    target.worker, target.model, self.tokens, chosen.reused, chosen.requests, chosen.context
+                )
                 if not chosen.source.waiting:
                     self.loaded = seconds, computing
                 return

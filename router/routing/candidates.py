@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from random import Random
 
 from indexer import MatchQuery
-from router.cache_state.in_flight_prefixes import chunk_hashes
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.fleet.worker import Worker, choosable, has_turn
 from router.policies import Candidate, Decision, LinearPolicy, Request
 from router.policies.rates import Rates
@@ -27,6 +27,7 @@ from router.settings import PullProtocol
 # Prompts that begin with this many equal chunks count as one session when the client names none.
 _SESSION_CHUNKS = 32
 _NO_ROWS: frozenset[int] = frozenset()
+_NO_SOURCES: dict[int, Candidate] = {}
 
 
 class CandidateSet:
@@ -114,7 +115,7 @@ class CandidateSet:
         """Return a linear policy's selection for a prompt of `tokens` tokens; None if there is no candidate."""
         overlaps, request = self.overlaps, Request(tokens, shared=self.shared)
         records = self.view.records
-        sources = {row: self.with_overlap(row, records[row]) for row in self.sources}
+        sources = {row: self.with_overlap(row, records[row]) for row in self.sources} if self.sources else _NO_SOURCES
         row = policy.cheapest_row(
             self.view.columns, request, overlaps.tokens, overlaps.transfers, self.excluded, sources
         )
@@ -202,7 +203,7 @@ class CandidateFinder:
         for served in targets.served:
             salt = prompt.cache_salt
             root = served.root if salt is None else served.root_of(salt)
-            hashes = found.hashes[served] = [chunk_hashes(root, identity) for identity in prompt.identities]
+            hashes = found.hashes[served] = [identity.all_hashes(root, CHUNK_TOKENS) for identity in prompt.identities]
             if self._needs_rates and (slowest := self._learned.rates.slowest_if_unlike(served.model, now)):
                 found.rates[served] = slowest
             if prompt.reads_cache:

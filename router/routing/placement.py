@@ -17,7 +17,6 @@ from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, reusable_hashes
 from router.cache_state.target_audit import Basis, CachePrediction
 from router.fleet.worker import Worker
 from router.load.target_load import Reservation
-from router.policies.rates import prefill_seconds
 from router.prediction.learned import RequestTiming
 from router.routing.assignment import Assignment, Samples, Selection
 from router.routing.prompt_reader import RoutedPrompt
@@ -89,13 +88,14 @@ class Placement:
         chosen, rank = selection.decision.chosen, selection.rank
         worker, target, load = rank.worker, rank.target, rank.load
         needs_prompts = self._state.needs_prompts
-        uncached = 0
+        uncached, seconds = 0, 0.0
         if computes:
-            uncached = max(prompt.tokens - chosen.reused, 1)
-        seconds = 0.0
-        if needs_prompts and computes:
-            rates = self._learned.rates.likely(worker.url, target.model)
-            seconds = prefill_seconds(rates, prompt.tokens, chosen.reused, chosen.requests, chosen.context)
+            reused, tokens = chosen.reused, prompt.tokens
+            uncached = max(tokens - reused, 1)
+            if needs_prompts:
+                seconds = self._learned.rates.prefill_seconds(
+                    worker.url, target.model, tokens, reused, chosen.requests, chosen.context
+                )
         prediction = selection.prediction
         whole = prompt.streamed and computes and decodes
         if prediction is None and now >= self._predictions.due and whole and needs_prompts:
@@ -181,7 +181,7 @@ class Placement:
         windowed = self._indexer.window(target) is not None
         if windowed:
             hashes = [reusable_hashes(chunks, len(prompt.identities[number])) for number, chunks in enumerate(hashes)]
-        by_events = self._audit.basis(target) is Basis.EVENTS
+        basis, complete = self._audit.basis_and_completeness(target)
         without_events = prompt.by_text or selection.rank.served.replacement is not None
         one_answer = len(prompt.token_ids) == prompt.answers == 1
         pooled = target.worker in self._audit.pooled_workers
@@ -192,7 +192,7 @@ class Placement:
             hashes,
             prompt.tokens,
             chosen.overlap,
-            selection.by_events if not without_events and self._audit.events_complete(target) else None,
+            selection.by_events if complete and not without_events else None,
             one_answer and (prompt.exact or prompt.by_text) and whole,
             selection.rank.worker.capacity_tokens,
             now,
@@ -205,7 +205,9 @@ class Placement:
         )
         for number, chunks in enumerate(hashes):
             # No event reports blocks with media, of texts, or of replaced adapters: these prefixes have to last.
-            lasting = by_events and (without_events or prompt.identities[number] is not prompt.token_ids[number])
+            lasting = basis is Basis.EVENTS and (
+                without_events or prompt.identities[number] is not prompt.token_ids[number]
+            )
             assignment.when_released(self._in_flight_prefixes.hold(target, chunks, lasting=lasting))
             if self._sharing.channels and (on_release := self._sharing.sent(target, chunks)):
                 assignment.when_released(on_release)

@@ -144,9 +144,11 @@ class Selector:
         if selection is None:
             return prefill_seconds(self._learned.rates.start, prompt.tokens, 0, 0, 0)
         best = min(selection.decision.candidates, key=lambda candidate: candidate.work(prompt.tokens))
-        rates = self._learned.rates.likely(best.target.worker, best.target.model)
         load = 0.0 if best.source is None else best.source.load_seconds
-        return load + prefill_seconds(rates, prompt.tokens, best.reused, best.requests, best.context)
+        target, reused = best.target, best.reused
+        return load + self._learned.rates.prefill_seconds(
+            target.worker, target.model, prompt.tokens, reused, best.requests, best.context
+        )
 
     # Late binding
 

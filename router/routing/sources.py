@@ -24,7 +24,7 @@ from random import Random
 from typing import Final, Protocol
 
 from indexer import MatchQuery, PoolHoldings, Target
-from router.policies.rates import BoundedRegression, RateTable, prefill_seconds
+from router.policies.rates import BoundedRegression, RateTable
 from router.policies.records import Source
 from router.routing.ranks import RoutableRank
 
@@ -271,5 +271,7 @@ class SourceFinder:
 
     def _computing_seconds(self, rank: RoutableRank, held: int, tokens: int) -> float:
         """Return the seconds in which a rank would compute `tokens` tokens after those that it holds."""
-        rates = self.computing.likely(rank.target.worker, rank.target.model)
-        return prefill_seconds(rates, held + tokens, held, rank.load.requests, rank.load.context)
+        target, load = rank.target, rank.load
+        return self.computing.prefill_seconds(
+            target.worker, target.model, held + tokens, held, load.requests, load.context
+        )
