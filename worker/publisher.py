@@ -16,7 +16,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
 import zmq
@@ -34,6 +34,8 @@ _AtLeast1 = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """SGLang's publisher configuration; endpoints are those of rank 0.
 
+    - `bind`: whether the stream's socket is bound or connected; `None`: by the endpoint.
+    - `format`: SGLang's name for its own events; `wire_form` has the other dialects.
     - `hwm`: messages buffered for each subscriber.
     - `max_queue_size`: batches that may wait for the publisher's thread.
     - `curve_secret_key_file`: key pair (CURVE) that encrypts both sockets; `None`: no encryption.
@@ -43,14 +45,24 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     publisher: str = "null"
     endpoint: str = "tcp://*:5557"
+    bind: bool | None = None
     replay_endpoint: str | None = None
     buffer_steps: _AtLeast0 = 10_000
     hwm: _AtLeast0 = 100_000
     max_queue_size: _AtLeast1 = 100_000
     topic: str = ""
+    format: Literal["default"] = "default"
     wire_form: WireForm = WireForm.VLLM_MAPS
     curve_secret_key_file: str | None = None
     curve_client_keys: str | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the arguments of a publisher's constructor, beside its rank."""
+        fields = msgspec.structs.asdict(self)
+        del fields["publisher"], fields["format"]
+        if self.bind is None:
+            del fields["bind"]
+        return fields
 
     @classmethod
     def from_json(cls, text: str) -> PublisherConfig:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
-
-import msgspec
+from typing import ClassVar
 
 from worker.publisher import EventPublisher, NullEventPublisher, PublisherConfig
 from worker.zmq_publisher import ZmqEventPublisher
@@ -39,11 +37,11 @@ class EventPublisherFactory:
         """
         if not config:
             return NullEventPublisher(attn_dp_rank)
-        fields: dict[str, Any] = msgspec.structs.asdict(PublisherConfig.from_json(config))
-        name = fields.pop("publisher")
+        given = PublisherConfig.from_json(config)
+        name = given.publisher
         if name != "null" and name not in cls._constructors:
             known = ", ".join(["null", *cls._constructors])
             raise ValueError(f"KV events configuration: unknown publisher {name!r}; known: {known}")
         if name == "null" or attn_tp_rank or attn_cp_rank or pp_rank:
             return NullEventPublisher(attn_dp_rank)
-        return cls._constructors[name](attn_dp_rank=attn_dp_rank, **fields)
+        return cls._constructors[name](attn_dp_rank=attn_dp_rank, **given.fields())

@@ -39,6 +39,7 @@ class PromptFields(SessionFields):
     truncate_prompt_tokens: Any = None
     truncation_side: Any = None
     cache_salt: Any = None
+    extra_key: Any = None
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
 
@@ -92,6 +93,7 @@ class ResponsesFields(SessionFields, rename={"messages": "input"}):
     previous_response_id: Any = None
     conversation: Any = None
     cache_salt: Any = None
+    extra_key: Any = None
     stream: Any = None
     max_output_tokens: Any = None
     priority: Any = None

@@ -121,3 +121,10 @@ def adapter_of(lora_path: object) -> str | None:
 def has_unlike_adapters(lora_path: object) -> bool:
     """Return whether `lora_path` has different adapters for the prompts of a request."""
     return isinstance(lora_path, list) and any(name != lora_path[0] for name in lora_path)
+
+
+def salt_with(cache_salt: str | None, extra_key: object) -> str | None:
+    """Return a salt that also contains SGLang's `extra_key`, which separates prefixes and is in no event."""
+    if not extra_key:
+        return cache_salt
+    return f"{cache_salt or ''}\0{msgspec.json.encode(extra_key).decode()}"

@@ -16,6 +16,7 @@ from router.apis.fields import (
     lenient,
     optional_string,
     read_body,
+    salt_with,
     token_ids,
 )
 from router.apis.json_edit import SpliceError, with_field
@@ -47,6 +48,7 @@ class _GenerateFields(SessionFields):
     max_tokens: Any = None
     n: Any = None
     cache_salt: Any = None
+    extra_key: Any = None
     stream: Any = None
     priority: Any = None
     return_logprob: Any = None
@@ -62,7 +64,8 @@ def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         model=adapter_of(fields.lora_path) or optional_string(fields.model, "model"),
         prompt=None if has_unlike_adapters(fields.lora_path) else _prompt(fields),
         stream=lenient(fields.stream, bool, False),
-        cache_salt=optional_string(fields.cache_salt, "cache_salt"),
+        cache_salt=salt_with(optional_string(fields.cache_salt, "cache_salt"), fields.extra_key),
+        other_prompts=bool(fields.extra_key),
         max_tokens=lenient(max_tokens, int, None),
         n=lenient(sampling.get("n", fields.n), int, 1),
         priority=lenient(fields.priority, int, 0),

@@ -13,6 +13,7 @@ from router.apis.fields import (
     model_name,
     optional_string,
     read_body,
+    salt_with,
     token_ids,
 )
 from router.apis.messages import media_options
@@ -90,14 +91,14 @@ def _request(
         model=model,
         prompt=None if has_unlike_adapters(fields.lora_path) else prompt,
         stream=lenient(fields.stream, bool, False),
-        cache_salt=optional_string(fields.cache_salt, "cache_salt"),
+        cache_salt=salt_with(optional_string(fields.cache_salt, "cache_salt"), fields.extra_key),
         max_tokens=max_tokens,
         n=max(lenient(fields.n, int, 1), lenient(fields.best_of, int, 1)),
         priority=lenient(fields.priority, int, 0),
         session=find_session(headers, fields),
         hints=hints_in_body(fields.nvext),
         reads_cache=fields.prompt_logprobs is None and not echoes_logprobs,
-        other_prompts=bool(fields.prompt_embeds),
+        other_prompts=bool(fields.prompt_embeds or fields.extra_key),
         adapter=adapter_of(fields.lora_path),
     )
 

@@ -131,7 +131,7 @@ ADVICE: Final = {
     "prompts_differ": Advice(
         Severity.WARNING,
         "some prompt shapes differ and the engine cannot be asked: routed by estimate",
-        "Start vLLM with --enable-scale-out, or configure the engine's model files and template.",
+        "Configure the engine's model files and template. vLLM can also be asked, with --enable-scale-out.",
     ),
     "ids_miscounted": Advice(
         Severity.WARNING,

@@ -1,7 +1,7 @@
 """Token ids of prompts from engines: `/v1/…/render`, `/tokenize`, and the ids in an answer.
 
 vLLM renders requests without computing them if it is started with `--enable-scale-out`. Its `/tokenize` supports only
-chats and texts. Older versions and SGLang have only `/tokenize`; SGLang's supports only texts.
+chats and texts. Older versions and SGLang have only `/tokenize`, which supports chats and texts in SGLang too.
 """
 
 from __future__ import annotations

@@ -83,12 +83,14 @@ async def abort_request(body: AbortRequest, request: Request) -> Response:
 
 def _publisher_flag(worker: SimulatedWorker) -> str | None:
     """Return the text of `--kv-events-config`, with the ports that are bound."""
-    config, publisher = worker.settings.kv_events, worker.reporters[0].publisher
+    settings, publisher = worker.settings, worker.reporters[0].publisher
+    config = settings.kv_events
     if config is None:
         return None
-    bound = {}
+    bound: dict[str, Any] = {}
     if isinstance(publisher, ZmqEventPublisher):
         bound = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+        bound["bind"] = not settings.connects
     return msgspec.json.encode(msgspec.structs.asdict(config) | bound).decode()
 
 

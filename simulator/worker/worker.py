@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from simulator.worker.completions import Completions
 from simulator.worker.engine import SimulatedEngine
 from simulator.worker.host_tier import listen
@@ -96,6 +94,4 @@ def _publisher(settings: SimulatedWorkerSettings, rank: int) -> EventPublisher:
     config = settings.kv_events
     if config is None or config.publisher == "null":
         return NullEventPublisher()
-    fields = msgspec.structs.asdict(config)
-    del fields["publisher"]
-    return ZmqEventPublisher(rank, bind=not settings.connects, **fields)
+    return ZmqEventPublisher(rank, **config.fields() | {"bind": not settings.connects})

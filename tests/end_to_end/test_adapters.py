@@ -189,3 +189,12 @@ async def test_prefixes_of_an_adapter_of_sglang_are_its_own(
 async def test_adapter_that_sglang_does_not_list_is_unknown(sglang: ScriptedWorker) -> None:
     async with router(sglang.url) as routed:
         assert (await routed.call("/v1/completions", {"model": "tiny:two", "prompt": "x"})).status == 404
+
+
+async def test_prefixes_of_an_extra_key_are_its_own_and_no_events(sglang: ScriptedWorker) -> None:
+    async with router(sglang.url) as routed:
+        overlaps = []
+        for key in (None, "a", "b", "a", None):
+            body = {"model": "tiny", "prompt": [7] * 400} | ({"extra_key": key} if key else {})
+            overlaps.append((await routed.call("/v1/completions", body)).overlap)
+        assert [overlap > 0 for overlap in overlaps] == [False, False, False, True, True]

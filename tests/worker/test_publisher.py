@@ -417,6 +417,8 @@ def test_only_first_rank_with_equal_blocks_publishes(rank):
         ('{"publisher": "zmq", "hwm": -1}', "hwm"),
         ('{"publisher": "zmq", "max_queue_size": 0}', "max_queue_size"),
         ('{"publisher": "zmq", "endpoint": 5557}', "endpoint"),
+        ('{"publisher": "zmq", "format": "dynamo"}', "format"),
+        ('{"publisher": "zmq", "bind": "yes"}', "bind"),
         ('{"publisher": "zmq", "replay_endpont": "tcp://*:1"}', "replay_endpont"),
         ('{"publisher": "zmq", "endpoint": "5557"}', "endpoint '5557'"),
         ('{"publisher": "zmq", "endpoint": "tcp://*:0", "replay_endpoint": "tcp://host"}', "endpoint 'tcp://host'"),
@@ -439,11 +441,19 @@ def test_custom_publisher_can_be_registered():
     assert isinstance(publisher, Recording)
     assert made[0]["attn_dp_rank"] == 2
     assert made[0]["topic"] == "t"
-    assert set(made[0]) == {"attn_dp_rank", *PublisherConfig.__struct_fields__} - {"publisher"}
+    assert set(made[0]) == {"attn_dp_rank", *PublisherConfig.__struct_fields__} - {"publisher", "bind", "format"}
     with pytest.raises(KeyError, match="recording"):
         EventPublisherFactory.register_publisher("recording", Recording)
     with pytest.raises(KeyError, match="null"):
         EventPublisherFactory.register_publisher("null", Recording)
+
+
+def test_configuration_of_sglang_can_bind_a_concrete_address() -> None:
+    config = {"publisher": "zmq", "endpoint": LOOPBACK, "bind": True, "format": "default"}
+    publisher = EventPublisherFactory.create(json.dumps(config))
+    publisher.shutdown()
+    assert isinstance(publisher, ZmqEventPublisher)
+    assert not publisher.endpoint.endswith(":0")
 
 
 def test_publisher_imports_pyzmq_and_msgspec_only():

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 
 VOCABULARY = 4096
@@ -26,6 +26,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    backend.normalizer = normalizers.NFC()  # transformers 5 has it for this model, whatever its files say
     sources = sorted(Path(os.__file__).parent.glob("*.py"))[:150]
     backend.train_from_iterator(
         (source.read_text(errors="ignore") for source in sources),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -138,6 +138,15 @@ class VllmWorker:
         self._process.stop()
 
 
+class Worker(Protocol):
+    """A worker that a router is given."""
+
+    api_key: str
+
+    @property
+    def url(self) -> str: ...
+
+
 class RouterProcess:
     """`kvrouter serve`, given nothing but the workers' URLs and what a test asks for. A context manager.
 
@@ -148,7 +157,7 @@ class RouterProcess:
 
     def __init__(
         self,
-        workers: list[VllmWorker],
+        workers: Sequence[Worker],
         logs: Path,
         *options: str,
         patience: float | None = None,
