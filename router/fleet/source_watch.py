@@ -9,9 +9,10 @@ Pods that are not ready are workers too: the prober detects when they answer.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from ipaddress import ip_address
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 import structlog
@@ -38,6 +39,7 @@ _FILE_CHECK_INTERVAL = 1.0
 _ROLE_LABEL = "kvrouter.io/role"
 _PULL_HOST = "kvrouter.io/pull-host"
 _PULL_PORT = "kvrouter.io/pull-port"
+_PORT: Final = re.compile("[0-9]{1,5}")
 
 
 class Address(NamedTuple):
@@ -173,7 +175,7 @@ def _pull_address(metadata: dict[str, Any]) -> tuple[str | None, int | None]:
     if host is not None and not PULL_HOST.fullmatch(str(host)):
         log.warning("kubernetes annotation ignored", annotation=_PULL_HOST, pod=metadata.get("name"))
         host = None
-    if port is not None and not (str(port).isascii() and str(port).isdigit() and 0 < int(port) < 65536):
+    if port is not None and not (_PORT.fullmatch(str(port)) and 0 < int(port) < 65536):
         log.warning("kubernetes annotation ignored", annotation=_PULL_PORT, pod=metadata.get("name"))
         port = None
     return host, None if port is None else int(port)

@@ -14,7 +14,7 @@ from http_api.errors import RequestError
 from router.apis.sessions import MAX_LENGTH
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
-from router.http.headers import RANK_HEADER, REQUEST_ID, Headers, given_id
+from router.http.headers import RANK_HEADER, REQUEST_ID, Headers, given_id, whole_number
 from router.routing.prompt_reader import RoutedPrompt
 
 _ROUTING_KEY = b"x-smg-routing-key"
@@ -39,7 +39,8 @@ def follow_client(prompt: RoutedPrompt, headers: Headers, fleet: Fleet) -> Colle
     if target := given.get(_TARGET_WORKER):
         allowed = [_named_worker(fleet, target)]
     if rank := given.get(RANK_HEADER):
-        prompt.dp_rank = int(rank) if rank.isdecimal() else -1
+        number = whole_number(rank.encode("latin-1"))
+        prompt.dp_rank = -1 if number is None else number
         if not any(prompt.dp_rank in worker.ranks() for worker in allowed):
             raise RequestError(
                 f"No worker has the DP rank {rank!r}. GET /workers lists them.", param="x-data-parallel-rank"
@@ -49,8 +50,9 @@ def follow_client(prompt: RoutedPrompt, headers: Headers, fleet: Fleet) -> Colle
 
 def _named_worker(fleet: Fleet, named: str) -> Worker:
     workers = list(fleet.workers)
-    if named.isdecimal() and int(named) < len(workers):
-        return workers[int(named)]
+    place = whole_number(named.encode("latin-1"))
+    if place is not None and place < len(workers):
+        return workers[place]
     worker = fleet.find(named)
     if worker is None:
         raise RequestError(

@@ -10,6 +10,7 @@ from email.utils import parsedate_to_datetime
 from typing import Final
 
 from http_api.errors import RequestError
+from router.http.headers import whole_number
 
 _NOT_FOUND: Final = 404
 _INVALID: Final = 400
@@ -35,9 +36,8 @@ def requested_pause(status: int, retry_after: bytes) -> float:
     """Return the seconds, at most 60, that an overloaded worker asks for by `Retry-After`; 0 without a usable one."""
     if status not in _MAY_ASK_FOR_PAUSE or not retry_after:
         return 0.0
-    try:
-        seconds = float(int(retry_after))
-    except ValueError:
+    seconds: float | None = whole_number(retry_after)
+    if seconds is None:
         try:
             seconds = parsedate_to_datetime(retry_after.decode()).timestamp() - time.time()
         except (ValueError, OverflowError):

@@ -19,6 +19,8 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
+# RFC 9110, 5.6.2: the characters of a header's name.
+TOKEN: Final = b"!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _NOT_FORWARDED: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-kvrouter-explain"}
 # The DP rank that a request is for; vLLM and SGLang read it.
 RANK_HEADER: Final = b"x-data-parallel-rank"
@@ -30,8 +32,13 @@ _NAMING_NOTHING = frozenset((b"keep-alive", b"close"))
 
 def length_of(value: bytes) -> int:
     """Return the bytes that a `content-length` announces: 0 if invalid, the largest number if too long."""
+    return whole_number(value) or 0
+
+
+def whole_number(value: bytes) -> int | None:
+    """Return ASCII digits as a number, the largest one if they are too many; None if they are no digits."""
     if not value.isdigit():
-        return 0
+        return None
     return int(value) if len(value) <= _LONGEST_LENGTH else sys.maxsize
 
 
@@ -49,8 +56,21 @@ def forwarded_lines(headers: Headers) -> bytes:
     return lines_of(end_to_end(headers, _NOT_FORWARDED))
 
 
+def is_token(name: bytes) -> bool:
+    """Return whether bytes are a token of RFC 9110, as names of headers and methods are."""
+    return bool(name) and not name.translate(None, TOKEN)
+
+
 def lines_of(headers: Headers) -> bytes:
-    return b"".join([b"%b: %b\r\n" % header for header in headers])
+    """Return one line of HTTP/1.1 for each header. Raises ValueError if one would not be exactly one line."""
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+    count = len(headers)
+    if lines.count(b"\n") != count or lines.count(b"\r") != count or b"\0" in lines:
+        raise ValueError("a header has a line end or NUL")
+    names = [name for name, _ in headers]
+    if b"" in names or b"".join(names).translate(None, TOKEN):
+        raise ValueError("a header's name is no token")
+    return lines
 
 
 def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:

@@ -19,7 +19,7 @@ from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import CLIENT, SERVER, Protocol, State
 
 from http_api.errors import RequestError
-from router.http.headers import Headers, ResponseHead
+from router.http.headers import LENGTH, Headers, ResponseHead, is_token, length_of, whole_number
 
 _GUID: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 PREFIX: Final = b"sec-websocket-"
@@ -116,7 +116,7 @@ class WebSocketPeer:
             answer.set_result(read)
             if rest:
                 self._loop.call_soon(self.data_received, rest)
-        elif len(rest) >= min(int(read.length or b"0"), _MOST_OF_A_HEAD):
+        elif len(rest) >= min(length_of(read.length), _MOST_OF_A_HEAD):
             self.refusal = rest[:_MOST_OF_A_HEAD]
             answer.set_result(read)
 
@@ -230,11 +230,15 @@ def _response_head(data: bytes) -> ResponseHead:
     if (
         not version.startswith(b"HTTP/1.")
         or not rest[:3].isdigit()
-        or any(b"\n" in line or b"\r" in line for line in lines)
+        or rest[3:4] not in (b"", b" ")
+        or any(b"\n" in line or b"\r" in line or b"\0" in line for line in lines)
     ):
         raise ValueError("its answer to the handshake is not HTTP")
     headers = [(name.lower(), value.strip()) for name, _, value in (line.partition(b":") for line in lines)]
+    if not all(is_token(name) for name, _ in headers):
+        raise ValueError("its answer to the handshake has an invalid header name")
     head = ResponseHead(int(rest[:3]), headers)
-    if head.length and not head.length.isdigit():
-        raise ValueError("the length of its answer to the handshake is not a number")
+    lengths = {value for name, value in headers if name == LENGTH}
+    if len(lengths) > 1 or any(whole_number(length) is None for length in lengths):
+        raise ValueError("the length of its answer to the handshake is not one number")
     return head

@@ -41,8 +41,8 @@ def connection_of(
 
 
 def header_block(headers: Headers) -> bytes:
-    """Encode headers without a dynamic table (RFC 7541, 6.2.2)."""
-    return b"".join([b"\0" + _text(name) + _text(value) for name, value in headers])
+    """Encode headers without a dynamic table (RFC 7541, 6.2.2). Values lose outer spaces (RFC 9113, 8.2.1)."""
+    return b"".join([b"\0" + _text(name) + _text(value.strip(b" \t")) for name, value in headers])
 
 
 def _text(value: bytes) -> bytes:
@@ -208,9 +208,10 @@ def _request_head(headers: RequestHeaders, root: bytes) -> tuple[RequestHead, st
         if hosts - {authority}:
             problem = "Host is not :authority"
         fields = [(b"host", authority), *(each for each in fields if each[0] != b"host")]
+    cookies = [value for name, value in fields if name == b"cookie"]
+    if len(cookies) > 1:  # RFC 9113, 8.2.3
+        fields = [*(each for each in fields if each[0] != b"cookie"), (b"cookie", b"; ".join(cookies))]
     target = without_root(headers.path, root) if root else headers.path
-    if any(set(value) & {0, 10, 13} for _, value in fields):
-        problem = "a header has a line end"
     path, _, query = target.partition(b"?")
     decoded = path.decode("latin-1")
     method = headers.first(b":method").decode("latin-1")

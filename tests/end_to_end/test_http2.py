@@ -327,3 +327,16 @@ async def test_connection_ends_when_the_service_stops(worker: ScriptedWorker) ->
             client = await stack.enter_async_context(connected(routed))
             assert (await client.call(body=BODY)).status == 200
         await until(lambda: client.terminated)
+
+
+async def test_cookies_are_joined_for_the_worker(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
+    async with connected(routed) as client:
+        connection = client._connection
+        stream = connection.get_next_available_stream_id()
+        client.responses[stream] = response = Response()
+        head = [(":method", "POST"), (":scheme", "http"), (":path", PATH), (":authority", client._authority)]
+        connection.send_headers(stream, [*head, ("cookie", "a=1"), ("cookie", "b=2")])
+        connection.send_data(stream, json.dumps(BODY).encode(), end_stream=True)
+        client.flush()
+        await until(lambda: response.status == 200)
+    assert worker.last.header("cookie") == [b"a=1; b=2"]

@@ -342,6 +342,9 @@ class Http2Connection(asyncio.Protocol):
             stream.received = 0
         if flags & frames.PADDED:
             payload = frames.unpadded(flags, payload)
+        if not stream.count(len(payload), bool(ended)):
+            stream.reset(frames.PROTOCOL_ERROR)
+            return
         if payload and stream.handler is not None:
             self._touched(stream)
             stream.handler.data(payload)
@@ -408,6 +411,8 @@ class Http2Connection(asyncio.Protocol):
                 raise Http2Error(frames.PROTOCOL_ERROR, "trailers that do not end their stream")
             if stream.peer_ended:
                 stream.reset(frames.STREAM_CLOSED)
+            elif not headers.are_trailers() or not stream.count(0, True):
+                stream.reset(frames.PROTOCOL_ERROR)
             else:
                 self._ended(stream)
             return
@@ -420,10 +425,10 @@ class Http2Connection(asyncio.Protocol):
         if len(self._streams) >= MOST_STREAMS or self._last_sent:
             self._refuse(number)
             return
-        if not headers.is_request:
+        if not headers.is_request or (flags & frames.END_STREAM and headers.length):
             self._reset_unopened(number, frames.PROTOCOL_ERROR)
             return
-        stream = Stream(self, self._sender, number)
+        stream = Stream(self, self._sender, number, headers.length)
         self._streams[number] = stream
         self._untouched.add(stream)
         stream.handler = self._accept(headers, stream)

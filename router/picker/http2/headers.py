@@ -1,13 +1,17 @@
-"""Header blocks (RFC 7541). Equal received blocks are decoded once, and sent blocks are constants."""
+"""Header blocks (RFC 7541). Equal received blocks are decoded once, and sent blocks are constants.
+
+Headers of HTTP/2 become lines of HTTP/1.1. So a block is valid only if each of its headers is one (RFC 9113, 8.2.1).
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import hpack
 from hpack.exceptions import HPACKError
 
-from router.http.headers import Headers
+from router.http.headers import LENGTH, TOKEN, Headers, is_token, whole_number
 from router.picker.http2 import frames
 
 # The largest header list of a request, which SETTINGS announces: names, values, and 32 bytes for each header.
@@ -17,16 +21,29 @@ _REMEMBERED: Final = 256
 _NEEDED: Final = {b":method", b":scheme", b":path"}
 _PSEUDO: Final = _NEEDED | {b":authority"}
 _OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
+_SCHEME: Final = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*")
+_PATH: Final = re.compile(rb"/[!-\"$-~]*")
+# RFC 3986, 3.2, without user information, which RFC 9113, 8.3.1 forbids.
+_AUTHORITY: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]*)?")
+# RFC 9113, 8.2.1: characters of names; what values have nowhere, and what a value does not begin or end with.
+_LOWER_CASE_TOKEN: Final = TOKEN.translate(None, b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_NOT_IN_VALUES: Final = re.compile(rb"[\0\r]|\A[ \t]|\n[ \t]|[ \t]\n|[ \t]\Z")
 
 
 class RequestHeaders:
-    """A decoded header block. `is_request`: the headers are valid for a request (RFC 9113, 8.2 and 8.3)."""
+    """A decoded header block.
 
-    __slots__ = ("headers", "is_grpc", "is_request", "path")
+    - `is_request`: the headers are valid for a request (RFC 9113, 8.2 and 8.3).
+    - `length`: the bytes of the body that `content-length` announces; None without one.
+    """
+
+    __slots__ = ("headers", "is_grpc", "is_request", "length", "path")
 
     def __init__(self, headers: Headers) -> None:
         self.headers = headers
         self.is_request = _is_request(headers)
+        lengths = [value for name, value in headers if name == LENGTH]
+        self.length = whole_number(lengths[0]) if lengths else None
         self.path = self.first(b":path")
         grpc = self.first(b"content-type").startswith(b"application/grpc")
         self.is_grpc = grpc and self.first(b":method") == b"POST"
@@ -37,6 +54,10 @@ class RequestHeaders:
             if known == name:
                 return value
         return b""
+
+    def are_trailers(self) -> bool:
+        """Return whether the headers are valid for trailers: they have no pseudo-header."""
+        return _are_regular(self.headers)
 
 
 class HeaderDecoder:
@@ -103,14 +124,40 @@ def literal(name: bytes, value: bytes) -> bytes:
 
 def _is_request(headers: Headers) -> bool:
     pseudo: dict[bytes, bytes] = {}
-    regular = False
     for name, value in headers:
-        if name[:1] == b":":
-            if regular or name in pseudo:
-                return False
-            pseudo[name] = value
-            continue
-        regular = True
-        if name != name.lower() or name in _OF_A_CONNECTION or (name == b"te" and value != b"trailers"):
+        if name[:1] != b":":
+            break
+        if name in pseudo:
             return False
-    return _NEEDED <= pseudo.keys() <= _PSEUDO and bool(pseudo[b":path"])
+        pseudo[name] = value
+    if not _NEEDED <= pseudo.keys() <= _PSEUDO or not _are_pseudo(pseudo):
+        return False
+    return _are_regular(headers[len(pseudo) :])
+
+
+def _are_pseudo(pseudo: dict[bytes, bytes]) -> bool:
+    method, path = pseudo[b":method"], pseudo[b":path"]
+    return (
+        is_token(method)
+        and _SCHEME.fullmatch(pseudo[b":scheme"]) is not None
+        and (_PATH.fullmatch(path) is not None or (path == b"*" and method == b"OPTIONS"))
+        and _AUTHORITY.fullmatch(pseudo.get(b":authority", b"")) is not None
+    )
+
+
+def _are_regular(headers: Headers) -> bool:
+    """Return whether HTTP/2 has these headers: names in lower case, values that are part of one line, one length."""
+    names = [name for name, _ in headers]
+    values = b"\n".join([value for _, value in headers])
+    if b"".join(names).translate(None, _LOWER_CASE_TOKEN) or b"" in names:
+        return False
+    if values.count(b"\n") != max(len(headers) - 1, 0) or _NOT_IN_VALUES.search(values) is not None:
+        return False
+    if not _OF_A_CONNECTION.isdisjoint(names):
+        return False
+    if b"te" in names and any(value != b"trailers" for name, value in headers if name == b"te"):
+        return False
+    if LENGTH not in names:
+        return True
+    lengths = [value for name, value in headers if name == LENGTH]
+    return len(lengths) == 1 and whole_number(lengths[0]) is not None

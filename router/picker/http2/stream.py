@@ -132,6 +132,7 @@ class Stream:
     """A stream that the peer opened. Data is sent in order, within the peer's windows, until `end` or `reset`."""
 
     __slots__ = (
+        "_announced",
         "_connection",
         "_ended",
         "_last",
@@ -147,8 +148,10 @@ class Stream:
         "window",
     )
 
-    def __init__(self, connection: StreamOwner, sender: FrameSender, number: int) -> None:
+    def __init__(self, connection: StreamOwner, sender: FrameSender, number: int, announced: int | None = None) -> None:
+        """Create a stream. `announced`: the bytes of the body by its `content-length`; None without one."""
         self.id = number
+        self._announced = announced
         self.handler: StreamHandler | None = None
         self.on_blocked: Callable[[bool], None] | None = (
             None  # called when data waits for a window, and when it is sent
@@ -163,6 +166,16 @@ class Stream:
         self._ended = False
         self._last: bytes | None = None
         self._queue: deque[bytes] | None = None
+
+    def count(self, size: int, ends: bool) -> bool:
+        """Count received bytes of the body. Return whether they agree with its `content-length`.
+
+        `ends`: no bytes follow.
+        """
+        if self._announced is None:
+            return True
+        self._announced -= size
+        return self._announced == 0 if ends else self._announced >= 0
 
     @property
     def ended(self) -> bool:

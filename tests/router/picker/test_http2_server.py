@@ -238,6 +238,15 @@ def _headers(*headers: tuple[str, str]) -> bytes:
     return frame(frames.HEADERS, frames.END_HEADERS, 1, hpack.Encoder().encode(headers))
 
 
+def _with_length(length: str, *frames_after: bytes, ends: bool = False) -> bytes:
+    block = hpack.Encoder().encode([*request(SILENT), ("content-length", length)])
+    flags = frames.END_HEADERS | (frames.END_STREAM if ends else 0)
+    return frame(frames.HEADERS, flags, 1, block) + b"".join(frames_after)
+
+
+_TRAILERS = frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, hpack.Encoder().encode([("x-a", "b")]))
+_BAD_TRAILERS = frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, hpack.Encoder().encode([("a b", "c")]))
+
 PROTOCOL_ERRORS = {
     "no preface": b"GET / HTTP/1.1\r\n\r\n",
     "no settings first": frames.PREFACE + frame(frames.PING, 0, 0, bytes(8)),
@@ -256,6 +265,12 @@ PROTOCOL_ERRORS = {
     "a pseudo-header after others": _headers(*request(ECHO)[4:], *request(ECHO)[:4]),
     "a name in capitals": _headers(*request(ECHO), ("X-A", "b")),
     "a header of a connection": _headers(*request(ECHO), ("connection", "close")),
+    "a name with a line end": _headers(*request(ECHO), ("x\r\ny", "b")),
+    "more data than the length": _with_length("1", frame(frames.DATA, 0, 1, b"ab")),
+    "less data than the length": _with_length("3", frame(frames.DATA, frames.END_STREAM, 1, b"ab")),
+    "less data than the length before trailers": _with_length("3", frame(frames.DATA, 0, 1, b"ab"), _TRAILERS),
+    "no data for the length": _with_length("1", ends=True),
+    "trailers that are no headers": _OPEN + _BAD_TRAILERS,
     "reset of no stream": frames.reset(0, 0),
     "reset of an idle stream": frames.reset(1, 0),
     "settings of a stream": frame(frames.SETTINGS, 0, 1),
