@@ -30,22 +30,24 @@ def packed_numbers(json: bytes) -> bytes | None:
 def numbers_json(packed: bytes, before: bytes, after: bytes) -> bytes:
     """Return the token ids of a packed prompt as a JSON list, with text before and after it."""
 
-def costs(
-    fixed: array[float], per_token: array[float], held: array[int], tokens: int, least: int, costs: array[float]
-) -> None:
-    """Write each row's cost to `costs`: `fixed + per_token · max(tokens - held, least)`.
+def choose(
+    fixed: array[float],
+    per_token: array[float],
+    shares: array[float],
+    held: array[int],
+    tokens: int,
+    least: int,
+    depths: array[int],
+    others: array[float],
+    replaced: dict[int, float],
+    near: float,
+) -> list[int]:
+    """Return the rows with the lowest finite cost, and those that exceed it by at most the share `near`, in order.
 
-    `held` is an `array("I")`; the other arrays are `array("d")`.
+    A row's cost is `fixed + per_token · max(tokens - paid, least)`, or its cost in `replaced`. `paid` are its cached
+    tokens (`held`), and those for which other sessions pay: of the tokens between two `depths`, the share `others`,
+    times the row's `shares`. `held` and `depths` are an `array("I")`; the other arrays are `array("d")`.
     """
-
-def paid(held: array[int], shares: array[float], depths: array[int], others: array[float], paid: array[int]) -> None:
-    """Write each row's cached tokens, and those for which other sessions pay, to `paid`.
-
-    Of the tokens between two `depths`, other sessions pay the share `others`, times the row's `shares`.
-    """
-
-def lowest(costs: array[float], near: float) -> list[int]:
-    """Return the rows whose finite cost exceeds the lowest by at most the share `near`, in order."""
 
 def holders(held: array[int], tokens: int) -> int:
     """Return how many rows of an `array("I")` are at least `tokens`."""

@@ -251,27 +251,27 @@ nb::tuple match_rows(
     return nb::make_tuple(others, as_bytes(hashes.made()));
 }
 
-void costs(nb::handle fixed, nb::handle per_token, nb::handle held, i64 tokens, i64 least, nb::handle costs) {
-    const Column<double> out(costs, true);
-    const std::size_t rows = out.size();
+std::vector<u32> choose(
+    nb::handle fixed, nb::handle per_token, nb::handle shares, nb::handle held, i64 tokens, i64 least, nb::handle depths,
+    nb::handle others, const nb::dict& replaced, double near) {
+    const Column<u32> held_column(held, false), depths_column(depths, false);
+    const std::size_t rows = held_column.size();
     const Column<double> fixed_column(fixed, false, rows), per_token_column(per_token, false, rows);
-    const Column<u32> held_column(held, false, rows);
-    write_costs(fixed_column.data(), per_token_column.data(), held_column.data(), tokens, least, {out.data(), rows});
-}
-
-void paid(nb::handle held, nb::handle shares, nb::handle depths, nb::handle others, nb::handle paid) {
-    const Column<u32> out(paid, true);
-    const Column<u32> held_column(held, false, out.size()), depths_column(depths, false);
-    const Column<double> shares_column(shares, false, out.size());
-    const Column<double> others_column(others, false, depths_column.size());
-    write_paid(
-        held_column.data(), shares_column.data(), {depths_column.data(), depths_column.size()}, others_column.data(),
-        {out.data(), out.size()});
-}
-
-std::vector<u32> lowest(nb::handle costs, double near) {
-    const Column<double> column(costs, false);
-    return lowest_rows({column.data(), column.size()}, near);
+    const Column<double> shares_column(shares, false, rows), others_column(others, false, depths_column.size());
+    thread_local std::vector<double> costs;
+    thread_local std::vector<u32> paid;
+    costs.resize(rows);
+    const u32* counted = held_column.data();
+    if (depths_column.size() > 0) {
+        paid.resize(rows);
+        write_paid(
+            counted, shares_column.data(), {depths_column.data(), depths_column.size()}, others_column.data(),
+            {paid.data(), rows});
+        counted = paid.data();
+    }
+    write_costs(fixed_column.data(), per_token_column.data(), counted, tokens, least, {costs.data(), rows});
+    for (const auto [row, cost] : replaced) costs.at(nb::cast<std::size_t>(row)) = nb::cast<double>(cost);
+    return lowest_rows({costs.data(), rows}, near);
 }
 
 u32 holders_of(nb::handle held, u32 tokens) {
@@ -365,10 +365,8 @@ NB_MODULE(_native, module) {
         return packed ? nb::object(as_bytes(*packed)) : nb::none();
     });
     module.def("numbers_json", &numbers_json);
-    module.def("costs", &costs);
-    module.def("paid", &paid);
+    module.def("choose", &choose);
     module.def("holders", &holders_of);
-    module.def("lowest", &lowest);
     module.def("highest", &highest_of);
     nb::class_<JsonCheck>(module, "JsonCheck")
         .def(nb::init<std::vector<std::string>, std::vector<std::string>, u64, u64, u64>())

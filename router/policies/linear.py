@@ -9,7 +9,7 @@
 
 Calling a policy with candidates computes all costs: that is the specification. The router keeps the lines of all
 targets as columns instead and calls `cheapest_row`. So no record of a target is made, and native code scans the
-columns. `CostColumns` is the reference implementation of that scan.
+columns in one call. `choose` is the reference implementation of that scan.
 """
 
 from __future__ import annotations
@@ -27,11 +27,25 @@ from router.policies.shared_tokens import SharedTokens
 
 # `fixed`, `per_token` and `shares` of a target.
 Line: TypeAlias = tuple[float, float, float]
-Costs: TypeAlias = Callable[["array[float]", "array[float]", "array[int]", int, int, "array[float]"], None]
-Charged: TypeAlias = Callable[["array[int]", "array[float]", "array[int]", "array[float]", "array[int]"], None]
+Choose: TypeAlias = Callable[
+    [
+        "array[float]",
+        "array[float]",
+        "array[float]",
+        "array[int]",
+        int,
+        int,
+        "array[int]",
+        "array[float]",
+        "dict[int, float]",
+        float,
+    ],
+    list[int],
+]
 Highest: TypeAlias = Callable[["array[int]"], int]
 Holders: TypeAlias = Callable[["array[int]", int], int]
-Lowest: TypeAlias = Callable[["array[float]", float], list[int]]
+
+_NOBODY = SharedTokens(array("I"), array("d"))
 
 
 class CostColumns:
@@ -42,12 +56,8 @@ class CostColumns:
         self.fixed = array("d", bytes(8 * rows))
         self.per_token = array("d", bytes(8 * rows))
         self.shares = array("d", bytes(8 * rows))
-        self._costs = array("d", bytes(8 * rows))
         native = native_core()
-        self._paid = array("I", bytes(4 * rows))
-        self._write_paid: Charged = native.paid if native is not None else write_paid
-        self._write_costs: Costs = native.costs if native is not None else write_costs
-        self.lowest: Lowest = native.lowest if native is not None else lowest
+        self.choose: Choose = native.choose if native is not None else choose
         self.highest: Highest = native.highest if native is not None else highest
         self.holders: Holders = native.holders if native is not None else holders
 
@@ -57,40 +67,41 @@ class CostColumns:
         self.per_token[row] = per_token
         self.shares[row] = shares
 
-    def paid(self, held: array[int], shared: SharedTokens) -> array[int]:
-        """Return each row's cached tokens, and those for which other sessions pay. The next call overwrites it."""
-        self._write_paid(held, self.shares, shared.depths, shared.others, self._paid)
-        return self._paid
 
-    def costs(self, tokens: int, held: array[int], least: int) -> array[float]:
-        """Return each row's cost of a prompt, of which `held` tokens are cached. The next call overwrites it."""
-        self._write_costs(self.fixed, self.per_token, held, tokens, least, self._costs)
-        return self._costs
+def choose(
+    fixed: array[float],
+    per_token: array[float],
+    shares: array[float],
+    held: array[int],
+    tokens: int,
+    least: int,
+    depths: array[int],
+    others: array[float],
+    replaced: dict[int, float],
+    near: float,
+) -> list[int]:
+    """Return the rows whose cost exceeds the lowest by at most the share `near`, in order; without infinite costs.
 
-
-def write_costs(
-    fixed: array[float], per_token: array[float], held: array[int], tokens: int, least: int, costs: array[float]
-) -> None:
-    """Write each row's cost into `costs`."""
-    rows = zip(fixed, per_token, held, strict=True)
-    costs[:] = array("d", [a + b * (new if (new := tokens - known) > least else least) for a, b, known in rows])
-
-
-def write_paid(
-    held: array[int], shares: array[float], depths: array[int], others: array[float], paid: array[int]
-) -> None:
-    """Write each row's cached tokens, and those for which other sessions pay, into `paid`."""
-    shared = SharedTokens(depths, others)
-    paid[:] = array("I", [known + int(part * shared.after(known)) for known, part in zip(held, shares, strict=True)])
-
-
-def lowest(costs: array[float], near: float) -> list[int]:
-    """Return the rows whose cost exceeds the lowest by at most the share `near`, in order; without infinite costs."""
-    least = min(costs, default=inf)
-    if least == inf:
+    - `held`: each row's cached tokens.
+    - `depths`, `others`: the tokens for which other sessions pay, as in `SharedTokens`.
+    - `replaced`: the costs of rows that do not follow from their line.
+    """
+    shared, costs = SharedTokens(depths, others), list[float]()
+    for row, known in enumerate(held):
+        uncached = tokens - paid(known, shares[row], shared)
+        costs.append(fixed[row] + per_token[row] * (uncached if uncached > least else least))
+    for row, cost in replaced.items():
+        costs[row] = cost
+    lowest = min(costs, default=inf)
+    if lowest == inf:
         return []
-    most = least * (1 + near) if near else least
+    most = lowest * (1 + near) if near else lowest
     return [row for row, cost in enumerate(costs) if cost <= most]
+
+
+def paid(held: int, share: float, shared: SharedTokens) -> int:
+    """Return a row's cached tokens, and those for which other sessions pay."""
+    return held + int(share * shared.after(held))
 
 
 def highest(held: array[int]) -> int:
@@ -177,17 +188,27 @@ class LinearPolicy(ABC):
         - `transfers`: rows' tokens in CPU memory and on disk.
         - `sources`: the candidates of rows that have a source.
         """
-        tokens = request.tokens
-        if request.shared is not None:
-            held = columns.paid(held, request.shared)
-        costs = columns.costs(tokens, held, self.least_uncached)
+        tokens, shared = request.tokens, request.shared or _NOBODY
+        replaced: dict[int, float] = {}
         for row, (cpu, disk) in transfers.items():
-            costs[row] = self.cost(columns.fixed[row], columns.per_token[row], tokens, held[row], cpu, disk)
+            reused = held[row] if request.shared is None else paid(held[row], columns.shares[row], shared)
+            replaced[row] = self.cost(columns.fixed[row], columns.per_token[row], tokens, reused, cpu, disk)
         for row, candidate in sources.items():
-            costs[row] = self.cost_of(candidate, request)
+            replaced[row] = self.cost_of(candidate, request)
         for row in excluded:
-            costs[row] = inf
-        rows = columns.lowest(costs, self.near)
+            replaced[row] = inf
+        rows = columns.choose(
+            columns.fixed,
+            columns.per_token,
+            columns.shares,
+            held,
+            tokens,
+            self.least_uncached,
+            shared.depths,
+            shared.others,
+            replaced,
+            self.near,
+        )
         if not rows:
             return None
         return rows[0] if len(rows) == 1 and not self.near else one_of_tied(rows, self.random)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from indexer import Target
 from indexer.native import CORE_VARIABLE, CORES
 from router.policies import Candidate, CostColumns, KvWeights, LinearPolicy, Request, kv_aware
-from router.policies.linear import highest, holders, lowest, write_costs, write_paid
+from router.policies.linear import choose, highest, holders
 from router.policies.peers import Dynamo, LeastLoaded, Lmetric, Mooncake
 from router.policies.records import Source
 from router.policies.shared_tokens import SharedTokens
@@ -110,42 +110,43 @@ counts = st.integers(0, 2**31)
 
 
 @given(
-    rows=st.lists(st.tuples(finite, finite, counts), max_size=70),
+    rows=st.lists(st.tuples(finite, finite, counts, st.sampled_from([0.0, 0.5, 1.0])), max_size=70),
     tokens=counts,
     least=st.integers(0, 16),
     near=st.sampled_from([0.0, 0.0, 0.1]),
-    infinite=st.sets(st.integers(0, 69)),
+    replaced=st.dictionaries(st.integers(0, 69), st.one_of(finite, st.just(inf)), max_size=70),
+    shared=st.sampled_from([([], []), ([100, 2**31], [0.9, 0.25])]),
 )
 @pytest.mark.skipif("native" not in CORES, reason="the native core was not built")
-def test_native_columns_equal_the_python_columns(
-    rows: list[tuple[float, float, int]], tokens: int, least: int, near: float, infinite: set[int]
+def test_native_choice_equals_the_python_choice(
+    rows: list[tuple[float, float, int, float]],
+    tokens: int,
+    least: int,
+    near: float,
+    replaced: dict[int, float],
+    shared: tuple[list[int], list[float]],
 ) -> None:
     from indexer import _native
 
-    fixed, per_token = array("d", [row[0] for row in rows]), array("d", [row[1] for row in rows])
+    fixed, per_token, shares = (array("d", [row[place] for row in rows]) for place in (0, 1, 3))
     held = array("I", [row[2] for row in rows])
-    one, other = array("d", bytes(8 * len(rows))), array("d", bytes(8 * len(rows)))
-    write_costs(fixed, per_token, held, tokens, least, one)
-    _native.costs(fixed, per_token, held, tokens, least, other)
-    assert one == other
-    for row in infinite:
-        if row < len(rows):
-            one[row] = inf
-    assert lowest(one, near) == _native.lowest(one, near)
+    depths, others = array("I", shared[0]), array("d", shared[1])
+    known = {row: cost for row, cost in replaced.items() if row < len(rows)}
+    ours, theirs = (
+        chosen(fixed, per_token, shares, held, tokens, least, depths, others, known, near)
+        for chosen in (choose, _native.choose)
+    )
+    assert ours == theirs
     assert highest(held) == _native.highest(held)
     assert holders(held, tokens) == _native.holders(held, tokens)
-    depths, others = array("I", [100, 2**31]), array("d", [0.9, 0.25])
-    ours, theirs = array("I", held), array("I", held)
-    shares = array("d", [known % 2 for known in held])
-    write_paid(held, shares, depths, others, ours)
-    _native.paid(held, shares, depths, others, theirs)
-    assert ours == theirs
 
 
 @pytest.mark.skipif("native" not in CORES, reason="the native core was not built")
-def test_short_column_is_refused() -> None:
+def test_short_column_and_unknown_row_are_refused() -> None:
     from indexer import _native
 
-    two, three = array("d", [0.0] * 2), array("d", [0.0] * 3)
+    two, three, held, none = array("d", [0.0] * 2), array("d", [0.0] * 3), array("I", [0] * 3), array("I")
     with pytest.raises(ValueError, match="too short"):
-        _native.costs(two, three, array("I", [0] * 3), 1, 1, three)
+        _native.choose(two, three, three, held, 1, 1, none, two, {}, 0.0)
+    with pytest.raises(IndexError):
+        _native.choose(three, three, three, held, 1, 1, none, two, {3: 0.0}, 0.0)
