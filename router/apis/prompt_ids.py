@@ -60,7 +60,18 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def may_send_ids(path: str, body: bytes, chat: ChatPrompt) -> bool:
-    """Return whether a chat's prompt depends only on what the router renders, in forms that trials cover."""
+    """Return whether a chat's prompt depends only on what the router renders, in forms that trials cover.
+
+    The fields are read by msgspec, which refuses some values that other readers of the body accept, such as `1e400`.
+    A body that it refuses is sent without ids.
+    """
+    try:
+        return _may_send_ids(path, body, chat)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+
+
+def _may_send_ids(path: str, body: bytes, chat: ChatPrompt) -> bool:
     plain, shaping = _PLAIN.get(path), _SHAPING.get(path)
     if plain is None or shaping is None:
         return False

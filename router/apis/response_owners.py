@@ -34,7 +34,7 @@ def asks_to_store(body: bytes) -> bool:
     """Return whether the worker may store this response, or create it in the background."""
     try:
         fields = msgspec.json.decode(body, type=_Stored)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return True
     return fields.store is not False or bool(fields.background)
 

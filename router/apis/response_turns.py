@@ -102,7 +102,10 @@ class ResponseTurns:
         settings = encode(_Settings(prompt.tools, prompt.reasoning_effort))
         turn = Turn(previous, encode(prompt.messages), settings, instructed)
         if earlier:
-            prompt = (_with_all_items if keeps_items else _with_texts)(earlier, prompt, instructed)
+            try:
+                prompt = (_with_all_items if keeps_items else _with_texts)(earlier, prompt, instructed)
+            except (msgspec.DecodeError, UnicodeError, RecursionError):
+                return prompt, None  # a value that msgspec refuses, such as 1e400
         return prompt, None if body.store is False and not body.background else turn
 
     def remember(self, turn: Turn, answer: Answer | None) -> None:
@@ -174,7 +177,7 @@ def _body_of(prompt: ChatPrompt) -> _Body | None:
         return None
     try:
         return msgspec.json.decode(prompt.call[1], type=_Body)
-    except (msgspec.DecodeError, UnicodeError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
 
 

@@ -22,6 +22,7 @@ from router.http.event_loop import end_tasks
 from router.settings import FleetSettings, Settings, SettingsFile
 
 _STREAM_CHECK_INTERVAL = 0.1
+_REMOVED_CHECK_INTERVAL = 0.25
 
 
 def _no_peer_load(_: str, __: Iterable[int]) -> Counter[int]:
@@ -52,7 +53,7 @@ class FleetWatch:
         self._scraper = MetricsScraper(fleet, settings, session, peer_load)
         self._stall_detector = StallDetector(settings, indexer)
         self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
-        self._cancelled: set[asyncio.Task[None]] = set()
+        self._leaving: dict[Worker, asyncio.Task[None]] = {}
         self._detecting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -62,13 +63,14 @@ class FleetWatch:
             self._begin(worker)
         self._fleet.on_added.append(self._begin)
         self._fleet.on_removed.append(self._end)
-        detecting = self._stall_detector.run(lambda: self._fleet.workers)
+        detecting = self._stall_detector.run(lambda: self._fleet.workers, lambda: list(self._leaving))
         self._detecting = asyncio.create_task(detecting, name="detect stalls")
 
     async def stop(self) -> None:
         """End all tasks, and wait until they have ended."""
         detecting = [self._detecting] if self._detecting else []
-        await end_tasks([*detecting, *self._cancelled, *(task for tasks in self._tasks.values() for task in tasks)])
+        watching = [task for tasks in self._tasks.values() for task in tasks]
+        await end_tasks([*detecting, *watching, *self._leaving.values()])
         self._tasks.clear()
 
     def _begin(self, worker: Worker) -> None:
@@ -89,10 +91,14 @@ class FleetWatch:
             await asyncio.sleep(_STREAM_CHECK_INTERVAL)
 
     def _end(self, worker: Worker) -> None:
-        for task in self._tasks.pop(worker, ()):
-            task.cancel()
-            self._cancelled.add(task)
-            task.add_done_callback(self._cancelled.discard)
+        self._leaving[worker] = asyncio.create_task(self._finish(worker), name=f"finish {worker.name}")
+
+    async def _finish(self, worker: Worker) -> None:
+        """Watch a removed worker until its last request has ended."""
+        while worker.health.attempts:  # noqa: ASYNC110 - most workers have none by now
+            await asyncio.sleep(_REMOVED_CHECK_INTERVAL)
+        del self._leaving[worker]
+        await end_tasks(self._tasks.pop(worker))
 
 
 def build_fleet(settings: Settings, indexer: Indexer) -> Fleet:

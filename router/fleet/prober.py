@@ -65,6 +65,8 @@ class Prober:
             self._failed(worker, str(error) or f"no answer within {self._settings.probe_timeout} s")
             return
         worker.probe_began = None
+        if self._fleet.at(worker.url) is not worker:
+            return  # It was removed: an answer is only a sign of life.
         self._succeeded(worker, description)
         for model in description.base_models() if worker.role is not Role.ENCODE else ():
             await self._on_model(worker, model)
@@ -100,8 +102,10 @@ class Prober:
             return  # One late answer of a busy worker is not a failure.
         worker.note_refusal()
         worker.problem = problem
-        self._streams.suspend(worker)
         worker.health.move_waiting()
+        if self._fleet.at(worker.url) is not worker:
+            return
+        self._streams.suspend(worker)
         self._fleet.changed()
 
     def _succeeded(self, worker: Worker, description: WorkerDescription) -> None:
@@ -180,7 +184,10 @@ class MetricsScraper:
         worker.metrics.scrape_answered()
         # A request that began or ended during the scrape counts as one of this router's requests.
         last = worker.metrics.read_at
-        if worker.metrics.read(body.decode(errors="replace"), before | self._in_flight(worker)):
+        restarted = worker.metrics.read(body.decode(errors="replace"), before | self._in_flight(worker))
+        if self._fleet.at(worker.url) is not worker:
+            return
+        if restarted:
             self._fleet.notify_restarted(worker, last)
         if (sleep := worker.metrics.sleep) is not None and not worker.sleep_in_change:
             self._fleet.set_asleep(worker, sleep is not Sleep.AWAKE, sleep is not Sleep.WITHOUT_CACHE)

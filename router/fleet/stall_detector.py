@@ -154,24 +154,24 @@ class StallDetector:
         self._indexer = indexer
         self._logged: dict[Worker, WorkerState] = {}
 
-    async def run(self, workers: Callable[[], Sequence[Worker]]) -> None:
-        """Check the workers at intervals, until cancelled."""
+    async def run(self, workers: Callable[[], Sequence[Worker]], removed: Callable[[], Sequence[Worker]]) -> None:
+        """Check the workers, and `removed` ones with requests in flight, at intervals, until cancelled."""
         turn = 0
         while True:
-            now = workers()
-            self.eject_stalled(now)
-            self.eject_stalled_ranks(now)
+            now, leaving = workers(), removed()
+            self.eject_stalled(now, leaving)
+            self.eject_stalled_ranks([*now, *leaving])
             if turn % _OUTLIER_TURNS == 0:
                 self.eject_outliers(now)
             self.log_changes(now)
             turn += 1
             await asyncio.sleep(_INTERVAL)
 
-    def eject_stalled(self, workers: Sequence[Worker]) -> None:
-        """Open the circuits of hung workers, and move their waiting requests."""
+    def eject_stalled(self, workers: Sequence[Worker], removed: Sequence[Worker] = ()) -> None:
+        """Open the circuits of hung workers, and move their waiting requests. Requests only move to `workers`."""
         usual: dict[frozenset[tuple[bool, str]], Usual] = {}  # by the work of workers
-        for worker in workers:
-            if not worker.up or not worker.computes or not worker.health.attempts:
+        for worker in [*workers, *removed]:
+            if not worker.health.attempts:
                 continue
             silent = self._silence(worker.health, worker.metrics.progress_at, worker.targets)
             unanswered = worker.metrics.unanswered if worker.metrics.answers else silent
@@ -179,6 +179,9 @@ class StallDetector:
                 worker.probe_now.set()  # A worker that answers probes is alive.
             if silent < self._stall.silence or not _others(worker, workers):
                 continue  # This is the cheap check, which most workers pass.
+            if not (worker.up and worker.computes):
+                self._move(worker, worker.problem or f"its engine is {worker.state}")
+                continue
             work = worker.work()
             seen = usual.get(work)
             if seen is None:
@@ -191,8 +194,7 @@ class StallDetector:
             if circuit.state is not CircuitState.OPEN:
                 circuit.open(reason)
             # While the worker lives, it may still compute answers that are not streamed. Late ones are moved.
-            if moved := worker.health.move_waiting(dead > 0 or _whole_answer_late(worker.health, self._stall, seen)):
-                log.warning("requests moved to other workers", worker=worker.name, requests=moved, reason=reason)
+            self._move(worker, reason, dead > 0 or _whole_answer_late(worker.health, self._stall, seen))
 
     def eject_stalled_ranks(self, workers: Sequence[Worker]) -> None:
         """Open the circuits of single ranks that hang while other ranks of their worker respond."""
@@ -240,6 +242,11 @@ class StallDetector:
                 write("worker state", worker=worker.name, state=str(state), before=str(before), reason=worker.reason)
         self._logged = {worker: worker.state for worker in workers}
 
+    def _move(self, worker: Worker, reason: str, whole_answers: bool = True) -> None:
+        """Move the waiting requests of a worker."""
+        if moved := worker.health.move_waiting(whole_answers):
+            log.warning("requests moved to other workers", worker=worker.name, requests=moved, reason=reason)
+
     def _unanswered(self, worker: Worker) -> float:
         """Return the seconds for which a worker has answered neither probes nor, if it ever did, scrapes."""
         if not worker.metrics.answers:
@@ -258,8 +265,7 @@ class StallDetector:
 
 def _others(worker: Worker, workers: Sequence[Worker]) -> bool:
     return any(
-        other is not worker and other.up and other.trusted and not other.draining and other.work() & worker.work()
-        for other in workers
+        other is not worker and other.takes_work and other.trusted and other.work() & worker.work() for other in workers
     )
 
 

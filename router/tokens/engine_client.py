@@ -178,7 +178,7 @@ class EngineClient:
             path = call[0]
             try:
                 body = msgspec.json.decode(call[1], type=dict[str, Any])
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
                 raise TokenizerUnavailableError(f"the request is not JSON: {error}") from error
             for name in _NOT_RENDERED:
                 body.pop(name, None)

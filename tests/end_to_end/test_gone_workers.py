@@ -124,6 +124,27 @@ async def test_request_is_held_if_last_worker_stopped(gone: Gone) -> None:
         await routed.until_released()
 
 
+async def test_requests_on_a_removed_worker_that_hangs_are_answered_by_another() -> None:
+    fleet = {"stall_seconds": 0.3, "retry_interval": 0.1, "metrics_interval": 0.1, "slow_start": 0.0}
+    async with (
+        scripted_worker(hang) as leaving,
+        scripted_worker() as staying,
+        router(staying.url, fleet=fleet, policy={"name": "round_robin"}) as routed,
+    ):
+        await routed.call("/workers", {"url": leaving.url})
+
+        async def both_up() -> bool:
+            return all(each["state"] == "ready" for each in await routed.workers())
+
+        await until(both_up, seconds=5)
+        requests = [await asked(routed) for _ in range(8)]
+        await received(leaving, 3)
+        leaving.answers_discovery = False
+        assert (await routed.call(f"/workers?url={leaving.url}", method="DELETE")).status == 200
+        async with asyncio.timeout(5):
+            assert {(await each).status for each in requests} == {200}
+
+
 async def test_request_is_held_if_last_prefill_worker_stopped() -> None:
     async with scripted_worker() as prefill, scripted_worker() as decode:
         pair = [{"url": prefill.url, "role": "prefill"}, {"url": decode.url, "role": "decode"}]

@@ -23,7 +23,7 @@ from router.apis.json_edit import with_field
 from router.apis.prompt_ids import with_prompt_ids
 from router.fleet.worker import Worker
 from router.http.headers import Headers
-from router.routing.disaggregation.bodies import answers_in, encoded, fields_of, prompts_in, with_fields
+from router.routing.disaggregation.bodies import answers_in, encoded, fields_of, prompts_in, value_of, with_fields
 from router.routing.pulls import PullEndpoint
 from router.settings import Backend, PullProtocol
 
@@ -156,7 +156,7 @@ class Sglang(Adapter):
         fields = fields_of(body)
         prompts = prompts_in(fields)
         self._room = self._new_room() if prompts is None else [self._new_room() for _ in range(prompts)]
-        rid = msgspec.json.decode(fields["rid"]) if "rid" in fields else None
+        rid = value_of(fields, "rid")
         self._rid = rid if rid is not None else uuid4().hex
 
     def prefill(self) -> PreparedRequest:

@@ -42,10 +42,18 @@ def encoded(fields: Fields, **values: Any) -> bytes:
     return _encode(fields | {name: msgspec.Raw(_encode(value)) for name, value in values.items()})
 
 
+def value_of(fields: Fields, name: str) -> Any:
+    """Return the value of a field; None if it is missing. Raises RequestError (400) for a number beyond a double."""
+    try:
+        return msgspec.json.decode(fields[name]) if name in fields else None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RequestError(f"The value of {name!r} cannot be read: {error}. Correct it.", param=name) from error
+
+
 def prompts_in(fields: Fields) -> int | None:
     """Return the number of prompts in a batch; None if the request has a single prompt."""
     for name in ("prompt", "text", "input_ids"):
-        value = msgspec.json.decode(fields[name]) if name in fields else None
+        value = value_of(fields, name)
         if isinstance(value, list) and value and not isinstance(value[0], int):
             return len(value)
     return None

@@ -19,7 +19,7 @@ from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.engine_metrics import EngineMetrics
 from router.fleet.health import Attempt, Health, Outcome
 from router.fleet.stall_detector import StallDetector
-from router.fleet.worker import Worker
+from router.fleet.worker import EngineState, Worker
 from router.settings import FleetSettings, WorkerSettings
 
 OUTPUTS = (1, 10, 100, 1000, 4000)
@@ -137,3 +137,38 @@ def test_worker_that_answers_nothing_is_ejected_within_two_seconds(
         played.detector.eject_stalled(played.workers)
     assert (played.ejected, played.moved) == (1, 1)
     assert played.clock.now - begun <= 2
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("played", [(False, None)], indirect=True)
+@pytest.mark.parametrize("state", ["asleep", "paused", "down", "removed"])
+def test_requests_on_a_worker_that_computes_no_more_are_moved(played: Played, state: str, streamed: bool) -> None:
+    (worker, other), removed = played.workers, []
+    for _ in range(40):
+        played.answer(USUAL_TOKENS, 0.002, streamed, limited=True)
+    played.begin(USUAL_TOKENS, streamed)
+    match state:
+        case "asleep":
+            worker.asleep = True
+        case "paused":
+            worker.engine = EngineState(paused=True)
+        case "down":
+            worker.problem = "no answer"
+        case "removed":
+            played.workers, removed = [other], [worker]
+            worker.probe_began = played.clock.now
+            worker.metrics.scrape_began()
+    for _ in range(8):
+        played.clock.now += 0.25
+        played.detector.eject_stalled(played.workers, removed)
+    assert played.moved == 1
+
+
+@pytest.mark.parametrize("played", [(False, None)], indirect=True)
+def test_requests_of_a_sleeping_worker_stay_while_no_other_can_answer(played: Played) -> None:
+    worker, other = played.workers
+    played.begin(USUAL_TOKENS, streamed=True)
+    worker.asleep = other.asleep = True
+    played.clock.now += 5
+    played.detector.eject_stalled(played.workers)
+    assert played.moved == 0
