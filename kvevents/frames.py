@@ -68,9 +68,9 @@ def replay_frames(client: bytes, topic: bytes, seq: int, payload: bytes) -> list
     return [client, b"", topic, encode_seq(seq), payload]
 
 
-def end_of_replay_frames(client: bytes, topic: bytes) -> list[bytes]:
-    """Return the message of a ROUTER to a client after the last replayed batch."""
-    return [client, b"", topic, END_OF_REPLAY, b""]
+def end_of_replay_frames(client: bytes) -> list[bytes]:
+    """Return the message of a ROUTER to a client after the last replayed batch. Engines send no topic with it."""
+    return [client, b"", b"", END_OF_REPLAY, b""]
 
 
 def parse_replay(parts: Sequence[bytes]) -> StreamFrame | None:

@@ -208,7 +208,7 @@ class ZmqEventPublisher(EventPublisher):
                 raise _OvertakenError
             if sent is not None and sent[0] == seq:
                 yield replay_frames(client, self._topic, seq, sent[1])
-        yield end_of_replay_frames(client, self._topic)
+        yield end_of_replay_frames(client)
 
     def _snapshot(self, client: bytes) -> Iterator[list[bytes]]:
         """Yield all blocks that the engine holds. Without a source of snapshots, yield only the end message."""
@@ -221,7 +221,7 @@ class ZmqEventPublisher(EventPublisher):
                 yield snapshot_frames(client, self._topic, part, StreamFrame(snapshot.seq, payload))
                 part += 1
             yield snapshot_frames(client, self._topic, part, StreamFrame(snapshot.seq, b""))
-        yield end_of_replay_frames(client, self._topic)
+        yield end_of_replay_frames(client)
 
     def _serve_replays(self) -> bool:
         """Send one chunk to each client, of its oldest replay. Return whether any client received a message."""

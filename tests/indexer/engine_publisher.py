@@ -106,7 +106,7 @@ class Publisher:
                     continue
                 if not self.halves_replays or (seq + len(self.requests)) % 2:
                     self._reply(router, replay_frames(client, self.topic, seq, payload))
-            self._reply(router, end_of_replay_frames(client, self.topic))
+            self._reply(router, end_of_replay_frames(client))
 
     def _reply(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
         if self.legacy:

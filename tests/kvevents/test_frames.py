@@ -30,7 +30,7 @@ def test_messages_have_the_documented_frames() -> None:
     assert live_frames(b"kv", 258, b"payload") == [b"kv", b"\0\0\0\0\0\0\1\2", b"payload"]
     assert replay_request(258) == [b"", b"\0\0\0\0\0\0\1\2"]
     assert replay_frames(b"me", b"kv", 258, b"payload") == [b"me", b"", b"kv", b"\0\0\0\0\0\0\1\2", b"payload"]
-    assert end_of_replay_frames(b"me", b"kv") == [b"me", b"", b"kv", b"\xff" * 8, b""]
+    assert end_of_replay_frames(b"me") == [b"me", b"", b"", b"\xff" * 8, b""]
 
 
 @given(seqs, st.binary(max_size=8), st.binary(max_size=8))
@@ -44,7 +44,7 @@ def test_messages_round_trip(seq: int, topic: bytes, payload: bytes) -> None:
 
 
 def test_end_of_replay_is_read_with_and_without_topic() -> None:
-    assert parse_replay(end_of_replay_frames(b"me", b"kv")[1:]) is None
+    assert parse_replay(end_of_replay_frames(b"me")[1:]) is None
     assert parse_replay([b"", b"\xff" * 8, b""]) is None
 
 

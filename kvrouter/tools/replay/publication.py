@@ -131,7 +131,7 @@ class PublishedSource:
             if start <= seq <= through:
                 frames = replay_frames(client, source.topic, seq, payload)
                 await self._reply(frames if source.replay_has_topic else [*frames[:2], *frames[3:]])
-        end = end_of_replay_frames(client, source.topic)
+        end = end_of_replay_frames(client)
         await self._reply(end if source.replay_has_topic else [*end[:2], *end[3:]])
 
     async def _reply(self, frames: list[bytes]) -> None:

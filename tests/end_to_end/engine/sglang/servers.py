@@ -43,9 +43,9 @@ class SglangWorker:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._installation = installation
-        self._port, self._events, self._replays = free_ports(3)
-        if ranks > 1:  # a rank's port is the base plus the rank
-            self._replays = self._events + ranks
+        self._port, self._events, *_ = free_ports(1 + 2 * ranks)  # a rank's port is the base plus the rank
+        self._replays = self._events + ranks
+        if ranks > 1:
             flags = ("--dp", str(ranks), *flags)
         cache = ("--page-size", page_size, "--max-total-tokens", tokens, "--enable-cache-report", "--enable-metrics")
         self._flags = [*cache, "--served-model-name", MODEL, *flags]
