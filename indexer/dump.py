@@ -18,6 +18,7 @@ from xxhash import xxh3_64
 from indexer.hashing import Namespace, namespace_hash
 from kvevents import EngineHash
 from kvevents.batches import HIGHEST_RANK, LATEST_TIME
+from kvevents.decoding import json_reader, msgpack_reader
 from kvevents.sources import LONGEST_TOPIC, MOST_BLOCK_SIZE
 
 log = structlog.get_logger()
@@ -117,9 +118,9 @@ class _End(msgspec.Struct, tag_field="kind", tag="end"):
 
 _encode = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder(TargetDump).decode
-_decode_header = msgspec.json.Decoder(_Header).decode
-_decode_line = msgspec.json.Decoder(TargetDump | _End).decode
+_unpack = msgpack_reader(TargetDump)
+_decode_header = json_reader(_Header)
+_decode_line = json_reader(TargetDump | _End)
 
 
 def write_dump(targets: Iterable[TargetDump], secret: str) -> Iterator[bytes]:
@@ -158,7 +159,7 @@ def read_dump(lines: Iterable[bytes], secret: str) -> list[SavedTarget]:
                     skipped += 1
                 else:
                     targets.append(record)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        except msgspec.DecodeError as error:
             raise DumpError(f"not a dump of an index: {error}") from error
         checksum.update(line)
     raise DumpError("the dump is cut off: it has no end line" if header else "the dump is empty")
@@ -169,7 +170,7 @@ def _read_line(line: bytes) -> SavedTarget | _End | None:
     try:
         record: TargetDump | _End = _decode_line(line)
         return SavedTarget(record) if isinstance(record, TargetDump) else record
-    except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError) as error:
+    except msgspec.DecodeError as error:
         if not line.endswith(b"\n"):
             raise  # the line is cut off
         log.warning("saved stream not used", reason=str(error), begins=line[:_LOGGED_BYTES].decode(errors="replace"))

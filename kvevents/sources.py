@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from kvevents.batches import HIGHEST_RANK
+from kvevents.decoding import read_json
 from kvevents.endpoints import bracketed, connectable, parse_endpoint, rank_endpoint
 
 _LONGEST_FIELD = 8192  # bytes, as JSON
@@ -69,8 +70,8 @@ class ReportedFields:
             self.refuse(name, f"it has {len(bytes(raw))} bytes; at most {_LONGEST_FIELD}")
             return None
         try:
-            return msgspec.json.decode(raw, type=kind, strict=False)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            return read_json(raw, kind, strict=False)
+        except msgspec.DecodeError as error:
             self.refuse(name, str(error))
             return None
 
@@ -188,7 +189,7 @@ def vllm_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: int
     Raises msgspec.MsgspecError if the body is not a JSON object.
     """
     found = ReportedStreams()
-    by_rank = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    by_rank = read_json(body, dict[str, msgspec.Raw])
     if len(by_rank) > most_ranks:
         fields.refuse("kv_event_sources", f"it has {len(by_rank)} ranks; at most {most_ranks} are read")
         return found
@@ -214,7 +215,7 @@ def sglang_sources(body: bytes, host: str, fields: ReportedFields, most_ranks: i
 
     Raises msgspec.MsgspecError if the body is not a JSON object.
     """
-    server = msgspec.json.decode(body, type=_SglangServer)
+    server = read_json(body, _SglangServer)
     page_size = fields.integer("page_size", server.page_size, 1, MOST_BLOCK_SIZE)
     shards = fields.integer("dcp_size", server.dcp_size, 1, MOST_BLOCK_SIZE, missing=1)
     block_size = page_size * shards if page_size and shards and page_size * shards <= MOST_BLOCK_SIZE else page_size

@@ -24,6 +24,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from kvevents import Event, EventBatch, WireForm
 from kvevents.curve import be_server, load_key_pair, load_public_keys
+from kvevents.decoding import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class PublisherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def from_json(cls, text: str) -> PublisherConfig:
         """Parse the configuration. Raises ValueError, which names the invalid field."""
         try:
-            return msgspec.json.decode(text, type=cls)
+            return read_json(text, cls)
         except msgspec.DecodeError as error:
             raise ValueError(f"KV events configuration: {error}") from error
 

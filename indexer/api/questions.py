@@ -24,6 +24,7 @@ from indexer.indexer import Indexer
 from indexer.native import native_core
 from indexer.targets import Target, WorkerNames
 from kvevents import Tier
+from kvevents.decoding import json_reader
 
 # Constants, because Python looks up members of an enumeration, and their names, at each use.
 _GPU, _CPU, _DISK, _ = Tier
@@ -166,7 +167,7 @@ PackedNumbers = Callable[[bytes], bytes | None]
 
 T = TypeVar("T")
 
-_decode_packed: Final = msgspec.json.Decoder(PackedQuery).decode
+_decode_packed: Final = json_reader(PackedQuery)
 
 
 class Questions:
@@ -247,7 +248,7 @@ def _read_packed_query(body: bytes, packed_numbers: PackedNumbers) -> tuple[Pack
     try:
         # The rest has one list at most, the empty one: token_ids is this list, or no list.
         rest = _decode_packed(b"%b[]%b" % (body[:start], body[end:]))
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except msgspec.DecodeError:
         return None
     return rest, _match_query(rest, PackedPrompt(tokens))
 

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from http.client import HTTPException
 from threading import Event as Flag
 from threading import Thread
 from typing import Final, Literal
@@ -20,6 +21,7 @@ import structlog
 import zmq
 
 from indexer.pools.pool import SharedPool
+from kvevents.decoding import json_reader, msgpack_reader
 
 log = structlog.get_logger()
 
@@ -51,8 +53,8 @@ class _KeyAnswers(msgspec.Struct):
     data: dict[str, _KeyAnswer]
 
 
-_decode = msgspec.msgpack.Decoder(_MasterBatch).decode
-_decode_answers = msgspec.json.Decoder(_KeyAnswers).decode
+_decode = msgpack_reader(_MasterBatch)
+_decode_answers = json_reader(_KeyAnswers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class MasterContent:
                 self._pool.lose(f"{keys} keys are more than most_keys ({self._master.most_keys})")
             elif now - self._listed_at >= 5 * self._master.interval:
                 self._list(now, counters)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError, HTTPException) as error:
             self._pool.answers = False
             self._pool.lose(f"the master does not answer: {error}")
 

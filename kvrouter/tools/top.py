@@ -18,6 +18,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from kvevents.decoding import read_json
 from kvrouter.fitting_table import FittingColumn, FittingTable
 from router.http.client import connection_problem, refuse_redirects
 
@@ -71,7 +72,7 @@ async def follow(url: str, token: str) -> AsyncIterator[Fleet]:
                 raise FeedError(f"{url} answers {response.status}: is this a router's URL?")
             async for line in response.content:
                 if line.startswith(b"data: "):
-                    fleet.take(msgspec.json.decode(line[6:]))
+                    fleet.take(read_json(line[6:]))
                     yield fleet
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise FeedError(f"{url}: {connection_problem(error)}") from error

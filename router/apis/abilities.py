@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
+from kvevents.decoding import read_json
+
 
 class Ability(StrEnum):
     """An ability of an engine that depends on its model and its flags."""
@@ -63,8 +65,8 @@ def needed_abilities(body: bytes) -> frozenset[Ability]:
     needed = {ability for ability, marks in _MEDIA.items() if any(mark in body for mark in marks)}
     if any(mark in body for mark in _MARKS):
         try:
-            fields = msgspec.json.decode(body, type=_Fields)
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            fields = read_json(body, _Fields)
+        except msgspec.DecodeError:
             return frozenset(needed)
         if (fields.tools or fields.functions) and fields.tool_choice != "none":
             needed.add(Ability.TOOLS)
@@ -111,8 +113,8 @@ class _ServerInfo(msgspec.Struct):
 
 def sglang_lacks(server_info: bytes, model_info: bytes | None) -> frozenset[Ability]:
     """Return which abilities an SGLang server reports that it lacks. Raises msgspec.MsgspecError for other JSON."""
-    server = msgspec.json.decode(server_info, type=_ServerInfo)
-    model = _ModelInfo() if model_info is None else msgspec.json.decode(model_info, type=_ModelInfo)
+    server = read_json(server_info, _ServerInfo)
+    model = _ModelInfo() if model_info is None else read_json(model_info, _ModelInfo)
     reported = {
         Ability.IMAGES: model.has_image_understanding is False,
         Ability.VIDEO: model.has_image_understanding is False,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from http_api.errors import RequestError, error_body
+from kvevents.decoding import read_json
 from router.apis.anthropic_messages import anthropic_error_body, decode_messages
 from router.apis.body_fields import ModelFields, OtherFields, SessionFields
 from router.apis.fields import lenient, optional_string, read_body
@@ -103,9 +104,9 @@ def read_call(call: Call, with_prompt: bool = True) -> RoutedRequest:
             form_field(content_type, call.body, "model"), session=session, stored=stored_in_path(call.path)
         )
     try:
-        fields = msgspec.json.decode(call.body, type=OtherFields)
+        fields = read_json(call.body, OtherFields)
         name, stored = fields.model, fields.stored_id()
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except msgspec.DecodeError:
         name, stored = None, None  # the body can have any format
     return RoutedRequest(
         name if isinstance(name, str) else None, session=session, stored=stored_in_path(call.path) or stored

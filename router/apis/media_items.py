@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from kvevents.decoding import read_json
 from router.apis.endpoints import CHAT
 from router.apis.messages import media_content, media_type
 
@@ -65,9 +66,9 @@ def media_chat(path: str, body: bytes) -> MediaChat | None:
     if path != CHAT or not any(mark in body for mark in _MARKS):
         return None
     try:
-        chat = msgspec.json.decode(body, type=_Chat)
+        chat = read_json(body, _Chat)
         items, count = _distinct(chat.messages)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+    except msgspec.DecodeError:
         return None
     given = ((name, bytes(getattr(chat, name))) for name in _OPTIONS)
     options = b"".join(b',"%b":%b' % (name.encode(), value) for name, value in given if value != b"null")
@@ -80,7 +81,7 @@ def _distinct(messages: list[_Message]) -> tuple[list[MediaItem], int]:
     count = 0
     for message in messages:
         for raw in message.content if isinstance(message.content, list) else ():
-            part = msgspec.json.decode(raw)
+            part = read_json(raw)
             kind = media_type(part) if isinstance(part, dict) else None
             if kind in _ENCODED:
                 key = _hash(media_content(part, kind))

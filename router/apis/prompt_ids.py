@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from indexer.hashing import PackedPrompt
+from kvevents.decoding import json_reader, read_json
 from router.apis.endpoints import ANTHROPIC, CHAT, RESPONSES
 from router.apis.requests import ChatPrompt
 
@@ -56,7 +57,7 @@ _OF_ROLE: Final[dict[str, dict[str, type]]] = {
 }
 _NONE: Final[dict[str, type]] = {}
 
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_fields = json_reader(dict[str, msgspec.Raw])
 
 
 def may_send_ids(path: str, body: bytes, chat: ChatPrompt) -> bool:
@@ -88,7 +89,7 @@ def _may_send_ids(path: str, body: bytes, chat: ChatPrompt) -> bool:
 
 
 def _has_bools(value: bytes) -> bool:
-    given = msgspec.json.decode(value)
+    given = read_json(value)
     return given is None or (
         isinstance(given, dict)
         and given.keys() <= _TEMPLATE_KWARGS
@@ -102,7 +103,7 @@ def _asks_usage(value: bytes) -> bool:
 
 
 def _list_of(is_plain: Callable[[Any], bool], value: bytes) -> bool:
-    given = msgspec.json.decode(value)
+    given = read_json(value)
     return isinstance(given, list) and bool(given) and all(map(is_plain, given))
 
 
@@ -246,13 +247,13 @@ def _is_plain_answer(block: Any) -> bool:
 
 
 def _is_auto(value: bytes) -> bool:
-    choice = msgspec.json.decode(value)
+    choice = read_json(value)
     return choice is None or (_has(choice, {"type"}) and choice["type"] in ("auto", "any"))
 
 
 def _is_thinking(value: bytes) -> bool:
     """Return whether thinking is left to the model, or limited while it answers."""
-    thinking = msgspec.json.decode(value)
+    thinking = read_json(value)
     return thinking is None or (isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive"))
 
 

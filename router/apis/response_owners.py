@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from kvevents.decoding import read_json
+
 MAX_RESPONSES = 65536
 # The first bytes of a response that are searched: the id is among the first fields.
 SEARCHED_BYTES = 4096
@@ -33,8 +35,8 @@ class _Stored(msgspec.Struct):
 def asks_to_store(body: bytes) -> bool:
     """Return whether the worker may store this response, or create it in the background."""
     try:
-        fields = msgspec.json.decode(body, type=_Stored)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        fields = read_json(body, _Stored)
+    except msgspec.DecodeError:
         return True
     return fields.store is not False or bool(fields.background)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from kvevents.decoding import read_json
 from router.apis.endpoints import RESPONSES
 from router.apis.requests import ChatPrompt
 from router.apis.responses import UnconvertibleError, item_message
@@ -164,10 +165,10 @@ class AnswerReader:
         """Return the response at the end of the body; None if it is not complete."""
         try:
             if not self._is_stream:
-                return msgspec.json.decode(self._kept, type=Answer)
+                return read_json(self._kept, Answer)
             _, found, data = self._last.partition(b"data:")
-            return msgspec.json.decode(data, type=_Event).response if found else None
-        except (msgspec.DecodeError, UnicodeError):
+            return read_json(data, _Event).response if found else None
+        except msgspec.DecodeError:
             return None
 
 
@@ -176,13 +177,13 @@ def _body_of(prompt: ChatPrompt) -> _Body | None:
     if prompt.call is None or prompt.call[0] != RESPONSES:
         return None
     try:
-        return msgspec.json.decode(prompt.call[1], type=_Body)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return read_json(prompt.call[1], _Body)
+    except msgspec.DecodeError:
         return None
 
 
 def _messages(encoded: bytes) -> list[Message]:
-    return msgspec.json.decode(encoded, type=list[Message])
+    return read_json(encoded, list[Message])
 
 
 def _with_texts(earlier: list[_Stored], prompt: ChatPrompt, instructed: bool) -> ChatPrompt:
@@ -207,7 +208,7 @@ def _with_all_items(earlier: list[_Stored], prompt: ChatPrompt, instructed: bool
                 made.append(item_message(item))
             except UnconvertibleError:
                 continue
-    settings = msgspec.json.decode(earlier[0].turn.settings, type=_Settings)
+    settings = read_json(earlier[0].turn.settings, _Settings)
     return _continued(prompt, [*made, *prompt.messages[instructed:]], settings)
 
 
@@ -224,7 +225,7 @@ def _continued(prompt: ChatPrompt, messages: list[Message], settings: _Settings 
         media_options=prompt.media_options,
     )
     assert prompt.call is not None
-    body = msgspec.json.decode(prompt.call[1], type=dict[str, Any])
+    body = read_json(prompt.call[1], dict[str, Any])
     for name in ("instructions", "previous_response_id"):
         body.pop(name, None)
     body["input"] = [item for message in messages for item in _items(message)]

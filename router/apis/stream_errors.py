@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
+from kvevents.decoding import json_reader
+
 _LONGEST: Final = 65_536  # bytes of events without content
 _CONTENT: Final = 0
 # The types of errors by the status that their engines mean.
@@ -27,7 +29,7 @@ _ANNOUNCEMENTS: Final = frozenset(
     ("message_start", "ping", "response.created", "response.queued", "response.in_progress")
 )
 
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_decode = json_reader(dict[str, Any])
 
 
 def stream_beginning(data: bytes, ended: bool = False) -> int | None:
@@ -64,7 +66,7 @@ def _event_status(event: bytes) -> int | None:
         return None
     try:
         found = _decode(data)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except msgspec.DecodeError:
         return _CONTENT
     kind = found.get("type")
     if kind == "response.failed" and isinstance(found.get("response"), dict):

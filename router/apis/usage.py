@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvevents.decoding import json_reader
 from router.apis.json_edit import SpliceError, field, with_field
 from router.http.headers import Headers
 
@@ -31,7 +32,7 @@ _NAMES = [
     ("prompt_tokens", "completion_tokens", "prompt_tokens_details"),
     ("input_tokens", "output_tokens", "input_tokens_details"),
 ]
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_decode = json_reader(dict[str, Any])
 _decode_beginning = json.JSONDecoder().raw_decode
 
 
@@ -106,7 +107,7 @@ def _object_at(tail: bytes, start: int) -> dict[str, Any]:
     if end:
         try:
             return _decode(tail[start:end])
-        except (msgspec.DecodeError, ValueError):
+        except msgspec.DecodeError:
             pass  # the object has braces in its strings, or invalid UTF-8
     usage: dict[str, Any]
     usage, _ = _decode_beginning(tail[start:].decode(errors="replace"))
@@ -178,6 +179,6 @@ def _is_usage(event: bytes) -> bool:
         return False
     try:
         found = _decode(event.lstrip()[len(b"data:") :])
-    except (msgspec.DecodeError, UnicodeError):
+    except msgspec.DecodeError:
         return False
     return found.get("choices") == [] and isinstance(found.get("usage"), dict)

@@ -19,6 +19,7 @@ import msgspec
 from indexer.pools.layout import PoolLayout
 from kvevents import EventSource
 from kvevents.curve import load_public_key
+from kvevents.decoding import read_json
 from kvevents.sources import MOST_BLOCK_SIZE, ReportedFields, ReportedStreams, sglang_sources, vllm_sources
 from router.apis.abilities import NO_ABILITIES, Ability, sglang_lacks
 from router.fleet.hicache import hicache_layout
@@ -165,7 +166,7 @@ async def describe_worker(
         raise DiscoveryError(f"{name}: {path} returns {error.status} {error.message}{hint}") from error
     except (aiohttp.ClientError, TimeoutError) as error:
         raise DiscoveryError(f"{name}: {connection_problem(error)}") from error
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise DiscoveryError(f"{name}: its answer is not the JSON of an engine; {_NO_ENGINE}") from error
     except ValueError as error:
         raise DiscoveryError(f"{name}: invalid answer: {error}") from error
@@ -226,7 +227,7 @@ class _WorkerClient:
 
     def cards(self, body: bytes) -> list[_Card]:
         """Parse the answer to `/v1/models`. Raises ValueError without a usable name, and above `fleet.max_models`."""
-        listed = msgspec.json.decode(body, type=_ModelList).data
+        listed = read_json(body, _ModelList).data
         if len(listed) > self.limits.max_models:
             raise ValueError(f"/v1/models lists {len(listed)} names; fleet.max_models is {self.limits.max_models}")
         cards = [card for raw in listed if (card := self._card(raw)) is not None]
@@ -263,7 +264,7 @@ async def _streams(client: _WorkerClient, models: dict[str, ServedModel]) -> Wor
     if (info := await client.get_if_there("/server_info")) is not None:
         found = sglang_sources(info, client.host, fields, limits.max_ranks)
         streams = _within(found, models, client)
-        given = msgspec.json.decode(info, type=_SglangServer)
+        given = read_json(info, _SglangServer)
         mode = fields.text("disaggregation_mode", given.disaggregation_mode)
         role = Role.ENCODE if given.encoder_only == _TRUE else _SGLANG_ROLES.get(mode or "", Role.BOTH)
         model_info = await client.get_if_there("/model_info") or await client.get_if_there("/get_model_info")

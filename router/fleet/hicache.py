@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from indexer.pools.layout import PoolLayout
+from kvevents.decoding import read_json
 from kvevents.sources import ReportedFields
 
 # The tokens from which SGLang loads, where its configuration has no other number.
@@ -48,7 +49,7 @@ def hicache_layout(server_info: bytes, fields: ReportedFields) -> PoolLayout | N
 
     `fields` gets a note on each invalid field. Raises msgspec.MsgspecError if the body is not a JSON object.
     """
-    server = msgspec.json.decode(server_info, type=_Server)
+    server = read_json(server_info, _Server)
     if not fields.text("hicache_storage_backend", server.hicache_storage_backend):
         return None
     threshold = _threshold(server.hicache_storage_backend_extra_config)
@@ -71,10 +72,10 @@ def hicache_layout(server_info: bytes, fields: ReportedFields) -> PoolLayout | N
 def _threshold(extra: msgspec.Raw) -> int:
     """Return the fewest tokens of a load. The extra configuration is an object, or a string with one, or a file."""
     try:
-        given: Any = msgspec.json.decode(bytes(extra) or b"null")
+        given: Any = read_json(bytes(extra) or b"null")
         if isinstance(given, str):
-            given = msgspec.json.decode(given)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            given = read_json(given)
+    except msgspec.DecodeError:
         given = None
     threshold = given.get("prefetch_threshold") if isinstance(given, dict) else None
     return threshold if type(threshold) is int and 0 < threshold <= _MOST_TOKENS else _LEAST_TOKENS

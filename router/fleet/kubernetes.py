@@ -21,6 +21,7 @@ import aiohttp
 import msgspec
 import structlog
 
+from kvevents.decoding import read_json
 from router.http.client import connection_problem
 
 log = structlog.get_logger()
@@ -180,8 +181,8 @@ def _name(found: dict[str, Any]) -> str:
 
 def _decoded(text: bytes) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError) as error:
+        return read_json(text, dict[str, Any])
+    except msgspec.DecodeError as error:
         raise KubernetesError(f"invalid JSON: {error}") from error
 
 

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 import structlog
 
+from kvevents.decoding import read_json
 from router.fleet.discovery import Engine, ServedModel
 from router.fleet.worker import Worker
 from router.http.client import connection_problem, read_answer
@@ -70,8 +71,8 @@ async def send_command(
         return CommandResult(worker, 0, connection_problem(error))
     worker.key.record_status(path, response.status)
     try:
-        parsed = msgspec.json.decode(answer)
-    except (msgspec.DecodeError, RecursionError):
+        parsed = read_json(answer)
+    except msgspec.DecodeError:
         parsed = None
     return CommandResult(worker, response.status, _message(answer, parsed), parsed)
 

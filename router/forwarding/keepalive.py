@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from http_api.errors import RequestError
+from kvevents.decoding import read_json
 from router.apis.endpoints import error_event, event_of_error, is_anthropic
 from router.forwarding.exchange import ChunkWriter, ResponseWriter, RoutingHeaders
 from router.forwarding.retries import broken_off
@@ -144,8 +145,8 @@ class KeepaliveWriter(ResponseWriter):
     def _event(self, body: bytes) -> bytes:
         """Return the event for a whole body that is not a stream: an error, or an answer that was not streamed."""
         try:
-            answer = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            answer = read_json(body)
+        except msgspec.DecodeError:
             answer = None
         if isinstance(answer, dict) and (self._status < 400 or "error" in answer):
             data = msgspec.json.encode(answer)

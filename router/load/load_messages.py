@@ -14,6 +14,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from kvevents.decoding import msgpack_reader
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 
 # One in this many chunk hashes is sent: 1.9 kB for a prompt of 30 000 tokens. Shorter prefixes are cheap to compute.
@@ -103,7 +104,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Message).decode
+_decode = msgpack_reader(Message)
 
 
 def decode(data: bytes) -> Message:

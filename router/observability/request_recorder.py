@@ -32,6 +32,7 @@ import structlog
 from starlette.requests import Request
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
+from kvevents.decoding import read_json
 from router.apis.usage import Usage
 from router.http.client import refuse_redirects
 from router.routing.prompt_reader import RoutedPrompt
@@ -177,7 +178,7 @@ class Listener:
         if b'"timestamp"' in line:
             self._add(line)
         else:
-            self._missing_elsewhere[process] = msgspec.json.decode(line, type=_Missing)
+            self._missing_elsewhere[process] = read_json(line, _Missing)
 
     def missing(self) -> Line:
         peer_load = self._missing_elsewhere.values()
@@ -244,7 +245,7 @@ def recording_of(request: Request, worker_processes: WorkerProcesses | None) -> 
     if worker_processes is None or (request.scope.get("server") or ("",))[0] != str(worker_processes.path):
         return None
     sent = request.headers.get(_RECORDING)
-    return msgspec.json.decode(sent, type=Recording) if sent else None
+    return read_json(sent, Recording) if sent else None
 
 
 class OtherProcesses:

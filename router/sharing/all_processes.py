@@ -15,6 +15,7 @@ import msgspec
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvevents.decoding import read_json
 from router.fleet.advice import about
 from router.fleet.fleet import Fleet
 from router.fleet.worker import WorkerState
@@ -172,7 +173,7 @@ def _add_load(rank: dict[str, Any], same: list[dict[str, Any]]) -> None:
 
 def merged_health(answers: list[ProcessAnswer], processes: int) -> dict[str, Any]:
     """Return the health of all processes. A finding that not all report names the processes that do."""
-    reports = {answer.number: msgspec.json.decode(answer.body) for answer in answers}
+    reports = {answer.number: read_json(answer.body) for answer in answers}
     health: dict[str, Any] = next(iter(reports.values()))
     found: dict[tuple[object, ...], tuple[dict[str, Any], list[int]]] = {}
     for number, report in reports.items():
@@ -201,7 +202,7 @@ def merged_health(answers: list[ProcessAnswer], processes: int) -> dict[str, Any
 
 
 def _workers(answer: ProcessAnswer) -> list[dict[str, Any]]:
-    workers: list[dict[str, Any]] = msgspec.json.decode(answer.body)["workers"]
+    workers: list[dict[str, Any]] = read_json(answer.body)["workers"]
     return workers
 
 

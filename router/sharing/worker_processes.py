@@ -14,6 +14,7 @@ import structlog
 from pydantic import ValidationError
 
 from indexer.dump import DumpError, SavedTarget, read_dump
+from kvevents.decoding import read_json
 from router.fleet.fleet import Fleet
 from router.http.client import refuse_redirects
 from router.http.headers import Headers
@@ -82,7 +83,7 @@ class WorkerProcesses:
             return
         for answer in await self.ask("GET", CHANGES_PATH, [], b"", 1.0):
             try:
-                changes = msgspec.json.decode(answer.body, type=_ApiChanges)
+                changes = read_json(answer.body, _ApiChanges)
                 fleet.assign("api", [WorkerSettings.model_validate(each) for each in changes.added])
             except (msgspec.DecodeError, ValidationError) as error:
                 log.warning("another process reports no API changes", process=answer.number, reason=str(error))

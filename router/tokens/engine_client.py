@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from indexer.hashing import MediaSpan, PackedPrompt
+from kvevents.decoding import json_reader, read_json
 from router.apis.endpoints import CHAT
 from router.apis.fields import MAX_TOKEN_ID
 from router.apis.messages import has_media
@@ -86,10 +87,10 @@ class Release(msgspec.Struct):
 
 _MOST_RELEASE = 2**20
 _RELEASE_PATHS = {Engine.VLLM: "/version", Engine.SGLANG: "/server_info"}
-_decode_release = msgspec.json.Decoder(Release).decode
-_decode_rendered = msgspec.json.Decoder(_Rendered | list[_Rendered]).decode
-_decode_tokenized = msgspec.json.Decoder(_Tokenized).decode
-_decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_release = json_reader(Release)
+_decode_rendered = json_reader(_Rendered | list[_Rendered])
+_decode_tokenized = json_reader(_Tokenized)
+_decode_answer = json_reader(_Answer)
 
 
 def is_converted(prompt: ChatPrompt | TextPrompts) -> bool:
@@ -177,8 +178,8 @@ class EngineClient:
         if call is not None:
             path = call[0]
             try:
-                body = msgspec.json.decode(call[1], type=dict[str, Any])
-            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+                body = read_json(call[1], dict[str, Any])
+            except msgspec.DecodeError as error:
                 raise TokenizerUnavailableError(f"the request is not JSON: {error}") from error
             for name in _NOT_RENDERED:
                 body.pop(name, None)

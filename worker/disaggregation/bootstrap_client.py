@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from kvevents.decoding import read_json
 from kvevents.endpoints import split_host_port
 from worker.disaggregation.registry import PrefillRanks, Registration, check_ranks, registration_body
 
@@ -58,9 +59,9 @@ class BootstrapClient:
         """Return every rank of the prefill as soon as all are registered. Raises BootstrapError and TimeoutError."""
         data = self._retry("GET", "/ranks", b"", deadline, stop)
         try:
-            answer = msgspec.json.decode(data, type=PrefillRanks)
+            answer = read_json(data, PrefillRanks)
             check_ranks(answer)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError) as error:
             raise BootstrapError(f"bootstrap {self.address} sent an invalid answer: {error}") from error
         return answer
 

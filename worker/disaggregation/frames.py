@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvevents.decoding import msgpack_reader
 from worker.disaggregation.layout import Layout
 from worker.disaggregation.rooms import MAX_ROOM, MAX_TIMEOUT_S
 
@@ -119,7 +121,7 @@ class FrameCodec:
     def __init__(self, secret: str = "") -> None:
         self._secret = secret.encode()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+        self._decode: Callable[[bytes], AnyMessage] = msgpack_reader(AnyMessage)
 
     def encode(self, message: AnyMessage) -> bytes:
         """Encode a message. Raises ValueError above MAX_FRAME bytes."""
@@ -145,8 +147,8 @@ class FrameCodec:
         if signed != bool(self._secret) or (signed and not hmac.compare_digest(frame[end:], self._sign(frame[:end]))):
             raise FrameError("unsigned", "the secrets of the two sides differ")
         try:
-            return self._decoder.decode(frame[_HEADER.size : end])
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            return self._decode(frame[_HEADER.size : end])
+        except msgspec.DecodeError as error:
             raise FrameError("malformed", str(error)) from error
 
     def _sign(self, data: bytes) -> bytes:

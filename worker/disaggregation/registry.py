@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvevents.decoding import read_json
 from kvevents.endpoints import join_host_port, split_host_port
 from worker.disaggregation.ranks import Rank, Topology
 
@@ -84,7 +85,7 @@ class Registration:
 def read_registration(data: bytes) -> Registration:
     """Parse the body of `PUT /route`, of either generation. Raises RegistryError, which names the field."""
     try:
-        fields = msgspec.json.decode(data, type=dict[str, Any])
+        fields = read_json(data, dict[str, Any])
         first_generation = "engine_rank" in fields and "attn_tp_size" not in fields
         kind: type[_EngineRankBody | _AttentionRankBody]
         kind = _EngineRankBody if first_generation else _AttentionRankBody
@@ -93,7 +94,7 @@ def read_registration(data: bytes) -> Registration:
         text, _, path = str(error).partition(" - at `$.")
         field = path.rstrip("`") or None
         raise RegistryError(400, f"{field}: {text}" if field else text, field) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise RegistryError(400, f"the body is not JSON: {error}") from error
     if body.role != "Prefill":
         raise RegistryError(400, f"role {body.role!r}: only ranks with role 'Prefill' register", "role")

@@ -21,6 +21,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from kvevents.decoding import read_json
 from kvrouter.processes import KvrouterProcess, ProcessError
 from kvrouter.tools.demo.run import MODEL, DemoError, samples
 from router.http.client import connection_problem, refuse_redirects
@@ -117,7 +118,7 @@ def by_round_robin(encoders: Sequence[str], workers: Sequence[str]) -> Ask:
 async def _post(session: aiohttp.ClientSession, url: str, body: Body) -> Body:
     async with session.post(url + _PATH, json=body) as response:
         response.raise_for_status()
-        answer: Body = await response.json()
+        answer: Body = read_json(await response.read())
         return answer
 
 

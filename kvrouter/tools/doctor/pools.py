@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from kvevents import BlockStored, EngineHash
+from kvevents.decoding import read_json
 from kvevents.events import canonical_medium, is_pooled
 from kvrouter.tools.doctor.findings import Cause, Finding
 from kvrouter.tools.doctor.probes import Worker
@@ -41,7 +42,7 @@ class PoolExamination:
         if self._pool.master is None or self._pool.events is None:
             return
         try:
-            status = msgspec.json.decode(await self._asked("/kv_events/status"), type=dict[str, Any])
+            status = read_json(await self._asked("/kv_events/status"), dict[str, Any])
             metrics = await self._asked("/metrics")
             if not status.get("enabled"):
                 self._found(Cause.POOL_EVENTS_OFF, f"{self._pool.master}kv_events/status reports enabled: false")
@@ -82,7 +83,7 @@ async def used_pool(worker: Worker, stored: Iterable[BlockStored]) -> str | None
     - `stored`: the blocks that the worker reported. Their media show pools that have no master.
     """
     try:
-        layout = msgspec.json.decode(await worker.get(_LAYOUT) or "{}", type=_Layout)
+        layout = read_json(await worker.get(_LAYOUT) or "{}", _Layout)
     except msgspec.DecodeError:
         layout = _Layout()
     if layout.backend == "mooncake":

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvevents.curve import load_key_pair
+from kvevents.decoding import read_json
 from kvrouter.tools.doctor.examination import Examination
 from kvrouter.tools.doctor.pools import PoolExamination, SharedPrompt
 from router.app.embedded_index import running_indexer
@@ -87,10 +88,10 @@ async def _asked(session: aiohttp.ClientSession, url: str, path: str, also: int 
                 raise RouterError(f"{url} needs the admin token for {path}: set --token")
             if response.status not in (200, also):
                 raise RouterError(f"{url}{path} answers {response.status}: is this a router's URL?")
-            return msgspec.json.decode(await response.read(), type=dict[str, Any])
+            return read_json(await response.read(), dict[str, Any])
     except (aiohttp.ClientError, TimeoutError) as error:
         raise RouterError(f"{url} {connection_problem(error)}") from error
-    except (msgspec.MsgspecError, ValueError) as error:
+    except msgspec.DecodeError as error:
         raise RouterError(f"{url} is not a router: {path} {error}") from error
 
 

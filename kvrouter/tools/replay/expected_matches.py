@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from kvevents import AllBlocksCleared, BlockStored, EngineHash, EventBatch
+from kvevents.decoding import json_reader
 from kvevents.events import identity_of
 
 
@@ -114,7 +115,7 @@ class _Admin(msgspec.Struct, tag_field="kind", tag="admin"):
     """A call that is not an inference."""
 
 
-_decode = msgspec.json.Decoder(AnsweredRequest | _Admin).decode
+_decode = json_reader(AnsweredRequest | _Admin)
 
 
 def requests_beside(recording: Path) -> Path:
@@ -141,7 +142,7 @@ def load_requests(path: Path) -> list[AnsweredRequest]:
     for number, line in enumerate(content.splitlines(), 1):
         try:
             request = _decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError as error:
             raise UnusableRequestsError(f"{path}: line {number}: {error}") from error
         if isinstance(request, AnsweredRequest):
             requests.append(request)

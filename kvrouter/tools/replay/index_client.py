@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvevents.decoding import read_json
 from kvrouter.tools.replay.publication import SUBSCRIBE_TIMEOUT_S, Publication
 from kvrouter.tools.replay.recorded import Recording
 
@@ -85,7 +86,7 @@ class IndexClient:
         optional = {"lora_name": adapter, "cache_salt": cache_salt}
         answer = await self._post("/query", body | {name: value for name, value in optional.items() if value})
         try:
-            tenants = msgspec.json.decode(answer, type=dict[str, dict[str, _Instance]])
+            tenants = read_json(answer, dict[str, dict[str, _Instance]])
         except msgspec.DecodeError as error:
             raise IndexerError(f"{self._url}/query sent an unreadable answer: {error}") from error
         instances = tenants.get(TENANT, {})
@@ -97,7 +98,7 @@ class IndexClient:
             async with self._session.get(f"{self._url}/workers") as response:
                 if response.status != 200:
                     return None
-                workers = msgspec.json.decode(await response.read(), type=_Workers).workers
+                workers = read_json(await response.read(), _Workers).workers
         except msgspec.DecodeError:
             return None
         except (aiohttp.ClientError, TimeoutError) as error:

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvevents.decoding import read_json
 from kvrouter.tools.traces.results import Answer, Run, percentile
 from router.http.client import connection_problem, refuse_redirects
 from simulator.fleet.trace import Trace, TraceLine
@@ -103,7 +104,7 @@ async def _only_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with session.get(f"{url}/v1/models", timeout=aiohttp.ClientTimeout(_ASK_SECONDS)) as response:
             response.raise_for_status()
-            models = [each["id"] for each in (await response.json())["data"]]
+            models = [each["id"] for each in (read_json(await response.read()))["data"]]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
         raise ReplayError(f"{url} does not list its models: {connection_problem(error)}") from error
     if len(models) != 1:
@@ -191,7 +192,7 @@ class _Sender:
                 else:
                     async for event in response.content:
                         if event.startswith(b"data: {"):
-                            _note(msgspec.json.decode(event[6:], type=_Event), answer, due)
+                            _note(read_json(event[6:], _Event), answer, due)
                     if answer.ttft is None and not answer.error:
                         answer.error = "the answer is empty"
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
@@ -228,7 +229,7 @@ def _note(event: _Event, answer: Answer, due: float) -> None:
 
 def _message(body: bytes) -> str:
     try:
-        error = msgspec.json.decode(body)["error"]
+        error = read_json(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:200]
     except (ValueError, KeyError, TypeError):
         return body[:200].decode(errors="replace")

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvevents.decoding import read_json
 from router.http.client import connection_problem, refuse_redirects
 from simulator.fleet.trace import BLOCK_TOKENS, TraceHead, TraceLine
 
@@ -126,7 +127,7 @@ def _sort(output: Path) -> None:
 
 
 def _timestamp(line: bytes) -> float:
-    return msgspec.json.decode(line, type=TraceLine).timestamp
+    return read_json(line, TraceLine).timestamp
 
 
 async def _lines(url: str, token: str, block_tokens: int) -> AsyncGenerator[dict[str, Any], None]:
@@ -144,12 +145,12 @@ async def _lines(url: str, token: str, block_tokens: int) -> AsyncGenerator[dict
             if response.status != 200 or response.content_type != "application/x-ndjson":
                 raise RecordingError(f"{url} answers {response.status}: {await _reason(response)}")
             async for line in response.content:
-                yield msgspec.json.decode(line)
+                yield read_json(line)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise RecordingError(f"{url}: {connection_problem(error)}") from error
 
 
 async def _reason(response: aiohttp.ClientResponse) -> str:
     with suppress(Exception):
-        return str((await response.json())["error"]["message"])
+        return str((read_json(await response.read()))["error"]["message"])
     return "is this a router's URL?"

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvevents.decoding import read_json
 from router.apis.endpoints import CHAT, COMPLETIONS
 from router.apis.json_edit import field, with_field
 from router.apis.openai_requests import COMPLETION_MAX_TOKENS
@@ -157,8 +158,8 @@ def resumable_request(path: str, body: bytes, tells_ids: bool, tells_usage: bool
     if path not in (CHAT, COMPLETIONS):
         return None
     try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        fields = read_json(body)
+    except msgspec.DecodeError:
         return None
     if not isinstance(fields, dict) or fields.get("stream") is not True or not _is_plain(fields):
         return None

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvevents.decoding import json_reader
 from router.forwarding.failover.resumable_request import ResumableRequest
 
 _END_OF_EVENT: Final = re.compile(rb"\r?\n\r?\n")
@@ -26,7 +27,7 @@ _NAMES: Final = ("id", "created", "model", "system_fingerprint")
 _REASONING: Final = ("<think", "</think", "[THINK]", "<|channel|>")
 _REPLACEMENT: Final = "\ufffd"
 
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_decode = json_reader(dict[str, Any])
 _encode = msgspec.json.Encoder().encode
 
 
@@ -144,7 +145,7 @@ class ResumableStream:
             return b"data: [DONE]\n\n"
         try:
             chunk = _decode(data)
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
+        except msgspec.DecodeError:
             self._exact = False
             return event + b"\n\n"
         if "error" in chunk:

@@ -19,6 +19,7 @@ import msgspec
 
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
+from kvevents.decoding import read_json
 from router.apis.json_edit import with_field
 from router.apis.prompt_ids import with_prompt_ids
 from router.fleet.worker import Worker
@@ -227,7 +228,7 @@ class Mooncake(Adapter):
         return f"http://{self.prefill_worker.address}:{self.prefill_worker.bootstrap_port}/query"
 
     def read_query(self, answer: bytes) -> None:
-        ranks = msgspec.json.decode(answer, type=dict[str, dict[str, Any]])
+        ranks = read_json(answer, dict[str, dict[str, Any]])
         engine_id = ranks.get(str(self.prefill_worker.dp_rank), {}).get("engine_id")
         if not isinstance(engine_id, str):
             raise ValueError(f"no engine_id for rank {self.prefill_worker.dp_rank}")
@@ -259,7 +260,7 @@ class TensorRtLlm(Adapter):
         return PreparedRequest(encoded(fields, stream=False, disaggregated_params=wanted))
 
     def decode(self, prefilled: bytes) -> PreparedRequest:
-        answer = msgspec.json.decode(prefilled, type=dict[str, Any])
+        answer = read_json(prefilled, dict[str, Any])
         choice = answer["choices"][0] if answer.get("choices") else None
         if not isinstance(choice, dict):
             raise ValueError("it has no choices")

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from http_api.errors import RequestError
+from kvevents.decoding import json_reader, read_json
 from router.apis.json_edit import SpliceError, with_field
 
 Fields = dict[str, msgspec.Raw]
@@ -15,7 +16,7 @@ Fields = dict[str, msgspec.Raw]
 _SEVERAL = ("n", "best_of", "num_return_sequences", "use_beam_search")
 _ONE = frozenset((b"1", b"null", b"false"))
 
-_decode = msgspec.json.Decoder(Fields).decode
+_decode = json_reader(Fields)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -23,7 +24,7 @@ def fields_of(body: bytes) -> Fields:
     """Return the fields of a JSON object, each as its bytes. Raises RequestError (400)."""
     try:
         return _decode(body)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise RequestError(f"The body is not a JSON object: {error}. Send one.") from error
 
 
@@ -45,8 +46,8 @@ def encoded(fields: Fields, **values: Any) -> bytes:
 def value_of(fields: Fields, name: str) -> Any:
     """Return the value of a field; None if it is missing. Raises RequestError (400) for a number beyond a double."""
     try:
-        return msgspec.json.decode(fields[name]) if name in fields else None
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        return read_json(fields[name]) if name in fields else None
+    except msgspec.DecodeError as error:
         raise RequestError(f"The value of {name!r} cannot be read: {error}. Correct it.", param=name) from error
 
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvevents.decoding import read_json
 from worker.disaggregation.transfer.channel import Channel
 from worker.disaggregation.transfer.engine import (
     DeadlineError,
@@ -87,7 +88,7 @@ class Endpoint:
     def connect(self, peer: bytes, deadline: float) -> Session:
         """Connect as TransferEngine.connect does."""
         try:
-            address = msgspec.json.decode(peer, type=Address)
+            address = read_json(peer, Address)
         except msgspec.DecodeError as error:
             raise PeerLostError(f"invalid address of a transfer engine: {error}") from None
         if address.engine != self.name:
