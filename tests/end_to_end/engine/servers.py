@@ -222,7 +222,11 @@ class RouterProcess:
 
     def wait_until_compared(self) -> None:
         """Wait until the router has compared its tokens with the engine's."""
-        wait_for(lambda: self.tokenizer()["shapes"], ROUTER_START_SECONDS, "its tokens are compared")
+        wait_for(self._shapes, ROUTER_START_SECONDS, "its tokens are compared")
+
+    def _shapes(self) -> Any:
+        """Return the compared shapes of prompts; nothing before the model is known."""
+        return get_json(f"{self.url}/workers")["tokenizers"].get(MODEL, {}).get("shapes")
 
     def reset_caches(self) -> None:
         reset = post_json(f"{self.url}/reset_prefix_cache")["workers"]
