@@ -15,6 +15,8 @@ from indexer.pools.blocks import MOST_PARTS, REST_BYTES, Change
 _HASH: Final = re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{16,}(?![0-9A-Za-z])")
 _DIGITS: Final = re.compile(r"[0-9a-f]+")
 _NAME_DIGITS: Final = 16
+# Maximum number of characters of a key. Engines' keys have 50 to 200; longer ones are not recorded.
+MOST_KEY: Final = 512
 _MOST_DIGITS: Final = _NAME_DIGITS + 2 * REST_BYTES
 
 
@@ -42,7 +44,9 @@ class ObjectKeys:
         self._spans: dict[int, list[tuple[int, int]]] = {}  # where the hash is in keys of a length, by known forms
 
     def change(self, key: str, on_disk: bool, stored: bool) -> Change | None:
-        """Return the change of an object that is stored or removed; None if its key has no hash."""
+        """Return the change of an object that is stored or removed; None if its key has no hash or is too long."""
+        if len(key) > MOST_KEY:
+            return None
         for start, end in self._spans.get(len(key), ()):
             digits = key[start:end]
             part = self._parts.get((key[:start], key[end:], end - start))

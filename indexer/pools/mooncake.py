@@ -7,30 +7,24 @@ client. So counters of the master's metrics are polled. After one of them change
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.client import HTTPException
-from threading import Event as Flag
-from threading import Thread
 from typing import Final, Literal
-from urllib.request import urlopen
 
 import msgspec
 import structlog
-import zmq
 
 from indexer.pools.pool import SharedPool
 from kvevents.decoding import json_reader, msgpack_reader
 
 log = structlog.get_logger()
 
-_MOST_BYTES: Final = 64 * 2**20  # of one message, and of one answer for each thousand keys that may be listed
 _MOVED: Final = (
     b"master_evicted_key_count",
     b"master_active_clients",
     b"master_client_liveness_offline_transitions_total",
 )
+_KEY: Final = re.compile(rb"\S+")
 _METRIC: Final = re.compile(rb"^(master_\w+)(?:\{[^}]*\})? ([0-9.eE+]+)", re.MULTILINE)
 
 
@@ -84,7 +78,7 @@ class MasterContent:
     """Keeps a pool's content equal to that of its master. Not thread-safe."""
 
     def __init__(self, pool: SharedPool, master: MooncakeMaster, fetch: Callable[[str], bytes]) -> None:
-        """Create a reader of a master. `fetch` returns the body of a path; raises OSError."""
+        """Create a reader of a master. `fetch` returns the body of a path within limits; raises OSError, ValueError."""
         self._pool = pool
         self._master = master
         self._fetch = fetch
@@ -130,55 +124,17 @@ class MasterContent:
                 self._pool.lose(f"{keys} keys are more than most_keys ({self._master.most_keys})")
             elif now - self._listed_at >= 5 * self._master.interval:
                 self._list(now, counters)
-        except (OSError, ValueError, OverflowError, HTTPException) as error:
+        except (OSError, ValueError, OverflowError) as error:
             self._pool.answers = False
             self._pool.lose(f"the master does not answer: {error}")
 
     def _list(self, now: float, counters: tuple[float, ...]) -> None:
         """Replace the content by the master's keys. Batches received meanwhile are applied after it."""
         self._listed_at = now
-        keys = self._fetch("/get_all_keys").decode().split()
-        self._pool.replace((key, False) for key in keys)
-        self._keys, self._counters = len(keys), counters
-        log.info("content of a pool listed", pool=self._pool.config.name, keys=len(keys))
-
-
-class MooncakeFollower:
-    """A thread that follows the master of a pool from `start` to `stop`."""
-
-    def __init__(self, pool: SharedPool, master: MooncakeMaster) -> None:
-        self.content = MasterContent(pool, master, self._fetch)
-        self._master = master
-        self._stopping = Flag()
-        self._thread = Thread(target=self._run, name=f"pool-{pool.config.name}", daemon=True)
-
-    def start(self) -> None:
-        """Start to follow the master."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop, and wait for the thread."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _fetch(self, path: str) -> bytes:
-        with urlopen(self._master.url.rstrip("/") + path, timeout=self._master.timeout) as answer:
-            body: bytes = answer.read(_MOST_BYTES)
-        return body
-
-    def _run(self) -> None:
-        with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.SUB) as socket:
-            socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.subscribe(b"")
-            socket.connect(self._master.events)
-            checked_at = float("-inf")
-            while not self._stopping.is_set():
-                if socket.poll(100):
-                    frames = socket.recv_multipart()
-                    if len(frames) == 3 and len(frames[1]) == 8:
-                        self.content.receive(int.from_bytes(frames[1], "big"), frames[2])
-                now = time.monotonic()
-                if now - checked_at >= self._master.interval:
-                    self.content.check(now)
-                    checked_at = now
+        listing = self._fetch("/get_all_keys")
+        keys = sum(1 for _ in _KEY.finditer(listing))
+        if keys > self._master.most_keys:
+            raise ValueError(f"it lists {keys} keys, more than most_keys ({self._master.most_keys})")
+        self._pool.replace((match[0].decode(), False) for match in _KEY.finditer(listing))
+        self._keys, self._counters = keys, counters
+        log.info("content of a pool listed", pool=self._pool.config.name, keys=keys)

@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 import structlog
@@ -22,6 +23,7 @@ from indexer.targets import Registration, Target
 log = structlog.get_logger()
 
 _ALL_PARTS: Final = 2**64 - 1
+_AT_ONCE: Final = 1024  # changes that are applied at once, so that other threads have their turn between them
 _UNKNOWN_LAYOUT: Final = PoolLayout()
 _FIRST_BLOCKS: Final = 64  # hashed blocks of a prompt before the pool is asked for the first time
 
@@ -100,8 +102,10 @@ class SharedPool:
 
     def store(self, objects: Iterable[tuple[str, bool, bool]]) -> None:
         """Apply changes of objects: the key, whether it is on disk, and whether it was stored or removed."""
-        changes = [self.keys.change(key, on_disk, stored) for key, on_disk, stored in objects]
-        self.blocks.apply([change for change in changes if change is not None])
+        found = (self.keys.change(key, on_disk, stored) for key, on_disk, stored in objects)
+        changes = (change for change in found if change is not None)
+        while some := list(islice(changes, _AT_ONCE)):
+            self.blocks.apply(some)
 
     def replace(self, objects: Iterable[tuple[str, bool]]) -> None:
         """Replace all objects by those of a listing, so that they are known: the key, and whether it is on disk."""

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from indexer import Indexer
-from indexer.pools.mooncake import MooncakeFollower, MooncakeMaster
+from indexer.pools.mooncake import MooncakeMaster
 from indexer.pools.pool import PoolConfig, SharedPool
 from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot
 from indexer.streams.bound import BindSettings
 from indexer.streams.sequence import SequenceSettings
 from kvevents.curve import load_key_pair
+from router.app.pool_follower import MooncakeFollower
 from router.settings import EventSettings, PoolSettings, Settings
 from router.sharing.worker_processes import WorkerProcesses
 

@@ -10,17 +10,18 @@ from typing import Final
 from urllib.parse import quote
 
 import aiohttp
-import msgspec
 from yarl import URL
 
 from indexer import Indexer, MatchQuery, PoolHoldings
 from indexer.pools.mooncake import stored_keys
 from indexer.pools.pool import SharedPool
 from indexer.pools.samples import PoolSample
+from router.http.client import read_answer
 
 _DEADLINE: Final = 0.05  # seconds
 # Maximum number of questions in flight. Further prompts are not verified.
 _MOST_QUESTIONS: Final = 32
+_MOST_ANSWER: Final = 2**20  # bytes
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=_DEADLINE)
 
 
@@ -54,8 +55,8 @@ class PoolVerifier:
         url = f"{pool.config.master}/batch_query_keys?keys={','.join([quote(key, safe='') for key in keys])}"
         try:
             async with self._session.get(URL(url, encoded=True), timeout=_TIMEOUT) as answer:
-                present = stored_keys(await answer.read()).intersection(keys)
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+                present = stored_keys(await read_answer(answer, _MOST_ANSWER)).intersection(keys)
+        except (aiohttp.ClientError, TimeoutError, ValueError):
             return None
         gone = [key for key in keys if key not in present]
         pool.store([(key, on_disk, False) for key in gone for on_disk in (False, True)])

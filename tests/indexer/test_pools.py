@@ -6,21 +6,16 @@ import gzip
 import json
 from array import array
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
-from engine_publisher import eventually
 
 from indexer import Indexer, MatchQuery, Registration, Target
 from indexer.pools.blocks import MOST_PARTS, REST_BYTES, Change, PoolBlocks, StoredBlock, blocks_in, make_pool_blocks
 from indexer.pools.keys import ObjectKeys
 from indexer.pools.layout import PoolLayout
-from indexer.pools.mooncake import MasterContent, MooncakeFollower, MooncakeMaster
+from indexer.pools.mooncake import MasterContent, MooncakeMaster
 from indexer.pools.pool import PoolConfig, SharedPool
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvevents.recording import Record, read_recording
@@ -426,33 +421,3 @@ def test_prompt_is_asked_for_while_the_content_is_unknown(indexer: Indexer) -> N
     assert sample.confirmed(set()).intervals == ()
     pool.answers = False
     assert indexer.pool_samples(query) == []
-
-
-def test_follower_reads_a_masters_stream_and_its_http_api(master: Master) -> None:
-    master.keys = [key(1)]
-    events = [{"event_type": "stored", "object_key": key(2), "medium": "cpu"}]
-
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(master.answer(self.path))
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    Thread(target=server.serve_forever, daemon=True).start()
-    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
-        port = publisher.bind_to_random_port("tcp://127.0.0.1")
-        at = MooncakeMaster(f"http://127.0.0.1:{server.server_port}/", f"tcp://127.0.0.1:{port}", interval=0.05)
-        follower = MooncakeFollower(master.pool, at)
-        follower.start()
-        assert publisher.poll(5000), "the follower subscribes"
-        eventually(lambda: master.blocks == 1)
-        master.keys.append(key(2))
-        publisher.send_multipart([b"", (1).to_bytes(8, "big"), msgspec.msgpack.encode([1000, events, 0])])
-        eventually(lambda: master.blocks == 2)
-        follower.stop()
-    server.shutdown()
-    server.server_close()
