@@ -30,6 +30,9 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _REQUEST_TIMEOUT = 30.0
 _FIRST_BACKOFF = 0.5
 _LONGEST_BACKOFF = 30.0
+# Seconds without a byte after which a watch is opened again. The API server sends a bookmark about once a minute. A
+# watch whose connection was lost without a reset stays silent.
+_SILENCE = 80.0
 _SHORT_WATCH = 1.0  # A watch that ends sooner counts as failed.
 _LONGEST_LINE = 16 * 2**20
 _GONE = 410
@@ -73,8 +76,15 @@ class ClusterAccess:
         return {"Accept": "application/json"} | token
 
     def tls(self) -> ssl.SSLContext | bool:
-        """Return the TLS context that trusts the cluster's authority."""
-        return ssl.create_default_context(cafile=self.ca_file) if self.ca_file else True
+        """Return the TLS context that trusts the cluster's authority.
+
+        Python 3.13 verifies strictly by default. Many clusters' authorities lack the extensions that this requires.
+        """
+        if self.ca_file is None:
+            return True
+        context = ssl.create_default_context(cafile=self.ca_file)
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        return context
 
 
 class ResourceWatch:
@@ -112,8 +122,10 @@ class ResourceWatch:
                 failures = failures + 1 if time.monotonic() - began < _SHORT_WATCH else 0
             except _GoneError:
                 log.info("kubernetes dropped the watched version, listing again", url=self._url)
+                # It is an answer, so that a list follows at once, unless the version is that of a list just made.
+                fresh = self._version is None or time.monotonic() - self._listed_at < _SHORT_WATCH
+                failures = failures + 1 if fresh else 0
                 self._version = None
-                failures += 1
             except (KubernetesError, aiohttp.ClientError, TimeoutError, OSError) as error:
                 failures += 1
                 log.warning("kubernetes request failed", url=self._url, reason=connection_problem(error))
@@ -134,14 +146,18 @@ class ResourceWatch:
         await self._on_change(self._objects.values())
 
     async def _watch(self, version: str) -> None:
-        """Follow the changes since a version, until the server ends the watch. Raises _GoneError."""
+        """Follow the changes since a version, until the server ends the watch or is silent. Raises _GoneError."""
         seconds = max(int(self._resync_seconds), 1)
-        timeout = aiohttp.ClientTimeout(total=seconds + _REQUEST_TIMEOUT, sock_connect=_REQUEST_TIMEOUT)
+        total = seconds + _REQUEST_TIMEOUT
+        timeout = aiohttp.ClientTimeout(total=total, sock_connect=_REQUEST_TIMEOUT, sock_read=_SILENCE)
         more = {"watch": "1", "allowWatchBookmarks": "true", "resourceVersion": version, "timeoutSeconds": str(seconds)}
         async with self._get(timeout, **more) as response:
             await _check_status(response)
-            async for line in _lines(response.content):
-                await self._apply(_decoded(line))
+            try:
+                async for line in _lines(response.content):
+                    await self._apply(_decoded(line))
+            except aiohttp.SocketTimeoutError:
+                log.info("kubernetes watch was silent, watching again", url=self._url, seconds=_SILENCE)
 
     async def _apply(self, event: dict[str, Any]) -> None:
         found = event.get("object") or {}

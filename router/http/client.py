@@ -76,6 +76,8 @@ def connection_problem(error: BaseException) -> str:
         return "closed the connection"
     if isinstance(inner, ssl.SSLError):
         return "does not speak TLS there: is its URL http://?"
+    if isinstance(inner, aiohttp.ClientPayloadError):
+        return "broke off its answer"
     if isinstance(inner.__cause__, HttpProcessingError):
         return "does not answer in HTTP there: is its URL https://?"
     if isinstance(inner, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):

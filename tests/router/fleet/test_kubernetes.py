@@ -8,6 +8,8 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ import aiohttp
 import pytest
 import trustme
 from aiohttp import web
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from manual_clock import until
 
 from indexer import Indexer
@@ -266,6 +271,81 @@ async def test_api_server_certificate_is_verified_by_the_clusters_authority(tmp_
     async with following(api, ca_file=known) as cluster:
         await cluster.until_workers("127.0.0.2:8000")
     await api.stop()
+
+
+async def test_authority_without_key_usage_is_trusted_under_strict_verification(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.13 sets VERIFY_X509_STRICT in its default contexts."""
+    usual = ssl.create_default_context
+
+    def strict(*args: Any, **more: Any) -> ssl.SSLContext:
+        context = usual(*args, **more)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    certificate, key = certificate_of_an_old_cluster(tmp_path)
+    context.load_cert_chain(certificate, key)
+    monkeypatch.setattr(ssl, "create_default_context", strict)
+    api = ApiServer()
+    api.pods = [pod("a", "127.0.0.2")]
+    await api.start(tls=context)
+    async with following(api, ca_file=tmp_path / "ca.crt") as cluster:
+        await cluster.until_workers("127.0.0.2:8000")
+    await api.stop()
+
+
+def certificate_of_an_old_cluster(folder: Path) -> tuple[Path, Path]:
+    """Write ca.crt without keyUsage, and return the files of a certificate without an authority key identifier."""
+    now = datetime.now(UTC)
+    files = {name: folder / name for name in ("ca.crt", "server.crt", "server.key")}
+    authority, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kubernetes")])
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kube-apiserver")])
+
+    def certificate(name: x509.Name, public: ec.EllipticCurvePublicKey, extension: Any) -> bytes:
+        builder = x509.CertificateBuilder(issuer, name, public, x509.random_serial_number())
+        builder = builder.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+        signed = builder.add_extension(extension, critical=True).sign(authority, hashes.SHA256())
+        return signed.public_bytes(serialization.Encoding.PEM)
+
+    files["ca.crt"].write_bytes(certificate(issuer, authority.public_key(), x509.BasicConstraints(True, None)))
+    names = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    files["server.crt"].write_bytes(certificate(subject, key.public_key(), names))
+    encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    files["server.key"].write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()))
+    return files["server.crt"], files["server.key"]
+
+
+async def test_silent_watch_is_opened_again(api: ApiServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    await until(lambda: len(api.watched_from) == 1)
+    monkeypatch.setattr("router.fleet.kubernetes._SILENCE", 0.2)
+    api.cut()
+    await until(lambda: len(api.watched_from) > 3)
+    monkeypatch.setattr("router.fleet.kubernetes._SILENCE", 60.0)
+    for _ in range(30):  # watches that were given up take one each
+        api.push("ADDED", pod("b", "127.0.0.3", 2))
+    await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
+    assert api.lists == 1
+
+
+async def test_pods_are_listed_at_once_if_the_version_was_dropped_in_an_outage(
+    api: ApiServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until(lambda: len(api.watched_from) == 1)
+    monkeypatch.setattr("router.fleet.kubernetes._SHORT_WATCH", 0.0)
+    waits: list[float] = []
+
+    def waited(failures: int) -> float:
+        waits.append(failures)
+        return 0.01
+
+    monkeypatch.setattr("router.fleet.kubernetes._backoff", waited)
+    api.pods, api.fail_with = [pod("b", "127.0.0.3")], [500, 500, 500, 500, 410]
+    api.cut()
+    await cluster.until_workers("127.0.0.3:8000")
+    assert waits == [2, 3, 4]
 
 
 async def test_pods_are_listed_again_after_resync_seconds(api: ApiServer) -> None:
