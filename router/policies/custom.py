@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from inspect import iscoroutine
 from math import inf, isnan
 from random import Random
+from traceback import format_tb
 from typing import Any, Final
 
 import structlog
@@ -19,6 +20,7 @@ import structlog
 from indexer import Target
 from router.policies import interface
 from router.policies.records import Candidate, CostUnit, Decision, Policy, Request, one_of_lowest
+from router.settings.policy_code import text_of
 
 log = structlog.get_logger()
 
@@ -65,7 +67,9 @@ class CustomFunction:
         numbers = None
         try:
             numbers = _checked(self._function(candidates, request), len(candidates))
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also CancelledError and GeneratorExit, because the call never awaits
             self._failed(error, begun)
         self._count_time(self._clock() - begun)
         return numbers
@@ -84,10 +88,12 @@ class CustomFunction:
     def _failed(self, error: BaseException, now: float) -> None:
         self.errors += 1
         self._failed_at = now
-        self._problem = f"it raised {type(error).__name__}: {error}"
+        self._problem = f"it raised {type(error).__name__}: {text_of(error)}"
         if now >= self._log_from:
             self._log_from = now + _LOG_SECONDS
-            log.warning("policy failed, the default decides", policy=self.name, reason=self._problem, exc_info=error)
+            # No exc_info: a log renderer reads the error's text, which can raise.
+            frames = "".join(format_tb(error.__traceback__))
+            log.warning("policy failed, the default decides", policy=self.name, reason=self._problem, exception=frames)
 
     def _count_time(self, seconds: float) -> None:
         if seconds <= self.time_limit:

@@ -23,7 +23,11 @@ def function_named(name: str) -> Callable[..., Any]:
     found = entry_points(group=GROUP, name=name)
     if not found:
         raise ValueError(f"no installed package provides it as an entry point of {GROUP}")
-    return _function_in(*next(iter(found)).value.split(":", 1))
+    value = next(iter(found)).value
+    module, separator, path = value.partition(":")
+    if not separator:
+        raise ValueError(f"its entry point {value!r} names no function: write package.module:function in its package")
+    return _function_in(module.strip(), path.strip())
 
 
 def check_function(name: str, known: list[str]) -> str:
@@ -45,14 +49,26 @@ def check_function(name: str, known: list[str]) -> str:
     return name
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an error that foreign code raised, as valid UTF-8, even if its `__str__` raises."""
+    try:
+        return str(error).encode(errors="backslashreplace").decode()
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return "its text cannot be read"
+
+
 def _function_in(module: str, path: str) -> Callable[..., Any]:
     try:
         found: Any = import_module(module)
     except ModuleNotFoundError as error:
         missing = f"there is no module {error.name}"
         raise ValueError(f"{missing}: install its package, or add its folder to PYTHONPATH") from error
-    except (Exception, SystemExit) as error:  # a module can raise anything on import
-        raise ValueError(f"the import of {module} raised {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module can raise anything on import
+        raise ValueError(f"the import of {module} raised {type(error).__name__}: {text_of(error)}") from error
     for name in path.split("."):
         found = getattr(found, name, None)
     if not callable(found):

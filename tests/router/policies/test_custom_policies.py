@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from asyncio import CancelledError
 from collections.abc import Iterator, Sequence
 from importlib.metadata import Distribution
 from math import inf, nan
@@ -256,3 +257,39 @@ def test_an_infinite_number_is_not_added_to_another(module: Path) -> None:
     assert (terms["mixed:a"], terms["mixed:b"]) == (1.0, 2.0)
     assert inf not in terms.values()
     assert nan not in terms.values()
+
+
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise SystemExit
+
+
+@pytest.mark.parametrize(
+    "error",
+    [CancelledError(), GeneratorExit(), BaseException("all"), SystemExit(1), UnreadableError(), ValueError("\ud800")],
+    ids=lambda error: type(error).__name__,
+)
+def test_no_error_but_a_keyboard_interrupt_leaves_a_function(error: BaseException) -> None:
+    def fails(*_: object) -> list[float]:
+        raise error
+
+    function = CustomFunction("mine", fails, 1.0)
+    assert function.numbers([], ASKED) is None
+    assert type(error).__name__ in function.findings()[0]["detail"].encode().decode()
+
+
+def test_a_keyboard_interrupt_leaves_a_function() -> None:
+    def interrupted(*_: object) -> list[float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        CustomFunction("mine", interrupted, 1.0).numbers([], ASKED)
+
+
+def test_an_entry_point_without_a_function_is_refused(module: Path) -> None:
+    info = module / "mine-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[kvrouter.policies]\nno_colon = mine\n")
+    with pytest.raises(ConfigError, match="names no function"):
+        settings(module, "{name: no_colon}")
