@@ -131,7 +131,10 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
         services, context = self._services, self._context
         head, tenant = context.head, context.tenant
         prompt = unread_prompt(read_call(Call("", head.path, head.headers, b"", head.session_headers)), 0)
-        given = dict(parse_qsl(head.target.partition(b"?")[2].decode("latin-1"))).get("model")
+        models = [value for name, value in _query(head.target) if name == "model"]
+        if len(models) > 1:
+            raise RequestError("The query names several models. Name one.", param="model")
+        given = models[0] if models and models[0] else None
         prompt.name = self._model = None if given is None else services.fleet.aliases.get(given, given)
         ticket = read_ticket(
             head.urgency,
@@ -188,11 +191,11 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
     def _target(self) -> bytes:
         """Return the target for the worker, with the served name of an alias."""
         target = self._context.head.target
-        path, _, query = target.partition(b"?")
-        pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
-        if self._model is None or ("model", self._model) in pairs:
+        path, question_mark, _ = target.partition(b"?")
+        if not question_mark:
             return target
-        served = [(name, self._model if name == "model" else value) for name, value in pairs]
+        # Written again, so that a worker cannot read another model in it.
+        served = [(name, self._model or "" if name == "model" else value) for name, value in _query(target)]
         return path + b"?" + urlencode(served, encoding="latin-1").encode()
 
     def _refuse(self, error: RequestError) -> None:
@@ -291,3 +294,8 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
     @property
     def answering(self) -> bool:
         return self._client is not None
+
+
+def _query(target: bytes) -> list[tuple[str, str]]:
+    """Return the names and values of a target's query."""
+    return parse_qsl(target.partition(b"?")[2].decode("latin-1"), keep_blank_values=True)

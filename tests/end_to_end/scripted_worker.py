@@ -71,6 +71,7 @@ class ScriptedWorker:
         self.script = script
         self.metrics: bytes | None = None
         self.sources: bytes | None = None
+        self.models = [MODEL]
         self.silent_metrics = False
         self.answers_discovery = True
         self.exchanges: list[Exchange] = []
@@ -126,7 +127,7 @@ class ScriptedWorker:
         """Answer a request of the router's discovery. Return False for any other request."""
         match exchange.method, exchange.target:
             case "GET", "/v1/models":
-                await exchange.answer(json.dumps({"data": [{"id": MODEL}]}).encode())
+                await exchange.answer(json.dumps({"data": [{"id": model} for model in self.models]}).encode())
             case "GET", "/metrics" if self.silent_metrics:
                 await asyncio.sleep(60)
             case "GET", "/metrics" if self.metrics is not None:

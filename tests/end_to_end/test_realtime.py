@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from router_under_test import RouterUnderTest, router, until
+from yarl import URL
 
 from router.auth import hashed_key
 
@@ -198,6 +199,24 @@ async def test_next_worker_is_tried_if_one_is_not_reached(worker: RealtimeWorker
 
 async def test_plain_request_is_426(routed: RouterUnderTest) -> None:
     assert (await routed.call(PATH)).status == 426
+
+
+@pytest.mark.parametrize("query", ["model=other&model=m", "model=m&model=other", "model=m&%6dodel=other"])
+async def test_query_with_several_models_is_refused(
+    worker: RealtimeWorker, routed: RouterUnderTest, query: str
+) -> None:
+    with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+        await routed.session.ws_connect(URL(f"{routed.url}/v1/realtime?{query}", encoded=True))
+    assert refused.value.status == 400
+    assert not worker.targets
+
+
+async def test_worker_gets_only_the_model_that_was_checked(worker: RealtimeWorker, routed: RouterUnderTest) -> None:
+    target = URL(f"{routed.url}/v1/realtime?model=m&x=1;model=other", encoded=True)
+    async with routed.session.ws_connect(target) as socket:
+        await socket.send_str("x")
+        assert await socket.receive_str() == "x"
+    assert worker.targets == ["/v1/realtime?model=m&x=1%3Bmodel%3Dother"]
 
 
 async def test_slow_reader_stops_the_other_side(worker: RealtimeWorker, routed: RouterUnderTest) -> None:

@@ -41,6 +41,18 @@ async def test_worker_is_added_used_and_removed() -> None:
         assert await routed.metric("kvrouter_requests_total", worker=worker.url) == 0
 
 
+async def test_every_model_of_a_worker_is_described() -> None:
+    async with scripted_worker() as worker:
+        worker.models = ["m", "n"]
+        async with router(worker.url) as routed:
+            await until(routed.workers, lambda found: len(found) == 2)
+            found = await routed.workers()
+    assert {known["model"] for known in found} == {"m", "n"}
+    assert [(known["worker"], known["url"]) for known in found] == [(worker.url, worker.url)] * 2
+    assert all("state" in known for known in found)
+    assert all("load" in rank for known in found for rank in known["ranks"])
+
+
 async def test_worker_added_again_changes_its_settings() -> None:
     async with scripted_worker() as worker, router() as routed:
         for weight in (1, 3):

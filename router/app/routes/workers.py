@@ -63,13 +63,15 @@ def worker_routes(services: Services) -> APIRouter:
 def _report(services: Services) -> list[dict[str, Any]]:
     by_url = {worker.url: worker for worker in services.fleet.workers}
     report = workers_report(services.indexer)
-    for entry in report:
-        if worker := by_url.pop(entry["worker"], None):
+    unseen = dict(by_url)
+    for entry in report:  # a worker with several models has an entry for each
+        unseen.pop(entry["worker"], None)
+        if worker := by_url.get(entry["worker"]):
             entry |= named(worker) | worker_status(worker)
             for rank in entry["ranks"]:
                 rank |= _rank_load(services, worker, rank["dp_rank"])
                 rank |= _learned(services, worker.target(rank["dp_rank"], entry["model"]))
-    return report + [named(worker) | {"ranks": []} | worker_status(worker) for worker in by_url.values()]
+    return report + [named(worker) | {"ranks": []} | worker_status(worker) for worker in unseen.values()]
 
 
 def _rank_load(services: Services, worker: Worker, dp_rank: int) -> dict[str, Any]:
