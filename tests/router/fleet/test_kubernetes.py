@@ -324,7 +324,7 @@ async def test_silent_watch_is_opened_again(api: ApiServer, cluster: Cluster, mo
     api.cut()
     await until(lambda: len(api.watched_from) > 3)
     monkeypatch.setattr("router.fleet.kubernetes._SILENCE", 60.0)
-    for _ in range(30):  # watches that were given up take one each
+    for _ in range(30):  # each earlier watch of this server takes one
         api.push("ADDED", pod("b", "127.0.0.3", 2))
     await cluster.until_workers("127.0.0.2:8000", "127.0.0.3:8000")
     assert api.lists == 1
