@@ -20,7 +20,7 @@ from typing import Final
 from http_api.errors import RequestError
 from router.admission.ticket import Ticket
 from router.apis.abilities import needed_abilities, refused_abilities
-from router.apis.endpoints import RESPONSES
+from router.apis.endpoints import CHAT, COMPLETIONS, RESPONSES
 from router.apis.generate import with_adapter
 from router.apis.response_owners import asks_to_store
 from router.fleet.health import Outcome
@@ -43,8 +43,10 @@ from router.upstream.request import SentRequest, Transport
 
 _now: Final = time.monotonic
 _INVALID: Final = 400
+_NOT_FOUND: Final = 404
 _TOO_MANY: Final = 429
 _SERVER_ERROR: Final = 500
+_EVERYWHERE: Final = (CHAT, COMPLETIONS)  # paths that every engine has
 # At most this many workers may break off over one request, because the request may be the cause.
 _MOST_BROKEN: Final = 2
 # Engines name the rank in the error for a request to a rank that they do not have.
@@ -361,7 +363,7 @@ class Attempts:
         if assignment is None or prompt.stored is not None or not self._context.admitted.route.json:
             return False
         unable: list[Worker] = []
-        if is_model_missing(status, data):
+        if is_model_missing(status, data) or (status == _NOT_FOUND and self._body_unseen(data)):
             prefill = assignment.prefill
             if prefill is not None and isinstance(self.sent, DisaggregatedRequest) and self.sent.prefill_refused:
                 services.fleet.name_refused(prefill.worker, prompt.name)
@@ -381,6 +383,10 @@ class Attempts:
         self._without = [*self._without, *unable]
         return True
 
+    def _body_unseen(self, data: bytes) -> bool:
+        """Return whether a transport shows only an error's head, and its path is one that every engine has."""
+        return self._transport is not None and not data and self._context.head.path in _EVERYWHERE
+
     def _unable(self, worker: Worker, error: bytes) -> list[Worker]:
         """Return the workers that would refuse a request as this worker did: for an ability, or for its length."""
         prompt, services = self.prompt, self._services
@@ -397,7 +403,11 @@ class Attempts:
 
     def needs_error(self, status: int) -> bool:
         """Return whether the text of an error may lead to a retry."""
-        if status != _INVALID or not self._may_send_again:
+        if not self._may_send_again:
+            return False
+        if status == _NOT_FOUND:
+            return True
+        if status != _INVALID:
             return False
         return self.may_lack_rank(status) or self._services.selector.has_others(self.prompt, self.tried)
 

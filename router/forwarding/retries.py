@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,10 +20,20 @@ _SGLANG_ADAPTER: Final = b"LoRA adapter"
 _SGLANG_NOT_LOADED: Final = (b"not loaded", b"never been loaded")
 
 
+# How engines say in a 404 that they lack a model: a code, the parameter's name, or a text. One that names neither means
+# a path that the engine does not have, or a stored object.
+_NO_MODEL: Final = re.compile(
+    rb'"(?:model_not_found|ModelNotFoundError)"'
+    rb'|"param"\s*:\s*"model"'
+    rb"|\b(?:model|adapter)\b[^{}]{0,512}?(?:does not exist|not found|not loaded)",
+    re.IGNORECASE,
+)
+
+
 def is_model_missing(status: int, body: bytes) -> bool:
     """Return whether a worker's status, and the beginning of its body, say that it lacks the model or adapter."""
     if status == _NOT_FOUND:
-        return True
+        return _NO_MODEL.search(body) is not None
     return status == _INVALID and _SGLANG_ADAPTER in body and any(words in body for words in _SGLANG_NOT_LOADED)
 
 

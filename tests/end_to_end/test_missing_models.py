@@ -24,6 +24,7 @@ SELDOM = {"probe_interval": 600.0, "retry_interval": 0.1, "probe_timeout": 30.0,
 FAST: dict[str, Any] = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
 ADAPTER = {"lora_name": "poet", "lora_path": "/adapters/poet"}
 GENERATION = {"model": "poet", "prompt": "x", "max_tokens": 1}
+VLLM = b'{"error": {"message": "The model `poet` does not exist.", "type": "NotFoundError", "code": 404}}'
 SGLANG = b'{"error": {"message": "The following requested LoRA adapters are not loaded: poet"}}'
 
 
@@ -92,7 +93,7 @@ async def lacking(stack: AsyncExitStack, *workers: Lacking) -> RouterUnderTest:
 @pytest.mark.parametrize(
     "answer",
     [
-        ("404 Not Found", b"{}", b""),
+        ("404 Not Found", VLLM, b""),
         ("400 Bad Request", SGLANG, b""),
         ("400 Bad Request", gzip.compress(SGLANG), b"content-encoding: gzip\r\n"),
     ],
@@ -115,11 +116,25 @@ async def test_every_request_for_inference_is_tried_elsewhere(
 
 async def test_the_answer_of_the_last_worker_is_forwarded_if_all_lack_it() -> None:
     async with AsyncExitStack() as stack:
-        workers = [Lacking("404 Not Found", b'{"error": "none"}') for _ in range(2)]
+        workers = [Lacking("404 Not Found", VLLM) for _ in range(2)]
         routed = await lacking(stack, *workers)
         reply = await routed.call("/v1/completions", GENERATION)
-        assert (reply.status, reply.body) == (404, b'{"error": "none"}')
+        assert (reply.status, reply.body) == (404, VLLM)
         assert [worker.requests for worker in workers] == [1, 1]
+
+
+async def test_a_404_that_names_no_model_is_forwarded_and_costs_the_worker_nothing() -> None:
+    async with AsyncExitStack() as stack:
+        workers = [Lacking("404 Not Found", b'{"detail": "Not Found"}') for _ in range(2)]
+        routed = await lacking(stack, *workers)
+        reply = await routed.call("/v1/completions", GENERATION)
+        assert (reply.status, reply.body) == (404, b'{"detail": "Not Found"}')
+        assert sum(worker.requests for worker in workers) == 1
+        for worker in workers:
+            worker.status = ""
+        later = [await routed.call("/v1/completions", GENERATION) for _ in range(8)]
+        assert {reply.status for reply in later} == {200}
+        assert [worker.requests for worker in workers] in ([4, 5], [5, 4])
 
 
 async def test_an_invalid_request_is_not_tried_elsewhere() -> None:
@@ -132,7 +147,7 @@ async def test_an_invalid_request_is_not_tried_elsewhere() -> None:
 
 async def test_a_request_about_a_stored_object_is_sent_once() -> None:
     async with AsyncExitStack() as stack:
-        workers = [Lacking("404 Not Found", b"{}") for _ in range(2)]
+        workers = [Lacking("404 Not Found", VLLM) for _ in range(2)]
         routed = await lacking(stack, *workers)
         body = {"model": "poet", "input": "x", "previous_response_id": "resp_none"}
         assert (await routed.call("/v1/responses", body)).status == 404
