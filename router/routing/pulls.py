@@ -39,6 +39,7 @@ PULL_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 # After this number of failed pulls in a row, a target neither pulls nor is pulled from for a time in seconds.
 _FAILURES: Final = 3
 _PAUSE_SECONDS: Final = 60.0
+_LAST_PORT: Final = 65_535
 
 
 class PullResult(StrEnum):
@@ -175,7 +176,8 @@ class Pulls:
         host = url.hostname or ""
         if protocol is PullProtocol.P2P:
             host = settings.pull_host or host
-            return PullEndpoint(protocol, host, (settings.pull_port or self._port) + peer.dp_rank)
+            port = (settings.pull_port or self._port) + peer.dp_rank
+            return PullEndpoint(protocol, host, port) if port <= _LAST_PORT else None
         return PullEndpoint(protocol, host, url.port or (443 if url.scheme == "https" else 80))
 
     def _peer(self, target: Target) -> Worker | None:

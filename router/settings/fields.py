@@ -5,9 +5,20 @@ from __future__ import annotations
 import re
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import AfterValidator, AnyHttpUrl, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import (
+    AfterValidator,
+    AnyHttpUrl,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+)
 
 from kvevents.curve import load_key_pair, load_public_key, load_public_keys
 from kvevents.endpoints import parse_endpoint
@@ -40,6 +51,24 @@ class Section(BaseModel):
     """A section of the settings: immutable, and without unknown names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for a number, which Pydantic would read as 1 and 0."""
+        if isinstance(value, bool) and info.field_name is not None:
+            types = _types_of(cls.model_fields[info.field_name].annotation)
+            if bool not in types and not types.isdisjoint((int, float)):
+                raise ValueError("expected a number, not true or false")
+        return value
+
+
+def _types_of(annotation: Any) -> set[Any]:
+    """Return the types in an annotation: those of a union, without their constraints."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return _types_of(parts[0])
+    return set().union(*map(_types_of, parts)) if get_origin(annotation) in (Union, UnionType) else {annotation}
 
 
 def _public_key_file(path: Path) -> Path:

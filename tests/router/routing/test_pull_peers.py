@@ -65,6 +65,12 @@ def test_address_of_a_peer(known: Worker, dp_rank: int, protocol: PullProtocol, 
     assert pulls(known, protocol=protocol).endpoint(known.target(dp_rank, "m")) == PullEndpoint(protocol, host, port)
 
 
+def test_rank_without_a_port_is_no_peer() -> None:
+    known = worker(pull_port=65_534, ranks=3)
+    addresses = [pulls(known, protocol=P2P).endpoint(known.target(rank, "m")) for rank in range(3)]
+    assert [address.port if address else None for address in addresses] == [65_534, 65_535, None]
+
+
 def test_body_with_an_ipv6_peer_keeps_other_parameters() -> None:
     given = b'{"a": 1.50, "kv_transfer_params": {"b": [ ]}}'
     body = PullEndpoint(P2P, "fd00::1", 5710).body(given)

@@ -296,3 +296,20 @@ def test_public_key_file_is_refused_as_secret_key_file(tmp_path: Path) -> None:
     public, _ = create_key_pair(tmp_path, "some")
     with pytest.raises(ConfigError, match="holds no secret key"):
         load_settings(None, {"events": {"curve_secret_key_file": str(public)}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"server": {"port": True}}, "server.port"),
+        ({"server": {"admin_port": True}}, "server.admin_port"),
+        ({"workers": [{"url": "http://a:1", "pull_port": True}]}, "pull_port"),
+        ({"workers": [{"url": "http://a:1", "bootstrap_port": True}]}, "bootstrap_port"),
+        ({"workers": [{"url": "http://a:1", "weight": True}]}, "weight"),
+        ({"fleet": {"probe_interval": True}}, "fleet.probe_interval"),
+    ],
+)
+def test_true_is_no_number(file: Path, settings: dict[str, Any], named: str) -> None:
+    file.write_text(yaml.safe_dump(settings))
+    with pytest.raises(ConfigError, match=named):
+        load_settings(file)
