@@ -13,16 +13,22 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from secrets import compare_digest
+from typing import Any
 
 import msgspec
 
 from http_api.errors import RequestError
+from kvevents.decoding import read_json
 from router.apis.json_edit import SpliceError, field, with_field
 from router.auth.routes import Access, Route
 from router.http.headers import Headers
 from router.settings import TenantSettings, TenantsSettings
 
 _SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+# The field of a media item that names it in an engine's cache, and how a body with it looks, escaped or not.
+_MEDIA_NAME = "uuid"
+_MEDIA_NAME_MARKS = (b'"uuid"', b"\\u")
+_WITH_MEDIA = ("messages", "input")
 # The salt is sent on these paths if `tenants.salted_messages` says that the engines read it.
 _MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _WITHOUT_CACHE = frozenset({"/v1/models", "/v1/embeddings"})
@@ -90,10 +96,48 @@ class Tenant:
         try:
             # The client's own salt is kept, but hashed with the tenant's name, so that it cannot reach another's cache.
             own = field(body, "cache_salt") or b""
-            salt = hashlib.sha256(msgspec.json.encode([self.name, own.decode("latin-1")])).hexdigest()
-            return with_field(body, "cache_salt", b'"%b"' % salt.encode())
+            salt = self._own_name(own.decode("latin-1"))
+            return with_field(self._with_media_names(body), "cache_salt", b'"%b"' % salt.encode())
         except SpliceError as error:
             raise RequestError(f"The body is not JSON: {error}. Send one JSON object, in UTF-8.") from error
+
+    def _own_name(self, name: str) -> str:
+        """Return a client's name for something cached as one that no other tenant can name."""
+        return hashlib.sha256(msgspec.json.encode([self.name, name])).hexdigest()
+
+    def _with_media_names(self, body: bytes) -> bytes:
+        """Return a body whose media items have names of this tenant. Raises SpliceError, RequestError (400).
+
+        vLLM finds an item in its media cache by the client's `uuid` alone.
+        """
+        if not any(mark in body for mark in _MEDIA_NAME_MARKS):
+            return body
+        for name in _WITH_MEDIA:
+            raw = field(body, name)
+            if raw is None:
+                continue
+            try:
+                value = read_json(raw)
+            except msgspec.DecodeError as error:
+                raise RequestError(f"The value of {name!r} cannot be read: {error}. Correct it.", param=name) from error
+            if self._rename_media(value):
+                body = with_field(body, name, msgspec.json.encode(value))
+        return body
+
+    def _rename_media(self, value: Any) -> bool:
+        """Give the media items in a list of messages names of this tenant. Return whether there are any."""
+        renamed, left = False, [value]
+        while left:
+            each = left.pop()
+            if isinstance(each, list):
+                left += each
+            elif isinstance(each, dict):
+                left.append(each.get("content"))
+                if each.get(_MEDIA_NAME) is not None:
+                    given = each[_MEDIA_NAME]
+                    each[_MEDIA_NAME] = self._own_name(given if isinstance(given, str) else repr(given))
+                    renamed = True
+        return renamed
 
     def with_priority(self, body: bytes, asked: object) -> bytes:
         """Return a body whose priority, if it has one, is no better than the tenant's. Raises RequestError (400)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import pytest
 from manual_clock import Clock
@@ -103,6 +104,46 @@ def test_tenants_never_share_a_salt(clock: Clock) -> None:
     stolen = json.dumps({"prompt": 1, "cache_salt": salts[0]}).encode()
     assert json.loads(tenants[1].with_tenant_salt(CHAT, stolen))["cache_salt"] not in salts
     assert salts == [json.loads(each.with_tenant_salt(CHAT, body))["cache_salt"] for each in tenants for body in bodies]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": None, "uuid": "a"}]}]),
+        ("messages", [{"role": "tool", "content": [{"content": [{"type": "input_audio", "uuid": "a"}]}]}]),
+        ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x", "uuid": "a"}]}]),
+        ("input", [{"type": "input_image", "image_url": "x", "uuid": "a"}]),
+    ],
+)
+@pytest.mark.parametrize("escaped", [False, True])
+def test_tenants_never_share_the_name_of_a_media_item(clock: Clock, field: str, value: Any, escaped: bool) -> None:
+    one, other = (tenant(clock, isolate=True, name=name) for name in ("a", "b"))
+    body = json.dumps({"model": "m", field: value, "n": 1}).encode()
+    sent = body.replace(b'"uuid"', b'"\\u0075uid"') if escaped else body
+    names = {tuple(media_names(json.loads(each.with_tenant_salt(CHAT, sent))[field])) for each in (one, other)}
+    assert len(names) == 2
+    assert all(len(name) == 1 and len(name[0]) == 64 for name in names)
+    assert one.with_tenant_salt(CHAT, sent) == one.with_tenant_salt(CHAT, sent)
+    (name,) = media_names(json.loads(one.with_tenant_salt(CHAT, sent))[field])
+    stolen = body.replace(b'"uuid": "a"', b'"uuid": "%b"' % name.encode())
+    assert name not in media_names(json.loads(other.with_tenant_salt(CHAT, stolen))[field])
+
+
+def media_names(value: Any) -> list[str]:
+    """Return every `uuid` in a value."""
+    if isinstance(value, list):
+        return [name for each in value for name in media_names(each)]
+    if not isinstance(value, dict):
+        return []
+    return [each for key, each in value.items() if key == "uuid"] + [
+        name for each in value.values() for name in media_names(each)
+    ]
+
+
+def test_arguments_of_tools_keep_their_uuid(clock: Clock) -> None:
+    messages = [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"uuid": "a"}}}], "content": "x"}]
+    body = json.dumps({"messages": messages}).encode()
+    assert json.loads(tenant(clock, isolate=True).with_tenant_salt(CHAT, body))["messages"] == messages
 
 
 def test_only_the_salt_of_an_object_is_changed_and_only_when_wanted(clock: Clock) -> None:
