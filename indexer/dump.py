@@ -170,7 +170,7 @@ def _read_line(line: bytes) -> SavedTarget | _End | None:
     try:
         record: TargetDump | _End = _decode_line(line)
         return SavedTarget(record) if isinstance(record, TargetDump) else record
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, OverflowError) as error:  # a number in it may be too large to be packed
         if not line.endswith(b"\n"):
             raise  # the line is cut off
         log.warning("saved stream not used", reason=str(error), begins=line[:_LOGGED_BYTES].decode(errors="replace"))

@@ -171,7 +171,8 @@ async def test_anthropic_client_raises_typed_errors(routed: RouterUnderTest, cla
 async def test_broken_message_stream_raises_error() -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.begin_chunks()
-        await exchange.chunk(b'event: ping\ndata: {"type": "ping"}\n\n')
+        delta = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}}
+        await exchange.chunk(b"event: content_block_delta\ndata: %b\n\n" % json.dumps(delta).encode())
         await exchange.hang_up()
 
     async with (

@@ -222,7 +222,7 @@ async def test_answers_of_a_recording_are_predicted_by_devices_and_pool(
             answers.append((predicted(reply.headers), step["cached_tokens"]))
     assert len(answers) == 1 + 3 * 29
     assert [answer for answer in answers if answer[0] != answer[1]] == []
-    assert {found["finding"] for found in await routed.findings()} <= {"prompts_by_text"}
+    assert {found["finding"] for found in await routed.findings()} <= {"prompts_by_text", "replay_missing"}
     assert await routed.metric("kvrouter_loadable_tokens_total") > 0
 
 

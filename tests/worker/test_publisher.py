@@ -197,7 +197,7 @@ def test_replay_has_documented_frames(sockets, make):
     dealer.connect(publisher.replay_endpoint)
     dealer.send_multipart(replay_request(0))
     assert dealer.recv_multipart()[:3] == [b"", b"kv", bytes(8)]
-    assert dealer.recv_multipart() == [b"", b"kv", b"\xff" * 8, b""]
+    assert dealer.recv_multipart() == [b"", b"", b"\xff" * 8, b""]  # without a topic, as engines send it
 
 
 def test_malformed_replay_request_is_counted_and_next_is_answered(sockets, make):
