@@ -257,7 +257,7 @@ async def predicted_cached(both: Fleet, body: bytes) -> set[str]:
 @pytest.mark.parametrize("backend", ["sglang", "nixl"])
 async def test_pair_without_the_model_on_one_worker_is_replaced(backend: str) -> None:
     async def lacks(exchange: Exchange) -> None:
-        await exchange.answer(b'{"error": {"message": "no model"}}', "404 Not Found")
+        await exchange.answer(b'{"error": {"message": "The model `m` does not exist."}}', "404 Not Found")
 
     async with fleet(backend, [lacks, prefill], [stream, lacks]) as both:
         if backend == "sglang":
