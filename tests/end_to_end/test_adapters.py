@@ -157,7 +157,8 @@ async def test_adapter_reaches_sglang_by_the_name_that_applies_it(
 ) -> None:
     async with router(sglang.url) as routed:
         assert (await routed.call(path, sent)).status == 200
-        assert json.loads(sglang.last.body) == received
+        asked = [each for each in sglang.exchanges if each.target == path]
+        assert json.loads(asked[-1].body) == received
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,6 @@ def begins_with(*pieces: bytes) -> Script:
         (ROLE + QUEUE_FULL,),
         (b'event: message_start\ndata: {"type": "message_start"}\n\n', b"event: error\n" + QUEUE_FULL),
         (QUEUE_FULL.replace(b"503", b"429"),),
-        (QUEUE_FULL.replace(b"503", b"404"),),
         (b'data: {"type": "error", "error": {"type": "overloaded_error", "message": "full"}}\n\n',),
     ],
 )
