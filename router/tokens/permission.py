@@ -20,7 +20,7 @@ from router.tokens.probes import ProbeKind
 
 # Older releases of vLLM accept ids without checking them, and beside media; those of SGLang ignore them.
 _LEAST: Final = {Engine.VLLM: (0, 32, 0), Engine.SGLANG: (0, 5, 13)}
-_VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
+_VERSION: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True, slots=True)
