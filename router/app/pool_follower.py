@@ -51,6 +51,8 @@ class MooncakeFollower:
         self._stopping.set()
         self._loop.call_soon_threadsafe(self._cancel)
         self._thread.join(_STOP_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def _cancel(self) -> None:
         if self._question is not None:
@@ -89,7 +91,6 @@ class MooncakeFollower:
                 self._pool.answers = False
                 self._pool.lose(f"the master's answers cannot be read: {type(error).__name__}: {error}"[:300])
                 self._stopping.wait(self._master.interval)
-        self._loop.close()
 
     def _follow(self) -> None:
         with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.SUB) as socket:
