@@ -3,9 +3,9 @@
 An interpreted router with default settings runs in this process, on uvloop, in front of a simulated worker in another
 process. The client is a thread. After a warm-up, each counted chat follows another chat or a pause, because the live
 page samples at most 20 chats a second. The output counts our functions that the event loop's thread calls, from the
-arrival of the request to the end of its answer: calls, files, and changes of file between calls.
-Some requests have additional work, and timers may fire. Therefore the figures of a row are those of its request with
-the fewest calls. `--trace` lists the calls of each row in their order.
+arrival of the request to the end of its answer: calls, files, and changes of file between calls. Some requests have
+additional work, and timers may fire. Therefore the figures of a row are those of its request with the fewest calls.
+`--trace` lists the calls of each row in their order.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -81,13 +82,14 @@ def main(
         sides: list[Side] = []
         prompts = scale.blocks // (WORKERS * 512)
         workload = Workload(workers=WORKERS, prompts=prompts, prompt_blocks=512, event_blocks=32)
-        for each in modes:
-            for interpreted in (False, True) if is_compiled() and against is None else (False,):
-                publisher = stack.enter_context(publisher_of(workload)) if each == CACHE_AWARE else None
-                sides.append(Kvrouter(each, publisher, interpreted=interpreted))
-            if against is not None:
-                publisher = stack.enter_context(publisher_of(workload)) if each == CACHE_AWARE else None
-                sides.append(Kvrouter(each, publisher, checkout=against))
+        builds = [(False, Path())]
+        if against is not None:
+            builds.append((False, against))
+        elif is_compiled():
+            builds.append((True, Path()))
+        for each, (interpreted, checkout) in product(modes, builds):
+            publisher = stack.enter_context(publisher_of(workload)) if each == CACHE_AWARE else None
+            sides.append(Kvrouter(each, publisher, interpreted=interpreted, checkout=checkout))
         others = [] if no_peers else [peer for each in modes for peer in peers(each)]
         sides += others
         run = Run(sides, scale, folder, row or ())

@@ -104,7 +104,7 @@ async def _only_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with session.get(f"{url}/v1/models", timeout=aiohttp.ClientTimeout(_ASK_SECONDS)) as response:
             response.raise_for_status()
-            models = [each["id"] for each in (read_json(await response.read()))["data"]]
+            models = [each["id"] for each in read_json(await response.read())["data"]]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
         raise ReplayError(f"{url} does not list its models: {connection_problem(error)}") from error
     if len(models) != 1:

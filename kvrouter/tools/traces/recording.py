@@ -152,5 +152,5 @@ async def _lines(url: str, token: str, block_tokens: int) -> AsyncGenerator[dict
 
 async def _reason(response: aiohttp.ClientResponse) -> str:
     with suppress(Exception):
-        return str((read_json(await response.read()))["error"]["message"])
+        return str(read_json(await response.read())["error"]["message"])
     return "is this a router's URL?"

@@ -42,8 +42,7 @@ class RequestHeaders:
     def __init__(self, headers: Headers) -> None:
         self.headers = headers
         self.is_request = _is_request(headers)
-        lengths = [value for name, value in headers if name == LENGTH]
-        self.length = whole_number(lengths[0]) if lengths else None
+        self.length = whole_number(self.first(LENGTH))
         self.path = self.first(b":path")
         grpc = self.first(b"content-type").startswith(b"application/grpc")
         self.is_grpc = grpc and self.first(b":method") == b"POST"
