@@ -32,6 +32,7 @@ from router.apis.json_edit import (
     with_field,
     without_fields,
 )
+from router.apis.media_parts import media_items
 from router.auth.engine_fields import (
     CARRIERS,
     CONTROL_FIELDS,
@@ -82,6 +83,7 @@ class BodyCheck:
         if model_body is None and (plain := in_utf8(body)) is not body:
             return self.checked(route, content_type, plain, tenant, engine_fields)
         if model_body is not None:
+            check_media(body, self._limits)
             return body if tenant is None else tenant.with_tenant_salt(route.path, body), model_body
         fields = read_object(body, self._limits.values)
         if engine_fields is not EngineFields.PASS and (steering := control_fields(fields, control_names(route.path))):
@@ -90,6 +92,7 @@ class BodyCheck:
             body = _without(body, steering)
         if route.path in PROMPTED:
             check_amounts(fields, self._limits)
+        check_media(body, self._limits)
         if tenant is not None:
             tenant.check_adapter(fields.get(ADAPTER))
             body = tenant.with_priority(tenant.with_tenant_salt(route.path, body), fields.get("priority"))
@@ -186,6 +189,17 @@ def check_amounts(fields: dict[str, Any], limits: LimitSettings) -> None:
                     param=name,
                     code="too_much_work",
                 )
+
+
+def check_media(body: bytes, limits: LimitSettings) -> None:
+    """Raise RequestError (400) for a JSON body with too many media items."""
+    found = media_items(body, limits.media_items)
+    if found > limits.media_items:
+        raise RequestError(
+            f"The request has {found} images, audio and video. Send at most {limits.media_items}, or raise "
+            "limits.media_items.",
+            code="too_many_media",
+        )
 
 
 def _without(body: bytes, steering: list[str]) -> bytes:

@@ -183,9 +183,9 @@ class Tenant:
                 )
         self._charge(1, tokens)
 
-    def spend(self, tokens: int) -> None:
-        """Charge tokens that were used."""
-        self._charge(0, tokens)
+    def spend(self, tokens: int = 0, requests: int = 0) -> None:
+        """Charge tokens that were used, and requests beside the admitted one."""
+        self._charge(requests, tokens)
 
     def spent_elsewhere(self, requests: int, tokens: int) -> None:
         """Charge requests and tokens that another router admitted."""

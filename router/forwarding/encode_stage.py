@@ -81,6 +81,7 @@ class EncodeStage:
         self._workers: dict[str, None] = {}  # the names of those that encoded an item
         self._encoded: set[int] = set()
         self._left: dict[int, RequestError | None] = {}  # to the chat's worker; with the error of a refused item
+        self._charged: set[int] = set()
         self._todo: deque[int] = deque()
         self._running: set[_EncodedItem] = set()
         self._handler: EncodeHandler | None = None
@@ -163,10 +164,11 @@ class EncodeStage:
     def _named_encoders(self, assignment: Assignment) -> Headers:
         """Return the header with the encode worker of each item, whose load counts until the chat's end."""
         encoders, named = self.services.encoders, []
-        for item in self.chat.items:
+        for number, item in enumerate(self.chat.items):
             worker = encoders.choose(self.name, item.key)
             if worker is not None:
                 turn = encoders.place(worker)
+                self._charge(number)
                 assignment.when_released(turn.end)
                 endpoint = WorkerEndpoint.of(worker, 0)
                 named.append(f"{endpoint.address}:{endpoint.port}")
@@ -178,9 +180,18 @@ class EncodeStage:
             number = self._todo.popleft()
             item = _EncodedItem(self, number, self.chat.items[number])
             self._running.add(item)
-            if not item.send_next():
+            if item.send_next():
+                self._charge(number)
+            else:
                 self._running.discard(item)
                 self._leave(number, None)
+
+    def _charge(self, number: int) -> None:
+        """Count an item for an encode worker as a request of the tenant, once."""
+        if number not in self._charged:
+            self._charged.add(number)
+            if self.context.tenant is not None:
+                self.context.tenant.spend(requests=1)
 
     # Called by items
 

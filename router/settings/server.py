@@ -36,6 +36,7 @@ class LimitSettings(Section):
 
     prompts: PositiveInt = 512
     messages: PositiveInt = 16_384
+    media_items: PositiveInt = 256
     values: PositiveInt = 1_000_000
     characters: PositiveInt = 8 * 2**20
     arriving_bytes: PositiveInt = 256 * 2**20

@@ -17,6 +17,7 @@ import simulator.worker
 from router.apis.endpoints import Call, read_call
 from router.apis.messages import media_parts
 from router.apis.requests import ChatPrompt
+from router.auth import hashed_key
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_files import ModelFiles
 
@@ -364,6 +365,22 @@ async def test_sidecar_is_told_the_encode_workers(fleet: Fleet) -> None:
     assert (await fleet.ask(TEXT, routed=fleet.sidecars)).status == 200
     assert all(not chat.header("x-encoder-hosts-ports") for chat in fleet.chats if b"image" not in chat.body)
     await fleet.sidecars.until_released()
+
+
+@pytest.mark.parametrize("backend", ["auto", "sidecar"])
+async def test_item_for_an_encode_worker_is_a_request_of_its_tenant(fleet: Fleet, backend: str) -> None:
+    workers = [{"url": each.url, "role": "encode"} for each in fleet.encoders] + [{"url": fleet.workers[0].url}]
+    tenants = {"named": {"a": {"keys": [hashed_key("k")], "requests_per_second": 4}}}
+    headers = {"authorization": "Bearer k"}
+    sections = {"disaggregation": {"backend": backend}, "server": {"token": "t"}, "fleet": STEADY}
+    async with router(workers=workers, tenants=tenants, **sections) as limited:
+        await limited.until_up(len(workers))
+        items = [image(each) for each in range(36)]
+        assert (await fleet.ask(TEXT, routed=limited, headers=headers)).status == 200
+        assert (await fleet.ask(TEXT, *items, items[0], routed=limited, headers=headers)).status == 200
+        late = await fleet.ask(TEXT, routed=limited, headers=headers)
+    assert late.status == 429
+    assert 5 <= int(late.headers["retry-after"]) <= 9  # 4 - 2 - 36 requests are left, and 4 more come each second
 
 
 async def test_encode_workers_are_shown_and_drained_as_such(fleet: Fleet) -> None:

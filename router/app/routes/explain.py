@@ -31,7 +31,7 @@ from router.apis.openai_requests import decode_match
 from router.apis.requests import ChatPrompt, MatchRequest, RoutedRequest
 from router.apis.sessions import AgentHints, hints_in_headers
 from router.app.services import Services
-from router.auth.bodies import check_amounts
+from router.auth.bodies import check_amounts, check_media
 from router.cache_state.session_locations import SessionLocations
 from router.forwarding.proxy_services import LONG_BODY, aside_if_long
 from router.http.headers import HeaderItems
@@ -157,6 +157,7 @@ def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Ca
         )
     check_amounts(fields.request, limits)
     call = Call("POST", fields.path, headers, msgspec.json.encode(fields.request))
+    check_media(call.body, limits)
     return call, read_call(call), fields.tenant
 
 
