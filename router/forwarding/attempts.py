@@ -339,13 +339,21 @@ class Attempts:
 
     # The end of an attempt
 
-    def retries_status(self, status: int, data: bytes) -> Outcome | None:
-        """Return the outcome of an attempt that this status ends with a retry, else None. `data`: the body's beginning.
+    def retries_status(self, status: int, data: bytes, closes: bool = False) -> Outcome | None:
+        """Return the outcome of an attempt that this status ends with a retry, else None.
+
+        - `data`: the body's beginning.
+        - `closes`: the worker closes the connection.
 
         A retry takes from the retry budget, unless the worker does not have the model and so computed nothing.
-        A 500 counts as a break, because the request may be its cause.
+        A 500 counts as a break, because the request may be its cause. That of a worker that leaves is one.
         """
         budget = self._services.budget
+        if status == _SERVER_ERROR and self.may_break and (closes or self._leaves):
+            assert self.assignment is not None
+            self._broken += 1
+            self._services.fleet.probe_soon(self.assignment.worker)
+            return Outcome.FAILED
         if status in self._services.elsewhere and self.others and not (status == _SERVER_ERROR and self._breaks_again):
             if budget.take():
                 self._broken += status == _SERVER_ERROR
@@ -356,6 +364,22 @@ class Attempts:
         if self._repeatable and self._exclude_pair() and budget.take():
             return Outcome.NEITHER
         return None
+
+    @property
+    def may_break(self) -> bool:
+        """True if a 500 is retried as a break if its worker leaves or closes the connection."""
+        return self._transport is None and self.others and not self._breaks_again and not self._by_pair
+
+    @property
+    def _by_pair(self) -> bool:
+        return self.assignment is not None and self.assignment.prefill is not None
+
+    @property
+    def _leaves(self) -> bool:
+        """True if the worker was removed, or may receive no new requests."""
+        assert self.assignment is not None
+        worker = self.assignment.worker
+        return not worker.takes_work or self._services.fleet.at(worker.url) is not worker
 
     def _tries_other(self, status: int, data: bytes) -> bool:
         """Return whether another worker may accept a refused request, for its models or longer context."""
@@ -398,8 +422,7 @@ class Attempts:
 
     def may_lack_rank(self, status: int) -> bool:
         """Return whether a response may mean that the worker no longer has the DP rank that the request named."""
-        pair = self.assignment is not None and self.assignment.prefill is not None
-        return status == _INVALID and (self._many_ranks or pair) and self._may_send_again
+        return status == _INVALID and (self._many_ranks or self._by_pair) and self._may_send_again
 
     def needs_error(self, status: int) -> bool:
         """Return whether the text of an error may lead to a retry."""
@@ -407,6 +430,8 @@ class Attempts:
             return False
         if status == _NOT_FOUND:
             return True
+        if status == _SERVER_ERROR:
+            return self.may_break
         if status != _INVALID:
             return False
         return self.may_lack_rank(status) or self._services.selector.has_others(self.prompt, self.tried)

@@ -12,8 +12,9 @@
     ENDED       everything is released
 
 Retries: a request that reached no worker is sent to another one. Before any byte is forwarded, a request for generation
-is also retried in two cases. The first is that its worker breaks off, at most twice. The second is that its worker
-refuses it as overloaded or hangs, within the retry budget.
+is also retried in two cases. The first is that its worker breaks off, at most twice; a 500 of a worker that leaves or
+closes the connection is a break. The second is that its worker refuses it as overloaded or hangs, within the retry
+budget.
 
 The client can disconnect at any time. The load is released on every path. A request waits in a task only while its
 prompt is tokenized aside or no worker has capacity.
@@ -59,14 +60,17 @@ from router.observability.request_recorder import RecordingRequest
 from router.observability.spans import Span
 from router.routing.assignment import Assignment
 from router.routing.prompt_reader import RoutedPrompt, Sender, unread_prompt
-from router.upstream import ResponseHead, UnreachableError, UpstreamError, UpstreamTimeoutError
-from router.upstream.request import Transport
+from router.upstream import ResponseHead, UnreachableError, UpstreamError, UpstreamRequest, UpstreamTimeoutError
+from router.upstream.request import RequestConnection, Transport
 
 log = structlog.get_logger()
 
 _now: Final = time.monotonic
 _OK: Final = 200
 _ERROR: Final = 400
+_SERVER_ERROR: Final = 500
+# A worker that ends closes its connections this soon after its last answers.
+_CLOSING_SECONDS: Final = 0.25
 _UNSEEN_JSON: Final = b"{}"
 
 
@@ -505,16 +509,28 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             error = Decompressor().read(data) if is_compressed(head.headers) else data
             if pause := requested_pause(head.status, head.first(b"retry-after")):
                 assignment.worker.health.circuit.pause(pause, f"status {head.status} with Retry-After")
-            if (outcome := attempts.retries_status(head.status, error)) is not None:
+            if (outcome := attempts.retries_status(head.status, error, head.closes)) is not None:
                 assignment.attempt.end(outcome, f"status {head.status}")
                 self._retry(attempts, f"status {head.status}")
                 return
+            if head.status == _SERVER_ERROR and ended and attempts.may_break:
+                sent, attempts.sent = attempts.sent, None
+                if isinstance(sent, UpstreamRequest) and sent.answered_on is not None:
+                    self._phase = Phase.WAITING
+                    self._continue_in_task(self._watch_closing(sent.answered_on, head, data))
+                    return
         if head.status == 400 and ended and RANK_ERROR in error and attempts.may_lack_rank(head.status):
             attempts.sent = None
             self._phase = Phase.WAITING
             self._continue_in_task(self._check_rank(attempts, head, data))
             return
         self._begin_answer(attempts, assignment, head, data, ended)
+
+    async def _watch_closing(self, connection: RequestConnection, head: ResponseHead, data: bytes) -> None:
+        """Forward a worker's 500, unless the worker closes the connection, too, because it ends."""
+        await asyncio.sleep(_CLOSING_SECONDS)
+        head.closes = connection.closed
+        self._answer(head, data, True)
 
     async def _check_rank(self, attempts: Attempts, head: ResponseHead, data: bytes) -> None:
         """Retry if the worker no longer has the request's DP rank; otherwise forward its error."""

@@ -144,13 +144,25 @@ class ResponseHead:
 
     - `length`: the value of `content-length`; empty without one, and for a status without a body.
     - `passed_on`: the headers that are about the message.
+    - `closes`: the worker closes its connection after the response.
     """
 
-    __slots__ = ("_beginning", "_lines", "_made_with", "headers", "is_stream", "length", "passed_on", "status")
+    __slots__ = (
+        "_beginning",
+        "_lines",
+        "_made_with",
+        "closes",
+        "headers",
+        "is_stream",
+        "length",
+        "passed_on",
+        "status",
+    )
 
-    def __init__(self, status: int, headers: Headers) -> None:
+    def __init__(self, status: int, headers: Headers, closes: bool = False) -> None:
         self.status = status
         self.headers = headers
+        self.closes = closes
         self.length = b"" if status in WITHOUT_BODY else self.first(LENGTH)
         self.is_stream = self.first(b"content-type").startswith(_EVENT_STREAM)
         dropped = _WITHOUT_LENGTH if status in WITHOUT_BODY else _OUR_OWN

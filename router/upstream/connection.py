@@ -83,6 +83,7 @@ class UpstreamConnection(RequestConnection):
     )
 
     def __init__(self, owner: ConnectionOwner) -> None:
+        super().__init__()
         self.current: UpstreamRequest | None = None
         self.state = ConnectionState.FRESH
         self.idle_since = 0.0
@@ -165,6 +166,7 @@ class UpstreamConnection(RequestConnection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.close()
+        self.closed = True
         self._owner.closed(self)
         parser, self._parser = self._parser, None
         if parser is not None:
@@ -232,7 +234,7 @@ class UpstreamConnection(RequestConnection):
             self._forwarder = request.forwarder
 
     def _remember(self, data: bytes, head: ResponseHead) -> None:
-        if head.status in WITHOUT_BODY or not data.startswith(b"HTTP/1.1 %d" % head.status):
+        if head.status in WITHOUT_BODY or head.status == 500 or not data.startswith(b"HTTP/1.1 %d" % head.status):
             return  # or an interim response precedes it
         owner = self._owner
         owner.cached_head = CachedHead.of(data, head.without_length(), dated=True) or owner.cached_head
@@ -251,6 +253,7 @@ class UpstreamConnection(RequestConnection):
         """Release a complete response's request, and return its handler. `keep`: the connection may serve another."""
         self.current = None
         handler, request.handler, request.connection = request.handler, None, None
+        request.answered_on = self
         self._deadline.clear()
         if self._paused:
             self.resume()

@@ -54,9 +54,12 @@ class ChunkForwarder:
 
 
 class RequestConnection:
-    """The methods of a connection that a request calls."""
+    """The methods of a connection that a request calls. `closed`: the worker closed it."""
 
-    __slots__ = ()
+    __slots__ = ("closed",)
+
+    def __init__(self) -> None:
+        self.closed = False
 
     def pause(self) -> None:
         """Stop reading, because the client does not read."""
@@ -77,11 +80,13 @@ class UpstreamRequest:
     - `request`: the bytes to write at once: everything, or only the head if `body` is set.
     - `body`: a large body, written after the head.
     - `connection`: None while the task `connecting` opens one, and after the end.
+    - `answered_on`: the connection of a complete response.
     - `sent_before`: the request was sent over a kept connection that was already closed.
     - `forwarder`: receives complete chunks of complete lines; None while the handler receives everything.
     """
 
     __slots__ = (
+        "answered_on",
         "body",
         "connecting",
         "connection",
@@ -100,6 +105,7 @@ class UpstreamRequest:
         self.handler: ResponseHandler | None = handler
         self.forwarder: ChunkForwarder | None = None
         self.connection: RequestConnection | None = None
+        self.answered_on: RequestConnection | None = None
         self.connecting: asyncio.Task[None] | None = None
         self.paused = False
         self.sent_before = False

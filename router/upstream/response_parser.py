@@ -106,7 +106,7 @@ class ResponseParser:
         return self.framing is Framing.KEEP_ALIVE and self.phase is not ResponsePhase.FOLLOWED
 
     def head(self) -> ResponseHead:
-        return ResponseHead(self._status, self._headers)
+        return ResponseHead(self._status, self._headers, self.framing is not Framing.KEEP_ALIVE)
 
     def take_body(self) -> bytes:
         """Return the bytes of the body since the last call."""

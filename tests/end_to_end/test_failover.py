@@ -243,6 +243,67 @@ async def test_500_of_worker_is_returned_and_counts_as_failure() -> None:
         assert statuses == {500: 3, 200: 9}
 
 
+async def ends_as_uvicorn(exchange: Exchange) -> None:
+    headers = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
+    await exchange.answer(b"Internal Server Error", "500 Internal Server Error", headers)
+
+
+async def ends_after_its_head(exchange: Exchange) -> None:
+    await exchange.send(b"HTTP/1.1 500 Internal Server Error\r\nconnection: close\r\ncontent-length: 2\r\n\r\n")
+    await asyncio.sleep(0.02)
+    await exchange.send(b"{}")
+
+
+async def ends_after_its_answer(exchange: Exchange) -> None:
+    await broken(exchange)
+    await asyncio.sleep(0.02)
+    await exchange.hang_up()
+
+
+@pytest.mark.parametrize("ends", [ends_as_uvicorn, ends_after_its_head, ends_after_its_answer])
+async def test_500_of_worker_that_closes_its_connection_is_retried_elsewhere(ends: Script) -> None:
+    async with (
+        scripted_worker(ends) as ending,
+        scripted_worker(stream) as good,
+        router(ending.url, good.url, **TURNS) as routed,
+    ):
+        replies = [await routed.call(PATH, BODY) for _ in range(2)]
+        assert {(reply.status, reply.worker) for reply in replies} == {(200, good.url)}
+        assert ending.exchanges
+        await routed.until_released()
+
+
+async def test_500_of_removed_worker_is_retried_elsewhere() -> None:
+    removed = asyncio.Event()
+
+    async def ends(exchange: Exchange) -> None:
+        await removed.wait()
+        await broken(exchange)
+
+    async with (
+        scripted_worker(ends) as ending,
+        scripted_worker(stream) as good,
+        router(good.url, **TURNS, fleet={"slow_start": 0}) as routed,
+    ):
+        await routed.call("/workers", {"url": ending.url})
+        await routed.until_up(2)
+        asking = [asyncio.create_task(routed.call(PATH, BODY)) for _ in range(2)]
+        await until(lambda: ending.exchanges)
+        await routed.call(f"/workers?url={ending.url}", method="DELETE")
+        removed.set()
+        assert [(reply.status, reply.worker) for reply in await asyncio.gather(*asking)] == [(200, good.url)] * 2
+
+
+async def test_request_that_ends_two_workers_with_500_is_not_sent_to_a_third() -> None:
+    async with (
+        scripted_workers(*[ends_as_uvicorn] * 3) as workers,
+        router(*[worker.url for worker in workers], **TURNS) as routed,
+    ):
+        reply = await routed.call(PATH, BODY)
+        assert (reply.status, reply.body) == (500, b"Internal Server Error")
+        assert sum(len(worker.exchanges) for worker in workers) == 2
+
+
 async def test_recovered_worker_is_used_again() -> None:
     async with (
         scripted_worker(broken) as bad,

@@ -118,7 +118,7 @@ class ResumableProxiedRequest(ProxiedRequest):
             super()._answer(head, data, ended)
             return
         problem = f"status {head.status}"
-        outcome = attempts.retries_status(head.status, data) if head.status >= 400 else None
+        outcome = attempts.retries_status(head.status, data, head.closes) if head.status >= 400 else None
         assignment.attempt.end(outcome or (Outcome.NEITHER if head.status >= 500 else Outcome.REFUSED), problem)
         if outcome is not None:
             self._retry(attempts, problem)
