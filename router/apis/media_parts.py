@@ -57,7 +57,7 @@ def parts_in(value: Any) -> Iterator[dict[str, Any]]:
             left += each
         elif isinstance(each, dict):
             yield each
-            left += [each[name] for name in _INSIDE if name in each]
+            left += [inner for name in _INSIDE if isinstance(inner := each.get(name), list)]
 
 
 def media_items(body: bytes, most: int) -> int:

@@ -43,7 +43,7 @@ from router.auth.engine_fields import (
     without_control_fields,
 )
 from router.auth.routes import Route
-from router.auth.tenants import ADAPTER, Tenant
+from router.auth.tenants import ADAPTER, NAMES_OF_CACHED, Tenant
 from router.settings import EngineFields, LimitSettings, ServerSettings
 
 # An unterminated string matches too. Otherwise the search would start again at each quote inside it.
@@ -95,6 +95,7 @@ class BodyCheck:
         check_media(body, self._limits)
         if tenant is not None:
             tenant.check_adapter(fields.get(ADAPTER))
+            tenant.check_names(fields)
             body = tenant.with_priority(tenant.with_tenant_salt(route.path, body), fields.get("priority"))
         return body, body
 
@@ -117,7 +118,10 @@ def _quick_check(path: str, limits: LimitSettings) -> Callable[[bytes], bytes | 
     native = native_core()
     if native is None:
         return _no_model_body
-    names, kept = [*control_names(path), *CARRIERS, "priority", ADAPTER], ModelFields.__struct_fields__
+    names, kept = (
+        [*control_names(path), *CARRIERS, "priority", ADAPTER, *NAMES_OF_CACHED],
+        ModelFields.__struct_fields__,
+    )
     elements = min(limits.prompts, limits.messages)
     quick: Callable[[bytes], bytes | None] = native.JsonCheck(names, kept, elements, limits.values, LONG).named
     return quick

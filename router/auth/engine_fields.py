@@ -27,9 +27,15 @@ CONTROL_FIELDS: Final = frozenset(
         "data_parallel_rank",
         "data_parallel_rank_decode",
         "routed_dp_rank",
+        "dp_rank",
+        "prefill_dp_rank",
+        "backend_instance_id",
+        "prefill_worker_id",
+        "decode_worker_id",
         "routed_experts_start_len",
         "rid",
         "request_id",
+        "mm_hashes",
         "custom_logit_processor",
         "prompt_token_ids",
         "token_data",
@@ -54,8 +60,13 @@ CONTROL_HEADERS: Final = frozenset(
         b"x-routed-dp-rank",
         b"x-sglang-dp-rank",
         b"x-dp-rank",
+        b"x-prefill-dp-rank",
         b"x-worker-instance-id",
         b"x-prefill-instance-id",
+        b"x-dynamo-dp-rank",
+        b"x-dynamo-prefill-dp-rank",
+        b"x-dynamo-worker-instance-id",
+        b"x-dynamo-prefill-instance-id",
         b"x-smg-target-worker",
         b"x-gateway-destination-endpoint",
         b"x-gateway-destination-endpoint-subset",
@@ -86,22 +97,24 @@ def control_names(path: str) -> frozenset[str]:
     return _WITHOUT_PROMPT_IDS if has_prompt_ids(path) else CONTROL_FIELDS
 
 
-def control_fields(fields: dict[str, Any], names: frozenset[str] = CONTROL_FIELDS) -> list[str]:
+def control_fields(
+    fields: dict[str, Any], names: frozenset[str] = CONTROL_FIELDS, inside: frozenset[str] = CONTROL_FIELDS
+) -> list[str]:
     """Return the paths of an object's engine control fields, such as `rid` or `vllm_xargs.kv_transfer_params`.
 
-    `names`: the names at the top level. Inside carriers, all control fields count.
+    `names`, `inside`: the names at the top level, and those inside carriers.
     """
     found = [] if names.isdisjoint(fields) else [name for name in fields if name in names]
     for name in CARRIERS:
         if name in fields:
-            found += [f"{name}.{inner}" for inner in _control_fields_inside(fields[name])]
+            found += [f"{name}.{inner}" for inner in _control_fields_inside(fields[name], inside)]
     return found
 
 
-def _control_fields_inside(value: Any) -> list[str]:
+def _control_fields_inside(value: Any, inside: frozenset[str]) -> list[str]:
     if isinstance(value, list):
-        return [name for each in value for name in _control_fields_inside(each)]
-    return control_fields(value) if isinstance(value, dict) else []
+        return [name for each in value for name in _control_fields_inside(each, inside)]
+    return control_fields(value, inside, inside) if isinstance(value, dict) else []
 
 
 def without_control_fields(value: Any) -> Any:

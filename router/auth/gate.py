@@ -214,6 +214,8 @@ class AuthGate:
         """Return the headers to forward, without engine control, the router's credentials and compression."""
         if admitted.engine_fields is not EngineFields.PASS:
             headers = without_control_headers(headers)
+        if admitted.tenant is not None:
+            headers = admitted.tenant.headers_for_workers(headers)
         return asking_uncompressed(headers if admitted.keeps_credentials else without_credentials(headers))
 
     def body(self, admitted: Admitted, body: bytes) -> tuple[bytes, bytes]:

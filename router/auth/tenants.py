@@ -20,6 +20,8 @@ import msgspec
 from http_api.errors import RequestError
 from kvevents.decoding import read_json
 from router.apis.json_edit import SpliceError, field, with_field
+from router.apis.media_parts import MediaFields, parts_in
+from router.auth.engine_fields import control_fields
 from router.auth.routes import Access, Route
 from router.http.headers import Headers
 from router.settings import TenantSettings, TenantsSettings
@@ -28,7 +30,11 @@ _SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 # The field of a media item that names it in an engine's cache, and how a body with it looks, escaped or not.
 _MEDIA_NAME = "uuid"
 _MEDIA_NAME_MARKS = (b'"uuid"', b"\\u")
-_WITH_MEDIA = ("messages", "input")
+# Fields by which engines find what is cached, whatever the salt: SGLang's open sessions, and inside `nvext` Dynamo's
+# salt, which counts more than the body's.
+NAMES_OF_CACHED = frozenset({"session_params"})
+_NAMES_OF_CACHED_INSIDE = NAMES_OF_CACHED | {"cache_salt", "extra_key"}
+_DYNAMO_SALT_HEADER = b"x-tenant-id"  # counts more than any salt of a body
 # The salt is sent on these paths if `tenants.salted_messages` says that the engines read it.
 _MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _WITHOUT_CACHE = frozenset({"/v1/models", "/v1/embeddings"})
@@ -91,13 +97,16 @@ class Tenant:
 
     def with_tenant_salt(self, path: str, body: bytes) -> bytes:
         """Return a body whose cached prefix no other tenant shares. Raises RequestError (400) for invalid JSON."""
-        if not self._isolate or path not in _SALTED | _MESSAGES:
+        if not self._isolate:
             return body
         try:
+            body = self._with_media_names(body)
+            if path not in _SALTED | _MESSAGES:
+                return body
             # The client's own salt is kept, but hashed with the tenant's name, so that it cannot reach another's cache.
             own = field(body, "cache_salt") or b""
             salt = self._own_name(own.decode("latin-1"))
-            return with_field(self._with_media_names(body), "cache_salt", b'"%b"' % salt.encode())
+            return with_field(body, "cache_salt", b'"%b"' % salt.encode())
         except SpliceError as error:
             raise RequestError(f"The body is not JSON: {error}. Send one JSON object, in UTF-8.") from error
 
@@ -112,32 +121,38 @@ class Tenant:
         """
         if not any(mark in body for mark in _MEDIA_NAME_MARKS):
             return body
-        for name in _WITH_MEDIA:
-            raw = field(body, name)
-            if raw is None:
-                continue
-            try:
-                value = read_json(raw)
-            except msgspec.DecodeError as error:
-                raise RequestError(f"The value of {name!r} cannot be read: {error}. Correct it.", param=name) from error
-            if self._rename_media(value):
-                body = with_field(body, name, msgspec.json.encode(value))
+        try:
+            fields = read_json(body, MediaFields)
+            for name in MediaFields.__struct_fields__:
+                value = getattr(fields, name)
+                if self._rename_media(value):
+                    body = with_field(body, name, msgspec.json.encode(value))
+        except (msgspec.DecodeError, OverflowError) as error:
+            raise RequestError(f"The names of media items cannot be read: {error}. Omit each {_MEDIA_NAME}.") from error
         return body
 
     def _rename_media(self, value: Any) -> bool:
         """Give the media items in a list of messages names of this tenant. Return whether there are any."""
-        renamed, left = False, [value]
-        while left:
-            each = left.pop()
-            if isinstance(each, list):
-                left += each
-            elif isinstance(each, dict):
-                left.append(each.get("content"))
-                if each.get(_MEDIA_NAME) is not None:
-                    given = each[_MEDIA_NAME]
-                    each[_MEDIA_NAME] = self._own_name(given if isinstance(given, str) else repr(given))
-                    renamed = True
+        renamed = False
+        for part in parts_in(value):
+            given = part.get(_MEDIA_NAME)
+            if given is not None:
+                part[_MEDIA_NAME] = self._own_name(given if isinstance(given, str) else repr(given))
+                renamed = True
         return renamed
+
+    def check_names(self, fields: dict[str, Any]) -> None:
+        """Raise RequestError (400) for a field by which an isolated tenant could find what others have cached."""
+        if self._isolate and (found := control_fields(fields, NAMES_OF_CACHED, _NAMES_OF_CACHED_INSIDE)):
+            raise RequestError(
+                f"{found[0]} may find the cache of another tenant. Omit it.", param=found[0], code="not_isolated"
+            )
+
+    def headers_for_workers(self, headers: Headers) -> Headers:
+        """Return the headers without those by which engines find what other tenants have cached."""
+        if not self._isolate:
+            return headers
+        return [header for header in headers if header[0].replace(b"_", b"-") != _DYNAMO_SALT_HEADER]
 
     def with_priority(self, body: bytes, asked: object) -> bytes:
         """Return a body whose priority, if it has one, is no better than the tenant's. Raises RequestError (400)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -368,16 +369,21 @@ async def test_sidecar_is_told_the_encode_workers(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "sidecar"])
-async def test_item_for_an_encode_worker_is_a_request_of_its_tenant(fleet: Fleet, backend: str) -> None:
+async def test_item_for_an_encode_worker_is_a_request_of_its_tenant_under_its_own_name(
+    fleet: Fleet, backend: str
+) -> None:
     workers = [{"url": each.url, "role": "encode"} for each in fleet.encoders] + [{"url": fleet.workers[0].url}]
-    tenants = {"named": {"a": {"keys": [hashed_key("k")], "requests_per_second": 4}}}
+    tenants = {"isolate": True, "named": {"a": {"keys": [hashed_key("k")], "requests_per_second": 4}}}
     headers = {"authorization": "Bearer k"}
     sections = {"disaggregation": {"backend": backend}, "server": {"token": "t"}, "fleet": STEADY}
     async with router(workers=workers, tenants=tenants, **sections) as limited:
         await limited.until_up(len(workers))
-        items = [image(each) for each in range(36)]
+        items = [image(each) for each in range(35)] + [image(35)[:-1] + b',"uuid":"u"}']
         assert (await fleet.ask(TEXT, routed=limited, headers=headers)).status == 200
         assert (await fleet.ask(TEXT, *items, items[0], routed=limited, headers=headers)).status == 200
+        named = [body for body in (fleet.chats[-1].body, *fleet.items()) if b"uuid" in body]
+        assert len(named) == (1 if backend == "sidecar" else 2)
+        assert len({re.findall(rb'"uuid":"([0-9a-f]{64})"', body)[0] for body in named}) == 1
         late = await fleet.ask(TEXT, routed=limited, headers=headers)
     assert late.status == 429
     assert 5 <= int(late.headers["retry-after"]) <= 9  # 4 - 2 - 36 requests are left, and 4 more come each second

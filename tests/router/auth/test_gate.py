@@ -110,6 +110,8 @@ def test_tenants_never_share_a_salt(clock: Clock) -> None:
     ("field", "value"),
     [
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": None, "uuid": "a"}]}]),
+        ("input", [{"type": "function_call_output", "output": [{"type": "input_image", "uuid": "a"}]}]),
+        ("text_2", {"content": [{"type": "image_url", "uuid": "a"}]}),
         ("messages", [{"role": "tool", "content": [{"content": [{"type": "input_audio", "uuid": "a"}]}]}]),
         ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x", "uuid": "a"}]}]),
         ("input", [{"type": "input_image", "image_url": "x", "uuid": "a"}]),
@@ -127,6 +129,64 @@ def test_tenants_never_share_the_name_of_a_media_item(clock: Clock, field: str, 
     (name,) = media_names(json.loads(one.with_tenant_salt(CHAT, sent))[field])
     stolen = body.replace(b'"uuid": "a"', b'"uuid": "%b"' % name.encode())
     assert name not in media_names(json.loads(other.with_tenant_salt(CHAT, stolen))[field])
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/embeddings", "/v1/responses"])
+def test_media_names_of_isolated_tenants_are_their_own_on_every_path(clock: Clock, path: str) -> None:
+    route, check = Routes().find("POST", path), BodyCheck(LimitSettings())
+    image = {"type": "image_url", "image_url": {"url": "x"}, "uuid": "a"}
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": [image]}]}).encode()
+    isolated, other = tenant(clock, isolate=True), tenant(clock)
+    sent, _ = check.checked(route, b"", body, isolated, EngineFields.REFUSE)
+    assert media_names(json.loads(sent)) != ["a"]
+    assert check.checked(route, b"", body, other, EngineFields.REFUSE)[0] == body
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"session_params": {"id": "s", "rid": "r"}}, "session_params"),
+        ({"nvext": {"cache_salt": "x"}}, "nvext.cache_salt"),
+        (
+            {"sampling_params": [{"custom_params": {"session_params": {}}}]},
+            "sampling_params.custom_params.session_params",
+        ),
+        ({"extra_body": {"extra_key": "x"}}, "extra_body.extra_key"),
+    ],
+)
+def test_isolated_tenants_cannot_name_what_others_have_cached(clock: Clock, fields: dict[str, Any], name: str) -> None:
+    route, check = Routes().find("POST", CHAT), BodyCheck(LimitSettings())
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}).encode()
+    with pytest.raises(RequestError) as refusal:
+        check.checked(route, b"", body, tenant(clock, isolate=True), EngineFields.REFUSE)
+    assert (refusal.value.status, refusal.value.param, refusal.value.code) == (400, name, "not_isolated")
+    assert check.checked(route, b"", body, tenant(clock), EngineFields.REFUSE) == (body, body)
+
+
+def test_extra_key_follows_a_salt_of_one_length(clock: Clock) -> None:
+    # SGLang finds blocks by `cache_salt` + `extra_key`, so salts of several lengths could make two tenants equal.
+    for name, salt in (("a", ""), ("b", "x" * 100)):
+        body = json.dumps({"prompt": "x", "cache_salt": salt, "extra_key": "e"}).encode()
+        sent = json.loads(tenant(clock, name, isolate=True).with_tenant_salt("/v1/completions", body))
+        assert (len(sent["cache_salt"]), sent["extra_key"]) == (64, "e")
+
+
+def test_header_that_counts_more_than_the_salt_is_not_forwarded(clock: Clock) -> None:
+    headers = [(b"x-tenant-id", b"b"), (b"x_tenant_id", b"b"), (b"x-tenant", b"b")]
+    assert tenant(clock, isolate=True).headers_for_workers(headers) == headers[2:]
+    assert tenant(clock).headers_for_workers(headers) == headers
+
+
+@pytest.mark.parametrize(
+    "name", ["mm_hashes", "nvext.backend_instance_id", "nvext.prefill_dp_rank", "ec_transfer_params"]
+)
+def test_fields_that_name_cached_media_or_workers_are_engine_control(name: str) -> None:
+    outer, _, inner = name.partition(".")
+    body = json.dumps({"model": "m", "prompt": "x", outer: {inner: 1} if inner else 1}).encode()
+    route = Routes().find("POST", "/v1/completions")
+    with pytest.raises(RequestError) as refusal:
+        BodyCheck(LimitSettings()).checked(route, b"", body, None, EngineFields.REFUSE)
+    assert (refusal.value.param, refusal.value.code) == (name, "engine_field")
 
 
 def media_names(value: Any) -> list[str]:
