@@ -153,14 +153,15 @@ class PackedPrompt:
     """A prompt's packed token ids, and its prefix hashes as far as they were computed.
 
     Hashes are computed on demand, and once per namespace. `media` are the spans of media tokens in order; their names
-    take part in the hashes of their blocks.
+    take part in the hashes of their blocks. `length` is the number of tokens.
     """
 
-    __slots__ = ("_made", "media", "tokens")
+    __slots__ = ("_made", "length", "media", "tokens")
 
     def __init__(self, tokens: bytes, media: tuple[MediaSpan, ...] = ()) -> None:
         """Make a prompt of `tokens`, which `pack_tokens` returned."""
         self.tokens = tokens
+        self.length = len(tokens) // TOKEN_BYTES
         self.media = media
         self._made: dict[int, _Hashes] = {}  # by seed
 
@@ -183,7 +184,7 @@ class PackedPrompt:
         return sum(len(made.hashes) * made.hashes.itemsize for made in list(self._made.values()))
 
     def __len__(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
+        return self.length
 
     def __iter__(self) -> Iterator[int]:
         token_ids = array("I", self.tokens)
@@ -216,7 +217,7 @@ class PackedPrompt:
 
     def all_hashes(self, seed: int, block_size: int) -> array[int]:
         """Return the prefix hashes of all full blocks, which begin with the hash `seed`."""
-        return self.hashes(seed, block_size, len(self) // block_size)
+        return self.hashes(seed, block_size, self.length // block_size)
 
     def keyed_blocks(self, block_size: int) -> int:
         """Return the number of blocks up to the last one with media tokens."""

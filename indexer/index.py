@@ -32,7 +32,7 @@ class UnknownModelError(LookupError):
     """A model that no registered worker serves for the tenant."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class MatchQuery:
     """A tokenized prompt, with everything that separates its blocks from others with the same tokens.
 
@@ -42,10 +42,26 @@ class MatchQuery:
 
     model: str
     token_ids: Sequence[int] | PackedPrompt
-    adapter: str | None = None
-    cache_salt: str | None = None
-    tenant: str = DEFAULT_TENANT
-    additional_salt: str | None = None
+    adapter: str | None
+    cache_salt: str | None
+    tenant: str
+    additional_salt: str | None
+
+    def __init__(
+        self,
+        model: str,
+        token_ids: Sequence[int] | PackedPrompt,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        tenant: str = DEFAULT_TENANT,
+        additional_salt: str | None = None,
+    ) -> None:
+        self.model = model
+        self.token_ids = token_ids
+        self.adapter = adapter
+        self.cache_salt = cache_salt
+        self.tenant = tenant
+        self.additional_salt = additional_salt
 
 
 @dataclass(frozen=True, slots=True)

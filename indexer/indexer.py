@@ -267,10 +267,9 @@ class Indexer:
     def match_rows(self, query: MatchQuery, rows: TargetRows) -> RowMatches:
         """Return the tokens that the targets in some rows would serve, as arrays and not as an object per target."""
         found = RowMatches(rows)
-        roots, tokens = self._roots(query), len(query.token_ids) - 1
         prompt = PackedPrompt.of(query.token_ids)
-        for block_size, root in roots:
-            self.index.match_rows(root, block_size, prompt, tokens // block_size, rows, found)
+        for block_size, root in self._roots(query):
+            self.index.match_rows(root, block_size, prompt, (prompt.length - 1) // block_size, rows, found)
         for target in self._salted:  # routed requests have no additional salt
             row = rows.row_of.get(target)
             if row is not None:

@@ -52,7 +52,7 @@ class Flow:
     sheddable: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Ticket:
     """The claim of a request to be placed. Times are of `time.monotonic`.
 
@@ -64,17 +64,41 @@ class Ticket:
     - `sheddable`: whether it is refused where it would wait for capacity.
     """
 
-    priority: int = 0
-    tenant: str = ""
-    deadline: float | None = None
-    tokens: int = 0
-    size: int = 0
-    arrived: float = 0.0
-    place_by: float | None = None
-    slo: SLO | None = None
-    hints: AgentHints | None = None
-    cold_until: float | None = None
-    sheddable: bool = False
+    priority: int
+    tenant: str
+    deadline: float | None
+    tokens: int
+    size: int
+    arrived: float
+    place_by: float | None
+    slo: SLO | None
+    hints: AgentHints | None
+    cold_until: float | None
+    sheddable: bool
+
+    def __init__(
+        self,
+        priority: int = 0,
+        tenant: str = "",
+        deadline: float | None = None,
+        tokens: int = 0,
+        size: int = 0,
+        arrived: float = 0.0,
+        place_by: float | None = None,
+        slo: SLO | None = None,
+        hints: AgentHints | None = None,
+    ) -> None:
+        self.priority = priority
+        self.tenant = tenant
+        self.deadline = deadline
+        self.tokens = tokens
+        self.size = size
+        self.arrived = arrived
+        self.place_by = place_by
+        self.slo = slo
+        self.hints = hints
+        self.cold_until = None
+        self.sheddable = False
 
     def left(self, now: float) -> float | None:
         """Return the seconds until the answer is due; None if it has no deadline."""

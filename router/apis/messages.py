@@ -105,9 +105,9 @@ def prepare_messages(
     return prepared
 
 
-def prepare_tools(tools: list[Any] | None) -> list[Any] | None:
-    """Return new tools for the template with the keys that vLLM passes on; None stays None."""
-    return None if tools is None else [_tool(tool) for tool in tools]
+def prepare_tools(tools: list[Any]) -> list[Any]:
+    """Return new tools for the template with the keys that vLLM passes on."""
+    return [_tool(tool) for tool in tools]
 
 
 def _message(message: Message, wraps_parts: bool, media_as_text: bool) -> Message:

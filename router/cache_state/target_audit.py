@@ -29,7 +29,7 @@ class Basis(StrEnum):
     SENT_PREFIXES = "history"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class CachePrediction:
     """The cached tokens that a target is expected to report for a prompt. Amounts are in tokens.
 
@@ -53,12 +53,44 @@ class CachePrediction:
     comparable: bool
     capacity: int | None
     made_at: float
-    most: int = 0
-    by_text: bool = False
-    windowed: bool = False
-    media: bool = False
-    loadable: int = 0
-    pooled: bool = False
+    most: int
+    by_text: bool
+    windowed: bool
+    media: bool
+    loadable: int
+    pooled: bool
+
+    def __init__(
+        self,
+        target: Target,
+        hashes: list[array[int]],
+        tokens: int,
+        overlap: int,
+        by_events: int | None,
+        comparable: bool,
+        capacity: int | None,
+        made_at: float,
+        most: int = 0,
+        by_text: bool = False,
+        windowed: bool = False,
+        media: bool = False,
+        loadable: int = 0,
+        pooled: bool = False,
+    ) -> None:
+        self.target = target
+        self.hashes = hashes
+        self.tokens = tokens
+        self.overlap = overlap
+        self.by_events = by_events
+        self.comparable = comparable
+        self.capacity = capacity
+        self.made_at = made_at
+        self.most = most
+        self.by_text = by_text
+        self.windowed = windowed
+        self.media = media
+        self.loadable = loadable
+        self.pooled = pooled
 
     def loaded(self, cached: int, own: int) -> int:
         """Return the tokens of an answer that the target loaded as predicted, behind `own` tokens of its own."""

@@ -174,7 +174,7 @@ class Attempts:
         services, prompt, tried, worker = self._services, self.prompt, self.tried, assignment.worker
         context = self._context
         self.assignment = assignment
-        self._many_ranks = len(worker.ranks()) > 1
+        self._many_ranks = assignment.selection.rank.one_of_many
         if (span := self._span) is not None:
             span.set(worker=worker.name, overlap_tokens=assignment.overlap)
             if loadable := assignment.loadable:
@@ -226,31 +226,32 @@ class Attempts:
             self._send_to_pair(assignment, assignment.prefill, handler, body)
         elif self._transport is not None:
             headers = self._headers_to(assignment, pull)
-            self.sent = self._transport.send(worker, handler, headers, self._body_to(worker, body, pull))
+            self.sent = self._transport.send(worker, handler, headers, self._body_to(assignment, body, pull))
         else:
             head = context.head
             if self._span is not None or self._many_ranks or pull is not None or encoding is not None:
                 lines, request_id = forwarded_lines(self._headers_to(assignment, pull)), b""
             else:
                 lines, request_id = context.lines_for_workers(), context.id
-            body = self._body_to(worker, body, pull)
-            upstream = services.upstreams.get(worker.url)
+            body = self._body_to(assignment, body, pull)
             add_worker_key = context.admitted.add_worker_key
             # A retry opens a connection: a kept one to another worker that stopped would count as a second break.
             once = bool(self._left) or self._once
-            self.sent = upstream.send(
+            self.sent = services.upstreams.get(worker.url).send(
                 handler, head.method, head.target, lines, body, request_id, now, once, add_worker_key
             )
 
-    def _body_to(self, worker: Worker, body: bytes, pull: PullEndpoint | None) -> bytes:
-        body = self._naming_adapter(worker, body)
-        body = body if self.offer is None else self.offer.body_to(worker, body)
+    def _body_to(self, assignment: Assignment, body: bytes, pull: PullEndpoint | None) -> bytes:
+        body = self._naming_adapter(assignment, body)
+        body = body if self.offer is None else self.offer.body_to(assignment.worker, body)
         return body if pull is None else pull.body(body)
 
-    def _naming_adapter(self, worker: Worker, body: bytes) -> bytes:
+    def _naming_adapter(self, assignment: Assignment, body: bytes) -> bytes:
         """Return the body with the adapter as the worker's engine needs it."""
         name = self.prompt.name
-        served = worker.served(name) if name is not None else None
+        if name is None or assignment.selection.rank.served.adapter is None:
+            return body
+        served = assignment.worker.served(name)
         if served is None or served.adapter is None or served.sent_as is None:
             return body
         return with_adapter(self._context.head.path, body, served.adapter, served.sent_as)
@@ -275,8 +276,8 @@ class Attempts:
         assert adapter is not None
         first, second = (WorkerEndpoint.of(each.worker, each.target.dp_rank) for each in (prefill, assignment))
         ids = None if self.offer is None else self.offer.ids_for_pair(adapter, prefill.worker, assignment.worker)
-        requests = adapter.of(head.path, self._naming_adapter(assignment.worker, self._body), first, second, ids)
-        requests.prompt_body = self._naming_adapter(prefill.worker, prompt_body)
+        requests = adapter.of(head.path, self._naming_adapter(assignment, self._body), first, second, ids)
+        requests.prompt_body = self._naming_adapter(prefill, prompt_body)
         requests.pull = prefill.peer_to_name(services.pulls)
         others = self._repeatable and services.selector.has_others(
             self.prompt, [*self._excluded(), assignment.worker, prefill.worker], prefill=True
@@ -316,7 +317,7 @@ class Attempts:
         others = [each for each in services.fleet.workers if each is not worker]
         self.assignment = assignment = services.placement.place(self.prompt, others)
         assignment.pull = None  # the request was sent with the peer of the first worker, if with any
-        self._many_ranks = len(assignment.worker.ranks()) > 1
+        self._many_ranks = assignment.selection.rank.one_of_many
 
     def routing_headers(self) -> RoutingHeaders:
         """Return the routing headers of the response."""

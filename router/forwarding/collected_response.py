@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from router.http.compression import decompressed, is_compressed
+from router.http.compression import decompressed
 from router.upstream import ResponseHandler, ResponseHead, UpstreamError
 
 _MOST_BYTES: Final = 16 * 2**20
@@ -41,7 +41,7 @@ class CollectedResponse(ResponseHandler):
 
     def _answered(self, head: ResponseHead, body: bytes) -> None:
         """Report a whole answer. A body that is read is decompressed; that of a refusal is forwarded as it is."""
-        if self._keep_body and head.status < 400 and is_compressed(head.headers):
+        if self._keep_body and head.status < 400 and head.compressed:
             try:
                 body = decompressed(body, _MOST_BYTES)
             except ValueError as error:

@@ -16,7 +16,7 @@ from kvevents.decoding import read_json
 from router.apis.endpoints import error_event, event_of_error, is_anthropic
 from router.forwarding.exchange import ChunkWriter, ResponseWriter, RoutingHeaders
 from router.forwarding.retries import broken_off
-from router.http.compression import Decompressor, is_compressed
+from router.http.compression import Decompressor
 from router.http.headers import ResponseHead
 
 _HEAD: Final = ResponseHead(
@@ -79,15 +79,14 @@ class KeepaliveWriter(ResponseWriter):
             self._timer = None
 
     def begin(self, head: ResponseHead, ours: RoutingHeaders | None, data: bytes, ended: bool) -> None:
-        compressed = is_compressed(head.headers)
         if not self._early:
             self.begun = True
-            if ended or not head.is_stream or head.length or compressed:
+            if ended or not head.is_stream or head.length or head.compressed:
                 self.stop()
             self._client.begin(head, ours, data, ended)
             self._wrote(data)
             return
-        if compressed:
+        if head.compressed:
             self._decompressor = Decompressor()
         if not (head.is_stream and head.status == _OK):
             self._status, self._whole = head.status, b""

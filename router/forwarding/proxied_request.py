@@ -54,7 +54,7 @@ from router.forwarding.reading import prompt_now, read_prompt_aside, read_reques
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
 from router.forwarding.retries import broken_off, requested_pause
-from router.http.compression import Decompressor, is_compressed
+from router.http.compression import Decompressor
 from router.http.headers import Headers
 from router.observability.request_recorder import RecordingRequest
 from router.observability.spans import Span
@@ -413,7 +413,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
                 self._head = head
                 self._begin_stream(head, data, ended)
                 return
-            waits = attempts is not None and attempts.needs_error(head.status)
+            waits = head.status >= _ERROR and attempts is not None and attempts.needs_error(head.status)
             if data or ended or self._transport is not None or not (head.is_stream or waits):
                 self._answer(head, data, ended)
             else:
@@ -424,7 +424,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     def _begin_stream(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         """Keep events without content. The first one with content begins the answer; an error may lead to a retry."""
         self._beginning = data = self._beginning + data if self._beginning else data
-        plain = Decompressor().read(data) if is_compressed(head.headers) else data
+        plain = Decompressor().read(data) if head.compressed else data
         status = stream_beginning(plain, ended) if data else None
         attempts = self._attempts
         if status is None and not ended:
@@ -506,7 +506,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         assignment.attempt.give_up = None
         error = data
         if head.status >= 400:
-            error = Decompressor().read(data) if is_compressed(head.headers) else data
+            error = Decompressor().read(data) if head.compressed else data
             if pause := requested_pause(head.status, head.first(b"retry-after")):
                 assignment.worker.health.circuit.pause(pause, f"status {head.status} with Retry-After")
             if (outcome := attempts.retries_status(head.status, error, head.closes)) is not None:

@@ -81,9 +81,15 @@ ServerAddress: TypeAlias = tuple[str, int | None]
 
 
 class RequestContext:
-    """One request, from its head to the end of its response. `trace`: its span, with tracing."""
+    """One request, from its head to the end of its response.
 
-    __slots__ = ("_gate", "_line", "_metrics", "head", "id", "logged", "server", "tenant", "trace")
+    - `admitted`: the result of the head's check, after `admit`.
+    - `trace`: its span, with tracing.
+    """
+
+    __slots__ = ("_gate", "_line", "_metrics", "admitted", "head", "id", "logged", "server", "tenant", "trace")
+
+    admitted: Admitted
 
     def __init__(
         self,
@@ -112,16 +118,10 @@ class RequestContext:
             server = self.server
             port = None if server is None else server[1] or PROCESS_SOCKET
             admitted = head.admitted = self._gate.admit(head.method, head.target, head.headers, port)
+        self.admitted = admitted
         self.tenant = admitted.tenant
         if self._gate.client_routing and admitted.tenant is None and head.id is None:
             self.id = correlation_id(head.headers) or self.id
-
-    @property
-    def admitted(self) -> Admitted:
-        """The result of the head's check."""
-        admitted = self.head.admitted
-        assert admitted is not None
-        return admitted
 
     def checked(self, body: bytes) -> tuple[bytes, bytes]:
         """Return the body to forward, and the body that routing by load parses. Raises RequestError (400, 413)."""

@@ -24,7 +24,7 @@ from router.forwarding.disaggregated_request import DisaggregatedRequest
 from router.forwarding.exchange import ChunkWriter, ResponseWriter, RoutingHeaders
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
-from router.http.compression import Decompressor, is_compressed
+from router.http.compression import Decompressor
 from router.routing.assignment import Assignment
 from router.routing.prompt_reader import RoutedPrompt
 from router.upstream import ResponseHead, UpstreamRequest
@@ -134,7 +134,7 @@ class ProxiedResponse:
             self._searched = b""
         if self._prompt.turn is not None and head.status == _OK:
             self._answer = AnswerReader(self._prompt.turn, head.is_stream)
-        if is_compressed(head.headers):
+        if head.compressed:
             self._decompressor = Decompressor()
         self._count()
         self._learn(data, ended)

@@ -10,7 +10,8 @@ from socket import gaierror
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
-from router.http.compression import decompressed, is_known_encoding
+from router.http.compression import decompressed
+from router.http.headers import is_decompressed
 
 _REDIRECTS = range(300, 400)
 
@@ -46,7 +47,7 @@ async def read_answer(response: aiohttp.ClientResponse, most_bytes: int) -> byte
         if len(body) > most_bytes:
             response.close()
             raise ValueError(f"{response.url.path} answers with more than {most_bytes} bytes (fleet.max_answer_bytes)")
-    if is_known_encoding(response.headers.get("Content-Encoding", "")):
+    if is_decompressed(response.headers.get("Content-Encoding", "")):
         return decompressed(bytes(body), most_bytes)
     return bytes(body)
 

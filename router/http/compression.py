@@ -8,23 +8,10 @@ from __future__ import annotations
 import zlib
 from typing import Final
 
-from router.http.headers import Headers
-
 # The most decompressed bytes of one answer and of one received piece: a few megabytes can hold gigabytes of zeros.
 _MOST_BYTES: Final = 64 * 2**20
 _MOST_OF_A_PIECE: Final = 2**20
-_ENCODINGS: Final = frozenset({"gzip", "x-gzip", "deflate"})
 _GZIP_OR_ZLIB: Final = zlib.MAX_WBITS | 32
-
-
-def is_compressed(headers: Headers) -> bool:
-    """Return whether the body that follows these headers can be decompressed here."""
-    return any(name == b"content-encoding" and is_known_encoding(value.decode("latin-1")) for name, value in headers)
-
-
-def is_known_encoding(encoding: str) -> bool:
-    """Return whether a content-encoding is gzip or zlib."""
-    return encoding.strip().lower() in _ENCODINGS
 
 
 def decompressed(body: bytes, most_bytes: int = _MOST_BYTES) -> bytes:

@@ -139,12 +139,17 @@ _WITHOUT_LENGTH = _OUR_OWN | {LENGTH}
 _OUR_PREFIX = b"x-kvrouter-"
 
 
+# Content-encodings of gzip and zlib.
+_DECOMPRESSED: Final = frozenset(("gzip", "x-gzip", "deflate"))
+
+
 class ResponseHead:
     """The head of a response.
 
     - `length`: the value of `content-length`; empty without one, and for a status without a body.
     - `passed_on`: the headers that are about the message.
     - `closes`: the worker closes its connection after the response.
+    - `compressed`: whether `router.http.compression` can decompress the body.
     """
 
     __slots__ = (
@@ -152,6 +157,7 @@ class ResponseHead:
         "_lines",
         "_made_with",
         "closes",
+        "compressed",
         "headers",
         "is_stream",
         "length",
@@ -167,6 +173,8 @@ class ResponseHead:
         self.is_stream = self.first(b"content-type").startswith(_EVENT_STREAM)
         dropped = _WITHOUT_LENGTH if status in WITHOUT_BODY else _OUR_OWN
         self.passed_on = [header for header in end_to_end(headers, dropped) if not _is_ours(header[0])]
+        encodings = [value.decode("latin-1") for name, value in headers if name == b"content-encoding"]
+        self.compressed = any(is_decompressed(encoding) for encoding in encodings)
         self._lines: bytes | None = None
         self._beginning = self._made_with = b""
 
@@ -195,6 +203,11 @@ class ResponseHead:
     def without_length(self) -> ResponseHead:
         """Return this head without a length, for responses whose body was received at once."""
         return ResponseHead(self.status, [header for header in self.headers if header[0] != LENGTH])
+
+
+def is_decompressed(encoding: str) -> bool:
+    """Return whether a content-encoding is one that `router.http.compression` decompresses: gzip or zlib."""
+    return encoding.strip().lower() in _DECOMPRESSED
 
 
 def _is_ours(name: bytes) -> bool:

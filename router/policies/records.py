@@ -164,7 +164,7 @@ class Candidate:
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Request:
     """A policy's view of a request.
 
@@ -174,11 +174,27 @@ class Request:
     """
 
     tokens: int
-    output_tokens: float = 0.0
-    session: str | None = None
-    beginning: int | None = None
-    at: float = 0.0
-    shared: SharedTokens | None = None
+    output_tokens: float
+    session: str | None
+    beginning: int | None
+    at: float
+    shared: SharedTokens | None
+
+    def __init__(
+        self,
+        tokens: int,
+        output_tokens: float = 0.0,
+        session: str | None = None,
+        beginning: int | None = None,
+        at: float = 0.0,
+        shared: SharedTokens | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.output_tokens = output_tokens
+        self.session = session
+        self.beginning = beginning
+        self.at = at
+        self.shared = shared
 
 
 class CostUnit(StrEnum):

@@ -161,6 +161,8 @@ class Samples:
 class Assignment:
     """A placed request, and its share of the target's load until `release`.
 
+    - `overlap`: the tokens of the prompt that the target is expected to serve from its cache.
+    - `loadable`: the tokens that the target is expected to load from its source.
     - `recorded`: whether its prompts count as cached soon at the target.
     """
 
@@ -169,6 +171,9 @@ class Assignment:
         self.target: Target = selection.rank.target
         self.selection = selection
         self.decision = selection.decision
+        chosen = selection.decision.chosen
+        self.overlap = chosen.overlap
+        self.loadable = 0 if chosen.source is None else chosen.source.tokens
         self.recorded = False
         self.reservation = reservation
         self.attempt = attempt
@@ -181,17 +186,6 @@ class Assignment:
         self.release_load: Callable[[], None] | None = None  # where it loads from a pool or a peer
         self.pull: Source | None = None  # where it pulls from a peer
         self._callbacks: list[ReleaseCallback] | None = None
-
-    @property
-    def overlap(self) -> int:
-        """The tokens of the prompt that the target is expected to serve from its cache."""
-        return self.decision.chosen.overlap
-
-    @property
-    def loadable(self) -> int:
-        """The tokens of the prompt that the target is expected to load from its source."""
-        source = self.decision.chosen.source
-        return 0 if source is None else source.tokens
 
     def peer_to_name(self, pulls: Pulls | None) -> PullEndpoint | None:
         """Return the peer that its request names; None without one, or if the peer was removed since."""

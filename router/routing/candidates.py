@@ -142,7 +142,8 @@ class CandidateSet:
         else:
             best = self.view.columns.highest(overlaps.tokens)
         hashes = self.hashes.get(rank.served, NO_HASHES)
-        return Selection(decision, rank, hashes, overlaps.events_of(rank.row), best)
+        by_events = overlaps.by_events.get(rank.row, overlaps.tokens[rank.row])
+        return Selection(decision, rank, hashes, by_events, best)
 
 
 class CandidateFinder:

@@ -47,16 +47,11 @@ class Overlaps:
             self.tokens, self.transfers, self.by_events = found.tokens, found.transfers, by_events
             return
         for row in self.by_events.keys() | by_events.keys():
-            self.by_events[row] = self.events_of(row) + by_events.get(row, found.tokens[row])
+            self.by_events[row] = self.by_events.get(row, self.tokens[row]) + by_events.get(row, found.tokens[row])
         self.tokens = array("I", map(int.__add__, self.tokens, found.tokens))
         for row, (cpu, disk) in found.transfers.items():
             before = self.transfers.get(row, (0, 0))
             self.transfers[row] = before[0] + cpu, before[1] + disk
-
-    def events_of(self, row: int) -> int:
-        """Return a row's overlap by events and prompts in flight."""
-        known = self.by_events.get(row)
-        return self.tokens[row] if known is None else known
 
 
 class OverlapFinder:
@@ -86,12 +81,12 @@ class OverlapFinder:
         if self._indexer.index.cleared:
             self._forget_cleared()
         only_in_flight = not (self._sent_prefixes.sent or self._audit.distrusted or self._peer_load.prompts.prompts)
-        rows, in_flight_rows = targets.rows_of(served)
+        rows, in_flight_rows = targets.rows_of[served]
         earlier: set[int] = set()
         for number, chunks in enumerate(hashes):
             found = self._matches(rows, served, prompt.token_ids[number], prompt.cache_salt)
             by_events: dict[int, int] = {}
-            tokens = len(prompt.identities[number])
+            tokens = prompt.identities[number].length
             if number:
                 self._add_earlier(targets, served, found, chunks, earlier, tokens)
             if len(hashes) > 1:

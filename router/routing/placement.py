@@ -177,7 +177,8 @@ class Placement:
             source = chosen.source
             price = 0.0 if source is None else source.own_load / source.tokens
             single = target if whole else None
-            self._learned.pressure.routed(hashes[0], selection.best_overlap, chosen.reused, price, single)
+            reached = assignment.overlap + assignment.loadable
+            self._learned.pressure.routed(hashes[0], selection.best_overlap, reached, price, single)
         windowed = self._indexer.window(target) is not None
         if windowed:
             hashes = [reusable_hashes(chunks, len(prompt.identities[number])) for number, chunks in enumerate(hashes)]
@@ -191,7 +192,7 @@ class Placement:
             target,
             hashes,
             prompt.tokens,
-            chosen.overlap,
+            assignment.overlap,
             selection.by_events if complete and not without_events else None,
             one_answer and (prompt.exact or prompt.by_text) and whole,
             selection.rank.worker.capacity_tokens,
@@ -200,7 +201,7 @@ class Placement:
             prompt.by_text,
             windowed,
             one_answer and bool(prompt.identities[0].media),
-            loadable=0 if chosen.source is None else chosen.source.tokens,
+            loadable=assignment.loadable,
             pooled=pooled and not prompt.by_text,
         )
         for number, chunks in enumerate(hashes):

@@ -122,7 +122,7 @@ def tokenized_prompt(request: RoutedRequest, tokenized: Tokenized) -> RoutedProm
     token_ids, identities = tokenized
     return RoutedPrompt(
         request.model,
-        sum([len(identity) for identity in identities]),
+        sum([identity.length for identity in identities]),
         token_ids,
         identities,
         identities is token_ids and request.stored is None and not request.other_prompts,

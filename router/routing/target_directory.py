@@ -26,6 +26,7 @@ class ModelTargets:
     - `nothing`: the overlap of an unknown prompt with each row: zeros, which are never changed.
     - `lengths`: the context length of each worker; None if all workers have the same.
     - `lacks`: what the workers lack, of those that lack an ability; empty if all lack the same.
+    - `rows_of`: the rows of a model's targets, for the index and for prompts in flight.
     - `refusing`: the workers that lack the name by their own answers; empty if all do.
     """
 
@@ -64,8 +65,11 @@ class ModelTargets:
         self.lacks = {worker: worker.lacks for worker in self.workers if worker.lacks} if unlike else {}
         refusing = [worker for worker in self.workers if name in worker.refused_names]
         self.refusing = refusing if len(refusing) < len(self.workers) else []
-        self._rows_of: dict[ServedModel, tuple[TargetRows, InFlightRows]] = {}
         self.served: list[ServedModel] = list({ranks[0].served: None for ranks in self.of_worker.values()})
+        self.rows_of: dict[ServedModel, tuple[TargetRows, InFlightRows]] = {}
+        for served in self.served:
+            row_of = {rank.target: rank.row for rank in self.ranks if rank.served is served}
+            self.rows_of[served] = TargetRows(len(self.ranks), row_of), InFlightRows(len(self.ranks))
 
     def ranks_as_found(self, worker: Worker) -> list[RoutableRank] | None:
         """Return the ranks of a worker, if its settings and its description have not changed since."""
@@ -73,15 +77,6 @@ class ModelTargets:
         if settings is not worker.settings or description is not worker.description:
             return None
         return self.of_worker[worker]
-
-    def rows_of(self, served: ServedModel) -> tuple[TargetRows, InFlightRows]:
-        """Return the rows of a model's targets, for the index and for prompts in flight."""
-        rows = self._rows_of.get(served)
-        if rows is None:
-            row_of = {rank.target: rank.row for rank in self.ranks if rank.served is served}
-            rows = TargetRows(len(self.ranks), row_of), InFlightRows(len(self.ranks))
-            self._rows_of[served] = rows
-        return rows
 
     def unsettled(self, health_version: int) -> list[Worker]:
         """Return the workers that warm up or whose circuit is not closed, cached by `health_version`."""

@@ -76,7 +76,8 @@ class ChatTemplate:
         try:
             if self._error is not None:
                 raise self._error
-            variables = {"tools": prepare_tools(chat.tools), "documents": None} | template_variables(chat)
+            tools = None if chat.tools is None else prepare_tools(chat.tools)
+            variables = {"tools": tools, "documents": None} | template_variables(chat)
             messages = prepare_messages(
                 chat.messages,
                 wraps_parts=self._wraps_parts,

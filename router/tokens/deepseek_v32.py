@@ -61,7 +61,7 @@ class DeepSeekV32:
         variables = template_variables(chat)
         thinks = bool(variables.get("thinking") or variables.get("enable_thinking"))
         messages = prepare_messages(chat.messages, wraps_parts=False, knows_developer=True)
-        tools = prepare_tools(chat.tools)
+        tools = None if chat.tools is None else prepare_tools(chat.tools)
         if tools:
             messages.insert(0, {"role": "system", "tools": tools})
         try:

@@ -105,8 +105,8 @@ class Tokenizers:
         self._check_length(prompt, body_bytes)
         if tokenizer is None:
             raise TokenizerUnavailableError(f"no tokenizer for model {model!r}")
-        if tokenizer.asks(prompt):
-            known = tokenizer.engine.cached(prompt) if tokenizer.engine is not None else None
+        if tokenizer.engine is not None and tokenizer.asks(prompt):
+            known = tokenizer.engine.cached(prompt)
             return None if known is None else Tokenized(known, known)
         if tokenizer.local is None:
             raise TokenizerUnavailableError(f"model {model!r} has neither a tokenizer nor an engine to ask")

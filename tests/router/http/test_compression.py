@@ -7,7 +7,8 @@ import zlib
 
 import pytest
 
-from router.http.compression import Decompressor, decompressed, is_compressed
+from router.http.compression import Decompressor, decompressed
+from router.http.headers import ResponseHead
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
@@ -37,4 +38,4 @@ def test_bomb_is_read_to_its_limit_only() -> None:
     ("value", "expected"), [(b"gzip", True), (b" GZIP", True), (b"deflate", True), (b"br", False), (b"identity", False)]
 )
 def test_only_gzip_and_zlib_are_read(value: bytes, expected: bool) -> None:
-    assert is_compressed([(b"content-encoding", value)]) is expected
+    assert ResponseHead(200, [(b"content-encoding", value)]).compressed is expected

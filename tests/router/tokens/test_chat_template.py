@@ -321,7 +321,7 @@ def test_text_equals_that_of_transformers(
     def expected() -> str:
         text: str = TOKENIZER.apply_chat_template(
             prepared,
-            tools=prepare_tools(tools),
+            tools=None if tools is None else prepare_tools(tools),
             chat_template=source,
             add_generation_prompt=chat.add_generation_prompt,
             tokenize=False,
