@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.auth.bodies import ArrivingBodies, BodyCheck, too_large, too_slow
+from router.auth.bodies import BodyCheck, too_large, too_slow
 from router.auth.gate import PROCESS_SOCKET, Admitted, AuthGate
 from router.auth.routes import Access, Route
 from router.auth.tenants import AccessControl, Tenant, hashed_key, without_credentials
@@ -12,7 +12,6 @@ __all__ = [
     "Access",
     "AccessControl",
     "Admitted",
-    "ArrivingBodies",
     "AuthGate",
     "BodyCheck",
     "Route",

@@ -255,47 +255,6 @@ def with_served_model(body: bytes, aliases: Mapping[str, str]) -> bytes:
         return body  # the body can have any format
 
 
-class ArrivingBodies:
-    """The bytes of bodies that are being received, within a limit.
-
-    Beyond `limit` bytes, a body is refused if it is larger than an equal share of the limit. So large bodies do not
-    block small ones.
-    """
-
-    __slots__ = ("_bodies", "_bytes", "_limit")
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._bytes = 0
-        self._bodies = 0
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that are held now."""
-        return self._bytes
-
-    def add(self, before: int, more: int) -> None:
-        """Count `more` bytes of a body, after `before`. Raises RequestError (503) and then counts nothing."""
-        first = not before and more > 0
-        bodies = self._bodies + first
-        if self._bytes + more > self._limit and (before + more) * bodies > self._limit:
-            raise RequestError(
-                "Too many large bodies are being received. Retry in one second.",
-                status=503,
-                type="service_unavailable",
-                code="too_many_bytes",
-                retry_after=1,
-            )
-        self._bodies = bodies
-        self._bytes += more
-
-    def end(self, size: int) -> None:
-        """Release the `size` bytes of a body that is complete or was aborted."""
-        if size:
-            self._bodies -= 1
-            self._bytes -= size
-
-
 def too_large(settings: ServerSettings) -> RequestError:
     """Return the error for a body that exceeds the size limit."""
     return RequestError(

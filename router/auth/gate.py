@@ -18,10 +18,11 @@ from urllib.parse import urlsplit
 import structlog
 
 from http_api.errors import RequestError
-from router.auth.bodies import ArrivingBodies, BodyCheck, with_served_model
+from router.auth.bodies import BodyCheck, with_served_model
 from router.auth.engine_fields import control_header, refusal, without_control_headers
 from router.auth.routes import Access, Route, Routes
 from router.auth.tenants import AccessControl, Tenant, without_credentials
+from router.http.arriving import ArrivingBytes
 from router.http.headers import Headers, asking_uncompressed
 from router.http.strict_requests import TargetError, canonical_path
 from router.settings import EngineFields, Settings, WorkerKeys
@@ -149,7 +150,7 @@ class AuthGate:
     def __init__(self, settings: Settings) -> None:
         server = settings.server
         self.access = AccessControl(settings.tenants, server.token, settings.aliases)
-        self.arrivals = ArrivingBodies(settings.limits.arriving_bytes)
+        self.arrivals = ArrivingBytes(settings.limits.arriving_bytes)
         self._routes = Routes(settings.proxy.more_routes)
         self._aliases = settings.aliases
         self.bodies = BodyCheck(settings.limits)

@@ -176,8 +176,8 @@ class Tenant:
     def may_use(self, model: str | None) -> bool:
         return self._models is None or model in self._models
 
-    def admit(self, model: str | None, tokens: int) -> None:
-        """Charge an allowed request. Raises RequestError: 403 for the model, 429 for the rate."""
+    def check_model(self, model: str | None) -> None:
+        """Raise RequestError (403) for a model that the tenant may not use."""
         if not self.may_use(model):
             raise RequestError(
                 f"This API key may not use the model {model!r}. Send one of: {', '.join(sorted(self._models or ()))}.",
@@ -186,6 +186,10 @@ class Tenant:
                 param="model",
                 code="model_not_allowed",
             )
+
+    def admit(self, model: str | None, tokens: int) -> None:
+        """Charge an allowed request. Raises RequestError: 403 for the model, 429 for the rate."""
+        self.check_model(model)
         for bucket, what in ((self._requests, "requests a second"), (self._tokens, "tokens a minute")):
             if bucket is not None and (wait := bucket.wait()):
                 seconds = math.ceil(wait)

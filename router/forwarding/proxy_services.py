@@ -12,12 +12,13 @@ import structlog
 
 from router.admission.admission import Admission
 from router.auth import AuthGate
-from router.auth.bodies import ArrivingBodies
 from router.fleet.fleet import Fleet
 from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.request_context import RequestContexts
 from router.forwarding.retries import ELSEWHERE, RetryBudget
 from router.forwarding.token_forwarding import TokenForwarding
+from router.http.arriving import ArrivingBytes
+from router.http.websocket import SharedWebSockets
 from router.observability.build import Observability
 from router.observability.metrics import RequestMetrics
 from router.observability.request_recorder import RequestRecorder
@@ -40,11 +41,11 @@ async def aside_if_long(body: bytes, read: Callable[[bytes], T]) -> T:
 
 
 class LongBodies:
-    """The thread for long bodies, with at most `limit` waiting bytes, which are counted as in `ArrivingBodies`."""
+    """The thread for long bodies, with at most `limit` waiting bytes, which are counted as in `ArrivingBytes`."""
 
     def __init__(self, limit: int) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="long-bodies")
-        self._waiting = ArrivingBodies(limit)
+        self._waiting = ArrivingBytes(limit)
 
     async def read(self, size: int, work: Callable[[], T]) -> T:
         """Run `work`, which parses a body of `size` bytes. Raises RequestError (503) if too many bytes are waiting."""
@@ -82,6 +83,7 @@ class ProxyServices:
         long_bodies: LongBodies,
         encoding: EncodingSettings,
         sidecar_encodes: bool,
+        arriving: ArrivingBytes,
         stream_failover: StreamFailover | None = None,
         service_levels: ServiceLevels | None = None,
         token_forwarding: TokenForwarding | None = None,
@@ -113,6 +115,7 @@ class ProxyServices:
         self.elsewhere = ELSEWHERE.union(settings.retry_statuses)
         self.ask_usage = settings.ask_usage or self.pulls is not None  # only usage shows whether a pull succeeded
         self.loop = asyncio.get_running_loop()
+        self.websockets = SharedWebSockets(self.loop, arriving, settings.client_timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,7 @@ def build_forwarding(
         LongBodies(settings.limits.arriving_bytes),
         settings.encoding,
         settings.disaggregation.backend is Backend.SIDECAR,
+        gate.arrivals,
         failover,
         ServiceLevels.from_settings(settings),
         TokenForwarding(tokenizer_source, fleet, observability.registry) if tokenizer_source.forwards else None,

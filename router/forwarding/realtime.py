@@ -22,15 +22,18 @@ from http_api.errors import RequestError
 from router.admission.ticket import Ticket, read_ticket
 from router.apis.endpoints import Call, read_call
 from router.apis.usage import UsageTail
+from router.auth import Tenant
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
 from router.forwarding.client_routing import follow_client
 from router.forwarding.exchange import ResponseWriter, RoutingHeaders, ServedRequest
 from router.forwarding.proxy_services import ProxyServices
+from router.forwarding.realtime_events import with_served_models
 from router.forwarding.request_context import RequestContext
 from router.forwarding.retries import not_reached
 from router.http.headers import RANK_HEADER, Headers, ResponseHead, forwarded_lines
-from router.http.websocket import PREFIX, WebSocketPeer, WebSocketRelay, accept_value, handshake_key, new_key
+from router.http.websocket import WebSocketPeer, WebSocketRelay
+from router.http.websocket_handshake import PREFIX, SWITCHING, accept_value, handshake_key, new_key
 from router.routing.assignment import Assignment
 from router.routing.prompt_reader import RoutedPrompt, unread_prompt
 from router.upstream import UnreachableError
@@ -38,11 +41,10 @@ from router.upstream import UnreachableError
 log = structlog.get_logger()
 
 _now: Final = time.monotonic
-_SWITCHING: Final = 101
 _SUBPROTOCOLS: Final = b"sec-websocket-protocol"
 # By which browsers send an API key, because they cannot set headers.
 _KEY_SUBPROTOCOL: Final = b"openai-insecure-api-key."
-_USAGE: Final = b'"usage"'
+_MOST_OF_A_REASON: Final = 123  # bytes of a reason in a frame that closes
 # Codes that say that there was no code, and cannot be sent.
 _NO_CODES: Final = (None, CloseCode.NO_STATUS_RCVD, CloseCode.ABNORMAL_CLOSURE)
 
@@ -59,7 +61,7 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
         self._assignment: Assignment | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._stall: asyncio.TimerHandle | None = None
+        self._usage: UsageTail | None = None  # of a text message of the worker, with a tenant's budget
         self._opened = self._heard = 0.0
         self._model: str | None = None
 
@@ -110,7 +112,7 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
         headers = RoutingHeaders(assignment.worker, 0)
         services.metrics.begun(prompt.name or "", assignment.worker.name, head.status, 0, 0)
         assert self._worker is not None
-        if head.status != _SWITCHING:
+        if head.status != SWITCHING:
             refusal = self._worker.refusal
             self._worker.abort()
             self._release(Outcome.REFUSED if head.status < 500 else Outcome.FAILED, f"status {head.status}")
@@ -122,8 +124,9 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
         if chosen := head.first(_SUBPROTOCOLS):
             lines.append((_SUBPROTOCOLS, chosen))
         self._opened = self._heard = services.loop.time()
-        self._client = peer = WebSocketPeer(self, False, services.loop)
+        self._client = peer = WebSocketPeer(self, False, services.websockets)
         self._writer.switch(lines, headers, peer, self._stopping, context.end)
+        self._worker.hold_back(False)
         self._check_limits()
 
     def _admit(self) -> tuple[RoutedPrompt, Ticket, Collection[Worker]]:
@@ -155,7 +158,7 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
     async def _connect(self, assignment: Assignment) -> ResponseHead:
         """Connect to a worker. Raises UnreachableError, ConnectionError or ValueError, and RequestError when late."""
         services, worker = self._services, assignment.worker
-        peer = WebSocketPeer(self, True, services.loop)
+        peer = WebSocketPeer(self, True, services.websockets)
         upstream = services.upstreams.get(worker.url)
         await upstream.open(lambda: peer)  # type: ignore[arg-type, return-value]  # it has a protocol's methods
         self._worker, key = peer, new_key()
@@ -204,19 +207,48 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
 
     # The relay
 
-    def received(self, peer: WebSocketPeer, frame: Frame) -> None:
+    def received(self, peer: WebSocketPeer, frames: list[Frame]) -> None:
         self._heard = self._services.loop.time()
-        other = self._other(peer)
-        if other is not None:
-            other.send(frame)
-        if peer is self._worker and self._assignment is not None:
+        worker, client = self._worker, self._client
+        assert worker is not None
+        assert client is not None
+        if peer is client:
+            try:
+                worker.send([self._checked(frame) for frame in frames])
+            except RequestError as error:
+                client.fail(CloseCode.POLICY_VIOLATION, str(error).encode()[:_MOST_OF_A_REASON].decode(errors="ignore"))
+            return
+        client.send(frames)
+        if self._assignment is not None:
             self._assignment.attempt.heard(_now())
-            tenant, data = self._context.tenant, bytes(frame.data)
-            if tenant is not None and frame.opcode is Opcode.TEXT and _USAGE in data:
-                tail = UsageTail()
-                tail.feed(data)
-                if (usage := tail.usage()) is not None:
-                    tenant.spend(usage.prompt + usage.completion)
+        if self._context.tenant is not None:
+            for frame in frames:
+                self._charge(self._context.tenant, frame)
+
+    def _checked(self, frame: Frame) -> Frame:
+        """Return a client's message with served models. Raises RequestError if it names one that is not allowed."""
+        data = bytes(frame.data)
+        checked = with_served_models(data, self._served_model)
+        return frame if checked is data else Frame(frame.opcode, checked)
+
+    def _served_model(self, asked: str) -> str:
+        """Return the served name of a model. Raises RequestError if the tenant may not use it."""
+        model, tenant = self._services.fleet.aliases.get(asked, asked), self._context.tenant
+        if tenant is not None:
+            tenant.check_model(model)
+        return model
+
+    def _charge(self, tenant: Tenant, frame: Frame) -> None:
+        """Charge the usage that a text message of the worker reports, at its end."""
+        if frame.opcode is not Opcode.CONT:
+            self._usage = UsageTail() if frame.opcode is Opcode.TEXT else None
+        if self._usage is None:
+            return
+        self._usage.feed(bytes(frame.data))
+        if frame.fin:
+            usage, self._usage = self._usage.usage(), None
+            if usage is not None:
+                tenant.spend(usage.prompt + usage.completion)
 
     def ended(self, peer: WebSocketPeer, code: int | None, reason: str) -> None:
         by_worker = peer is self._worker
@@ -224,9 +256,8 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
         if by_worker and broken and self._assignment is not None:
             self._release(Outcome.FAILED, "the worker closed the connection")
         self._release(Outcome.SUCCEEDED)
-        for timer in (self._timer, self._stall):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         other = self._other(peer)
         if other is None:
             return
@@ -238,12 +269,7 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
     def paused(self, peer: WebSocketPeer, is_paused: bool) -> None:
         other = self._other(peer)
         if other is not None:
-            other.read(not is_paused)
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
-        if is_paused:
-            self._stall = self._services.loop.call_later(self._services.settings.client_timeout, peer.abort)
+            other.hold_back(is_paused)
 
     def _other(self, peer: WebSocketPeer) -> WebSocketPeer | None:
         return self._worker if peer is self._client else self._client

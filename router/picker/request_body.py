@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from http_api.errors import RequestError
-from router.auth import Admitted, ArrivingBodies, too_large
+from router.auth import Admitted, too_large
 from router.forwarding.proxy_services import ProxyContext
+from router.http.arriving import ArrivingBytes
 from router.http.headers import Headers, length_of
 from router.picker import ext_proc_pb2 as pb
 from router.settings import EngineFields
@@ -48,7 +49,7 @@ class RequestBody:
 
     __slots__ = ("_arrivals", "_arriving", "_parts", "size", "trailers")
 
-    def __init__(self, arrivals: ArrivingBodies) -> None:
+    def __init__(self, arrivals: ArrivingBytes) -> None:
         self.size = 0
         self.trailers = False
         self._parts: list[bytes] = []

@@ -32,7 +32,7 @@ class ServerSettings(Section):
 
 
 class LimitSettings(Section):
-    """Limits of one request, and of all request bodies that are being received."""
+    """Limits of one request, and of all bodies and messages that are being received."""
 
     prompts: PositiveInt = 512
     messages: PositiveInt = 16_384

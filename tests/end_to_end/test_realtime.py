@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from router_under_test import RouterUnderTest, router, until
+from websockets.frames import Frame, Opcode
 from yarl import URL
 
 from router.auth import hashed_key
@@ -332,3 +333,65 @@ async def test_alias_is_replaced_by_the_served_name(worker: RealtimeWorker) -> N
     async with router(worker.url, models={"m": {"aliases": ["voice"]}}) as routed, connect(routed, path) as socket:
         await socket.send_str("x")
     assert worker.targets == ["/v1/realtime?model=m&x=1"]
+
+
+async def test_usage_is_counted_over_fragments(worker: RealtimeWorker) -> None:
+    event = json.dumps({"type": "response.done", "usage": {"input_tokens": 200, "output_tokens": 1}}).encode()
+
+    async def answer(socket: web.WebSocketResponse) -> None:
+        await socket.receive()
+        request = socket._req
+        assert request is not None
+        assert request.transport is not None
+        for place in range(0, len(event), 10):
+            opcode = Opcode.CONT if place else Opcode.TEXT
+            part = Frame(opcode, event[place : place + 10], place + 10 >= len(event))
+            request.transport.write(part.serialize(mask=False))  # aiohttp writes no fragments
+
+    worker.behave = answer
+    named = {"a": {"keys": [hashed_key("key-a")], "tokens_per_minute": 100}}
+    key = {"authorization": "Bearer key-a"}
+    async with router(worker.url, server={"token": TOKEN}, tenants={"named": named}) as routed:
+        async with connect(routed, headers=key) as socket:
+            await socket.send_str("x")
+            await socket.receive_str()
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await connect(routed, headers=key)
+    assert refused.value.status == 429
+
+
+NAMED_MODELS = [
+    {"type": "session.update", "model": "MODEL"},
+    {"type": "session.update", "session": {"model": "MODEL"}},
+    {"type": "session.update", "session": {"audio": {"input": {"transcription": {"model": "MODEL"}}}}},
+    {"type": "response.create", "response": {"model": "MODEL"}},
+]
+
+
+@pytest.mark.parametrize("event", NAMED_MODELS)
+async def test_events_name_only_models_of_the_tenant(worker: RealtimeWorker, event: dict[str, Any]) -> None:
+    named = {"a": {"keys": [hashed_key("key-a")], "models": ["m"]}}
+    key = {"authorization": "Bearer key-a"}
+    models = {"m": {"aliases": ["voice"]}}
+    text = json.dumps(event)
+    async with router(worker.url, server={"token": TOKEN}, tenants={"named": named}, models=models) as routed:
+        async with connect(routed, headers=key) as socket:
+            await socket.send_str(text.replace("MODEL", "m"))
+            assert await socket.receive_str() == text.replace("MODEL", "m")
+            await socket.send_str(text.replace("MODEL", "voice"))
+            assert json.loads(await socket.receive_str()) == json.loads(text.replace("MODEL", "m"))
+            content = json.dumps({"item": {"model": "other"}, "tools": [{"model": "other"}], "text": '"model"'})
+            await socket.send_str(content)
+            assert await socket.receive_str() == content
+        for forbidden in (
+            text.replace("MODEL", "other"),
+            text.replace('"model"', '"mod\\u0065l"').replace("MODEL", "other"),
+            text.replace('"MODEL"', '"other", "model": "m"'),
+            text.replace('"MODEL"', '"m", "model": "other"'),
+        ):
+            async with connect(routed, headers=key) as socket:
+                await socket.send_str(forbidden)
+                assert await closed(socket) == 1008
+            async with connect(routed, headers=key) as socket:
+                await socket.send_bytes(forbidden.encode())
+                assert await closed(socket) == 1008

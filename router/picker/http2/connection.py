@@ -24,8 +24,8 @@ from typing import Final, cast
 
 import structlog
 
+from router.http.allowance import Allowance, Allowances
 from router.picker.http2 import frames
-from router.picker.http2.allowance import Allowance, Allowances
 from router.picker.http2.frames import HEAD, HEAD_BYTES, Http2Error, frame
 from router.picker.http2.headers import MOST_BYTES, HeaderDecoder, RequestHeaders
 from router.picker.http2.stream import FrameSender, Stream, StreamHandler

@@ -14,8 +14,8 @@ from http2_peer import ECHO, MANY, SILENT, RawPeer, grpc_server, message, peer, 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.http.allowance import Allowance, Allowances
 from router.picker.http2 import connection, frames
-from router.picker.http2.allowance import Allowance, Allowances
 from router.picker.http2.frames import frame
 from router.picker.http2.headers import HeaderDecoder, leaves_table, literal
 

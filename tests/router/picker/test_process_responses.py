@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from http_api.errors import RequestError
-from router.auth import ArrivingBodies
+from router.http.arriving import ArrivingBytes
 from router.picker import ext_proc_pb2 as pb
 from router.picker import process_responses as ours
 from router.picker.process_responses import field, number_field, varint
@@ -123,7 +123,7 @@ async def test_deadlines_are_called_in_order_unless_dropped() -> None:
 
 
 async def test_arriving_bodies_share_one_limit() -> None:
-    arrivals = ArrivingBodies(100)
+    arrivals = ArrivingBytes(100)
     first, second = RequestBody(arrivals), RequestBody(arrivals)
     first.add(b"x" * 60)
     with pytest.raises(RequestError) as refused:
