@@ -244,6 +244,10 @@ class Indexer:
         """Remove a target's blocks, and read its stream again. Returns False if the stream has no replay."""
         return self._reader.resync(target)
 
+    def agree(self, target: Target) -> None:
+        """Record that a target holds what its events say, so that a missing first batch does not exist."""
+        self._reader.agree(target)
+
     def suspend(self, targets: Iterable[Target], suspended: bool = True) -> None:
         """Show the streams of some targets as stale, because their worker does not answer, or stop doing so."""
         self._reader.suspend(targets, suspended)

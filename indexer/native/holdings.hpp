@@ -325,7 +325,12 @@ class Holdings {
         Holder* known = find_holder(event);
         if (event.has_parent) {
             const auto parent = find(event.parent, known);
-            if (!parent) return false;
+            if (!parent) {
+                if (event.parent.kind != Name::kNumber || event.parent.key != 0) return false;
+                Event first = event;
+                first.has_parent = false;
+                return place(first, batch, turns);
+            }
             at = *parent;
             offset = at.offset;
             hash = tree_.run(at.run).hashes[at.offset];

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias, TypeVar
 
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, read_hash, written_hash
@@ -308,7 +309,8 @@ class Holdings:
         else:
             place = self._find(parent, self._holders.get(_kind(event)))
             if place is None:
-                return False
+                # Some publishers write 0 for the parent of a first block.
+                return parent == 0 and self._place(replace(event, parent_block_hash=None))
             seed = place[0].hashes[place[1]]
             if event.extra_keys and any(event.extra_keys):
                 keys = self._identity(event)[2]

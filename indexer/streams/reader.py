@@ -180,6 +180,17 @@ class StreamReader:
         self._commands.send(resync)
         return True
 
+    def agree(self, target: Target) -> None:
+        """Record that a target holds what its events say: a missing batch 0 does not exist."""
+
+        def agree() -> None:
+            session = self._followed.get(target)
+            if session is not None:
+                session.sequence.on_agreement()
+                self._update(session)
+
+        self._commands.send(agree)
+
     def status(self, target: Target) -> StreamStatus | None:
         """Return the state of a target's stream; None if it has none."""
         session = self.sessions.get(target)

@@ -1,6 +1,7 @@
 """The order of one event stream: gaps, replays and restarts. A pure state machine; the session does all I/O.
 
 A publisher numbers its batches from 0, and starts again at 0 after a restart. Live and replayed batches may get lost.
+Some publishers number from 1: their replays begin there, or their target's answers show that nothing is missing.
 The sequence returns every batch once and in order, or records that some are missing:
 
     connecting ──first contact──▶ replaying ──caught up──▶ live ──gap, idle, reconnected──▶ replaying
@@ -145,7 +146,7 @@ class _Replay:
 
     - `known`: the batch that the replay was asked to start from; None for a replay from the beginning.
     - `heard`: whether this round had any message.
-    - `answered`: whether this round had a batch.
+    - `first`: the number of this round's first batch; None without one.
     - `progress`: whether this round had a new batch.
     - `parts`: number of applied parts of the snapshot.
     """
@@ -154,7 +155,7 @@ class _Replay:
     heard_at: float
     rounds_left: int
     heard: bool = False
-    answered: bool = False
+    first: int | None = None
     progress: bool = False
     snapshot: bool = False
     parts: int = 0
@@ -162,6 +163,9 @@ class _Replay:
 
 # Maximum of the counter of lost batches, because a publisher may skip any number of sequence numbers.
 _MOST_LOST = 2**53
+
+# Number of replays from the beginning that begin at batch 1, after which batch 0 does not exist. One may have lost it.
+_REPLAYS_FROM_ONE = 2
 
 # Seconds from a connection to the first check for lost batches, which are most likely then. Each further delay doubles.
 _FIRST_CHECK = 1.0
@@ -190,6 +194,8 @@ class StreamSequence:
         )
         self._pending = _Pending()
         self._missing: int | None = None  # last missing batch that no replay returned
+        self._first = 0  # number of the publisher's first batch
+        self._replays_from_one = 0
         self._check_after = _FIRST_CHECK
         self._check_at = 0.0
         self._snapshot_at = 0.0  # earliest time of the next snapshot
@@ -209,6 +215,11 @@ class StreamSequence:
         """True if no batch before the last one is known to be missing."""
         return self._missing is None and self._unconfirmed in (None, self._last_frame)
 
+    @property
+    def first_missing(self) -> bool:
+        """True if batch 0 is missing and no other, so that the publisher may number its batches from 1."""
+        return self._missing == 0
+
     def resume(self, last: StreamFrame, complete: bool = True) -> None:
         """Continue after a batch that a snapshot file has. The first contact checks that the publisher still has it."""
         self.last_seq = last.seq
@@ -219,6 +230,13 @@ class StreamSequence:
         """Handle a batch that cleared the cache, which makes earlier missing batches irrelevant."""
         if self._missing is not None and self._missing < seq:
             self._missing = None
+            if self.state is StreamState.LOST:
+                self.state = StreamState.LIVE
+
+    def on_agreement(self) -> None:
+        """Handle that the target holds what its batches say. If only batch 0 is missing, it does not exist."""
+        if self.first_missing:
+            self._missing, self._first = None, 1
             if self.state is StreamState.LOST:
                 self.state = StreamState.LIVE
 
@@ -269,6 +287,7 @@ class StreamSequence:
         """Handle a batch of the live socket."""
         if self.takes(frame.seq, frame, now):
             return [Apply(frame)]
+        self._first = min(self._first, frame.seq)
         self._check_at = now + self._check_after
         actions: list[Action] = []
         self._heard = frame
@@ -314,7 +333,9 @@ class StreamSequence:
         if replay.snapshot:  # the batch belongs to a replay that was cancelled
             self._pending.add(frame)
             return []
-        replay.answered = True
+        if replay.first is None:
+            replay.first = frame.seq
+        self._first = min(self._first, frame.seq)
         if replay.known is not None and frame.seq == replay.known.seq:
             if _newer(frame, replay.known):
                 return self._restart() + self._ask(now)
@@ -423,12 +444,13 @@ class StreamSequence:
         """Handle the end or the timeout of a replay. Ask again while batches are missing and rounds are left."""
         if replay.snapshot:
             return self._no_snapshot(replay, now)
+        actions = self._begin_at_one(replay)
         rounds_left = self._settings.replay_rounds if replay.progress else replay.rounds_left - 1
-        ignored = replay.known is not None and not replay.answered
+        ignored = replay.known is not None and replay.first is None
         if ended and self._behind and self._unconfirmed is None and self._may_ask_snapshot(now):
-            return self._ask_snapshot(now, rounds_left)
+            return actions + self._ask_snapshot(now, rounds_left)
         if rounds_left and (self._behind or self._unconfirmed or ignored):
-            return self._ask(now, rounds_left)
+            return actions + self._ask(now, rounds_left)
         reconnected, self._unconfirmed = self._unconfirmed is not None, None
         if ignored and reconnected:
             # The replay lacks even the last batch: the publisher keeps none, or has restarted and not reached it yet.
@@ -436,11 +458,19 @@ class StreamSequence:
         if reconnected:
             self._missing = self.last_seq  # the replay has no last batch, so its batches may be from after a restart
         if (self._behind or self._missing is not None) and self._may_ask_snapshot(now):
-            return self._ask_snapshot(now)
-        actions = self._give_up(now)
+            return actions + self._ask_snapshot(now)
+        actions += self._give_up(now)
         if ended and not ignored and self.complete:
             self.confirmed_at = now
         return actions
+
+    def _begin_at_one(self, replay: _Replay) -> list[Action]:
+        """Apply the batches from 1 on after replays from the beginning that began there."""
+        self._replays_from_one += replay.known is None and replay.first == 1
+        if self.last_seq is not None or self._replays_from_one < _REPLAYS_FROM_ONE:
+            return []
+        self._first = 1
+        return self._drain()
 
     def _no_snapshot(self, replay: _Replay, now: float) -> list[Action]:
         """Handle the absence of a snapshot, or one that broke off."""
@@ -490,6 +520,9 @@ class StreamSequence:
         self._pending.clear()
         self._replay = None
         self._missing = None
+        self._replays_from_one = 0
+        if self._can_replay:
+            self._first = 0
 
     def _goes_on(self, seq: int) -> bool:
         """Return whether a live batch of this number is the next one, and no replay or gap is open."""
@@ -528,7 +561,7 @@ class StreamSequence:
 
     @property
     def _next_seq(self) -> int:
-        return 0 if self.last_seq is None else self.last_seq + 1
+        return self._first if self.last_seq is None else self.last_seq + 1
 
 
 def _newer(frame: StreamFrame, last: StreamFrame | None) -> bool:

@@ -69,6 +69,7 @@ class StreamStatus:
 
     - `lag`: seconds from the engine's time of that batch until the index applied it.
     - `confirmed`: seconds since the index was last known to have every batch; None if it never was.
+    - `first_missing`: batch 0 is missing and no other, so that the publisher may number its batches from 1.
     - `began_at`: time at which the session began or its target was last cleared, in monotonic seconds.
     """
 
@@ -77,6 +78,7 @@ class StreamStatus:
     received_at: float | None
     lag: float | None
     confirmed: float | None
+    first_missing: bool
     began_at: float
     pending: int
     sequence: SequenceCounters
@@ -90,8 +92,9 @@ class StreamSession:
     If its publisher connects to the index, `publisher` is what it is known by, and its messages are put into `feed`.
 
     A session has a SUB socket for live batches, a DEALER for replays if the publisher has any, and a monitor socket for
-    connection events. Other threads may call `status`, and read what `publish` sets: `state`, `last_seq` and
-    `confirmed_at`, which describe what the index shows. `recheck` makes the reader read a socket again.
+    connection events. Other threads may call `status`, and read what `publish` sets: `state`, `last_seq`,
+    `first_missing` and `confirmed_at`, which describe what the index shows. `recheck` makes the reader read
+    a socket again.
     """
 
     target: Target
@@ -107,6 +110,7 @@ class StreamSession:
     publisher: Publisher | None = None
     state: StreamState = StreamState.CONNECTING
     last_seq: int | None = None
+    first_missing: bool = False
     confirmed_at: float | None = None
     counters: StreamCounters = field(default_factory=StreamCounters)
     received_at: float | None = None
@@ -142,6 +146,7 @@ class StreamSession:
             self.received_at,
             self.lag,
             None if self.confirmed_at is None else time.monotonic() - self.confirmed_at,
+            self.first_missing,
             self.began_at,
             self.sequence.pending,
             self.sequence.counters,
@@ -152,6 +157,7 @@ class StreamSession:
         """Show other threads the state of the sequence. Call this when the index shows the same batches."""
         self.state = StreamState.STALE if self.disconnected or self.suspended else self.sequence.state
         self.last_seq = self.sequence.last_seq
+        self.first_missing = self.sequence.first_missing
         self.confirmed_at = self.sequence.confirmed_at
 
     def record_live(self, payload: bytes, received_at: float) -> None:

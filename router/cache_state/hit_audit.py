@@ -57,6 +57,9 @@ class Streams(Protocol):
     def resync(self, target: Target) -> bool:
         """Replay a target's events from the start. Returns False if no publisher can replay them."""
 
+    def agree(self, target: Target) -> None:
+        """Record that a target holds what its events say."""
+
     def registered(self) -> list[Registration]:
         """Return every registration of a target."""
 
@@ -228,6 +231,8 @@ class HitAudit:
                 return
         drift = errors.share
         right = drift <= self._tolerance
+        if right and (stream := self._stream(target)) is not None and stream.first_missing:
+            self._indexer.agree(target)
         match audit.basis:
             case Basis.EVENTS if not right:
                 audit.basis = Basis.RESYNCED if self._indexer.resync(target) else Basis.SENT_PREFIXES

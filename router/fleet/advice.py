@@ -90,6 +90,17 @@ ADVICE: Final = {
         "event batches were missed and could not be replayed",
         "Set a replay endpoint of the engine, or increase its buffer_steps.",
     ),
+    "parents_unknown": Advice(
+        Severity.WARNING,
+        "every block that the events report follows a block that is not known, so none is matched",
+        "Set replay_endpoint in the engine's --kv-events-config, so that earlier blocks are learned. If it is set, the "
+        "publisher names parents that it never stores: upgrade it.",
+    ),
+    "publisher_unknown": Advice(
+        Severity.WARNING,
+        "a publisher connected to the router, and its events are credited to no worker",
+        "Let its topic be kv@NAME@MODEL, with the name or address of a worker that the router knows.",
+    ),
     "drift": Advice(
         Severity.WARNING,
         "the engine found more or fewer cached tokens than its events reported",
@@ -323,6 +334,7 @@ _CONSEQUENCES: Final = {
     "tokens_differ": {"drift", "prompt_length"},
     "events_missing": {"drift"},
     "events_lost": {"drift", "tokens_differ"},
+    "parents_unknown": {"drift", "tokens_differ"},
     "prompt_length": {"drift"},
     "prompts_differ": {"tokenizer_suspected", "prompt_length", "tokens_differ", "drift"},
     "prompts_asked": {"tokenizer_suspected"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from indexer import Indexer, Registration, Target
@@ -122,25 +123,16 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
     ]
     up = {worker.url for worker in fleet.workers if worker.up}
     for registration in indexer.registered():
-        stream = indexer.stream_status(registration.target)
-        if registration.source is None or registration.target.worker not in up:
-            continue
-        if (detail := _other_block_size(fleet, indexer, registration)) is not None:
-            found.append(_finding(indexer.names, registration.target, "block_size", detail))
-        if stream is None or stream.state is StreamState.CONNECTING:
-            endpoint = registration.source.endpoint
-            elsewhere = listens_elsewhere(registration.target.worker, endpoint)
-            detail = f"no event was received from {endpoint}{elsewhere}"
-            found.append(_finding(indexer.names, registration.target, "events_missing", detail))
-        elif stream.state is StreamState.STALE:
-            detail = f"no publisher answers at {registration.source.endpoint} any more: its index may be stale"
-            found.append(_finding(indexer.names, registration.target, "events_missing", detail))
-        elif stream.state is StreamState.LOST:
-            detail = f"{stream.sequence.lost_batches} event batches were lost and not replayed"
-            found.append(_finding(indexer.names, registration.target, "events_lost", detail))
-        if registration.source.replay_endpoint is None:
-            detail = f"the stream at {registration.source.endpoint} has no replay endpoint"
-            found.append(_finding(indexer.names, registration.target, "replay_missing", detail))
+        if registration.target.worker in up:
+            found += _of_stream(fleet, indexer, registration)
+    found += [
+        {
+            "finding": "publisher_unknown",
+            "detail": f"the publisher {publisher.topic!r} at {publisher.address}: {publisher.problem}",
+        }
+        for publisher in indexer.publishers()
+        if publisher.problem is not None and not publisher.silent
+    ]
     for target, audited in audit.audits():
         if audited.basis is not Basis.EVENTS:
             detail = f"cached tokens differ from the prediction by events: now predicted from {_BASES[audited.basis]}"
@@ -161,6 +153,36 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         if not pool.known and now - pool.unknown_since > _UNKNOWN_SECONDS
     ]
     return found
+
+
+def _of_stream(fleet: Fleet, indexer: Indexer, registration: Registration) -> Iterator[dict[str, Any]]:
+    """Yield the problems of a target's stream. A target without a source has one once its publisher connects."""
+    target, names = registration.target, indexer.names
+    session, stream = indexer.stream(target), indexer.stream_status(target)
+    source = session.source if session is not None else registration.source
+    if source is None:
+        return
+    if (detail := _other_block_size(fleet, indexer, registration)) is not None:
+        yield _finding(names, target, "block_size", detail)
+    if stream is None or stream.state is StreamState.CONNECTING:
+        detail = f"no event was received from {source.endpoint}{listens_elsewhere(target.worker, source.endpoint)}"
+        yield _finding(names, target, "events_missing", detail)
+    elif stream.state is StreamState.STALE:
+        detail = f"no publisher answers at {source.endpoint} any more: its index may be stale"
+        yield _finding(names, target, "events_missing", detail)
+    elif stream.state is StreamState.LOST:
+        detail = f"{stream.sequence.lost_batches} event batches were lost and not replayed"
+        if stream.first_missing:
+            detail = "batch 0 was lost, unless the publisher numbers its batches from 1, which the answers will show"
+        yield _finding(names, target, "events_lost", detail)
+    report = indexer.report(target)
+    if report is not None and stream is not None and not stream.state.waits:
+        held = report.holdings
+        if held.orphans and not any(held.blocks.values()):
+            detail = f"{held.orphans} blocks wait for a parent that no event named, and no other block is known"
+            yield _finding(names, target, "parents_unknown", detail)
+    if source.replay_endpoint is None:
+        yield _finding(names, target, "replay_missing", f"the stream at {source.endpoint} has no replay endpoint")
 
 
 def _lacks_events(description: WorkerDescription) -> bool:

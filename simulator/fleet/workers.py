@@ -137,6 +137,9 @@ class EventIndex:
         """Return the state of a target's event stream; None without events."""
         return cast(StreamSession | None, self._streams.get(target))
 
+    def agree(self, target: Target) -> None:
+        """Ignore it, because no batch is missing."""
+
     def resync(self, target: Target) -> bool:
         """Read a target's events again, which restores what the index has. Return False for a target without events."""
         stream = self._streams.get(target)

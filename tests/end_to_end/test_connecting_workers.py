@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 from router_under_test import RouterUnderTest, router, until
+from scripted_worker import scripted_worker
 
 from benchmarks.ports import free_port
+from kvevents import BlockStored, EventBatch, WireForm, encode_batch
+from kvevents.frames import live_frames
 from router.settings import ConfigError, Settings, load_settings
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
@@ -44,6 +49,33 @@ async def test_prefixes_are_known_from_workers_that_connect() -> None:
             await until(matched, lambda found: found[first.worker] > 0)
             again = await routed.call("/v1/completions", BODY)
             assert (again.worker, again.overlap) == (first.worker, again.cached)
+
+
+async def test_health_names_problems_of_publishers_that_connect() -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    batch = encode_batch(EventBatch(1.0, [BlockStored([2], 1, [5, 6], 2)]), WireForm.VLLM_ARRAYS)
+    with zmq.asyncio.Context() as context:
+        async with (
+            scripted_worker() as worker,
+            router(workers=[{"url": worker.url, "name": "one"}], events={"bind": [endpoint]}) as routed,
+        ):
+            await routed.until_up()
+            sockets = {topic: context.socket(zmq.XPUB) for topic in (b"kv@one@m", b"kv@other@m")}
+            for topic, socket in sockets.items():
+                socket.connect(endpoint)
+                assert await socket.recv() == b"\x01"
+                await socket.send_multipart(live_frames(topic, 1, batch))
+
+            def named(found: list[dict[str, Any]]) -> dict[str, str]:
+                return {each["finding"]: each["detail"] for each in found if each.get("worker") in (None, "one")}
+
+            expected = {"events_lost", "parents_unknown", "replay_missing", "publisher_unknown"}
+            await until(routed.findings, lambda found: named(found).keys() >= expected, seconds=10)
+            found = named(await routed.findings())
+            assert "batch 0" in found["events_lost"]
+            assert "'kv@other@m'" in found["publisher_unknown"]
+            for socket in sockets.values():
+                socket.close(0)
 
 
 @pytest.mark.parametrize(

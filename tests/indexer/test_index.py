@@ -139,6 +139,22 @@ def test_blocks_wait_for_an_unknown_parent(index: Index) -> None:
     assert index.status(A).orphans == 0  # type: ignore[union-attr]
 
 
+def test_parent_0_that_is_no_block_is_no_parent(index: Index) -> None:
+    apply(index, A, stored([1, 2], PROMPT[:4], 0), stored([3], [5, 6], 2))
+    assert match(index) == {A: 6}
+    assert index.status(A).orphans == 0  # type: ignore[union-attr]
+    salted = Namespace("m", "default", "adapter", "salt", 2)
+    apply(index, A, stored([5, 6], PROMPT[:4], 0, lora_name="adapter", extra_keys=[["adapter", "salt"], ["adapter"]]))
+    assert match(index, PROMPT[:4], salted) == {A: 4}
+
+
+def test_parent_0_that_is_a_block_is_a_parent(index: Index) -> None:
+    apply(index, A, stored([0], PROMPT[:2]), stored([1], PROMPT[2:4], 0))
+    assert match(index) == {A: 4}
+    apply(index, A, BlockRemoved([1]), BlockRemoved([0]), stored([1], PROMPT[2:4], 0))
+    assert match(index, PROMPT[2:4]) == {A: 2}
+
+
 def test_orphan_removed_while_waiting_stays_removed(index: Index) -> None:
     apply(index, A, stored([3, 4], [5, 6, 7, 8], 2), BlockRemoved([4]), stored([1, 2], PROMPT[:4]))
     assert match(index) == {A: 6}

@@ -140,6 +140,50 @@ def test_interrupted_replay_is_requested_again() -> None:
     assert sequence.on_tick(2.0) == [AskReplay(1)]
 
 
+def test_batch_0_does_not_exist_if_replays_begin_at_1() -> None:
+    sequence = StreamSequence(True, SETTINGS)
+    assert sequence.on_connected(0.0) == [AskReplay(0)]
+    actions = sequence.on_live(frame(3), 0.0)
+    for _ in range(2):
+        for seq in (1, 2, 3):
+            actions += sequence.on_replay(frame(seq), 0.0)
+        actions += end_of_replay(sequence)
+    assert applied(actions) == [1, 2, 3]
+    assert (state(sequence), sequence.counters.lost_batches, sequence.complete) == (StreamState.LIVE, 0, True)
+    assert applied(sequence.on_live(frame(4), 0.0)) == [4]
+    sequence.on_live(frame(1, life=1), 0.0)
+    assert applied(sequence.on_replay(frame(0, life=1), 0.0)) == [0, 1]
+
+
+def test_batch_0_that_one_replay_lost_is_applied() -> None:
+    sequence = StreamSequence(True, SETTINGS)
+    sequence.on_connected(0.0)
+    sequence.on_replay(frame(1), 0.0)
+    assert end_of_replay(sequence) == [AskReplay(0)]
+    assert applied(sequence.on_replay(frame(0), 0.0)) == [0, 1]
+
+
+def test_publisher_that_numbers_from_1_is_live_once_its_target_agrees() -> None:
+    sequence = StreamSequence(False, SETTINGS)
+    sequence.on_connected(0.0)
+    assert applied(sequence.on_live(frame(1), 0.0)) == [1]
+    assert (state(sequence), sequence.first_missing) == (StreamState.LOST, True)
+    sequence.on_agreement()
+    assert (state(sequence), sequence.first_missing, sequence.complete) == (StreamState.LIVE, False, True)
+    assert applied(sequence.on_live(frame(2), 0.0)) == [2]
+    assert sequence.on_live(frame(1, life=1), 0.0) == [Clear(), Apply(frame(1, life=1))]
+    assert state(sequence) is StreamState.LIVE
+    assert sequence.on_live(frame(0, life=2), 0.0) == [Clear(), Apply(frame(0, life=2))]
+
+
+def test_agreement_does_not_excuse_later_batches() -> None:
+    sequence = StreamSequence(False, SETTINGS)
+    sequence.on_connected(0.0)
+    sequence.on_live(frame(2), 0.0)
+    sequence.on_agreement()
+    assert state(sequence) is StreamState.LOST
+
+
 def test_batches_missing_from_a_truncated_replay_are_lost() -> None:
     """The publisher can replay batches from 25 on only."""
     sequence = StreamSequence(True, SETTINGS)

@@ -30,6 +30,7 @@ HASHES = [prompt_hashes("m", None, None, TOKENS)]
 class Stream:
     state: StreamState = StreamState.LIVE
     began_at: float = 0.0
+    first_missing: bool = False
 
 
 @dataclass
@@ -48,6 +49,9 @@ class Streams:
         self.resyncs += self.replays
         self.known.began_at = time.monotonic()
         return self.replays
+
+    def agree(self, target: Target) -> None:  # noqa: ARG002
+        self.known.first_missing = False
 
     def registered(self) -> list[Registration]:
         return self.registrations
@@ -95,6 +99,15 @@ def test_right_predictions_change_nothing(audit: HitAudit, streams: Streams, sen
     assert (target, audit.basis(TARGET), streams.resyncs, logs) == (TARGET, Basis.EVENTS, 0, [])
     assert (report.answers, report.prompt_tokens, report.predicted_tokens, report.cached_tokens) == (20, 2000, 960, 960)
     assert (report.wrong_tokens, report.errors.share, len(sent_prefixes)) == (0, 0.0, 0)
+
+
+def test_right_predictions_show_that_no_first_batch_is_missing(audit: HitAudit, streams: Streams) -> None:
+    streams.known = Stream(StreamState.LOST, first_missing=True)
+    answers(audit, SAMPLES, 48, 0)
+    answers(audit, SAMPLES - 1, 48, 48)
+    assert streams.known.first_missing
+    answers(audit, SAMPLES, 48, 48)
+    assert not streams.known.first_missing
 
 
 @pytest.mark.parametrize(("predict", "cached"), [(64, 0), (0, 64)])
