@@ -33,7 +33,7 @@ from router.forwarding.retries import requested_pause
 from router.http.headers import Headers
 from router.routing.assignment import Assignment
 from router.routing.disaggregation.adapters import WorkerEndpoint
-from router.routing.disaggregation.bodies import Fields, fields_of, with_fields
+from router.routing.disaggregation.bodies import Fields, answered_field, fields_of, with_fields
 from router.routing.encoders import EncodeTurn
 from router.routing.prompt_reader import RoutedPrompt
 from router.routing.target_directory import unavailable
@@ -305,8 +305,8 @@ class _EncodedItem:
         if status < 400:
             try:
                 params = _params(body)
-            except RequestError as error:
-                self._fail(Outcome.FAILED, f"invalid answer: {error.message}")
+            except (ValueError, RequestError) as error:
+                self._fail(Outcome.FAILED, f"invalid answer: {error}")
                 return
             turn.encoded()
             self._release(Outcome.SUCCEEDED)
@@ -361,8 +361,8 @@ class _EncodedItem:
 def _params(body: bytes) -> Fields:
     """Return the parameters in the answer of an encode worker, by item; empty if its connector needs none.
 
-    Raises RequestError for an answer that is not as an engine's.
+    Raises ValueError or RequestError for an answer that is not as an engine's.
     """
-    given = fields_of(body).get(_PARAMS, _NULL)
-    params = {} if given == _NULL else fields_of(bytes(given))
+    given = answered_field(body, _PARAMS)
+    params = {} if given is None else fields_of(bytes(given))
     return {name: value for name, value in params.items() if value != _NULL}

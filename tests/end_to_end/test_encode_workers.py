@@ -227,7 +227,7 @@ async def test_items_are_encoded_side_by_side_within_their_bounds(fleet: Fleet) 
     await fleet.routed.until_released()
 
 
-@pytest.mark.parametrize("how", ["broken", "503", "stopped", "nonsense"])
+@pytest.mark.parametrize("how", ["broken", "503", "stopped", "nonsense", "not UTF-8"])
 async def test_another_encode_worker_takes_over(fleet: Fleet, how: str) -> None:
     failed: list[ScriptedWorker] = []
 
@@ -241,6 +241,8 @@ async def test_another_encode_worker_takes_over(fleet: Fleet, how: str) -> None:
             await unavailable(exchange)
         elif how == "nonsense":
             await exchange.answer(b"not JSON")
+        elif how == "not UTF-8":
+            await exchange.answer(b'{"ec_transfer_params": {"hash-0": "\xff"}}')
         else:
             await broken(exchange)
 

@@ -17,14 +17,21 @@ from uuid import uuid4
 
 import msgspec
 
-from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
 from kvevents.decoding import read_json
 from router.apis.json_edit import with_field
 from router.apis.prompt_ids import with_prompt_ids
 from router.fleet.worker import Worker
 from router.http.headers import Headers
-from router.routing.disaggregation.bodies import answers_in, encoded, fields_of, prompts_in, value_of, with_fields
+from router.routing.disaggregation.bodies import (
+    answered_field,
+    answers_in,
+    encoded,
+    fields_of,
+    prompts_in,
+    value_of,
+    with_fields,
+)
 from router.routing.pulls import PullEndpoint
 from router.settings import Backend, PullProtocol
 
@@ -204,7 +211,7 @@ class Nixl(Adapter):
         return PreparedRequest(body if self.pull is None else self.pull.body(body))
 
     def decode(self, prefilled: bytes) -> PreparedRequest:
-        transfer_params = _raw_field(prefilled, "kv_transfer_params")
+        transfer_params = answered_field(prefilled, "kv_transfer_params")
         if transfer_params is None:  # no blocks to pull: the decode worker computes the prompt
             return _computing(self.prompt_body, self.ids)
         if self.ids is not None:
@@ -327,14 +334,6 @@ def _computing(body: bytes, ids: PackedPrompt | None) -> PreparedRequest:
 def _ids_field(ids: PackedPrompt | None) -> dict[str, msgspec.Raw]:
     """Return the field of `kv_transfer_params` with the prompt's token ids; empty without them."""
     return {} if ids is None else {_IDS: msgspec.Raw(ids.json())}
-
-
-def _raw_field(answer: bytes, name: str) -> msgspec.Raw | None:
-    try:
-        value = fields_of(answer).get(name)
-    except RequestError as error:
-        raise ValueError(error.message) from error
-    return None if value is None or bytes(value) == b"null" else value
 
 
 def _complete_answer(answer: dict[str, Any], choice: dict[str, Any], body: bytes) -> AnsweredError:

@@ -8,7 +8,7 @@ import msgspec
 
 from http_api.errors import RequestError
 from kvevents.decoding import json_reader, read_json
-from router.apis.json_edit import SpliceError, with_field
+from router.apis.json_edit import SpliceError, strict_json, with_field
 
 Fields = dict[str, msgspec.Raw]
 
@@ -26,6 +26,18 @@ def fields_of(body: bytes) -> Fields:
         return _decode(body)
     except msgspec.DecodeError as error:
         raise RequestError(f"The body is not a JSON object: {error}. Send one.") from error
+
+
+def answered_field(answer: bytes, name: str) -> msgspec.Raw | None:
+    """Return a field of a worker's answer that requests carry on; None if it is missing or null.
+
+    Raises ValueError for an answer that is no JSON object, and for a value that parsers read differently.
+    """
+    value = _decode(answer).get(name)
+    if value is None or (text := bytes(value)) == b"null":
+        return None
+    strict_json(text)  # the decoder of fields does not look into strings
+    return value
 
 
 def with_fields(body: bytes, **values: Any) -> bytes:

@@ -92,8 +92,14 @@ def test_nixl_prefills_one_token_and_forwards_its_transfer_parameters() -> None:
 @pytest.mark.parametrize("answer", [b"{}", b'{"kv_transfer_params": null}'])
 def test_nixl_decodes_without_transfer_parameters(answer: bytes) -> None:
     assert made(Nixl).decode(answer).body == BODY
-    with pytest.raises(ValueError, match="not a JSON object"):
+    with pytest.raises(ValueError, match="Expected `object`"):
         made(Nixl).decode(b"[]")
+
+
+@pytest.mark.parametrize("value", [b'"\xff"', b'{"\xc3": 1}', b'{"a": 1, "a": 2}', b"[" * 300 + b"]" * 300])
+def test_field_of_an_answer_that_parsers_read_differently_becomes_no_field_of_a_request(value: bytes) -> None:
+    with pytest.raises(ValueError, match="line 1 column"):
+        made(Nixl).decode(b'{"kv_transfer_params": {"remote_host": %b}}' % value)
 
 
 def test_mooncake_asks_for_the_engine_and_names_the_transfer_to_both() -> None:
