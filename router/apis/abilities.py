@@ -6,13 +6,16 @@ Replicas of one model can differ in them. A worker lacks what its engine reports
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from enum import StrEnum
 from typing import Any, Final
 
 import msgspec
 
 from kvevents.decoding import read_json
+from router.apis.body_fields import MediaFields
+from router.apis.json_edit import OutlineField, read_outline
+from router.apis.media_parts import parts_in
 
 
 class Ability(StrEnum):
@@ -57,12 +60,23 @@ class _Fields(_Constraints):
     sampling_params: Any = None
 
 
-_MARKS: Final = tuple(b'"%b"' % name.encode() for name in _Fields.__struct_fields__ if name != "tool_choice")
+_NAMES: Final = frozenset(b'"%b"' % name.encode() for name in _Fields.__struct_fields__)
+_MARKS: Final = tuple(_NAMES - {b'"tool_choice"'})
 
 
 def needed_abilities(body: bytes) -> frozenset[Ability]:
     """Return the abilities that a request with this JSON body needs."""
-    needed = {ability for ability, marks in _MEDIA.items() if any(mark in body for mark in marks)}
+    try:
+        outline = read_outline(body)
+    except ValueError:
+        return NO_ABILITIES  # engines refuse it
+    names = body if outline is None else outline.text
+    needed = {ability for ability, marks in _MEDIA.items() if any(mark in names for mark in marks)}
+    if outline is not None:  # without types of parts; Anthropic's images have only a type
+        if b'"source"' in names and any(isinstance(part.get("source"), dict) for part in _messages(names)):
+            needed.add(Ability.IMAGES)
+        named = [body[each.name_start : each.end] for each in outline.fields if _name(body, each) in _NAMES]
+        body = b"{%b}" % b",".join(named)
     if any(mark in body for mark in _MARKS):
         try:
             fields = read_json(body, _Fields)
@@ -73,6 +87,18 @@ def needed_abilities(body: bytes) -> frozenset[Ability]:
         if _is_structured(fields):
             needed.add(Ability.STRUCTURED_OUTPUT)
     return frozenset(needed)
+
+
+def _name(body: bytes, field: OutlineField) -> bytes:
+    return body[field.name_start : field.name_end]
+
+
+def _messages(text: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a body and the parts in them."""
+    try:
+        return parts_in(read_json(text, MediaFields).messages)
+    except msgspec.DecodeError:
+        return iter(())
 
 
 def _is_structured(fields: _Fields) -> bool:

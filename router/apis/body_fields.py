@@ -113,3 +113,25 @@ class OtherFields(StoredFields):
     """The fields of a body that is forwarded by load, or to the owner of a stored object."""
 
     model: Any = None
+
+
+class MediaFields(msgspec.Struct):
+    """The fields of a body with messages or other lists of parts."""
+
+    messages: Any = None
+    input: Any = None
+    query: Any = None
+    queries: Any = None
+    documents: Any = None
+    text_1: Any = None
+    text_2: Any = None
+    data_1: Any = None
+    data_2: Any = None
+
+
+class AllMediaFields(MediaFields):
+    """Also the fields of SGLang's `/generate`, whose values are items: one, a list, or a list for each prompt."""
+
+    image_data: Any = None
+    audio_data: Any = None
+    video_data: Any = None

@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.decoding import read_json
+from router.apis.body_fields import AllMediaFields, MediaFields
 from router.apis.messages import MODALITIES
 
 # The fields of a part or message with parts inside it.
@@ -19,30 +20,10 @@ _INSIDE: Final = ("content", "output")
 # The names of media items: as a part's type, and as a field of a part.
 _TYPES: Final = MODALITIES.keys() | {"image", "audio", "video", "document", "input_file", "input_video", "file"}
 _FIELDS: Final = MODALITIES.keys() | {"image", "video"}
-# How the name of a field with a list of items looks, escaped or not.
-_LISTS: Final = (b'_data"', b"\\u00")
-
-
-class MediaFields(msgspec.Struct):
-    """The fields of a body with messages or other lists of parts."""
-
-    messages: Any = None
-    input: Any = None
-    query: Any = None
-    queries: Any = None
-    documents: Any = None
-    text_1: Any = None
-    text_2: Any = None
-    data_1: Any = None
-    data_2: Any = None
-
-
-class _AllFields(MediaFields):
-    """Also the fields of SGLang's `/generate`, whose values are items: one, a list, or a list for each prompt."""
-
-    image_data: Any = None
-    audio_data: Any = None
-    video_data: Any = None
+# Bytes of which each item has one, and how the name of a field with a list of items looks, unless they are escaped.
+_MARKS: Final = (b"image", b"audio", b"video", b'file"', b'"document"', b'"source"')
+_LIST: Final = b'_data"'
+_ESCAPED: Final = b"\\u00"
 
 
 _OF_PROMPTS: Final = ("image_data", "audio_data", "video_data")
@@ -62,24 +43,39 @@ def parts_in(value: Any) -> Iterator[dict[str, Any]]:
 
 def media_items(body: bytes, most: int) -> int:
     """Return the number of media items in a JSON body; 0 if a quick count shows that there are at most `most`."""
-    if body.count(b"{") <= most and not any(mark in body for mark in _LISTS):
-        return 0  # each item is an object
+    plain = _LIST not in body and _ESCAPED not in body
+    # Each item is an object, and has a mark.
+    if plain and (body.count(b"{") <= most or sum([body.count(mark) for mark in _MARKS]) <= most):
+        return 0
     try:
-        fields = read_json(body, _AllFields)
+        fields = read_json(body, AllMediaFields)
     except msgspec.DecodeError:
         return 0  # engines refuse it
-    lists = [getattr(fields, name) for name in MediaFields.__struct_fields__]
-    items = sum([_is_media(part) for part in parts_in(lists)])
-    return items + sum([_leaves(getattr(fields, name)) for name in _OF_PROMPTS])
+    items = sum([_leaves(getattr(fields, name)) for name in _OF_PROMPTS])
+    left: list[Any] = [getattr(fields, name) for name in MediaFields.__struct_fields__]
+    while left:
+        each = left.pop()
+        if isinstance(each, list):
+            left += each
+        elif each and isinstance(each, dict):
+            items += _is_media(each, left)
+    return items
 
 
-def _is_media(part: dict[str, Any]) -> bool:
-    kind = part.get("type")
-    return (
-        (isinstance(kind, str) and kind in _TYPES)
-        or not _FIELDS.isdisjoint(part)
-        or isinstance(part.get("source"), dict)
-    )
+def _is_media(part: dict[str, Any], left: list[Any]) -> bool:
+    """Return whether a part is a media item, and add the parts inside it to `left`."""
+    found = False
+    for name, value in part.items():
+        if name in _INSIDE:
+            if isinstance(value, list):
+                left.append(value)
+        elif name == "type":
+            found |= isinstance(value, str) and value in _TYPES
+        elif name == "source":
+            found |= isinstance(value, dict)
+        elif name in _FIELDS:
+            found = True
+    return found
 
 
 def _leaves(value: Any) -> int:

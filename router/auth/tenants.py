@@ -19,8 +19,9 @@ import msgspec
 
 from http_api.errors import RequestError
 from kvevents.decoding import read_json
+from router.apis.body_fields import MediaFields
 from router.apis.json_edit import SpliceError, field, with_field
-from router.apis.media_parts import MediaFields, parts_in
+from router.apis.media_parts import parts_in
 from router.auth.engine_fields import control_fields
 from router.auth.routes import Access, Route
 from router.http.headers import Headers

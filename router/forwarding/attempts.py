@@ -28,7 +28,7 @@ from router.fleet.worker import Worker
 from router.forwarding.disaggregated_request import DisaggregatedRequest, PrefillFailedError
 from router.forwarding.encode_stage import EncodeStage
 from router.forwarding.exchange import RoutingHeaders
-from router.forwarding.proxy_services import ProxyServices
+from router.forwarding.proxy_services import LONG_BODY, ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.forwarding.retries import broken_off, is_model_missing, not_reached
 from router.forwarding.token_forwarding import TokenOffer
@@ -415,7 +415,8 @@ class Attempts:
     def _unable(self, worker: Worker, error: bytes) -> list[Worker]:
         """Return the workers that would refuse a request as this worker did: for an ability, or for its length."""
         prompt, services = self.prompt, self._services
-        if lacks := refused_abilities(error, needed_abilities(self._body)):
+        needs = prompt.needs if len(self._body) > LONG_BODY else needed_abilities(self._body)
+        if lacks := refused_abilities(error, needs):
             services.fleet.abilities_refused(worker, lacks)
             prompt.needs |= lacks
             return services.selector.lacking(prompt)

@@ -36,6 +36,7 @@ import structlog
 
 from http_api.errors import RequestError
 from router.admission.ticket import Flow, deadline_error, read_ticket
+from router.apis.abilities import NO_ABILITIES, Ability, needed_abilities
 from router.apis.endpoints import Call, read_call
 from router.apis.media_items import MediaChat, media_chat
 from router.apis.requests import RoutedRequest
@@ -101,6 +102,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     _recorded: RecordingRequest | None = None  # while the recorder has listeners
     _media: MediaChat | None = None  # of a chat with media, while encode workers exist
     _attempts: Attempts | None = None  # after its prompt was read
+    _needs: frozenset[Ability] = NO_ABILITIES  # read of a long body, and of any if workers differ in abilities
     _head: ResponseHead | None = None  # a received head that is not forwarded yet
     _beginning = b""  # of a stream: the events without content that are not forwarded yet
     _response: ProxiedResponse | None = None  # after a part of it was forwarded
@@ -230,7 +232,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         services, context = self._services, self._context
         span = context.trace and context.trace.span("tokenize")
         body, request = self._decoded(body, span)
-        prompt = prompt_now(services, request, body, span)
+        prompt = prompt_now(services, request, len(body), self._needs, span)
         if prompt is None:
             self._continue_in_task(self._read_aside(request, body, span))
         else:
@@ -240,9 +242,9 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         services, context = self._services, self._context
         span = context.trace and context.trace.span("tokenize")
         body, request = await services.long_bodies.read(len(body), partial(self._decoded, body, span))
-        prompt = prompt_now(services, request, body, span)
+        prompt = prompt_now(services, request, len(body), self._needs, span)
         if prompt is None:
-            prompt = await read_prompt_aside(services, request, body, span)
+            prompt = await read_prompt_aside(services, request, len(body), self._needs, span)
         self._admit(request, prompt, body)
 
     def _decoded(self, body: bytes, span: Span | None) -> tuple[bytes, RoutedRequest]:
@@ -250,6 +252,8 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         body = self._asking(body)
         if self._services.fleet.encodes:
             self._media = media_chat(self._context.head.path, body)
+        if self._services.fleet.unlike or len(body) > LONG_BODY:
+            self._needs = needed_abilities(body)
         return body, read_request(self._services, self._context, body, model_body, span)
 
     def _asking(self, body: bytes) -> bytes:
@@ -268,7 +272,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         return asking
 
     async def _read_aside(self, request: RoutedRequest, body: bytes, span: Span | None) -> None:
-        prompt = await read_prompt_aside(self._services, request, body, span)
+        prompt = await read_prompt_aside(self._services, request, len(body), self._needs, span)
         self._admit(request, prompt, body)
 
     def _admit(self, request: RoutedRequest, prompt: RoutedPrompt, body: bytes) -> None:

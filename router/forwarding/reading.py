@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http_api.errors import RequestError
-from router.apis.abilities import needed_abilities
+from router.apis.abilities import Ability
 from router.apis.endpoints import Call, read_call
 from router.apis.requests import RoutedRequest
 from router.forwarding.proxy_services import ProxyServices
@@ -25,31 +25,34 @@ def read_request(
         raise
 
 
-def prompt_now(services: ProxyServices, request: RoutedRequest, body: bytes, span: Span | None) -> RoutedPrompt | None:
-    """Return the prompt if it takes no time; None if it has to be read aside. Ends `span`. Raises RequestError."""
+def prompt_now(
+    services: ProxyServices, request: RoutedRequest, size: int, needs: frozenset[Ability], span: Span | None
+) -> RoutedPrompt | None:
+    """Return the prompt of a body of `size` bytes if it takes no time; None if it has to be read aside.
+
+    Ends `span`. Raises RequestError.
+    """
     try:
-        prompt = services.reader.read_now(request, len(body))
+        prompt = services.reader.read_now(request, size)
     except RequestError as error:
         _fail(span, error)
         raise
     if prompt is not None:
-        if services.fleet.unlike:
-            prompt.needs = needed_abilities(body)
+        prompt.needs = needs
         _end(span, prompt)
     return prompt
 
 
 async def read_prompt_aside(
-    services: ProxyServices, request: RoutedRequest, body: bytes, span: Span | None
+    services: ProxyServices, request: RoutedRequest, size: int, needs: frozenset[Ability], span: Span | None
 ) -> RoutedPrompt:
-    """Return a prompt that takes long to read. Ends `span`. Raises RequestError."""
+    """Return the prompt of a body of `size` bytes, which takes long to read. Ends `span`. Raises RequestError."""
     try:
-        prompt = await services.reader.read_aside(request, len(body))
+        prompt = await services.reader.read_aside(request, size)
     except RequestError as error:
         _fail(span, error)
         raise
-    if services.fleet.unlike:
-        prompt.needs = needed_abilities(body)
+    prompt.needs = needs
     _end(span, prompt)
     return prompt
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -23,10 +23,10 @@ from indexer.api.questions import ReadMatch
 from indexer.targets import WorkerNames
 from router.admission.admission import Admission
 from router.admission.ticket import WaitReason
-from router.apis.abilities import needed_abilities
+from router.apis.abilities import Ability, needed_abilities
 from router.apis.endpoints import PROMPTED, Call, read_call
 from router.apis.fields import kind_of, read_body
-from router.apis.media_items import media_chat
+from router.apis.media_items import MediaChat, media_chat
 from router.apis.openai_requests import decode_match
 from router.apis.requests import ChatPrompt, MatchRequest, RoutedRequest
 from router.apis.sessions import AgentHints, hints_in_headers
@@ -100,12 +100,12 @@ async def explain(
     levels: ServiceLevels | None = None,
 ) -> dict[str, Any]:
     """Return the answer to `/explain`, the best candidate first. Raises RequestError, which names the invalid field."""
-    call, request, tenant = await aside_if_long(body, partial(_asked, limits, headers))
-    prompt = await reader.read(request, len(call.body))
-    prompt = replace(prompt, path=call.path, needs=needed_abilities(call.body), sender=Sender(tenant, list(headers)))
+    asked = await aside_if_long(body, partial(_asked, limits, headers))
+    call, tenant, media = asked.call, asked.tenant, asked.media
+    prompt = await reader.read(asked.request, len(call.body))
+    prompt = replace(prompt, path=call.path, needs=asked.needs, sender=Sender(tenant, list(headers)))
     if (told := hints_in_headers(headers)) is not None:
         prompt.hints = told.before(prompt.hints)
-    media = media_chat(call.path, call.body)
     if media is not None and prompt.name is not None:
         prompt.encoding = encoders.seconds(prompt.name, [item.key for item in media.items])
     now = time.monotonic()
@@ -143,7 +143,17 @@ async def explain(
     }
 
 
-def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Call, RoutedRequest, str]:
+class _Asked(NamedTuple):
+    """A request to explain, as a proxied request is read."""
+
+    call: Call
+    request: RoutedRequest
+    tenant: str
+    needs: frozenset[Ability]
+    media: MediaChat | None
+
+
+def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> _Asked:
     fields = read_body(body, _ExplainFields)
     if not isinstance(fields.request, dict):
         raise RequestError(
@@ -158,7 +168,8 @@ def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> tuple[Ca
     check_amounts(fields.request, limits)
     call = Call("POST", fields.path, headers, msgspec.json.encode(fields.request))
     check_media(call.body, limits)
-    return call, read_call(call), fields.tenant
+    request, media = read_call(call), media_chat(call.path, call.body)
+    return _Asked(call, request, fields.tenant, needed_abilities(call.body), media)
 
 
 def _hints(prompt: RoutedPrompt, hints: AgentHints, sessions: SessionLocations, names: WorkerNames) -> dict[str, Any]:
