@@ -21,6 +21,8 @@ SEARCHED_BYTES = 4096
 
 _KINDS = ("files", "batches", "uploads", "videos", "conversations", "vector_stores")
 _PATHS = re.compile(rf"/v1/(?:responses|{'|'.join(_KINDS)})(?:/([^/]+))?(?:/.*)?")
+# What follows /v1/responses/ and is no id.
+_OPERATIONS = frozenset({"compact", "input_tokens", "render"})
 _ID = re.compile(
     rb'"(?:id|output_file_id|error_file_id)"\s*:\s*'
     rb'"((?:resp|conv|file|batch|upload|video|vs)[_-][^"\\]{1,200})"'
@@ -49,7 +51,7 @@ def is_about_stored(path: str) -> bool:
 def stored_in_path(path: str) -> str | None:
     """Return the id of the stored object in a path such as `/v1/responses/{id}`; None without one."""
     found = _PATHS.fullmatch(path)
-    return found.group(1) if found is not None else None
+    return found.group(1) if found is not None and found.group(1) not in _OPERATIONS else None
 
 
 class StoredFields(msgspec.Struct):

@@ -125,7 +125,14 @@ _PASSED = [
     ),
     *(
         Route("POST", path, Access.TENANT, json=True, pure=True)
-        for path in ("/v1/classify", "/v1/pooling", "/v1/moderations", "/v1/images/generations")
+        for path in (
+            "/v1/classify",
+            "/v1/pooling",
+            "/v1/moderations",
+            "/v1/images/generations",
+            f"{_RESPONSES}/compact",
+            f"{_RESPONSES}/input_tokens",
+        )
     ),
     *(
         Route("POST", path, Access.TENANT)

@@ -57,7 +57,7 @@ class Circuit:
         self._first_since_opening = 0
         self._failures = 0
         self._openings = 0
-        self._opened_until = 0.0
+        self._opened_until = self._paused_until = 0.0
         self._half_open_request: int | None = None
 
     @property
@@ -71,6 +71,11 @@ class Circuit:
     def allows(self) -> bool:
         """True if a request may begin. A request that begins nevertheless counts like any other."""
         return self.closed or (self._half_open_request is None and self._clock() >= self._opened_until)
+
+    @property
+    def paused(self) -> bool:
+        """True while the worker's own request for a pause counts."""
+        return not self.closed and self._clock() < self._paused_until
 
     def begin(self) -> int:
         """Record the begin of a request and return its number."""
@@ -111,6 +116,7 @@ class Circuit:
     def pause(self, seconds: float, reason: str) -> None:
         """Allow no requests for `seconds`, because the worker asked for it. Later failures back off as before."""
         until = self._clock() + seconds
+        self._paused_until = max(until, self._paused_until)
         if self.closed or until > self._opened_until:
             self._open_until(until, reason)
 

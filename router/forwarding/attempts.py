@@ -161,9 +161,23 @@ class Attempts:
             raise
 
     def _excluded(self) -> Collection[Worker]:
-        """Return the workers that may not receive the request: a worker that failed may if it started again since."""
+        """Return the workers that may not receive the request. A worker that failed may if it started again since.
+
+        A worker that asked for a pause may not receive a retry, because workers may share the limit that it met.
+        """
         failed = [worker for worker, starts in self._left.items() if worker.starts == starts]
-        return [*failed, *self._without]
+        return [*failed, *self._without, *self._paused()] if self._left else self._without
+
+    def _paused(self) -> list[Worker]:
+        return [worker for worker in self._services.fleet.generating if worker.health.circuit.paused]
+
+    @property
+    def has_other(self) -> bool:
+        """True if another worker may be sent the request now, and did not ask for a pause."""
+        if not self.others or self.assignment is None:
+            return False
+        excluded = [*self._excluded(), *self._paused(), self.assignment.worker]
+        return self._services.selector.has_others(self.prompt, excluded)
 
     def exhausted(self) -> RequestError:
         """Return the error for a client when no further attempt is allowed."""
@@ -355,7 +369,11 @@ class Attempts:
             self._broken += 1
             self._services.fleet.probe_soon(self.assignment.worker)
             return Outcome.FAILED
-        if status in self._services.elsewhere and self.others and not (status == _SERVER_ERROR and self._breaks_again):
+        if (
+            status in self._services.elsewhere
+            and self.has_other
+            and not (status == _SERVER_ERROR and self._breaks_again)
+        ):
             if budget.take():
                 self._broken += status == _SERVER_ERROR
                 return Outcome.REFUSED if status == _TOO_MANY else Outcome.FAILED
@@ -369,7 +387,7 @@ class Attempts:
     @property
     def may_break(self) -> bool:
         """True if a 500 is retried as a break if its worker leaves or closes the connection."""
-        return self._transport is None and self.others and not self._breaks_again and not self._by_pair
+        return self._transport is None and self.has_other and not self._breaks_again and not self._by_pair
 
     @property
     def _by_pair(self) -> bool:
@@ -395,14 +413,14 @@ class Attempts:
                 return self._repeatable and self._exclude_refusing_prefill(assignment, prefill.worker)
             services.fleet.name_refused(assignment.worker, prompt.name)
             if prefill is not None:
-                return self.others
+                return self.has_other
         elif status == _INVALID and assignment.prefill is None:
             unable = self._unable(assignment.worker, data)
             if not unable:
                 return False
         else:
             return False
-        excluded = {*self._excluded(), assignment.worker, *unable}
+        excluded = {*self._excluded(), *self._paused(), assignment.worker, *unable}
         if self._sends >= self._most or not services.selector.has_others(prompt, excluded):
             return False
         self._without = [*self._without, *unable]
@@ -497,12 +515,13 @@ class Attempts:
         prefill = assignment.prefill.worker
         other_prefill = self._has_other_prefill(assignment, prefill)
         # The decode worker may have failed to fetch the prefill's blocks. Then it computes the prompt itself.
-        other_way = other_prefill or (not self.others and self._sends < self._most and self._decodes_alone(assignment))
+        others = self.has_other
+        other_way = other_prefill or (not others and self._sends < self._most and self._decodes_alone(assignment))
         if other_way:
             self._without = [*self._without, prefill]
-            if not self.others:
+            if not others:
                 self.tried[-1] = prefill
-        return self.others or other_way
+        return others or other_way
 
     def _exclude_refusing_prefill(self, assignment: Assignment, prefill: Worker) -> bool:
         """Exclude a prefill worker that lacks the model. Return false if neither another one nor the decode worker
@@ -515,7 +534,7 @@ class Attempts:
         return True
 
     def _has_other_prefill(self, assignment: Assignment, prefill: Worker) -> bool:
-        known = [*self._excluded(), assignment.worker, prefill]
+        known = [*self._excluded(), *self._paused(), assignment.worker, prefill]
         return self._sends < self._most and self._services.selector.has_others(self.prompt, known, prefill=True)
 
     def _decodes_alone(self, assignment: Assignment) -> bool:

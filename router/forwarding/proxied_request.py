@@ -374,7 +374,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             self._crash()
 
     def give_up(self) -> None:
-        if self._services.budget.take():
+        if self._attempts is not None and self._attempts.has_other and self._services.budget.take():
             self._services.loop.call_soon(self._leave_hung, self.assignment, False)
 
     def give_up_prefill(self) -> None:

@@ -148,6 +148,8 @@ class Encoders:
     def choose(self, name: str, key: int, excluded: Collection[Worker] = ()) -> Worker | None:
         """Return the encode worker for the item with this key, of a chat for a model's name; None if none is left."""
         able = [worker for worker in self._fleet.encoders(name) if worker not in excluded]
+        if excluded:  # a retry
+            able = [worker for worker in able if not worker.health.circuit.paused]
         usable = [worker for worker in able if has_turn(worker, self._random)] or able
         if len(usable) <= 1:
             return usable[0] if usable else None

@@ -189,7 +189,24 @@ async def test_429_of_all_workers_is_returned_with_retry_after() -> None:
         for _ in range(3):
             reply = await routed.call(PATH, BODY)
             assert (reply.status, reply.body, reply.headers["retry-after"]) == (429, b"refused", "7")
-        assert len(workers[0].exchanges) + len(workers[1].exchanges) == 6
+        # Both are paused after the first request, which is tried at each. Later ones are tried once.
+        assert len(workers[0].exchanges) + len(workers[1].exchanges) == 4
+
+
+async def test_no_retry_goes_to_a_paused_worker() -> None:
+    async with (
+        scripted_worker(refusing(429, b"retry-after: 30\r\n")) as paused,
+        scripted_worker(Exchange.answer) as other,
+        router(paused.url, other.url, **TURNS) as routed,
+    ):
+        await until(lambda: routed.call(PATH, BODY), lambda _: paused.exchanges)
+        for failing, status in ((overloaded, 503), (refusing(429), 429), (ends_as_uvicorn, 500)):
+            other.script = failing
+            asked = len(paused.exchanges)
+            assert (await routed.call(PATH, BODY)).status == status
+            assert len(paused.exchanges) == asked
+            other.script = Exchange.answer
+            await until(lambda: routed.call(PATH, BODY), lambda reply: reply.worker == other.url)
 
 
 async def test_retries_of_429_count_against_the_retry_budget() -> None:

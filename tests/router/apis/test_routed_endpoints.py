@@ -11,6 +11,7 @@ from http_api.errors import RequestError
 from router.apis.endpoints import BY_LOAD, Call, call_error_body, error_event, read_call
 from router.apis.forms import form_fields
 from router.apis.requests import RoutedRequest, TextPrompts, TokenPrompts
+from router.auth.routes import Access, Routes
 
 FORM = (
     b'--XyZ\r\nContent-Disposition: form-data; name="file"; filename="model"\r\nContent-Type: audio/wav\r\n\r\n'
@@ -87,6 +88,15 @@ def test_any_other_path_may_carry_anything(body: Any) -> None:
 def test_paths_of_stored_objects_name_their_id(path: str) -> None:
     assert read(path, method="GET").stored == "resp_1"
     assert read("/v1/responses", method="GET").stored is None
+
+
+@pytest.mark.parametrize("operation", ["compact", "input_tokens"])
+def test_operations_on_responses_are_routed_by_load_or_by_what_they_continue(operation: str) -> None:
+    path = f"/v1/responses/{operation}"
+    assert Routes().find("POST", path).access is Access.TENANT
+    assert read(path, {"model": "m", "input": "x"}) == RoutedRequest("m")
+    assert read(path, {"model": "m", "previous_response_id": "resp_1"}).stored == "resp_1"
+    assert Routes().find("GET", path).path == "/v1/responses/{id}"
 
 
 @pytest.mark.parametrize(
