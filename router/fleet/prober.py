@@ -64,7 +64,7 @@ class Prober:
                 worker.note_refusal()
             self._failed(worker, str(error) or f"no answer within {self._settings.probe_timeout} s")
             return
-        worker.probe_began = None
+        worker.note_answer()
         if self._fleet.at(worker.url) is not worker:
             return  # It was removed: an answer is only a sign of life.
         self._succeeded(worker, description)
@@ -181,6 +181,8 @@ class MetricsScraper:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             log.debug("metrics not read", worker=worker.name, reason=connection_problem(error))
             return
+        if worker.metrics.answers:
+            worker.answer_seconds.append(worker.metrics.unanswered)
         worker.metrics.scrape_answered()
         # A request that began or ended during the scrape counts as one of this router's requests.
         last = worker.metrics.read_at

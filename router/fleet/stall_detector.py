@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
@@ -144,6 +145,14 @@ class Usual:
         return cls(latest([worker.first_bytes() for worker in workers]), longest)
 
 
+# A worker with slow answers or long prompts may be silent for this many times as long, up to these seconds.
+_PATIENCE = 1.5
+_LONGEST_SILENCE = 10.0
+# An answer takes the router at most this many turns of its loop, each of which may be as late as a recent one.
+_TURNS_OF_ANSWER = 4
+_RECENT_TURNS = 40
+
+
 class StallDetector:
     """Checks all workers several times a second, ejects some, and logs every change of a worker's state."""
 
@@ -153,6 +162,7 @@ class StallDetector:
         self._max_ejected = settings.max_ejected
         self._indexer = indexer
         self._logged: dict[Worker, WorkerState] = {}
+        self._late: deque[float] = deque(maxlen=_RECENT_TURNS)
 
     async def run(self, workers: Callable[[], Sequence[Worker]], removed: Callable[[], Sequence[Worker]]) -> None:
         """Check the workers, and `removed` ones with requests in flight, at intervals, until cancelled."""
@@ -165,10 +175,23 @@ class StallDetector:
                 self.eject_outliers(now)
             self.log_changes(now)
             turn += 1
+            asleep = time.monotonic()
             await asyncio.sleep(_INTERVAL)
+            self.ran_late(time.monotonic() - asleep - _INTERVAL)
+
+    def ran_late(self, seconds: float) -> None:
+        """Record by how much the router's own loop was late."""
+        self._late.append(seconds)
+
+    @property
+    def _limits(self) -> StallLimits:
+        """The limits, extended by what the router's own lateness explains."""
+        silence = self._stall.silence + _TURNS_OF_ANSWER * max(self._late, default=0.0)
+        return StallLimits(silence, self._stall.factor)
 
     def eject_stalled(self, workers: Sequence[Worker], removed: Sequence[Worker] = ()) -> None:
         """Open the circuits of hung workers, and move their waiting requests. Requests only move to `workers`."""
+        limits = self._limits
         usual: dict[frozenset[tuple[bool, str]], Usual] = {}  # by the work of workers
         for worker in [*workers, *removed]:
             if not worker.health.attempts:
@@ -177,7 +200,7 @@ class StallDetector:
             unanswered = worker.metrics.unanswered if worker.metrics.answers else silent
             if unanswered >= self._stall.silence / 4 and worker.probe_began is None:
                 worker.probe_now.set()  # A worker that answers probes is alive.
-            if silent < self._stall.silence or not _others(worker, workers):
+            if silent < limits.silence or not _others(worker, workers):
                 continue  # This is the cheap check, which most workers pass.
             if not (worker.up and worker.computes):
                 self._move(worker, worker.problem or f"its engine is {worker.state}")
@@ -186,18 +209,20 @@ class StallDetector:
             seen = usual.get(work)
             if seen is None:
                 seen = usual[work] = Usual.of([other.health for other in workers if other.work() & work])
+            own = StallLimits(_plausible_silence(worker, limits, seen), limits.factor)
             dead = self._unanswered(worker)
-            reason = stalled(worker.health, self._stall, seen, silent, dead)
+            reason = stalled(worker.health, own, seen, silent, dead)
             if reason is None:
                 continue
             circuit = worker.health.circuit
             if circuit.state is not CircuitState.OPEN:
                 circuit.open(reason)
             # While the worker lives, it may still compute answers that are not streamed. Late ones are moved.
-            self._move(worker, reason, dead > 0 or _whole_answer_late(worker.health, self._stall, seen))
+            self._move(worker, reason, dead > 0 or _whole_answer_late(worker.health, own, seen))
 
     def eject_stalled_ranks(self, workers: Sequence[Worker]) -> None:
         """Open the circuits of single ranks that hang while other ranks of their worker respond."""
+        limits = self._limits
         for worker in workers:
             for dp_rank, health in worker.health.ranks.items():
                 others = [other for rank, other in worker.health.ranks.items() if rank != dp_rank]
@@ -205,9 +230,9 @@ class StallDetector:
                     continue
                 targets = (target for target in worker.targets if target.dp_rank == dp_rank)
                 silent = self._silence(health, worker.metrics.rank_progress_at(dp_rank), targets)
-                if silent < self._stall.silence:
+                if silent < limits.silence:
                     continue
-                reason = rank_stalled(health, self._stall, Usual.of([health, *others]), silent)
+                reason = rank_stalled(health, limits, Usual.of([health, *others]), silent)
                 if reason is not None:
                     health.circuit.open(reason)
                     moved = health.move_waiting()
@@ -267,6 +292,19 @@ def _others(worker: Worker, workers: Sequence[Worker]) -> bool:
     return any(
         other is not worker and other.takes_work and other.trusted and other.work() & worker.work() for other in workers
     )
+
+
+def _plausible_silence(worker: Worker, limits: StallLimits, usual: Usual) -> float:
+    """Return the seconds for which a worker may show no sign of life, by what it does.
+
+    An engine that computes a long prompt, or whose machine is busy, may answer nothing meanwhile.
+    """
+    plausible = max(worker.answer_seconds, default=0.0)
+    for attempt in worker.health.waiting():
+        if attempt.streamed:  # the first byte of others takes a whole answer, in which engines are heard of
+            plausible = max(plausible, expected_seconds(usual.first_bytes, attempt.work, True) or 0.0)
+            break
+    return max(limits.silence, min(_PATIENCE * plausible, _LONGEST_SILENCE))
 
 
 def stalled(health: Health, limits: StallLimits, usual: Usual, silent: float, unanswered: float) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -24,6 +25,7 @@ FIRST_SHARE = 0.1
 DEFAULT_BOOTSTRAP_PORT = 8998
 _PREFILL = Role.PREFILL
 _ENCODE = Role.ENCODE
+_ANSWERS_KEPT = 20
 # Seconds for which a replaced model is reported.
 _CHANGE_SECONDS = 3600.0
 
@@ -92,6 +94,7 @@ class Worker:
     - `refused_names`: names that it answered with 404 since its last answered probe, although it listed them.
     - `lacks`: the abilities that it lacks, by its description or by its answers.
     - `probe_began`: when the unanswered probe began; None if the last probe was answered.
+    - `answer_seconds`: the durations of its last answers to probes and scrapes.
     - `probed`: set for a moment when a probe ends.
     - `routing_line`: the header lines that name it in its answers.
     """
@@ -118,6 +121,7 @@ class Worker:
     refused_names: set[str] = field(default_factory=set)
     lacks: frozenset[Ability] = NO_ABILITIES
     probe_began: float | None = None
+    answer_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_ANSWERS_KEPT))
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
     probed: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = field(init=False)
@@ -271,6 +275,12 @@ class Worker:
     def probe_unanswered(self) -> float:
         """Seconds since the begin of an unanswered probe; 0 without one."""
         return 0.0 if self.probe_began is None else self.health.clock() - self.probe_began
+
+    def note_answer(self) -> None:
+        """Record that it answered a probe."""
+        if self.probe_began is not None:
+            self.answer_seconds.append(self.probe_unanswered)
+            self.probe_began = None
 
     def note_refusal(self) -> None:
         """Record that the worker refused a connection, because its process ended."""

@@ -139,6 +139,49 @@ def test_worker_that_answers_nothing_is_ejected_within_two_seconds(
     assert played.clock.now - begun <= 2
 
 
+def seconds_until_ejected(played: Played, late: float = 0.0) -> float:
+    """Return the seconds until a worker that answers nothing from now on is ejected."""
+    worker, begun = played.workers[0], played.clock.now
+    worker.metrics.scrape_began()
+    while not played.ejected and played.clock.now < begun + 60:
+        played.clock.now += 0.25
+        played.detector.ran_late(late)
+        if worker.probe_now.is_set() and worker.probe_began is None:
+            worker.probe_began = played.clock.now
+        played.detector.eject_stalled(played.workers)
+    return played.clock.now - begun
+
+
+@pytest.mark.parametrize("played", [(False, True)], indirect=True)
+def test_silence_counts_later_while_the_router_itself_is_late(played: Played) -> None:
+    played.answer(1, 0.002, streamed=True, limited=True)
+    played.begin(USUAL_TOKENS, streamed=True)
+    assert 1 + 4 * 0.5 <= seconds_until_ejected(played, late=0.5) <= 4
+
+
+@pytest.mark.parametrize("played", [(False, True)], indirect=True)
+def test_silence_counts_later_if_answers_to_probes_are_slow(played: Played) -> None:
+    played.answer(1, 0.002, streamed=True, limited=True)
+    played.workers[0].answer_seconds.extend([2.0, 0.1])
+    played.begin(USUAL_TOKENS, streamed=True)
+    assert 3 <= seconds_until_ejected(played) <= 4
+
+
+@pytest.mark.parametrize("played", [(False, True)], indirect=True)
+@pytest.mark.parametrize(("seconds", "least", "most"), [(4.0, 6, 7), (60.0, 10, 11)])
+def test_silence_counts_later_during_a_prompt_that_usually_takes_longer(
+    played: Played, seconds: float, least: float, most: float
+) -> None:
+    for _ in range(20):
+        attempt = played.begin(USUAL_TOKENS, streamed=True)
+        played.clock.now += seconds
+        attempt.heard()
+        attempt.end(Outcome.SUCCEEDED)
+    played.scrape()
+    played.begin(USUAL_TOKENS, streamed=True)
+    assert least <= seconds_until_ejected(played) <= most
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("played", [(False, None)], indirect=True)
 @pytest.mark.parametrize("state", ["asleep", "paused", "down", "removed"])
