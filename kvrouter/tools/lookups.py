@@ -9,10 +9,12 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from kvevents.decoding import read_json
 from kvrouter.fitting_table import FittingColumn, FittingTable
 from router.http.client import connection_problem
 
@@ -27,13 +29,13 @@ def ask(url: str, path: str, body: dict[str, Any], token: str = "", headers: Map
     try:
         request = Request(url.rstrip("/") + path, json.dumps(body).encode(), sent)
         with urlopen(request, timeout=30) as response:
-            return json.load(response)
+            return read_json(response.read())
     except HTTPError as error:
         if error.code in (401, 403):
             raise ConnectionError(f"{url} needs the admin token for {path}: set --token") from error
         try:
-            reason = json.load(error)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
+            reason = read_json(error.read())["error"]["message"]
+        except (msgspec.DecodeError, KeyError, TypeError):
             reason = "is this a router's URL?"
         raise ConnectionError(f"{url} answers {error.code}: {reason}") from error
     except URLError as error:
@@ -43,7 +45,7 @@ def ask(url: str, path: str, body: dict[str, Any], token: str = "", headers: Map
         raise ConnectionError(f"{url} does not answer in HTTP there: is its URL https://?") from error
     except OSError as error:
         raise ConnectionError(f"{url} {connection_problem(error)}") from error
-    except ValueError as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise ConnectionError(f"{url} is not a router: {path} has no JSON") from error
 
 

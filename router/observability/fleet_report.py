@@ -150,7 +150,7 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
     found += [
         {"finding": "pool_unknown", "pool": pool.config.name, "detail": pool.unknown_because}
         for pool in indexer.pools
-        if not pool.known and now - pool.unknown_since > _UNKNOWN_SECONDS
+        if not pool.known and now - pool.unknown_since > (_UNKNOWN_SECONDS if pool.answers else _SILENT_SECONDS)
     ]
     return found
 
@@ -203,6 +203,7 @@ def _other_block_size(fleet: Fleet, indexer: Indexer, registration: Registration
 
 # A pool's content is unknown for a moment after each eviction.
 _UNKNOWN_SECONDS = 30.0
+_SILENT_SECONDS = 3.0  # for the first answer of its master
 _BASES = {Basis.RESYNCED: "events replayed from the start", Basis.SENT_PREFIXES: "sent prefixes"}
 
 

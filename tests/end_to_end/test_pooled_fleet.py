@@ -32,6 +32,7 @@ class PooledFleet:
     - `keys`: the keys in the pool.
     - `cached`: the cached tokens of the next answers.
     - `answering`: cleared while the master does not answer questions about keys.
+    - `metrics`: the master's answer in place of its metrics; None: they are right.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -40,6 +41,7 @@ class PooledFleet:
         self.urls: list[str] = []
         self.keys: set[str] = set()
         self.cached = 0
+        self.metrics: str | None = None
         self.answering = threading.Event()
         self.answering.set()
         self._losses = 0
@@ -57,7 +59,7 @@ class PooledFleet:
         """Return the answer of the master's HTTP API."""
         path, _, asked = path.partition("?keys=")
         if path == "/metrics":
-            return f"master_evicted_key_count {self._losses}\nmaster_key_count 99999\n"
+            return self.metrics or f"master_evicted_key_count {self._losses}\nmaster_key_count 99999\n"
         if path == "/get_all_keys":
             return "\n".join(self.keys)
         self.answering.wait()
@@ -268,3 +270,25 @@ async def test_keys_of_a_prompt_are_asked_for_where_the_pool_is_too_large_to_lis
         fleet.keys.remove(object_key(7))
         await until(loadable, lambda tokens: tokens == 0)
         assert await routed.metric("kvrouter_pool_known", pool="store") == 0
+
+
+async def test_master_whose_answers_cannot_be_read_is_a_finding(fleet: PooledFleet, routed: RouterUnderTest) -> None:
+    await fleet.until_known(routed)
+    fleet.metrics = "master_key_count 1e999"
+    found = await until_found(routed, "pool_unknown")
+    assert "does not answer" in found["detail"]
+    fleet.metrics = None
+    await fleet.until_known(routed)
+    assert "pool_unknown" not in {each["finding"] for each in await routed.findings()}
+
+
+async def until_found(routed: RouterUnderTest, finding: str) -> dict[str, Any]:
+    """Wait for a finding of `/health`, and return it."""
+    found: list[dict[str, Any]] = []
+
+    async def seen() -> bool:
+        found[:] = [each for each in await routed.findings() if each["finding"] == finding]
+        return bool(found)
+
+    await until(seen, seconds=20)
+    return found[0]

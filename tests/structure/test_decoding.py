@@ -6,9 +6,19 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
-_DECODERS = ("json.loads", "json.load", "msgspec.json.decode", "msgspec.msgpack.decode", "msgspec.convert")
-_CLASSES = ("msgspec.json.Decoder", "msgspec.msgpack.Decoder")
+_DECODERS = {
+    "json.loads",
+    "json.load",
+    "json.JSONDecoder",
+    "jiter.from_json",
+    "pickle.loads",
+    *(f"msgspec.{form}.{name}" for form in ("json", "msgpack", "yaml", "toml") for name in ("decode", "Decoder")),
+    "msgspec.convert",
+}
+_PACKAGES = ("http_api", "indexer", "kvevents", "kvrouter", "router", "simulator", "worker")
 # Files with decoders of their own, and whose bytes they read.
 _ALLOWED = {
     "kvevents/decoding.py": "the decoders that all others use",
@@ -23,25 +33,61 @@ _ALLOWED = {
     "router/apis/messages.py": "fields of clients' bodies",
     "router/app/routes/commands.py": "bodies of operators",
     "router/app/routes/workers.py": "bodies of operators",
+    "router/apis/usage.py": "the beginning of an object in an answer: it catches every error",
     "router/tokens/model_files.py": "files of models",
+    "simulator/worker/tokens.py": "files of models, and arguments of tools as an engine reads them",
+    "simulator/worker/__main__.py": "settings of the one who starts it",
+    "simulator/worker/host_tier.py": "questions of simulated workers",
+    "simulator/fleet/trace.py": "files of traces",
+    "kvrouter/tools/traces/recording.py": "records that were decoded before",
     "indexer/native/index.py": "what the native index returns",
     "worker/disaggregation/registry.py": "values that were decoded before",
     "worker/disaggregation/layout.py": "values that were decoded before",
 }
 
 
+def decoders_in(source: str) -> Iterator[int]:
+    """Yield the lines of a module that name a decoder, whatever name it was imported by."""
+    tree = ast.parse(source)
+    imported: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {each.asname or each.name.split(".")[0]: each.name for each in node.names if each.asname}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            first, dot, rest = ast.unparse(node).partition(".")
+            if imported.get(first, first) + dot + rest in _DECODERS:
+                yield node.lineno
+        elif isinstance(node, ast.Await) and ast.unparse(node).endswith(".json()"):  # of an HTTP client's answer
+            yield node.lineno
+
+
 def decoders() -> Iterator[tuple[str, str]]:
     """Yield every use of a decoder: its file and place."""
-    for package in ("http_api", "indexer", "kvevents", "router", "worker"):
+    for package in _PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             name = str(path.relative_to(ROOT))
-            for node in ast.walk(ast.parse(path.read_text())):
-                if not isinstance(node, ast.Call):
-                    continue
-                called = ast.unparse(node.func)
-                awaited = called.endswith(".json") and not node.args and called.split(".")[-2] in ("response", "answer")
-                if called in _DECODERS or called.removesuffix(".decode") in _CLASSES or awaited:
-                    yield name, f"{name}:{node.lineno}"
+            for line in decoders_in(path.read_text()):
+                yield name, f"{name}:{line}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import json\njson.loads(x)",
+        "import json as j\nj.loads(x)",
+        "from json import loads as read\nread(x)",
+        "from msgspec.json import Decoder",
+        "import json\ndecode = json.JSONDecoder().raw_decode",
+        "from msgspec import json\njson.decode(x)",
+        "(await answer.json())['x']",
+    ],
+)
+def test_decoders_are_found(source: str) -> None:
+    lines = source if "\n" in source or "await" not in source else f"async def f():\n  {source}"
+    assert list(decoders_in(lines + ("\nDecoder(x)" if lines.endswith("Decoder") else "")))
 
 
 def test_every_reader_of_others_bytes_uses_the_shared_decoders() -> None:

@@ -44,7 +44,7 @@ class Master:
         self.answer: Callable[[str], bytes | list[int]] = self.behaves
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
-        self.asked = 0
+        self.asked = self.polls = 0
         Thread(target=self._serve, daemon=True).start()
 
     def behaves(self, path: str) -> bytes:
@@ -65,6 +65,7 @@ class Master:
         with suppress(OSError), connection:
             path = connection.recv(65_536).split(b" ")[1].decode()
             self.asked += 1
+            self.polls += path == "/metrics"
             answer = self.answer(path)
             if isinstance(answer, bytes):
                 connection.sendall(answer)
@@ -122,9 +123,11 @@ def test_content_is_right_again_after_a_master_misbehaves(master: Master, pool: 
     eventually(lambda: master.asked > asked + 2)
     assert not pool.known
     assert pool.unknown_because
+    polls = master.polls
     master.answer = master.behaves
     eventually(lambda: blocks(pool) == 3)
     assert pool.answers
+    assert master.polls - polls <= 8  # six intervals, one that had begun, and one that began before it was seen
 
 
 def test_redirect_is_not_followed(master: Master, pool: SharedPool) -> None:
