@@ -16,11 +16,11 @@ from benchmarks.make_routing import BLOCK, MODEL, make_fleet, make_routing
 from indexer import Indexer, MatchQuery, Registration, Target, TargetRows
 from indexer.hashing import PackedPrompt
 from kvevents import BlockStored, EventBatch
+from router.apis.requests import RoutedRequest
 from router.policies import NamedPolicy, Policy, policy_named
 from router.prediction.slo import SLO
 from router.routing import selector as selector_module
 from router.routing.build import Routing
-from router.routing.prompt_reader import RoutedPrompt
 from router.settings import PolicySettings, WorkerSettings
 
 SHARED_TOKENS = 1024
@@ -91,7 +91,7 @@ def _called(policy: Policy) -> Policy:
     return lambda candidates, request: policy(candidates, request)
 
 
-def _placements(routing: Routing, prompts: Iterator[RoutedPrompt]) -> Iterator[float]:
+def _placements(routing: Routing, prompts: Iterator[RoutedRequest]) -> Iterator[float]:
     """Yield the microseconds of placements: choice, reservation and record of a request in flight."""
     for prompt in prompts:
         begun = thread_time_ns()
@@ -120,13 +120,13 @@ def _matches(indexer: Indexer) -> Iterator[float]:
         yield (thread_time_ns() - begun) / 1000
 
 
-def _prompts(shared: int = SHARED_TOKENS) -> Iterator[RoutedPrompt]:
+def _prompts(shared: int = SHARED_TOKENS) -> Iterator[RoutedRequest]:
     """Yield prompts of equal length with a common start of `shared` tokens and different ends."""
     random = Random(1)
     while True:
         own = random.choices(range(100_000), k=SHARED_TOKENS + _OWN_TOKENS - shared)
         packed = PackedPrompt.of([*range(shared), *own])
-        yield RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True)
+        yield RoutedRequest(MODEL).tokenized([packed])
 
 
 def _median(microseconds: Iterator[float]) -> float:

@@ -23,10 +23,10 @@ from benchmarks.policy.measures import TPOT_GOAL, TTFT_GOAL, Measures, after_war
 from benchmarks.policy.report import markdown
 from benchmarks.policy.sides import OURS_AT_ONCE
 from benchmarks.policy.workloads import CONVERSATION, LOOP, TOOL
+from router.apis.requests import RoutedRequest
 from router.policies import Decision
 from router.policies.rates import prefill_seconds
 from router.routing.late_binding import should_hold
-from router.routing.prompt_reader import RoutedPrompt
 from router.settings import PolicyName, PolicySettings
 from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
@@ -85,7 +85,7 @@ class WatchedSimulation(Simulation):
         super().__init__(spec, side, random)
         self.first: dict[int, FirstChoice] = {}
 
-    def arriving(self, outcome: Outcome, prompt: RoutedPrompt, router: SimulatedRouter) -> None:
+    def arriving(self, outcome: Outcome, prompt: RoutedRequest, router: SimulatedRouter) -> None:
         """Record the choice for a request, before it is placed."""
         selection = router.selector.choose(prompt)
         assert selection is not None  # only limits make it None

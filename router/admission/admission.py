@@ -32,11 +32,11 @@ from http_api.errors import RequestError
 from router.admission.fair_queue import FairQueue
 from router.admission.refusals import Refusals
 from router.admission.ticket import Ticket, WaitingRequest, WaitReason, queue_order
+from router.apis.requests import RoutedRequest
 from router.fleet.worker import Worker
 from router.prediction.slo import SLO
 from router.routing.assignment import Assignment, Selection
 from router.routing.placement import Placement
-from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import Limits
 from router.routing.selector import Selector
 from router.settings import AdmissionSettings
@@ -92,7 +92,7 @@ class Admission:
         self._planned: asyncio.Handle | None = None
 
     def place(
-        self, prompt: RoutedPrompt, tried: Collection[Worker], ticket: Ticket, now: float | None = None
+        self, prompt: RoutedRequest, tried: Collection[Worker], ticket: Ticket, now: float | None = None
     ) -> Assignment | None:
         """Return a request's assignment; None if the request has to `wait` for one.
 
@@ -116,7 +116,7 @@ class Admission:
             self.queue.served(ticket.tenant, ticket.tokens)
         return placed
 
-    async def wait(self, prompt: RoutedPrompt, tried: Collection[Worker], ticket: Ticket) -> Assignment:
+    async def wait(self, prompt: RoutedRequest, tried: Collection[Worker], ticket: Ticket) -> Assignment:
         """Queue a request, and return its assignment once it is placed. Cancelling removes it.
 
         Raises RequestError: 429 if the queue is full, the wait too long or the request sheddable, and as `place` does.
@@ -184,14 +184,14 @@ class Admission:
         seconds = max(until - self._clock(), 0.0)
         request.timer = asyncio.get_running_loop().call_later(seconds, self._time_over, request)
 
-    def _misses_ttft(self, prompt: RoutedPrompt, tried: Collection[Worker], slo: SLO) -> bool:
+    def _misses_ttft(self, prompt: RoutedRequest, tried: Collection[Worker], slo: SLO) -> bool:
         try:
             selection = self._selector.choose(prompt, tried, self.limits, slo=slo)
         except RequestError:
             return False
         return selection is not None and _is_ttft_missed(selection)
 
-    def preview(self, prompt: RoutedPrompt, slo: SLO | None = None) -> Selection | WaitReason:
+    def preview(self, prompt: RoutedRequest, slo: SLO | None = None) -> Selection | WaitReason:
         """Return the selection that a request would get now, or why it would wait. Raises RequestError (503)."""
         selection = self._selector.choose(prompt, limits=self.limits, slo=slo)
         if selection is None:
@@ -257,7 +257,7 @@ class Admission:
         self.queue.let_others_first(request, order)
 
     def _try(
-        self, prompt: RoutedPrompt, tried: Collection[Worker], slo: SLO | None, now: float | None = None
+        self, prompt: RoutedRequest, tried: Collection[Worker], slo: SLO | None, now: float | None = None
     ) -> Assignment | _Held:
         """Choose and reserve in one step, or return why the request has to wait. Raises RequestError."""
         selection = self._selector.choose(prompt, tried, self.limits, now, slo)
@@ -269,7 +269,7 @@ class Admission:
             return _TTFT_MISSED if _is_ttft_missed(selection) else _BUSY
         return self._placement.reserve(prompt, bound, now)
 
-    def _bind(self, prompt: RoutedPrompt, tried: Collection[Worker], selection: Selection) -> Selection | None:
+    def _bind(self, prompt: RoutedRequest, tried: Collection[Worker], selection: Selection) -> Selection | None:
         """Return the selection to send a request by; None if late binding holds it."""
         if not self.late_binding:
             return selection
@@ -354,7 +354,7 @@ class Admission:
         self._wait_until(request, request.since + self._late_timeout)
         return True
 
-    def _awaits_worker(self, prompt: RoutedPrompt, ticket: Ticket) -> bool:
+    def _awaits_worker(self, prompt: RoutedRequest, ticket: Ticket) -> bool:
         """Return whether a request may still wait for a worker of its model, because no worker serves it now."""
         if not self._selector.awaits_worker(prompt):
             return False

@@ -24,6 +24,7 @@ from enum import StrEnum
 
 from http_api.errors import RequestError
 from router.admission.fair_queue import Waiting
+from router.apis.requests import RoutedRequest
 from router.apis.sessions import HINT_HEADERS, AgentHints, hints_in_headers
 from router.fleet.worker import Worker
 from router.http.headers import HeaderItems, Headers, number_of
@@ -31,7 +32,6 @@ from router.prediction.service_levels import SLO_HEADERS, ServiceLevels, read_sl
 from router.prediction.slo import SLO
 from router.routing.assignment import Assignment
 from router.routing.late_binding import held_order, slo_order
-from router.routing.prompt_reader import RoutedPrompt
 
 PRIORITY_HEADER = b"x-kvrouter-priority"
 TIMEOUT_HEADER = b"x-request-timeout"
@@ -206,7 +206,7 @@ class WaitReason(StrEnum):
 class WaitingRequest(Waiting):
     """A waiting request, and the future that its proxy waits on. `tried`: workers that may not receive it."""
 
-    prompt: RoutedPrompt = field(kw_only=True)
+    prompt: RoutedRequest = field(kw_only=True)
     tried: Collection[Worker] = field(kw_only=True)
     ticket: Ticket = field(kw_only=True)
     reason: WaitReason = field(kw_only=True)

@@ -9,7 +9,7 @@ import msgspec
 
 from http_api.errors import RequestError
 from router.apis.body_fields import MessagesFields
-from router.apis.fields import kind_of, lenient, model_name, optional_string, read_body
+from router.apis.fields import kind_of, model_name, optional_string, read_body
 from router.apis.messages import BILLING_HEADER
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.sessions import find_session, hints_in_body
@@ -49,11 +49,11 @@ def decode_messages(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         thinking_off=thinking == "disabled",
     )
     return RoutedRequest(
-        model=model,
+        name=model,
         prompt=prompt if chat else None,
-        stream=lenient(fields.stream, bool, False),
+        streamed=fields.stream or False,
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
-        max_tokens=lenient(fields.max_tokens, int, None),
+        max_tokens=fields.max_tokens,
         session=find_session(headers, fields),
         hints=hints_in_body(fields.nvext),
     )

@@ -1,4 +1,7 @@
-"""The fields of JSON bodies that routing reads. The decoder skips all others, which the worker checks."""
+"""The fields of JSON bodies that routing reads. The decoder skips all others, which the worker checks.
+
+Integers and booleans are read leniently (`router.apis.fields.read_body`). The other fields are checked by the decoders.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,10 @@ class PromptFields(SessionFields):
     reasoning_effort: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
-    add_generation_prompt: Any = None
-    continue_final_message: Any = None
-    add_special_tokens: Any = None
-    truncate_prompt_tokens: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     truncation_side: Any = None
     cache_salt: Any = None
     extra_key: Any = None
@@ -47,15 +50,15 @@ class PromptFields(SessionFields):
 class GenerationFields(PromptFields):
     """The fields of a prompt, and those that say how to generate from it."""
 
-    stream: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    n: Any = None
-    best_of: Any = None
+    stream: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
     echo: Any = None
     logprobs: Any = None
     prompt_logprobs: Any = None
-    priority: Any = None
+    priority: int | None = None
     lora_path: Any = None
 
 
@@ -77,8 +80,8 @@ class MessagesFields(SessionFields):
     output_config: Any = None
     chat_template_kwargs: Any = None
     cache_salt: Any = None
-    stream: Any = None
-    max_tokens: Any = None
+    stream: bool | None = None
+    max_tokens: int | None = None
 
 
 class ResponsesFields(SessionFields, rename={"messages": "input"}):
@@ -94,9 +97,9 @@ class ResponsesFields(SessionFields, rename={"messages": "input"}):
     conversation: Any = None
     cache_salt: Any = None
     extra_key: Any = None
-    stream: Any = None
-    max_output_tokens: Any = None
-    priority: Any = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    priority: int | None = None
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
 
@@ -105,8 +108,8 @@ class ModelFields(SessionFields):
     """The fields that routing by load reads."""
 
     model: Any = None
-    stream: Any = None
-    priority: Any = None
+    stream: bool | None = None
+    priority: int | None = None
 
 
 class OtherFields(StoredFields):

@@ -13,7 +13,7 @@ from http_api.errors import RequestError, error_body
 from kvevents.decoding import read_json
 from router.apis.anthropic_messages import anthropic_error_body, decode_messages
 from router.apis.body_fields import ModelFields, OtherFields, SessionFields
-from router.apis.fields import lenient, optional_string, read_body
+from router.apis.fields import optional_string, read_body
 from router.apis.forms import form_field
 from router.apis.generate import decode_generate
 from router.apis.openai_requests import decode_chat, decode_completion
@@ -36,8 +36,8 @@ def decode_model_fields(body: bytes, headers: HeaderItems = ()) -> RoutedRequest
     fields = read_body(body, ModelFields)
     return RoutedRequest(
         optional_string(fields.model, "model"),
-        stream=lenient(fields.stream, bool, False),
-        priority=lenient(fields.priority, int, 0),
+        streamed=fields.stream or False,
+        priority=fields.priority or 0,
         session=find_session(headers, fields),
         hints=hints_in_body(fields.nvext),
     )
@@ -71,53 +71,49 @@ _DECODERS = PROMPTED | dict.fromkeys(BY_LOAD, decode_model_fields)
 _NAMES = _DECODERS | dict.fromkeys((CHAT, COMPLETIONS, ANTHROPIC), decode_model_fields)
 
 
-class Call:
-    """A received request. `model_body`: the body, or the part of it that routing by load reads."""
+def read_request(
+    method: str,
+    path: str,
+    headers: HeaderItems,
+    body: bytes,
+    session_headers: HeaderItems | None = None,
+    model_body: bytes | None = None,
+    with_prompt: bool = True,
+) -> RoutedRequest:
+    """Parse what routing needs of a received request. Raises RequestError (400) with the field.
 
-    __slots__ = ("body", "headers", "method", "model_body", "path", "session_headers")
+    - `session_headers`: those of `headers` that may name a session; None: find them.
+    - `model_body`: the part of the body that routing by load reads; None: the whole body.
+    - `with_prompt`: read its prompt, too.
+    """
+    if session_headers is None:
+        session_headers = only_session_headers(headers)
+    decode = (_DECODERS if with_prompt else _NAMES).get(path) if method == "POST" else None
+    if decode is None:
+        request = _read_other(path, headers, body, session_headers)
+    elif decode is decode_model_fields and model_body is not None:
+        request = decode(model_body, session_headers)
+    else:
+        request = decode(body, session_headers)
+    request.path = path
+    if isinstance(request.prompt, ChatPrompt):
+        request.prompt.call = (path, body)
+    return request
 
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        headers: HeaderItems,
-        body: bytes,
-        session_headers: HeaderItems | None = None,
-        model_body: bytes | None = None,
-    ) -> None:
-        self.method = method
-        self.path = path
-        self.headers = headers
-        self.body = body
-        self.session_headers = only_session_headers(headers) if session_headers is None else session_headers
-        self.model_body = body if model_body is None else model_body
 
-
-def read_call(call: Call, with_prompt: bool = True) -> RoutedRequest:
-    """Parse what routing needs of a request, with or without its prompt. Raises RequestError (400) with the field."""
-    if call.method == "POST" and (decode := (_DECODERS if with_prompt else _NAMES).get(call.path)):
-        return _decoded(call, decode)
-    session = find_session(call.session_headers, SessionFields())
-    content_type = next((value for name, value in call.headers if name == b"content-type"), b"").decode("latin-1")
+def _read_other(path: str, headers: HeaderItems, body: bytes, session_headers: HeaderItems) -> RoutedRequest:
+    """Parse what routing needs of a request to an unknown path, or of one that is not a POST."""
+    session = find_session(session_headers, SessionFields())
+    content_type = next((value for name, value in headers if name == b"content-type"), b"").decode("latin-1")
     if content_type.startswith("multipart/form-data"):
-        return RoutedRequest(
-            form_field(content_type, call.body, "model"), session=session, stored=stored_in_path(call.path)
-        )
+        return RoutedRequest(form_field(content_type, body, "model"), session=session, stored=stored_in_path(path))
     try:
-        fields = read_json(call.body, OtherFields)
+        fields = read_json(body, OtherFields)
         name, stored = fields.model, fields.stored_id()
     except msgspec.DecodeError:
         name, stored = None, None  # the body can have any format
-    return RoutedRequest(
-        name if isinstance(name, str) else None, session=session, stored=stored_in_path(call.path) or stored
-    )
-
-
-def _decoded(call: Call, decode: Decode) -> RoutedRequest:
-    request = decode(call.model_body if decode is decode_model_fields else call.body, call.session_headers)
-    if isinstance(request.prompt, ChatPrompt):
-        request.prompt.call = (call.path, call.body)
-    return request
+    name = name if isinstance(name, str) else None
+    return RoutedRequest(name, session=session, stored=stored_in_path(path) or stored)
 
 
 def call_error_body(path: str, error: RequestError) -> bytes:

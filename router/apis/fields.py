@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -23,25 +23,52 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def read_body(body: bytes, kind: type[S]) -> S:
-    """Parse the fields of a body that `kind`, an untyped struct, has. Raises RequestError for other JSON."""
+    """Parse the fields of a body that `kind` has. Raises RequestError for other JSON.
+
+    Fields of `kind` have any type, or are integers or booleans, which are read leniently: None if they are missing or
+    cannot be converted.
+    """
     decode: Callable[[bytes], S] = _decoder(kind).decode
     try:
         return decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        pass
-    # Engines decode with Python's json, which accepts NaN, 1e400 and a byte order mark; msgspec does not.
+        return _read_leniently(body, kind)
+
+
+def _read_leniently(body: bytes, kind: type[S]) -> S:
+    """Parse a body that is not as usual, as `read_body` does."""
+    untyped = _untyped(kind)
+    decode: Callable[[bytes], msgspec.Struct] = _decoder(untyped).decode
     try:
-        found = json.loads(body)
-        if isinstance(found, dict):
-            return decode(msgspec.json.encode(found))
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body is not JSON: {error}. Send one JSON object, in UTF-8.") from error
-    raise RequestError(f"The body is {kind_of(found)}. Send one JSON object.")
+        fields = decode(body)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        # Engines decode with Python's json, which accepts NaN, 1e400 and a byte order mark; msgspec does not.
+        try:
+            found = json.loads(body)
+            if not isinstance(found, dict):
+                raise RequestError(f"The body is {kind_of(found)}. Send one JSON object.") from None
+            fields = decode(msgspec.json.encode(found))
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"The body is not JSON: {error}. Send one JSON object, in UTF-8.") from error
+    values = {field.name: getattr(fields, field.name) for field in msgspec.structs.fields(kind)}
+    for field in msgspec.structs.fields(kind):
+        if field.type is not Any:
+            values[field.name] = lenient(values[field.name], get_args(field.type)[0], None)
+    return kind(**values)
 
 
 @cache
 def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
+
+
+@cache
+def _untyped(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """Return a struct with the fields of another one, each of any type."""
+    fields = [
+        (field.name, Any, msgspec.field(default=None, name=field.encode_name)) for field in msgspec.structs.fields(kind)
+    ]
+    return msgspec.defstruct(kind.__name__, fields)
 
 
 def lenient(value: Any, kind: type[T], default: D) -> T | D:

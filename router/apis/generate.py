@@ -49,10 +49,10 @@ class _GenerateFields(SessionFields):
     n: Any = None
     cache_salt: Any = None
     extra_key: Any = None
-    stream: Any = None
-    priority: Any = None
-    return_logprob: Any = None
-    logprob_start_len: Any = None
+    stream: bool | None = None
+    priority: int | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
 
 
 def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
@@ -61,14 +61,14 @@ def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
     sampling = fields.sampling_params if isinstance(fields.sampling_params, dict) else {}
     max_tokens = sampling.get("max_new_tokens", sampling.get("max_tokens", fields.max_tokens))
     return RoutedRequest(
-        model=adapter_of(fields.lora_path) or optional_string(fields.model, "model"),
+        name=adapter_of(fields.lora_path) or optional_string(fields.model, "model"),
         prompt=None if has_unlike_adapters(fields.lora_path) else _prompt(fields),
-        stream=lenient(fields.stream, bool, False),
+        streamed=fields.stream or False,
         cache_salt=salt_with(optional_string(fields.cache_salt, "cache_salt"), fields.extra_key),
         other_prompts=bool(fields.extra_key),
         max_tokens=lenient(max_tokens, int, None),
-        n=lenient(sampling.get("n", fields.n), int, 1),
-        priority=lenient(fields.priority, int, 0),
+        answers=lenient(sampling.get("n", fields.n), int, 1),
+        priority=fields.priority or 0,
         session=find_session(headers, fields),
         hints=hints_in_body(fields.nvext),
         reads_cache=not _computes_all(fields, sampling),
@@ -85,8 +85,8 @@ def _computes_all(fields: _GenerateFields, sampling: dict[str, Any]) -> bool:
         return skips
     if any(sampling.get(name) is not None for name in ("prompt_logprobs", "prompt_logprob_token_ids")):
         return True
-    start = lenient(fields.logprob_start_len, int, -1)
-    return lenient(fields.return_logprob, bool, False) and start >= 0
+    start = fields.logprob_start_len
+    return bool(fields.return_logprob) and start is not None and start >= 0
 
 
 def _prompt(fields: _GenerateFields) -> Prompt | None:

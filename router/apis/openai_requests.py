@@ -9,7 +9,6 @@ from router.apis.fields import (
     has_unlike_adapters,
     kind_of,
     kinds_of,
-    lenient,
     model_name,
     optional_string,
     read_body,
@@ -32,14 +31,17 @@ from router.http.headers import HeaderItems
 # OpenAI's default for /v1/completions; chats have no default.
 COMPLETION_MAX_TOKENS = 16
 
+_NO_OPTIONS = (None, None)
+
 
 def decode_chat(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
     """Parse what routing needs of a chat. Raises RequestError (400) that names the invalid field."""
     fields = read_body(body, GenerationFields)
+    model = model_name(fields.model)
     _check_chat(fields)
-    max_tokens = lenient(fields.max_completion_tokens, int, lenient(fields.max_tokens, int, None))
+    max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     # An echoed chat also returns the probabilities of its tokens: `top_logprobs` is 0 by default.
-    return _request(fields, headers, fields.model, _chat_prompt(fields), max_tokens, bool(fields.echo))
+    return _request(fields, headers, model, _chat_prompt(fields), max_tokens, bool(fields.echo))
 
 
 def decode_completion(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
@@ -47,7 +49,7 @@ def decode_completion(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
     fields = read_body(body, GenerationFields)
     model = model_name(fields.model)
     prompt = TokenPrompts([]) if fields.prompt_embeds and not fields.prompt else _prompt(fields)
-    max_tokens = lenient(fields.max_tokens, int, COMPLETION_MAX_TOKENS)
+    max_tokens = COMPLETION_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     return _request(fields, headers, model, prompt, max_tokens, bool(fields.echo) and fields.logprobs is not None)
 
 
@@ -87,23 +89,27 @@ def _request(
     echoes_logprobs: bool,
 ) -> RoutedRequest:
     """Build the request. `echoes_logprobs`: the whole prompt is computed (vLLM's `skip_reading_prefix_cache`)."""
+    salt, adapters = fields.cache_salt, fields.lora_path
+    if salt is not None or fields.extra_key:
+        salt = salt_with(optional_string(salt, "cache_salt"), fields.extra_key)
     return RoutedRequest(
-        model=model,
-        prompt=None if has_unlike_adapters(fields.lora_path) else prompt,
-        stream=lenient(fields.stream, bool, False),
-        cache_salt=salt_with(optional_string(fields.cache_salt, "cache_salt"), fields.extra_key),
+        name=model,
+        prompt=None if adapters is not None and has_unlike_adapters(adapters) else prompt,
+        streamed=fields.stream or False,
+        cache_salt=salt,
         max_tokens=max_tokens,
-        n=max(lenient(fields.n, int, 1), lenient(fields.best_of, int, 1)),
-        priority=lenient(fields.priority, int, 0),
+        answers=max(fields.n or 1, fields.best_of or 1),
+        priority=fields.priority or 0,
         session=find_session(headers, fields),
         hints=hints_in_body(fields.nvext),
         reads_cache=fields.prompt_logprobs is None and not echoes_logprobs,
         other_prompts=bool(fields.prompt_embeds or fields.extra_key),
-        adapter=adapter_of(fields.lora_path),
+        adapter=None if adapters is None else adapter_of(adapters),
     )
 
 
 def _chat_prompt(fields: PromptFields) -> ChatPrompt:
+    options = fields.mm_processor_kwargs, fields.media_io_kwargs
     return ChatPrompt(
         messages=fields.messages,
         tools=fields.tools if isinstance(fields.tools, list) else None,
@@ -111,17 +117,16 @@ def _chat_prompt(fields: PromptFields) -> ChatPrompt:
         reasoning_effort=fields.reasoning_effort if isinstance(fields.reasoning_effort, str) else None,
         chat_template=fields.chat_template if isinstance(fields.chat_template, str) else None,
         chat_template_kwargs=fields.chat_template_kwargs if isinstance(fields.chat_template_kwargs, dict) else None,
-        add_generation_prompt=lenient(fields.add_generation_prompt, bool, True),
-        continue_final_message=lenient(fields.continue_final_message, bool, False),
-        add_special_tokens=lenient(fields.add_special_tokens, bool, False),
+        add_generation_prompt=fields.add_generation_prompt is not False,
+        continue_final_message=fields.continue_final_message or False,
+        add_special_tokens=fields.add_special_tokens or False,
         truncation=_truncation(fields),
-        media_options=media_options(fields.mm_processor_kwargs, fields.media_io_kwargs),
+        media_options=None if options == _NO_OPTIONS else media_options(*options),
     )
 
 
 def _check_chat(fields: PromptFields) -> None:
     """Refuse a chat that cannot be routed."""
-    model_name(fields.model)
     messages = fields.messages
     if not isinstance(messages, list) or not messages:
         raise RequestError(
@@ -163,7 +168,7 @@ _PROMPT_FORMS = "Send a string, a list of strings, a list of token ids, or a lis
 
 def _prompt(fields: PromptFields) -> TextPrompts | TokenPrompts:
     prompt, truncation = fields.prompt, _truncation(fields)
-    add_special_tokens = lenient(fields.add_special_tokens, bool, True)
+    add_special_tokens = fields.add_special_tokens is not False
     if isinstance(prompt, str) and prompt:
         return TextPrompts([prompt], add_special_tokens, truncation)
     if not isinstance(prompt, list) or not prompt:
@@ -180,7 +185,7 @@ def _prompt(fields: PromptFields) -> TextPrompts | TokenPrompts:
 
 
 def _truncation(fields: PromptFields) -> Truncation | None:
-    tokens = lenient(fields.truncate_prompt_tokens, int, None)
+    tokens = fields.truncate_prompt_tokens
     # -1 is the model's whole context. The worker refuses longer prompts.
     if tokens is None or tokens < 0:
         return None

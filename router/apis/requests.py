@@ -1,12 +1,17 @@
-"""The parsed request: its model, its prompt, and the other fields that decide where it is routed."""
+"""The record of a request, from its body to the choice of its target, and the forms of its prompt."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from indexer import PoolHoldings
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
+from router.apis.abilities import NO_ABILITIES, Ability
 from router.apis.sessions import AgentHints
+from router.http.headers import HeaderItems
+
+_NO_PROMPTS: list[PackedPrompt] = []  # never changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +110,70 @@ class ChatPrompt:
 Prompt: TypeAlias = TextPrompts | TokenPrompts | ChatPrompt
 
 
-@dataclass(slots=True, init=False)
-class RoutedRequest:
-    """A parsed request. Without a `prompt` it is routed by load; without a `model` any worker can serve it.
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The own part of a request: its messages and settings as JSON.
 
-    - `adapter`: SGLang's field for an adapter beside the model; other engines ignore it.
-    - `max_tokens`: the limit for each of the `n` answers to a prompt; None is no limit.
-    - `stored`: the id of a response, conversation or file that only its creator worker has.
-    - `reads_cache`: false if the engine computes the whole prompt, whatever is cached.
+    - `previous`: the id of the response that it continues; None for a first turn.
+    - `instructed`: whether the first message has the request's instructions.
     """
 
-    model: str | None
+    previous: str | None
+    messages: bytes
+    settings: bytes
+    instructed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """The sender of a request, for policies of one's own: its tenant ("" without tenants), and the headers."""
+
+    tenant: str
+    headers: HeaderItems
+
+
+@dataclass(slots=True, init=False)
+class RoutedRequest:
+    """A request as routing sees it. Its fields are filled in this order.
+
+    Read from its head and its body:
+
+    - `name`: the model or adapter it asks for; None: any.
+    - `prompt`: None for requests that are routed by load. It is dropped once the request is admitted.
+    - `max_tokens`: the limit for each of the `answers` to a prompt; None is no limit.
+    - `stored`: the id of a response, conversation or file that only its creator worker has.
+    - `reads_cache`: false if the engine computes the whole prompt, whatever is cached.
+    - `adapter`: SGLang's field for an adapter beside the model; other engines ignore it.
+
+    Found for its name:
+
+    - `model`: the model behind the name; None if any worker will do.
+    - `unknown_name`: whether it asks for a name that no worker serves, which an engine may load.
+
+    Read from its prompt:
+
+    - `tokens`: the tokens of its prompts; an estimate if not all of them are known.
+    - `token_ids`: the tokens that the engine computes.
+    - `identities`: the same, with marks where only the engine knows the tokens, such as those of images.
+    - `exact`: whether the engine is expected to compute exactly these tokens.
+    - `by_text`: whether `identities` are bytes of text instead of tokens.
+    - `turn`: its part of a conversation that later requests may continue by the id of its response.
+    - `verified`: what pools of unknown content have of it, as they answered before the choice.
+
+    Set before the choice:
+
+    - `needs`: the abilities that it needs, as far as workers differ in them.
+    - `dp_rank`: the only DP rank that may receive it; None: any.
+    - `encoding`: the predicted seconds until encode workers have encoded its media.
+    - `sender`: its sender; None if no policy reads it.
+    """
+
+    name: str | None
     prompt: Prompt | None
-    stream: bool
+    streamed: bool
     cache_salt: str | None
     max_tokens: int | None
-    n: int
+    answers: int
     priority: int
     session: str | None
     stored: str | None
@@ -128,15 +181,29 @@ class RoutedRequest:
     other_prompts: bool
     hints: AgentHints | None
     adapter: str | None
+    path: str = field(compare=False)
+    model: str | None
+    unknown_name: bool
+    tokens: int
+    token_ids: list[PackedPrompt]
+    identities: list[PackedPrompt]
+    exact: bool
+    by_text: bool
+    turn: Turn | None
+    verified: tuple[PoolHoldings, ...]
+    needs: frozenset[Ability]
+    dp_rank: int | None
+    encoding: float
+    sender: Sender | None
 
     def __init__(
         self,
-        model: str | None,
+        name: str | None,
         prompt: Prompt | None = None,
-        stream: bool = False,
+        streamed: bool = False,
         cache_salt: str | None = None,
         max_tokens: int | None = None,
-        n: int = 1,
+        answers: int = 1,
         priority: int = 0,
         session: str | None = None,
         stored: str | None = None,
@@ -144,13 +211,14 @@ class RoutedRequest:
         other_prompts: bool = False,
         hints: AgentHints | None = None,
         adapter: str | None = None,
+        path: str = "",
     ) -> None:
-        self.model = model
+        self.name = name
         self.prompt = prompt
-        self.stream = stream
+        self.streamed = streamed
         self.cache_salt = cache_salt
         self.max_tokens = max_tokens
-        self.n = n
+        self.answers = answers
         self.priority = priority
         self.session = session
         self.stored = stored
@@ -158,6 +226,43 @@ class RoutedRequest:
         self.other_prompts = other_prompts
         self.hints = hints
         self.adapter = adapter
+        self.path = path
+        self.model = None
+        self.unknown_name = False
+        self.tokens = 0
+        self.token_ids = self.identities = _NO_PROMPTS
+        self.exact = self.by_text = False
+        self.turn = None
+        self.verified = ()
+        self.needs = NO_ABILITIES
+        self.dp_rank = None
+        self.encoding = 0.0
+        self.sender = None
+
+    def tokenized(self, token_ids: list[PackedPrompt], identities: list[PackedPrompt] | None = None) -> RoutedRequest:
+        """Set the tokens of its prompts, and return it. `identities`: None if they are the token ids."""
+        if identities is None:
+            identities = token_ids
+        self.token_ids, self.identities = token_ids, identities
+        self.tokens = sum([identity.length for identity in identities])
+        self.exact = identities is token_ids and self.stored is None and not self.other_prompts
+        return self
+
+    def estimated(self, tokens: int) -> RoutedRequest:
+        """Set the number of its tokens, of which no more is known, and return it: it is routed by load alone."""
+        self.tokens = tokens
+        return self
+
+    @property
+    def context(self) -> int:
+        """The tokens of the longest prompt and its answer, which a model's context must hold."""
+        prompt = max([identity.length for identity in self.identities], default=0) or self.tokens
+        return prompt + max(self.max_tokens or 1, 1)
+
+    @property
+    def announced_output(self) -> int | None:
+        """Tokens of the answer that its agent announces; None if it does not."""
+        return None if self.hints is None else self.hints.output_tokens
 
 
 @dataclass(frozen=True, slots=True)

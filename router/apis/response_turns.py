@@ -17,7 +17,7 @@ import msgspec
 
 from kvevents.decoding import read_json
 from router.apis.endpoints import RESPONSES
-from router.apis.requests import ChatPrompt
+from router.apis.requests import ChatPrompt, Turn
 from router.apis.responses import UnconvertibleError, item_message
 
 Message = dict[str, Any]
@@ -53,20 +53,6 @@ class Answer(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     response: Answer
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The own part of a request: its messages and settings as JSON.
-
-    - `previous`: the id of the response that it continues; None for a first turn.
-    - `instructed`: whether the first message has the request's instructions.
-    """
-
-    previous: str | None
-    messages: bytes
-    settings: bytes
-    instructed: bool
 
 
 @dataclass(frozen=True, slots=True)

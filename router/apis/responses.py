@@ -11,7 +11,7 @@ from typing import Any
 
 from http_api.errors import RequestError
 from router.apis.body_fields import ResponsesFields
-from router.apis.fields import kind_of, lenient, optional_string, read_body, salt_with
+from router.apis.fields import kind_of, optional_string, read_body, salt_with
 from router.apis.messages import media_options
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.response_owners import StoredFields
@@ -30,13 +30,13 @@ def decode_responses(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
     fields = read_body(body, ResponsesFields)
     _check(fields.messages)
     return RoutedRequest(
-        model=optional_string(fields.model, "model"),
+        name=optional_string(fields.model, "model"),
         prompt=_prompt(fields),
-        stream=lenient(fields.stream, bool, False),
+        streamed=fields.stream or False,
         cache_salt=salt_with(optional_string(fields.cache_salt, "cache_salt"), fields.extra_key),
         other_prompts=bool(fields.extra_key),
-        max_tokens=lenient(fields.max_output_tokens, int, None),
-        priority=lenient(fields.priority, int, 0),
+        max_tokens=fields.max_output_tokens,
+        priority=fields.priority or 0,
         session=find_session(headers, fields),
         hints=hints_in_body(fields.nvext),
         stored=optional_string(fields.previous_response_id, "previous_response_id") or _conversation(fields),

@@ -22,6 +22,7 @@ from router.admission.ticket import Ticket
 from router.apis.abilities import needed_abilities, refused_abilities
 from router.apis.endpoints import CHAT, COMPLETIONS, RESPONSES
 from router.apis.generate import with_adapter
+from router.apis.requests import RoutedRequest
 from router.apis.response_owners import asks_to_store
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
@@ -36,7 +37,6 @@ from router.http.headers import RANK_HEADER, Headers, forwarded_lines
 from router.observability.spans import Span
 from router.routing.assignment import Assignment
 from router.routing.disaggregation.adapters import WorkerEndpoint
-from router.routing.prompt_reader import RoutedPrompt
 from router.routing.pulls import PullEndpoint
 from router.upstream import ResponseHandler
 from router.upstream.request import SentRequest, Transport
@@ -94,7 +94,7 @@ class Attempts:
         self,
         services: ProxyServices,
         context: RequestContext,
-        prompt: RoutedPrompt,
+        prompt: RoutedRequest,
         ticket: Ticket,
         body: bytes,
         transport: Transport | None,
@@ -114,7 +114,7 @@ class Attempts:
         if context.head.path == RESPONSES:
             self._not_stored = not asks_to_store(body)
 
-    def for_rest(self, prompt: RoutedPrompt, body: bytes) -> Attempts:
+    def for_rest(self, prompt: RoutedRequest, body: bytes) -> Attempts:
         """Return the attempts for the rest of a stream, which exclude the workers that failed."""
         rest = Attempts(self._services, self._context, prompt, self._ticket, body, self._transport, self._without)
         rest._left = self._left

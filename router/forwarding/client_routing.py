@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from http_api.errors import RequestError
+from router.apis.requests import RoutedRequest
 from router.apis.sessions import MAX_LENGTH
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.http.headers import RANK_HEADER, REQUEST_ID, Headers, given_id, whole_number
-from router.routing.prompt_reader import RoutedPrompt
 
 _ROUTING_KEY = b"x-smg-routing-key"
 _TARGET_WORKER = b"x-smg-target-worker"
@@ -27,7 +27,7 @@ def correlation_id(headers: Headers) -> bytes | None:
     return given_id([(REQUEST_ID, value) for name, value in headers if name == _CORRELATION_ID])
 
 
-def follow_client(prompt: RoutedPrompt, headers: Headers, fleet: Fleet) -> Collection[Worker]:
+def follow_client(prompt: RoutedRequest, headers: Headers, fleet: Fleet) -> Collection[Worker]:
     """Apply the headers to a prompt, and return the workers that it may not be sent to.
 
     Raises RequestError: 503 for a worker that does not exist, 400 for a rank that no remaining worker has.

@@ -23,6 +23,7 @@ import structlog
 
 from http_api.errors import RequestError
 from router.apis.media_items import MediaChat, MediaItem
+from router.apis.requests import RoutedRequest
 from router.fleet.discovery import Engine
 from router.fleet.health import Attempt, Outcome
 from router.fleet.worker import Worker
@@ -35,7 +36,6 @@ from router.routing.assignment import Assignment
 from router.routing.disaggregation.adapters import WorkerEndpoint
 from router.routing.disaggregation.bodies import Fields, answered_field, fields_of, with_fields
 from router.routing.encoders import EncodeTurn
-from router.routing.prompt_reader import RoutedPrompt
 from router.routing.target_directory import unavailable
 from router.upstream import ResponseHead, UnreachableError, UpstreamError, UpstreamRequest
 
@@ -67,7 +67,9 @@ class EncodeStage:
     - `paused`: the client does not read, so the chat's response must not be read either.
     """
 
-    def __init__(self, services: ProxyServices, context: RequestContext, prompt: RoutedPrompt, chat: MediaChat) -> None:
+    def __init__(
+        self, services: ProxyServices, context: RequestContext, prompt: RoutedRequest, chat: MediaChat
+    ) -> None:
         assert prompt.name is not None
         self.paused = False
         self._sidecar_header: Headers = []

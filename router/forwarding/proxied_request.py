@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Coroutine
-from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import Final
@@ -36,10 +35,10 @@ import structlog
 
 from http_api.errors import RequestError
 from router.admission.ticket import Flow, deadline_error, read_ticket
-from router.apis.abilities import NO_ABILITIES, Ability, needed_abilities
-from router.apis.endpoints import Call, read_call
+from router.apis.abilities import needed_abilities
+from router.apis.endpoints import read_request
 from router.apis.media_items import MediaChat, media_chat
-from router.apis.requests import RoutedRequest
+from router.apis.requests import RoutedRequest, Sender
 from router.apis.stream_errors import is_refusal, stream_beginning
 from router.apis.usage import HiddenUsage, with_include_usage
 from router.fleet.health import Outcome
@@ -51,7 +50,6 @@ from router.forwarding.encode_stage import EncodeStage
 from router.forwarding.exchange import ResponseWriter, ServedRequest
 from router.forwarding.keepalive import KeepaliveWriter
 from router.forwarding.proxy_services import LONG_BODY, ProxyServices
-from router.forwarding.reading import prompt_now, read_prompt_aside, read_request
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
 from router.forwarding.retries import broken_off, requested_pause
@@ -60,7 +58,6 @@ from router.http.headers import Headers
 from router.observability.request_recorder import RecordingRequest
 from router.observability.spans import Span
 from router.routing.assignment import Assignment
-from router.routing.prompt_reader import RoutedPrompt, Sender, unread_prompt
 from router.upstream import ResponseHead, UnreachableError, UpstreamError, UpstreamRequest, UpstreamTimeoutError
 from router.upstream.request import RequestConnection, Transport
 
@@ -101,8 +98,8 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     _hidden: HiddenUsage | None = None
     _recorded: RecordingRequest | None = None  # while the recorder has listeners
     _media: MediaChat | None = None  # of a chat with media, while encode workers exist
+    _reading: Span | None = None  # while its body and its prompt are read, with tracing
     _attempts: Attempts | None = None  # after its prompt was read
-    _needs: frozenset[Ability] = NO_ABILITIES  # read of a long body, and of any if workers differ in abilities
     _head: ResponseHead | None = None  # a received head that is not forwarded yet
     _beginning = b""  # of a stream: the events without content that are not forwarded yet
     _response: ProxiedResponse | None = None  # after a part of it was forwarded
@@ -142,8 +139,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         head = context.head
         try:
             body, _ = context.checked(_UNSEEN_JSON if context.admitted.route.json else b"")
-            request = read_call(Call("", head.path, head.headers, b"", head.session_headers))
-            self._admit(request, unread_prompt(request, 0), body)
+            self._admit(read_request("", head.path, head.headers, b"", head.session_headers), body)
         except RequestError as error:
             self.refuse(error)
         except Exception:
@@ -151,6 +147,9 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
 
     def refuse(self, error: RequestError) -> None:
         """Answer with an error, before any byte of a response was forwarded."""
+        if self._reading is not None:
+            self._reading.end(type(error).__name__)
+            self._reading = None
         headers, body = self._context.refusal(error)
         self._finish(error.type)
         self._client.begin(ResponseHead(error.status, headers), None, body, True)
@@ -226,35 +225,40 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     # READING
 
     def _read(self, body: bytes) -> None:
+        context = self._context
+        self._reading = context.trace and context.trace.span("tokenize")
         if len(body) > LONG_BODY:
             self._continue_in_task(self._read_long(body))
             return
-        services, context = self._services, self._context
-        span = context.trace and context.trace.span("tokenize")
-        body, request = self._decoded(body, span)
-        prompt = prompt_now(services, request, len(body), self._needs, span)
-        if prompt is None:
-            self._continue_in_task(self._read_aside(request, body, span))
+        body, request = self._decoded(body)
+        if self._services.reader.read_now(request, len(body)):
+            self._admit(request, body)
         else:
-            self._admit(request, prompt, body)
+            self._continue_in_task(self._read_aside(request, body))
 
     async def _read_long(self, body: bytes) -> None:
-        services, context = self._services, self._context
-        span = context.trace and context.trace.span("tokenize")
-        body, request = await services.long_bodies.read(len(body), partial(self._decoded, body, span))
-        prompt = prompt_now(services, request, len(body), self._needs, span)
-        if prompt is None:
-            prompt = await read_prompt_aside(services, request, len(body), self._needs, span)
-        self._admit(request, prompt, body)
+        services = self._services
+        body, request = await services.long_bodies.read(len(body), partial(self._decoded, body))
+        await services.reader.read(request, len(body))
+        self._admit(request, body)
 
-    def _decoded(self, body: bytes, span: Span | None) -> tuple[bytes, RoutedRequest]:
-        body, model_body = self._context.checked(body)
+    async def _read_aside(self, request: RoutedRequest, body: bytes) -> None:
+        await self._services.reader.read_aside(request, len(body))
+        self._admit(request, body)
+
+    def _decoded(self, body: bytes) -> tuple[bytes, RoutedRequest]:
+        context, head = self._context, self._context.head
+        body, model_body = context.checked(body)
         body = self._asking(body)
         if self._services.fleet.encodes:
-            self._media = media_chat(self._context.head.path, body)
+            self._media = media_chat(head.path, body)
+        with_prompt = self._services.reader.needs_prompts
+        request = read_request(
+            head.method, head.path, head.headers, body, head.session_headers, model_body, with_prompt
+        )
         if self._services.fleet.unlike or len(body) > LONG_BODY:
-            self._needs = needed_abilities(body)
-        return body, read_request(self._services, self._context, body, model_body, span)
+            request.needs = needed_abilities(body)
+        return body, request
 
     def _asking(self, body: bytes) -> bytes:
         """Return the body to send, with usage requested if the router needs it."""
@@ -271,29 +275,27 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         self._hidden = HiddenUsage()
         return asking
 
-    async def _read_aside(self, request: RoutedRequest, body: bytes, span: Span | None) -> None:
-        prompt = await read_prompt_aside(self._services, request, len(body), self._needs, span)
-        self._admit(request, prompt, body)
-
-    def _admit(self, request: RoutedRequest, prompt: RoutedPrompt, body: bytes) -> None:
+    def _admit(self, request: RoutedRequest, body: bytes) -> None:
         """Check a parsed request against its tenant and its deadline, and send it. Raises RequestError."""
         services, context = self._services, self._context
         tenant = context.tenant
-        if services.fleet.disaggregated or services.pulls is not None:
-            prompt = replace(prompt, path=context.head.path)
+        if self._reading is not None:
+            self._reading.set(model=request.name or "", prompt_tokens=request.tokens)
+            self._reading.end()
+            self._reading = None
         if services.reads_senders:
-            prompt = replace(prompt, sender=Sender(tenant.name if tenant else "", context.head.headers))
+            request.sender = Sender(tenant.name if tenant else "", context.head.headers)
         if services.recorder.listening:
-            self._recorded = services.recorder.began(prompt, self._arrived)
+            self._recorded = services.recorder.began(request, self._arrived)
         ticket = read_ticket(
             context.head.urgency,
-            prompt.priority,
+            request.priority,
             tenant=tenant.name if tenant else "",
             best_priority=tenant.priority if tenant else None,
-            tokens=prompt.tokens,
+            tokens=request.tokens,
             size=len(body),
             service_levels=services.service_levels,
-            model=prompt.name,
+            model=request.name,
             arrived=self._arrived,
         )
         if self._flow is not None:
@@ -301,29 +303,30 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             if tenant is None:  # tenants take turns by themselves, whatever their requests claim
                 ticket.tenant = self._flow.name
         if ticket.hints is not None:
-            prompt.hints = ticket.hints.before(prompt.hints)
+            request.hints = ticket.hints.before(request.hints)
         if tenant is not None:
-            tenant.admit(prompt.name, prompt.tokens)
+            tenant.admit(request.name, request.tokens)
         if ticket.deadline is not None:
             seconds = max(ticket.deadline - ticket.arrived, 0.0)
             self._deadline = services.loop.call_later(seconds, self._deadline_passed)
         services.budget.request(ticket.arrived)
-        if services.keepalive_interval and prompt.streamed and self._transport is None:
+        if services.keepalive_interval and request.streamed and self._transport is None:
             self._keep_alive(services.keepalive_interval)
         offer = None
         if services.token_forwarding is not None:
             by_gateway = self._transport is not None
-            offer = services.token_forwarding.offer(context.head.path, body, request, prompt, by_gateway)
+            offer = services.token_forwarding.offer(context.head.path, body, request, by_gateway)
             if offer is not None and not by_gateway:  # the router cannot hide usage in a gateway's response
                 body = self._with_usage(body)
         encoding = None
-        if self._media is not None and prompt.name is not None:
-            encoding = EncodeStage(services, context, prompt, self._media)
-            prompt.encoding = encoding.seconds()
+        if self._media is not None and request.name is not None:
+            encoding = EncodeStage(services, context, request, self._media)
+            request.encoding = encoding.seconds()
+        request.prompt = None  # its texts are no longer needed
         without = self._without
         if services.settings.client_routing and tenant is None:
-            without = [*without, *follow_client(prompt, context.head.headers, services.fleet)]
-        self._attempts = attempts = Attempts(services, context, prompt, ticket, body, self._transport, without)
+            without = [*without, *follow_client(request, context.head.headers, services.fleet)]
+        self._attempts = attempts = Attempts(services, context, request, ticket, body, self._transport, without)
         attempts.offer = offer
         attempts.encoding = encoding
         self._send_next(attempts, ticket.arrived)

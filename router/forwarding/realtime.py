@@ -20,7 +20,8 @@ from websockets.frames import CloseCode, Frame, Opcode
 
 from http_api.errors import RequestError
 from router.admission.ticket import Ticket, read_ticket
-from router.apis.endpoints import Call, read_call
+from router.apis.endpoints import read_request
+from router.apis.requests import RoutedRequest
 from router.apis.usage import UsageTail
 from router.auth import Tenant
 from router.fleet.health import Outcome
@@ -35,7 +36,6 @@ from router.http.headers import RANK_HEADER, Headers, ResponseHead, forwarded_li
 from router.http.websocket import WebSocketPeer, WebSocketRelay
 from router.http.websocket_handshake import PREFIX, SWITCHING, accept_value, handshake_key, new_key
 from router.routing.assignment import Assignment
-from router.routing.prompt_reader import RoutedPrompt, unread_prompt
 from router.upstream import UnreachableError
 
 log = structlog.get_logger()
@@ -129,11 +129,11 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
         self._worker.hold_back(False)
         self._check_limits()
 
-    def _admit(self) -> tuple[RoutedPrompt, Ticket, Collection[Worker]]:
+    def _admit(self) -> tuple[RoutedRequest, Ticket, Collection[Worker]]:
         """Return the prompt and the ticket of the session, and the workers that it may not use. Raises RequestError."""
         services, context = self._services, self._context
         head, tenant = context.head, context.tenant
-        prompt = unread_prompt(read_call(Call("", head.path, head.headers, b"", head.session_headers)), 0)
+        prompt = read_request("", head.path, head.headers, b"", head.session_headers)
         models = [value for name, value in _query(head.target) if name == "model"]
         if len(models) > 1:
             raise RequestError("The query names several models. Name one.", param="model")

@@ -15,6 +15,7 @@ import structlog
 
 from http_api.errors import RequestError
 from router.apis.endpoints import error_event
+from router.apis.requests import RoutedRequest
 from router.apis.response_owners import SEARCHED_BYTES
 from router.apis.response_turns import AnswerReader
 from router.apis.stream_errors import is_refusal, stream_error
@@ -26,7 +27,6 @@ from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.http.compression import Decompressor
 from router.routing.assignment import Assignment
-from router.routing.prompt_reader import RoutedPrompt
 from router.upstream import ResponseHead, UpstreamRequest
 from router.upstream.request import ChunkForwarder, SentRequest
 
@@ -101,7 +101,7 @@ class ProxiedResponse:
         context: RequestContext,
         client: ResponseWriter,
         assignment: Assignment,
-        prompt: RoutedPrompt,
+        prompt: RoutedRequest,
         head: ResponseHead,
         arrived: float,
     ) -> None:

@@ -24,7 +24,6 @@ from router.fleet.discovery import Engine
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.routing.disaggregation.adapters import Adapter
-from router.routing.prompt_reader import RoutedPrompt
 from router.tokens.probes import ProbeKind, probe_kinds
 from router.tokens.tokenizer_source import TokenizerSource
 
@@ -52,17 +51,15 @@ class TokenForwarding:
             registry=registry,
         )
 
-    def offer(
-        self, path: str, body: bytes, request: RoutedRequest, prompt: RoutedPrompt, by_gateway: bool = False
-    ) -> TokenOffer | None:
+    def offer(self, path: str, body: bytes, request: RoutedRequest, by_gateway: bool = False) -> TokenOffer | None:
         """Return the ids that attempts of a request may send; None if its prompt depends on more than these ids.
 
         `by_gateway`: a gateway sends the request, and may do so to any worker of the model.
         """
-        chat, name = request.prompt, prompt.name
-        if not isinstance(chat, ChatPrompt) or name is None or not prompt.exact or prompt.by_text:
+        chat, name = request.prompt, request.name
+        if not isinstance(chat, ChatPrompt) or name is None or not request.exact or request.by_text:
             return None
-        model, ids = self._fleet.model_of(name), prompt.token_ids
+        model, ids = self._fleet.model_of(name), request.token_ids
         if model is None or len(ids) != 1 or ids[0].media or not len(ids[0]):
             return None
         if not self.source.tokenizes_alone(model, chat) or not may_send_ids(path, body, chat):

@@ -33,9 +33,9 @@ from starlette.requests import Request
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
 from kvevents.decoding import read_json
+from router.apis.requests import RoutedRequest
 from router.apis.usage import Usage
 from router.http.client import refuse_redirects
-from router.routing.prompt_reader import RoutedPrompt
 from router.sharing.worker_processes import WorkerProcesses
 
 MAX_LISTENERS = 4
@@ -65,7 +65,7 @@ class _Missing(msgspec.Struct):
 class RecordingRequest:
     """A request that began while the recorder had listeners."""
 
-    def __init__(self, stream: RequestRecorder, prompt: RoutedPrompt, arrived: float) -> None:
+    def __init__(self, stream: RequestRecorder, prompt: RoutedRequest, arrived: float) -> None:
         self._stream = stream
         self._prompt = prompt
         self._arrived = arrived
@@ -94,11 +94,11 @@ class RequestRecorder:
         """True if the maximum number of listeners is reached."""
         return len(self._listeners) >= MAX_LISTENERS
 
-    def began(self, prompt: RoutedPrompt, arrived: float) -> RecordingRequest:
+    def began(self, prompt: RoutedRequest, arrived: float) -> RecordingRequest:
         """Return the record of a request that was complete at `arrived` by `time.monotonic`."""
         return RecordingRequest(self, prompt, arrived)
 
-    def record(self, prompt: RoutedPrompt, arrived: float, output: int, outcome: Line) -> None:
+    def record(self, prompt: RoutedRequest, arrived: float, output: int, outcome: Line) -> None:
         """Send an ended request to all listeners."""
         for listener in self._listeners:
             listener.record(prompt, arrived, output, outcome)
@@ -156,7 +156,7 @@ class Listener:
         self._dropped = self._unknown = 0
         self._missing_elsewhere: dict[int, _Missing] = {}
 
-    def record(self, prompt: RoutedPrompt, arrived: float, output: int, outcome: Line) -> None:
+    def record(self, prompt: RoutedRequest, arrived: float, output: int, outcome: Line) -> None:
         prompts = prompt.identities
         if not prompts:
             self._unknown += 1
@@ -208,7 +208,7 @@ class Listener:
         lines, self._waiting = self._waiting, []
         return b"".join([*lines, _line(self.missing())])
 
-    def _ids(self, prompt: RoutedPrompt, packed: PackedPrompt) -> list[int]:
+    def _ids(self, prompt: RoutedRequest, packed: PackedPrompt) -> list[int]:
         """Return the ids of a prompt's blocks, each of all tokens up to its end, the model and the cache salt."""
         known = self._digest(msgspec.msgpack.encode((prompt.name, prompt.cache_salt)), b"root")
         step, tokens, ids = self._block_tokens * TOKEN_BYTES, packed.tokens, []

@@ -16,11 +16,11 @@ from itertools import count
 from typing import Any
 
 from indexer.targets import WorkerNames
+from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.cache_state.stored_prompts import StoredPrompts
 from router.policies import Candidate, Decision
 from router.routing.assignment import Assignment, Sample, Samples
-from router.routing.prompt_reader import RoutedPrompt
 
 HALF_LIFE = 300.0  # seconds
 MAX_PREFIXES = 4096
@@ -225,7 +225,7 @@ class SampledTraffic:
                 sample.placed = None
         self.requests.look()
 
-    def _read(self, sample: Sample, prompt: RoutedPrompt, assignment: Assignment) -> None:
+    def _read(self, sample: Sample, prompt: RoutedRequest, assignment: Assignment) -> None:
         self.requests.add(prompt.name, prompt.tokens, assignment.decision, sample)
         hashes = assignment.cache_prediction.hashes if assignment.cache_prediction else []
         if hashes and hashes[0]:
@@ -233,7 +233,7 @@ class SampledTraffic:
         if self.stored is not None and prompt.exact and not prompt.by_text and len(prompt.token_ids) == 1:
             self._check_later(self.stored, sample, prompt, assignment)
 
-    def _check_later(self, stored: StoredPrompts, sample: Sample, prompt: RoutedPrompt, whole: Assignment) -> None:
+    def _check_later(self, stored: StoredPrompts, sample: Sample, prompt: RoutedRequest, whole: Assignment) -> None:
         """Look up a prompt after its answer, on the worker that computes it."""
         computes = whole.prefill or whole
         served, target = computes.selection.rank.served, computes.target

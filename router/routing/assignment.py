@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from indexer import Target
 from indexer.targets import WorkerNames
+from router.apis.requests import RoutedRequest
 from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import ReleaseCallback
 from router.cache_state.target_audit import CachePrediction
@@ -23,7 +24,6 @@ from router.prediction.learned import RequestTiming
 from router.prediction.predictions import WatchedAnswer
 from router.prediction.slo import SLO, Prediction
 from router.routing.disaggregation.transfers import WatchedTransfer
-from router.routing.prompt_reader import RoutedPrompt
 from router.routing.pulls import PullEndpoint, Pulls
 from router.routing.ranks import RoutableRank
 
@@ -114,8 +114,8 @@ class Sample:
     - `usage`: the token counts of its complete answer.
     """
 
-    def __init__(self, prompt: RoutedPrompt, assignment: Assignment, now: float, clock: Callable[[], float]) -> None:
-        self.placed: tuple[RoutedPrompt, Assignment] | None = (prompt, assignment)
+    def __init__(self, prompt: RoutedRequest, assignment: Assignment, now: float, clock: Callable[[], float]) -> None:
+        self.placed: tuple[RoutedRequest, Assignment] | None = (prompt, assignment)
         self.placed_at = now
         self.first_byte_at: float | None = None
         self.ended_at: float | None = None
@@ -145,7 +145,7 @@ class Samples:
         self._clock = clock
         self._kept: deque[Sample] = deque(maxlen=MOST_SAMPLES)
 
-    def keep(self, prompt: RoutedPrompt, assignment: Assignment, now: float) -> None:
+    def keep(self, prompt: RoutedRequest, assignment: Assignment, now: float) -> None:
         """Keep a request that was placed at `now`."""
         self.due = now + 1 / SAMPLES_PER_SECOND
         assignment.sample = Sample(prompt, assignment, now, self._clock)

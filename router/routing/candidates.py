@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from random import Random
 
 from indexer import MatchQuery
+from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.fleet.worker import Worker, choosable, has_turn
 from router.policies import Candidate, Decision, LinearPolicy, Request
@@ -17,7 +18,6 @@ from router.routing.assignment import NO_HASHES, Selection
 from router.routing.late_binding import NO_TIME_TO_SPARE
 from router.routing.load_view import LoadView
 from router.routing.overlaps import OverlapFinder, Overlaps
-from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import Limits, RoutableRank, ServedModel, TargetCapacity
 from router.routing.sources import SourceFinder
 from router.routing.state import RoutingState
@@ -169,7 +169,7 @@ class CandidateFinder:
 
     def find(
         self,
-        prompt: RoutedPrompt,
+        prompt: RoutedRequest,
         excluded: Collection[Worker],
         limits: Limits,
         now: float,
@@ -216,7 +216,7 @@ class CandidateFinder:
         return found
 
     def _find_sources(
-        self, sources: SourceFinder, prompt: RoutedPrompt, found: CandidateSet, forms: Collection[PullProtocol]
+        self, sources: SourceFinder, prompt: RoutedRequest, found: CandidateSet, forms: Collection[PullProtocol]
     ) -> None:
         """Find the sources of the candidates for a request with one prompt. Events do not report replaced adapters."""
         targets, pulls = found.targets, self._pulls is None or self._pulls.allows(prompt.path, prompt.answers, forms)
@@ -238,7 +238,7 @@ class CandidateFinder:
         asked = self._learned.pressure.asked(hashes, columns.highest(held), now)
         return SharedTokens.paid(asked, lambda tokens: columns.holders(held, tokens), spare) if asked else None
 
-    def request(self, prompt: RoutedPrompt, found: CandidateSet, now: float) -> Request:
+    def request(self, prompt: RoutedRequest, found: CandidateSet, now: float) -> Request:
         """Return a prompt as policies see it. Prompts without a session that begin alike count as one session."""
         served = found.rank_of(found.candidates[0]).served
         hashes = found.hashes.get(served, NO_HASHES)
@@ -261,7 +261,7 @@ class CandidateFinder:
         self,
         targets: ModelTargets,
         view: LoadView,
-        prompt: RoutedPrompt,
+        prompt: RoutedRequest,
         excluded: Collection[Worker],
         limits: Limits,
         owner: str | None,
@@ -282,7 +282,7 @@ class CandidateFinder:
         self,
         targets: ModelTargets,
         view: LoadView,
-        prompt: RoutedPrompt,
+        prompt: RoutedRequest,
         excluded: Collection[Worker],
         limits: Limits,
         unsettled: list[Worker],
@@ -309,7 +309,7 @@ class CandidateFinder:
         return rows if len(rows) + open_rows < len(targets.ranks) else None
 
     def _has_capacity(
-        self, targets: ModelTargets, view: LoadView, row: int, prompt: RoutedPrompt, limits: Limits
+        self, targets: ModelTargets, view: LoadView, row: int, prompt: RoutedRequest, limits: Limits
     ) -> bool:
         rank, record = targets.ranks[row], view.records[row]
         if rank.weight == 1:
@@ -319,7 +319,7 @@ class CandidateFinder:
     def _usable(
         self,
         targets: ModelTargets,
-        prompt: RoutedPrompt,
+        prompt: RoutedRequest,
         excluded: Collection[Worker],
         limits: Limits,
         owner: str | None,

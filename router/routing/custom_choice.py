@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from router.apis.requests import RoutedRequest
 from router.policies import Candidate, Decision, Policy, Request, interface
 from router.policies.custom import CustomPolicy
 from router.routing.candidates import CandidateSet
-from router.routing.prompt_reader import RoutedPrompt
 
 # Functions need no credentials.
 _WITHHELD = frozenset({b"authorization", b"cookie", b"proxy-authorization", b"x-api-key"})
@@ -15,7 +15,7 @@ def decide(
     custom: CustomPolicy | None,
     usual: Policy,
     found: CandidateSet,
-    prompt: RoutedPrompt,
+    prompt: RoutedRequest,
     request: Request,
     phase: interface.Phase = interface.Phase.BOTH,
 ) -> Decision | None:
@@ -44,7 +44,7 @@ def _seen(found: CandidateSet, candidate: Candidate) -> interface.Candidate:
     )
 
 
-def _asked(prompt: RoutedPrompt, request: Request, phase: interface.Phase) -> interface.Request:
+def _asked(prompt: RoutedRequest, request: Request, phase: interface.Phase) -> interface.Request:
     session = request.session
     if session is None:
         session = "" if request.beginning is None else f"{request.beginning:016x}"

@@ -12,8 +12,8 @@ from typing import Final
 
 from indexer import MatchQuery, RowMatches, Target, TargetRows, UnknownModelError
 from indexer.hashing import PackedPrompt
+from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, InFlightRows
-from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import RoutableRank, ServedModel
 from router.routing.state import RoutingState
 from router.routing.target_directory import ModelTargets
@@ -72,7 +72,7 @@ class OverlapFinder:
         self,
         targets: ModelTargets,
         served: ServedModel,
-        prompt: RoutedPrompt,
+        prompt: RoutedRequest,
         hashes: list[array[int]],
         now: float,
         overlaps: Overlaps,

@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 import structlog
 
+from router.apis.requests import RoutedRequest
 from router.apis.sessions import AgentHints
 from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, reusable_hashes
@@ -19,7 +20,6 @@ from router.fleet.worker import Worker
 from router.load.target_load import Reservation
 from router.prediction.learned import RequestTiming
 from router.routing.assignment import Assignment, Samples, Selection
-from router.routing.prompt_reader import RoutedPrompt
 from router.routing.pulls import PullResult, Pulls
 from router.routing.selector import Selector
 from router.routing.state import RoutingState
@@ -43,7 +43,7 @@ class Placement:
         self._audit = state.audit
         self._sharing = state.sharing
 
-    def place(self, prompt: RoutedPrompt, excluded: Collection[Worker] = ()) -> Assignment:
+    def place(self, prompt: RoutedRequest, excluded: Collection[Worker] = ()) -> Assignment:
         """Choose a target for a request, whatever the load, then reserve and record it. Raises RequestError (503)."""
         selection = self._selector.choose(prompt, excluded)
         assert selection is not None  # only limits make it None
@@ -52,7 +52,7 @@ class Placement:
         self.record_in_flight(prompt, assignment, now)
         return assignment
 
-    def reserve(self, prompt: RoutedPrompt, selection: Selection, now: float | None = None) -> Assignment:
+    def reserve(self, prompt: RoutedRequest, selection: Selection, now: float | None = None) -> Assignment:
         """Reserve a request's share of the load, in the step of the choice: with no await between them."""
         if now is None:
             now = self._clock()
@@ -78,7 +78,7 @@ class Placement:
 
     def _reserve(
         self,
-        prompt: RoutedPrompt,
+        prompt: RoutedRequest,
         selection: Selection,
         now: float,
         computes: bool = True,
@@ -129,7 +129,7 @@ class Placement:
             assignment.watched = self._predictions.watch(target, prediction, selection.slo, now)
         return assignment
 
-    def record_in_flight(self, prompt: RoutedPrompt, assignment: Assignment, now: float | None = None) -> None:
+    def record_in_flight(self, prompt: RoutedRequest, assignment: Assignment, now: float | None = None) -> None:
         """Count a reserved request's prompts as cached soon, once, before the next choice reads them."""
         if assignment.recorded:
             return
@@ -146,7 +146,7 @@ class Placement:
         if self._samples is not None and now >= self._samples.due:
             self._samples.keep(prompt, assignment, now)
 
-    def _record_session(self, prompt: RoutedPrompt, hints: AgentHints, session: str, assignment: Assignment) -> None:
+    def _record_session(self, prompt: RoutedRequest, hints: AgentHints, session: str, assignment: Assignment) -> None:
         """Keep the location of a session that continues, and drop that of a session that ends."""
         locations, key = self._learned.session_locations, (prompt.cache_salt, session)
         if hints.returns:
@@ -156,7 +156,7 @@ class Placement:
 
     def _record_prompts(
         self,
-        prompt: RoutedPrompt,
+        prompt: RoutedRequest,
         assignment: Assignment,
         now: float,
         whole: bool,

@@ -15,6 +15,7 @@ from collections.abc import Collection
 from random import Random
 
 from http_api.errors import RequestError
+from router.apis.requests import RoutedRequest
 from router.fleet.worker import Worker
 from router.load.peer_load import PeerLoad
 from router.policies import Candidate, Decision, LinearPolicy
@@ -27,7 +28,6 @@ from router.routing.custom_choice import decide
 from router.routing.disaggregation.adapters import Adapter
 from router.routing.disaggregation.selection import DisaggregatedSelector
 from router.routing.late_binding import NO_TIME_TO_SPARE, is_sooner
-from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import NO_LIMITS, Limits, RoutableRank, TargetCapacity
 from router.routing.state import RoutingState
 from router.routing.target_directory import TargetDirectory, unavailable, unknown_model
@@ -59,7 +59,7 @@ class Selector:
 
     def choose(
         self,
-        prompt: RoutedPrompt,
+        prompt: RoutedRequest,
         excluded: Collection[Worker] = (),
         limits: Limits = NO_LIMITS,
         now: float | None = None,
@@ -94,7 +94,7 @@ class Selector:
 
     def _cheapest(
         self,
-        prompt: RoutedPrompt,
+        prompt: RoutedRequest,
         excluded: Collection[Worker],
         found: CandidateSet,
         now: float,
@@ -115,7 +115,7 @@ class Selector:
         return None if decision is None else found.select(decision)
 
     def _none_allowed(
-        self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, now: float
+        self, prompt: RoutedRequest, excluded: Collection[Worker], limits: Limits, now: float
     ) -> Selection | None:
         """Return None if a target at its limits is allowed, so that the request waits for it. Raises RequestError."""
         if not limits.unlimited:
@@ -126,16 +126,16 @@ class Selector:
 
     # Predictions
 
-    def predict(self, candidate: Candidate, prompt: RoutedPrompt) -> Prediction:
+    def predict(self, candidate: Candidate, prompt: RoutedRequest) -> Prediction:
         """Return the predicted TTFT and TPOT of a prompt that a candidate receives now."""
         rank = self._directory.of(prompt.name).of_target[candidate.target]
         return self._slo_selector.prediction(rank, candidate, prompt)
 
-    def predict_on(self, rank: RoutableRank, candidate: Candidate, prompt: RoutedPrompt) -> Prediction:
+    def predict_on(self, rank: RoutableRank, candidate: Candidate, prompt: RoutedRequest) -> Prediction:
         """Return the predicted TTFT and TPOT of a prompt on a candidate whose rank is known."""
         return self._slo_selector.prediction(rank, candidate, prompt)
 
-    def prefill_seconds(self, prompt: RoutedPrompt) -> float:
+    def prefill_seconds(self, prompt: RoutedRequest) -> float:
         """Return the predicted duration of a prompt's prefill, and of its load, where the least is to compute."""
         try:
             selection = self.choose(prompt)
@@ -153,7 +153,7 @@ class Selector:
     # Late binding
 
     def bind(
-        self, prompt: RoutedPrompt, selection: Selection, excluded: Collection[Worker], limits: Limits, waiting: int
+        self, prompt: RoutedRequest, selection: Selection, excluded: Collection[Worker], limits: Limits, waiting: int
     ) -> Selection | None:
         """Return the selection to send a request by; None if the request should wait for its target.
 
@@ -175,7 +175,7 @@ class Selector:
         return selection.decision.count > 1 and self._capacity.prefill_busy(selection.rank, crowded)
 
     def _sooner(
-        self, prompt: RoutedPrompt, selection: Selection, excluded: Collection[Worker], limits: Limits
+        self, prompt: RoutedRequest, selection: Selection, excluded: Collection[Worker], limits: Limits
     ) -> Selection | None:
         """Return an idle target's selection that answers sooner; None to wait. An SLO keeps its own selection."""
         prefilling = self._directory.of(prompt.name).prefill_share.average
@@ -202,7 +202,7 @@ class Selector:
         return self._capacity.has_capacity(worker, dp_rank, limits, tokens)
 
     def any_has_capacity(
-        self, prompt: RoutedPrompt, excluded: Collection[Worker], limits: Limits, waiting: int | None = None
+        self, prompt: RoutedRequest, excluded: Collection[Worker], limits: Limits, waiting: int | None = None
     ) -> bool:
         """Return whether any target may receive a request now, so that choosing again can help.
 
@@ -217,7 +217,7 @@ class Selector:
             for rank in ranks
         )
 
-    def awaits_worker(self, prompt: RoutedPrompt) -> bool:
+    def awaits_worker(self, prompt: RoutedRequest) -> bool:
         """Return whether a request may wait for the first worker of its model, or for the prefill worker it needs."""
         if prompt.name is None:
             return False
@@ -227,21 +227,21 @@ class Selector:
             return False
         return self._disaggregated.need_prefill(self._directory.of(prompt.name).workers, prompt)
 
-    def has_others(self, prompt: RoutedPrompt, excluded: Collection[Worker], prefill: bool = False) -> bool:
+    def has_others(self, prompt: RoutedRequest, excluded: Collection[Worker], prefill: bool = False) -> bool:
         """Return whether a worker is left that may receive a request, or only its prefill if `prefill` is true."""
         workers = self._directory.of(prompt.name, prefill).workers
         return len(workers) > len(excluded) or any(worker not in excluded for worker in workers)
 
-    def fits_all(self, prompt: RoutedPrompt) -> bool:
+    def fits_all(self, prompt: RoutedRequest) -> bool:
         """Return whether every worker of the prompt's name has its abilities, and holds the prompt and its answer."""
         targets = self._directory.of(prompt.name)
         return not targets.too_short(prompt.context, ()) and not targets.lacking(prompt.needs)
 
-    def lacking(self, prompt: RoutedPrompt) -> list[Worker]:
+    def lacking(self, prompt: RoutedRequest) -> list[Worker]:
         """Return the workers of a prompt's name that lack an ability that it needs."""
         return self._directory.of(prompt.name).lacking(prompt.needs)
 
-    def not_longer(self, prompt: RoutedPrompt, worker: Worker) -> list[Worker]:
+    def not_longer(self, prompt: RoutedRequest, worker: Worker) -> list[Worker]:
         """Return the workers whose context is not longer than a worker's; none if all have the same length."""
         return self._directory.of(prompt.name).shorter(worker)
 
@@ -270,7 +270,7 @@ class SLOSelector:
         self._peer_load = peer_load
         self._slo_miss_cost = slo_miss_cost
 
-    def select(self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, slo: SLO, now: float) -> Selection:
+    def select(self, found: CandidateSet, usual: Selection, prompt: RoutedRequest, slo: SLO, now: float) -> Selection:
         """Return the selection for a request with an SLO. `usual`: the policy's selection without the SLO."""
         self._predictions.track_slos()
         selection, prediction = self._choose(found, usual, prompt, slo, now)
@@ -278,14 +278,14 @@ class SLOSelector:
         selection.slo_missed_by = prediction.slo_missed_by(slo, now, self._output(selection.rank, prompt))
         return selection
 
-    def spare_others(self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, now: float) -> Selection:
+    def spare_others(self, found: CandidateSet, usual: Selection, prompt: RoutedRequest, now: float) -> Selection:
         """Return the selection for a request without an SLO: not `usual` if other requests would miss theirs by it."""
         if not self._predictions.has_tpot_objective(usual.rank.target) or not counts_in_prefill(usual.decision.unit):
             return usual
         return self._choose(found, usual, prompt, NO_SLO, now)[0]
 
     def _choose(
-        self, found: CandidateSet, usual: Selection, prompt: RoutedPrompt, slo: SLO, now: float
+        self, found: CandidateSet, usual: Selection, prompt: RoutedRequest, slo: SLO, now: float
     ) -> tuple[Selection, Prediction]:
         prediction = self.prediction(usual.rank, usual.decision.chosen, prompt)
         if found.count <= 1 or prediction.loss(slo, now) <= LITTLE:
@@ -300,12 +300,12 @@ class SLOSelector:
         )
         return found.select(chosen), predictions[position]
 
-    def prediction(self, rank: RoutableRank, candidate: Candidate, prompt: RoutedPrompt) -> Prediction:
+    def prediction(self, rank: RoutableRank, candidate: Candidate, prompt: RoutedRequest) -> Prediction:
         """Return the predicted latency of a prompt that a candidate receives now."""
         backlog = rank.load.backlog + self._peer_load.backlog(rank.target.worker, rank.target.dp_rank)
         # Media are encoded while earlier prefills are computed.
         backlog = max(backlog, prompt.encoding)
         return self._predictions.of(candidate, prompt.tokens, self._output(rank, prompt), backlog)
 
-    def _output(self, rank: RoutableRank, prompt: RoutedPrompt) -> float:
+    def _output(self, rank: RoutableRank, prompt: RoutedRequest) -> float:
         return self._outputs.expected(rank.served.model, prompt.max_tokens, prompt.announced_output) * prompt.answers

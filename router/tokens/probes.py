@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from router.apis.endpoints import ANTHROPIC, CHAT, COMPLETIONS, RESPONSES, Call, read_call
+from router.apis.endpoints import ANTHROPIC, CHAT, COMPLETIONS, RESPONSES, read_request
 from router.apis.messages import has_media
 from router.apis.requests import ChatPrompt, TextPrompts
 
@@ -118,8 +118,8 @@ class Probe:
 
     def prompt(self) -> ChatPrompt | TextPrompts:
         """Return the parsed prompt."""
-        call = Call("POST", self.path, [], msgspec.json.encode({"model": "probe"} | self.body))
-        prompt = read_call(call).prompt
+        body = msgspec.json.encode({"model": "probe"} | self.body)
+        prompt = read_request("POST", self.path, [], body).prompt
         assert isinstance(prompt, (ChatPrompt, TextPrompts))
         return prompt
 

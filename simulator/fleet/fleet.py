@@ -22,11 +22,11 @@ import structlog
 
 from http_api.errors import RequestError
 from router.admission.ticket import Ticket
+from router.apis.requests import RoutedRequest
 from router.apis.usage import Usage
 from router.fleet.health import Outcome as AttemptOutcome
 from router.prediction.slo import SLO
 from router.routing.assignment import Assignment
-from router.routing.prompt_reader import RoutedPrompt
 from router.settings import FleetSettings, Role
 from router.sharing import SharingChannel
 from simulator.fleet.engine import Engine, EngineRequest, Handover, Profile, Progress
@@ -169,7 +169,7 @@ class Simulation:
         """Return the router that receives a request."""
         return self.routers[0]
 
-    def arriving(self, outcome: Outcome, prompt: RoutedPrompt, router: SimulatedRouter) -> None:
+    def arriving(self, outcome: Outcome, prompt: RoutedRequest, router: SimulatedRouter) -> None:
         """Receive a request before it is placed. Subclasses that record choices override this method."""
 
     def _make_workers(self) -> SimulatedWorkers:
@@ -230,17 +230,7 @@ class Simulation:
         request, now = outcome.request, self.loop.time()
         tokens = [prompt_of(request, number, self.spec.block_tokens)]
         hints = request.hints if self.side.hints else None
-        prompt = RoutedPrompt(
-            MODEL,
-            request.input_tokens,
-            tokens,
-            tokens,
-            exact=True,
-            streamed=True,
-            path=_PATH,
-            session=request.session,
-            hints=hints,
-        )
+        prompt = RoutedRequest(MODEL, streamed=True, session=request.session, hints=hints, path=_PATH).tokenized(tokens)
         slo = None
         if self.side.slos and (wanted := request.slo) is not None:
             slo = SLO(wanted.ttft, wanted.tpot, now, wanted.service_level, wanted.refuses_late)
@@ -259,7 +249,7 @@ class Simulation:
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
 
-    async def _wait(self, router: SimulatedRouter, prompt: RoutedPrompt, outcome: Outcome, ticket: Ticket) -> None:
+    async def _wait(self, router: SimulatedRouter, prompt: RoutedRequest, outcome: Outcome, ticket: Ticket) -> None:
         try:
             assignment = await router.admission.wait(prompt, (), ticket)
         except RequestError:
@@ -267,7 +257,7 @@ class Simulation:
             return
         self._send(router, prompt, outcome, assignment)
 
-    def _send(self, router: SimulatedRouter, prompt: RoutedPrompt, outcome: Outcome, assignment: Assignment) -> None:
+    def _send(self, router: SimulatedRouter, prompt: RoutedRequest, outcome: Outcome, assignment: Assignment) -> None:
         now = self.loop.time()
         router.placement.record_in_flight(prompt, assignment, now)
         worker = outcome.worker = self._numbers[assignment.target]

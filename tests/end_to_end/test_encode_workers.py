@@ -15,7 +15,7 @@ from router_under_test import QUICK, Reply, RouterUnderTest, router, until
 from scripted_worker import Exchange, Script, ScriptedWorker, scripted_workers
 
 import simulator.worker
-from router.apis.endpoints import Call, read_call
+from router.apis.endpoints import read_request
 from router.apis.messages import media_parts
 from router.apis.requests import ChatPrompt
 from router.auth import hashed_key
@@ -457,7 +457,7 @@ def seeing(model: Path) -> Script:
         elif exchange.target != f"{PATH}/render":
             await exchange.answer(status="404 Not Found")
         else:
-            chat = read_call(Call("POST", PATH, [], exchange.body)).prompt
+            chat = read_request("POST", PATH, [], exchange.body).prompt
             assert isinstance(chat, ChatPrompt)
             urls = iter([part["image_url"]["url"] for part, _ in media_parts(chat.messages)])
             tokens, places, hashes = list[int](), list[dict[str, int]](), list[str]()

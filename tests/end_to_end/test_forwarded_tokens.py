@@ -18,7 +18,7 @@ from scripted_worker import Exchange, ScriptedWorker, scripted_workers
 import simulator.worker
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
-from router.apis.endpoints import ANTHROPIC, CHAT, RESPONSES, Call, read_call
+from router.apis.endpoints import ANTHROPIC, CHAT, RESPONSES, read_request
 from router.apis.prompt_ids import with_prompt_ids
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.routing.disaggregation.adapters import Adapter, DecodeAlone, Mooncake, Nixl, WorkerEndpoint
@@ -119,7 +119,7 @@ class Engine:
         given = fields.get("input_ids", (fields.get("kv_transfer_params") or {}).get("prompt_token_ids"))
         if given is not None:
             return list(given)
-        prompt = read_call(Call("POST", path, [], body)).prompt
+        prompt = read_request("POST", path, [], body).prompt
         assert isinstance(prompt, (ChatPrompt, TextPrompts))
         try:
             more = [1] if self.splits_numbers and re.search(rb"\d{4}", body) else []

@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestServer
 import simulator.worker
 from http_api.errors import RequestError
 from indexer.hashing import MediaSpan, PackedPrompt
-from router.apis.endpoints import CHAT, Call, read_call
+from router.apis.endpoints import CHAT, read_request
 from router.apis.messages import media_parts
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet.worker import Worker
@@ -126,8 +126,8 @@ class PlayedEngine:
         return web.json_response({"choices": [{"text": "a"}]} | told)
 
     def _ids(self, path: str, body: bytes) -> list[Any]:
-        request = read_call(Call("POST", path, [], body))
-        assert request.model == self.model
+        request = read_request("POST", path, [], body)
+        assert request.name == self.model
         assert isinstance(request.prompt, (ChatPrompt, TextPrompts))
         if self.image_token is not None and isinstance(request.prompt, ChatPrompt):
             return [self._with_images(request.prompt)]

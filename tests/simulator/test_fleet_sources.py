@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from kvevents import BlockRemoved, BlockStored
-from router.routing.prompt_reader import RoutedPrompt
+from router.apis.requests import RoutedRequest
 from simulator.fleet.engine import LLAMA_70B, BlockCache, Engine, Progress
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
 from simulator.fleet.simulated_router import OURS, SimulatedRouter
@@ -111,7 +111,7 @@ class LoadsAtArrivals(Simulation):
 
     most = 0
 
-    def arriving(self, outcome: Outcome, prompt: RoutedPrompt, router: SimulatedRouter) -> None:  # noqa: ARG002
+    def arriving(self, outcome: Outcome, prompt: RoutedRequest, router: SimulatedRouter) -> None:  # noqa: ARG002
         self.most = max(self.most, loads_of(router))
 
 

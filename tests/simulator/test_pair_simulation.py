@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.apis.requests import RoutedRequest
 from router.policies.pair_peers import dynamo_pairs
 from router.policies.rates import prefill_seconds
 from router.prediction.slo import SLO
 from router.routing.assignment import Selection
 from router.routing.disaggregation.transfers import TransferTimes
-from router.routing.prompt_reader import RoutedPrompt
 from router.settings import Role
 from simulator.fleet.engine import LLAMA_70B, Engine, Handover
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
@@ -170,7 +170,7 @@ class Predicted(Simulation):
 
     predicted: dict[int, float]
 
-    def arriving(self, outcome: Outcome, prompt: RoutedPrompt, router: SimulatedRouter) -> None:
+    def arriving(self, outcome: Outcome, prompt: RoutedRequest, router: SimulatedRouter) -> None:
         selection = router.selector.choose(prompt)
         assert selection is not None
         if selection.disaggregation is not None and selection.prefill is not None:
@@ -204,7 +204,7 @@ class Chosen(Simulation):
 
     chosen: list[Selection]
 
-    def arriving(self, outcome: Outcome, prompt: RoutedPrompt, router: SimulatedRouter) -> None:
+    def arriving(self, outcome: Outcome, prompt: RoutedRequest, router: SimulatedRouter) -> None:
         wanted = outcome.request.slo
         assert wanted is not None
         slo = SLO(wanted.ttft, wanted.tpot, self.loop.time(), refuses_late=wanted.refuses_late)

@@ -9,9 +9,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -23,12 +22,12 @@ from indexer.api.questions import ReadMatch
 from indexer.targets import WorkerNames
 from router.admission.admission import Admission
 from router.admission.ticket import WaitReason
-from router.apis.abilities import Ability, needed_abilities
-from router.apis.endpoints import PROMPTED, Call, read_call
+from router.apis.abilities import needed_abilities
+from router.apis.endpoints import PROMPTED, read_request
 from router.apis.fields import kind_of, read_body
 from router.apis.media_items import MediaChat, media_chat
 from router.apis.openai_requests import decode_match
-from router.apis.requests import ChatPrompt, MatchRequest, RoutedRequest
+from router.apis.requests import ChatPrompt, MatchRequest, RoutedRequest, Sender
 from router.apis.sessions import AgentHints, hints_in_headers
 from router.app.services import Services
 from router.auth.bodies import check_amounts, check_media
@@ -40,7 +39,7 @@ from router.policies.records import Source
 from router.prediction.service_levels import ServiceLevels, read_slo
 from router.prediction.slo import SLO, Estimate, Prediction
 from router.routing.encoders import Encoders
-from router.routing.prompt_reader import PromptReader, RoutedPrompt, Sender
+from router.routing.prompt_reader import PromptReader
 from router.routing.selector import Selector
 from router.settings import LimitSettings
 from router.tokens.tokenizers import Tokenized, Tokenizers, TokenizerUnavailableError
@@ -100,10 +99,9 @@ async def explain(
     levels: ServiceLevels | None = None,
 ) -> dict[str, Any]:
     """Return the answer to `/explain`, the best candidate first. Raises RequestError, which names the invalid field."""
-    asked = await aside_if_long(body, partial(_asked, limits, headers))
-    call, tenant, media = asked.call, asked.tenant, asked.media
-    prompt = await reader.read(asked.request, len(call.body))
-    prompt = replace(prompt, path=call.path, needs=asked.needs, sender=Sender(tenant, list(headers)))
+    prompt, size, tenant, media = await aside_if_long(body, partial(_asked, limits, headers))
+    await reader.read(prompt, size)
+    prompt.sender = Sender(tenant, list(headers))
     if (told := hints_in_headers(headers)) is not None:
         prompt.hints = told.before(prompt.hints)
     if media is not None and prompt.name is not None:
@@ -119,7 +117,7 @@ async def explain(
     pair = selection.disaggregation
     predict = partial(selector.predict, prompt=prompt) if pair is None else pair.predict
     return {
-        "path": call.path,
+        "path": prompt.path,
         "model": prompt.name,
         "tokens": prompt.tokens,
         "exact": prompt.exact,
@@ -143,17 +141,10 @@ async def explain(
     }
 
 
-class _Asked(NamedTuple):
-    """A request to explain, as a proxied request is read."""
-
-    call: Call
-    request: RoutedRequest
-    tenant: str
-    needs: frozenset[Ability]
-    media: MediaChat | None
-
-
-def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> _Asked:
+def _asked(
+    limits: LimitSettings, headers: HeaderItems, body: bytes
+) -> tuple[RoutedRequest, int, str, MediaChat | None]:
+    """Return the request to explain, the bytes of its body, its tenant, and its media."""
     fields = read_body(body, _ExplainFields)
     if not isinstance(fields.request, dict):
         raise RequestError(
@@ -166,13 +157,14 @@ def _asked(limits: LimitSettings, headers: HeaderItems, body: bytes) -> _Asked:
             f"tenant is {kind_of(fields.tenant)}. Send the name of a tenant, or omit it.", param="tenant"
         )
     check_amounts(fields.request, limits)
-    call = Call("POST", fields.path, headers, msgspec.json.encode(fields.request))
-    check_media(call.body, limits)
-    request, media = read_call(call), media_chat(call.path, call.body)
-    return _Asked(call, request, fields.tenant, needed_abilities(call.body), media)
+    sent = msgspec.json.encode(fields.request)
+    check_media(sent, limits)
+    request = read_request("POST", fields.path, headers, sent)
+    request.needs = needed_abilities(sent)
+    return request, len(sent), fields.tenant, media_chat(request.path, sent)
 
 
-def _hints(prompt: RoutedPrompt, hints: AgentHints, sessions: SessionLocations, names: WorkerNames) -> dict[str, Any]:
+def _hints(prompt: RoutedRequest, hints: AgentHints, sessions: SessionLocations, names: WorkerNames) -> dict[str, Any]:
     """Return an agent's hints, in tokens and seconds, and the location of its session."""
     place = None if prompt.session is None else sessions.get((prompt.cache_salt, prompt.session))
     return {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from http_api.errors import RequestError
 from router.apis.endpoints import error_event
+from router.apis.requests import RoutedRequest
 from router.apis.usage import HiddenUsage, UsageTail
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
@@ -23,7 +24,6 @@ from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
 from router.forwarding.retries import broken_off
 from router.routing.assignment import Assignment
-from router.routing.prompt_reader import RoutedPrompt
 from router.upstream import ResponseHead
 from router.upstream.request import SentRequest
 
@@ -78,7 +78,7 @@ class ResumableProxiedRequest(ProxiedRequest):
     """A request and its response from one or more workers."""
 
     _stream: ResumableStream | None = None  # if another worker could continue it
-    _prompt: RoutedPrompt | None = None  # the original prompt
+    _prompt: RoutedRequest | None = None  # the original prompt
     _died: Worker | None = None  # the failed worker whose stream is to be continued
     _failovers = 0
 

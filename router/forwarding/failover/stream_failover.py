@@ -10,18 +10,19 @@ far. A chat template that renders an answer differently from its generation woul
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter
 
-from router.apis.endpoints import Call, read_call
+from router.apis.endpoints import read_request
+from router.apis.requests import RoutedRequest
 from router.fleet.discovery import Engine
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.forwarding.failover.resumable_request import resumable_request
 from router.forwarding.failover.resumable_stream import ResumableStream
 from router.forwarding.request_context import RequestContext
-from router.routing.prompt_reader import PromptReader, RoutedPrompt
+from router.routing.prompt_reader import PromptReader
 
 # Engines that continue the last message of a chat and report usage with each chunk.
 _CONTINUING = frozenset({Engine.VLLM, Engine.SGLANG})
@@ -32,7 +33,7 @@ class Resumption:
     """The continuation of a stream: the body for the next worker, its prompt, and the number of tokens so far."""
 
     body: bytes
-    prompt: RoutedPrompt
+    prompt: RoutedRequest
     given: int | None
 
 
@@ -69,7 +70,7 @@ class StreamFailover:
         self._counter.remove_by_labels({"worker": worker.name})
 
     async def resumption(
-        self, context: RequestContext, stream: ResumableStream, before: RoutedPrompt
+        self, context: RequestContext, stream: ResumableStream, before: RoutedRequest
     ) -> Resumption | None:
         """Return the exact continuation of a stream, after the failed worker's prompt. Raises RequestError."""
         request, text = stream.request, stream.text
@@ -107,24 +108,23 @@ class StreamFailover:
             return Resumption(request.chat_from(text, given), prompt, given)
         return Resumption(request.completion_from(ids or f"{request.prompt}{text}", given), prompt, given)
 
-    async def _read(self, context: RequestContext, body: bytes) -> RoutedPrompt:
+    async def _read(self, context: RequestContext, body: bytes) -> RoutedRequest:
         """Return a request's prompt with its tokens if possible, whatever the policy needs."""
         head = context.head
-        request = read_call(Call(head.method, head.path, head.headers, body, head.session_headers))
-        prompt = self._reader.read_now(request, len(body))
-        if prompt is None or not prompt.token_ids:
-            prompt = await self._reader.read_aside(request, len(body))
-        return replace(prompt, path=head.path) if self._fleet.disaggregated else prompt
+        request = read_request(head.method, head.path, head.headers, body, head.session_headers)
+        if not self._reader.read_now(request, len(body)) or not request.token_ids:
+            await self._reader.read_aside(request, len(body))
+        return request
 
     def _engines(self) -> set[Engine]:
         return {worker.description.engine for worker in self._fleet.workers if worker.description is not None}
 
 
-def _known(prompt: RoutedPrompt) -> bool:
+def _known(prompt: RoutedRequest) -> bool:
     return prompt.exact and len(prompt.token_ids) == 1
 
 
-def _rest(before: RoutedPrompt, after: RoutedPrompt) -> list[int] | None:
+def _rest(before: RoutedRequest, after: RoutedRequest) -> list[int] | None:
     """Return the tokens by which a prompt is longer; None if it begins differently."""
     first, longer = before.token_ids[0], after.token_ids[0]
     return list(longer)[len(first) :] if longer.tokens.startswith(first.tokens) else None

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from router.apis.requests import RoutedRequest
 from router.fleet.discovery import Engine
 from router.fleet.worker import Worker
 from router.policies import Candidate, Policy, Request
@@ -23,7 +24,6 @@ from router.routing.candidates import CandidateFinder, CandidateSet
 from router.routing.custom_choice import decide
 from router.routing.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
 from router.routing.disaggregation.latency import PairLatency
-from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import NO_LIMITS
 from router.routing.state import RoutingState
 from router.routing.target_directory import unavailable
@@ -54,7 +54,7 @@ class DisaggregatedSelector:
 
     def select(
         self,
-        prompt: RoutedPrompt,
+        prompt: RoutedRequest,
         excluded: Collection[Worker],
         found: CandidateSet,
         request: Request,
@@ -138,7 +138,7 @@ class DisaggregatedSelector:
         options: PairOptions,
         found: CandidateSet,
         prefills: CandidateSet,
-        prompt: RoutedPrompt,
+        prompt: RoutedRequest,
         request: Request,
     ) -> PairChoice | None:
         """Return the choice with functions of one's own for both roles; None if they exclude all decode workers."""
@@ -155,7 +155,7 @@ class DisaggregatedSelector:
             reason = reason if prefill is not None else "the policy allows no prefill worker"
         return PairChoice(decode, prefill, reason, choice.inputs)
 
-    def need_prefill(self, workers: Sequence[Worker], prompt: RoutedPrompt) -> bool:
+    def need_prefill(self, workers: Sequence[Worker], prompt: RoutedRequest) -> bool:
         """Return whether all of these workers need another worker to compute a prompt."""
         adapters = [self.adapter_of(worker) if worker.role is Role.DECODE else None for worker in workers]
         return all(each and not each.decodes_alone and prompt.path in each.paths for each in adapters)

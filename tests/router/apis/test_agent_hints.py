@@ -8,7 +8,7 @@ import pytest
 
 from http_api.errors import RequestError
 from router.admission.ticket import read_ticket, urgent
-from router.apis.endpoints import Call, read_call
+from router.apis.endpoints import read_request
 from router.apis.sessions import AgentHints, hints_in_body, hints_in_headers
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "nvext": %s}'
@@ -64,7 +64,7 @@ def test_invalid_hint_header_is_refused_by_name(header: str, value: str) -> None
     ],
 )
 def test_hints_in_body_follow_dynamo(nvext: str, hints: AgentHints | None, session: str | None) -> None:
-    request = read_call(Call("POST", "/v1/chat/completions", [], CHAT % nvext.encode()))
+    request = read_request("POST", "/v1/chat/completions", [], CHAT % nvext.encode())
     assert (request.hints, request.session) == (hints, session)
 
 

@@ -42,10 +42,17 @@ def test_options_are_read_and_have_defaults() -> None:
     assert chat() == RoutedRequest("m", ChatPrompt([HELLO]))
     assert completion() == RoutedRequest("m", TextPrompts(["hi"]), max_tokens=16)
     request = completion(
-        stream=True, max_tokens=5, n=2, priority=-1, user="u", cache_salt="s", add_special_tokens=False, temperature=0.5
+        stream=True,
+        max_tokens=5,
+        n=2,
+        priority=-1,
+        user="u",
+        cache_salt="s",
+        add_special_tokens=False,
+        temperature=0.5,
     )
     prompt = TextPrompts(["hi"], add_special_tokens=False)
-    assert request == RoutedRequest("m", prompt, True, "s", max_tokens=5, n=2, priority=-1, session="u")
+    assert request == RoutedRequest("m", prompt, True, "s", max_tokens=5, answers=2, priority=-1, session="u")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +109,7 @@ def test_max_completion_tokens_precede_max_tokens_and_null_is_the_default() -> N
 
 def test_values_that_a_worker_refuses_are_the_defaults_and_numbers_may_be_strings() -> None:
     request = chat(stream="true", max_tokens="5", n="2", priority=1.0, add_generation_prompt="false")
-    assert (request.stream, request.max_tokens, request.n, request.priority) == (True, 5, 2, 1)
+    assert (request.streamed, request.max_tokens, request.answers, request.priority) == (True, 5, 2, 1)
     assert prompt_of_chat(add_generation_prompt="false").add_generation_prompt is False
     refused = chat(stream="perhaps", max_tokens="many", n=[], priority={}, user=5, tools="hammer", documents=1)
     assert refused == chat()
@@ -206,7 +213,7 @@ FIELDS += ["max_tokens", "n", "user"]
 @given(st.dictionaries(st.sampled_from(FIELDS), ANY_JSON), st.sampled_from(DECODERS))
 def test_any_values_are_read_or_explained(fields: dict[str, Any], decode: Decode) -> None:
     with contextlib.suppress(RequestError):
-        assert decode(json.dumps({"model": "m"} | fields).encode(), ()).model == "m"
+        assert decode(json.dumps({"model": "m"} | fields).encode(), ()).name == "m"
 
 
 @unhurried

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.apis.endpoints import RESPONSES, Call, read_call
+from router.apis.endpoints import RESPONSES, read_request
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.response_owners import SEARCHED_BYTES, ResponseOwners
 from router.apis.response_turns import AnswerReader, ResponseTurns, Turn
@@ -38,9 +38,9 @@ def test_string_input_is_a_user_message_with_effort_and_variables_of_the_templat
 
 def test_what_else_decides() -> None:
     request = responses(stream=True, max_output_tokens=5, cache_salt="s", priority=2, previous_response_id="resp_1")
-    assert (request.model, request.stream, request.max_tokens, request.cache_salt) == ("m", True, 5, "s")
+    assert (request.name, request.streamed, request.max_tokens, request.cache_salt) == ("m", True, 5, "s")
     assert (request.priority, request.stored) == (2, "resp_1")
-    assert responses(model=None).model is None
+    assert responses(model=None).name is None
 
 
 def test_reasoning_or_its_summary_text_and_calls_become_one_message() -> None:
@@ -153,7 +153,7 @@ def asked(text: str, previous: str | None = None, **fields: Any) -> bytes:
 
 
 def begun(turns: ResponseTurns, body: bytes, keeps_items: bool = False) -> tuple[ChatPrompt, Turn | None]:
-    request = read_call(Call("POST", RESPONSES, [], body))
+    request = read_request("POST", RESPONSES, [], body)
     assert isinstance(request.prompt, ChatPrompt)
     return turns.begin(request.prompt, request.stored, keeps_items)
 
@@ -202,7 +202,7 @@ def test_prompt_of_a_continued_response_has_the_turns_before_it(keeps_items: boo
     assert made.call is not None
     body = json.loads(made.call[1])
     assert "previous_response_id" not in body
-    written = read_call(Call("POST", RESPONSES, [], made.call[1])).prompt
+    written = read_request("POST", RESPONSES, [], made.call[1]).prompt
     assert isinstance(written, ChatPrompt)
     assert [each["role"] for each in written.messages][:3] == [each["role"] for each in made.messages][:3]
 

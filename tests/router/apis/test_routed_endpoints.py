@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from http_api.errors import RequestError
-from router.apis.endpoints import BY_LOAD, Call, call_error_body, error_event, read_call
+from router.apis.endpoints import BY_LOAD, call_error_body, error_event, read_request
 from router.apis.forms import form_fields
 from router.apis.requests import RoutedRequest, TextPrompts, TokenPrompts
 from router.auth.routes import Access, Routes
@@ -22,7 +22,7 @@ FORM = (
 
 def read(path: str, body: Any = b"", method: str = "POST", **headers: str) -> RoutedRequest:
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return read_call(Call(method, path, raw, body if isinstance(body, bytes) else json.dumps(body).encode()))
+    return read_request(method, path, raw, body if isinstance(body, bytes) else json.dumps(body).encode())
 
 
 @pytest.mark.parametrize("path", BY_LOAD)
@@ -44,7 +44,7 @@ def test_a_form_names_its_model_beside_a_file() -> None:
     assert read("/v1/audio/transcriptions", FORM, content_type=form, x_session_id="s") == RoutedRequest(
         "whisper", session="s"
     )
-    assert read("/v1/audio/transcriptions", FORM.replace(b'"model"', b'"other"'), content_type=form).model is None
+    assert read("/v1/audio/transcriptions", FORM.replace(b'"model"', b'"other"'), content_type=form).name is None
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_generate(path: str, body: dict[str, Any], prompt: Any) -> None:
 
 def test_generate_has_its_options_within() -> None:
     request = read("/generate", {"text": "hi", "stream": True, "sampling_params": {"max_new_tokens": 7, "n": 2}})
-    assert (request.model, request.stream, request.max_tokens, request.n) == (None, True, 7, 2)
-    assert read("/generate", {"text": "hi", "lora_path": "poet"}).model == "poet"
+    assert (request.name, request.streamed, request.max_tokens, request.answers) == (None, True, 7, 2)
+    assert read("/generate", {"text": "hi", "lora_path": "poet"}).name == "poet"
     assert read("/generate", {"prompt": "hi", "max_tokens": 3}).max_tokens == 3
 
 
@@ -205,7 +205,7 @@ def test_empty_session_is_ignored() -> None:
 
 @pytest.mark.parametrize(("fields", "n"), [({}, 1), ({"n": 3}, 3), ({"best_of": 4}, 4), ({"n": 2, "best_of": "5"}, 5)])
 def test_answers_are_counted(fields: dict[str, Any], n: int) -> None:
-    assert read("/v1/completions", {"model": "m", "prompt": "hi"} | fields).n == n
+    assert read("/v1/completions", {"model": "m", "prompt": "hi"} | fields).answers == n
 
 
 def test_errors_follow_the_format_of_the_path() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from http_api.errors import RequestError
 from router.apis.abilities import needed_abilities
-from router.apis.endpoints import ANTHROPIC, CHAT, RESPONSES, Call, read_call
+from router.apis.endpoints import ANTHROPIC, CHAT, RESPONSES, read_request
 from router.apis.media_items import media_chat
 from router.apis.prompt_ids import is_plain_text, may_send_ids
 from router.apis.requests import ChatPrompt, RoutedRequest
@@ -53,7 +53,7 @@ def read_again(path: str, body: bytes, request: RoutedRequest) -> None:
         if may_send_ids(path, body, chat):
             is_plain_text(path, body, chat)
         turns = ResponseTurns()
-        first = read_call(Call("POST", RESPONSES, [], body_of(RESPONSES, {}))).prompt
+        first = read_request("POST", RESPONSES, [], body_of(RESPONSES, {})).prompt
         assert isinstance(first, ChatPrompt)
         _, turn = turns.begin(first, None, True)
         assert turn is not None
@@ -74,7 +74,7 @@ def read_again(path: str, body: bytes, request: RoutedRequest) -> None:
 def test_no_second_reader_fails_a_body_that_the_first_one_accepts(path: str, fields: dict[str, str]) -> None:
     body = body_of(path, fields)
     try:
-        request = read_call(Call("POST", path, [], body))
+        request = read_request("POST", path, [], body)
     except RequestError:
         return
     read_again(path, body, request)
@@ -86,7 +86,7 @@ def test_no_second_reader_fails_a_body_that_the_first_one_accepts(path: str, fie
 def test_a_number_beyond_a_double_excludes_ids(path: str, field: str, value: str) -> None:
     body = body_of(path, {field: value})
     try:
-        request = read_call(Call("POST", path, [], body))
+        request = read_request("POST", path, [], body)
     except RequestError:
         return
     assert isinstance(request.prompt, ChatPrompt)

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from indexer import Target
 from indexer.hashing import PackedPrompt
 from indexer.targets import WorkerNames
+from router.apis.requests import RoutedRequest
 from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, prompt_hashes
 from router.fleet.worker import Worker
@@ -34,7 +35,6 @@ from router.observability.seen_requests import (
 )
 from router.policies import Candidate, Decision, Request, policy_named
 from router.routing.assignment import SAMPLES_PER_SECOND, Assignment, Samples, Selection
-from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import RoutableRank, ServedModel
 from router.settings import PolicySettings, Role, WorkerSettings
 from simulator.fleet.workers import SimulatedWorkers
@@ -45,7 +45,7 @@ def decided() -> Decision:
     return policy_named(PolicySettings(), Random(1)).choose(candidates, Request(100))
 
 
-PROMPT = RoutedPrompt("m", 100, [PackedPrompt.of(range(100))], [PackedPrompt.of(range(100))])
+PROMPT = RoutedRequest("m").tokenized([PackedPrompt.of(range(100))], [PackedPrompt.of(range(100))])
 RANK = RoutableRank(
     Worker(WorkerSettings.model_validate({"url": "http://w2"})),
     ServedModel("m", None),

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.make_routing import MODEL, make_fleet, make_routing
 from indexer import Indexer, Target
 from indexer.hashing import MediaSpan, PackedPrompt
+from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.cache_state.target_audit import DraftBlockCorrections
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
@@ -23,7 +24,6 @@ from router.policies import Candidate
 from router.prediction.slo import SLO
 from router.routing.assignment import Selection
 from router.routing.build import Routing
-from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import NO_LIMITS
 from router.settings import PolicyName, PolicySettings, Settings, WorkerSettings
 from router.sharing import PeerLoad
@@ -32,9 +32,9 @@ URLS = ["http://a:1", "http://b:1"]
 SHARED = 8 * CHUNK_TOKENS
 
 
-def prompt(last: int) -> RoutedPrompt:
+def prompt(last: int) -> RoutedRequest:
     packed = PackedPrompt.of(array("I", [*range(SHARED), *[last] * CHUNK_TOKENS]))
-    return RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True)
+    return RoutedRequest(MODEL).tokenized([packed])
 
 
 @pytest.fixture
@@ -61,20 +61,22 @@ def described(worker: Worker, *models: str, ranks: tuple[int, ...] = (0,)) -> No
     worker.describe(WorkerDescription(Engine.VLLM, served, block_size=16, ranks=ranks))
 
 
-def choose(routing: Routing, asked: RoutedPrompt, excluded: Sequence[Worker] = (), slo: SLO | None = None) -> Selection:
+def choose(
+    routing: Routing, asked: RoutedRequest, excluded: Sequence[Worker] = (), slo: SLO | None = None
+) -> Selection:
     selection = routing.selector.choose(asked, excluded, slo=slo)
     assert selection is not None
     return selection
 
 
-def candidates(routing: Routing, asked: RoutedPrompt) -> dict[str, Candidate]:
+def candidates(routing: Routing, asked: RoutedRequest) -> dict[str, Candidate]:
     return {each.target.worker: each for each in choose(routing, asked).decision.candidates}
 
 
-def long_prompt(tokens: int) -> RoutedPrompt:
+def long_prompt(tokens: int) -> RoutedRequest:
     """Prompts of which a longer one begins with a shorter one."""
     packed = PackedPrompt.of(array("I", range(100_000, 100_000 + tokens)))
-    return RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True, streamed=True)
+    return RoutedRequest(MODEL, streamed=True).tokenized([packed])
 
 
 def nobody_comes(routing: Routing, fleet: Fleet, seconds: float) -> None:
@@ -94,7 +96,7 @@ async def test_request_is_not_held_for_a_busy_worker_while_another_is_idle(
     first, second = fleet.workers
     nobody_comes(routing, fleet, idle_seconds)
     routing.placement.place(long_prompt(8192), excluded=[second]).first_byte()
-    asked, other_prompt = long_prompt(8704), RoutedPrompt(MODEL, 4600, [], [], exact=True, streamed=True)
+    asked, other_prompt = long_prompt(8704), RoutedRequest(MODEL, streamed=True).estimated(4600)
     for busy in (False, True):
         routing.placement.place(other_prompt, excluded=[second])
         selection = choose(routing, asked)
@@ -118,7 +120,7 @@ async def test_idle_worker_is_preferred_to_a_prefill_that_ends_soon(
     first, second = fleet.workers
     nobody_comes(routing, fleet, idle_seconds)
     routing.placement.place(long_prompt(8192), excluded=[second]).first_byte()
-    busy = RoutedPrompt(MODEL, 12_000, [], [], exact=True, streamed=True)
+    busy = RoutedRequest(MODEL, streamed=True).estimated(12_000)
     there = choose(routing, busy, excluded=[second])
     begun = time.monotonic() - 1.4 * routing.selector.prefill_seconds(busy)
     routing.placement.record_in_flight(busy, routing.placement.reserve(busy, there, now=begun))
@@ -140,7 +142,7 @@ async def test_session_with_many_turns_leaves_its_prefix_for_its_slos(
 
     second = fleet.workers[1]
     routing.placement.place(long_prompt(20_032), excluded=[second]).first_byte()
-    beside = long_prompt(600) if cached else RoutedPrompt(MODEL, 600, [], [], exact=True, streamed=True)
+    beside = long_prompt(600) if cached else RoutedRequest(MODEL, streamed=True).estimated(600)
     for _ in range(100):
         there = choose(routing, beside, excluded=[second], slo=SLO(None, 0.025, time.monotonic()))
         routing.placement.reserve(beside, there).first_byte()
@@ -157,10 +159,10 @@ async def test_sent_prefix_is_expected_until_its_request_fails(routing: Routing)
     ended.release()
     assert candidates(routing, prompt(2))[ended.worker.url].overlap == SHARED
     other = PackedPrompt.of(range(900, 964))
-    alone = routing.placement.place(RoutedPrompt(MODEL, 64, [other], [other]))
+    alone = routing.placement.place(RoutedRequest(MODEL).tokenized([other], [other]))
     alone.attempt.end(Outcome.FAILED, "no answer")
     alone.release()
-    again = candidates(routing, RoutedPrompt(MODEL, 64, [other], [other]))
+    again = candidates(routing, RoutedRequest(MODEL).tokenized([other], [other]))
     assert not any(candidate.overlap for candidate in again.values())
 
 
@@ -199,11 +201,11 @@ async def test_overlap_counts_if_other_workers_are_excluded(routing: Routing, fl
     for worker, tokens in held.items():
         packed = PackedPrompt.of(range(tokens))
         others = [each for each in fleet.workers if each is not worker]
-        assignment = routing.placement.place(RoutedPrompt(MODEL, tokens, [packed], [packed]), others)
+        assignment = routing.placement.place(RoutedRequest(MODEL).tokenized([packed], [packed]), others)
         assert assignment.worker is worker
     asked = PackedPrompt.of(range(64))
     for left_out in [[], *([worker] for worker in fleet.workers)]:
-        choice = choose(routing, RoutedPrompt(MODEL, 64, [asked], [asked]), left_out)
+        choice = choose(routing, RoutedRequest(MODEL).tokenized([asked], [asked]), left_out)
         overlaps = {candidate.target.worker: candidate.overlap for candidate in choice.decision.candidates}
         assert overlaps == {worker.url: tokens for worker, tokens in held.items() if worker not in left_out}
         assert choice.best_overlap == max(overlaps.values())
@@ -259,12 +261,12 @@ async def test_only_the_hanging_rank_is_ejected(routing: Routing, fleet: Fleet) 
 async def test_prompts_in_flight_are_the_same_where_their_images_are(routing: Routing) -> None:
     packed = prompt(1).token_ids[0]
 
-    def about(*names: str) -> RoutedPrompt:
+    def about(*names: str) -> RoutedRequest:
         """Return a prompt whose halves are the tokens of one image each."""
         half = len(packed) // 2
         spans = [MediaSpan(number * half, (number + 1) * half, name) for number, name in enumerate(names)]
         tokens = PackedPrompt(packed.tokens, tuple(spans))
-        return RoutedPrompt(MODEL, len(tokens), [tokens], [tokens], exact=True)
+        return RoutedRequest(MODEL).tokenized([tokens])
 
     placed = routing.placement.place(about("red", "green"))
     assert (placed.cache_prediction.media, placed.cache_prediction.comparable) == (True, True)
@@ -295,7 +297,7 @@ async def test_changed_model_or_weight_of_a_worker_counts_at_once(routing: Routi
     described(busy, "other")
     fleet.drain(busy, False)
     assert busy.url not in candidates(routing, prompt(1))
-    asked = RoutedPrompt("other", 40)
+    asked = RoutedRequest("other").estimated(40)
     assert candidates(routing, asked)[busy.url].target == busy.target(0, "other")
     assert candidates(routing, asked)[busy.url].requests == 2
     for assignment in placed:
@@ -308,7 +310,7 @@ async def test_loads_before_the_first_request_of_a_model_count(
 ) -> None:
     for worker in fleet.workers:
         described(worker, MODEL, "other")
-    names = RoutedPrompt(MODEL, 40), RoutedPrompt("other", 40)
+    names = RoutedRequest(MODEL).estimated(40), RoutedRequest("other").estimated(40)
     assert [candidates(routing, each)[URLS[0]].requests for each in names] == [0, 0]
     fleet.drain(fleet.workers[1], True)
     peer_load.apply(Message("a", 1, Kind.NEWS, [RankLoad(URLS[0], 0, 3, 40, 50, 1, 0, 0.0)]))
@@ -369,5 +371,5 @@ async def test_prompt_of_a_list_overlaps_with_the_prompts_before_it(routing: Rou
     packed = [prompt(last).identities[0] for last in (1, 2)]
     other = PackedPrompt.of(array("I", range(500, 600)))
     for prompts, expected in ((packed, SHARED), ([packed[0], packed[0]], SHARED), ([other, packed[0]], 0)):
-        asked = RoutedPrompt(MODEL, sum(map(len, prompts)), prompts, prompts, exact=True)
+        asked = RoutedRequest(MODEL).tokenized(prompts)
         assert {each.overlap for each in candidates(routing, asked).values()} == {expected}

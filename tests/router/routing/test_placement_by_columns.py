@@ -11,13 +11,13 @@ from benchmarks.make_routing import BLOCK, MODEL, make_fleet, make_routing
 from indexer import Indexer, Registration, Target
 from indexer.hashing import PackedPrompt
 from kvevents import BlockStored, EventBatch
+from router.apis.requests import RoutedRequest
 from router.apis.sessions import AgentHints
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.worker import Worker
 from router.load.load_messages import Kind, Message, RankLoad
 from router.policies import KvAware, Request, policy_named
 from router.routing.assignment import Assignment
-from router.routing.prompt_reader import RoutedPrompt
 from router.routing.ranks import NO_LIMITS, Limits
 from router.settings import FleetSettings, PolicySettings, WorkerSettings
 from router.sharing import PeerLoad
@@ -55,7 +55,7 @@ class Fixture:
         self.routing = make_routing(self.fleet, indexer, policy=policy, peer_load=self.peer_load)
         self.loads, self.learned = self.routing.state.load, self.routing.state.learned
 
-    def choose_as_the_formula_does(self, prompt: RoutedPrompt, excluded: list[Worker], limits: Limits) -> None:
+    def choose_as_the_formula_does(self, prompt: RoutedRequest, excluded: list[Worker], limits: Limits) -> None:
         """Let both choose, and compare."""
         assert isinstance(self.formula, KvAware)
         self.formula.random.setstate(self.policy.random.getstate())
@@ -81,7 +81,7 @@ class Fixture:
         assert selection.best_overlap == max(candidate.overlap for candidate in candidates)
 
     def _check_workers(
-        self, targets: set[Target], prompt: RoutedPrompt, excluded: list[Worker], limits: Limits
+        self, targets: set[Target], prompt: RoutedRequest, excluded: list[Worker], limits: Limits
     ) -> None:
         """Targets with trust, warm-up and capacity are candidates. Untrusted targets are used only without them."""
         closed = [each for each in self.fleet.workers if each.health.circuit.closed and each not in excluded]
@@ -95,10 +95,10 @@ class Fixture:
                     assert (worker.target(rank, MODEL) in targets) is capable
 
 
-def prompt_of(random: Random) -> RoutedPrompt:
+def prompt_of(random: Random) -> RoutedRequest:
     shared = random.choice((0, 2, 5)) * BLOCK
     packed = PackedPrompt.of(array("I", [*range(shared), *random.choices(range(1000, 9000), k=random.choice((1, 40)))]))
-    return RoutedPrompt(MODEL, len(packed), [packed], [packed], exact=True, streamed=True)
+    return RoutedRequest(MODEL, streamed=True).tokenized([packed])
 
 
 def step(fixture: Fixture, random: Random, in_flight: list[Assignment], number: int) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from played_engine import PlayedEngine
 
-from router.apis.endpoints import Call, read_call
+from router.apis.endpoints import read_request
 from router.apis.requests import ChatPrompt, TextPrompts, Truncation
 from router.tokens import TokenizerUnavailableError
 from router.tokens.engine_client import EngineClient, NotOfferedError, PromptRefusedError
@@ -39,7 +39,7 @@ def spread(engines: list[PlayedEngine], session: aiohttp.ClientSession) -> Engin
 
 def sent(path: str, **fields: Any) -> ChatPrompt:
     """Return the prompt that the router reads from a request."""
-    prompt = read_call(Call("POST", path, [], msgspec.json.encode({"model": "an-adapter"} | fields))).prompt
+    prompt = read_request("POST", path, [], msgspec.json.encode({"model": "an-adapter"} | fields)).prompt
     assert isinstance(prompt, ChatPrompt)
     return prompt
 

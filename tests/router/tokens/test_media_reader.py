@@ -15,7 +15,7 @@ from manual_clock import Clock
 from played_engine import IMAGE_TOKEN, SEES_IMAGES, PlayedEngine, with_template
 
 from indexer.hashing import MediaSpan, PackedPrompt, media_keys
-from router.apis.endpoints import CHAT, Call, read_call
+from router.apis.endpoints import CHAT, read_request
 from router.apis.requests import ChatPrompt
 from router.tokens import media_reader
 from router.tokens.engine_client import EngineClient
@@ -45,7 +45,7 @@ def chat(*parts: str | dict[str, Any], more: tuple[dict[str, Any], ...] = (), **
     """Return the prompt of a request with texts and images, followed by the messages `more`."""
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     body = {"model": "m", "messages": [{"role": "user", "content": content}, *more]} | fields
-    prompt = read_call(Call("POST", CHAT, [], msgspec.json.encode(body))).prompt
+    prompt = read_request("POST", CHAT, [], msgspec.json.encode(body)).prompt
     assert isinstance(prompt, ChatPrompt)
     return prompt
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from http_api.errors import RequestError
 from indexer.hashing import PackedPrompt
-from router.apis.endpoints import RESPONSES, Call, read_call
+from router.apis.endpoints import RESPONSES, read_request
 from router.apis.requests import ChatPrompt, TextPrompts, Truncation
 from router.tokens import TokenizerUnavailableError
 from router.tokens.candidates import candidates
@@ -151,7 +151,7 @@ def test_harmony_converts_each_item_of_responses_alone(harmony: Harmony) -> None
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     for items, channels in (([answer, call], ["final", "commentary"]), ([call, answer], ["commentary", "final"])):
         body = json.dumps({"model": "m", "input": [USER, *items]}).encode()
-        chat = read_call(Call("POST", RESPONSES, [], body)).prompt
+        chat = read_request("POST", RESPONSES, [], body).prompt
         assert isinstance(chat, ChatPrompt)
         text = shown(harmony, chat)
         assert [part.split("<|message|>")[0].split(" ")[0] for part in text.split("<|channel|>")[1:]] == channels
