@@ -95,11 +95,12 @@ def _check_messages(messages: Any) -> None:
 
 def _system(system: Any) -> list[Message]:
     """Return the system prompt as a message. Blocks with a billing header are dropped; a plain string is kept whole."""
-    text = system if isinstance(system, str) else _system_text(system)
+    text = system if isinstance(system, str) else system_text(system)
     return [{"role": "system", "content": text}] if text else []
 
 
-def _system_text(content: Any) -> str:
+def system_text(content: Any) -> str:
+    """Return the text of a system prompt as vLLM joins its blocks, without those that have a billing header."""
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     texts = (_text(block) for block in (blocks if isinstance(blocks, list) else ()))
     return "".join(text for text in texts if text and not text.startswith(BILLING_HEADER))
@@ -115,7 +116,7 @@ def _text(block: Any) -> str | None:
 def _converted(message: dict[str, Any]) -> list[Message]:
     role, content = message["role"], message["content"]
     if role == "system":
-        return [{"role": "system", "content": text}] if (text := _system_text(content)) else []
+        return [{"role": "system", "content": text}] if (text := system_text(content)) else []
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     return _user_messages(content) if role == "user" else [_assistant_message(content)]

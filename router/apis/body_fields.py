@@ -33,6 +33,8 @@ class PromptFields(SessionFields):
     messages: Any = None
     tools: Any = None
     documents: Any = None
+    tool_choice: Any = None
+    reasoning: Any = None
     reasoning_effort: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None

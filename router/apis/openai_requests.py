@@ -110,11 +110,14 @@ def _request(
 
 def _chat_prompt(fields: PromptFields) -> ChatPrompt:
     options = fields.mm_processor_kwargs, fields.media_io_kwargs
+    effort, reasoning = fields.reasoning_effort, fields.reasoning
+    if isinstance(effort, float) and not isinstance(reasoning, dict):  # only SGLang accepts a number
+        reasoning = {"effort": effort}
     return ChatPrompt(
         messages=fields.messages,
         tools=fields.tools if isinstance(fields.tools, list) else None,
         documents=fields.documents if isinstance(fields.documents, list) else None,
-        reasoning_effort=fields.reasoning_effort if isinstance(fields.reasoning_effort, str) else None,
+        reasoning_effort=effort if isinstance(effort, str) else None,
         chat_template=fields.chat_template if isinstance(fields.chat_template, str) else None,
         chat_template_kwargs=fields.chat_template_kwargs if isinstance(fields.chat_template_kwargs, dict) else None,
         add_generation_prompt=fields.add_generation_prompt is not False,
@@ -122,6 +125,8 @@ def _chat_prompt(fields: PromptFields) -> ChatPrompt:
         add_special_tokens=fields.add_special_tokens or False,
         truncation=_truncation(fields),
         media_options=None if options == _NO_OPTIONS else media_options(*options),
+        reasoning=reasoning if isinstance(reasoning, dict) else None,
+        tool_choice=fields.tool_choice,
     )
 
 

@@ -276,20 +276,18 @@ _CHECKS: Final[dict[str, dict[str, Callable[[bytes], bool]]]] = {
 }
 
 
-# What SGLang renders like vLLM, by its code. It makes the last message of an assistant one of a user.
+# The fields of chats that leave SGLang's prompt alone.
 _OF_SGLANG: Final = _PLAIN[CHAT] - {"bad_words", "allowed_token_ids", "prompt_logprobs", "include_reasoning"} | {
     "stream_options"
 }
 
 
 def is_plain_text(path: str, body: bytes, chat: ChatPrompt) -> bool:
-    """Return whether a prompt that `may_send_ids` is a chat of texts alone, which ends with a user."""
+    """Return whether a prompt that `may_send_ids` is a chat of texts alone."""
     return (
         path == CHAT
         and _decode_fields(body).keys() <= _OF_SGLANG
-        and all(_has(message, {"role", "content"}) for message in chat.messages)
-        and all(message["role"] in ("system", "user", "assistant") for message in chat.messages)
-        and chat.messages[-1]["role"] == "user"
+        and all(message.keys() == {"role", "content"} and message["role"] != "tool" for message in chat.messages)
     )
 
 

@@ -57,6 +57,7 @@ class ChatPrompt:
 
     - `merges_system`: join later system messages into the first, where the template accepts only one at the start.
     - `thinking_off`: the client disables thinking, which templates express in two ways.
+    - `reasoning`, `tool_choice`: fields that change the prompt in SGLang alone.
     - `call`: the request's path and body, for tokenization by an engine.
     """
 
@@ -73,6 +74,8 @@ class ChatPrompt:
     merges_system: bool
     thinking_off: bool
     media_options: dict[str, Any] | None
+    reasoning: dict[str, Any] | None
+    tool_choice: Any
     call: tuple[str, bytes] | None = field(init=False, compare=False, repr=False)
 
     def __init__(
@@ -90,6 +93,8 @@ class ChatPrompt:
         merges_system: bool = False,
         thinking_off: bool = False,
         media_options: dict[str, Any] | None = None,
+        reasoning: dict[str, Any] | None = None,
+        tool_choice: Any = None,
     ) -> None:
         self.messages = messages
         self.tools = tools
@@ -104,6 +109,8 @@ class ChatPrompt:
         self.merges_system = merges_system
         self.thinking_off = thinking_off
         self.media_options = media_options
+        self.reasoning = reasoning
+        self.tool_choice = tool_choice
         self.call = None
 
 

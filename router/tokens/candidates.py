@@ -170,8 +170,11 @@ class KimiTexts:
 Load = Callable[[int], LocalTokenizer]
 
 
-def candidates(folder: Path) -> list[Load]:
-    """Return loaders for the files in a folder. Raises TokenizerUnavailableError without any."""
+def candidates(folder: Path, sglang: bool = False) -> list[Load]:
+    """Return loaders for the files in a folder, which tokenize as vLLM or SGLang does.
+
+    Raises TokenizerUnavailableError without any.
+    """
     try:
         vocab_size, model_type = model_config(folder)
     except (OSError, ValueError) as error:
@@ -195,13 +198,13 @@ def candidates(folder: Path) -> list[Load]:
             files = ModelFiles.beside("", folder)
         except (OSError, ValueError) as error:
             raise TokenizerUnavailableError(f"{folder}: {error}") from error
-        return LocalTokenizer(files, cache_bytes, text_encoder=encoder, method="tiktoken")
+        return LocalTokenizer(files, cache_bytes, text_encoder=encoder, method="tiktoken", sglang=sglang)
 
     def as_it_is(cache_bytes: int) -> LocalTokenizer:
-        return LocalTokenizer.load(str(folder), cache_bytes)
+        return LocalTokenizer.load(str(folder), cache_bytes, sglang)
 
     def by_transformers(cache_bytes: int) -> LocalTokenizer:
-        return LocalTokenizer(read_by_transformers(folder), cache_bytes, method="transformers")
+        return LocalTokenizer(read_by_transformers(folder), cache_bytes, method="transformers", sglang=sglang)
 
     if (folder / "tekken.json").exists():
         found.append(mistral)

@@ -76,18 +76,25 @@ class ChatTemplate:
         try:
             if self._error is not None:
                 raise self._error
-            tools = None if chat.tools is None else prepare_tools(chat.tools)
-            variables = {"tools": tools, "documents": None} | template_variables(chat)
-            messages = prepare_messages(
-                chat.messages,
-                wraps_parts=self._wraps_parts,
-                knows_developer=self._knows_developer,
-                media_as_text=media_as_text,
-            )
-            return self._rendered(messages, variables)
+            return self._text(chat, media_as_text)
         except Exception as error:
-            # A template can fail in any way on unexpected messages; vLLM answers 400 to all of them.
+            # A template can fail in any way on unexpected messages; engines answer 400 to all of them.
             raise RequestError(f"The chat template refuses this request: {_reason(error)}", param="messages") from error
+
+    def answer_to_continue(self, chat: ChatPrompt) -> str:  # noqa: ARG002 (the rendered text includes it)
+        """Return the text whose tokens follow those of the rendered chat, or an empty text."""
+        return ""
+
+    def _text(self, chat: ChatPrompt, media_as_text: bool) -> str:
+        tools = None if chat.tools is None else prepare_tools(chat.tools)
+        variables = {"tools": tools, "documents": None} | template_variables(chat)
+        messages = prepare_messages(
+            chat.messages,
+            wraps_parts=self._wraps_parts,
+            knows_developer=self._knows_developer,
+            media_as_text=media_as_text,
+        )
+        return self._rendered(messages, variables)
 
     def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Return the text that transformers' `apply_chat_template` makes of prepared messages."""

@@ -48,10 +48,10 @@ def _part_loops(root: nodes.Template) -> Iterator[bool]:
     """Yield, for each loop of the template in order, whether it loops over the parts of a content."""
     lists = _aliases(root, "messages")
     loops = list(root.find_all(nodes.For))
-    messages = [_target(loop) for loop in loops if any(_reads(loop.iter, name) for name in lists)]
+    messages = [_target(loop) for loop in loops if any(is_read(loop.iter, name) for name in lists)]
     content_params = _macro_params_given_content(root, messages)
     for loop in loops:
-        over_content = any(_reads(loop.iter, name, "content") for name in messages)
+        over_content = any(is_read(loop.iter, name, "content") for name in messages)
         if not over_content and isinstance(loop.iter, nodes.Name):
             over_content = loop.iter.name in content_params.get(id(loop), {"content"})
         if over_content:
@@ -64,7 +64,7 @@ def _aliases(root: nodes.Template, name: str) -> list[str]:
     names = [name]
     for known in names:  # grows meanwhile
         for assignment in root.find_all(nodes.Assign):
-            if _reads(assignment.node, known):
+            if is_read(assignment.node, known):
                 alias = _target(assignment)
                 if alias not in names:
                     names.append(alias)
@@ -83,20 +83,20 @@ def _macro_params_given_content(root: nodes.Template, messages: list[str]) -> di
                 given |= {
                     name
                     for name, value in arguments
-                    if name in names and any(_reads(value, message, "content") for message in messages)
+                    if name in names and any(is_read(value, message, "content") for message in messages)
                 }
         for loop in macro.find_all(nodes.For):
             params[id(loop)] = given
     return params
 
 
-def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
+def is_read(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
     """Return whether an expression is this variable (or this key of it), possibly filtered, tested or sliced."""
     if isinstance(node, (nodes.Filter, nodes.Test)):
-        return _reads(node.node, name, key)
+        return is_read(node.node, name, key)
     if isinstance(node, nodes.Getitem):
         if isinstance(node.arg, nodes.Slice):
-            return _reads(node.node, name, key)
+            return is_read(node.node, name, key)
         return key is not None and isinstance(node.arg, nodes.Const) and node.arg.value == key and _is(node.node, name)
     if isinstance(node, nodes.Getattr):
         return key is not None and node.attr == key and _is(node.node, name)

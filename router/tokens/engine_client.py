@@ -1,7 +1,7 @@
 """Token ids of prompts from engines: `/v1/…/render`, `/tokenize`, and the ids in an answer.
 
 vLLM renders requests without computing them if it is started with `--enable-scale-out`. Its `/tokenize` supports only
-chats and texts. Older versions and SGLang have only `/tokenize`, which supports chats and texts in SGLang too.
+chats and texts. Older versions and SGLang have only `/tokenize`. In SGLang it renders a chat as its API for chats does.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _COMPLETIONS = "/v1/completions"
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 # Fields that only an answer needs. Some exclude each other, or wait for another request.
 _NOT_RENDERED = ("stream", "stream_options", "kv_transfer_params", "cache_salt", "request_id", "priority")
+# Fields that SGLang's chats do not have, and its `/tokenize` has.
+_NOT_SGLANGS = ("prompt", "add_generation_prompt", "add_special_tokens")
 
 
 # Largest answer: the ids of the longest prompt, with a media item's name for each block.
@@ -111,9 +113,15 @@ class EngineClient:
         model: str,
         timeout_seconds: float = 5.0,
         key_of: Callable[[str], WorkerKey | None] = lambda _: None,
+        engine_of: Callable[[str], Engine | None] = lambda _: None,
     ) -> None:
-        """Create a client. `key_of` returns the API key for a worker's URL; None if it needs none."""
+        """Create a client.
+
+        - `key_of`: returns the API key for a worker's URL; None if it needs none.
+        - `engine_of`: returns the engine at a worker's URL; None if it is unknown.
+        """
         self.model = model
+        self._engine_of = engine_of
         self._key_of = key_of
         self._session = session
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
@@ -128,17 +136,20 @@ class EngineClient:
 
     async def tokenized(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
         """Return the token ids of each prompt by `/tokenize`, which supports chats and texts."""
+        sglang = self._engine_of(url) is Engine.SGLANG
         if isinstance(prompt, ChatPrompt):
-            bodies = [_chat_fields(prompt)]
+            bodies = [_sglang_fields(prompt) if sglang else _chat_fields(prompt)]
         else:
-            bodies = [{"prompt": text, "add_special_tokens": prompt.add_special_tokens} for text in prompt.texts]
-        answers = [await self._post(url, "/tokenize", {"model": self.model} | body) for body in bodies]
+            add = prompt.add_special_tokens or sglang
+            bodies = [{"prompt": text, "add_special_tokens": add} for text in prompt.texts]
+        answers = [await self._post(url, "/tokenize", body | {"model": self.model}) for body in bodies]
         prompts = [PackedPrompt.of(_decoded(url, _decode_tokenized, answer).tokens) for answer in answers]
         texts = prompt.texts if isinstance(prompt, TextPrompts) else [CHAT]
         if any(text and not len(found) for text, found in zip(texts, prompts, strict=True)):
             # llama.cpp's /tokenize reads another field and returns no tokens.
             raise NotOfferedError(f"{url}: its /tokenize has another format")
-        return [prompt.truncation.apply(each) for each in prompts] if prompt.truncation else prompts
+        # SGLang truncates nothing.
+        return [prompt.truncation.apply(each) for each in prompts] if prompt.truncation and not sglang else prompts
 
     async def computed(self, url: str, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt]:
         """Return the token ids of one prompt by computing it, with an answer of one token."""
@@ -176,13 +187,7 @@ class EngineClient:
     def _request(self, prompt: ChatPrompt | TextPrompts) -> tuple[str, dict[str, Any]]:
         call = prompt.call if isinstance(prompt, ChatPrompt) else None
         if call is not None:
-            path = call[0]
-            try:
-                body = read_json(call[1], dict[str, Any])
-            except msgspec.DecodeError as error:
-                raise TokenizerUnavailableError(f"the request is not JSON: {error}") from error
-            for name in _NOT_RENDERED:
-                body.pop(name, None)
+            path, body = call[0], _own_fields(call[1])
         elif isinstance(prompt, ChatPrompt):
             path, body = CHAT, _chat_fields(prompt)
         else:
@@ -238,6 +243,25 @@ def _packed(url: str, rendered: _Rendered) -> PackedPrompt:
     if media and media[-1].end > len(prompt):
         raise TokenizerUnavailableError(f"{url}: media beyond the prompt's end")
     return PackedPrompt(prompt.tokens, tuple(media))
+
+
+def _own_fields(body: bytes) -> dict[str, Any]:
+    """Return the fields of a client's request that can change its prompt."""
+    try:
+        fields = read_json(body, dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise TokenizerUnavailableError(f"the request is not JSON: {error}") from error
+    return {name: value for name, value in fields.items() if name not in _NOT_RENDERED}
+
+
+def _sglang_fields(chat: ChatPrompt) -> dict[str, Any]:
+    """Return the fields of a chat for SGLang's `/tokenize`, which reads those of a chat.
+
+    It renders a chat as it answers one only without `add_generation_prompt`, which chats do not have.
+    """
+    call = chat.call
+    fields = _own_fields(call[1]) if call is not None and call[0] == CHAT else _chat_fields(chat)
+    return {name: value for name, value in fields.items() if name not in _NOT_SGLANGS}
 
 
 def _chat_message(message: dict[str, Any]) -> dict[str, Any]:

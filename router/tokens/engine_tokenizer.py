@@ -144,7 +144,10 @@ def _keys(prompt: ChatPrompt | TextPrompts) -> list[bytes]:
     """Return a key for each beginning of a conversation, the whole conversation last; one key for texts."""
     if isinstance(prompt, TextPrompts):
         return [_digest(b"", [prompt.texts, prompt.add_special_tokens, str(prompt.truncation)])]
-    settings = (prompt.chat_template, prompt.merges_system, prompt.thinking_off, prompt.add_special_tokens)
+    settings = (
+        *(prompt.chat_template, prompt.merges_system, prompt.thinking_off, prompt.add_special_tokens),
+        *(prompt.reasoning, prompt.tool_choice),
+    )
     path, truncation = prompt.call[0] if prompt.call else "", str(prompt.truncation)
     key = _digest(b"", [path, prompt.tools, template_variables(prompt), settings, truncation])
     keys: list[bytes] = []

@@ -11,12 +11,13 @@ import structlog
 from jinja2 import TemplateSyntaxError
 
 from http_api.errors import RequestError
-from indexer.hashing import PackedPrompt
+from indexer.hashing import TOKEN_BYTES, PackedPrompt
 from router.apis.requests import ChatPrompt, TextPrompts
 from router.tokens import TokenizerUnavailableError, TooLongForNowError
 from router.tokens.chat_template import ChatTemplate
 from router.tokens.model_files import ModelFiles
 from router.tokens.prompt_cache import Boundary, PromptCache, common_start, find_boundary
+from router.tokens.sglang_template import SglangTemplate
 from router.tokens.text_encoder import Encoder, TextEncoder
 
 log = structlog.get_logger()
@@ -46,8 +47,9 @@ class ChatEncoder(Protocol):
 
 
 class LocalTokenizer:
-    """A tokenizer that returns the same token ids as vLLM for the same request. It can be used by several threads.
+    """A tokenizer that returns the same token ids as an engine for the same request. It can be used by several threads.
 
+    - `truncates`: whether that engine supports `truncate_prompt_tokens`; SGLang does not.
     - `vocab_size`: one more than the largest token id of the model.
     - `method`: the library or encoder that makes the tokens.
     """
@@ -59,18 +61,23 @@ class LocalTokenizer:
         chat_encoder: ChatEncoder | None = None,
         text_encoder: Encoder | None = None,
         method: str = "",
+        sglang: bool = False,
     ) -> None:
         """Create a tokenizer from a model's files. Raises TokenizerUnavailableError.
 
         - `chat_encoder`: replaces the chat template.
         - `text_encoder`: replaces tokenizer.json.
         - `method`: a name for `/workers`; "" names the library.
+        - `sglang`: return the ids of SGLang instead of those of vLLM.
         """
         text_encoder = text_encoder or TextEncoder(files.tokenizer, cache_bytes // 2)
         self._encoder: Encoder = text_encoder
         self._chat_encoder = chat_encoder
-        self._template = _template(files, tools=False)
-        self._tools_template = _template(files, tools=True)
+        self.truncates = not sglang
+        self._template = _template(files, sglang, tools=False)
+        self._tools_template = _template(files, sglang, tools=True)
+        bos = files.special_tokens.get("bos_token")
+        self._bos = text_encoder.encode([bos])[0] if bos else b""
         # Models pad their vocabulary and tokenizers add tokens: the larger size counts, as in vLLM.
         self.vocab_size = max(files.vocab_size, self._encoder.vocab_size)
         self.method = method or ("fastokens" if self._encoder.fast else "tokenizers")
@@ -94,9 +101,9 @@ class LocalTokenizer:
         return find_boundary(self._encoder, text) if isinstance(text, str) else None
 
     @classmethod
-    def load(cls, folder: str, cache_bytes: int = CACHE_BYTES) -> LocalTokenizer:
+    def load(cls, folder: str, cache_bytes: int = CACHE_BYTES, sglang: bool = False) -> LocalTokenizer:
         """Load the tokenizer of a model's folder. Slow: call it in a thread. Raises TokenizerUnavailableError."""
-        return cls(ModelFiles.read(Path(folder)), cache_bytes)
+        return cls(ModelFiles.read(Path(folder)), cache_bytes, sglang=sglang)
 
     @property
     def fast(self) -> bool:
@@ -128,18 +135,32 @@ class LocalTokenizer:
         """Return the token ids of each prompt. Raises as `render` and `encode` do."""
         if isinstance(prompt, ChatPrompt):
             return [self.encode_chat(prompt, at_most=at_most)]
-        prompts = self.encode(prompt.texts, add_special_tokens=prompt.add_special_tokens, at_most=at_most)
-        return [prompt.truncation.apply(each) for each in prompts] if prompt.truncation else prompts
+        add = prompt.add_special_tokens or not self.truncates  # SGLang always adds them
+        prompts = self.encode(prompt.texts, add_special_tokens=add, at_most=at_most)
+        return [prompt.truncation.apply(each) for each in prompts] if prompt.truncation and self.truncates else prompts
 
     def encode_chat(self, chat: ChatPrompt, *, at_most: int = sys.maxsize) -> PackedPrompt:
         """Return the token ids of a conversation without media. Raises as `render` and `encode` do."""
         rendered = self._text_of(chat)
-        truncation = chat.truncation if self._chat_encoder is None or self._chat_encoder.truncates else None
+        truncates = self.truncates and (self._chat_encoder is None or self._chat_encoder.truncates)
+        truncation = chat.truncation if truncates else None
         if isinstance(rendered, str):
-            (prompt,) = self.encode([rendered], add_special_tokens=chat.add_special_tokens, at_most=at_most)
+            add = chat.add_special_tokens and self.truncates  # SGLang never adds them
+            (prompt,) = self.encode([rendered], add_special_tokens=add, at_most=at_most)
+            if chat.continue_final_message and (template := self._template_of(chat)):
+                prompt = self._continued(prompt, template.answer_to_continue(chat))
         else:
             prompt = self._prompts.prompt_for_tokens(rendered)
         return truncation.apply(prompt) if truncation else prompt
+
+    def _continued(self, prompt: PackedPrompt, answer: str) -> PackedPrompt:
+        """Return a prompt with the tokens of an answer, which SGLang encodes as a text of its own."""
+        if not answer:
+            return prompt
+        tokens = self._encoder.encode([answer], add_special_tokens=True)[0]
+        if len(self._bos) == TOKEN_BYTES:
+            tokens = tokens.removeprefix(self._bos)
+        return self._prompts.prompt_for_tokens(bytes(prompt.tokens) + tokens)
 
     def _text_of(self, chat: ChatPrompt) -> str | bytes:
         """Return a conversation's text, or its packed token ids if the model family's encoder returns those."""
@@ -185,12 +206,15 @@ class LocalTokenizer:
         template, or if the request has its own: a template is a program, which only a trusting worker runs.
         """
         _check_own_template(chat)
-        template = self._template if chat.tools is None else self._tools_template
+        template = self._template_of(chat)
         if template is None:
             raise TokenizerUnavailableError("the model has no valid chat template")
-        if chat.thinking_off or chat.merges_system:
+        if (chat.thinking_off or chat.merges_system) and not isinstance(template, SglangTemplate):
             chat = self._adapted(chat)
         return template.render(chat, media_as_text=media_as_text)
+
+    def _template_of(self, chat: ChatPrompt) -> ChatTemplate | None:
+        return self._template if chat.tools is None else self._tools_template
 
     def _adapted(self, chat: ChatPrompt) -> ChatPrompt:
         """Return a chat of another API with its options in the form that this template supports."""
@@ -251,10 +275,12 @@ def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}, *others] if system else others
 
 
-def _template(files: ModelFiles, *, tools: bool) -> ChatTemplate | None:
+def _template(files: ModelFiles, sglang: bool, *, tools: bool) -> ChatTemplate | None:
     """Return the chat template for conversations with or without tools; None if it is missing or invalid."""
     source = files.template_for(tools)
     try:
-        return None if source is None else ChatTemplate(source, files.special_tokens)
+        if source is None:
+            return None
+        return (SglangTemplate if sglang else ChatTemplate)(source, files.special_tokens)
     except TemplateSyntaxError:
         return None

@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.fleet.discovery import WorkerDescription
+from router.fleet.discovery import Engine, WorkerDescription
 from router.fleet.worker import Worker
 from router.fleet.worker_keys import WorkerKey
 from router.tokens.agreement import Agreement, TokenizerRoute, merged
@@ -58,6 +58,7 @@ class ModelState:
     """The state of one model's tokenizer.
 
     - `loading`: whether its files are still read.
+    - `sglang`: whether the local tokenizer returns the tokens of SGLang, not those of vLLM.
     - `problem`: why no local tokenizer is used, or not the likely one.
     - `mismatched`: workers whose usage disagreed with the local tokenizer at their last trial.
     """
@@ -70,6 +71,7 @@ class ModelState:
     folder: Path | None = None
     modified: float = 0.0
     loading: bool = True
+    sglang: bool = False
     loads: list[Load] = field(default_factory=list)
     local: LocalTokenizer | None = None
     media: MediaReader | None = None
@@ -102,6 +104,16 @@ class ModelState:
         """Return whether a worker returns tokens, as far as is known."""
         tried = self.trials.get(url)
         return tried is None or tried.agreement is None or tried.agreement.askable
+
+    def serves_sglang(self) -> bool:
+        """Return whether all its workers are SGLang's, as far as they are known."""
+        engines = {engine for url in self.workers if (engine := self.engine_of(url)) is not None}
+        return engines == {Engine.SGLANG}
+
+    def engine_of(self, url: str) -> Engine | None:
+        """Return a worker's engine; None if it is unknown."""
+        worker = self.workers.get(url)
+        return worker.description.engine if worker is not None and worker.description is not None else None
 
     def key_of(self, url: str) -> WorkerKey | None:
         """Return a worker's API key; None if it needs none."""

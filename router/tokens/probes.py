@@ -35,6 +35,7 @@ class ProbeKind(StrEnum):
     EMPTY = "empty"
     NULL = "null"
     CONTINUED = "continued"
+    ENDS_WITH_ANSWER = "ends_with_answer"
     NO_GENERATION_PROMPT = "no_generation_prompt"
     DEVELOPER = "developer"
     SPECIAL_TOKENS = "special_tokens"
@@ -65,8 +66,9 @@ def probe_kinds(prompt: ChatPrompt | TextPrompts) -> set[ProbeKind]:
     given = {
         ProbeKind.TOOLS: prompt.tools,
         ProbeKind.TEMPLATE_KWARGS: prompt.chat_template_kwargs or prompt.documents,
-        ProbeKind.EFFORT: prompt.reasoning_effort or prompt.thinking_off,
+        ProbeKind.EFFORT: prompt.reasoning_effort or prompt.reasoning or prompt.thinking_off,
         ProbeKind.CONTINUED: prompt.continue_final_message,
+        ProbeKind.ENDS_WITH_ANSWER: not prompt.continue_final_message and prompt.messages[-1]["role"] == "assistant",
         ProbeKind.NO_GENERATION_PROMPT: not prompt.add_generation_prompt and not prompt.continue_final_message,
         ProbeKind.SPECIAL_TOKENS: prompt.add_special_tokens and ProbeKind.RESPONSES not in found,
         ProbeKind.TRUNCATED: prompt.truncation,
@@ -203,6 +205,7 @@ PROBES: tuple[Probe, ...] = (
     _chat(ProbeKind.EMPTY, _USER, _ANSWER | {"content": ""}, _AGAIN),
     _chat(ProbeKind.NULL, _USER, _ANSWER | {"content": None}, _AGAIN),
     _chat(ProbeKind.CONTINUED, _USER, _ANSWER, add_generation_prompt=False, continue_final_message=True),
+    _chat(ProbeKind.ENDS_WITH_ANSWER, _USER, _ANSWER),
     _chat(ProbeKind.NO_GENERATION_PROMPT, _USER, add_generation_prompt=False),
     _chat(ProbeKind.DEVELOPER, {"role": "developer", "content": "Be brief."}, _USER),
     _chat(ProbeKind.SPECIAL_TOKENS, _USER, add_special_tokens=True),

@@ -72,7 +72,9 @@ class TokenizerSource:
         self._forget_former(worker)
         async with self._one_at_a_time:  # loading is not thread-safe
             model = self._models.get(served.model) or await self._begin(worker, served)
-        model.workers[worker.url] = worker
+            model.workers[worker.url] = worker
+            if model.sglang != model.serves_sglang():
+                await self._load_for_other_engine(model)
         if model.task is None or model.task.done():
             due = [url for url in list(model.workers) if self._due(model, url)]
             if due:
@@ -162,7 +164,13 @@ class TokenizerSource:
         return tokenizer_findings(self._tokenizers, self._models)
 
     async def _begin(self, worker: Worker, served: ServedModel) -> ModelState:
-        client = EngineClient(self._session, served.model, self._settings.timeout, lambda url: model.key_of(url))
+        client = EngineClient(
+            self._session,
+            served.model,
+            self._settings.timeout,
+            lambda url: model.key_of(url),
+            lambda url: model.engine_of(url),
+        )
         model = self._models[served.model] = ModelState(
             served.model, client, EngineTokenizer(client, lambda: model.urls(), self._settings.cache_bytes)
         )
@@ -178,6 +186,15 @@ class TokenizerSource:
         model.loading = False
         self._use(model)
         return model
+
+    async def _load_for_other_engine(self, model: ModelState) -> None:
+        """Load a model's tokenizer anew for the engine of its workers, and drop all trials of the former one."""
+        if model.task is not None:
+            await end_tasks([model.task])
+        model.trials.clear()
+        model.engine.forget()
+        await self._load_first(model)
+        self._use(model)
 
     async def _find_files(self, model: ModelState, served: ServedModel) -> None:
         """Find the folder with a model's files: the configured one, else the worker's if it exists on this machine."""
@@ -200,13 +217,14 @@ class TokenizerSource:
             model.problem = f"the folder that the worker names ({served.root}) is not on this machine"
 
     async def _load_first(self, model: ModelState) -> None:
+        model.sglang = model.serves_sglang()
         if model.folder is None:
             return
         model.problem, model.local = "", None
         problems: list[str] = []
         try:
             model.modified = await asyncio.to_thread(_modified, model.folder)
-            model.loads = candidates(model.folder)
+            model.loads = candidates(model.folder, model.sglang)
         except TokenizerUnavailableError as error:
             model.loads, problems = [], [str(error)]
         for load in model.loads:

@@ -265,7 +265,7 @@ def _from_token_ids(prompt: TokenPrompts, tokenizer: ModelTokenizer | None) -> T
     if tokenizer is not None and tokenizer.local is not None:
         _check_vocabulary(prompt, tokenizer.local.vocab_size)
     prompts = [PackedPrompt.of(ids) for ids in prompt.token_ids]
-    if prompt.truncation:
+    if prompt.truncation and (tokenizer is None or tokenizer.local is None or tokenizer.local.truncates):
         prompts = [prompt.truncation.apply(each) for each in prompts]
     return Tokenized(prompts, prompts)
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "argume
 @pytest.fixture(scope="module")
 def local() -> LocalTokenizer:
     return LocalTokenizer.load(str(MODEL))
+
+
+@cache
+def _sglang() -> LocalTokenizer:
+    return LocalTokenizer.load(str(MODEL), sglang=True)
 
 
 class Engine:
@@ -123,7 +129,8 @@ class Engine:
         assert isinstance(prompt, (ChatPrompt, TextPrompts))
         try:
             more = [1] if self.splits_numbers and re.search(rb"\d{4}", body) else []
-            return [*self.prefix, *self._local.tokenize(prompt)[0], *more]
+            local = _sglang() if self.sglang else self._local
+            return [*self.prefix, *local.tokenize(prompt)[0], *more]
         except (RequestError, TokenizerUnavailableError):  # only the engine knows them
             return []
 
@@ -346,10 +353,17 @@ async def test_sglang_receives_ids_of_plain_texts(
         [found] = await reasons(routed)
         assert reason in found
         assert bool(reason) == bool(found)
-        body = json.dumps(BODY | {"messages": [{"role": "system", "content": "a"}, USER, ANSWER, USER]}).encode()
-        ids = json.dumps(engine.ids(body)).replace(" ", "").encode()
-        assert await sent(routed, engine, body) == (body if reason else body[:-1] + b',"input_ids":%b}' % ids)
-        for fields in (*FORWARDED[3:], {"messages": [USER, ANSWER]}, {"messages": [USER | {"name": "ann"}]}):
+        texts = [{"type": "text", "text": text} for text in "ab"]
+        plain = [
+            [{"role": "system", "content": "a"}, USER, ANSWER, USER],
+            [{"role": "developer", "content": "a"}, {"role": "user", "content": texts}],
+            [USER, ANSWER],
+        ]
+        for messages in plain:
+            body = json.dumps(BODY | {"messages": messages}).encode()
+            ids = json.dumps(engine.ids(body)).replace(" ", "").encode()
+            assert await sent(routed, engine, body) == (body if reason else body[:-1] + b',"input_ids":%b}' % ids)
+        for fields in (*FORWARDED[4:], {"messages": [USER | {"name": "ann"}]}):
             body = json.dumps(BODY | fields).encode()
             assert await sent(routed, engine, body) == body, fields
 

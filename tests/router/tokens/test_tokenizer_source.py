@@ -46,6 +46,14 @@ class Played:
         """A worker answers that it serves the model."""
         await self.source.provide(self.workers[number], ServedModel("m", "m", None, root))
 
+    async def describes(self, number: int, engine: Engine) -> None:
+        """A worker describes itself as this engine, which renders chats its way, and is tried."""
+        sglang = engine is Engine.SGLANG
+        self.engines[number].tokenizer = LocalTokenizer.load(str(MODEL), sglang=sglang)
+        self.engines[number].renders = not sglang
+        self.workers[number].describe(WorkerDescription(engine, {"m": ServedModel("m", "m")}))
+        await self.answers(number)
+
     async def answers(self, number: int = 0, root: str | None = str(MODEL)) -> None:
         """A worker answers that it serves the model, and is tried if that is due."""
         await self.provide(number, root)
@@ -230,6 +238,39 @@ async def test_different_workers_are_each_compared(played: Played) -> None:
     assert played.route == "engine"
     played.source.removed(played.workers[1])
     assert played.route == "local"
+
+
+ENDED = ChatPrompt([*CHAT.messages, {"role": "assistant", "content": "The second."}])
+
+
+async def test_chats_to_sglang_are_rendered_as_sglang_does(played: Played, local: LocalTokenizer) -> None:
+    await played.describes(0, Engine.SGLANG)
+    report = played.report
+    assert (report["way"], report["compared_with"], played.findings) == ("local", "tokenize", [])
+    apis = {"responses", "responses_tools", "messages", "messages_tools"}
+    assert {kind for kind, way in report["shapes"].items() if way != "local"} == apis
+    asked = played.engines[0].asked.total()
+    found = (await played.tokenizers.tokenize("m", ENDED)).token_ids
+    assert found == played.engines[0].tokenizer.tokenize(ENDED) != local.tokenize(ENDED)
+    assert played.engines[0].asked.total() == asked
+
+
+async def test_model_of_two_engines_is_rendered_as_vllm_does_until_only_sglang_serves_it(
+    played: Played, local: LocalTokenizer
+) -> None:
+    await played.describes(0, Engine.SGLANG)
+    await played.describes(1, Engine.VLLM)
+    await played.answers(0)
+    assert (played.route, played.findings) == ("mixed", ["prompts_asked"])
+    assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
+    await played.describes(1, Engine.SGLANG)
+    await played.answers(0)
+    assert (played.route, played.findings) == ("local", [])
+    await played.describes(0, Engine.VLLM)
+    await played.describes(1, Engine.VLLM)
+    await played.answers(0)
+    assert (played.route, played.findings) == ("local", [])
+    assert (await played.tokenizers.tokenize("m", ENDED)).token_ids == local.tokenize(ENDED)
 
 
 def audited(played: Played) -> TargetAudit:
