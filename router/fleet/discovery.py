@@ -121,6 +121,7 @@ class _ModelCard(msgspec.Struct):
 
 
 class _SglangServer(msgspec.Struct):
+    served_model_name: msgspec.Raw = msgspec.Raw()
     tokenizer_path: msgspec.Raw = msgspec.Raw()
     disaggregation_mode: msgspec.Raw = msgspec.Raw()
     disaggregation_bootstrap_port: msgspec.Raw = msgspec.Raw()
@@ -155,7 +156,7 @@ async def describe_worker(
         if all(card.may_be_router for card in cards) and await client.is_router():
             raise DiscoveryError(f"{name}: a kvrouter answers there, not an engine: name the workers behind it")
         models = _models(cards, worker.model)
-        description = await _streams(client, models)
+        description = await _streams(client, models, named=worker.model is not None)
     except aiohttp.ClientResponseError as error:
         if client.key.refuses(error.status):
             raise RefusedKeyError(client.key.refusal(error.request_info.url.path, error.status)) from error
@@ -253,8 +254,8 @@ class _WorkerClient:
         )
 
 
-async def _streams(client: _WorkerClient, models: dict[str, ServedModel]) -> WorkerDescription:
-    """Detect the engine, and return the description with its streams."""
+async def _streams(client: _WorkerClient, models: dict[str, ServedModel], named: bool) -> WorkerDescription:
+    """Detect the engine, and return the description with its streams. `named`: the settings name its model."""
     fields, limits = client.fields, client.limits
     if (sources := await client.get_if_there("/kv_event_sources")) is not None:
         streams = _within(vllm_sources(sources, client.host, fields, limits.max_ranks), models, client)
@@ -270,7 +271,11 @@ async def _streams(client: _WorkerClient, models: dict[str, ServedModel]) -> Wor
         model_info = await client.get_if_there("/model_info") or await client.get_if_there("/get_model_info")
         return WorkerDescription(
             Engine.SGLANG,
-            _of_sglang(models, fields.text("tokenizer_path", given.tokenizer_path)),
+            _of_sglang(
+                models,
+                fields.text("tokenizer_path", given.tokenizer_path),
+                None if named else fields.text("served_model_name", given.served_model_name, LONGEST_NAME),
+            ),
             tuple(streams.sources),
             found.block_size,
             ranks=_ranks(streams.ranks),
@@ -326,16 +331,23 @@ def _models(cards: list[_Card], only: str | None) -> dict[str, ServedModel]:
     return {only: replace(first, name=only, model=only)}
 
 
-def _of_sglang(models: dict[str, ServedModel], folder: str | None) -> dict[str, ServedModel]:
+def _of_sglang(models: dict[str, ServedModel], folder: str | None, started_as: str | None) -> dict[str, ServedModel]:
     """Return the models with what SGLang's `/v1/models` does not say.
 
     - The `root` of a base model is the name that it serves. `folder` is where its files are.
+    - New weights from disk change the listed name to their path. It was `started_as` another name, and answers to both.
     - An adapter NAME is applied only for `BASE:NAME`. For other names the base model answers.
     """
+    bases = [served.name for served in models.values() if served.adapter is None]
+    renamed = started_as if started_as and started_as not in models and len(bases) == 1 else None
     named = {}
     for name, served in models.items():
+        if renamed:
+            served = replace(served, model=renamed)
         if served.adapter is None:
             named[name] = replace(served, root=folder) if folder and served.root == name else served
+            if renamed:
+                named[renamed] = replace(named[name], name=renamed)
             continue
         qualified = f"{served.model}:{served.adapter}"
         named[name] = replace(served, sent_as=qualified)

@@ -38,6 +38,7 @@ FIELDS = [
     ("server_info", "dp_size", RELEASES),
     ("server_info", "dcp_size", SINCE_20),
     ("server_info", "tokenizer_path", RELEASES),
+    ("server_info", "served_model_name", RELEASES),
     ("server_info", "disaggregation_mode", RELEASES),
     ("server_info", "disaggregation_bootstrap_port", RELEASES),
     ("server_info", "encoder_only", RELEASES),
@@ -121,6 +122,19 @@ async def test_worker_is_described_by_its_release(release: str) -> None:
     assert description.lacks == lacks
     assert description.models["tiny"] == ServedModel("tiny", "tiny", None, "/models/tiny", 4096)
     assert description.models["one"].sent_as == "tiny:one"
+
+
+async def test_model_keeps_its_name_after_new_weights_from_disk() -> None:
+    """SGLang then lists the path of the weights, and answers to any name."""
+    cards = json.loads(json.dumps(answer("0.5.23", "models")).replace('"tiny"', '"/models/tiny-2"'))
+    answers = {"/server_info": answer("0.5.23", "server_info"), "/v1/models": cards}
+    async with worker(answers) as url, aiohttp.ClientSession() as session:
+        models = (await describe_worker(session, WorkerSettings(url=url))).models
+        only = (await describe_worker(session, WorkerSettings(url=url, model="mine"))).models
+    assert models["tiny"] == ServedModel("tiny", "tiny", None, "/models/tiny", 4096)
+    assert models["/models/tiny-2"].model == "tiny"
+    assert (models["one"].model, models["one"].sent_as) == ("tiny", "tiny:one")
+    assert list(only) == ["mine"]
 
 
 def test_usage_and_load_of_the_latest_release_are_read() -> None:
