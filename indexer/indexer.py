@@ -268,17 +268,16 @@ class Indexer:
         """
         return self._matches(query, len(query.token_ids) - 1)
 
-    def match_rows(self, query: MatchQuery, rows: TargetRows) -> RowMatches:
-        """Return the tokens that the targets in some rows would serve, as arrays and not as an object per target."""
-        found = RowMatches(rows)
+    def match_rows(self, query: MatchQuery, rows: TargetRows, found: RowMatches) -> None:
+        """Add to `found` the tokens that the targets in some rows would serve. Raises UnknownModelError."""
+        roots = self._roots(query)
         prompt = PackedPrompt.of(query.token_ids)
-        for block_size, root in self._roots(query):
+        for block_size, root in roots:
             self.index.match_rows(root, block_size, prompt, (prompt.length - 1) // block_size, rows, found)
         for target in self._salted:  # routed requests have no additional salt
             row = rows.row_of.get(target)
             if row is not None:
                 found.clear(row)
-        return found
 
     def has_pool(self, target: Target) -> bool:
         """Return whether a registered target loads from a pool."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.make_routing import BLOCK, MODEL, make_fleet, make_routing
-from indexer import Indexer, MatchQuery, Registration, Target, TargetRows
+from indexer import Indexer, MatchQuery, Registration, RowMatches, Target, TargetRows
 from indexer.hashing import PackedPrompt
 from kvevents import BlockStored, EventBatch
 from router.apis.requests import RoutedRequest
@@ -116,7 +116,7 @@ def _matches(indexer: Indexer) -> Iterator[float]:
     rows = TargetRows(len(targets), {target: row for row, target in enumerate(targets)})
     for prompt in _prompts():
         begun = thread_time_ns()
-        indexer.match_rows(MatchQuery(MODEL, prompt.token_ids[0], None, None), rows)
+        indexer.match_rows(MatchQuery(MODEL, prompt.token_ids[0], None, None), rows, RowMatches(rows))
         yield (thread_time_ns() - begun) / 1000
 
 

@@ -37,7 +37,6 @@ def subscribe_routing(routing: Routing, fleet: Fleet) -> None:
     fleet.on_cache_lost.append(placement.forget)
     fleet.on_restarted.append(placement.restarted)
     fleet.on_removed += [selector.removed, placement.removed, routing.encoders.forget, removed]
-    sharing.peer_load.on_change.append(load.changed)
     sharing.on_response.append(responses.remember)
     responses.on_learned.append(sharing.share_response)
     if sharing.channels:

@@ -41,9 +41,8 @@ _EVENTS: Final = Basis.EVENTS
 _SENT_PREFIXES: Final = Basis.SENT_PREFIXES
 
 
-# This number of answers is enough to judge by, if their excess is this factor above the tolerance.
+# This number of answers is enough to judge by, if their excess is far above the tolerance.
 _FEW_ANSWERS = 8
-_FAR_FACTOR = 2
 # A target whose answers lack this share of the loadable tokens does not load.
 _NOT_LOADED = 0.5
 
@@ -113,9 +112,10 @@ class HitAudit:
 
     def answered(self, cache_prediction: CachePrediction, usage: Usage | None) -> None:
         """Compare an answer with its prediction. `usage`: its token counts; None if the worker reports none."""
+        stream = self._stream(cache_prediction.target)
         if cache_prediction.comparable and usage is not None:
-            self._compare(cache_prediction, usage)
-        if self.basis(cache_prediction.target) is _EVENTS:
+            self._compare(cache_prediction, usage, stream)
+        if self._basis(cache_prediction.target, stream) is _EVENTS:
             if self._sent_prefixes.sent:
                 self._sent_prefixes.forget(cache_prediction.target)
             return
@@ -131,15 +131,19 @@ class HitAudit:
 
     def basis(self, target: Target) -> Basis:
         """Return what a target's cached tokens are predicted from now."""
-        return self.basis_and_completeness(target)[0]
+        return self._basis(target, self._stream(target))
 
     def basis_and_completeness(self, target: Target) -> tuple[Basis, bool]:
         """Return the basis of a target, and whether all available events of the target were applied."""
         stream = self._stream(target)
+        complete = stream is not None and (stream.state is _LIVE or stream.state is _LOST)
+        return self._basis(target, stream), complete
+
+    def _basis(self, target: Target, stream: StreamSession | None) -> Basis:
         if stream is None or stream.state is _CONNECTING:
-            return _SENT_PREFIXES, False
-        audit, complete = self._audits.get(target), stream.state is _LIVE or stream.state is _LOST
-        return (audit.basis if audit is not None else _EVENTS), complete
+            return _SENT_PREFIXES
+        audit = self._audits.get(target)
+        return _EVENTS if audit is None else audit.basis
 
     def retention(self, target: Target) -> Retention | None:
         """Return how much a target keeps, and for how long; None if its answers have not shown it."""
@@ -149,7 +153,8 @@ class HitAudit:
         """Return all targets that were audited, with their figures."""
         return list(self._audits.items())
 
-    def _compare(self, cache_prediction: CachePrediction, usage: Usage) -> None:
+    def _compare(self, cache_prediction: CachePrediction, usage: Usage, stream: StreamSession | None) -> None:
+        """Compare an answer with its prediction. `stream`: the event stream of its target."""
         target = cache_prediction.target
         audit = self._audits.get(target) or self._add_audit(target)
         if not cache_prediction.by_text and not cache_prediction.media:
@@ -171,14 +176,16 @@ class HitAudit:
         error = overlap - (cache_prediction.own_part(cached, overlap, pooled) if loads else cached)
         audit.wrong_tokens += abs(error)
         audit.errors.add(error, usage.prompt)
-        if by_events is not None and cache_prediction.made_at > self._known_since(target, audit):
+        # Earlier predictions do not reflect the events as they are read now.
+        known_since = audit.judged_at if stream is None else max(stream.began_at, audit.judged_at)
+        if by_events is not None and cache_prediction.made_at > known_since:
             own = cache_prediction.own_part(cached, by_events, pooled) if loads else cached
             if own == cached and self._learn_draft_blocks(target, by_events, cached):
                 self._restart_judgement(audit)
                 return
-            audit.event_errors.add(by_events - own, usage.prompt)
-            audit.last_event_errors.add(by_events - own, usage.prompt)
-            self._choose_basis(target, audit)
+            drift = audit.add_event_error(by_events - own, usage.prompt, self._tolerance)
+            if drift is not None:
+                self._change_basis(target, audit, drift)
         if loads:
             self._compare_loads(audit, cache_prediction, cached, overlap, usage.prompt, pooled)
 
@@ -216,20 +223,8 @@ class HitAudit:
             cache_prediction.target, cache_prediction.hashes[0], cached, cache_prediction.made_at
         )
 
-    def _known_since(self, target: Target, audit: TargetAudit) -> float:
-        """Return the time from which predictions reflect the events as they are read now."""
-        stream = self._stream(target)
-        return max(stream.began_at if stream else 0.0, audit.judged_at)
-
-    def _choose_basis(self, target: Target, audit: TargetAudit) -> None:
-        """Choose the basis of a target's predictions, once enough of its answers were compared."""
-        errors = audit.event_errors
-        if not errors.enough:
-            errors = audit.last_event_errors
-            overpredicted = errors.excess > _FAR_FACTOR * self._tolerance
-            if not errors.enough or (audit.basis is _EVENTS and not overpredicted):
-                return
-        drift = errors.share
+    def _change_basis(self, target: Target, audit: TargetAudit, drift: float) -> None:
+        """Change the basis of a target's predictions if its answers require it. `drift`: the share of wrong tokens."""
         right = drift <= self._tolerance
         if right and (stream := self._stream(target)) is not None and stream.first_missing:
             self._indexer.agree(target)
@@ -256,6 +251,9 @@ class HitAudit:
         )
 
     def _learn_draft_blocks(self, target: Target, predicted: int, cached: int) -> bool:
+        if predicted == cached:
+            self.draft_blocks.record_whole(target, predicted)
+            return False
         block_size = self._indexer.block_size(target)
         if block_size is None or not self.draft_blocks.record(target, predicted, cached, block_size):
             return False

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from indexer import Target
 
@@ -27,6 +28,11 @@ class Basis(StrEnum):
     EVENTS = "events"
     RESYNCED = "resynced"
     SENT_PREFIXES = "history"
+
+
+_EVENTS: Final = Basis.EVENTS  # each access to a member of an enumeration is a lookup
+# The last few answers are enough to judge by, if their excess is this factor above the tolerance.
+_FAR_FACTOR: Final = 2
 
 
 @dataclass(slots=True, init=False)
@@ -194,6 +200,21 @@ class TargetAudit:
     unexplained: bool = False
     lengths_wrong: int = 0
 
+    def add_event_error(self, error: int, prompt: int, tolerance: float) -> float | None:
+        """Add the error of an overlap by events, in a prompt of `prompt` tokens.
+
+        Return the share of wrong tokens once there are enough errors to judge by and the basis may have to change.
+        """
+        self.event_errors.add(error, prompt)
+        self.last_event_errors.add(error, prompt)
+        errors, by_events = self.event_errors, self.basis is _EVENTS
+        if not errors.enough:
+            errors = self.last_event_errors
+            if not errors.enough or (by_events and errors.excess <= _FAR_FACTOR * tolerance):
+                return None
+        share = errors.share
+        return None if by_events and share <= tolerance else share
+
 
 # The answers in a row that must be off by exactly one block. A wrong correction costs one block of a few answers.
 _ANSWERS = 2
@@ -219,8 +240,15 @@ class DraftBlockCorrections:
         else:
             self.drafting.discard(url)
 
+    def record_whole(self, target: Target, cached: int) -> None:
+        """Record an answer that is as predicted: a whole hit, unless the target has a correction or no hit."""
+        if cached:  # without a hit there is no block to subtract
+            self._in_a_row.pop(target, None)
+            if target not in self.tokens:
+                self._whole.add(target)
+
     def record(self, target: Target, predicted: int, cached: int, block_size: int) -> bool:
-        """Compare an answer with its prediction, and return whether the target's correction changed.
+        """Compare a wrong prediction with its answer, and return whether the target's correction changed.
 
         After a change, earlier predictions of the target are no longer comparable.
 
@@ -229,10 +257,7 @@ class DraftBlockCorrections:
         """
         corrected = target in self.tokens
         if predicted - cached != (-block_size if corrected else block_size):
-            if predicted or cached:  # without a hit there is no block to subtract
-                self._in_a_row.pop(target, None)
-                if predicted == cached and not corrected:
-                    self._whole.add(target)
+            self._in_a_row.pop(target, None)
             return False
         answers = self._in_a_row[target] = self._in_a_row.get(target, 0) + 1
         if answers < (1 if not corrected and self._may_have_draft_block(target) else _ANSWERS):

@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from router.fleet.engine_metrics import NOTHING_KNOWN, EngineView
+from router.load.peer_load import NOTHING, PeerTargetLoad
+
 # Maximum number of remembered changes. A reader that is further behind reads all loads again.
 _JOURNAL_LENGTH = 8192
 
@@ -38,7 +41,7 @@ class LoadJournal:
 
 @dataclass(slots=True)
 class TargetLoad:
-    """The load that this router has in flight on a DP rank.
+    """The load on a DP rank: the requests that this router has in flight there, and beside them those of others.
 
     - `pending`: the uncached prompt tokens of requests without a first byte.
     - `context`: the tokens of all requests in flight.
@@ -48,6 +51,8 @@ class TargetLoad:
     - `prefills`: the requests without a first byte, the oldest first, with their predicted seconds.
     - `head_since`: when the oldest prefill became the oldest, by `clock`.
     - `prompts`: the number of prompts sent to it so far that it computes.
+    - `peers`: the load of other routers. `LoadTable.peers_changed` sets it.
+    - `engine`: the load beyond all routers' requests, by the last scrape. `LoadView` and `LoadTable.scraped` set it.
     """
 
     requests: int = 0
@@ -66,6 +71,8 @@ class TargetLoad:
     prefills: dict[Reservation, float] = field(default_factory=dict, compare=False, repr=False)
     head_since: float = field(default=0.0, compare=False, repr=False)
     prompts: int = field(default=0, compare=False, repr=False)
+    peers: PeerTargetLoad = field(default_factory=PeerTargetLoad, compare=False, repr=False)
+    engine: EngineView = field(default=NOTHING_KNOWN, compare=False, repr=False)
 
     @property
     def waiting(self) -> int:
@@ -184,8 +191,15 @@ class Reservation:
             load.head_since = load.clock() if now is None else now
 
 
+def _no_peers(_: str, __: int) -> PeerTargetLoad:
+    return NOTHING
+
+
 class LoadTable:
-    """The load of every DP rank of every worker, for all models together."""
+    """The load of every DP rank of every worker, for all models together.
+
+    - `peers_of`: returns the load of other routers on a DP rank.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -193,6 +207,7 @@ class LoadTable:
         self.on_ended: list[Callable[[], None]] = []
         self.on_change: list[Callable[[str, int], None]] = []
         self.journal = LoadJournal()
+        self.peers_of: Callable[[str, int], PeerTargetLoad] = _no_peers
         self._slots = 0
         self._loads: dict[tuple[str, int], TargetLoad] = {}
 
@@ -210,13 +225,22 @@ class LoadTable:
                 on_ended=self.on_ended,
                 on_change=self.on_change,
                 clock=self._clock,
+                peers=self.peers_of(worker, dp_rank),
             )
         return load
 
-    def changed(self, worker: str, dp_rank: int) -> None:
-        """Mark the load of a DP rank as changed by something other than this router's requests."""
+    def peers_changed(self, worker: str, dp_rank: int) -> None:
+        """Read the load of other routers on a DP rank, because it changed."""
         load = self._loads.get((worker, dp_rank))
         if load is not None:
+            load.peers = self.peers_of(worker, dp_rank)
+            self.journal.add(load.slot)
+
+    def scraped(self, worker: str, dp_rank: int, engine: EngineView) -> None:
+        """Set the load that the engine of a DP rank reports."""
+        load = self._loads.get((worker, dp_rank))
+        if load is not None:
+            load.engine = engine
             self.journal.add(load.slot)
 
     def in_flight(self) -> list[tuple[str, int]]:

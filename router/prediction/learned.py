@@ -222,7 +222,7 @@ class EvictionCounts(Protocol):
 
 
 class Learned:
-    """The learned state of all models."""
+    """The learned state of all models. `evictions_due`: when `read_evictions` is due."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class Learned:
         self.pressure = EvictionPressure(CHUNK_TOKENS, clock=clock)
         self.session_locations = SessionLocations(clock)
         self._clock = clock
-        self._next_reading = 0.0
+        self.evictions_due = 0.0
 
     def timing(
         self, chosen: Candidate, tokens: int, reservation: Reservation, peers: PeerLoad, computes: bool = True
@@ -262,12 +262,10 @@ class Learned:
         return self.rates.mean_token()
 
     def read_evictions(self, index: EvictionCounts, now: float | None = None) -> None:
-        """Read the evicted tokens of all targets that have an event stream, at most once a second."""
+        """Read the evicted tokens of all targets that have an event stream. It is due again after a second."""
         if now is None:
             now = self._clock()
-        if now < self._next_reading:
-            return
-        self._next_reading = now + _READ_SECONDS
+        self.evictions_due = now + _READ_SECONDS
         removed, without_room = dict[Target, int](), set[Target]()
         for registration in index.registered():
             status = index.index.status(registration.target) if registration.source else None

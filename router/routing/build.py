@@ -106,5 +106,5 @@ def build_routing(
     masters = any(pool.master is not None for pool in settings.pools)
     verifier = PoolVerifier(indexer, session) if session is not None and masters else None
     reader = PromptReader(state, fleet, indexer, tokenizers, settings.proxy.forward_unknown_models, verifier)
-    encoders = Encoders(fleet, state.load, state.sharing.peer_load, settings.encoding.per_encoder, random, state.clock)
+    encoders = Encoders(fleet, state.load, settings.encoding.per_encoder, random, state.clock)
     return Routing(state, reader, selector, Placement(state, selector, samples), encoders)

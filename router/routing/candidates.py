@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
+from functools import partial
 from random import Random
 
 from indexer import MatchQuery
@@ -41,6 +42,7 @@ class CandidateSet:
     __slots__ = (
         "_candidates",
         "_finder",
+        "count",
         "excluded",
         "hashes",
         "overlaps",
@@ -64,10 +66,7 @@ class CandidateSet:
         self.rates: dict[ServedModel, Rates] = {}
         self.sources: dict[int, Source] = {}
         self.shared: SharedTokens | None = None
-
-    @property
-    def count(self) -> int:
-        return len(self.targets.ranks) - len(self.excluded)
+        self.count = len(targets.ranks) - len(excluded)
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -124,8 +123,8 @@ class CandidateSet:
         chosen = self.with_overlap(row, self.view.records[row])
         decision = Decision(
             chosen,
-            lambda: self.records(chosen),
-            lambda each: policy.terms(each, request),
+            partial(self.records, chosen),
+            partial(policy.terms, request=request),
             count=self.count,
             unit=policy.unit,
         )
@@ -186,7 +185,7 @@ class CandidateFinder:
         view = targets.view
         if view is None:
             view = targets.view = LoadView(
-                targets.ranks, self._load, self._peer_load, self._learned, self._policy, targets.prefill_share
+                targets.ranks, self._load, self._learned, self._policy, targets.prefill_share
             )
         view.update(now)
         owner = self._responses.get(prompt.stored) if prompt.stored else None
@@ -267,7 +266,7 @@ class CandidateFinder:
         owner: str | None,
     ) -> Collection[int]:
         """Return the rows that may not receive a request. While the `owner` of its stored object is up, it may."""
-        unsettled = targets.unsettled(self._fleet.health_version)
+        unsettled = targets.unsettled
         if not excluded and not unsettled and limits.unlimited and owner is None:
             return _NO_ROWS
         if owner is None:
@@ -342,7 +341,7 @@ class CandidateFinder:
     def scraped(self, worker: Worker) -> None:
         """Read a worker's load again, because its metrics were read."""
         for dp_rank in worker.ranks():
-            self._load.changed(worker.url, dp_rank)
+            self._load.scraped(worker.url, dp_rank, worker.metrics.get(dp_rank))
         if worker.metrics.caches_prefixes:
             self._overlaps.uncached.discard(worker.url)
         else:

@@ -24,7 +24,6 @@ from xxhash import xxh3_64_intdigest
 
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker, has_turn
-from router.load.peer_load import PeerLoad
 from router.load.target_load import LoadTable, Reservation
 
 _BOUND: Final = 1.25
@@ -132,14 +131,12 @@ class Encoders:
         self,
         fleet: Fleet,
         load: LoadTable,
-        peer_load: PeerLoad,
         per_encoder: int,
         random: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._load = load
-        self._peer_load = peer_load
         self._per_encoder = per_encoder
         self._random = random
         self._clock = clock
@@ -182,8 +179,8 @@ class Encoders:
 
     def _items(self, worker: Worker) -> int:
         """Return the items at a worker: of this router, of other routers, and of other clients."""
-        own, peers = self._load.of(worker.url, 0), self._peer_load.of(worker.url, 0)
-        return own.requests + peers.requests + worker.metrics.get(0).unseen
+        load = self._load.of(worker.url, 0)
+        return load.requests + load.peers.requests + worker.metrics.get(0).unseen
 
     def _expected(self, worker: Worker) -> float:
         """Return the seconds of one item at a worker; the mean of the others before the first."""

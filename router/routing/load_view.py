@@ -9,7 +9,6 @@ from __future__ import annotations
 from math import exp
 from typing import Final
 
-from router.load.peer_load import PeerLoad
 from router.load.target_load import LoadTable
 from router.policies import Candidate, CostColumns, LinearPolicy
 from router.prediction.learned import Learned
@@ -66,14 +65,12 @@ class LoadView:
         self,
         ranks: list[RoutableRank],
         load: LoadTable,
-        peer_load: PeerLoad,
         learned: Learned,
         policy: LinearPolicy | None,
         prefill_share: PrefillShare,
     ) -> None:
         self._ranks = ranks
         self._journal = load.journal
-        self._peer_load = peer_load
         self._pressure = learned.pressure
         self._session_locations = learned.session_locations
         self._policy = policy
@@ -110,22 +107,27 @@ class LoadView:
         if self._swept < rows:
             end = min(self._swept + _SWEEP_ROWS, rows)
             for row in range(self._swept, end):
-                self._read(row)
+                self._read(row, anew=True)
             self._swept = end
         if rows:
             self._prefill_share.see(len(self.prefilling) / rows, now)
 
     def _read_all(self) -> None:
         for row in range(len(self._ranks)):
-            self._read(row)
+            self._read(row, anew=True)
         self._swept = len(self._ranks)
 
-    def _read(self, row: int) -> None:
-        """Read a row's load: of this router, other routers and other clients, scaled by the worker's weight."""
+    def _read(self, row: int, anew: bool = False) -> None:
+        """Read a row's load: of this router, other routers and other clients, scaled by the worker's weight.
+
+        `anew`: also read what time alone changes.
+        """
         rank = self._ranks[row]
         target, load = rank.target, rank.load
-        peers = self._peer_load.of(target.worker, target.dp_rank)
-        engine = rank.worker.metrics.get(target.dp_rank)
+        if anew:
+            load.engine = rank.worker.metrics.get(target.dp_rank)
+            rank.full = self._pressure.full(target)
+        peers, engine = load.peers, load.engine
         record = Candidate(
             target,
             requests=load.requests + peers.requests + engine.unseen,
@@ -151,9 +153,8 @@ class LoadView:
 
     def _eviction(self, rank: RoutableRank) -> float:
         """Return the price of an eviction on a rank: 0 while it has room."""
-        target = rank.target
-        if not self._pressure.full(target):
+        if not rank.full:
             return 0.0
         if not len(self._session_locations):
             return max(self._price, _LEAST_PRICE)
-        return self._price * self._session_locations.weight(target, len(self._ranks), rank.worker.capacity_tokens)
+        return self._price * self._session_locations.weight(rank.target, len(self._ranks), rank.worker.capacity_tokens)

@@ -7,6 +7,7 @@ and sent prefixes, if a target's events are missing.
 from __future__ import annotations
 
 from array import array
+from contextlib import suppress
 from itertools import chain, takewhile
 from typing import Final
 
@@ -237,12 +238,11 @@ class OverlapFinder:
     def _matches(
         self, rows: TargetRows, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None
     ) -> RowMatches:
-        if served.replacement is not None:
-            return RowMatches(rows)
-        try:
-            return self._indexer.match_rows(MatchQuery(served.model, token_ids, served.adapter, cache_salt), rows)
-        except UnknownModelError:
-            return RowMatches(rows)
+        found = RowMatches(rows)
+        if served.replacement is None:
+            with suppress(UnknownModelError):
+                self._indexer.match_rows(MatchQuery(served.model, token_ids, served.adapter, cache_salt), rows, found)
+        return found
 
     def _full_blocks(self, target: Target, shared: int, tokens: int) -> int:
         """Return the tokens that a target reuses of a prompt whose first `shared` tokens it has computed."""

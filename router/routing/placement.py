@@ -108,7 +108,7 @@ class Placement:
         )
         work = load.pending
         if self._sharing.channels:
-            work += self._sharing.peer_load.of(worker.url, target.dp_rank).pending
+            work += load.peers.pending
         # The time of a prefill alone does not depend on the length of the answer.
         streamed = prompt.streamed or not decodes
         attempt = worker.health.begin(work, target.dp_rank, streamed, one_of_many=rank.one_of_many, now=now)

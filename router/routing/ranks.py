@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from indexer import Target
 from router.cache_state.in_flight_prefixes import chunk_root
 from router.fleet.worker import Worker
-from router.load.peer_load import PeerLoad
 from router.load.target_load import LoadTable, TargetLoad
 from router.routing.late_binding import is_busy
 
@@ -33,7 +32,11 @@ class ServedModel:
 
 
 class RoutableRank:
-    """A DP rank of a worker, as the target of requests for one name, in the row `row` of the name's targets."""
+    """A DP rank of a worker, as the target of requests for one name, in the row `row` of the name's targets.
+
+    - `load`: its load for all names, of this router, other routers and other clients.
+    - `full`: whether it has no room, so that evictions have a price. `LoadView` sets it.
+    """
 
     def __init__(
         self, worker: Worker, served: ServedModel, target: Target, load: TargetLoad, one_of_many: bool
@@ -45,6 +48,7 @@ class RoutableRank:
         self.one_of_many = one_of_many
         self.weight = worker.settings.weight
         self.row = 0
+        self.full = False
 
 
 @dataclass(slots=True)
@@ -74,20 +78,17 @@ NO_LIMITS = Limits()
 class TargetCapacity:
     """The capacity that targets have left. The load of other routers counts, and a worker's weight scales it."""
 
-    def __init__(self, load: LoadTable, peer_load: PeerLoad) -> None:
+    def __init__(self, load: LoadTable) -> None:
         self._load = load
-        self._peer_load = peer_load
 
     def has_capacity(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
         """Return whether a DP rank may receive one more prompt of `tokens` tokens."""
         if limits.unlimited:
             return True
         load, weight = self._load.of(worker.url, dp_rank), worker.settings.weight
-        peers = self._peer_load.of(worker.url, dp_rank)
-        requests = load.requests + peers.requests + worker.metrics.get(dp_rank).unseen
-        return limits.has_capacity(requests / weight, (load.context + peers.context) / weight, tokens)
+        requests = load.requests + load.peers.requests + worker.metrics.get(dp_rank).unseen
+        return limits.has_capacity(requests / weight, (load.context + load.peers.context) / weight, tokens)
 
     def prefill_busy(self, rank: RoutableRank, crowded: bool) -> bool:
         """Return whether late binding holds requests for a rank. `crowded`: more requests wait than it has targets."""
-        peers = self._peer_load.of(rank.worker.url, rank.target.dp_rank)
-        return is_busy(rank.load, crowded, peers.streamed, rank.weight)
+        return is_busy(rank.load, crowded, rank.load.peers.streamed, rank.weight)

@@ -50,7 +50,7 @@ class Selector:
         self._custom = state.policy.custom
         self._linear = policy if isinstance(policy, LinearPolicy) and self._custom is None else None
         self._directory = TargetDirectory(state.fleet, state.load)
-        self._capacity = TargetCapacity(state.load, state.sharing.peer_load)
+        self._capacity = TargetCapacity(state.load)
         self._candidates = CandidateFinder(state, self._directory, self._capacity, random)
         self._disaggregated = DisaggregatedSelector(state, self._candidates, disaggregation, slo_miss_cost)
         self._slo_selector = SLOSelector(state.learned, state.sharing.peer_load, slo_miss_cost)
@@ -72,7 +72,7 @@ class Selector:
         by_load = not self._state.needs_prompts and limits.unlimited
         if now is None:
             now = self._clock()
-        if not by_load:
+        if not by_load and now >= self._learned.evictions_due:
             self._learned.read_evictions(self._state.indexer, now)
         found = self._candidates.find(prompt, excluded, limits, now, by_load=by_load)
         if found.count:
@@ -230,7 +230,7 @@ class Selector:
     def has_others(self, prompt: RoutedRequest, excluded: Collection[Worker], prefill: bool = False) -> bool:
         """Return whether a worker is left that may receive a request, or only its prefill if `prefill` is true."""
         workers = self._directory.of(prompt.name, prefill).workers
-        return len(workers) > len(excluded) or any(worker not in excluded for worker in workers)
+        return len(workers) > len(excluded) or not set(workers) <= set(excluded)
 
     def fits_all(self, prompt: RoutedRequest) -> bool:
         """Return whether every worker of the prompt's name has its abilities, and holds the prompt and its answer."""

@@ -62,8 +62,8 @@ class RoutedIndex(Protocol):
     def registered(self) -> list[Registration]:
         """Return every registration of a target."""
 
-    def match_rows(self, query: MatchQuery, rows: TargetRows) -> RowMatches:
-        """Return how many tokens of a prompt each row's target holds. Raises UnknownModelError."""
+    def match_rows(self, query: MatchQuery, rows: TargetRows, found: RowMatches) -> None:
+        """Add to `found` the tokens of a prompt that each row's target holds. Raises UnknownModelError."""
 
     def block_size(self, target: Target) -> int | None:
         """Return a target's block size in tokens; None if it is not known."""

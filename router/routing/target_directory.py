@@ -26,6 +26,7 @@ class ModelTargets:
     - `nothing`: the overlap of an unknown prompt with each row: zeros, which are never changed.
     - `lengths`: the context length of each worker; None if all workers have the same.
     - `lacks`: what the workers lack, of those that lack an ability; empty if all lack the same.
+    - `unsettled`: the workers that warm up or whose circuit is not closed.
     - `rows_of`: the rows of a model's targets, for the index and for prompts in flight.
     - `refusing`: the workers that lack the name by their own answers; empty if all do.
     """
@@ -41,8 +42,8 @@ class ModelTargets:
         self._found: dict[Worker, tuple[WorkerDescription | None, WorkerSettings]] = {}
         self.view: LoadView | None = None
         self.prefill_share: PrefillShare = PrefillShare() if before is None else before.prefill_share
-        self._unsettled: list[Worker] = []
-        self._unsettled_version = -1
+        self.unsettled: list[Worker] = []
+        self._health_version = -1
         served_of: dict[tuple[str, str | None, str | None], ServedModel] = {}
         for served in before.served if before is not None else ():
             served_of[served.model, served.adapter, served.replacement] = served
@@ -78,12 +79,11 @@ class ModelTargets:
             return None
         return self.of_worker[worker]
 
-    def unsettled(self, health_version: int) -> list[Worker]:
-        """Return the workers that warm up or whose circuit is not closed, cached by `health_version`."""
-        if self._unsettled_version != health_version:
-            self._unsettled_version = health_version
-            self._unsettled = [worker for worker in self.workers if not _settled(worker)]
-        return self._unsettled
+    def read_health(self, version: int) -> None:
+        """Find the unsettled workers, unless that was done for this version of the fleet's health."""
+        if self._health_version != version:
+            self._health_version = version
+            self.unsettled = [worker for worker in self.workers if not _settled(worker)]
 
     def too_short(self, tokens: int, excluded: Collection[Worker]) -> list[Worker]:
         """Return the workers whose context is too short for `tokens` of prompt and answer, if another's is longer.
@@ -148,6 +148,7 @@ class TargetDirectory:
             targets = ModelTargets(self._fleet.able(name, prefill), name, self._load, before)
             if targets.workers:  # names without workers are not cached: clients make them up
                 self._targets[prefill][name] = targets
+        targets.read_health(self._fleet.health_version)
         return targets
 
 

@@ -73,6 +73,8 @@ class LoadSharing:
         self.on_engine: list[Callable[[str, EngineState], None]] = []
         self.engines: dict[str, EngineChange] = {}  # the latest of each worker
         self._table = table
+        table.peers_of = peer_load.of
+        peer_load.on_change.append(table.peers_changed)
         self._messages = 0
         self._prompts = 0
         self._open: dict[int, None] = {}

@@ -106,11 +106,6 @@ class LocalTokenizer:
         return cls(ModelFiles.read(Path(folder)), cache_bytes, sglang=sglang)
 
     @property
-    def fast(self) -> bool:
-        """True if fastokens tokenizes texts."""
-        return self._encoder.fast
-
-    @property
     def has_chat_encoder(self) -> bool:
         """True if chats are encoded by the model family's encoder instead of a chat template."""
         return self._chat_encoder is not None
@@ -245,9 +240,10 @@ class LocalTokenizer:
             rests.append(rest)
             work += len(rest)
             new += len(text) - known.common
-        if self.fast and self._only_new_segments:
+        fast = self._encoder.fast
+        if fast and self._only_new_segments:
             work = work // _FASTER
-        elif self.fast:  # it looks up known segments
+        elif fast:  # it looks up known segments
             work = new // _FASTER + work // (_FASTER * _FASTER)
         if work > at_most:
             raise TooLongForNowError

@@ -109,12 +109,10 @@ class EventIndex:
         """Return the registrations of all workers."""
         return self._registrations
 
-    def match_rows(self, query: MatchQuery, rows: TargetRows) -> RowMatches:
-        """Return the tokens of a prompt that each row's target holds. The last token is always computed."""
-        found, prompt = RowMatches(rows), PackedPrompt.of(query.token_ids)
-        size = self._block_tokens
+    def match_rows(self, query: MatchQuery, rows: TargetRows, found: RowMatches) -> None:
+        """Add to `found` the tokens of a prompt that each row's target holds. The last token is always computed."""
+        size, prompt = self._block_tokens, PackedPrompt.of(query.token_ids)
         self.index.match_rows(self._root, size, prompt, (len(prompt) - 1) // size, rows, found)
-        return found
 
     def held(self, query: MatchQuery) -> list[Match]:
         """Return what each target holds of a prompt. The last token is always computed."""

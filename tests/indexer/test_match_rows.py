@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from indexer import Indexer, Match, MatchQuery, Registration, Target, TargetRows
+from indexer import Indexer, Match, MatchQuery, Registration, RowMatches, Target, TargetRows
 from kvevents import AllBlocksCleared, BlockStored, EventBatch, Tier
 
 MEDIA = [None, "GPU", "CPU_PINNED", "DISK"]
@@ -55,7 +55,8 @@ def test_rows_equal_the_matches_of_their_targets(seed: int) -> None:
                     event = stored(random, random.choice(MEDIA), random.choice([4, 4, 8]))
                     indexer.index.apply(target, EventBatch(0.0, [event], 0))
             by_target = {match.target: match for match in indexer.match(query)}
-            found = indexer.match_rows(query, rows)
+            found = RowMatches(rows)
+            indexer.match_rows(query, rows, found)
             in_rows = [(found.tokens[row], found.transfers.get(row)) for row in range(12)]
             assert in_rows == [expected(by_target.get(each) if row % 4 else None) for row, each in enumerate(everyone)]
     finally:
@@ -66,7 +67,9 @@ def test_unknown_prompt_has_zero_tokens_in_each_row() -> None:
     indexer = Indexer()
     try:
         indexer.register(Registration(targets(1)[0], None, block_size=4))
-        found = indexer.match_rows(MatchQuery("m", [7]), TargetRows(3, {targets(1)[0]: 1}))
+        rows = TargetRows(3, {targets(1)[0]: 1})
+        found = RowMatches(rows)
+        indexer.match_rows(MatchQuery("m", [7]), rows, found)
         assert (list(found.tokens), found.transfers) == ([0, 0, 0], {})
     finally:
         indexer.stop()

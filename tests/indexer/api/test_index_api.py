@@ -13,7 +13,7 @@ from engine_publisher import Publisher, eventually
 from index_client import Client, served
 from prometheus_client.parser import text_string_to_metric_families
 
-from indexer import Indexer, MatchQuery, Registration, Target
+from indexer import Indexer, MatchQuery, Registration, RowMatches, Target
 from indexer.hashing import Namespace, extend_prefix_hashes, namespace_hash, pack_tokens
 from indexer.index import TargetRows
 from kvevents import BlockRemoved, BlockStored, Event
@@ -157,7 +157,9 @@ def test_registrations_with_different_additional_salts_never_match_each_other(
     assert holders("/query_by_hash", seq_hashes=hashes) == {"plain"}
     assert holders("/query_by_hash", block_hash=hashes, cache_salt="w8a8") == {"w8a8"}
     rows = TargetRows(2, {Target("plain", 0, "m"): 0, Target("w8a8", 0, "m"): 1})
-    assert list(indexer.match_rows(MatchQuery("m", [1, 2, 3, 4, 5]), rows).tokens) == [4, 0]
+    found = RowMatches(rows)
+    indexer.match_rows(MatchQuery("m", [1, 2, 3, 4, 5]), rows, found)
+    assert list(found.tokens) == [4, 0]
     _, answer = client.get("/workers")
     assert [each["ranks"][0]["additional_salt"] for each in answer["workers"]] == [None, None, "w8a8", "w4a4"]
     worker("w8a8", stored(1, 2, 3, 4))

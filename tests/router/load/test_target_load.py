@@ -120,7 +120,7 @@ def test_reader_receives_changes_since_its_last_read() -> None:
     Reservation(second, 1, 1).release()
     assert table.journal.since(end) == [second.slot, second.slot]
     assert table.journal.since(table.journal.end) == []
-    table.changed("a", 0)
+    table.peers_changed("a", 0)
     assert table.journal.since(end) == [second.slot, second.slot, first.slot]
 
 
@@ -128,7 +128,7 @@ def test_slow_reader_is_notified_and_journal_is_bounded() -> None:
     table = LoadTable()
     load = table.of("a", 0)
     for _ in range(100_000):
-        table.changed("a", 0)
+        table.peers_changed("a", 0)
     assert table.journal.since(0) is None
     end = table.journal.end
     assert end == 100_000

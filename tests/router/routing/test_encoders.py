@@ -15,7 +15,6 @@ from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
-from router.load.peer_load import PeerLoad
 from router.load.target_load import LoadTable
 from router.routing.encoders import Encoders, EncodeTurn
 from router.settings import FleetSettings, Role, WorkerSettings
@@ -39,7 +38,7 @@ def make_fleet(indexer: Indexer, names: Sequence[str], engine: Engine = Engine.V
 
 
 def make_encoders(fleet: Fleet, clock: Clock, per_encoder: int = 16) -> Encoders:
-    return Encoders(fleet, LoadTable(clock), PeerLoad(1, 1, clock), per_encoder, Random(1), clock)
+    return Encoders(fleet, LoadTable(clock), per_encoder, Random(1), clock)
 
 
 def chosen(encoders: Encoders, key: int) -> Worker:

@@ -169,7 +169,7 @@ def test_wanted_tokens_raise_the_eviction_cost(indexer: Indexer, monkeypatch: py
     assert kept.target.worker == "http://w3:1"  # it evicts nothing
     assert locations.retained_tokens(kept.target) == prompt.tokens
     locations.record((None, "other"), Target("http://w4:1", 0, MODEL), CAPACITY // 2, None)
-    fixture.loads.changed("http://w4:1", 0)
+    fixture.loads.peers_changed("http://w4:1", 0)
     after = evictions()
     assert after["http://w4:1"] > 0.9 > 0.5 == after["http://w6:1"] > after["http://w3:1"] == 0.0
     prompt.hints = AgentHints(final=True)
