@@ -61,6 +61,20 @@ def is_token(name: bytes) -> bool:
     return bool(name) and not name.translate(None, TOKEN)
 
 
+# RFC 9110, 5.5: what values have nowhere, and what a value does not begin or end with.
+_LOWER_CASE_TOKEN: Final = TOKEN.translate(None, b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_NOT_IN_VALUES: Final = re.compile(rb"[\0\r]|\A[ \t]|\n[ \t]|[ \t]\n|[ \t]\Z")
+
+
+def are_headers(headers: Headers) -> bool:
+    """Return whether all names are tokens in lower case, and all values are part of one line without outer spaces."""
+    names = [name for name, _ in headers]
+    if b"".join(names).translate(None, _LOWER_CASE_TOKEN) or b"" in names:
+        return False
+    values = b"\n".join([value for _, value in headers])
+    return values.count(b"\n") == max(len(headers) - 1, 0) and _NOT_IN_VALUES.search(values) is None
+
+
 def lines_of(headers: Headers) -> bytes:
     """Return one line of HTTP/1.1 for each header. Raises ValueError if one would not be exactly one line."""
     lines = b"".join([b"%b: %b\r\n" % header for header in headers])

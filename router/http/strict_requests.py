@@ -8,6 +8,7 @@ text, and its bytes forwarded unchanged. RFC 9112 has the other rules: 2.3 (vers
 from __future__ import annotations
 
 import re
+from ipaddress import IPv6Address
 from typing import Final
 from urllib.parse import unquote_to_bytes
 
@@ -67,6 +68,24 @@ def _decoded(raw: bytes, encoded_slashes: bool) -> bytes:
     return unquote_to_bytes(raw)
 
 
+# RFC 3986, 3.2, without user information, which RFC 9110, 4.2.4 and RFC 9113, 8.3.1 forbid.
+_AUTHORITY: Final = re.compile(
+    rb"(?:\[([0-9A-Fa-f:.]{2,45})\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+)(?::[0-9]{0,5})?"
+)
+
+
+def is_authority(value: bytes) -> bool:
+    """Return whether a value is a host, and a port if one is given, as `Host` and `:authority` have them."""
+    found = _AUTHORITY.fullmatch(value)
+    if found is None or found[1] is None:
+        return found is not None
+    try:
+        IPv6Address(found[1].decode("ascii"))
+    except ValueError:
+        return False
+    return True
+
+
 _VERSIONS: Final = ("1.1", "1.0")
 # A path with its query. A fragment is no part of a request's target, and a worker would not get it.
 _TARGET: Final = re.compile(rb"/[!-\"$-~]*")
@@ -82,6 +101,8 @@ def head_problem(target: bytes, version: str, headers: Headers) -> str | None:
     for name, value in headers:
         if name == b"host":
             hosts += 1
+            if value and not is_authority(value):
+                return "Host is no host with an optional port"
         elif name == b"transfer-encoding":
             codings += 1
             if value.strip().lower() != b"chunked":

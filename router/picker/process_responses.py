@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Final
 
-from router.http.headers import Headers
+from router.http.headers import Headers, are_headers
 
 _LENGTH_DELIMITED = 2
 _ONE_BYTE = 0x80
@@ -152,7 +152,7 @@ def response_headers(before: Headers, after: Headers, mode: bytes = b"") -> byte
 
 def immediate(status: int, headers: Headers, body: bytes, details: str) -> bytes:
     """Encode a response that Envoy sends to the client at once, in place of a worker's."""
-    mutation = b"".join(_set(name, value) for name, value in headers if name != b"content-length")
+    mutation = b"".join(_new([], [each for each in headers if each[0] != b"content-length"]))
     return field(
         _IMMEDIATE_RESPONSE,
         field(1, number_field(1, status)) + field(2, mutation) + field(3, body) + field(5, details.encode()),
@@ -160,7 +160,11 @@ def immediate(status: int, headers: Headers, body: bytes, details: str) -> bytes
 
 
 def _new(before: Headers, after: Headers) -> Iterable[bytes]:
-    return [_set(*header) for header in after if header not in before]
+    """Encode the headers that were not there before. Raises ValueError for what is no header."""
+    new = [header for header in after if header not in before]
+    if not are_headers(new):
+        raise ValueError("a header for Envoy has a name that is no token, or a value that is no part of a line")
+    return [_set(*header) for header in new]
 
 
 def _set(name: bytes, value: bytes) -> bytes:

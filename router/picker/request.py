@@ -28,7 +28,7 @@ from router.fleet.worker import Worker
 from router.forwarding.exchange import ResponseWriter, RoutingHeaders
 from router.forwarding.proxied_request import ProxiedRequest
 from router.forwarding.request_context import RequestContext, RequestHead
-from router.http.headers import Headers, with_id
+from router.http.headers import Headers, are_headers, with_id
 from router.picker import endpoints, process_requests, process_responses
 from router.picker import ext_proc_pb2 as pb
 from router.picker.grpc_server import Call
@@ -148,6 +148,9 @@ class PickedRequest(ResponseWriter):
             self._mode = message.protocol_config.request_body_mode
             answer_mode = message.protocol_config.response_body_mode
         pseudo, self._received = process_requests.read_headers(head.headers)
+        valid = are_headers(self._received)
+        if not valid:
+            self._received = []
         gateway = process_requests.read_gateway_headers(self._received, state.objectives)
         self._rewrite = gateway.model
         target = pseudo.get(":path", "/")
@@ -159,6 +162,8 @@ class PickedRequest(ResponseWriter):
         self._phase = Phase.BODY
         self._context = context = state.proxy_context.contexts.begin(request)
         try:
+            if not valid:
+                raise RequestError("A header's name is no token, or its value is more than one line.", code="head")
             context.admit()
             if (own := state.own_answers.to(context)) is not None:
                 self.begin(ResponseHead(200, [(b"content-type", b"application/json")]), None, own, True)
@@ -310,6 +315,9 @@ class PickedRequest(ResponseWriter):
         status = pseudo.get(":status", "")
         if _STATUS.fullmatch(status) is None:
             response.handler.on_failed(UpstreamError(f"its status is {status[:20]!r}"))
+            return
+        if not are_headers(headers):
+            response.handler.on_failed(UpstreamError("its head has an invalid header"))
             return
         self._phase = Phase.RESPONDING
         response.begin(ResponseHead(int(status), headers), message.response_headers.end_of_stream)

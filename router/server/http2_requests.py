@@ -22,7 +22,7 @@ from router.http.headers import LENGTH, WITHOUT_BODY, Headers, ResponseHead, len
 from router.http.strict_requests import head_problem, without_root
 from router.picker.http2 import frames
 from router.picker.http2.connection import Http2Connection, PeerAllowances
-from router.picker.http2.headers import RequestHeaders
+from router.picker.http2.headers import RequestHeaders, are_regular
 from router.picker.http2.stream import Stream, StreamHandler
 
 _HEAD: Final = "HEAD"
@@ -40,9 +40,16 @@ def connection_of(
     return Http2Connection(accept, connections, _allowances, loop, _PATIENCE)
 
 
-def header_block(headers: Headers) -> bytes:
-    """Encode headers without a dynamic table (RFC 7541, 6.2.2). Values lose outer spaces (RFC 9113, 8.2.1)."""
-    return b"".join([b"\0" + _text(name) + _text(value.strip(b" \t")) for name, value in headers])
+def header_block(status: int, headers: Headers) -> bytes:
+    """Encode a response's headers without a dynamic table (RFC 7541, 6.2.2). Values lose outer spaces.
+
+    Raises ValueError for a header that HTTP/2 does not have (RFC 9113, 8.2).
+    """
+    headers = [(name, value.strip(b" \t")) for name, value in headers]
+    if not are_regular(headers):
+        raise ValueError("a header of the response does not exist in HTTP/2")
+    lines = [(b":status", b"%d" % status), *headers]
+    return b"".join([b"\0" + _text(name) + _text(value) for name, value in lines])
 
 
 def _text(value: bytes) -> bytes:
@@ -73,8 +80,7 @@ class Http2Response(ResponseWriter):
         routing = [] if ours is None else ours.headers()
         context.answered(status, routing if context.logged else [])
         passed = without_cors(head.passed_on) if self._cors else head.passed_on
-        lines = [(b":status", b"%d" % status)]
-        lines += [each for each in self._server_state.default_headers if each[0] != b"connection"]
+        lines = [each for each in self._server_state.default_headers if each[0] != b"connection"]
         lines += [each for each in passed if each[0] != LENGTH]
         lines += [*routing, *self._cors, (b"x-request-id", context.id)]
         bodiless = context.head.method == _HEAD or status in WITHOUT_BODY
@@ -82,7 +88,7 @@ class Http2Response(ResponseWriter):
             lines.append((LENGTH, head.length))
         elif ended and not bodiless:
             lines.append((LENGTH, b"%d" % len(data)))
-        self._stream.begin(header_block(lines))
+        self._stream.begin(header_block(status, lines))
         self.more(b"" if bodiless else data, ended)
 
     def more(self, data: bytes, ended: bool) -> None:

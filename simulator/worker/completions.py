@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from router.http.headers import whole_number
 from simulator.worker.cache import CachedSequence
 from simulator.worker.disaggregation.part import Job, Part, Role, Running
 from simulator.worker.engine import Output, QueueFullError, SimulatedEngine
@@ -307,10 +308,11 @@ class Completions:
         value = http.headers.get("x-data-parallel-rank")
         if value is None:
             return None
-        if not value.isdecimal() or int(value) >= len(self._engines):
-            message = f"X-data-parallel-rank must be between 0 and {len(self._engines) - 1}, not {value!r}."
+        rank = whole_number(value.encode("latin-1"))
+        if rank is None or rank >= len(self._engines):
+            message = f"X-data-parallel-rank must be between 0 and {len(self._engines) - 1}, not {value[:32]!r}."
             raise ApiError(HTTPStatus.BAD_REQUEST, message, "X-data-parallel-rank")
-        return int(value)
+        return rank
 
     def _least_loaded(self) -> int:
         return min(

@@ -169,6 +169,10 @@ REFUSED = [
     b"CONNECT evil.example:80 HTTP/1.1\r\nHost: r\r\n\r\n",
     b"OPTIONS * HTTP/1.1\r\nHost: r\r\n\r\n",
     b"GET /x HTTP/1.1 \r\n smuggled\r\n\r\n",
+    *(
+        b"GET /v1/models HTTP/1.1\r\nHost: %b\r\n\r\n" % host
+        for host in (b"%zz:", b"[::::]", b"[::1", b"a b", b"user@r", b"r/x", b"r:x", b"r:123456", b":80", b"\xe4")
+    ),
     b"\x16\x03\x01\x02\x00\x01\x00\x01",
 ]
 

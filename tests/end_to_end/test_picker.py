@@ -119,6 +119,25 @@ async def test_invalid_messages_are_answered(endpoint_picker: PickerUnderTest) -
         await endpoint_picker.side.until_released()
 
 
+@pytest.mark.parametrize(
+    "header", [("x-a\r\nx-b", "1"), ("X-Data-Parallel-Rank", "1"), ("", "1"), ("x-a", "1\r\nx-b: 2")]
+)
+async def test_what_is_no_header_is_refused_in_both_directions(
+    endpoint_picker: PickerUnderTest, header: tuple[str, str]
+) -> None:
+    stream = await endpoint_picker.sent(headers=[header])
+    answer = (await stream.receive()).immediate_response
+    assert (answer.status.code, json.loads(answer.body)["error"]["code"]) == (400, "head")
+    await stream.finish()
+    stream, _ = await endpoint_picker.routed()
+    await stream.answer_head(200, ("content-type", "application/json"), header)
+    answer = (await stream.receive()).immediate_response
+    assert answer.status.code >= 500
+    assert header[0].lower() not in set_headers(answer.headers)
+    await stream.finish()
+    await endpoint_picker.side.until_released()
+
+
 async def test_trailers_end_body(endpoint_picker: PickerUnderTest) -> None:
     stream = endpoint_picker.stream()
     await stream.head(PATH, JSON)

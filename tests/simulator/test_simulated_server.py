@@ -309,7 +309,7 @@ def test_ranks_have_separate_caches_and_header_selects_rank(client, server):
         return cached(client.completions.create(model="simulated", prompt=prompt, max_tokens=1, extra_headers=headers))
 
     assert [ask("0"), ask("1"), ask("0"), ask("1")] == [0, 0, 96, 96]
-    for bad in ("2", "-1", "x", ""):
+    for bad in ("2", "-1", "x", "", "9" * 5000, "\xb2"):
         status, answer = server.call("/v1/completions", {"prompt": "x"}, {"X-data-parallel-rank": bad})
         assert (status, answer["error"]["param"]) == (400, "X-data-parallel-rank")
 

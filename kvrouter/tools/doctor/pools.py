@@ -17,6 +17,7 @@ from kvrouter.tools.doctor.findings import Cause, Finding
 from kvrouter.tools.doctor.probes import Worker
 from kvrouter.tools.doctor.stream import NoPublisherError, UnreachableError, WatchedStream, reach
 from router.http.client import connection_problem
+from router.http.headers import number_of
 from router.settings import PoolSettings
 
 # vLLM's metrics of its MooncakeStoreConnector.
@@ -49,7 +50,8 @@ class PoolExamination:
                 return
             await reach(self._pool.events)
             self.passed.append(f"the master answers, and publishes at {self._pool.events}")
-            await self._examine_keys(int(float(found[1])) if (found := _KEYS.search(metrics)) else 0)
+            found = _KEYS.search(metrics)
+            await self._examine_keys(int(number_of(found[1].encode()) or 0) if found else 0)
         except (aiohttp.ClientError, TimeoutError) as error:
             self._found(Cause.POOL_UNREACHABLE, f"{self._pool.master} {connection_problem(error)}")
         except msgspec.DecodeError:

@@ -19,6 +19,7 @@ import msgspec
 from kvevents import AllBlocksCleared, BlockStored, EngineHash, EventBatch
 from kvevents.decoding import json_reader
 from kvevents.events import identity_of
+from router.http.headers import whole_number
 
 
 class StoredPrefixes:
@@ -103,7 +104,7 @@ class AnsweredRequest(msgspec.Struct, tag_field="kind", tag="chat"):
     def dp_rank(self) -> int | None:
         """The rank that the request was sent to; `None` if the engine chose."""
         ranks = [value for name, value in self.headers.items() if name.lower() == "x-data-parallel-rank"]
-        return int(ranks[0]) if ranks and ranks[0].isdigit() else None
+        return whole_number(ranks[0].encode()) if ranks else None
 
     @property
     def cache_salt(self) -> str | None:

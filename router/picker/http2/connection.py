@@ -347,7 +347,10 @@ class Http2Connection(asyncio.Protocol):
             return
         if payload and stream.handler is not None:
             self._touched(stream)
-            stream.handler.data(payload)
+            try:
+                stream.handler.data(payload)
+            except Exception:
+                _fail_stream(stream)
         elif not ended and not self._idle_frames.take():
             raise Http2Error(frames.ENHANCE_YOUR_CALM, "too many frames without data")
         if ended and number in self._streams:
@@ -362,7 +365,10 @@ class Http2Connection(asyncio.Protocol):
         self._touched(stream)
         stream.peer_ended = True
         if stream.handler is not None:
-            stream.handler.ended()
+            try:
+                stream.handler.ended()
+            except Exception:
+                _fail_stream(stream)
 
     def _receive_late(self, number: int, stream: Stream | None) -> None:
         """Handle a frame for a stream that is not open, or whose peer has ended it. Raises Http2Error."""
@@ -431,7 +437,10 @@ class Http2Connection(asyncio.Protocol):
         stream = Stream(self, self._sender, number, headers.length)
         self._streams[number] = stream
         self._untouched.add(stream)
-        stream.handler = self._accept(headers, stream)
+        try:
+            stream.handler = self._accept(headers, stream)
+        except Exception:
+            _fail_stream(stream)
         if flags & frames.END_STREAM and number in self._streams:
             self._ended(stream)
 
@@ -503,3 +512,9 @@ class Http2Connection(asyncio.Protocol):
             self.put(frame(frames.PING, frames.ACK, 0, payload))
         elif payload == _PING_DRAIN:
             self._drained()
+
+
+def _fail_stream(stream: Stream) -> None:
+    """Log the current exception of a stream's handler, and reset this stream alone."""
+    log.exception("an HTTP/2 stream failed", stream=stream.id)
+    stream.reset(frames.INTERNAL_ERROR)

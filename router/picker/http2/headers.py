@@ -11,7 +11,8 @@ from typing import Final
 import hpack
 from hpack.exceptions import HPACKError
 
-from router.http.headers import LENGTH, TOKEN, Headers, is_token, whole_number
+from router.http.headers import LENGTH, Headers, are_headers, is_token, whole_number
+from router.http.strict_requests import is_authority
 from router.picker.http2 import frames
 
 # The largest header list of a request, which SETTINGS announces: names, values, and 32 bytes for each header.
@@ -23,11 +24,6 @@ _PSEUDO: Final = _NEEDED | {b":authority"}
 _OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
 _SCHEME: Final = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*")
 _PATH: Final = re.compile(rb"/[!-\"$-~]*")
-# RFC 3986, 3.2, without user information, which RFC 9113, 8.3.1 forbids.
-_AUTHORITY: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]*)?")
-# RFC 9113, 8.2.1: characters of names; what values have nowhere, and what a value does not begin or end with.
-_LOWER_CASE_TOKEN: Final = TOKEN.translate(None, b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-_NOT_IN_VALUES: Final = re.compile(rb"[\0\r]|\A[ \t]|\n[ \t]|[ \t]\n|[ \t]\Z")
 
 
 class RequestHeaders:
@@ -56,7 +52,7 @@ class RequestHeaders:
 
     def are_trailers(self) -> bool:
         """Return whether the headers are valid for trailers: they have no pseudo-header."""
-        return _are_regular(self.headers)
+        return are_regular(self.headers)
 
 
 class HeaderDecoder:
@@ -131,7 +127,7 @@ def _is_request(headers: Headers) -> bool:
         pseudo[name] = value
     if not _NEEDED <= pseudo.keys() <= _PSEUDO or not _are_pseudo(pseudo):
         return False
-    return _are_regular(headers[len(pseudo) :])
+    return are_regular(headers[len(pseudo) :])
 
 
 def _are_pseudo(pseudo: dict[bytes, bytes]) -> bool:
@@ -140,18 +136,15 @@ def _are_pseudo(pseudo: dict[bytes, bytes]) -> bool:
         is_token(method)
         and _SCHEME.fullmatch(pseudo[b":scheme"]) is not None
         and (_PATH.fullmatch(path) is not None or (path == b"*" and method == b"OPTIONS"))
-        and _AUTHORITY.fullmatch(pseudo.get(b":authority", b"")) is not None
+        and (b":authority" not in pseudo or is_authority(pseudo[b":authority"]))
     )
 
 
-def _are_regular(headers: Headers) -> bool:
+def are_regular(headers: Headers) -> bool:
     """Return whether HTTP/2 has these headers: names in lower case, values that are part of one line, one length."""
+    if not are_headers(headers):
+        return False
     names = [name for name, _ in headers]
-    values = b"\n".join([value for _, value in headers])
-    if b"".join(names).translate(None, _LOWER_CASE_TOKEN) or b"" in names:
-        return False
-    if values.count(b"\n") != max(len(headers) - 1, 0) or _NOT_IN_VALUES.search(values) is not None:
-        return False
     if not _OF_A_CONNECTION.isdisjoint(names):
         return False
     if b"te" in names and any(value != b"trailers" for name, value in headers if name == b"te"):

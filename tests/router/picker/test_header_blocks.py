@@ -43,6 +43,14 @@ def test_header_whose_value_is_no_part_of_a_line_is_refused(value: bytes) -> Non
         (b"path", b"*"),
         (b"authority", b"r\r\nx: y"),
         (b"authority", b"user@r"),
+        (b"authority", b""),
+        (b"authority", b":80"),
+        (b"authority", b"%zz:"),
+        (b"authority", b"%4"),
+        (b"authority", b"[::::]"),
+        (b"authority", b"[1.2.3.4]:80"),
+        (b"authority", b"[::1"),
+        (b"authority", b"r:123456"),
         (b"authority", b"a b"),
         (b"authority", b"r:x"),
         (b"other", b"x"),
@@ -68,6 +76,11 @@ def test_pseudo_header_outside_its_grammar_is_refused(name: bytes, value: bytes)
 )
 def test_ambiguous_length_and_headers_of_a_connection_are_refused(headers: list[tuple[bytes, bytes]]) -> None:
     assert not _is_request(*headers)
+
+
+@pytest.mark.parametrize("authority", [b"[::1]:80", b"r", b"r:", b"10.0.0.1:8080", b"a_b.svc", b"%41.example"])
+def test_authority_is_a_host_with_an_optional_port(authority: bytes) -> None:
+    assert _is_request(authority=authority)
 
 
 def test_usual_requests_and_trailers_are_accepted() -> None:

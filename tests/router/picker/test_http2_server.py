@@ -13,8 +13,10 @@ from grpc_call import GrpcCall, channel_to
 from http2_peer import CRASH, ECHO, LARGEST, MANY, SILENT, Calls, grpc_server, message, peer, raw_peer, request
 
 from router.picker.http2 import frames
-from router.picker.http2.connection import MOST_STREAMS
+from router.picker.http2.connection import MOST_STREAMS, Http2Connection, PeerAllowances
 from router.picker.http2.frames import frame
+from router.picker.http2.headers import RequestHeaders, literal
+from router.picker.http2.stream import Stream
 
 
 @pytest.fixture
@@ -318,3 +320,47 @@ async def test_frames_of_unknown_kinds_are_passed_over(server: tuple[Calls, int]
         while (found := await client.frame()) is not None and found[0] != frames.PING:
             pass
         assert found == (frames.PING, frames.ACK, 0, b"12345678")
+
+
+class Failing:
+    """A handler of which one step fails, by its path."""
+
+    def __init__(self, headers: RequestHeaders, stream: Stream) -> None:
+        self._stream, self._path = stream, headers.path
+        self._step(b"/accept")
+
+    def data(self, data: bytes) -> None:  # noqa: ARG002
+        self._step(b"/data")
+
+    def ended(self) -> None:
+        self._step(b"/ended")
+        self._stream.end(literal(b":status", b"204"))
+
+    def closed(self) -> None:
+        pass
+
+    def _step(self, name: bytes) -> None:
+        if self._path == name:
+            raise ValueError("as meant")
+
+
+@pytest.mark.parametrize("failing", ["/accept", "/data", "/ended"])
+async def test_handler_that_fails_costs_its_stream_alone(failing: str) -> None:
+    loop = asyncio.get_running_loop()
+    connections: set[Http2Connection] = set()
+    server = await loop.create_server(
+        lambda: Http2Connection(Failing, connections, PeerAllowances(), loop), "127.0.0.1", 0
+    )
+    async with peer(server.sockets[0].getsockname()[1]) as client:
+        open_before = client.open("/other")
+        bad = client.open(failing, b"x", ends=True)
+        await client.flush()
+        reset = await client.until(h2.events.StreamReset, bad)
+        assert reset.error_code == frames.INTERNAL_ERROR
+        client.h2.end_stream(open_before)
+        after = client.open("/other", b"x", ends=True)
+        await client.flush()
+        for number in (open_before, after):
+            await client.until(h2.events.StreamEnded, number)
+    server.close()
+    await server.wait_closed()

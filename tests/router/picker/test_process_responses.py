@@ -17,7 +17,8 @@ from router.picker.request_body import RequestBody
 from router.picker.state import Deadlines
 
 _NAMES = st.sampled_from([b"a", b"content-length", b"x-request-id", b"x-gateway-destination-endpoint"])
-_HEADERS = st.lists(st.tuples(_NAMES, st.binary(max_size=300)), max_size=6)
+_VALUES = st.binary(max_size=300).map(lambda value: value.translate(None, b"\0\r\n").strip(b" \t"))
+_HEADERS = st.lists(st.tuples(_NAMES, _VALUES), max_size=6)
 _TEXTS = st.text(max_size=200)
 _OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
@@ -87,6 +88,17 @@ def test_encoded_immediate_response(status: int, headers: list, body: bytes, det
     found = _read(ours.immediate(status, headers, body, details)).immediate_response
     assert (found.status.code, found.body, found.details) == (status, body, details)
     assert _set(found.headers) == [header for header in headers if header[0] != b"content-length"]
+
+
+@pytest.mark.parametrize("header", [(b"a\r\nb", b"c"), (b"", b"c"), (b"A", b"c"), (b"a b", b"c"), (b"a", b"b\r\nc: d")])
+def test_what_is_no_header_never_becomes_one_for_envoy(header: tuple[bytes, bytes]) -> None:
+    for encode in (
+        lambda: ours.Routed("1.2.3.4:5", "6", [], [header], None, []),
+        lambda: ours.response_headers([], [header]),
+        lambda: ours.immediate(200, [header], b"", ""),
+    ):
+        with pytest.raises(ValueError, match="no token"):
+            encode()
 
 
 def test_encoded_responses_without_changes() -> None:
