@@ -467,16 +467,6 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
             ],
         },
     ),
-}
-
-
-_LAST = {"calcs": ["lastNotNull"], "fields": "", "values": False}
-_OPTIONS: dict[Kind, dict[str, Any]] = {
-    Kind.OVER_TIME: {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
-    Kind.NUMBER: {"reduceOptions": _LAST, "graphMode": "area", "colorMode": "value", "textMode": "auto"},
-    Kind.BARS: {"reduceOptions": _LAST, "orientation": "horizontal", "displayMode": "basic"},
-    Kind.HEATMAP: {"calculate": False, "yAxis": {"unit": "s"}, "cellGap": 1, "tooltip": {"mode": "single"}},
-    Kind.STATES: {"mergeValues": True, "showValue": "never", "legend": {"displayMode": "list", "placement": "bottom"}},
     "engines": (
         "kvrouter: engines",
         {
@@ -551,6 +541,16 @@ _OPTIONS: dict[Kind, dict[str, Any]] = {
             ],
         },
     ),
+}
+
+
+_LAST = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+_OPTIONS: dict[Kind, dict[str, Any]] = {
+    Kind.OVER_TIME: {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+    Kind.NUMBER: {"reduceOptions": _LAST, "graphMode": "area", "colorMode": "value", "textMode": "auto"},
+    Kind.BARS: {"reduceOptions": _LAST, "orientation": "horizontal", "displayMode": "basic"},
+    Kind.HEATMAP: {"calculate": False, "yAxis": {"unit": "s"}, "cellGap": 1, "tooltip": {"mode": "single"}},
+    Kind.STATES: {"mergeValues": True, "showValue": "never", "legend": {"displayMode": "list", "placement": "bottom"}},
 }
 
 

@@ -897,11 +897,24 @@ def test_extra_objects_are_rendered_as_templates() -> None:
     assert {"rel-extra", "rel-text"} <= names
 
 
+def test_monitoring_renders_each_dashboard_and_all_alerts() -> None:
+    monitoring = {"prometheusRule": {"enabled": True}, "dashboards": {"enabled": True}}
+    objects = render({"monitoring": monitoring})
+    rendered = named(objects, "ConfigMap", "rel-kvrouter-dashboards")["data"]
+    assert rendered.keys() == {"router.json", "index.json", "engines.json"}
+    for name, text in rendered.items():
+        assert json.loads(text) == json.loads((CHART / "dashboards" / name).read_text())
+    [rules] = of_kind(objects, "PrometheusRule")
+    shipped = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"]
+    assert [group["name"] for group in rules["spec"]["groups"]] == [group["name"] for group in shipped]
+
+
 def test_chart_package_contains_its_files(tmp_path: Path) -> None:
     archive = helm_python.package(CHART, destination=tmp_path)
     with helm_python.Chart.load(archive) as chart:
         files = {found["name"] for found in chart.files}
-    assert {"README.md", "files/alerts.yaml", "dashboards/router.json"} <= files
+    assert {"README.md", "files/alerts.yaml"} <= files
+    assert {f"dashboards/{path.name}" for path in (CHART / "dashboards").iterdir()} <= files
     assert not any(name.startswith("ci/") for name in files)
 
 

@@ -19,6 +19,7 @@ from kvrouter.processes import KvrouterProcess
 
 HELM = Path(__file__).parents[2] / "deploy" / "helm"
 CHART = HELM / "kvrouter"
+DOCS = HELM.parents[1] / "docs"
 
 # Strings are removed from a query before its metrics are read.
 _STRINGS = re.compile(r'"[^"]*"')
@@ -53,6 +54,33 @@ def test_dashboards_are_current() -> None:
         assert dashboards.dashboard(name) == (CHART / "dashboards" / f"{name}.json").read_text(), (
             "run `make chart-docs`"
         )
+
+
+def test_dashboards_are_those_of_the_documentation() -> None:
+    text = " ".join((DOCS / "kubernetes.md").read_text().split())
+    promised = re.search(r"(\w+) Grafana dashboards: ([^.]*)\.", text)
+    assert promised is not None
+    names = re.split(", | and ", promised[2])
+    assert {"two": 2, "three": 3, "four": 4}[promised[1]] == len(names)
+    titles = {json.loads(path.read_text())["title"] for path in (CHART / "dashboards").iterdir()}
+    assert {title.removeprefix("kvrouter: ").split()[0] for title in titles} == set(names)
+
+
+def test_profiles_are_those_of_the_documentation() -> None:
+    documented = re.findall(r"^\| `([\w-]+-values\.yaml)` \|", (DOCS / "kubernetes.md").read_text(), re.MULTILINE)
+    shipped = {path.name for path in (CHART / "ci").iterdir()} - {"default-values.yaml"}
+    assert set(documented) == shipped
+
+
+def test_values_for_secrets_are_those_of_the_documentation() -> None:
+    table = re.search(r"^\| value \| keys \|.*?\n\n", (DOCS / "kubernetes.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert table is not None
+    documented = set(re.findall(r"^\| `([\w.<>]+)` \|", table[0], re.MULTILINE))
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    of_secrets = {f"secrets.{name}" for name in schema["properties"]["secrets"]["properties"]}
+    assert {name for name in documented if name.startswith("secrets.")} == of_secrets
+    assert "existingSecret" in schema["properties"]["redis"]["properties"]
+    assert "redis.existingSecret" in documented
 
 
 def properties(schema: Any, place: str = "") -> Iterator[tuple[str, Any]]:
