@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from inspect import iscoroutine
+from itertools import islice
 from math import inf, isnan
 from random import Random
 from traceback import format_tb
@@ -111,9 +112,10 @@ def _checked(numbers: Any, count: int) -> list[float]:
     if iscoroutine(numbers):
         numbers.close()
         raise TypeError("it is a coroutine function, and must be a plain one")
-    costs = [float(number) for number in numbers]
+    costs = [float(number) for number in islice(numbers, count + 1)]  # an iterator may have no end
     if len(costs) != count:
-        raise ValueError(f"it returned {len(costs)} numbers for {count} candidates")
+        found = f"more than {count}" if len(costs) > count else str(len(costs))
+        raise ValueError(f"it returned {found} numbers for {count} candidates")
     for cost in costs:
         if isnan(cost) or cost == -inf:
             raise ValueError(f"it returned {cost}, which is no cost")

@@ -115,6 +115,8 @@ def test_an_infinite_number_excludes_a_candidate(module: Path) -> None:
     [
         ("return 1 / 0", "ZeroDivisionError: division by zero"),
         ("return [1.0]", "it returned 1 numbers for 2 candidates"),
+        ("return (0.0 if number < 3 else 1 / 0 for number in range(1000))", "it returned more than 2 numbers"),
+        ("return __import__('itertools').repeat(0.0, 1000)", "it returned more than 2 numbers"),
         ("return ['a', 'b']", "ValueError"),
         ("return None", "TypeError"),
         ("return [float('nan'), 0]", "it returned nan"),
