@@ -233,6 +233,11 @@ class Index(ABC):
     def status(self, target: Target) -> TargetStatus | None:
         """Return the state of a target; None if it is unknown."""
 
+    def evictions(self, target: Target) -> int:
+        """Return how many blocks events have removed from a target so far."""
+        status = self.status(target)
+        return 0 if status is None else status.counters.removed
+
     @abstractmethod
     def block_sizes(self, targets: Iterable[Target]) -> set[int]:
         """Return the block sizes, in tokens, of all blocks that these targets ever stored."""

@@ -232,6 +232,10 @@ class NativeIndex(Index):
         tiers = dict(zip(Tier, blocks, strict=True))
         return TargetStatus(tiers, frozenset(block_sizes), orphans, HoldingsCounters(*counters), window)
 
+    def evictions(self, target: Target) -> int:
+        status = self.core.status(self.number(target))
+        return 0 if status is None else status[2][1]
+
     def block_sizes(self, targets: Iterable[Target]) -> set[int]:
         known = (self.status(target) for target in targets)
         return set[int]().union(*(status.block_sizes for status in known if status is not None))

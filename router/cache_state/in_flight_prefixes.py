@@ -2,7 +2,8 @@
 
 An engine's events arrive around a request's first byte, or later. Until then, prompts with the same prefix would
 scatter over targets. So every routed prompt is held for its target, as hashes of its prefixes. It is released once its
-request has ended and its events have had the time to arrive.
+request has ended and its events have had the time to arrive. If events have removed blocks of its target since the end,
+it does not count any longer: the events that report the prompt were sent earlier.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol
 
 from indexer import DEFAULT_TENANT, Target
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
@@ -82,6 +83,7 @@ class InFlightPrefixes:
     """The prompts in flight by target. Each is released some time after its request ended, or at once if it failed.
 
     - `prompts`: the number of held prompts.
+    - `evictions`: returns how many blocks of a target events have removed so far.
     """
 
     def __init__(self, linger: float, clock: Callable[[], float] = time.monotonic, stride: int = 1) -> None:
@@ -95,6 +97,7 @@ class InFlightPrefixes:
         self._most_targets = _FEWEST_TARGETS
         self._removals = 0  # counts what invalidates the rows of holders
         self.prompts = 0
+        self.evictions: Callable[[Target], int] = _no_evictions
         self._ended: deque[_Ended] = deque()
         self._ended_lasting: deque[_Ended] = deque()
         self._ended_prefixes = 0
@@ -156,12 +159,22 @@ class InFlightPrefixes:
         """Release the ended prompts of a target whose cache was cleared, and keep those in flight."""
         holder = self._targets.get(target)
         for ended in (self._ended, self._ended_lasting):
-            kept = [each for each in ended if each[1] is not holder]
-            for _, cleared, edge in [each for each in ended if each[1] is holder]:
-                self._ended_prefixes -= self._prefixes.end(edge)
-                self._release(cleared, edge)
+            for each in ended:
+                if each.holder is holder:
+                    self._release_ended(each)
+            kept = [each for each in ended if not each.released]
             ended.clear()
             ended.extend(kept)
+
+    def forget_evicted(self, target: Target) -> bool:
+        """Release the prompts of a target that ended before its last evictions. Return whether there were any."""
+        holder = self._targets.get(target)
+        if holder is None or not holder.ended:
+            return False
+        evictions, before = self.evictions(target), self.prompts
+        while holder.ended and holder.ended[0].evictions != evictions:
+            self._release_ended(holder.ended.popleft())
+        return self.prompts < before
 
     def __len__(self) -> int:
         self._expire(self._clock())
@@ -173,22 +186,36 @@ class InFlightPrefixes:
             self._release(holder, edge)
             return
         now = self._clock()
-        (self._ended_lasting if lasting else self._ended).append((now, holder, edge))
+        ended = _Ended(now, holder, edge, 0 if lasting else self.evictions(holder.target))
+        if lasting:
+            self._ended_lasting.append(ended)
+        else:
+            self._ended.append(ended)
+            holder.ended.append(ended)
         self._ended_prefixes += self._prefixes.end(edge)
         self._expire(now)
 
     def _expire(self, now: float) -> None:
-        while self._ended and self._ended[0][0] + self._linger <= now:
+        while self._ended and self._ended[0].at + self._linger <= now:
             self._release_first(self._ended)
-        while self._ended_lasting and self._ended_lasting[0][0] + max(self._linger, LASTING_SECONDS) <= now:
+        while self._ended_lasting and self._ended_lasting[0].at + max(self._linger, LASTING_SECONDS) <= now:
             self._release_first(self._ended_lasting)
         while self._ended_prefixes > MAX_ENDED:
-            self._release_first(min(filter(None, (self._ended, self._ended_lasting)), key=lambda ended: ended[0][0]))
+            self._release_first(min(filter(None, (self._ended, self._ended_lasting)), key=lambda ended: ended[0].at))
 
     def _release_first(self, ended: deque[_Ended]) -> None:
-        _, holder, edge = ended.popleft()
-        self._ended_prefixes -= self._prefixes.end(edge)
-        self._release(holder, edge)
+        first = ended.popleft()
+        of_holder = first.holder.ended
+        if of_holder and of_holder[0] is first:
+            of_holder.popleft()
+        self._release_ended(first)
+
+    def _release_ended(self, ended: _Ended) -> None:
+        """Release an ended prompt, if it is not released yet."""
+        if not ended.released:
+            ended.released = True
+            self._ended_prefixes -= self._prefixes.end(ended.edge)
+            self._release(ended.holder, ended.edge)
 
     def _release(self, holder: _Target, edge: int) -> None:
         self._prefixes.release(holder.number, edge)
@@ -214,17 +241,18 @@ class InFlightPrefixes:
 
 
 class _Target:
-    """The holder for a target, by its `number` in the tree, with its number of prompts.
+    """The holder for a target, by its `number` in the tree, with its number of prompts, and the `ended` ones in order.
 
     If the target is `forgotten`, some of its prompts may still be in flight.
     """
 
-    __slots__ = ("forgotten", "number", "prompts", "target")
+    __slots__ = ("ended", "forgotten", "number", "prompts", "target")
 
     def __init__(self, target: Target, number: int) -> None:
         self.target = target
         self.number = number
         self.prompts = 0
+        self.ended: deque[_Ended] = deque()
         self.forgotten = False
 
 
@@ -243,5 +271,18 @@ class _Prompt:
         self._in_flight.ended(self._holder, self._edge, self._lasting, failed)
 
 
-# The time at which a prompt ended, its holder, and its edge in the tree.
-_Ended: TypeAlias = tuple[float, _Target, int]
+class _Ended:
+    """A prompt that ended: its time, holder and edge in the tree, and the evictions of its target until then."""
+
+    __slots__ = ("at", "edge", "evictions", "holder", "released")
+
+    def __init__(self, at: float, holder: _Target, edge: int, evictions: int) -> None:
+        self.at = at
+        self.holder = holder
+        self.edge = edge
+        self.evictions = evictions
+        self.released = False
+
+
+def _no_evictions(_: Target) -> int:
+    return 0

@@ -102,6 +102,8 @@ def build_routing(
 ) -> Routing:
     """Return the parts of routing over one state. `random` breaks ties. `session`: for questions to pools."""
     random = random or Random()
+    for prompts in (state.in_flight_prefixes, state.sharing.peer_load.prompts):
+        prompts.evictions = indexer.index.evictions
     selector = Selector(state, settings.disaggregation, settings.policy.broken_promise, random)
     masters = any(pool.master is not None for pool in settings.pools)
     verifier = PoolVerifier(indexer, session) if session is not None and masters else None

@@ -95,7 +95,13 @@ class OverlapFinder:
             if not only_in_flight:
                 self._correct_all(targets, served, found, by_events, chunks, tokens, now)
             elif self._in_flight_prefixes.prompts:
+                held, transfers = found.tokens[:], dict(found.transfers)
                 self._raise_rows(targets, served, found, in_flight_rows, chunks, tokens, now)
+                if found.tokens != held:
+                    raised = [targets.ranks[row] for row, each in enumerate(found.tokens) if each > held[row]]
+                    if self._forget_evicted(raised):
+                        found.tokens, found.transfers = held, transfers
+                        self._raise_rows(targets, served, found, in_flight_rows, chunks, tokens, now)
             for target, block in self._audit.draft_blocks.tokens.items():
                 rank = targets.of_target.get(target)
                 if rank is not None and rank.served is served:
@@ -146,9 +152,17 @@ class OverlapFinder:
     ) -> None:
         """Correct the index's overlaps by prompts in flight, here and of other routers, and by sent prefixes."""
         distrusted = self._audit.distrusted
-        in_flight = self._in_flight_prefixes.overlaps(chunks, now)
-        for target, shared in self._peer_load.overlaps(chunks).items():
-            in_flight[target] = max(in_flight.get(target, 0), shared)
+        in_flight = self._prompts_in_flight(chunks, now)
+        beyond = [
+            rank
+            for target, shared in in_flight.items()
+            if target not in distrusted
+            and (rank := targets.of_target.get(target)) is not None
+            and rank.served is served
+            and shared > found.tokens[rank.row]
+        ]
+        if self._forget_evicted(beyond):
+            in_flight = self._prompts_in_flight(chunks, now)
         sent_prefixes = self._sent_prefixes.overlaps(chunks)
         for target in chain(sent_prefixes, distrusted):
             if target not in in_flight:
@@ -226,6 +240,18 @@ class OverlapFinder:
                 found.tokens[rank.row] = 0
                 found.transfers.pop(rank.row, None)
                 by_events.pop(rank.row, None)
+
+    def _prompts_in_flight(self, chunks: array[int], now: float) -> dict[Target, int]:
+        """Return the tokens that a prompt shares with prompts in flight, here and of other routers, by target."""
+        found = self._in_flight_prefixes.overlaps(chunks, now)
+        for target, shared in self._peer_load.overlaps(chunks).items():
+            found[target] = max(found.get(target, 0), shared)
+        return found
+
+    def _forget_evicted(self, ranks: list[RoutableRank]) -> bool:
+        """Forget prompts that ended before the last evictions of these ranks. Return whether there were any."""
+        held = (self._in_flight_prefixes, self._peer_load.prompts)
+        return True in [prompts.forget_evicted(rank.target) for rank in ranks for prompts in held]
 
     def _forget_cleared(self) -> None:
         """Forget ended prompts of targets whose events reported a cleared cache."""

@@ -64,6 +64,28 @@ def test_prompt_expires_some_time_after_its_end(holdings: InFlightPrefixes, cloc
     assert len(holdings) == 0
 
 
+def test_prompts_that_ended_before_an_eviction_are_dropped(holdings: InFlightPrefixes, clock: Clock) -> None:
+    evictions = {HERE: 5, THERE: 0}
+    holdings.evictions = evictions.__getitem__
+    starts = [[number, *PROMPT[1:]] for number in range(4)]
+    before, running, lasting, there = (hashes(start) for start in starts)
+    for target, prompt, lasts in ((HERE, before, False), (HERE, lasting, True), (THERE, there, False)):
+        holdings.hold(target, prompt, lasting=lasts)()
+    still = holdings.hold(HERE, running)
+    assert not holdings.forget_evicted(HERE)
+    evictions[HERE] += 3
+    assert holdings.forget_evicted(HERE)
+    assert not holdings.forget_evicted(HERE)
+    assert not holdings.forget_evicted(THERE)
+    assert [overlap(holdings, HERE, prompt) for prompt in (before, running, lasting)] == [0, len(PROMPT), len(PROMPT)]
+    assert overlap(holdings, THERE, there) == len(PROMPT)
+    still()
+    assert not holdings.forget_evicted(HERE), "it ended after the eviction"
+    clock.now += LINGER + 1
+    assert overlap(holdings, HERE, running) == 0
+    assert holdings.prompts == 1
+
+
 def test_reset_drops_earlier_prompts(holdings: InFlightPrefixes, clock: Clock) -> None:
     before = holdings.hold(HERE, hashes(PROMPT))
     holdings.hold(THERE, hashes(PROMPT))

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.make_routing import MODEL, make_fleet, make_routing
 from indexer import Indexer, Target
 from indexer.hashing import MediaSpan, PackedPrompt
+from kvevents import BlockRemoved, BlockStored, EventBatch
 from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.cache_state.target_audit import DraftBlockCorrections
@@ -148,6 +149,28 @@ async def test_session_with_many_turns_leaves_its_prefix_for_its_slos(
         routing.placement.reserve(beside, there).first_byte()
     selection = choose(routing, long_prompt(20_544), slo=SLO(None, 1.0, time.monotonic()))
     assert selection.worker is fleet.workers[goes_to]
+
+
+@pytest.mark.parametrize("has_peers", [False, True])
+async def test_ended_prompt_is_expected_until_events_report_an_eviction(
+    routing: Routing, indexer: Indexer, peer_load: PeerLoad, has_peers: bool
+) -> None:
+    ended = routing.placement.place(prompt(1))
+    here = ended.target
+    if has_peers:
+        peer_load.prompts.hold(here, array("Q", range(8)))
+    indexer.index.add(here)
+    indexer.index.apply(here, EventBatch(0.0, [BlockStored([9], None, [5] * CHUNK_TOKENS, CHUNK_TOKENS)]))
+    indexer.index.apply(here, EventBatch(0.0, [BlockRemoved([9])]))
+    ended.release()
+    assert candidates(routing, prompt(2))[here.worker].overlap == SHARED
+    indexer.index.apply(here, EventBatch(0.0, [BlockStored([9], None, [5] * CHUNK_TOKENS, CHUNK_TOKENS)]))
+    assert candidates(routing, prompt(2))[here.worker].overlap == SHARED
+    indexer.index.apply(here, EventBatch(0.0, [BlockRemoved([9])]))
+    assert candidates(routing, prompt(2))[here.worker].overlap == 0
+    placed = routing.placement.place(prompt(1))
+    indexer.index.apply(placed.target, EventBatch(0.0, [BlockRemoved([9])]))
+    assert candidates(routing, prompt(2))[placed.worker.url].overlap == SHARED, "it is in flight"
 
 
 async def test_sent_prefix_is_expected_until_its_request_fails(routing: Routing) -> None:
