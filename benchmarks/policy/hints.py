@@ -16,7 +16,7 @@ from benchmarks.policy.grid import Cell
 from benchmarks.policy.measures import Measures, after_warm_up, measured
 from benchmarks.policy.report import markdown
 from benchmarks.policy.workloads import AGENT, CONVERSATION, SINGLE
-from router.apis.sessions import AgentHints
+from router.apis.agent_hints import AgentHints
 from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import Outcome, Simulation
 from simulator.fleet.simulated_router import OURS

@@ -9,7 +9,7 @@
 The second and the third set a deadline, at which the answer ends. The last two are the read timeouts of clients, which
 close the connection then. A proxy in between may hide that, so the request is not sent after this time. An answer that
 has started continues. `grpc-timeout` is not read, because it belongs to gRPC calls. `service_levels` reads SLOs, and
-`router/apis/sessions.py` reads hints.
+`router/apis/agent_hints.py` reads hints.
 
 A `WaitingRequest` is a request that waits in the queue.
 """
@@ -24,8 +24,8 @@ from enum import StrEnum
 
 from http_api.errors import RequestError
 from router.admission.fair_queue import Waiting
+from router.apis.agent_hints import HINT_HEADERS, AgentHints, hints_in_headers
 from router.apis.requests import RoutedRequest
-from router.apis.sessions import HINT_HEADERS, AgentHints, hints_in_headers
 from router.fleet.worker import Worker
 from router.http.headers import HeaderItems, Headers, number_of
 from router.prediction.service_levels import SLO_HEADERS, ServiceLevels, read_slo

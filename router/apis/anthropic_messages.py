@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 
 from http_api.errors import RequestError
+from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import MessagesFields
 from router.apis.fields import kind_of, model_name, optional_string, read_body
+from router.apis.identities import find_identity
 from router.apis.messages import BILLING_HEADER
 from router.apis.requests import ChatPrompt, RoutedRequest
-from router.apis.sessions import find_session, hints_in_body
 from router.http.headers import HeaderItems
 
 Message = dict[str, Any]
@@ -54,7 +55,7 @@ def decode_messages(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         streamed=fields.stream or False,
         cache_salt=optional_string(fields.cache_salt, "cache_salt"),
         max_tokens=fields.max_tokens,
-        session=find_session(headers, fields),
+        identity=find_identity(headers, fields),
         hints=hints_in_body(fields.nvext),
     )
 

@@ -16,6 +16,7 @@ class SessionFields(msgspec.Struct):
     """The fields of a body that name its session and say whether the session continues."""
 
     session_id: Any = None
+    litellm_session_id: Any = None
     vllm_xargs: Any = None
     metadata: Any = None
     prompt_cache_key: Any = None

@@ -11,16 +11,17 @@ import msgspec
 
 from http_api.errors import RequestError, error_body
 from kvevents.decoding import read_json
+from router.apis.agent_hints import hints_in_body
 from router.apis.anthropic_messages import anthropic_error_body, decode_messages
 from router.apis.body_fields import ModelFields, OtherFields, SessionFields
 from router.apis.fields import optional_string, read_body
 from router.apis.forms import form_field
 from router.apis.generate import decode_generate
+from router.apis.identities import find_identity, identity_headers
 from router.apis.openai_requests import decode_chat, decode_completion
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.response_owners import stored_in_path
 from router.apis.responses import decode_responses
-from router.apis.sessions import find_session, hints_in_body, only_session_headers
 from router.http.headers import HeaderItems
 
 Decode = Callable[[bytes, HeaderItems], RoutedRequest]
@@ -38,7 +39,7 @@ def decode_model_fields(body: bytes, headers: HeaderItems = ()) -> RoutedRequest
         optional_string(fields.model, "model"),
         streamed=fields.stream or False,
         priority=fields.priority or 0,
-        session=find_session(headers, fields),
+        identity=find_identity(headers, fields),
         hints=hints_in_body(fields.nvext),
     )
 
@@ -76,44 +77,44 @@ def read_request(
     path: str,
     headers: HeaderItems,
     body: bytes,
-    session_headers: HeaderItems | None = None,
+    caller_headers: HeaderItems | None = None,
     model_body: bytes | None = None,
     with_prompt: bool = True,
 ) -> RoutedRequest:
     """Parse what routing needs of a received request. Raises RequestError (400) with the field.
 
-    - `session_headers`: those of `headers` that may name a session; None: find them.
+    - `caller_headers`: those of `headers` that may name the caller; None: find them.
     - `model_body`: the part of the body that routing by load reads; None: the whole body.
     - `with_prompt`: read its prompt, too.
     """
-    if session_headers is None:
-        session_headers = only_session_headers(headers)
+    if caller_headers is None:
+        caller_headers = identity_headers(headers)
     decode = (_DECODERS if with_prompt else _NAMES).get(path) if method == "POST" else None
     if decode is None:
-        request = _read_other(path, headers, body, session_headers)
+        request = _read_other(path, headers, body, caller_headers)
     elif decode is decode_model_fields and model_body is not None:
-        request = decode(model_body, session_headers)
+        request = decode(model_body, caller_headers)
     else:
-        request = decode(body, session_headers)
+        request = decode(body, caller_headers)
     request.path = path
     if isinstance(request.prompt, ChatPrompt):
         request.prompt.call = (path, body)
     return request
 
 
-def _read_other(path: str, headers: HeaderItems, body: bytes, session_headers: HeaderItems) -> RoutedRequest:
+def _read_other(path: str, headers: HeaderItems, body: bytes, caller_headers: HeaderItems) -> RoutedRequest:
     """Parse what routing needs of a request to an unknown path, or of one that is not a POST."""
-    session = find_session(session_headers, SessionFields())
+    identity = find_identity(caller_headers, SessionFields())
     content_type = next((value for name, value in headers if name == b"content-type"), b"").decode("latin-1")
     if content_type.startswith("multipart/form-data"):
-        return RoutedRequest(form_field(content_type, body, "model"), session=session, stored=stored_in_path(path))
+        return RoutedRequest(form_field(content_type, body, "model"), identity=identity, stored=stored_in_path(path))
     try:
         fields = read_json(body, OtherFields)
         name, stored = fields.model, fields.stored_id()
     except msgspec.DecodeError:
         name, stored = None, None  # the body can have any format
     name = name if isinstance(name, str) else None
-    return RoutedRequest(name, session=session, stored=stored_in_path(path) or stored)
+    return RoutedRequest(name, identity=identity, stored=stored_in_path(path) or stored)
 
 
 def call_error_body(path: str, error: RequestError) -> bytes:

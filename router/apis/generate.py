@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from http_api.errors import RequestError
+from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import SessionFields
 from router.apis.fields import (
     adapter_of,
@@ -19,9 +20,9 @@ from router.apis.fields import (
     salt_with,
     token_ids,
 )
+from router.apis.identities import find_identity
 from router.apis.json_edit import SpliceError, with_field
 from router.apis.requests import Prompt, RoutedRequest, TextPrompts, TokenPrompts
-from router.apis.sessions import find_session, hints_in_body
 from router.http.headers import HeaderItems
 
 GENERATE: Final = "/generate"
@@ -69,7 +70,7 @@ def decode_generate(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         max_tokens=lenient(max_tokens, int, None),
         answers=lenient(sampling.get("n", fields.n), int, 1),
         priority=fields.priority or 0,
-        session=find_session(headers, fields),
+        identity=find_identity(headers, fields),
         hints=hints_in_body(fields.nvext),
         reads_cache=not _computes_all(fields, sampling),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from http_api.errors import RequestError
+from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
 from router.apis.fields import (
     adapter_of,
@@ -15,6 +16,7 @@ from router.apis.fields import (
     salt_with,
     token_ids,
 )
+from router.apis.identities import find_identity
 from router.apis.messages import media_options
 from router.apis.requests import (
     ChatPrompt,
@@ -25,7 +27,6 @@ from router.apis.requests import (
     TokenPrompts,
     Truncation,
 )
-from router.apis.sessions import find_session, hints_in_body
 from router.http.headers import HeaderItems
 
 # OpenAI's default for /v1/completions; chats have no default.
@@ -100,7 +101,7 @@ def _request(
         max_tokens=max_tokens,
         answers=max(fields.n or 1, fields.best_of or 1),
         priority=fields.priority or 0,
-        session=find_session(headers, fields),
+        identity=find_identity(headers, fields),
         hints=hints_in_body(fields.nvext),
         reads_cache=fields.prompt_logprobs is None and not echoes_logprobs,
         other_prompts=bool(fields.prompt_embeds or fields.extra_key),

@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeAlias
 from indexer import PoolHoldings
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
 from router.apis.abilities import NO_ABILITIES, Ability
-from router.apis.sessions import AgentHints
+from router.apis.agent_hints import AgentHints
+from router.apis.identities import Identity
 from router.http.headers import HeaderItems
 
 _NO_PROMPTS: list[PackedPrompt] = []  # never changed
@@ -148,6 +149,7 @@ class RoutedRequest:
     - `name`: the model or adapter it asks for; None: any.
     - `prompt`: None for requests that are routed by load. It is dropped once the request is admitted.
     - `max_tokens`: the limit for each of the `answers` to a prompt; None is no limit.
+    - `identity`: its caller; None if it names none. `session` is the session that its placement uses.
     - `stored`: the id of a response, conversation or file that only its creator worker has.
     - `reads_cache`: false if the engine computes the whole prompt, whatever is cached.
     - `adapter`: SGLang's field for an adapter beside the model; other engines ignore it.
@@ -182,6 +184,7 @@ class RoutedRequest:
     max_tokens: int | None
     answers: int
     priority: int
+    identity: Identity | None
     session: str | None
     stored: str | None
     reads_cache: bool
@@ -212,7 +215,7 @@ class RoutedRequest:
         max_tokens: int | None = None,
         answers: int = 1,
         priority: int = 0,
-        session: str | None = None,
+        identity: Identity | None = None,
         stored: str | None = None,
         reads_cache: bool = True,
         other_prompts: bool = False,
@@ -227,7 +230,8 @@ class RoutedRequest:
         self.max_tokens = max_tokens
         self.answers = answers
         self.priority = priority
-        self.session = session
+        self.identity = identity
+        self.session = None if identity is None else identity.session
         self.stored = stored
         self.reads_cache = reads_cache
         self.other_prompts = other_prompts

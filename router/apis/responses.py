@@ -10,12 +10,13 @@ import json
 from typing import Any
 
 from http_api.errors import RequestError
+from router.apis.agent_hints import hints_in_body
 from router.apis.body_fields import ResponsesFields
 from router.apis.fields import kind_of, optional_string, read_body, salt_with
+from router.apis.identities import find_identity
 from router.apis.messages import media_options
 from router.apis.requests import ChatPrompt, RoutedRequest
 from router.apis.response_owners import StoredFields
-from router.apis.sessions import find_session, hints_in_body
 from router.http.headers import HeaderItems
 
 Message = dict[str, Any]
@@ -37,7 +38,7 @@ def decode_responses(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
         other_prompts=bool(fields.extra_key),
         max_tokens=fields.max_output_tokens,
         priority=fields.priority or 0,
-        session=find_session(headers, fields),
+        identity=find_identity(headers, fields),
         hints=hints_in_body(fields.nvext),
         stored=optional_string(fields.previous_response_id, "previous_response_id") or _conversation(fields),
     )

@@ -159,6 +159,7 @@ class AuthGate:
             fields = EngineFields.REFUSE if settings.tenants.named else EngineFields.STRIP
         self._engine_fields = fields
         self.client_routing = settings.proxy.client_routing
+        self.session_headers = [name.lower().encode() for name in settings.proxy.session_headers]
         self._loopback = is_loopback(server.host)
         # A router without authentication does not lend workers' keys to a network, unless the settings say so.
         self._always_add_worker_key = settings.proxy.worker_keys is WorkerKeys.ALWAYS

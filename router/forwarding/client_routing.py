@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from http_api.errors import RequestError
+from router.apis.identities import MAX_LENGTH
 from router.apis.requests import RoutedRequest
-from router.apis.sessions import MAX_LENGTH
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.http.headers import RANK_HEADER, REQUEST_ID, Headers, given_id, whole_number

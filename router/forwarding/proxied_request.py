@@ -139,7 +139,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         head = context.head
         try:
             body, _ = context.checked(_UNSEEN_JSON if context.admitted.route.json else b"")
-            self._admit(read_request("", head.path, head.headers, b"", head.session_headers), body)
+            self._admit(read_request("", head.path, head.headers, b"", self._context.identity_headers), body)
         except RequestError as error:
             self.refuse(error)
         except Exception:
@@ -254,7 +254,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             self._media = media_chat(head.path, body)
         with_prompt = self._services.reader.needs_prompts
         request = read_request(
-            head.method, head.path, head.headers, body, head.session_headers, model_body, with_prompt
+            head.method, head.path, head.headers, body, context.identity_headers, model_body, with_prompt
         )
         if self._services.fleet.unlike or len(body) > LONG_BODY:
             request.needs = needed_abilities(body)
@@ -283,6 +283,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             self._reading.set(model=request.name or "", prompt_tokens=request.tokens)
             self._reading.end()
             self._reading = None
+        services.shared_users.check(request)
         if services.reads_senders:
             request.sender = Sender(tenant.name if tenant else "", context.head.headers)
         if services.recorder.listening:

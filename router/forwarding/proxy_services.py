@@ -16,6 +16,7 @@ from router.fleet.fleet import Fleet
 from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.request_context import RequestContexts
 from router.forwarding.retries import ELSEWHERE, RetryBudget
+from router.forwarding.shared_users import SharedUsers
 from router.forwarding.token_forwarding import TokenForwarding
 from router.http.arriving import ArrivingBytes
 from router.http.websocket import SharedWebSockets
@@ -95,6 +96,7 @@ class ProxyServices:
         self.responses = routing.state.responses
         self.turns = routing.state.turns
         self.pulls = routing.state.pulls
+        self.shared_users = SharedUsers()
         self.reads_senders = routing.state.policy.custom is not None
         self.admission = admission
         self.fleet = fleet

@@ -133,7 +133,8 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
         """Return the prompt and the ticket of the session, and the workers that it may not use. Raises RequestError."""
         services, context = self._services, self._context
         head, tenant = context.head, context.tenant
-        prompt = read_request("", head.path, head.headers, b"", head.session_headers)
+        prompt = read_request("", head.path, head.headers, b"", context.identity_headers)
+        services.shared_users.check(prompt)
         models = [value for name, value in _query(head.target) if name == "model"]
         if len(models) > 1:
             raise RequestError("The query names several models. Name one.", param="model")

@@ -11,8 +11,8 @@ from structlog.contextvars import bound_contextvars
 from http_api.errors import RequestError, error_headers
 from router.admission.ticket import urgent
 from router.apis.endpoints import call_error_body
+from router.apis.identities import identity_headers
 from router.apis.response_owners import is_about_stored
-from router.apis.sessions import only_session_headers
 from router.auth import PROCESS_SOCKET, Admitted, AuthGate, BodyCheck, Tenant
 from router.forwarding.client_routing import correlation_id
 from router.http.headers import LENGTH, REQUEST_ID, Headers, forwarded_lines, given_id, new_id, with_id
@@ -29,6 +29,7 @@ class RequestHead:
     - `path`, `target`: the path without and with its query.
     - `urgency`: the headers that a ticket is made of.
     - `admitted`: the result of the auth gate; None before its check.
+    - `identity_headers`: the headers that may name the caller; None before they are read.
     - `lines`: the encoded headers for workers without the id; None before they are made.
     """
 
@@ -37,10 +38,10 @@ class RequestHead:
         "admitted",
         "headers",
         "id",
+        "identity_headers",
         "lines",
         "method",
         "path",
-        "session_headers",
         "target",
         "urgency",
         "wants_explanation",
@@ -53,7 +54,7 @@ class RequestHead:
         self.headers = headers
         self.id = given_id(headers)
         self.urgency = urgent(headers)
-        self.session_headers = only_session_headers(headers)
+        self.identity_headers: Headers | None = None
         self.wants_explanation = _EXPLAIN in headers
         self.about_stored = is_about_stored(path)
         self.admitted: Admitted | None = None
@@ -146,6 +147,14 @@ class RequestContext:
         """True if the request was admitted and the service answers it itself."""
         admitted = self.head.admitted
         return admitted is not None and admitted.route.own
+
+    @property
+    def identity_headers(self) -> Headers:
+        """The headers that may name the caller."""
+        found = self.head.identity_headers
+        if found is None:
+            found = self.head.identity_headers = identity_headers(self.head.headers, self._gate.session_headers)
+        return found
 
     def abandoned(self) -> None:
         """Count a request whose client disconnected before it was complete."""

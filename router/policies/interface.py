@@ -66,6 +66,7 @@ class Request:
     - `tenant`: the tenant whose key it has; "" without tenants.
     - `headers`: its headers, with names in lower case and without credentials.
     - `phase`: the part that the worker computes. Fleets with prefill and decode workers choose once for each part.
+    - `program`, `parent`: its whole run, and the session that started its session; "" if unknown.
     """
 
     model: str
@@ -75,6 +76,8 @@ class Request:
     tenant: str
     headers: Mapping[str, str]
     phase: Phase = Phase.BOTH
+    program: str = ""
+    parent: str = ""
 
 
 Function: TypeAlias = Callable[[Sequence[Candidate], Request], Sequence[float]]

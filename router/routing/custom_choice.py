@@ -48,7 +48,7 @@ def _asked(prompt: RoutedRequest, request: Request, phase: interface.Phase) -> i
     session = request.session
     if session is None:
         session = "" if request.beginning is None else f"{request.beginning:016x}"
-    sender = prompt.sender
+    sender, caller = prompt.sender, prompt.identity
     headers = () if sender is None else sender.headers
     return interface.Request(
         prompt.name or "",
@@ -58,4 +58,6 @@ def _asked(prompt: RoutedRequest, request: Request, phase: interface.Phase) -> i
         "" if sender is None else sender.tenant,
         {name.decode("latin-1"): value.decode("latin-1") for name, value in headers if name not in _WITHHELD},
         phase,
+        "" if caller is None else caller.program,
+        "" if caller is None or caller.parent is None else caller.parent,
     )

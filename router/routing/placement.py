@@ -11,8 +11,8 @@ from collections.abc import Collection
 
 import structlog
 
+from router.apis.agent_hints import AgentHints
 from router.apis.requests import RoutedRequest
-from router.apis.sessions import AgentHints
 from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, reusable_hashes
 from router.cache_state.target_audit import Basis, CachePrediction

@@ -36,6 +36,7 @@ PULL_HOST = re.compile(r"^[A-Za-z0-9.:_-]{1,255}$")
 SERVICE_LEVEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 KEY_HASH = r"^[0-9a-f]{64}$"
 ROUTE = r"^(GET|POST|PUT|PATCH|DELETE) /[!-~]*$"
+HEADER_NAME = r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}$"
 # Each pattern in words, for messages.
 FORMS = {
     WORKER_NAME.pattern: "a name of letters, digits and any of . _ : @ -, which is no URL",
@@ -43,6 +44,7 @@ FORMS = {
     NAME: "package.module:function, or the name of a policy",
     PULL_HOST.pattern: "the name or the address of a host",
     KEY_HASH: "the hash of a key, which `kvrouter hash-key` prints",
+    HEADER_NAME: "the name of a header",
     ROUTE: "a method and a path, such as POST /v1/mine",
 }
 

@@ -9,7 +9,17 @@ from typing import Annotated, Literal
 
 from pydantic import AnyHttpUrl, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from router.settings.fields import KEY_HASH, ROUTE, CorsOrigin, ListeningPort, NonNegative, Port, RootPath, Section
+from router.settings.fields import (
+    HEADER_NAME,
+    KEY_HASH,
+    ROUTE,
+    CorsOrigin,
+    ListeningPort,
+    NonNegative,
+    Port,
+    RootPath,
+    Section,
+)
 
 
 class ServerSettings(Section):
@@ -133,6 +143,7 @@ class ProxySettings(Section):
     ask_usage: bool = False
     forward_unknown_models: bool = False
     client_routing: bool = False
+    session_headers: list[Annotated[str, Field(pattern=HEADER_NAME)]] = []
     worker_keys: WorkerKeys = WorkerKeys.AUTO
     engine_fields: EngineFields = EngineFields.AUTO
     forward_tokens: ForwardTokens = ForwardTokens.OFF

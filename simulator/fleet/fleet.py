@@ -22,6 +22,7 @@ import structlog
 
 from http_api.errors import RequestError
 from router.admission.ticket import Ticket
+from router.apis.identities import Identity
 from router.apis.requests import RoutedRequest
 from router.apis.usage import Usage
 from router.fleet.health import Outcome as AttemptOutcome
@@ -230,7 +231,8 @@ class Simulation:
         request, now = outcome.request, self.loop.time()
         tokens = [prompt_of(request, number, self.spec.block_tokens)]
         hints = request.hints if self.side.hints else None
-        prompt = RoutedRequest(MODEL, streamed=True, session=request.session, hints=hints, path=_PATH).tokenized(tokens)
+        identity = None if request.session is None else Identity(request.session)
+        prompt = RoutedRequest(MODEL, streamed=True, identity=identity, hints=hints, path=_PATH).tokenized(tokens)
         slo = None
         if self.side.slos and (wanted := request.slo) is not None:
             slo = SLO(wanted.ttft, wanted.tpot, now, wanted.service_level, wanted.refuses_late)

@@ -27,7 +27,7 @@ from typing import IO, Annotated
 import msgspec
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
-from router.apis.sessions import AgentHints
+from router.apis.agent_hints import AgentHints
 
 BLOCK_TOKENS = 512
 # Prompts without a session that begin with this many equal tokens count as one session.

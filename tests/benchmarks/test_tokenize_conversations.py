@@ -14,7 +14,7 @@ from benchmarks.policy.grid import Cell
 from benchmarks.policy.hints import Ground, hinted, play
 from benchmarks.policy.workloads import AGENT, SINGLE
 from benchmarks.tokenize.measure import bodies
-from router.apis.sessions import AgentHints
+from router.apis.agent_hints import AgentHints
 from simulator.fleet.engine import LLAMA_70B
 
 

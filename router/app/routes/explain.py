@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,12 +23,13 @@ from indexer.targets import WorkerNames
 from router.admission.admission import Admission
 from router.admission.ticket import WaitReason
 from router.apis.abilities import needed_abilities
+from router.apis.agent_hints import AgentHints, hints_in_headers
 from router.apis.endpoints import PROMPTED, read_request
 from router.apis.fields import kind_of, read_body
+from router.apis.identities import identity_headers
 from router.apis.media_items import MediaChat, media_chat
 from router.apis.openai_requests import decode_match
 from router.apis.requests import ChatPrompt, MatchRequest, RoutedRequest, Sender
-from router.apis.sessions import AgentHints, hints_in_headers
 from router.app.services import Services
 from router.auth.bodies import check_amounts, check_media
 from router.cache_state.session_locations import SessionLocations
@@ -67,6 +68,7 @@ def explain_routes(services: Services) -> APIRouter:
             body,
             headers,
             levels,
+            services.proxy.gate.session_headers,
         )
 
     return routes
@@ -97,9 +99,10 @@ async def explain(
     body: bytes,
     headers: HeaderItems,
     levels: ServiceLevels | None = None,
+    session_headers: Collection[bytes] = (),
 ) -> dict[str, Any]:
     """Return the answer to `/explain`, the best candidate first. Raises RequestError, which names the invalid field."""
-    prompt, size, tenant, media = await aside_if_long(body, partial(_asked, limits, headers))
+    prompt, size, tenant, media = await aside_if_long(body, partial(_asked, limits, headers, session_headers))
     await reader.read(prompt, size)
     prompt.sender = Sender(tenant, list(headers))
     if (told := hints_in_headers(headers)) is not None:
@@ -122,6 +125,8 @@ async def explain(
         "tokens": prompt.tokens,
         "exact": prompt.exact,
         "session": prompt.session,
+        "program": prompt.identity and prompt.identity.program,
+        "parent": prompt.identity and prompt.identity.parent,
         "hints": prompt.hints and _hints(prompt, prompt.hints, sessions, names),
         "encoding": round(prompt.encoding, 6),
         "held": begins if isinstance(begins, WaitReason) else None,
@@ -142,7 +147,7 @@ async def explain(
 
 
 def _asked(
-    limits: LimitSettings, headers: HeaderItems, body: bytes
+    limits: LimitSettings, headers: HeaderItems, session_headers: Collection[bytes], body: bytes
 ) -> tuple[RoutedRequest, int, str, MediaChat | None]:
     """Return the request to explain, the bytes of its body, its tenant, and its media."""
     fields = read_body(body, _ExplainFields)
@@ -159,7 +164,7 @@ def _asked(
     check_amounts(fields.request, limits)
     sent = msgspec.json.encode(fields.request)
     check_media(sent, limits)
-    request = read_request("POST", fields.path, headers, sent)
+    request = read_request("POST", fields.path, headers, sent, identity_headers(headers, session_headers))
     request.needs = needed_abilities(sent)
     return request, len(sent), fields.tenant, media_chat(request.path, sent)
 

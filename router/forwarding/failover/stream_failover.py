@@ -111,7 +111,7 @@ class StreamFailover:
     async def _read(self, context: RequestContext, body: bytes) -> RoutedRequest:
         """Return a request's prompt with its tokens if possible, whatever the policy needs."""
         head = context.head
-        request = read_request(head.method, head.path, head.headers, body, head.session_headers)
+        request = read_request(head.method, head.path, head.headers, body, context.identity_headers)
         if not self._reader.read_now(request, len(body)) or not request.token_ids:
             await self._reader.read_aside(request, len(body))
         return request

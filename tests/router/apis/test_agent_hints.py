@@ -8,8 +8,8 @@ import pytest
 
 from http_api.errors import RequestError
 from router.admission.ticket import read_ticket, urgent
+from router.apis.agent_hints import AgentHints, hints_in_body, hints_in_headers
 from router.apis.endpoints import read_request
-from router.apis.sessions import AgentHints, hints_in_body, hints_in_headers
 
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "nvext": %s}'
 

@@ -9,6 +9,7 @@ import pytest
 
 from http_api.errors import RequestError
 from router.apis.anthropic_messages import anthropic_error_body, decode_messages
+from router.apis.identities import Identity
 from router.apis.requests import ChatPrompt, RoutedRequest
 
 USER = {"role": "user", "content": "hi"}
@@ -31,7 +32,9 @@ def said(*given: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_message_with_its_options() -> None:
     request = messages(stream=True, cache_salt="s", metadata={"user_id": "u"})
-    assert request == RoutedRequest("m", ChatPrompt([USER], merges_system=True), True, "s", max_tokens=9, session="u")
+    assert request == RoutedRequest(
+        "m", ChatPrompt([USER], merges_system=True), True, "s", max_tokens=9, identity=Identity("u", by_user=True)
+    )
     assert prompt(thinking={"type": "disabled"}).thinking_off
     assert not prompt(thinking={"type": "enabled", "budget_tokens": 1024}).thinking_off
     assert prompt(output_config={"effort": "low"}).reasoning_effort == "low"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from http_api.errors import RequestError, error_body
 from router.apis.endpoints import Decode
+from router.apis.identities import Identity
 from router.apis.openai_requests import decode_chat, decode_completion, decode_match
 from router.apis.requests import ChatPrompt, MatchRequest, RoutedRequest, TextPrompts, TokenPrompts, Truncation
 
@@ -52,7 +53,9 @@ def test_options_are_read_and_have_defaults() -> None:
         temperature=0.5,
     )
     prompt = TextPrompts(["hi"], add_special_tokens=False)
-    assert request == RoutedRequest("m", prompt, True, "s", max_tokens=5, answers=2, priority=-1, session="u")
+    assert request == RoutedRequest(
+        "m", prompt, True, "s", max_tokens=5, answers=2, priority=-1, identity=Identity("u", by_user=True)
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from http_api.errors import RequestError
 from router.apis.endpoints import BY_LOAD, call_error_body, error_event, read_request
 from router.apis.forms import form_fields
+from router.apis.identities import Identity
 from router.apis.requests import RoutedRequest, TextPrompts, TokenPrompts
 from router.auth.routes import Access, Routes
 
@@ -27,7 +28,9 @@ def read(path: str, body: Any = b"", method: str = "POST", **headers: str) -> Ro
 
 @pytest.mark.parametrize("path", BY_LOAD)
 def test_endpoints_without_prefix_are_routed_by_load(path: str) -> None:
-    assert read(path, {"model": "m", "input": "hi", "user": "u"}) == RoutedRequest("m", session="u")
+    assert read(path, {"model": "m", "input": "hi", "user": "u"}) == RoutedRequest(
+        "m", identity=Identity("u", by_user=True)
+    )
     assert read(path, {"input": "hi"}) == RoutedRequest(None)
 
 
@@ -42,7 +45,7 @@ def test_body_without_an_object_is_refused(path: str, body: Any) -> None:
 def test_a_form_names_its_model_beside_a_file() -> None:
     form = "multipart/form-data; boundary=XyZ"
     assert read("/v1/audio/transcriptions", FORM, content_type=form, x_session_id="s") == RoutedRequest(
-        "whisper", session="s"
+        "whisper", identity=Identity("s")
     )
     assert read("/v1/audio/transcriptions", FORM.replace(b'"model"', b'"other"'), content_type=form).name is None
 

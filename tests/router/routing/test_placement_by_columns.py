@@ -11,8 +11,8 @@ from benchmarks.make_routing import BLOCK, MODEL, make_fleet, make_routing
 from indexer import Indexer, Registration, Target
 from indexer.hashing import PackedPrompt
 from kvevents import BlockStored, EventBatch
+from router.apis.agent_hints import AgentHints
 from router.apis.requests import RoutedRequest
-from router.apis.sessions import AgentHints
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.worker import Worker
 from router.load.load_messages import Kind, Message, RankLoad

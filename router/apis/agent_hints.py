@@ -1,11 +1,4 @@
-"""Sessions, and what an agent states about its request beside the prompt.
-
-A session is what the requests of one conversation or one user have in common. It is the first of these values, from the
-most specific to the least: the headers `x-session-id` and `x-dynamo-session-id`, the body's `session_id`,
-`nvext.session_control.session_id`, `vllm_xargs.session_id`, `metadata.session_id`, `prompt_cache_key`,
-`metadata.user_id`, `user`, and the header `x-user-id`.
-
-Agent hints state the length of the answer and whether the session continues:
+"""The hints of an agent: the length of the answer, and whether the session continues.
 
 - `x-kvrouter-output-tokens`, or `nvext.agent_hints.osl` in the body: expected tokens of the answer; 0 means unknown.
 - `x-kvrouter-next-call-ms`: the time from the answer to the session's next request, while a tool runs.
@@ -22,53 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from http_api.errors import RequestError
-from router.apis.body_fields import SessionFields
 from router.apis.fields import kind_of
-from router.http.headers import HeaderItems, Headers, number_of
-
-_SESSION_HEADER = b"x-session-id"
-_DYNAMO_HEADER = b"x-dynamo-session-id"
-_USER_HEADER = b"x-user-id"
-_SESSION_HEADERS = frozenset((_SESSION_HEADER, _DYNAMO_HEADER, _USER_HEADER))
-
-_NOTHING = (None, None, None)
-
-# Longer session names are cut to this many characters.
-MAX_LENGTH = 512
-
-
-def only_session_headers(headers: HeaderItems) -> Headers:
-    """Return the headers that may name a session."""
-    return [header for header in headers if header[0] in _SESSION_HEADERS]
-
-
-def find_session(headers: HeaderItems, fields: SessionFields) -> str | None:
-    """Return the session that the session headers and the body's fields name; None if they name none."""
-    found: tuple[Any, ...]
-    if fields.vllm_xargs is None and fields.metadata is None and fields.nvext is None:
-        found = (fields.session_id, fields.prompt_cache_key, fields.user)
-        if not headers and found == _NOTHING:
-            return None
-    else:
-        found = (
-            fields.session_id,
-            session_in_body(fields.nvext),
-            _inner(fields.vllm_xargs, "session_id"),
-            _inner(fields.metadata, "session_id"),
-            fields.prompt_cache_key,
-            _inner(fields.metadata, "user_id"),
-            fields.user,
-        )
-    named = {name: value.decode("latin-1") for name, value in headers}
-    for value in (named.get(_SESSION_HEADER), named.get(_DYNAMO_HEADER), *found, named.get(_USER_HEADER)):
-        if isinstance(value, str) and value:
-            return value[:MAX_LENGTH]
-    return None
-
-
-def _inner(value: Any, key: str) -> Any:
-    return value.get(key) if isinstance(value, dict) else None
-
+from router.http.headers import HeaderItems, number_of
 
 _OUTPUT_HEADER: Final = b"x-kvrouter-output-tokens"
 _NEXT_CALL_HEADER: Final = b"x-kvrouter-next-call-ms"
@@ -158,12 +106,6 @@ def hints_in_body(nvext: Any) -> AgentHints | None:
             )
         final = action == "close"
     return None if output is None and final is None else AgentHints(output, None, final)
-
-
-def session_in_body(nvext: Any) -> Any:
-    """Return the session that a body's `nvext` names; None if it names none."""
-    control = nvext.get("session_control") if isinstance(nvext, dict) else None
-    return control.get("session_id") if isinstance(control, dict) else None
 
 
 def _object(nvext: dict[str, Any], name: str) -> dict[str, Any]:
