@@ -53,13 +53,13 @@ class Reading(NamedTuple):
 
     - `told`: results of those batches that need reporting, by socket and sequence number, as in `Inbox.apply`.
     - `received`: messages that were not expected, or not alone. None of them is applied yet.
-    - `untold`: whether batches were applied that `taken` does not have yet. Under load it has them half a second later.
+    - `unreported`: whether applied batches are missing in `taken`. Under load they follow half a second later.
     """
 
     taken: list[Taken]
     told: list[tuple[tuple[int, int], Applied | Exception]]
     received: list[Received]
-    untold: bool = False
+    unreported: bool = False
 
 
 class Inbox(ABC):

@@ -58,7 +58,7 @@ class Reporter:
     """A reporter of the changes in one DP rank's cache. Its methods may be called from any thread of its process.
 
     - `silent_because`: why nothing is reported; `None` if it reports.
-    - `untold`: blocks that the dialect cannot express.
+    - `unreported`: blocks that the dialect cannot express.
     """
 
     def __init__(self, publisher: EventPublisher, silent_because: str | None = None) -> None:
@@ -66,7 +66,7 @@ class Reporter:
             silent_because = "the publisher is the null publisher"
         self.publisher = publisher
         self.silent_because = silent_because
-        self.untold = 0
+        self.unreported = 0
         self._form = publisher.wire_form
         self._dialect = DIALECTS[self._form]
         self._process = os.getpid()
@@ -263,11 +263,11 @@ class Reporter:
         expressible = self._dialect.expressible(event)
         group = event.group_idx or 0
         if expressible is None or (self._hidden and (group, event.parent_block_hash) in self._hidden):
-            if not self.untold:
+            if not self.unreported:
                 logger.warning(
                     "KV events: dialect %s cannot express some blocks, which are not reported", self._form.value
                 )
-            self.untold += len(event.block_hashes)
+            self.unreported += len(event.block_hashes)
             self._hidden.update((group, block) for block in event.block_hashes)
             return
         self._add(self._held.store(expressible))

@@ -101,7 +101,7 @@ class ChaosFleet:
     async def until_used(self, worker: SimulatedWorker, seconds: float = 60) -> None:
         """Wait until a worker receives requests again."""
         async with asyncio.timeout(seconds):
-            while await self.state(worker) not in ("ready", "warming", "trial"):  # noqa: ASYNC110
+            while await self.state(worker) not in ("ready", "warming", "half_open"):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
     async def left_over(self) -> int:

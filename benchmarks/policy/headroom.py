@@ -61,7 +61,7 @@ class HeadroomSide(Side):
 
 def headroom_side(name: str, most: bool, slos_of: Mapping[str, RequestSLO | None]) -> HeadroomSide:
     """Return a router with this policy. The parameters are those of `HeadroomSide`."""
-    weights = PolicySettings(broken_promise=0.0)
+    weights = PolicySettings(missed_slo_cost=0.0)
     return HeadroomSide(name, PolicyName.KV_AWARE, weights=weights, slos=True, most=most, slos_of=slos_of)
 
 

@@ -72,7 +72,7 @@ def _metrics(url: str) -> str:
     with urlopen(f"{url}/metrics", timeout=10) as response:
         lines = response.read().decode().splitlines()
     return "\n".join(
-        line for line in lines if line.startswith(("kvrouter_promises_total", "kvrouter_ttft_calibration"))
+        line for line in lines if line.startswith(("kvrouter_slo_answers_total", "kvrouter_ttft_calibration"))
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.index.report import Table
 from benchmarks.transfer.process import SidesProcess
 from benchmarks.transfer.sides import MEMCPY, RAW_SOCKET, SIZES, batch
-from worker.disaggregation.transfer import ENGINES, group_runs
+from worker.kv_transfer.transfer import ENGINES, group_runs
 
 SIDES = (MEMCPY, RAW_SOCKET, *ENGINES)
 _RATIOS = {f"tcp / {RAW_SOCKET}": ("tcp", RAW_SOCKET), f"shm / {MEMCPY}": ("shm", MEMCPY)}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from worker.disaggregation.transfer import GrantKey, Ranges, Region, Writes, open_engine
+from worker.kv_transfer.transfer import GrantKey, Ranges, Region, Writes, open_engine
 
 ARENA = 1 << 28  # bytes on each side, more than a processor's cache
 SIZES = {"4 KiB": 1 << 12, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24}

@@ -282,8 +282,8 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                 Panel(
                     "Tokenizer of each model",
                     "short",
-                    ((f"max by (model, way) (kvrouter_tokenizer{_FEW}) == 1", "{{model}}: {{way}}"),),
-                    "1 for each model's way: here (local), asked of workers (engine), both (mixed), none (text).",
+                    ((f"max by (model, source) (kvrouter_tokenizer{_FEW}) == 1", "{{model}}: {{source}}"),),
+                    "1 for the source of a model's tokens: here (local), workers (engine), both (mixed), none (text).",
                 ),
                 Panel(
                     "Memory of the prompt cache",

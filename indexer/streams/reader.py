@@ -282,7 +282,7 @@ class StreamReader:
                 self._record_applied(self._inbox.rest())  # so that commands and replays see what the index has
                 self._poller.read()
             self._apply_turns(turns)
-            idle = not (reading.taken or reading.untold or turns or self._poller.ready)
+            idle = not (reading.taken or reading.unreported or turns or self._poller.ready)
             if idle and self._received_bytes > _RECEIVED_BYTES:
                 self._received_bytes = 0
                 give_back()

@@ -9,7 +9,6 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +34,7 @@ def ask(url: str, path: str, body: dict[str, Any], token: str = "", headers: Map
             raise ConnectionError(f"{url} needs the admin token for {path}: set --token") from error
         try:
             reason = read_json(error.read())["error"]["message"]
-        except (msgspec.DecodeError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             reason = "is this a router's URL?"
         raise ConnectionError(f"{url} answers {error.code}: {reason}") from error
     except URLError as error:
@@ -45,7 +44,7 @@ def ask(url: str, path: str, body: dict[str, Any], token: str = "", headers: Map
         raise ConnectionError(f"{url} does not answer in HTTP there: is its URL https://?") from error
     except OSError as error:
         raise ConnectionError(f"{url} {connection_problem(error)}") from error
-    except (msgspec.DecodeError, ValueError) as error:
+    except ValueError as error:
         raise ConnectionError(f"{url} is not a router: {path} has no JSON") from error
 
 

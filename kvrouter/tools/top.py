@@ -80,8 +80,8 @@ async def follow(url: str, token: str) -> AsyncIterator[Fleet]:
 
 Row = dict[str, Any]
 
-_WORST = ("down", "left_out", "trial", "new", "warming", "draining", "drained", "asleep", "paused", "ready")
-_STYLES = dict.fromkeys(("ready", "live"), "green") | dict.fromkeys(("down", "left_out", "lost", "stale"), "bold red")
+_WORST = ("down", "ejected", "half_open", "new", "warming", "draining", "drained", "asleep", "paused", "ready")
+_STYLES = dict.fromkeys(("ready", "live"), "green") | dict.fromkeys(("down", "ejected", "lost", "stale"), "bold red")
 # Lines other than those of ranks: totals, the head of the table, requests and keys.
 _OTHER_LINES = 16
 _REQUESTS = 5

@@ -79,7 +79,7 @@ class Refusals:
             f"No worker can meet the SLO, {slo.in_words}{expected}. Try again in {retry_after} s.",
             status=429,
             type="rate_limit_error",
-            code="promise_not_kept",
+            code="slo_not_met",
             retry_after=retry_after,
         )
 

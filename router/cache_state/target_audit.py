@@ -27,7 +27,7 @@ class Basis(StrEnum):
 
     EVENTS = "events"
     RESYNCED = "resynced"
-    SENT_PREFIXES = "history"
+    SENT_PREFIXES = "sent_prefixes"
 
 
 _EVENTS: Final = Basis.EVENTS  # each access to a member of an enumeration is a lookup

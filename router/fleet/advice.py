@@ -47,12 +47,12 @@ ADVICE: Final = {
         "Set api_key, api_key_file or api_key_env of the worker, or of fleet:, to the key of the engine (its "
         "--api-key).",
     ),
-    "worker_left_out": Advice(
+    "worker_ejected": Advice(
         Severity.ERROR,
         "the worker answers, but fails or hangs; it is ejected",
         "Check the worker's log: it fails, hangs or is slow. The router tries it again.",
     ),
-    "rank_left_out": Advice(
+    "rank_ejected": Advice(
         Severity.ERROR,
         "one DP rank of a worker hangs while others work",
         "Check this rank in the worker's log. The router tries it again.",
@@ -328,7 +328,7 @@ ADVICE: Final = {
 # The findings that follow from another one of the same worker, or of the same model if it has no worker.
 _CONSEQUENCES: Final = {
     "worker_key": {"worker_down", "no_models"},
-    "worker_left_out": {"rank_left_out"},
+    "worker_ejected": {"rank_ejected"},
     "prefix_caching_off": {"tokens_differ", "drift", "events_missing"},
     "block_size": {"tokens_differ", "drift"},
     "tokens_differ": {"drift", "prompt_length"},

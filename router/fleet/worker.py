@@ -49,8 +49,8 @@ class WorkerState(StrEnum):
     NEW = "new"  # not probed yet
     READY = "ready"
     WARMING = "warming"  # new or restarted: its share of requests grows
-    HALF_OPEN = "trial"  # receives one request at a time after an ejection
-    EJECTED = "left_out"  # fails, hangs, or is an outlier
+    HALF_OPEN = "half_open"  # receives one request at a time after an ejection
+    EJECTED = "ejected"  # fails, hangs, or is an outlier
     DOWN = "down"  # does not answer probes
     ASLEEP = "asleep"  # its engine computes nothing until it is woken
     PAUSED = "paused"  # its engine computes nothing until it is continued

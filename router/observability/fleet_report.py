@@ -49,11 +49,11 @@ def _tokens(report: dict[str, Any] | None) -> str:
     """Describe in a few words how prompts are tokenized."""
     if report is None:
         return "prompts are not tokenized"
-    if report["way"] == "text":
+    if report["source"] == "text":
         return "unknown: prompts are routed by their text only"
     if report["reading"] is None:
         return "by asking the engine"
-    shapes = Counter(report["shapes"].values())
+    shapes = Counter(report["probes"].values())
     text = f"by {report['reading']} in the router"
     if shapes:
         route = shapes.most_common(1)[0][0]
@@ -97,12 +97,12 @@ def findings(fleet: Fleet, indexer: Indexer, audit: HitAudit) -> list[dict[str, 
         for name, (before, now) in worker.recent_changes().items()
     ]
     found += [
-        {"finding": "worker_left_out", "worker": worker.name, "detail": worker.reason}
+        {"finding": "worker_ejected", "worker": worker.name, "detail": worker.reason}
         for worker in fleet.workers
         if worker.state in (WorkerState.EJECTED, WorkerState.HALF_OPEN)
     ]
     found += [
-        {"finding": "rank_left_out", "worker": worker.name, "dp_rank": dp_rank, "detail": health.circuit.reason}
+        {"finding": "rank_ejected", "worker": worker.name, "dp_rank": dp_rank, "detail": health.circuit.reason}
         for worker in fleet.workers
         for dp_rank, health in worker.health.ranks.items()
         if health.circuit.state is not CircuitState.CLOSED

@@ -47,7 +47,7 @@ class PredictionMetrics:
             registry=registry,
         )
         self._slos = Counter(
-            "kvrouter_promises",
+            "kvrouter_slo_answers",
             "Answers with an SLO, by outcome: kept, late or refused",
             ["model", "service_level", "outcome"],
             registry=registry,

@@ -3,7 +3,7 @@
     missed by = max(TTFT - time left, 0) + output · max(TPOT - objective, 0)      in seconds, of `output` tokens
     J'        = J + ω · turns · (chance that its SLO is missed there + SLOs of others that it makes miss there)
 
-J is the policy's cost, and ω the cost of a missed SLO: `policy.broken_promise`. The lowest J' wins. So the cheapest
+J is the policy's cost, and ω the cost of a missed SLO: `policy.missed_slo_cost`. The lowest J' wins. So the cheapest
 candidate wins among those that meet the SLO, and an SLO that no candidate can meet scatters no prefixes.
 
 `turns` is the mean number of turns of a session. Its next requests are sent to the worker with its prefix. So a session

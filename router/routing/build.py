@@ -41,7 +41,7 @@ class CacheState:
 
 def build_cache_state(settings: Settings, indexer: Indexer) -> CacheState:
     """Return the cache state of an index's targets."""
-    in_flight_prefixes, sent_prefixes = InFlightPrefixes(settings.proxy.speculation_seconds), SentPrefixes()
+    in_flight_prefixes, sent_prefixes = InFlightPrefixes(settings.proxy.in_flight_prefix_seconds), SentPrefixes()
     return CacheState(
         in_flight_prefixes, sent_prefixes, HitAudit(indexer, sent_prefixes, settings.audit, indexer.names)
     )
@@ -104,7 +104,7 @@ def build_routing(
     random = random or Random()
     for prompts in (state.in_flight_prefixes, state.sharing.peer_load.prompts):
         prompts.evictions = indexer.index.evictions
-    selector = Selector(state, settings.disaggregation, settings.policy.broken_promise, random)
+    selector = Selector(state, settings.disaggregation, settings.policy.missed_slo_cost, random)
     masters = any(pool.master is not None for pool in settings.pools)
     verifier = PoolVerifier(indexer, session) if session is not None and masters else None
     reader = PromptReader(state, fleet, indexer, tokenizers, settings.proxy.forward_unknown_models, verifier)

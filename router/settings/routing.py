@@ -49,7 +49,7 @@ class PolicySettings(Section):
     context: NonNegative = 0.05
     cpu_token: NonNegative = 0.1
     disk_token: NonNegative = 0.5
-    broken_promise: NonNegative = 40_000.0
+    missed_slo_cost: NonNegative = 40_000.0
     near: NonNegative = 0.0
 
     @model_validator(mode="after")

@@ -139,7 +139,7 @@ class ProxySettings(Section):
     retry_minimum: Annotated[int, Field(ge=0)] = 10
     stream_failovers: Annotated[int, Field(ge=0)] = 0
     keepalive_interval: PositiveFloat | Literal["off"] = "off"
-    speculation_seconds: NonNegative = 2.0
+    in_flight_prefix_seconds: NonNegative = 2.0
     ask_usage: bool = False
     forward_unknown_models: bool = False
     client_routing: bool = False

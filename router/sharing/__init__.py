@@ -29,5 +29,5 @@ def build_sharing(settings: Settings, load: LoadTable, worker_processes: WorkerP
     - `worker_processes`: the processes that share this one's port; None: it has no others.
     """
     channels = replica_channels(settings.replicas) + ([worker_processes.channel()] if worker_processes else [])
-    peer_load = PeerLoad(settings.replicas.expiry, settings.proxy.speculation_seconds)
+    peer_load = PeerLoad(settings.replicas.expiry, settings.proxy.in_flight_prefix_seconds)
     return LoadSharing(load, peer_load, channels)

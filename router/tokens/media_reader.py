@@ -124,8 +124,8 @@ class MediaReader:
         """Return how many items have names, have none, or are unknown."""
         runs = [answer.run for answer in self._answers.values()]
         named = sum(run is not None and run.named for run in runs)
-        untold = runs.count(None)
-        return {"named": named, "unnamed": len(runs) - named - untold, "untold": untold}
+        unknown = runs.count(None)
+        return {"named": named, "unnamed": len(runs) - named - unknown, "unknown": unknown}
 
     def asks(self, items: list[Item]) -> bool:
         """Return whether an engine must be asked before this prompt can be built."""

@@ -136,12 +136,12 @@ def tokenizer_report(tokenizers: Tokenizers, models: Mapping[str, ModelState]) -
         merged = model.merged() if model else Agreement()
         usage = tokenizer.usage
         found[name] = {
-            "way": tokenizer.route,
+            "source": tokenizer.route,
             "reading": tokenizer.local.method if tokenizer.local else None,
             "compared_with": merged.reference.value,
             "suspected": tokenizer.suspected,
             "on_trial": tokenizer.on_trial,
-            "shapes": {kind.value: report.route.value for kind, report in merged.probes.items()},
+            "probes": {kind.value: report.route.value for kind, report in merged.probes.items()},
             "differences": {kind.value: each.difference for kind, each in merged.probes.items() if each.difference},
             "media": tokenizer.media.report() if tokenizer.media else None,
             "prompts": {path.value: usage.prompts[path] for path in usage.seconds},
@@ -199,14 +199,14 @@ class TokenizerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the route of each model, the prompts and seconds by source, and the size of the caches."""
-        by_way = ["model", "way"]
-        way = GaugeMetricFamily(
+        by_source = ["model", "source"]
+        gauge = GaugeMetricFamily(
             "kvrouter_tokenizer",
             "1 for the current source of a model's token ids: local, engine, mixed or text",
-            labels=by_way,
+            labels=by_source,
         )
         asked = GaugeMetricFamily(
-            "kvrouter_tokenizer_asked_shapes",
+            "kvrouter_tokenizer_probes",
             "Kinds of prompts for which engines are asked for token ids",
             labels=["model"],
         )
@@ -214,16 +214,16 @@ class TokenizerCollector(Collector):
             "kvrouter_tokenizer_cache_bytes", "Bytes of cached prompts of the tokenizer", labels=["model"]
         )
         prompts = CounterMetricFamily(
-            "kvrouter_tokenizer_prompts", "Requests whose prompts were tokenized, by source", labels=by_way
+            "kvrouter_tokenizer_prompts", "Requests whose prompts were tokenized, by source", labels=by_source
         )
         seconds = CounterMetricFamily(
-            "kvrouter_tokenizer_seconds", "Seconds spent on tokenizing prompts, by source", labels=by_way
+            "kvrouter_tokenizer_seconds", "Seconds spent on tokenizing prompts, by source", labels=by_source
         )
         for model, tokenizer in self._tokenizers.by_model().items():
-            way.add_metric([model, tokenizer.route], 1)
+            gauge.add_metric([model, tokenizer.route], 1)
             asked.add_metric([model], len(tokenizer.asked))
             cache.add_metric([model], tokenizer.cached_bytes)
             for path, spent in tokenizer.usage.seconds.items():
                 prompts.add_metric([model, path.value], tokenizer.usage.prompts[path])
                 seconds.add_metric([model, path.value], spent)
-        yield from (way, asked, cache, prompts, seconds)
+        yield from (gauge, asked, cache, prompts, seconds)

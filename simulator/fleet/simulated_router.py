@@ -109,7 +109,7 @@ def side_with(scorer: str) -> Side:
     return replace(OURS, name=f"{OURS.name} + {scorer}", weights=weights)
 
 
-_LINGER = ProxySettings().speculation_seconds
+_LINGER = ProxySettings().in_flight_prefix_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def build_router(
         peers = SimulatedPeers(index.held) if sources.pulls else None
         rates = LoadRates(clock=clock)
         state.sources = SourceFinder(pools, peers, learned.rates, rates=rates, random=Random(0))
-    selector = Selector(state, DisaggregationSettings(), settings.broken_promise, random)
+    selector = Selector(state, DisaggregationSettings(), settings.missed_slo_cost, random)
     placement = Placement(state, selector)
     admission_settings = AdmissionSettings(late_binding=side.late_binding)
     admission = Admission(selector, placement, admission_settings, policy.spec.late_binding, clock)

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from router.http.headers import whole_number
 from simulator.worker.cache import CachedSequence
-from simulator.worker.disaggregation.part import Job, Part, Role, Running
 from simulator.worker.engine import Output, QueueFullError, SimulatedEngine
+from simulator.worker.kv_transfer.part import Job, Part, Role, Running
 from simulator.worker.media import MediaEncoder, with_items_as_text
 from simulator.worker.messages_api import MessageReply, MessagesRequest
 from simulator.worker.metrics import WorkerMetrics

@@ -44,7 +44,7 @@ def create_app(worker: SimulatedWorker) -> FastAPI:
     routes += _routes.routes
     routes += (engine_routes.routes if worker.settings.disaggregation == "sglang" else _vllm_routes).routes
     if worker.settings.disaggregation == "nixl" and worker.settings.role == "prefill":
-        from simulator.worker.disaggregation import nixl
+        from simulator.worker.kv_transfer import nixl
 
         routes += nixl.routes.routes
     if worker.settings.api_key:

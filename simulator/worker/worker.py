@@ -19,7 +19,7 @@ from worker.reporter import Reporter
 from worker.zmq_publisher import ZmqEventPublisher
 
 if TYPE_CHECKING:
-    from simulator.worker.disaggregation.roles import OpenRole  # needs numpy and an HTTP client
+    from simulator.worker.kv_transfer.roles import OpenRole  # needs numpy and an HTTP client
 
 
 class SimulatedWorker:
@@ -85,7 +85,7 @@ class SimulatedWorker:
 def _open_role(settings: SimulatedWorkerSettings) -> OpenRole | None:
     if settings.role not in ("prefill", "decode"):
         return None
-    from simulator.worker.disaggregation.roles import OpenRole
+    from simulator.worker.kv_transfer.roles import OpenRole
 
     return OpenRole(settings)
 

@@ -246,9 +246,9 @@ async def test_waiting_request_is_refused_once_slo_is_missed() -> None:
         await requests.queued("patient", {"x-kvrouter-service-level": "patient"})
         requests.send("strict", {"x-kvrouter-service-level": "strict"})
         refused = await requests.reply("strict")
-        assert (refused.status, refused.error["code"]) == (429, "promise_not_kept")
+        assert (refused.status, refused.error["code"]) == (429, "slo_not_met")
         assert int(refused.headers["retry-after"]) >= 1
-        assert await routed.metric("kvrouter_promises_total", service_level="strict", outcome="refused") == 1
+        assert await routed.metric("kvrouter_slo_answers_total", service_level="strict", outcome="refused") == 1
         gate.open(2)
         assert (await requests.reply("patient")).status == 200  # late
 
@@ -522,7 +522,7 @@ async def test_full_queue_drops_late_requests_first() -> None:
         await routed.until_queued(1)
         requests.send("too late", {"x-slo-ttft-ms": "1"}, tokens=LONG, stream=True)
         assert (await requests.reply("too late")).status == 429
-        assert await routed.metric("kvrouter_promises_total", outcome="refused") == 2
+        assert await routed.metric("kvrouter_slo_answers_total", outcome="refused") == 2
         assert [len(script.arrived) for script in scripts] == [1, 1]
         scripts[0].gate.open()
         await until_arrived(scripts[0], 2)

@@ -67,7 +67,7 @@ async def test_overloaded_worker_is_retried_elsewhere_and_ejected() -> None:
         replies = [await routed.call(PATH, BODY) for _ in range(8)]
         assert {(reply.status, reply.worker) for reply in replies} == {(200, good.url)}
         assert len(bad.exchanges) == 3
-        assert await state(routed, bad) == "left_out"
+        assert await state(routed, bad) == "ejected"
 
 
 def refusing(status: int, headers: bytes = b"") -> Script:
@@ -237,7 +237,7 @@ async def test_worker_that_sends_retry_after_is_paused_that_long(status: int, da
     ):
         assert [(await routed.call(PATH, BODY)).status for _ in range(4)] == [200] * 4
         assert len(bad.exchanges) == 1
-        assert await state(routed, bad) == "left_out"
+        assert await state(routed, bad) == "ejected"
         bad.script = stream
         await until(lambda: routed.call(PATH, BODY), lambda reply: reply.worker == bad.url)
         assert time.monotonic() - refused_at >= 1.5
@@ -327,7 +327,7 @@ async def test_recovered_worker_is_used_again() -> None:
         scripted_worker(stream) as good,
         router(bad.url, good.url, **TURNS, fleet={"backoff": 0.1}) as routed,
     ):
-        while await state(routed, bad) != "left_out":
+        while await state(routed, bad) != "ejected":
             await routed.call(PATH, BODY)
         bad.script = stream
 
@@ -351,7 +351,7 @@ async def test_hanging_worker_is_ejected_and_requests_are_retried(hang: object) 
         assert time.monotonic() - began < 20  # less than the worker is left alone
         assert {reply.status for reply in replies} == {200}
         assert hung.url not in {reply.worker for reply in replies}
-        assert await state(routed, hung) == "left_out"
+        assert await state(routed, hung) == "ejected"
         await routed.until_released()
 
 
@@ -446,7 +446,7 @@ async def test_hanging_rank_is_ejected_alone() -> None:
 
             async def found() -> bool:
                 findings = await routed.findings()
-                return any((each["finding"], each.get("dp_rank")) == ("rank_left_out", 1) for each in findings)
+                return any((each["finding"], each.get("dp_rank")) == ("rank_ejected", 1) for each in findings)
 
             await until(found)
             replies = [await routed.call(PATH, BODY) for _ in range(4)]
@@ -484,12 +484,12 @@ async def test_outlier_worker_is_ejected(script: Script, reason: str, at_once: i
         async def ejected_after_more() -> bool:
             for _ in range(16 // at_once):
                 await asyncio.gather(*(routed.call(PATH, BODY) for _ in range(at_once)))
-            return await state(routed, worse) == "left_out"
+            return await state(routed, worse) == "ejected"
 
         await until(ejected_after_more, seconds=30)
         found = await routed.findings()
         found = [finding for finding in found if finding["finding"] != "prompts_by_text"]
-        assert [(each["finding"], each["worker"]) for each in found] == [("worker_left_out", worse.url)]
+        assert [(each["finding"], each["worker"]) for each in found] == [("worker_ejected", worse.url)]
         assert reason in found[0]["detail"]
         replies = [await routed.call(PATH, BODY) for _ in range(8)]
         assert {(reply.status, reply.worker == worse.url) for reply in replies} == {(200, False)}

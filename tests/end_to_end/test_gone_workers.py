@@ -76,7 +76,7 @@ async def ejected(routed: RouterUnderTest, worker: ScriptedWorker) -> asyncio.Ta
     worker.script = fail
     for _ in range(3):
         assert (await routed.call("/v1/completions", BODY)).status == 500
-    assert [each["state"] for each in await routed.workers()] == ["left_out"]
+    assert [each["state"] for each in await routed.workers()] == ["ejected"]
     return await refused(routed, worker)
 
 

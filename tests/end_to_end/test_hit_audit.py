@@ -17,7 +17,7 @@ from simulator.worker.serve import running
 from worker import ZmqEventPublisher
 
 BLOCK, SAMPLES = 16, 4
-NOW = {"audit": {"samples": SAMPLES}, "proxy": {"speculation_seconds": 0}}
+NOW = {"audit": {"samples": SAMPLES}, "proxy": {"in_flight_prefix_seconds": 0}}
 
 
 class Engine:
@@ -116,7 +116,7 @@ async def ask_and_see(routed: RouterUnderTest, tokens: list[int], **more: Any) -
 
 
 async def basis(routed: RouterUnderTest) -> str:
-    for name in ("events", "resynced", "history"):
+    for name in ("events", "resynced", "sent_prefixes"):
         if await routed.metric("kvrouter_audit_basis", basis=name) == 1:
             return name
     return "none"
@@ -169,7 +169,7 @@ async def test_missing_events_are_replaced_by_sent_prefixes_until_fixed(
     await until(resynced)
     while await basis(routed) == "resynced":
         await ask(routed, prompt(1))
-    assert (await basis(routed), await findings(routed)) == ("history", ["drift"])
+    assert (await basis(routed), await findings(routed)) == ("sent_prefixes", ["drift"])
     assert await ask(routed, prompt(1)) == 96
     assert await ask(routed, [*prompt(1, 50), 7, 7, 7]) == 48
 

@@ -178,7 +178,7 @@ async def router_of(fleet: PooledFleet, **settings: Any) -> AsyncIterator[Router
             {"url": url, "block_size": BLOCK, "streams": [{"endpoint": endpoint}]}
             for url, endpoint in zip(fleet.urls, fleet.endpoints, strict=False)
         ]
-        proxy = {"client_routing": True, "speculation_seconds": 0}
+        proxy = {"client_routing": True, "in_flight_prefix_seconds": 0}
         routed = await stack.enter_async_context(
             router(
                 workers=workers,

@@ -78,7 +78,7 @@ async def pulling(
             known.append({"url": worker.url, "name": f"w{number}", "block_size": BLOCK, "streams": streams})
             known[-1] |= {"role": roles[number]} if roles else {}
         known[0]["pull_port"] = 6000
-        proxy = {"client_routing": True, "speculation_seconds": 0} | sections.pop("proxy", {})
+        proxy = {"client_routing": True, "in_flight_prefix_seconds": 0} | sections.pop("proxy", {})
         routed = await stack.enter_async_context(router(workers=known, proxy=proxy, **sections))
         await routed.until_live()
         hashes: list[Any] = list(range(1, IN_MEMORY + 1))
@@ -205,7 +205,7 @@ async def test_simulated_prefill_pulls_what_a_decode_worker_generated() -> None:
             url = await stack.enter_async_context(running(settings))
             known.append({"url": url, "name": f"w{len(known)}", "role": role, "pull_port": port})
         sections: dict[str, Any] = {
-            "proxy": {"speculation_seconds": 0},
+            "proxy": {"in_flight_prefix_seconds": 0},
             "disaggregation": {"decode_computes": False},
         } | P2P
         routed = await stack.enter_async_context(router(workers=known, **sections))
@@ -260,7 +260,7 @@ async def test_simulated_workers_pull_from_each_others_host_tiers() -> None:
         for port in free_ports(2):
             settings = SimulatedWorkerSettings(**FAST, host_blocks=200, pull_port=port)
             known.append({"url": await stack.enter_async_context(running(settings)), "pull_port": port})
-        proxy = {"client_routing": True, "speculation_seconds": 0}
+        proxy = {"client_routing": True, "in_flight_prefix_seconds": 0}
         routed = await stack.enter_async_context(router(workers=known, proxy=proxy, **P2P))
         await routed.until_live()
         prompt = [10 + number % 300 for number in range(1300)]

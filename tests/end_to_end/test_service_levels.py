@@ -58,14 +58,14 @@ async def test_unreadable_slo_is_refused(routed: RouterUnderTest, headers: dict[
 
 async def test_slo_that_cannot_be_met_is_refused(routed: RouterUnderTest) -> None:
     labels = {"model": MODEL, "service_level": "strict", "outcome": "refused"}
-    before = await routed.metric("kvrouter_promises_total", **labels)
+    before = await routed.metric("kvrouter_slo_answers_total", **labels)
     with pytest.raises(openai.RateLimitError) as refusal:
         await routed.openai.completions.create(
             model=MODEL, prompt="x", extra_headers={"x-kvrouter-service-level": "strict"}
         )
-    assert refusal.value.code == "promise_not_kept"
+    assert refusal.value.code == "slo_not_met"
     assert 1 <= int(refusal.value.response.headers["retry-after"]) <= 60
-    assert await routed.metric("kvrouter_promises_total", **labels) == before + 1
+    assert await routed.metric("kvrouter_slo_answers_total", **labels) == before + 1
     assert await routed.metric("kvrouter_admission_refused_total", reason="promise") >= 1
     await routed.until_released()
 
@@ -84,14 +84,14 @@ async def test_served_requests_are_counted_as_kept_or_late(
     routed: RouterUnderTest, headers: dict[str, str], level: str, outcome: str
 ) -> None:
     labels = {"model": MODEL, "service_level": level, "outcome": outcome}
-    before = await routed.metric("kvrouter_promises_total", **labels)
+    before = await routed.metric("kvrouter_slo_answers_total", **labels)
     errors = await routed.metric("kvrouter_ttft_error_seconds_count", model=MODEL)
     prompt = f"{level}, {outcome}: {headers} " * 4
     reply = await asked(routed, headers, prompt=prompt, **USAGE)
     assert reply.status == 200
 
     await until(
-        lambda: routed.metric("kvrouter_promises_total", **labels), lambda value: value == before + 1, seconds=30
+        lambda: routed.metric("kvrouter_slo_answers_total", **labels), lambda value: value == before + 1, seconds=30
     )
     assert await routed.metric("kvrouter_ttft_error_seconds_count", model=MODEL) == errors + 1
     assert await routed.metric("kvrouter_tpot_error_seconds_count", model=MODEL) >= 1
@@ -144,7 +144,7 @@ async def test_service_level_of_model_or_tenant_applies(by: str) -> None:
         sections["server"] = {"token": "operator"}
         headers = {"authorization": "Bearer k"}
     async with running(SimulatedWorkerSettings(base_step_s=0.001)) as one, router(one, **sections) as routed:
-        assert (await asked(routed, headers)).error["code"] == "promise_not_kept"
+        assert (await asked(routed, headers)).error["code"] == "slo_not_met"
         assert (await asked(routed, headers | {"x-kvrouter-service-level": "loose"})).status == 200
 
 

@@ -21,7 +21,7 @@ from kvevents import BlockStored, EventBatch
 from worker import ZmqEventPublisher
 
 MODEL, ADAPTER, BLOCK = "simulated", "poet", 16
-NO_IN_FLIGHT_PREFIXES = {"speculation_seconds": 0}
+NO_IN_FLIGHT_PREFIXES = {"in_flight_prefix_seconds": 0}
 
 numbers = count()
 

@@ -21,8 +21,8 @@ from simulated_workers import FAST
 from kvrouter.processes import KvrouterProcess
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.cache import CachedSequence
-from simulator.worker.disaggregation import nixl
-from simulator.worker.disaggregation.memory import KvMemory
+from simulator.worker.kv_transfer import nixl
+from simulator.worker.kv_transfer.memory import KvMemory
 from simulator.worker.serve import running
 
 BLOCK = 16

@@ -134,7 +134,7 @@ async def explained(routed: RouterUnderTest, request: Any, headers: dict[str, st
 
 
 def retained_tokens(answer: Any) -> dict[str, int]:
-    return {each["worker"]: each["load"]["wanted"] for each in answer["candidates"]}
+    return {each["worker"]: each["load"]["returning"] for each in answer["candidates"]}
 
 
 async def test_session_keeps_its_location_until_its_last_request() -> None:

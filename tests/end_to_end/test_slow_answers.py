@@ -98,7 +98,7 @@ async def test_long_outputs_eject_no_worker_and_are_computed_once(streamed: bool
                     seen |= await states(routed)
                     await asyncio.sleep(0.1)
                 assert {task.result().status for task in long} == {200}
-                assert "left_out" not in seen, source
+                assert "ejected" not in seen, source
                 computed = [each for worker in (one, other) for each in worker.exchanges if each.method == "POST"]
                 assert len(computed) == 40 + len(OUTPUTS), source
 

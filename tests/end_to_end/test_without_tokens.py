@@ -82,7 +82,7 @@ async def fleet(count: int = 3, most: int = 1000, **sections: Any) -> AsyncItera
 
         async def tried() -> bool:
             found = (await routed.call("/workers")).json()["tokenizers"]
-            return bool(found) and found["m"]["way"] == "text"
+            return bool(found) and found["m"]["source"] == "text"
 
         await until(tried)
         yield Fleet(routed, engines, workers)
@@ -136,8 +136,8 @@ async def test_routing_by_text_is_reported(capsys: pytest.CaptureFixture[str]) -
         assert "routed by their text only" in found["detail"]
         assert "models.m.tokenizer" in found["detail"]
         tokenizer = (await served.routed.call("/workers")).json()["tokenizers"]["m"]
-        assert (tokenizer["way"], tokenizer["prompts"]["text"]) == ("text", 1)
-        assert await served.routed.metric("kvrouter_tokenizer", model="m", way="text") == 1
+        assert (tokenizer["source"], tokenizer["prompts"]["text"]) == ("text", 1)
+        assert await served.routed.metric("kvrouter_tokenizer", model="m", source="text") == 1
         printed = capsys.readouterr().out
         assert "prompts are routed by their text only" in printed
         assert "a worker is asked" not in printed
@@ -156,7 +156,7 @@ async def test_audit_compares_shares_of_engine_tokens() -> None:
 
 async def test_retained_tokens_are_learned_from_usage() -> None:
     # One prompt at a time, as an engine with a single slot does.
-    async with fleet(1, most=1, proxy={"speculation_seconds": 0}) as served:
+    async with fleet(1, most=1, proxy={"in_flight_prefix_seconds": 0}) as served:
         (engine,) = served.engines
         for _ in range(8):
             for number in range(3):
@@ -230,7 +230,9 @@ async def test_incompatible_tokenize_route_is_ignored() -> None:
     async with scripted_worker(script) as worker:
         worker.answers_discovery = False
         async with router(worker.url) as routed:
-            await until(lambda: routed.call("/workers"), lambda reply: reply.json()["tokenizers"]["m"]["way"] == "text")
+            await until(
+                lambda: routed.call("/workers"), lambda reply: reply.json()["tokenizers"]["m"]["source"] == "text"
+            )
             body = {"model": "m", "prompt": LONG}
             await routed.call("/v1/completions", body)
             assert int((await routed.call("/v1/completions", body)).overlap or 0) > len(LONG) // 4 - 64

@@ -19,12 +19,12 @@ from indexer.dump import DumpedStream, DumpError, TargetDump, read_dump, write_d
 from indexer.index import UnknownModelError
 from indexer.native import CORE_VARIABLE, CORES
 from kvevents import BlockStored, EventBatch, EventSource, encode_batch
-from worker.disaggregation.frames import Done, Failure, FrameCodec, FrameError, Hello, RoomRequest
-from worker.disaggregation.layout import Buffer, Layout
-from worker.disaggregation.transfer import GrantKey, Ranges, Region, Writes, open_engine
-from worker.disaggregation.transfer.channel import Channel, Kind
-from worker.disaggregation.transfer.sessions import greet
-from worker.disaggregation.transfer.writing import encode_runs
+from worker.kv_transfer.frames import Done, Failure, FrameCodec, FrameError, Hello, RoomRequest
+from worker.kv_transfer.layout import Buffer, Layout
+from worker.kv_transfer.transfer import GrantKey, Ranges, Region, Writes, open_engine
+from worker.kv_transfer.transfer.channel import Channel, Kind
+from worker.kv_transfer.transfer.sessions import greet
+from worker.kv_transfer.transfer.writing import encode_runs
 
 np = pytest.importorskip("numpy")
 

@@ -42,7 +42,7 @@ def test_least_important_column_is_omitted_first() -> None:
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
 def test_top_never_shortens_worker_names(width: int) -> None:
     rows = [
-        {"worker": worker, "dp_rank": 0, "model": "m", "state": "left_out", "requests": 3, "pending": 0}
+        {"worker": worker, "dp_rank": 0, "model": "m", "state": "ejected", "requests": 3, "pending": 0}
         | {"kv_usage": None, "stream": "connecting"}
         for worker in WORKERS
     ]

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.cache import CachedSequence
-from simulator.worker.disaggregation.memory import BUFFERS, FirstToken, KvMemory
 from simulator.worker.engine import Answer, Generation, Output, QueueFullError, SimulatedEngine
+from simulator.worker.kv_transfer.memory import BUFFERS, FirstToken, KvMemory
 from worker import EventPublisher, Reporter
-from worker.disaggregation.transfer import open_engine
+from worker.kv_transfer.transfer import open_engine
 
 DEADLINE_S = 60.0
 FAST = SimulatedWorkerSettings(

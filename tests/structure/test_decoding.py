@@ -41,8 +41,8 @@ _ALLOWED = {
     "simulator/fleet/trace.py": "files of traces",
     "kvrouter/tools/traces/recording.py": "records that were decoded before",
     "indexer/native/index.py": "what the native index returns",
-    "worker/disaggregation/registry.py": "values that were decoded before",
-    "worker/disaggregation/layout.py": "values that were decoded before",
+    "worker/kv_transfer/registry.py": "values that were decoded before",
+    "worker/kv_transfer/layout.py": "values that were decoded before",
 }
 
 

@@ -143,7 +143,7 @@ def test_inexpressible_block_is_not_reported(form: WireForm, what: dict[str, Any
     )
     told: list[Event] = [AllBlocksCleared(), *(BlockStored([n], None, [n], 1, medium="GPU") for n in (3, 1))]
     assert decode_batch(payload).events == told
-    assert reporter.untold == 2
+    assert reporter.unreported == 2
     assert reporter.unknown_removed == 0
 
 

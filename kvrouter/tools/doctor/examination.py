@@ -47,7 +47,7 @@ _READS_AT_ONCE = 2  # reads of an unbuffered part and of the end
 _INSTRUCTION = {"role": "system", "content": "Be brief."}
 
 
-_WAYS = {"text": "not at all, they are routed by their text alone"}
+_SOURCES = {"text": "not at all, they are routed by their text alone"}
 
 
 class Examination:
@@ -125,12 +125,13 @@ class Examination:
         for found in self._source.findings():
             if found["model"] == model:
                 self._found(Cause(found["finding"]), found["detail"])
-        shapes = report["shapes"]
-        exact = sum(way == "local" for way in shapes.values())
+        probes = report["probes"]
+        exact = sum(way == "local" for way in probes.values())
         reading = f", by {report['reading']}" if report["reading"] else ""
-        compared = f"; {exact} of {len(shapes)} probes as the engine reads them" if exact else ""
+        compared = f"; {exact} of {len(probes)} probes as the engine reads them" if exact else ""
         sent = f"; {ids_sent_to(report['ids_not_sent'])}" if "ids_not_sent" in report else ""
-        self.passed.append(f"prompts become tokens: {_WAYS.get(report['way'], report['way'])}{reading}{compared}{sent}")
+        source = _SOURCES.get(report["source"], report["source"])
+        self.passed.append(f"prompts become tokens: {source}{reading}{compared}{sent}")
 
     async def _caches(self, worker: Worker, described: WorkerDescription) -> bool:
         """Return whether a repeated prompt is cached, as far as the worker reports it."""

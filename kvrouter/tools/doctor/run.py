@@ -112,7 +112,7 @@ def _examine_worker(fleet: RunningFleet, worker: dict[str, Any]) -> None:
     url = worker["worker"]
     state = worker.get("state", "registered")
     serves = f", serves {worker['model']}" if worker.get("model") else ""
-    well = state not in ("down", "left_out", "trial")
+    well = state not in ("down", "ejected", "half_open")
     fleet.ok(url, f"{state}{serves}, {worker.get('requests_in_flight', 0)} requests in flight", confirmed=well)
     alike: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
     for number, rank in enumerate(worker["ranks"]):
@@ -138,12 +138,12 @@ def _ranks_line(state: str, ranks: list[dict[str, Any]]) -> str:
 
 
 def _examine_tokenizer(fleet: RunningFleet, model: str, report: dict[str, Any]) -> None:
-    shapes = report.get("shapes", {})
-    exact = sum(way == "local" for way in shapes.values())
-    compared = f"; {exact} of {len(shapes)} probes have the engine's tokens" if exact else ""
+    probes = report.get("probes", {})
+    exact = sum(way == "local" for way in probes.values())
+    compared = f"; {exact} of {len(probes)} probes have the engine's tokens" if exact else ""
     reading = f", by {report['reading']}" if report.get("reading") else ""
     sent = f"; {ids_sent_to(report['ids_not_sent'])}" if "ids_not_sent" in report else ""
-    fleet.ok(fleet.url, f"prompts for {model} become tokens: {report['way']}{reading}{compared}{sent}")
+    fleet.ok(fleet.url, f"prompts for {model} become tokens: {report['source']}{reading}{compared}{sent}")
 
 
 def _finding(router: str, found: dict[str, Any]) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def _hints(prompt: RoutedRequest, hints: AgentHints, sessions: SessionLocations,
     }
 
 
-def _candidate(names: WorkerNames, cost: Cost, wanted: int) -> dict[str, Any]:
+def _candidate(names: WorkerNames, cost: Cost, returning: int) -> dict[str, Any]:
     candidate, source = cost.candidate, cost.candidate.source
     return {
         "worker": names.get(candidate.target.worker),
@@ -192,7 +192,7 @@ def _candidate(names: WorkerNames, cost: Cost, wanted: int) -> dict[str, Any]:
             "pending": candidate.pending,
             "context": candidate.context,
             "loads": candidate.loads,
-            "wanted": wanted,
+            "returning": returning,
         },
         "terms": cost.terms,
         "total": cost.total,

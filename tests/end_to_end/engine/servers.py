@@ -226,7 +226,7 @@ class RouterProcess:
 
     def _shapes(self) -> Any:
         """Return the compared shapes of prompts; nothing before the model is known."""
-        return get_json(f"{self.url}/workers")["tokenizers"].get(MODEL, {}).get("shapes")
+        return get_json(f"{self.url}/workers")["tokenizers"].get(MODEL, {}).get("probes")
 
     def reset_caches(self) -> None:
         reset = post_json(f"{self.url}/reset_prefix_cache")["workers"]

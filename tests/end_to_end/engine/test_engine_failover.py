@@ -118,14 +118,14 @@ def test_changed_template_is_detected_and_predictions_stay_exact(
         worker.wait_until_ready()
         with RouterProcess([worker], logs, patience=30.0, check_seconds=CHECK_SECONDS) as router:
             router.wait_until_compared()
-            assert router.tokenizer()["way"] == "local"
+            assert router.tokenizer()["source"] == "local"
             before = _conversed(router, seed=1)
             worker.kill()
             worker.add_flags("--chat-template", str(template))
             worker.start()
             worker.wait_until_ready()
             wait_for(lambda: router.health()["workers_up"] == 1, 60, "the worker is used again")
-            wait_for(lambda: "engine" in router.tokenizer()["shapes"].values(), 60, "the engine is asked")
+            wait_for(lambda: "engine" in router.tokenizer()["probes"].values(), 60, "the engine is asked")
             after = _conversed(router, seed=2)
     finally:
         worker.stop()

@@ -69,7 +69,7 @@ class Result:
     def row(self) -> list[str]:
         over = sum(predicted > cached for _, predicted, cached, _ in self.requests)
         under = sum(predicted < cached for _, predicted, cached, _ in self.requests)
-        way = f"{self.report['way']}, {self.report['reading']}"
+        way = f"{self.report['source']}, {self.report['reading']}"
         counts = [str(len(self.requests)), f"{self.exact:.1%}", str(over), str(under)]
         return [self.family, way, *counts, ", ".join(sorted(self.refused)) or "-"]
 
@@ -100,7 +100,7 @@ def test_predicted_overlap_equals_engine_report(
     try:
         worker.wait_until_ready()
         with RouterProcess([worker], logs, patience=30.0) as router:
-            wait_for(lambda: _report(router)["shapes"], 60, "its probes are read")
+            wait_for(lambda: _report(router)["probes"], 60, "its probes are read")
             result = Result(family, _report(router))
             results.append(result)
             for kind, path, body in _requests():
@@ -133,7 +133,7 @@ def _named_images(worker: VllmWorker, logs: Path, results: list[Result], family:
     worker.wait_until_ready()
     for name in ("named images", "late router"):
         with RouterProcess([worker], logs, patience=30.0) as router:
-            wait_for(lambda router=router: _report(router)["shapes"], 60, "its probes are read")
+            wait_for(lambda router=router: _report(router)["probes"], 60, "its probes are read")
             seen = Result(f"{family}, {name}", _report(router))
             results.append(seen)
             for kind, body in _with_images():

@@ -97,7 +97,7 @@ def test_requests_of_one_prompt_stay_together(engines: list[OtherEngine], logs: 
         # The name of the other's model is its folder.
         way, findings = ("local", []) if os.path.isabs(model) else ("text", ["prompts_by_text"])
         assert [each["finding"] for each in router.health()["findings"]] == findings
-        assert get_json(f"{router.url}/workers")["tokenizers"][model]["way"] == way
+        assert get_json(f"{router.url}/workers")["tokenizers"][model]["source"] == way
 
 
 def test_kv_aware_hits_more_than_round_robin(engines: list[OtherEngine], logs: Path, tmp_path: Path) -> None:

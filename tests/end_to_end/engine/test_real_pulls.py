@@ -73,7 +73,7 @@ def router_before(workers: list[VllmWorker], ports: list[int], logs: Path, folde
         "workers": [{"url": worker.url, "pull_port": port} for worker, port in zip(workers, ports, strict=True)],
         "pulls": {"protocol": "p2p", "least_tokens": LEAST_TOKENS},
         "rates": {"token": 0.002},  # as a CPU computes
-        "proxy": {"client_routing": True, "speculation_seconds": 0},
+        "proxy": {"client_routing": True, "in_flight_prefix_seconds": 0},
     }
     file = folder / "pulls.yaml"
     file.write_text(yaml.safe_dump(settings))

@@ -262,10 +262,10 @@ def test_busy_streams_are_reported_periodically_and_on_request() -> None:
         while rested < 2:
             assert time.monotonic() < deadline
             reading = inbox.read(0.1)
-            for turn in [*reading.taken, *(rest := inbox.rest() if reading.untold else [])]:
+            for turn in [*reading.taken, *(rest := inbox.rest() if reading.unreported else [])]:
                 assert turn.first == last + 1
                 last = turn.last
-            assert bool(rest) == reading.untold
+            assert bool(rest) == reading.unreported
             assert inbox.rest() == []
             rested += bool(rest)
         while not (taken := inbox.read(0.1).taken):  # reported without `rest`

@@ -448,7 +448,7 @@ def test_query_between_batches_sees_all_applied_batches(
 
     def read_and_wait_for_query(inbox: Inbox, seconds: float) -> Reading:
         reading = read(inbox, seconds)
-        if (reading.untold or (kind is PythonInbox and reading.received)) and not asked.is_set():
+        if (reading.unreported or (kind is PythonInbox and reading.received)) and not asked.is_set():
             asked.set()
             time.sleep(0.1)  # until the query has arrived
         return reading

@@ -125,7 +125,7 @@ def test_wrong_predictions_lead_to_a_resync_and_then_to_history(
     assert sent_prefixes.overlaps(HASHES[0]).get(TARGET, 0) == (96 if cached else 0)
     assert [(line["log_level"], line["drift"], line["predicted_from"]) for line in logs] == [
         ("warning", 0.64, "resynced"),
-        ("warning", 0.64, "history"),
+        ("warning", 0.64, "sent_prefixes"),
     ]
 
 

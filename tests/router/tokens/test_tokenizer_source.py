@@ -69,7 +69,7 @@ class Played:
 
     @property
     def route(self) -> str:
-        return str(self.report["way"])
+        return str(self.report["source"])
 
     @property
     def findings(self) -> list[str]:
@@ -115,8 +115,8 @@ async def test_local_folder_named_by_a_worker_is_used(played: Played, local: Loc
     await played.answers()
     assert (await played.tokenizers.tokenize("m", CHAT)).token_ids == local.tokenize(CHAT)
     report = played.report
-    assert (report["way"], report["reading"], report["compared_with"]) == ("local", "fastokens", "render")
-    assert set(report["shapes"].values()) <= {"local", "refused"}
+    assert (report["source"], report["reading"], report["compared_with"]) == ("local", "fastokens", "render")
+    assert set(report["probes"].values()) <= {"local", "refused"}
     assert played.findings == []
 
 
@@ -180,8 +180,8 @@ async def test_only_prompts_that_differ_are_tokenized_by_engines(played: Played,
     await played.answers()
     assert played.route == "mixed"
     report = played.report
-    assert report["shapes"]["system"] == "engine"
-    assert report["shapes"]["plain"] == "local"
+    assert report["probes"]["system"] == "engine"
+    assert report["probes"]["plain"] == "local"
     assert "the router has" in report["differences"]["system"]
     assert played.findings == ["prompts_asked"]
     asked = played.engines[0].asked.total()
@@ -341,7 +341,7 @@ async def test_engines_process_images(tmp_path: Path) -> None:
         other = ChatPrompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,b#7"}}]}])
         found = await played.tokenizers.tokenize("m", other)
         assert [span.name for span in found.token_ids[0].media] == ["data:,b#7 None"]
-        assert played.report["media"] == {"named": 1, "unnamed": 1, "untold": 0}
+        assert played.report["media"] == {"named": 1, "unnamed": 1, "unknown": 0}
         assert found.token_ids is found.identities
 
 
@@ -351,7 +351,7 @@ async def test_engines_without_probes_are_assumed_to_agree(played: Played) -> No
     await played.answers()
     assert played.route == "local"
     report = played.report
-    assert (report["compared_with"], set(report["shapes"].values())) == ("nothing", {"untried"})
+    assert (report["compared_with"], set(report["probes"].values())) == ("nothing", {"untried"})
 
 
 async def test_engine_tokenizes_every_prompt_until_the_first_trial_ends(played: Played) -> None:
@@ -396,11 +396,11 @@ async def test_engine_is_compared_when_it_is_back(played: Played) -> None:
     played.engines[0].refusals = {"/v1/chat/completions/render": 500}
     await played.answers()
     assert played.route == "local"
-    assert played.report["shapes"] == {}
+    assert played.report["probes"] == {}
     played.engines[0].refusals = {}
     played.restart()
     await played.answers()
-    assert played.report["shapes"]["plain"] == "local"
+    assert played.report["probes"]["plain"] == "local"
 
 
 async def test_files_are_loaded_from_the_hub_by_the_name_of_a_worker(

@@ -214,10 +214,10 @@ async def test_metrics_count_tokenizer_routes(
     tokenizers.add("n", ModelTokenizer(engine=asked))
     tokenizers.add("o", ModelTokenizer(local, asked, asked={ProbeKind.TOOLS}))
     tokenizers.tokenize_now("m", ChatPrompt([USER]))
-    for model, way in {"m": "local", "n": "engine", "o": "mixed"}.items():
-        assert registry.get_sample_value("kvrouter_tokenizer", {"model": model, "way": way}) == 1
-    assert registry.get_sample_value("kvrouter_tokenizer_asked_shapes", {"model": "o"}) == 1
-    labels = {"model": "m", "way": "local"}
+    for model, source in {"m": "local", "n": "engine", "o": "mixed"}.items():
+        assert registry.get_sample_value("kvrouter_tokenizer", {"model": model, "source": source}) == 1
+    assert registry.get_sample_value("kvrouter_tokenizer_probes", {"model": "o"}) == 1
+    labels = {"model": "m", "source": "local"}
     assert registry.get_sample_value("kvrouter_tokenizer_prompts_total", labels) == 1
     assert (registry.get_sample_value("kvrouter_tokenizer_seconds_total", labels) or 0) > 0
     assert registry.get_sample_value("kvrouter_tokenizer_cache_bytes", {"model": "n"}) == 0

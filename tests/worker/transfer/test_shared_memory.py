@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.disaggregation.transfer import GrantKey, PeerLostError, Ranges, RefusedError, Region, Writes, open_engine
-from worker.disaggregation.transfer.channel import Channel, Kind
-from worker.disaggregation.transfer.endpoint import Address, dial
-from worker.disaggregation.transfer.memory import Bytes, Memory, copy_runs, new_array
-from worker.disaggregation.transfer.sessions import expect, greet
-from worker.disaggregation.transfer.shm import ShmEngine
-from worker.disaggregation.transfer.writing import encode_runs
+from worker.kv_transfer.transfer import GrantKey, PeerLostError, Ranges, RefusedError, Region, Writes, open_engine
+from worker.kv_transfer.transfer.channel import Channel, Kind
+from worker.kv_transfer.transfer.endpoint import Address, dial
+from worker.kv_transfer.transfer.memory import Bytes, Memory, copy_runs, new_array
+from worker.kv_transfer.transfer.sessions import expect, greet
+from worker.kv_transfer.transfer.shm import ShmEngine
+from worker.kv_transfer.transfer.writing import encode_runs
 
 KEY = GrantKey(1, 1)
 SIZE = 8192

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from transfer_peer import PeerProcess, wait_until
 
-from worker.disaggregation.transfer import (
+from worker.kv_transfer.transfer import (
     DeadlineError,
     GrantKey,
     PeerLostError,

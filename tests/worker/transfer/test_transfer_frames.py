@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transfer_peer import wait_until
 
-from worker.disaggregation.transfer import (
+from worker.kv_transfer.transfer import (
     GrantKey,
     PeerLostError,
     Quiescence,
@@ -30,10 +30,10 @@ from worker.disaggregation.transfer import (
     tcp,
     writing,
 )
-from worker.disaggregation.transfer import channel as channels
-from worker.disaggregation.transfer.channel import MOST_BODY, Channel, Kind
-from worker.disaggregation.transfer.sessions import expect, greet
-from worker.disaggregation.transfer.writing import MOST_BYTES, encode_runs
+from worker.kv_transfer.transfer import channel as channels
+from worker.kv_transfer.transfer.channel import MOST_BODY, Channel, Kind
+from worker.kv_transfer.transfer.sessions import expect, greet
+from worker.kv_transfer.transfer.writing import MOST_BYTES, encode_runs
 
 SECRET = b"known to few"
 SIZE = 1 << 20

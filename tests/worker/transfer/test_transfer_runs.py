@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.disaggregation.transfer import (
+from worker.kv_transfer.transfer import (
     GrantKey,
     PageRuns,
     Quiescence,
@@ -21,9 +21,9 @@ from worker.disaggregation.transfer import (
     page_ranges,
     page_writes,
 )
-from worker.disaggregation.transfer.grants import Grant, Grants
-from worker.disaggregation.transfer.memory import Memory, Spans, array_at, new_array
-from worker.disaggregation.transfer.runs import split_writes
+from worker.kv_transfer.transfer.grants import Grant, Grants
+from worker.kv_transfer.transfer.memory import Memory, Spans, array_at, new_array
+from worker.kv_transfer.transfer.runs import split_writes
 
 _pages = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=40)
 

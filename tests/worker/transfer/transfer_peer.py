@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from worker.disaggregation.transfer import (
+from worker.kv_transfer.transfer import (
     GrantKey,
     Ranges,
     Region,
