@@ -30,9 +30,12 @@ from kvrouter.tools.doctor import stream as doctor_stream
 from kvrouter.tools.doctor.findings import Cause
 from kvrouter.tools.doctor.pools import SharedPrompt, used_pool
 from kvrouter.tools.doctor.run import examine, run_doctor, spans
+from router.apis.endpoints import CHAT, COMPLETIONS, read_request
+from router.apis.requests import ChatPrompt, TextPrompts
 from router.fleet.advice import ADVICE
 from router.fleet.kubernetes import ClusterAccess, KubernetesError
 from router.settings import Settings
+from router.tokens.local_tokenizer import LocalTokenizer
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 from simulator.worker.settings import BUNDLED_MODEL
@@ -234,6 +237,29 @@ async def test_other_tokenizer_is_a_finding(sound: Sound, tmp_path: Path) -> Non
     folder = other_tokenizer(tmp_path)
     models = {"simulated": {"tokenizer": str(folder)}}
     assert await found({"url": sound.url}, models=models) == [[Cause.TOKENS_DIFFER]]
+
+
+async def test_chats_of_an_sglang_are_compared_as_sglang_renders_them() -> None:
+    """It has no other API, so its requests are refused."""
+    engine = LocalTokenizer.load(str(BUNDLED_MODEL), sglang=True)
+
+    async def described(request: web.Request) -> web.Response:
+        root = str(BUNDLED_MODEL)
+        found = {"data": [{"id": "m", "root": root}]} if request.path == "/v1/models" else {"tokenizer_path": root}
+        return web.json_response(found)
+
+    async def tokenized(request: web.Request) -> web.Response:
+        body = await request.read()
+        prompt = read_request("POST", COMPLETIONS if b'"prompt":' in body else CHAT, [], body).prompt
+        assert isinstance(prompt, (ChatPrompt, TextPrompts))
+        return web.json_response({"tokens": list(engine.tokenize(prompt)[0])})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", described)
+    app.router.add_get("/server_info", described)
+    app.router.add_post("/tokenize", tokenized)
+    async with running_app(app) as url:
+        assert await found({"url": url}) == [[Cause.REQUESTS_REFUSED]]
 
 
 async def test_other_chat_template_is_a_finding(sound: Sound, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ class Examination:
             return
         model = models[0].model
         self.passed.append(f"answers, and serves {model} ({described.engine})")
+        examined.describe(described)
         await self._source.provide(examined, models[0])
         await self._source.settled()
         self._examine_tokenizer(model)
