@@ -32,6 +32,8 @@ _DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts", re.MULTILINE)
 _POOLED = re.compile(r"^vllm:mooncake_store_", re.MULTILINE)
 _STARTED = re.compile(r"^process_start_time_seconds(?:\{[^}\n]*\})? +(\S+)", re.MULTILINE)
 _RANK = re.compile(r'(?:^|,) *(?:engine|dp_rank)="([0-9]{1,5})"')
+# With priorities, SGLang reports a total whose priority is empty, and again the part of each priority.
+_OF_ONE_PRIORITY = re.compile(r'(?:^|,) *priority="[^"]')
 # Higher values are ignored: they are not counts.
 _HIGHEST = 1e15
 _MOST_RANKS = 1024
@@ -60,6 +62,8 @@ def read_engine_loads(text: str) -> dict[int, EngineLoad]:
         if rank not in loads and len(loads) >= _MOST_RANKS:
             continue
         load = loads.setdefault(rank, EngineLoad())
+        if name not in _PROGRESS and _OF_ONE_PRIORITY.search(labels):
+            continue
         if name in _RUNNING:
             load.running = _added(load.running, value)
         elif name in _WAITING:

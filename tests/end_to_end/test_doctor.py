@@ -240,7 +240,7 @@ async def test_other_tokenizer_is_a_finding(sound: Sound, tmp_path: Path) -> Non
 
 
 async def test_chats_of_an_sglang_are_compared_as_sglang_renders_them() -> None:
-    """It has no other API, so its requests are refused."""
+    """The engine refuses requests, because it has no other API."""
     engine = LocalTokenizer.load(str(BUNDLED_MODEL), sglang=True)
 
     async def described(request: web.Request) -> web.Response:

@@ -35,6 +35,20 @@ def metrics(clock: Clock) -> EngineMetrics:
     return EngineMetrics(5.0, clock)
 
 
+def test_requests_of_each_priority_are_not_counted_twice() -> None:
+    """SGLang 0.5.23 with `--enable-priority-scheduling`."""
+    text = """\
+sglang:num_running_reqs{engine_type="unified",model_name="m",priority=""} 3.0
+sglang:num_running_reqs{engine_type="unified",model_name="m",priority="0"} 1.0
+sglang:num_running_reqs{engine_type="unified",model_name="m",priority="5"} 2.0
+sglang:num_queue_reqs{engine_type="unified",model_name="m",priority=""} 1.0
+sglang:num_queue_reqs{engine_type="unified",model_name="m",priority="None"} 1.0
+sglang:prompt_tokens_total{model_name="m",priority="0"} 10.0
+sglang:prompt_tokens_total{model_name="m",priority="5"} 10.0
+"""
+    assert read_engine_loads(text) == {0: EngineLoad(3, 1, None, 20)}
+
+
 def test_metrics_of_vllm_and_sglang_are_read_by_rank() -> None:
     assert read_engine_loads(VLLM) == {0: EngineLoad(3, 2, 0.25, 2000), 1: EngineLoad(1, 0, 0.5, 0)}
     assert read_engine_loads(SGLANG) == {0: EngineLoad(0, 0, None, 10), 1: EngineLoad(4, 5, 0.75, 0)}
