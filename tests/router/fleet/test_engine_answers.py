@@ -1,4 +1,8 @@
-"""Every field that is read of SGLang's answers, held against answers of its releases (`tests/data/engine_answers`)."""
+"""Every field that is read of engines' answers, held against answers of their releases (`tests/data/engine_answers`).
+
+Those of SGLang 0.5.23 are recorded, shortened. Those of its other releases and of vLLM 0.32.0 are written from the
+release's source: they have every field of its classes, or the parts of its metrics that are read.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from indexer.hashing import MediaSpan
 from kvevents import EventSource
 from router.apis.abilities import Ability
+from router.apis.requests import ChatPrompt, TextPrompts
 from router.apis.usage import UsageTail
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription, describe_worker
-from router.fleet.engine_metrics import EngineLoad, read_engine_loads
+from router.fleet.engine_metrics import EngineLoad, Sleep, read_engine_loads, read_sleep
 from router.settings import WorkerSettings
+from router.tokens.engine_client import EngineClient
 
 ANSWERS = Path(__file__).parents[2] / "data" / "engine_answers"
 RELEASES = ("0.5.10", "0.5.13", "0.5.20", "0.5.23")
@@ -63,34 +70,67 @@ FIELDS = [
 ]
 
 
-def answer(release: str, name: str) -> Any:
-    return json.loads((ANSWERS / f"sglang-{release}.{name}.json").read_text())
+VLLM = "0.32.0"
+OF_VLLM = [
+    *(("models", f"data.{name}") for name in ("id", "root", "parent", "max_model_len", "owned_by")),
+    *(("kv_event_sources", f"0.{name}") for name in ("publisher", "endpoint", "replay_endpoint", "topic")),
+    ("version", "version"),
+    ("completion", "choices.prompt_token_ids"),
+    ("chat", "prompt_token_ids"),
+    *(
+        (name, f"usage.{field}")
+        for name in ("chat", "completion")
+        for field in ("prompt_tokens", "completion_tokens", "prompt_tokens_details.cached_tokens")
+    ),
+    *(
+        ("responses", f"usage.{name}")
+        for name in ("input_tokens", "output_tokens", "input_tokens_details.cached_tokens")
+    ),
+    *(("messages", f"usage.{name}") for name in ("input_tokens", "output_tokens", "cache_read_input_tokens")),
+    ("messages", "usage.cache_creation_input_tokens"),
+    ("tokenize", "tokens"),
+    ("render", "token_ids"),
+    ("render", "features.mm_hashes"),
+    ("render", "features.mm_placeholders.image.offset"),
+    ("render", "features.mm_placeholders.image.length"),
+]
+
+
+def answer(release: str, name: str, engine: str = "sglang") -> Any:
+    return json.loads((ANSWERS / f"{engine}-{release}.{name}.json").read_text())
+
+
+def has(value: Any, field: str) -> bool:
+    """Return whether an answer has a field. Of a list, the first item counts."""
+    for part in field.split("."):
+        value = value[0] if isinstance(value, list) else value
+        if not isinstance(value, dict) or part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 @pytest.mark.parametrize(("name", "field", "releases"), FIELDS)
 def test_field_is_in_the_answers_of_its_releases_alone(name: str, field: str, releases: tuple[str, ...]) -> None:
-    found = []
-    for release in RELEASES:
-        if not (ANSWERS / f"sglang-{release}.{name}.json").exists():
-            continue
-        value = answer(release, name)
-        for part in field.split("."):
-            value = value[0] if isinstance(value, list) else value
-            if not isinstance(value, dict) or part not in value:
-                break
-            value = value[part]
-        else:
-            found.append(release)
-    assert tuple(found) == releases
+    found = [release for release in RELEASES if (ANSWERS / f"sglang-{release}.{name}.json").exists()]
+    assert tuple(release for release in found if has(answer(release, name), field)) == releases
+
+
+@pytest.mark.parametrize(("name", "field"), OF_VLLM)
+def test_field_is_in_the_answers_of_vllm(name: str, field: str) -> None:
+    assert has(answer(VLLM, name, "vllm"), field)
 
 
 @asynccontextmanager
 async def worker(answers: dict[str, Any]) -> AsyncIterator[str]:
     async def reply(request: web.Request) -> web.Response:
-        return web.json_response(answers[request.path]) if request.path in answers else web.Response(status=404)
+        found = answers.get(request.path)
+        if isinstance(found, str):
+            return web.Response(text=found)
+        return web.Response(status=404) if found is None else web.json_response(found)
 
     app = web.Application()
-    app.router.add_get("/{path:.*}", reply)
+    app.router.add_route("*", "/{path:.*}", reply)
     async with TestServer(app) as running:
         yield str(running.make_url("")).rstrip("/")
 
@@ -145,3 +185,69 @@ def test_usage_and_load_of_the_latest_release_are_read() -> None:
     assert (usage.prompt, usage.completion, usage.cached) == (41, 6, 32)
     loads = read_engine_loads((ANSWERS / "sglang-0.5.23.metrics").read_text())
     assert loads == {0: EngineLoad(running=0, waiting=0, kv_usage=0.0, tokens=1738 + 75 + 4 + 26)}
+
+
+@asynccontextmanager
+async def vllm() -> AsyncIterator[str]:
+    paths = {
+        "/v1/models": "models",
+        "/kv_event_sources": "kv_event_sources",
+        "/version": "version",
+        "/tokenize": "tokenize",
+        "/v1/completions": "completion",
+        "/v1/chat/completions": "chat",
+        "/v1/chat/completions/render": "render",
+    }
+    answers = {path: answer(VLLM, name, "vllm") for path, name in paths.items()}
+    async with worker(answers | {"/metrics": (ANSWERS / f"vllm-{VLLM}.metrics").read_text()}) as url:
+        yield url
+
+
+async def test_vllm_is_described_by_its_release() -> None:
+    async with vllm() as url, aiohttp.ClientSession() as session:
+        description = await describe_worker(session, WorkerSettings(url=url))
+        release = await EngineClient(session, "tiny").release(url, Engine.VLLM)
+    assert (description.engine, description.refused, release.version) == (Engine.VLLM, (), "0.32.0+cpu")
+    assert (description.block_size, description.capacity, description.ranks) == (32, 1000, (0, 1))
+    assert list(description.streams) == [
+        EventSource(rank, f"tcp://127.0.0.1:{5557 + rank}", f"tcp://127.0.0.1:{5577 + rank}", "kv-events")
+        for rank in (0, 1)
+    ]
+    assert description.models == {
+        "tiny": ServedModel("tiny", "tiny", None, "/models/tiny", 4096),
+        "one": ServedModel("one", "tiny", "one", "/adapters/one", 4096),
+    }
+
+
+async def test_token_ids_of_vllm_are_read() -> None:
+    chat, text = ChatPrompt([{"role": "user", "content": "a"}]), TextPrompts(["a"])
+    async with vllm() as url, aiohttp.ClientSession() as session:
+        client = EngineClient(session, "tiny")
+        (rendered,) = await client.rendered(url, chat)
+        others = [
+            *await client.tokenized(url, text),
+            *await client.computed(url, chat),
+            *await client.computed(url, text),
+        ]
+    assert list(rendered) == [11, 12, 13]
+    assert rendered.media == (MediaSpan(1, 3, "abc"),)
+    assert [list(each) for each in others] == [[11, 12, 13]] * 3
+
+
+@pytest.mark.parametrize("name", ["completion", "chat", "responses", "messages"])
+def test_usage_of_vllm_is_read(name: str) -> None:
+    tail = UsageTail()
+    tail.feed((ANSWERS / f"vllm-{VLLM}.{name}.json").read_bytes())
+    usage = tail.usage()
+    assert usage is not None
+    assert (usage.prompt, usage.completion, usage.cached) == (41, 6, 32)
+
+
+def test_load_and_sleep_of_vllm_are_read() -> None:
+    text = (ANSWERS / f"vllm-{VLLM}.metrics").read_text()
+    assert read_engine_loads(text) == {0: EngineLoad(1, 0, 0.25, 120), 1: EngineLoad(2, 1, 0.25, 120)}
+    assert read_sleep(text) is Sleep.AWAKE
+    asleep = text.replace('sleep_state="awake"} 1.0', 'sleep_state="awake"} 0.0')
+    assert read_sleep(asleep) is Sleep.WITH_CACHE
+    for state in ("weights_offloaded", "discard_all"):
+        assert read_sleep(asleep.replace(f'"{state}"}} 0.0', f'"{state}"}} 1.0')) is Sleep.WITHOUT_CACHE
