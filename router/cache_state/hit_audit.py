@@ -133,9 +133,8 @@ class HitAudit:
         """Return what a target's cached tokens are predicted from now."""
         return self._basis(target, self._stream(target))
 
-    def basis_and_completeness(self, target: Target) -> tuple[Basis, bool]:
-        """Return the basis of a target, and whether all available events of the target were applied."""
-        stream = self._stream(target)
+    def basis_and_completeness(self, target: Target, stream: StreamSession | None) -> tuple[Basis, bool]:
+        """Return the basis of a target, and whether all available events of its `stream` were applied."""
         complete = stream is not None and (stream.state is _LIVE or stream.state is _LOST)
         return self._basis(target, stream), complete
 
@@ -180,7 +179,9 @@ class HitAudit:
         known_since = audit.judged_at if stream is None else max(stream.began_at, audit.judged_at)
         if by_events is not None and cache_prediction.made_at > known_since:
             own = cache_prediction.own_part(cached, by_events, pooled) if loads else cached
-            if own == cached and self._learn_draft_blocks(target, by_events, cached):
+            if own == cached == by_events:
+                self.draft_blocks.record_whole(target, cached)
+            elif own == cached and self._learn_draft_blocks(target, by_events, cached):
                 self._restart_judgement(audit)
                 return
             drift = audit.add_event_error(by_events - own, usage.prompt, self._tolerance)
@@ -251,9 +252,6 @@ class HitAudit:
         )
 
     def _learn_draft_blocks(self, target: Target, predicted: int, cached: int) -> bool:
-        if predicted == cached:
-            self.draft_blocks.record_whole(target, predicted)
-            return False
         block_size = self._indexer.block_size(target)
         if block_size is None or not self.draft_blocks.record(target, predicted, cached, block_size):
             return False

@@ -39,6 +39,7 @@ class Circuit:
     """The circuit of one worker or rank. `begin` numbers the requests; each end is reported with its number.
 
     - `reason`: why it opened; None while it is closed.
+    - `untroubled`: it is closed, and no request failed since one succeeded.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Circuit:
         on_change: Callable[[], None] | None = None,
     ) -> None:
         """Create a closed circuit. `on_change` is called when it opens or closes."""
-        self.closed = True
+        self.closed = self.untroubled = True
         self.reason: str | None = None
         self._limits = limits
         self._on_change = on_change
@@ -88,7 +89,7 @@ class Circuit:
         """Record that a request succeeded. The circuit closes."""
         if self.closed or number >= self._first_since_opening:
             closes = not self.closed
-            self.closed = True
+            self.closed = self.untroubled = True
             self._failures = self._openings = 0
             self._half_open_request = self.reason = None
             if closes and self._on_change is not None:
@@ -99,6 +100,7 @@ class Circuit:
         if not self.closed and number < self._first_since_opening:
             return
         self._failures += 1
+        self.untroubled = False
         if not self.closed or self._failures >= self._limits.failures:
             self.open(reason)
 
@@ -121,7 +123,7 @@ class Circuit:
             self._open_until(until, reason)
 
     def _open_until(self, until: float, reason: str) -> None:
-        self.closed = False
+        self.closed = self.untroubled = False
         self._opened_until = until
         self._failures = 0
         self._half_open_request = None

@@ -196,7 +196,7 @@ class Health:
         failed = outcome is _FAILED
         if failed:
             self.circuit.failed(number, reason)
-        else:
+        elif not self.circuit.untroubled:
             self.circuit.succeeded(number)
         self.last_results.append(Result(failed, now))
 

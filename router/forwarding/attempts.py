@@ -246,7 +246,7 @@ class Attempts:
             if self._span is not None or self._many_ranks or pull is not None or encoding is not None:
                 lines, request_id = forwarded_lines(self._headers_to(assignment, pull)), b""
             else:
-                lines, request_id = context.lines_for_workers(), context.id
+                lines, request_id = head.lines or context.lines_for_workers(), context.id
             body = self._body_to(assignment, body, pull)
             add_worker_key = context.admitted.add_worker_key
             # A retry opens a connection: a kept one to another worker that stopped would count as a second break.

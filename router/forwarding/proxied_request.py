@@ -252,7 +252,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         body = self._asking(body)
         if self._services.fleet.encodes:
             self._media = media_chat(head.path, body)
-        with_prompt = self._services.reader.needs_prompts
+        with_prompt = self._services.reader.state.needs_prompts
         request = read_request(
             head.method, head.path, head.headers, body, context.identity_headers, model_body, with_prompt
         )

@@ -87,9 +87,6 @@ def host_of(url: str) -> str:
     return parse_host(read["host"])
 
 
-_METHODS_WITH_BODY: Final = frozenset(("POST", "PUT", "PATCH"))
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """A worker's address: what its URL says. `path` stands before every target."""
@@ -117,13 +114,6 @@ class Origin:
     def opening(self, method: str, target: bytes, lines: bytes) -> bytes:
         """Return the beginning of a request's head, with the header lines `lines`. More lines may follow."""
         return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b" % (method.encode(), self.path, target, self.host_header, lines)
-
-
-def end_of_head(method: str, body_bytes: int) -> bytes:
-    """Return the end of a request's head, for a body of `body_bytes` bytes."""
-    if body_bytes or method in _METHODS_WITH_BODY:
-        return b"content-length: %b\r\n\r\n" % str(body_bytes).encode()
-    return b"\r\n"
 
 
 _LONGEST_KEY: Final = 8192

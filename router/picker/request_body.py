@@ -25,7 +25,7 @@ def check_expected(mode: int, headers: Headers, proxy_context: ProxyContext, adm
     services = proxy_context.services
     if mode != _Mode.NONE:
         problem = ""
-    elif services.reader.needs_prompts:
+    elif services.reader.state.needs_prompts:
         problem = "The policy reads prompts. "
     elif services.fleet.disaggregated:
         problem = "Prefill and decode have different workers. "

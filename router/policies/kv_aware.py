@@ -116,7 +116,7 @@ def kv_aware(weights: KvWeights, random: Random) -> KvAware:
 
 def kv_cost(candidate: Candidate, request: Request, weights: KvWeights) -> dict[str, float]:
     """Return the terms of the cost of a prompt on a candidate, in prefill tokens."""
-    charged = _charged(candidate, max(request.tokens - candidate.reused, 1), request.shared)
+    charged = _charged(candidate, request)
     harm = weights.interference + weights.interference_per_request * candidate.requests + candidate.loads
     terms = {
         "pending": candidate.pending,
@@ -133,11 +133,13 @@ def kv_cost(candidate: Candidate, request: Request, weights: KvWeights) -> dict[
     return terms
 
 
-def _charged(candidate: Candidate, uncached: int, shared: SharedTokens | None) -> float:
+def _charged(candidate: Candidate, request: Request) -> float:
     """Return the uncached tokens without those for which other sessions pay, at least 1."""
-    if shared is None or candidate.eviction:
+    reused = candidate.reused
+    uncached = max(request.tokens - reused, 1)
+    if request.shared is None or candidate.eviction:
         return uncached
-    return max(uncached - shared.after(candidate.reused), 1)
+    return max(uncached - request.shared.after(reused), 1)
 
 
 def _charged_load(candidate: Candidate, source: Source, shared: SharedTokens | None) -> float:
@@ -168,7 +170,7 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
     n, context = candidate.requests, candidate.context
     prefill = prefill_seconds(rates, request.tokens, candidate.reused, n, context)
     uncached = max(request.tokens - candidate.reused, 1)
-    charged = prefill * _charged(candidate, uncached, request.shared) / uncached
+    charged = prefill * _charged(candidate, request) / uncached
     slowed = weights.slowed_by_others * (rates.token * n + rates.context_token * context)
     slowing = weights.slowing_others * n * (rates.token + rates.context_token * request.tokens)
     harm = weights.interference + weights.interference_per_request * n + candidate.loads

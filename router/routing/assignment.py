@@ -65,6 +65,9 @@ class Disaggregation:
 class Selection:
     """A chosen rank, for which nothing is reserved yet.
 
+    - `overlap`: the tokens of the prompt that the target is expected to serve from its cache.
+    - `loadable`: the tokens that the target is expected to load from its source.
+    - `reused`: both together.
     - `by_events`: the overlap by events and prompts in flight, which the decision may not have used.
     - `disaggregation`: the verdict on a second worker for the prefill; None if the rank is no decode worker.
     - `prefill`: the selection of the second worker.
@@ -84,7 +87,11 @@ class Selection:
         prediction: Prediction | None = None,
         slo_missed_by: float = 0.0,
     ) -> None:
+        chosen = decision.chosen
         self.decision = decision
+        self.overlap = chosen.overlap
+        self.loadable = 0 if chosen.source is None else chosen.source.tokens
+        self.reused = self.overlap + self.loadable
         self.rank = rank
         self.hashes = hashes
         self.by_events = by_events
@@ -161,8 +168,7 @@ class Samples:
 class Assignment:
     """A placed request, and its share of the target's load until `release`.
 
-    - `overlap`: the tokens of the prompt that the target is expected to serve from its cache.
-    - `loadable`: the tokens that the target is expected to load from its source.
+    - `overlap`, `loadable`: as in its selection.
     - `recorded`: whether its prompts count as cached soon at the target.
     """
 
@@ -171,9 +177,8 @@ class Assignment:
         self.target: Target = selection.rank.target
         self.selection = selection
         self.decision = selection.decision
-        chosen = selection.decision.chosen
-        self.overlap = chosen.overlap
-        self.loadable = 0 if chosen.source is None else chosen.source.tokens
+        self.overlap = selection.overlap
+        self.loadable = selection.loadable
         self.recorded = False
         self.reservation = reservation
         self.attempt = attempt

@@ -203,7 +203,10 @@ class CandidateFinder:
         for served in targets.served:
             salt = prompt.cache_salt
             root = served.root if salt is None else served.root_of(salt)
-            hashes = found.hashes[served] = [identity.all_hashes(root, CHUNK_TOKENS) for identity in prompt.identities]
+            hashes: list[array[int]] = []
+            found.hashes[served] = hashes
+            for identity in prompt.identities:
+                hashes.append(identity.all_hashes(root, CHUNK_TOKENS))
             if self._needs_rates and (slowest := self._learned.rates.slowest_if_unlike(served.model, now)):
                 found.rates[served] = slowest
             if prompt.reads_cache:

@@ -90,7 +90,7 @@ class Placement:
         needs_prompts = self._state.needs_prompts
         uncached, seconds = 0, 0.0
         if computes:
-            reused, tokens = chosen.reused, prompt.tokens
+            reused, tokens = selection.reused, prompt.tokens
             uncached = max(tokens - reused, 1)
             if needs_prompts:
                 seconds = self._learned.rates.prefill_seconds(
@@ -177,12 +177,11 @@ class Placement:
             source = chosen.source
             price = 0.0 if source is None else source.own_load / source.tokens
             single = target if whole else None
-            reached = assignment.overlap + assignment.loadable
-            self._learned.pressure.routed(hashes[0], selection.best_overlap, reached, price, single)
-        windowed = self._indexer.window(target) is not None
+            self._learned.pressure.routed(hashes[0], selection.best_overlap, selection.reused, price, single)
+        windowed, stream = self._indexer.window(target) is not None, self._indexer.stream(target)
         if windowed:
             hashes = [reusable_hashes(chunks, len(prompt.identities[number])) for number, chunks in enumerate(hashes)]
-        basis, complete = self._audit.basis_and_completeness(target)
+        basis, complete = self._audit.basis_and_completeness(target, stream)
         without_events = prompt.by_text or selection.rank.served.replacement is not None
         one_answer = len(prompt.token_ids) == prompt.answers == 1
         pooled = target.worker in self._audit.pooled_workers

@@ -40,24 +40,20 @@ class PromptReader:
     ) -> None:
         """Create a reader.
 
+        - `state`: its `needs_prompts` is true while the policy or a recording reads prompts.
         - `forwards_unknown`: requests for unknown names are forwarded and not refused.
         - `verifier`: asks pools of unknown content about prompts; None without pools.
         """
-        self._state = state
+        self.state = state
         self._fleet = fleet
         self._indexer = indexer
         self._tokenizers = tokenizers
         self._forwards_unknown = forwards_unknown
         self._verifier = verifier
 
-    @property
-    def needs_prompts(self) -> bool:
-        """True while the policy or a recording reads prompts."""
-        return self._state.needs_prompts
-
     def require_prompts(self, wanted: bool) -> None:
         """Set whether anything beside the policy reads prompts."""
-        self._state.needs_prompts = wanted or self._state.policy.spec.reads_prompts
+        self.state.needs_prompts = wanted or self.state.policy.spec.reads_prompts
 
     def resolve(self, name: str, tenant: str) -> tuple[str, str | None]:
         """Return the model and adapter behind a name. Raises RequestError (404) if no worker serves it."""
@@ -80,7 +76,7 @@ class PromptReader:
         Raises RequestError for a model that no worker serves.
         """
         self._find_model(request)
-        if not self._state.needs_prompts or request.model is None or request.prompt is None:
+        if not self.state.needs_prompts or request.model is None or request.prompt is None:
             request.estimated(body_bytes // _BYTES_PER_TOKEN)
             return True
         self._add_earlier_turns(request, request.prompt, request.model)
@@ -114,7 +110,7 @@ class PromptReader:
         """Add the turns before a request to its prompt, and its own turn if it is for a response that may be stored."""
         if isinstance(prompt, ChatPrompt) and prompt.call is not None and prompt.call[0] == RESPONSES:
             keeps_items = self._tokenizers.keeps_items(model)
-            request.prompt, request.turn = self._state.turns.begin(prompt, request.stored, keeps_items)
+            request.prompt, request.turn = self.state.turns.begin(prompt, request.stored, keeps_items)
 
     def _without_tokens(self, request: RoutedRequest, body_bytes: int, error: Exception) -> None:
         """Route a request whose prompt was not tokenized by its text or by load. The worker answers if it is invalid.

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from indexer import MatchQuery, Registration, RowMatches, Target, TargetRows
 from indexer.index import Index
+from indexer.streams.session import StreamSession
 from router.apis.response_owners import ResponseOwners
 from router.apis.response_turns import ResponseTurns
 from router.cache_state.hit_audit import HitAudit
@@ -67,6 +68,9 @@ class RoutedIndex(Protocol):
 
     def block_size(self, target: Target) -> int | None:
         """Return a target's block size in tokens; None if it is not known."""
+
+    def stream(self, target: Target) -> StreamSession | None:
+        """Return a target's event stream; None if it has none."""
 
     def window(self, target: Target) -> int | None:
         """Return the last tokens of a prompt that a target keeps; None if it keeps prompts whole."""

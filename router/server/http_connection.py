@@ -241,6 +241,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
 
     def request_read(self, request: IncomingRequest) -> None:
         if request is self._request and self._response is not None:
+            self._deadline.clear()
             self._start(self._response, request.take_body())
         elif self._intake is _LINGERING:
             self._transport.close()
@@ -321,6 +322,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         if response is None:
             return
         if request.complete:
+            self._deadline.clear()
             self._start(response, request.take_body())
             return
         if request.expects_continue and not request.body and request.version == "1.1":
@@ -362,7 +364,6 @@ class HttpConnection(RequestReceiver, ResponseOwner):
 
     def _start(self, response: FramedResponse, body: bytes) -> None:
         self._end_arrival()
-        self._deadline.clear()
         self._taken = taken = self._dispatcher.serve(response.context, response)
         taken.start(body)
 

@@ -248,10 +248,10 @@ class LocalTokenizer:
         if work > at_most:
             raise TooLongForNowError
         encoded = self._encoder.encode(rests, add_special_tokens=add_special_tokens)
-        return [
-            self._prompts.prompt(text, tokens, known, plain=plain)
-            for text, known, tokens in zip(texts, begun, encoded, strict=True)
-        ]
+        prompts = list[PackedPrompt]()
+        for text, known, tokens in zip(texts, begun, encoded, strict=True):
+            prompts.append(self._prompts.prompt(text, tokens, known, plain=plain))
+        return prompts
 
 
 def _adds_tokens(encoder: Encoder) -> bool:

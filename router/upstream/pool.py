@@ -17,7 +17,7 @@ from typing import Final
 
 from router.http.client import connection_problem
 from router.http.event_loop import Deadline
-from router.http.worker_url import Origin, end_of_head
+from router.http.worker_url import Origin
 from router.upstream.connection import ConnectionOwner, ConnectionState, UpstreamConnection
 from router.upstream.request import ResponseHandler, UnreachableError, UpstreamError, UpstreamRequest
 
@@ -33,6 +33,7 @@ KEEPALIVE_SECONDS = 4.0
 MAX_IDLE = 1024
 # Seconds after the connect timeout. If this process paused, the loop reads in them that the connection is open.
 _AFTER_PAUSE: Final = 0.1
+_METHODS_WITH_BODY: Final = frozenset(("POST", "PUT", "PATCH"))
 # A larger body is written separately, to avoid a copy.
 _ONE_BUFFER: Final = 64 * 1024
 # Maximum number of cached beginnings of requests to a worker.
@@ -274,6 +275,13 @@ class Upstream(ConnectionOwner):
                 self.closed(connection)
             raise
         return made[-1]
+
+
+def end_of_head(method: str, body_bytes: int) -> bytes:
+    """Return the end of a request's head, for a body of `body_bytes` bytes."""
+    if body_bytes or method in _METHODS_WITH_BODY:
+        return b"content-length: %b\r\n\r\n" % str(body_bytes).encode()
+    return b"\r\n"
 
 
 class Upstreams:

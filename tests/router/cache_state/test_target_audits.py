@@ -196,9 +196,9 @@ def test_predictions_before_a_resync_are_ignored_after_it(audit: HitAudit) -> No
 
 
 def test_predictions_while_events_are_missing_do_not_count(audit: HitAudit, streams: Streams) -> None:
-    assert audit.basis_and_completeness(TARGET) == (Basis.EVENTS, True)
+    assert audit.basis_and_completeness(TARGET, streams.stream(TARGET)) == (Basis.EVENTS, True)
     streams.known = Stream(StreamState.REPLAYING)
-    assert not audit.basis_and_completeness(TARGET)[1]
+    assert not audit.basis_and_completeness(TARGET, streams.stream(TARGET))[1]
     for _ in range(3 * SAMPLES):
         audit.answered(predicted(0, None), Usage(100, 1, 64))
     assert audit.basis(TARGET) is Basis.EVENTS

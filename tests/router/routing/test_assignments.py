@@ -301,9 +301,9 @@ async def test_prompts_in_flight_are_the_same_where_their_images_are(routing: Ro
 
 @pytest.mark.parametrize("routing", [PolicyName.LEAST_LOADED], indirect=True)
 async def test_prompts_are_placed_by_load_after_the_end_of_a_recording(routing: Routing) -> None:
-    assert not routing.reader.needs_prompts
+    assert not routing.state.needs_prompts
     routing.reader.require_prompts(True)
-    assert routing.reader.needs_prompts
+    assert routing.state.needs_prompts
     routing.reader.require_prompts(False)
     placed = routing.placement.place(prompt(1))
     assert placed.cache_prediction is None

@@ -17,7 +17,6 @@ import uvloop
 from manual_clock import until
 
 from router.http.headers import forwarded_lines
-from router.http.worker_url import end_of_head
 from router.upstream import (
     ChunkForwarder,
     Origin,
@@ -30,6 +29,7 @@ from router.upstream import (
 )
 from router.upstream import pool as pool_module
 from router.upstream.connection import UpstreamConnection
+from router.upstream.pool import end_of_head
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
