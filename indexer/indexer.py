@@ -271,7 +271,8 @@ class Indexer:
     def match_rows(self, query: MatchQuery, rows: TargetRows, found: RowMatches) -> None:
         """Add to `found` the tokens that the targets in some rows would serve. Raises UnknownModelError."""
         roots = self._roots(query)
-        prompt = PackedPrompt.of(query.token_ids)
+        token_ids = query.token_ids
+        prompt = token_ids if isinstance(token_ids, PackedPrompt) else PackedPrompt.of(token_ids)
         for block_size, root in roots:
             self.index.match_rows(root, block_size, prompt, (prompt.length - 1) // block_size, rows, found)
         for target in self._salted:  # routed requests have no additional salt

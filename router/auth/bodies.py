@@ -36,9 +36,9 @@ from router.apis.media_parts import media_items
 from router.auth.engine_fields import (
     CARRIERS,
     CONTROL_FIELDS,
+    PROMPT_IDS_PATHS,
     control_fields,
     control_names,
-    has_prompt_ids,
     refusal,
     without_control_fields,
 )
@@ -79,7 +79,7 @@ class BodyCheck:
         if not route.json:
             body = _checked_other(content_type, body, self._limits, engine_fields)
             return body, body
-        model_body = (self._generate_body if has_prompt_ids(route.path) else self.model_body)(body)
+        model_body = (self._generate_body if route.path in PROMPT_IDS_PATHS else self.model_body)(body)
         if model_body is None and (plain := in_utf8(body)) is not body:
             return self.checked(route, content_type, plain, tenant, engine_fields)
         if model_body is not None:

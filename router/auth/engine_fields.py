@@ -43,7 +43,7 @@ CONTROL_FIELDS: Final = frozenset(
     }
 )
 # SGLang's own API, where `input_ids` is the prompt.
-_PROMPT_IDS_PATHS: Final = frozenset({"/generate", "/encode"})
+PROMPT_IDS_PATHS: Final = frozenset({"/generate", "/encode"})
 _WITHOUT_PROMPT_IDS: Final = CONTROL_FIELDS - {"input_ids"}
 # Objects whose fields engines read as settings of the request. Control fields are searched in them, too.
 CARRIERS: Final = ("vllm_xargs", "extra_args", "extra_body", "sampling_params", "custom_params", "nvext")
@@ -87,14 +87,9 @@ def without_control_headers(headers: Headers) -> Headers:
     return [header for header in headers if header[0].replace(b"_", b"-") not in CONTROL_HEADERS]
 
 
-def has_prompt_ids(path: str) -> bool:
-    """Return whether `input_ids` is the prompt in requests to this path, and not a control field."""
-    return path in _PROMPT_IDS_PATHS
-
-
 def control_names(path: str) -> frozenset[str]:
     """Return the names of the top-level engine control fields in bodies for this path."""
-    return _WITHOUT_PROMPT_IDS if has_prompt_ids(path) else CONTROL_FIELDS
+    return _WITHOUT_PROMPT_IDS if path in PROMPT_IDS_PATHS else CONTROL_FIELDS
 
 
 def control_fields(

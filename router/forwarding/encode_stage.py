@@ -171,7 +171,7 @@ class EncodeStage:
             if worker is not None:
                 turn = encoders.place(worker)
                 self._charge(number)
-                assignment.when_released(turn.end)
+                assignment.on_release.append(turn.end)
                 endpoint = WorkerEndpoint.of(worker, 0)
                 named.append(f"{endpoint.address}:{endpoint.port}")
                 self._workers[worker.name] = None

@@ -242,7 +242,7 @@ class SampledTraffic:
             if sent is not None and sample.ended_at is not None:
                 sent(sample.failed)
             elif sent is not None:
-                computes.when_released(sent)
+                computes.on_release.append(sent)
 
 
 def _costs_of(decision: Decision, names: WorkerNames) -> dict[str, Any]:

@@ -169,6 +169,7 @@ class Assignment:
     """A placed request, and its share of the target's load until `release`.
 
     - `overlap`, `loadable`: as in its selection.
+    - `on_release`: called once, when the request ends.
     - `recorded`: whether its prompts count as cached soon at the target.
     """
 
@@ -190,7 +191,7 @@ class Assignment:
         self.transfer: WatchedTransfer | None = None  # from there
         self.release_load: Callable[[], None] | None = None  # where it loads from a pool or a peer
         self.pull: Source | None = None  # where it pulls from a peer
-        self._callbacks: list[ReleaseCallback] | None = None
+        self.on_release: list[ReleaseCallback] = []
 
     def peer_to_name(self, pulls: Pulls | None) -> PullEndpoint | None:
         """Return the peer that its request names; None without one, or if the peer was removed since."""
@@ -236,12 +237,6 @@ class Assignment:
         if self.timing is not None:
             self.timing.sent_again()
 
-    def when_released(self, callback: ReleaseCallback) -> None:
-        """Call `callback` when the request ends."""
-        if self._callbacks is None:
-            self._callbacks = []
-        self._callbacks.append(callback)
-
     def release(self, now: float | None = None) -> None:
         """Release everything that is reserved, because the request ended. Only the first call counts."""
         self.reservation.release(now)
@@ -251,10 +246,8 @@ class Assignment:
             self.attempt.end(Outcome.NEITHER, now=now)
         if self.sample is not None:
             self.sample.ended(self.attempt.failed, now)
-        callbacks = self._callbacks
-        if callbacks is not None:
-            self._callbacks = None
-            for callback in callbacks:
-                callback(self.attempt.failed)
+        callbacks, self.on_release = self.on_release, []
+        for callback in callbacks:
+            callback(self.attempt.failed)
         if self.prefill is not None:
             self.prefill.release(now)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from random import Random
 
-from indexer import MatchQuery
+from indexer import MatchQuery, RowMatches
 from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.fleet.worker import Worker, choosable, has_turn
@@ -18,7 +18,7 @@ from router.policies.shared_tokens import SharedTokens
 from router.routing.assignment import NO_HASHES, Selection
 from router.routing.late_binding import NO_TIME_TO_SPARE
 from router.routing.load_view import LoadView
-from router.routing.overlaps import OverlapFinder, Overlaps
+from router.routing.overlaps import OverlapFinder
 from router.routing.ranks import Limits, RoutableRank, ServedModel, TargetCapacity
 from router.routing.sources import SourceFinder
 from router.routing.state import RoutingState
@@ -29,6 +29,37 @@ from router.settings import PullProtocol
 _SESSION_CHUNKS = 32
 _NO_ROWS: frozenset[int] = frozenset()
 _NO_SOURCES: dict[int, Candidate] = {}
+
+
+class Overlaps:
+    """The overlaps of a request's prompts with all targets, by row. Amounts are in tokens.
+
+    - `tokens`: the overlap that counts.
+    - `by_events`: the overlap by events and prompts in flight, for rows in which it differs.
+    - `transfers`: the tokens in CPU memory and on disk, for rows that have any there.
+    """
+
+    __slots__ = ("_empty", "by_events", "tokens", "transfers")
+
+    def __init__(self, nothing: array[int]) -> None:
+        """Create empty overlaps. `nothing`: an `array("I")` with a zero for each row, which is never changed."""
+        self.tokens = nothing
+        self.by_events: dict[int, int] = {}
+        self.transfers: dict[int, tuple[int, int]] = {}
+        self._empty = True
+
+    def add(self, found: RowMatches, by_events: dict[int, int]) -> None:
+        """Add the overlaps of one more prompt. `by_events`: its overlaps by events, for rows in which they differ."""
+        if self._empty:
+            self._empty = False
+            self.tokens, self.transfers, self.by_events = found.tokens, found.transfers, by_events
+            return
+        for row in self.by_events.keys() | by_events.keys():
+            self.by_events[row] = self.by_events.get(row, self.tokens[row]) + by_events.get(row, found.tokens[row])
+        self.tokens = array("I", map(int.__add__, self.tokens, found.tokens))
+        for row, (cpu, disk) in found.transfers.items():
+            before = self.transfers.get(row, (0, 0))
+            self.transfers[row] = before[0] + cpu, before[1] + disk
 
 
 class CandidateSet:
@@ -110,8 +141,11 @@ class CandidateSet:
     def rank_of(self, candidate: Candidate) -> RoutableRank:
         return self.targets.of_target[candidate.target]
 
-    def cheapest(self, policy: LinearPolicy, tokens: int) -> Selection | None:
-        """Return a linear policy's selection for a prompt of `tokens` tokens; None if there is no candidate."""
+    def cheapest(self, tokens: int) -> Selection | None:
+        """Return the selection for a prompt of `tokens` tokens by the columns of costs; None if they do not decide."""
+        policy = self._finder.linear
+        if policy is None or self.rates:
+            return None
         overlaps, request = self.overlaps, Request(tokens, shared=self.shared)
         records = self.view.records
         sources = {row: self.with_overlap(row, records[row]) for row in self.sources} if self.sources else _NO_SOURCES
@@ -146,7 +180,7 @@ class CandidateSet:
 
 
 class CandidateFinder:
-    """Finds the candidates of a request."""
+    """Finds the candidates of a request. `linear`: the policy, if the columns of its costs decide."""
 
     def __init__(
         self, state: RoutingState, directory: TargetDirectory, capacity: TargetCapacity, random: Random
@@ -164,6 +198,7 @@ class CandidateFinder:
         self._pulls = state.pulls
         self._random = random
         self._policy = policy if isinstance(policy, LinearPolicy) else None
+        self.linear = self._policy if state.policy.custom is None else None
         self._needs_rates = state.policy.spec.uses_rates
 
     def find(
@@ -210,7 +245,8 @@ class CandidateFinder:
             if self._needs_rates and (slowest := self._learned.rates.slowest_if_unlike(served.model, now)):
                 found.rates[served] = slowest
             if prompt.reads_cache:
-                self._overlaps.find(targets, served, prompt, hashes, now, found.overlaps)
+                for matches, by_events in self._overlaps.find(targets, served, prompt, hashes, now):
+                    found.overlaps.add(matches, by_events)
         if len(prompt.identities) == len(targets.served) == 1 and prompt.reads_cache:
             found.shared = self._shared(found, found.hashes[targets.served[0]][0], now)
         if self._sources is not None and prompt.reads_cache and len(prompt.token_ids) == 1:

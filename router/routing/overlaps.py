@@ -24,37 +24,6 @@ _NO_ROWS: list[int] = []
 _UNITS_SECONDS: Final = 0.25
 
 
-class Overlaps:
-    """The overlaps of a request's prompts with all targets, by row. Amounts are in tokens.
-
-    - `tokens`: the overlap that counts.
-    - `by_events`: the overlap by events and prompts in flight, for rows in which it differs.
-    - `transfers`: the tokens in CPU memory and on disk, for rows that have any there.
-    """
-
-    __slots__ = ("_empty", "by_events", "tokens", "transfers")
-
-    def __init__(self, nothing: array[int]) -> None:
-        """Create empty overlaps. `nothing`: an `array("I")` with a zero for each row, which is never changed."""
-        self.tokens = nothing
-        self.by_events: dict[int, int] = {}
-        self.transfers: dict[int, tuple[int, int]] = {}
-        self._empty = True
-
-    def add(self, found: RowMatches, by_events: dict[int, int]) -> None:
-        """Add the overlaps of one more prompt. `by_events`: its overlaps by events, for rows in which they differ."""
-        if self._empty:
-            self._empty = False
-            self.tokens, self.transfers, self.by_events = found.tokens, found.transfers, by_events
-            return
-        for row in self.by_events.keys() | by_events.keys():
-            self.by_events[row] = self.by_events.get(row, self.tokens[row]) + by_events.get(row, found.tokens[row])
-        self.tokens = array("I", map(int.__add__, self.tokens, found.tokens))
-        for row, (cpu, disk) in found.transfers.items():
-            before = self.transfers.get(row, (0, 0))
-            self.transfers[row] = before[0] + cpu, before[1] + disk
-
-
 class OverlapFinder:
     """Finds overlaps in all four sources.
 
@@ -76,14 +45,18 @@ class OverlapFinder:
         prompt: RoutedRequest,
         hashes: list[array[int]],
         now: float,
-        overlaps: Overlaps,
-    ) -> None:
-        """Add the overlaps of the targets that serve a model. `hashes`: the chunk hashes of each prompt."""
+    ) -> list[tuple[RowMatches, dict[int, int]]]:
+        """Return the overlaps of the targets that serve a model with each prompt.
+
+        They are the overlap that counts, and the overlap by events and prompts in flight for rows in which it differs.
+        `hashes`: the chunk hashes of each prompt.
+        """
         if self._indexer.index.cleared:
             self._forget_cleared()
         only_in_flight = not (self._sent_prefixes.sent or self._audit.distrusted or self._peer_load.prompts.prompts)
         rows, in_flight_rows = targets.rows_of[served]
         earlier: set[int] = set()
+        overlaps: list[tuple[RowMatches, dict[int, int]]] = []
         for number, chunks in enumerate(hashes):
             found = self._matches(rows, served, prompt.token_ids[number], prompt.cache_salt)
             by_events: dict[int, int] = {}
@@ -108,7 +81,8 @@ class OverlapFinder:
                     _subtract_draft_block(found, by_events, rank.row, block)
             if self.uncached:
                 self._clear_uncached(targets, found, by_events)
-            overlaps.add(found, by_events)
+            overlaps.append((found, by_events))
+        return overlaps
 
     def _raise_rows(
         self,

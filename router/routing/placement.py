@@ -124,7 +124,7 @@ class Placement:
             if decodes:
                 self._learned.turns.seen(target.model, selection.best_overlap, prompt.tokens)
             if slo is not None and slo.tpot is not None and decodes:
-                assignment.when_released(self._predictions.hold(target, slo.tpot))
+                assignment.on_release.append(self._predictions.hold(target, slo.tpot))
         if prediction is not None and prompt.streamed and prompt.answers == 1 and len(prompt.identities) <= 1:
             assignment.watched = self._predictions.watch(target, prediction, selection.slo, now)
         return assignment
@@ -150,7 +150,7 @@ class Placement:
         """Keep the location of a session that continues, and drop that of a session that ends."""
         locations, key = self._learned.session_locations, (prompt.cache_salt, session)
         if hints.returns:
-            assignment.when_released(locations.record(key, assignment.target, prompt.tokens, hints.next_call))
+            assignment.on_release.append(locations.record(key, assignment.target, prompt.tokens, hints.next_call))
         else:
             locations.drop(key)
 
@@ -208,9 +208,9 @@ class Placement:
             lasting = basis is Basis.EVENTS and (
                 without_events or prompt.identities[number] is not prompt.token_ids[number]
             )
-            assignment.when_released(self._in_flight_prefixes.hold(target, chunks, lasting=lasting))
+            assignment.on_release.append(self._in_flight_prefixes.hold(target, chunks, lasting=lasting))
             if self._sharing.channels and (on_release := self._sharing.sent(target, chunks)):
-                assignment.when_released(on_release)
+                assignment.on_release.append(on_release)
         # A prefill worker that is sent its request first answers at the end of the prefill.
         if one_answer and (prompt.streamed if decodes else first):
             assignment.timing = self._learned.timing(

@@ -79,7 +79,8 @@ class PromptReader:
         if not self.state.needs_prompts or request.model is None or request.prompt is None:
             request.estimated(body_bytes // _BYTES_PER_TOKEN)
             return True
-        self._add_earlier_turns(request, request.prompt, request.model)
+        if request.path == RESPONSES:
+            self._add_earlier_turns(request, request.prompt, request.model)
         try:
             tokenized = self._tokenizers.tokenize_now(request.model, request.prompt, body_bytes)
         except (RequestError, TokenizerUnavailableError) as error:
@@ -108,7 +109,7 @@ class PromptReader:
 
     def _add_earlier_turns(self, request: RoutedRequest, prompt: Prompt, model: str) -> None:
         """Add the turns before a request to its prompt, and its own turn if it is for a response that may be stored."""
-        if isinstance(prompt, ChatPrompt) and prompt.call is not None and prompt.call[0] == RESPONSES:
+        if isinstance(prompt, ChatPrompt):
             keeps_items = self._tokenizers.keeps_items(model)
             request.prompt, request.turn = self.state.turns.begin(prompt, request.stored, keeps_items)
 

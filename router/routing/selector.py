@@ -18,7 +18,7 @@ from http_api.errors import RequestError
 from router.apis.requests import RoutedRequest
 from router.fleet.worker import Worker
 from router.load.peer_load import PeerLoad
-from router.policies import Candidate, Decision, LinearPolicy
+from router.policies import Candidate, Decision
 from router.policies.rates import prefill_seconds
 from router.prediction.learned import Learned
 from router.prediction.slo import LITTLE, NO_SLO, SLO, Prediction, choose_for_slo, counts_in_prefill
@@ -48,7 +48,6 @@ class Selector:
         self._clock = state.clock
         self._policy = policy
         self._custom = state.policy.custom
-        self._linear = policy if isinstance(policy, LinearPolicy) and self._custom is None else None
         self._directory = TargetDirectory(state.fleet, state.load)
         self._capacity = TargetCapacity(state.load)
         self._candidates = CandidateFinder(state, self._directory, self._capacity, random)
@@ -76,7 +75,9 @@ class Selector:
             self._learned.read_evictions(self._state.indexer, now)
         found = self._candidates.find(prompt, excluded, limits, now, by_load=by_load)
         if found.count:
-            selection = self._cheapest(prompt, excluded, found, now, slo)
+            selection = None if self._fleet.disaggregated else found.cheapest(prompt.tokens)
+            if selection is None:
+                selection = self._by_records(prompt, excluded, found, now, slo)
             if selection is None:
                 return self._none_allowed(prompt, excluded, limits, now)
             if self._fleet.disaggregated:  # a choice of a pair has counted the SLO
@@ -92,7 +93,7 @@ class Selector:
             raise unknown_model(self._fleet, prompt.name)
         raise unavailable(f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached.")
 
-    def _cheapest(
+    def _by_records(
         self,
         prompt: RoutedRequest,
         excluded: Collection[Worker],
@@ -100,14 +101,10 @@ class Selector:
         now: float,
         slo: SLO | None = None,
     ) -> Selection | None:
-        """Return the policy's selection; None if a policy of one's own excludes all candidates.
+        """Return the policy's selection from records of all candidates; None if a policy of one's own excludes them.
 
         `slo`: the SLO that the choice of a pair counts.
         """
-        if self._linear is not None and not found.rates and not self._fleet.disaggregated:
-            selection = found.cheapest(self._linear, prompt.tokens)
-            if selection is not None:
-                return selection
         request = self._candidates.request(prompt, found, now)
         if self._fleet.disaggregated:
             return self._disaggregated.select(prompt, excluded, found, request, now, slo)
@@ -120,7 +117,7 @@ class Selector:
         """Return None if a target at its limits is allowed, so that the request waits for it. Raises RequestError."""
         if not limits.unlimited:
             found = self._candidates.find(prompt, excluded, NO_LIMITS, now)
-            if found.count and self._cheapest(prompt, excluded, found, now) is not None:
+            if found.count and self._by_records(prompt, excluded, found, now) is not None:
                 return None
         raise unavailable("The policy allows no worker for this request.")
 
@@ -187,7 +184,7 @@ class Selector:
         idle = found.without([row for row in found.view.prefilling if self._capacity.prefill_busy(ranks[row], True)])
         if not idle.count:
             return None
-        other = self._cheapest(prompt, excluded, idle, now)
+        other = idle.cheapest(prompt.tokens) or self._by_records(prompt, excluded, idle, now)
         if other is None:
             return None
         if self._custom is not None and self._custom.added(other.decision) > self._custom.added(selection.decision):
