@@ -66,7 +66,7 @@ test-engine-pd: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/installation.py $(ENGINE_DIR)
 	ENGINE_DIR=$(ENGINE_DIR) PAIR_TABLE=$(PAIR_TABLE) $(BIN)/pytest tests/end_to_end/engine -m engine_pd -s $(ARGS)
 
-# A real SGLang on CPU: ten starts of 20 to 40 s, 5 GB of memory.
+# A real SGLang on CPU: eleven starts of 20 to 40 s, 5 GB of memory.
 test-engine-sglang: .venv/installed
 	$(BIN)/python tests/end_to_end/engine/sglang/installation.py $(SGLANG_DIR)
 	SGLANG_DIR=$(SGLANG_DIR) SGLANG_TABLE=$(SGLANG_TABLE) $(BIN)/pytest tests/end_to_end/engine/sglang -m engine_sglang -p no:randomly -s $(ARGS)
