@@ -60,11 +60,25 @@ def error_body(error: RequestError) -> bytes:
     )
 
 
+# The reasons of llm-d for a request that reaches no worker, by the code of its error.
+_DROPPED = {
+    "queue_full": b"rejected-saturated",
+    "shed": b"rejected-saturated",
+    "promise_not_kept": b"rejected-saturated",
+    "queue_timeout": b"rejected-ttl-expired",
+    "deadline_exceeded": b"rejected-ttl-expired",
+    "no_worker_available": b"rejected-no-endpoints",
+    "stopping": b"rejected-shutting-down",
+}
+
+
 def error_headers(error: RequestError, body: bytes) -> list[tuple[bytes, bytes]]:
     """Return the headers of an error response with this body."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if error.retry_after is not None:
         headers.append((b"retry-after", b"%d" % error.retry_after))
+    if (reason := _DROPPED.get(error.code or "")) is not None:
+        headers.append((b"x-llm-d-request-dropped-reason", reason))
     return headers
 
 

@@ -1,7 +1,8 @@
 """The sources whose workers change while the router runs: the settings file, and Kubernetes.
 
 In Kubernetes, workers are the pods of a label selector or the endpoints of a service. Their names are those of their
-pods. A pod's labels are those of its worker, and `kvrouter.io/role` sets its role. Its annotations
+pods. A pod's labels are those of its worker, and `kvrouter.io/role` or `llm-d.ai/role` sets its role. With the
+annotation `llm-d.ai/active-ports`, a pod is one worker for each port. Its annotations
 `kvrouter.io/pull-host` and `kvrouter.io/pull-port` are the address of its tier `p2p`. Endpoints of a service have none.
 Pods that are not ready are workers too: the prober detects when they answer.
 """
@@ -37,6 +38,16 @@ log = structlog.get_logger()
 
 _FILE_CHECK_INTERVAL = 1.0
 _ROLE_LABEL = "kvrouter.io/role"
+_LLM_D_ROLE = "llm-d.ai/role"
+# The roles of llm-d that have another name here. A worker that also encodes does so for its own requests.
+_LLM_D_ROLES: Final = {
+    "prefill-decode": Role.BOTH,
+    "encode-prefill-decode": Role.BOTH,
+    "encode-prefill": Role.PREFILL,
+}
+# The ports that a pod serves now: llm-d's annotation, and its older name.
+_ACTIVE_PORTS: Final = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
+_MOST_PORTS: Final = 256
 _PULL_HOST = "kvrouter.io/pull-host"
 _PULL_PORT = "kvrouter.io/pull-port"
 _PORT: Final = re.compile("[0-9]{1,5}")
@@ -162,9 +173,12 @@ def pod_addresses(pods: Iterable[dict[str, Any]]) -> list[Address]:
         ending = metadata.get("deletionTimestamp") or status.get("phase") in ("Succeeded", "Failed")
         if status.get("podIP") and not ending and _usable(status["podIP"]):
             labels = metadata.get("labels") or {}
-            role, name = _role(labels.get(_ROLE_LABEL)), _worker_name(metadata.get("name"))
+            role, name = _role(labels), _worker_name(metadata.get("name"))
             pull_host, pull_port = _pull_address(metadata)
-            found.append(Address(status["podIP"], None, role, name, pull_host, pull_port, labels))
+            ports = _active_ports(metadata)
+            for port in ports:
+                worker = name if len(ports) == 1 or name is None else _worker_name(f"{name}:{port}")
+                found.append(Address(status["podIP"], port, role, worker, pull_host, pull_port, labels))
     return found
 
 
@@ -181,8 +195,27 @@ def _pull_address(metadata: dict[str, Any]) -> tuple[str | None, int | None]:
     return host, None if port is None else int(port)
 
 
-def _role(label: str | None) -> Role | None:
-    return Role(label) if label in list(Role) else None
+def _active_ports(metadata: dict[str, Any]) -> list[int | None]:
+    """Return the ports that a pod serves by its annotation. None is the port of the settings."""
+    annotations = metadata.get("annotations") or {}
+    for annotation in _ACTIVE_PORTS:
+        if (given := annotations.get(annotation)) is None:
+            continue
+        ports = [port.strip() for port in str(given).split(",") if port.strip()]
+        if len(ports) <= _MOST_PORTS and all(_PORT.fullmatch(port) and 0 < int(port) < 65536 for port in ports):
+            return list(dict.fromkeys(map(int, ports)))
+        log.warning("kubernetes annotation ignored", annotation=annotation, pod=metadata.get("name"))
+    return [None]
+
+
+def _role(labels: Mapping[str, str]) -> Role | None:
+    """Return the role of a pod's labels; None without a known one."""
+    for label in (labels.get(_ROLE_LABEL), labels.get(_LLM_D_ROLE)):
+        if label is not None:
+            role = _LLM_D_ROLES.get(label) or (Role(label) if label in list(Role) else None)
+            if role is not None:
+                return role
+    return None
 
 
 def service_addresses(slices: Iterable[dict[str, Any]], port: int) -> list[Address]:

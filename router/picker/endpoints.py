@@ -41,6 +41,24 @@ def fallbacks(
     return list(found)[:most]
 
 
+def scores(state: PickerState, assignment: Assignment | None) -> dict[str, float] | None:
+    """Return the score of each candidate's endpoint: 1 for the lowest cost, 0 for the highest. None: not reported."""
+    if not state.settings.emit_scores or assignment is None:
+        return None
+    by_url = {worker.url: worker for worker in state.fleet.workers}
+    totals: dict[str, float] = {}
+    for cost in assignment.decision.costs:
+        worker = by_url.get(cost.candidate.target.worker)
+        address = None if worker is None else state.address_of(worker)
+        if address is not None:
+            totals[address] = min(cost.total, totals.get(address, cost.total))
+    if not totals:
+        return {}
+    lowest, highest = min(totals.values()), max(totals.values())
+    span = highest - lowest
+    return {address: 1.0 if not span else (highest - total) / span for address, total in totals.items()}
+
+
 def none_allowed() -> RequestError:
     """Return the error for a subset without a worker."""
     return RequestError(

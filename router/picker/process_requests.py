@@ -4,7 +4,7 @@ Gateway headers are read, and not forwarded:
 
 - `x-gateway-inference-objective`: the name of an InferenceObjective, whose priority the request gets.
 - `x-gateway-model-name-rewrite`: the model to use instead of the body's.
-- `x-gateway-inference-fairness-id`: the flow, which shares the queue with others. Tenants share it by their keys.
+- `x-llm-d-inference-fairness-id`: the flow, which shares the queue with others. Tenants share it by their keys.
 - `x-gateway-destination-endpoint`, `-served` and `-subset`: endpoints. Only the picker and Envoy's metadata set them.
 - `x-prefiller-host-port`, `x-encoder-hosts-ports` and `x-data-parallel-host-port`: next workers, for llm-d's sidecar.
 
@@ -95,21 +95,23 @@ def _own(message: pb.ProcessingRequest, name: str) -> str | None:
     return metadata[_OWN_NAMESPACE].fields[name].string_value or None if _OWN_NAMESPACE in metadata else None
 
 
-_OBJECTIVE: Final = b"x-gateway-inference-objective"
-_REWRITE: Final = b"x-gateway-model-name-rewrite"
-_FAIRNESS: Final = b"x-gateway-inference-fairness-id"
+# The names of llm-d, each before the older one of the Inference Extension.
+_OBJECTIVE: Final = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
+_REWRITE: Final = (b"x-llm-d-model-name-rewrite", b"x-gateway-model-name-rewrite")
+_FAIRNESS: Final = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
 _LONGEST_FLOW: Final = 256
 _OWN: Final = frozenset(
     {
-        _OBJECTIVE,
-        _REWRITE,
-        _FAIRNESS,
+        *_OBJECTIVE,
+        *_REWRITE,
+        *_FAIRNESS,
         b"x-gateway-destination-endpoint",
         b"x-gateway-destination-endpoint-served",
         b"x-gateway-destination-endpoint-subset",
         b"x-prefiller-host-port",
         b"x-encoder-hosts-ports",
         b"x-data-parallel-host-port",
+        b"x-kv-cache-source-host-port",
     }
 )
 
@@ -134,12 +136,22 @@ def read_gateway_headers(headers: Headers, objectives: Objectives) -> GatewayHea
     if not own:  # nearly all requests
         return GatewayHeaders(headers)
     others = [header for header in headers if header[0] not in _OWN]
-    priority = objectives.priority(own[_OBJECTIVE].decode("latin-1")) if _OBJECTIVE in own else None
+    objective = _first(own, _OBJECTIVE)
+    priority = None if objective is None else objectives.priority(objective.decode("latin-1"))
     if priority is not None:  # a larger number is more urgent for an objective, less urgent for a request
         others = [header for header in others if header[0] != PRIORITY_HEADER]
         others.append((PRIORITY_HEADER, b"%d" % -priority))
-    flow = Flow(own.get(_FAIRNESS, b"").decode("latin-1")[:_LONGEST_FLOW], priority is not None and priority < 0)
-    return GatewayHeaders(others, own.get(_REWRITE) or None, flow)
+    name = (_first(own, _FAIRNESS) or b"").decode("latin-1")[:_LONGEST_FLOW]
+    flow = Flow(name, priority is not None and priority < 0)
+    return GatewayHeaders(others, _first(own, _REWRITE), flow)
+
+
+def _first(own: dict[bytes, bytes], names: tuple[bytes, ...]) -> bytes | None:
+    """Return the value of the first of these headers that is not empty."""
+    for name in names:
+        if value := own.get(name):
+            return value
+    return None
 
 
 def with_model(body: bytes, model: bytes) -> bytes:

@@ -6,12 +6,14 @@ numbers below 16, whose tag is one byte (https://protobuf.dev/programming-guides
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Final
 
 from router.http.headers import Headers, are_headers
 
+_FIXED_64 = 1
 _LENGTH_DELIMITED = 2
 _ONE_BYTE = 0x80
 
@@ -43,6 +45,7 @@ def number_field(number: int, value: int) -> bytes:
 
 DESTINATION: Final = "x-gateway-destination-endpoint"
 _DESTINATION: Final = DESTINATION.encode()
+_SCORES: Final = b"x-gateway-destination-endpoint-scores"
 _LB_NAMESPACE: Final = b"envoy.lb"
 _OWN_NAMESPACE: Final = b"kvrouter"
 _REQUEST: Final = b"request"
@@ -87,15 +90,27 @@ class Routed:
 
     - `number`: identifies the response if Envoy shows it in another stream.
     - `before`, `after`: the received headers, and those to forward.
+    - `scores`: the score of each candidate's endpoint; None: they are not reported.
     - `reported`: routing headers for the response. They are metadata, so that Envoy can add them by itself.
     """
 
     __slots__ = ("_metadata", "_mutation")
 
     def __init__(
-        self, endpoints: str, number: str, before: Headers, after: Headers, path: str | None, reported: Headers
+        self,
+        endpoints: str,
+        number: str,
+        before: Headers,
+        after: Headers,
+        path: str | None,
+        reported: Headers,
+        scores: dict[str, float] | None = None,
     ) -> None:
         header, metadata = _destination(endpoints)
+        if scores is not None:
+            scored = b"".join([_entry(address.encode(), _double(score)) for address, score in scores.items()])
+            lb = _entry(_DESTINATION, field(3, endpoints.encode())) + _entry(_SCORES, _structure(scored))
+            metadata = _entry(_LB_NAMESPACE, _structure(lb))
         parts = [header]
         if path is not None:
             parts.append(_set(b":path", path.encode("latin-1")))
@@ -177,6 +192,11 @@ def _set(name: bytes, value: bytes) -> bytes:
 
 def _entry(key: bytes, value: bytes) -> bytes:
     return field(1, field(1, key) + field(2, value))
+
+
+def _double(number: float) -> bytes:
+    """Encode a number as a Value."""
+    return bytes((2 << 3 | _FIXED_64,)) + struct.pack("<d", number)
 
 
 def _structure(entries: bytes) -> bytes:

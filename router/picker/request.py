@@ -274,7 +274,8 @@ class PickedRequest(ResponseWriter):
             headers = [*headers, (_AUTHORIZATION, key)]
         path = prefix + self._path if prefix else None
         reported = response.proxied.routing_headers()
-        routed = process_responses.Routed(named, self._number, self._received, headers, path, reported)
+        scores = endpoints.scores(self._state, assignment)
+        routed = process_responses.Routed(named, self._number, self._received, headers, path, reported, scores)
         if self._state.reports_heads is False:
             response.expect_no_head()
         if body is None:

@@ -185,6 +185,7 @@ class PickerSettings(Section):
     key: Path | None = None
     fallbacks: Annotated[int, Field(ge=0)] = 0
     read_usage: Annotated[float, Field(ge=0, le=1)] = 0.1
+    emit_scores: bool = False
     objectives: dict[str, int] = {}
     follow_objectives: Literal["inference.networking.x-k8s.io", "llm-d.ai"] | None = None
 

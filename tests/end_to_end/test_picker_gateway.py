@@ -26,8 +26,8 @@ from router.picker import server as picker_server
 from router.picker.http2 import frames
 from router.picker.state import Objectives
 
-OBJECTIVE = "x-gateway-inference-objective"
-REWRITE = "x-gateway-model-name-rewrite"
+OBJECTIVE = "x-llm-d-inference-objective"
+REWRITE = "x-llm-d-model-name-rewrite"
 PREFILLER = "x-prefiller-host-port"
 
 
@@ -94,7 +94,9 @@ async def test_sheddable_objective_is_refused_instead_of_waiting(worker: Scripte
         for refused in [await ask("batch") for _ in range(2)]:
             answer = (await refused.receive()).immediate_response
             assert (answer.status.code, json.loads(answer.body)["error"]["code"]) == (429, "shed")
-            assert "retry-after" in set_headers(answer.headers)
+            sent = set_headers(answer.headers)
+            assert "retry-after" in sent
+            assert sent["x-llm-d-request-dropped-reason"] == "rejected-saturated"
         await first.finish()
         await waits.receive()
         await waits.receive()
@@ -487,3 +489,26 @@ async def test_two_thousand_requests_release_all_load(worker: ScriptedWorker) ->
         for connection, stream in requests[number * 3 // 4 :]:
             connection.send(stream, frames.END_STREAM)
         await side.until_released()
+
+
+# Scores
+
+
+async def test_scores_of_all_candidates_are_reported_if_asked() -> None:
+    async with scripted_workers(None, None) as workers:
+        urls = [each.url for each in workers]
+        addresses = {url.removeprefix("http://") for url in urls}
+        for wanted in (True, False):
+            async with (
+                picker(*urls, picker={"emit_scores": wanted}) as (side, port),
+                channel_to(port) as channel,
+            ):
+                await side.until_up(2)
+                stream = await PickerUnderTest(side, channel, []).sent()
+                found = (await stream.receive()).dynamic_metadata["envoy.lb"]
+                assert ("x-gateway-destination-endpoint-scores" in found) is wanted
+                if wanted:
+                    scores = dict(found["x-gateway-destination-endpoint-scores"])
+                    assert scores.keys() == addresses
+                    assert all(0 <= score <= 1 for score in scores.values())
+                    assert scores[found[DESTINATION]] == max(scores.values()) == 1

@@ -412,6 +412,56 @@ def test_label_sets_the_role() -> None:
     assert [address.role for address in pod_addresses(pods)] == [Role.PREFILL, Role.DECODE, Role.BOTH, None]
 
 
+@pytest.mark.parametrize(
+    ("labels", "role"),
+    [
+        ({"llm-d.ai/role": "prefill"}, Role.PREFILL),
+        ({"llm-d.ai/role": "decode"}, Role.DECODE),
+        ({"llm-d.ai/role": "encode"}, Role.ENCODE),
+        ({"llm-d.ai/role": "both"}, Role.BOTH),
+        ({"llm-d.ai/role": "prefill-decode"}, Role.BOTH),
+        ({"llm-d.ai/role": "encode-prefill"}, Role.PREFILL),
+        ({"llm-d.ai/role": "encode-prefill-decode"}, Role.BOTH),
+        ({"llm-d.ai/role": "no such role"}, None),
+        ({"llm-d.ai/role": "prefill", "kvrouter.io/role": "decode"}, Role.DECODE),
+        ({"llm-d.ai/role": "prefill", "kvrouter.io/role": "no such role"}, Role.PREFILL),
+    ],
+)
+def test_label_of_llm_d_sets_the_role(labels: dict[str, str], role: Role | None) -> None:
+    [address] = pod_addresses([pod("a", "127.0.0.2", metadata={"labels": labels})])
+    assert address.role is role
+
+
+@pytest.mark.parametrize("name", ["llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports"])
+@pytest.mark.parametrize(
+    ("given", "workers"),
+    [
+        ("8001", [("a", 8001)]),
+        ("8000,8001", [("a:8000", 8000), ("a:8001", 8001)]),
+        (" 8000 , 8000,", [("a", 8000)]),
+        ("", []),
+        ("0", [("a", None)]),
+        ("65536", [("a", None)]),
+        ("8000,http", [("a", None)]),
+        (",".join(map(str, range(1, 400))), [("a", None)]),
+    ],
+)
+def test_active_ports_are_workers_of_their_own(name: str, given: str, workers: list[tuple[str, int | None]]) -> None:
+    found = pod_addresses([pod("a", "127.0.0.2", metadata={"annotations": {name: given}})])
+    assert [(address.name, address.port) for address in found] == workers
+
+
+async def test_changed_ports_add_and_remove_workers(api: ApiServer) -> None:
+    def serving(version: int, ports: str) -> dict[str, Any]:
+        return pod("a", "127.0.0.2", version, metadata={"annotations": {"llm-d.ai/active-ports": ports}})
+
+    api.pods = [serving(1, "8000")]
+    async with following(api) as cluster:
+        await until(lambda: [w.settings.name for w in cluster.fleet.workers] == ["a"])
+        api.push("MODIFIED", serving(2, "8000,8001"))
+        await until(lambda: [w.settings.name for w in cluster.fleet.workers] == ["a:8000", "a:8001"])
+
+
 def test_annotations_set_the_address_to_pull_from() -> None:
     given = [("10.1.0.1", "5710"), ("fd00::1", "65536"), ("no host", "57x"), (None, None)]
     names = ("kvrouter.io/pull-host", "kvrouter.io/pull-port")

@@ -53,6 +53,14 @@ def test_encoded_decision_for_headers(endpoints: str, number: int, before: list,
     assert dict(found.dynamic_metadata["kvrouter"]) == {"request": str(number), "x-said": "value"}
 
 
+@given(st.dictionaries(st.text(max_size=40), st.floats(0, 1), max_size=5))
+def test_encoded_scores(scores: dict[str, float]) -> None:
+    routed = ours.Routed("1.2.3.4:5", "6", [], [], None, [], scores)
+    found = _read(routed.to_headers()).dynamic_metadata["envoy.lb"]
+    assert found["x-gateway-destination-endpoint"] == "1.2.3.4:5"
+    assert dict(found["x-gateway-destination-endpoint-scores"]) == scores
+
+
 @given(st.none() | st.binary(max_size=1000))
 def test_encoded_decision_for_a_body(body: bytes | None) -> None:
     found = _read(ours.Routed("1.2.3.4:5", "6", [], [(b"a", b"b")], None, []).to_body(body))
