@@ -27,7 +27,7 @@ import yaml
 from kvrouter.processes import KvrouterProcess
 
 _MODEL, _VOCABULARY = "simulated", 4096
-_POLICIES = ("kv_aware", "session_affinity", "least_loaded", "lmetric", "mooncake", "preble")
+_POLICIES = ("kv_aware", "session_affinity", "cache_aware", "least_loaded")
 _SHARED, _OWN, _ANSWER = 2000, 40, 20
 _SESSIONS, _ROUNDS, _SESSION_TOKENS, _CACHE_BLOCKS = 19, 8, 3200, 2048  # ten sessions of 202 blocks fit into a cache
 

@@ -8,9 +8,13 @@ from collections.abc import Callable
 from random import Random
 from time import process_time
 
+from benchmarks.policy.sides import PEERS
 from indexer import Target
-from router.policies import Candidate, CostColumns, LinearPolicy, Policy, Request, policy_named
-from simulator.fleet.simulated_router import OURS, PEERS
+from router.load.target_load import LoadTable
+from router.policies import Candidate, CostColumns, LinearPolicy, Policy, Request
+from router.policies.rates import Rates
+from router.prediction.learned import Learned
+from simulator.fleet.simulated_router import OURS
 
 TARGETS = (64, 4096)
 _SECONDS = 0.3
@@ -38,7 +42,8 @@ def decision_seconds(count: int) -> dict[str, float]:
     costs: dict[str, float] = {}
     for side in (OURS, *PEERS):
         random = Random(1)
-        decide = _decider(policy_named(side.settings, random).choose, candidates(count, random))
+        policy = side.make_policy(random, Learned(Rates(), process_time, 0.1, 0.5), LoadTable(process_time))
+        decide = _decider(policy.choose, candidates(count, random))
         times: list[float] = []
         gc.disable()
         while sum(times) < _SECONDS:

@@ -14,6 +14,7 @@ from random import Random
 from statistics import mean
 
 from benchmarks.policy.report import markdown
+from benchmarks.policy.rivals import rival
 from benchmarks.policy.sessions import AGENTS, CHATS, DOCUMENTS, HOT_PREFIX, SessionKind, generated, in_turn, recorded
 from kvrouter.tools.traces.results import percentile
 from router.policies.rates import Rates
@@ -24,14 +25,11 @@ from simulator.fleet.simulated_router import OURS, Side
 from simulator.fleet.trace import TracedRequest
 
 LOADS = (0.1, 0.2, 0.4)
-_PEERS = (
-    PolicyName.PREBLE,
-    PolicyName.MOONCAKE,
-    PolicyName.LMETRIC,
-    PolicyName.SESSION_AFFINITY,
-    PolicyName.LEAST_LOADED,
+LIGHT_SIDES = (
+    OURS,
+    *(rival(rule) for rule in ("preble", "mooncake", "lmetric")),
+    *(Side(name.value, name) for name in (PolicyName.SESSION_AFFINITY, PolicyName.LEAST_LOADED)),
 )
-LIGHT_SIDES = (OURS, *(Side(name.value, name) for name in _PEERS))
 _WARM_UP = 0.3
 _BLOCK = 256
 _KV_TOKENS = 320_000

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from benchmarks.policy.rivals import RIVALS, rival
 from router.settings import PolicyName
-from simulator.fleet.simulated_router import OURS, PEERS, Knowledge, Side
+from simulator.fleet.simulated_router import OURS, PLAIN, Knowledge, Side
 
 OURS_AT_ONCE = Side("kv_aware, at once", PolicyName.KV_AWARE)
+PEERS = [*(rival(rule) for rule in RIVALS), *PLAIN]
 SIDES = [OURS, OURS_AT_ONCE, *PEERS]
 # Routers of workers that report no events. SGLang's cache_aware keeps a tree of what it sent to each worker.
 WITHOUT_EVENTS = [

@@ -4,8 +4,8 @@ The load of a cell is a share of saturation: the load at which one in ten answer
 goals of the other tables (`benchmarks.policy.measures`). A session has one class.
 
 The peers are llm-d's predicted-latency scheduling (`benchmarks.policy.headroom`) with this project's predictions, and
-Dynamo's cost (`router.policies.peers`). In one mix, some classes refuse late requests. llm-d then refuses requests for
-which no candidate has headroom, as it does with sheddable requests. The default and Dynamo's cost read no SLOs, and
+Dynamo's cost (`benchmarks.policy.rivals`). In one mix, some classes refuse late requests. llm-d then refuses requests
+for which no candidate has headroom, as it does with sheddable requests. The default and Dynamo's cost read no SLOs, and
 serve every request. *Could be kept* is the share that an idle fleet which evicts nothing would meet.
 """
 
@@ -22,11 +22,11 @@ from benchmarks.policy.grid import Cell
 from benchmarks.policy.headroom import headroom_side
 from benchmarks.policy.measures import TPOT_GOAL, TTFT_GOAL, WARM_UP, after_warm_up, idle_ttfts, in_time
 from benchmarks.policy.report import markdown
+from benchmarks.policy.rivals import rival
 from benchmarks.policy.saturation import find_saturation
 from benchmarks.policy.workloads import AGENT, CONVERSATION, Workload
 from kvrouter.tools.traces.results import percentile
 from router.prediction.predictions import WatchedAnswer
-from router.settings import PolicyName
 from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import Outcome, Simulation
 from simulator.fleet.simulated_router import OURS, Side
@@ -156,7 +156,7 @@ def _side_named(name: str, requests: Sequence[TracedRequest]) -> Side:
     if name in (_LEAST, _MOST):
         return headroom_side(name, name == _MOST, {request.session: request.slo for request in requests})
     if name == _DYNAMO:
-        return Side(name, PolicyName.DYNAMO)
+        return rival("dynamo", name)
     return replace(OURS, name=name, slos=name == OURS_WITH_SLOS)
 
 

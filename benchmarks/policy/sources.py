@@ -23,9 +23,9 @@ from statistics import mean
 from benchmarks.policy.light import LightCell, generated_cell, recorded_cell
 from benchmarks.policy.measures import TTFT_GOAL, in_time
 from benchmarks.policy.report import markdown
+from benchmarks.policy.rivals import rival
 from benchmarks.policy.sessions import CHATS, CODING, SHARED_DOCUMENTS, SessionKind
 from kvrouter.tools.traces.results import percentile
-from router.settings import PolicyName
 from simulator.fleet.fleet import Simulation
 from simulator.fleet.simulated_router import OURS, Side
 from simulator.fleet.sources import SourceSpec
@@ -49,8 +49,8 @@ _KINDS = (
 _SIDES = (
     replace(OURS, name="ignored"),
     replace(OURS, sources=True),
-    Side("dynamo", PolicyName.DYNAMO, sources=True),
-    Side("llm_d", PolicyName.LLM_D, sources=True),
+    rival("dynamo", sources=True),
+    rival("llm_d", sources=True),
 )
 
 

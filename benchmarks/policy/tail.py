@@ -21,6 +21,7 @@ from statistics import mean, median
 from benchmarks.policy.grid import Cell, play_all
 from benchmarks.policy.measures import TPOT_GOAL, TTFT_GOAL, Measures, after_warm_up, in_time, measured
 from benchmarks.policy.report import markdown
+from benchmarks.policy.rivals import rival
 from benchmarks.policy.sides import OURS_AT_ONCE
 from benchmarks.policy.workloads import CONVERSATION, LOOP, TOOL
 from router.apis.requests import RoutedRequest
@@ -38,8 +39,8 @@ TAIL_SIDES = (
     OURS,
     OURS_AT_ONCE,
     Side("kv_aware, γ 0.02", PolicyName.KV_AWARE, True, weights=PolicySettings(interference_per_request=0.02)),
-    Side("Mooncake's rule", PolicyName.MOONCAKE),
-    *(Side(name.value, name) for name in (PolicyName.LLM_D, PolicyName.LMETRIC, PolicyName.DYNAMO)),
+    rival("mooncake", "Mooncake's rule"),
+    *(rival(rule) for rule in ("llm_d", "lmetric", "dynamo")),
 )
 
 

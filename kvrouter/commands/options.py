@@ -36,10 +36,7 @@ RouterToken = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 # The policies of `policy.name`, for help.
-POLICIES = (
-    "kv_aware, round_robin, random, least_loaded, session_affinity, cache_aware, dynamo, llm_d, mooncake, preble, "
-    "lmetric"
-)
+POLICIES = "kv_aware, round_robin, random, least_loaded, session_affinity, cache_aware"
 
 
 class Level(StrEnum):

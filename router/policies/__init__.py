@@ -5,7 +5,7 @@ from __future__ import annotations
 from router.policies.kv_aware import KvAware, KvWeights, kv_aware, kv_cost
 from router.policies.linear import CostColumns, LinearPolicy
 from router.policies.records import ByTurn, Candidate, Cost, Decision, Policy, Request
-from router.policies.registry import POLICIES, NamedPolicy, PolicySpec, policy_named
+from router.policies.registry import POLICIES, NamedPolicy, PolicySpec, made, policy_named
 
 __all__ = [
     "POLICIES",
@@ -23,5 +23,6 @@ __all__ = [
     "Request",
     "kv_aware",
     "kv_cost",
+    "made",
     "policy_named",
 ]

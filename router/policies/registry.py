@@ -11,20 +11,8 @@ from random import Random
 
 from router.policies.custom import CustomFunction, CustomPolicy
 from router.policies.kv_aware import KvWeights, kv_aware
-from router.policies.pair_peers import dynamo_pairs, llm_d_pairs, mooncake_pairs
 from router.policies.pairs import PairCost, PairRule, apart
-from router.policies.peers import (
-    AtRandom,
-    Dynamo,
-    LeastLoaded,
-    Lmetric,
-    Mooncake,
-    Preble,
-    RoundRobin,
-    cache_aware,
-    llm_d,
-    session_affinity,
-)
+from router.policies.plain import AtRandom, LeastLoaded, RoundRobin, cache_aware, session_affinity
 from router.policies.records import Policy
 from router.settings import PolicyName, PolicySettings
 from router.settings.policy_code import function_named
@@ -90,19 +78,6 @@ POLICIES: dict[PolicyName, PolicySpec] = {
         lambda _, random: session_affinity(random), "consistent hashing with bounded loads, arXiv 1608.01350"
     ),
     PolicyName.CACHE_AWARE: PolicySpec(lambda _, random: cache_aware(random), "SGLang, sgl-project/sglang"),
-    PolicyName.DYNAMO: PolicySpec(
-        lambda _, random: Dynamo(random), "NVIDIA Dynamo, ai-dynamo/dynamo", lambda _, random: dynamo_pairs(random)
-    ),
-    PolicyName.LLM_D: PolicySpec(
-        lambda _, random: llm_d(random), "llm-d, llm-d/llm-d", lambda _, random: llm_d_pairs(random)
-    ),
-    PolicyName.MOONCAKE: PolicySpec(
-        lambda settings, random: Mooncake(random, settings.cpu_token, settings.disk_token),
-        "Mooncake, arXiv 2407.00079",
-        lambda _, random: mooncake_pairs(random),
-    ),
-    PolicyName.PREBLE: PolicySpec(lambda _, random: Preble(random), "Preble, arXiv 2407.00023"),
-    PolicyName.LMETRIC: PolicySpec(lambda _, random: Lmetric(random), "LMetric, arXiv 2603.15202"),
 }
 
 
@@ -120,6 +95,11 @@ def policy_named(settings: PolicySettings, random: Random) -> NamedPolicy:
     if names:
         functions = [CustomFunction(name, function_named(name), settings.time_limit) for name in names]
         custom = CustomPolicy(functions, replaces, random, settings.near)
+    return replace(made(spec, settings, random), custom=custom)
+
+
+def made(spec: PolicySpec, settings: PolicySettings, random: Random) -> NamedPolicy:
+    """Return the policy that a description makes."""
     policy = spec.make(settings, random)
     pairs = apart(spec.make(settings, random), policy) if spec.pairs is None else spec.pairs(settings, random)
-    return NamedPolicy(spec, policy, custom, pairs)
+    return NamedPolicy(spec, policy, None, pairs)

@@ -20,11 +20,6 @@ class PolicyName(StrEnum):
     LEAST_LOADED = "least_loaded"
     SESSION_AFFINITY = "session_affinity"
     CACHE_AWARE = "cache_aware"
-    DYNAMO = "dynamo"
-    LLM_D = "llm_d"
-    MOONCAKE = "mooncake"
-    PREBLE = "preble"
-    LMETRIC = "lmetric"
 
 
 def _policy(given: Any) -> Any:

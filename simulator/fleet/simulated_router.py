@@ -80,15 +80,10 @@ class Side:
 
 
 OURS = Side("kv_aware", PolicyName.KV_AWARE, late_binding=True)
-PEERS = [
+PLAIN = [
     Side(name.value, name)
     for name in (
-        PolicyName.DYNAMO,
-        PolicyName.LLM_D,
         PolicyName.CACHE_AWARE,
-        PolicyName.MOONCAKE,
-        PolicyName.PREBLE,
-        PolicyName.LMETRIC,
         PolicyName.SESSION_AFFINITY,
         PolicyName.LEAST_LOADED,
         PolicyName.ROUND_ROBIN,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from time import monotonic
 
 import pytest
 
@@ -18,7 +19,10 @@ from benchmarks.policy.tail import (
 )
 from benchmarks.policy.workloads import CONVERSATION
 from indexer import Target
-from router.policies import Candidate, Decision, Request, policy_named
+from router.load.target_load import LoadTable
+from router.policies import Candidate, Decision, Request
+from router.policies.rates import Rates
+from router.prediction.learned import Learned
 from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import FleetSpec
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
@@ -68,7 +72,8 @@ def test_first_choice_of_every_request_is_recorded() -> None:
 def test_mooncakes_rule_chooses_the_least_ttft() -> None:
     crowded = Candidate(Target("a", 0, "m"), requests=30, pending=100, context=500_000)
     waiting = Candidate(Target("b", 0, "m"), requests=1, pending=200)
-    policies = [policy_named(side.settings, Random(0)) for side in (LEAST_TTFT, OURS)]
+    learned, load = Learned(Rates(), monotonic, 0.1, 0.5), LoadTable(monotonic)
+    policies = [side.make_policy(Random(0), learned, load) for side in (LEAST_TTFT, OURS)]
     choices = [policy.choose([crowded, waiting], Request(1000)).chosen for policy in policies]
     assert choices == [crowded, waiting]
 

@@ -529,7 +529,7 @@ async def test_full_queue_drops_late_requests_first() -> None:
         assert scripts[0].arrived[1] == "held"
 
 
-@pytest.mark.parametrize("policy", ["kv_aware", "lmetric"])
+@pytest.mark.parametrize("policy", ["kv_aware", "least_loaded"])
 async def test_late_binding_is_optional_and_only_for_kv_aware(policy: str) -> None:
     async with busy_fleet(policy, late_binding=policy != "kv_aware") as (_, requests, scripts):
         requests.send("third", tokens=LONG, stream=True)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.policy.pair_rivals import dynamo_pairs
 from router.apis.requests import RoutedRequest
-from router.policies.pair_peers import dynamo_pairs
 from router.policies.rates import prefill_seconds
 from router.prediction.slo import SLO
 from router.routing.assignment import Selection

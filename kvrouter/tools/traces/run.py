@@ -22,11 +22,11 @@ from kvrouter.tools.traces.report import Report, headline, render
 from kvrouter.tools.traces.results import Answer, Run, Workload, shape
 from simulator.fleet.engine import LLAMA_8B, LLAMA_70B
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
-from simulator.fleet.simulated_router import OURS, PEERS, Side, side_named, side_with
+from simulator.fleet.simulated_router import OURS, PLAIN, Side, side_named, side_with
 from simulator.fleet.trace import Trace, TracedRequest, TraceError, read_trace, requests_of
 
 ENGINES = {"70b": LLAMA_70B, "8b": LLAMA_8B}
-DEFAULT_POLICIES = [side.name for side in (OURS, *PEERS)]
+DEFAULT_POLICIES = [side.name for side in (OURS, *PLAIN)]
 
 
 def sides_named(policies: Sequence[str], scorers: Sequence[str]) -> list[Side]:

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.policy.rivals import Dynamo, Lmetric, Mooncake
 from indexer import Target
 from indexer.native import CORE_VARIABLE, CORES
 from router.policies import Candidate, CostColumns, KvWeights, LinearPolicy, Request, kv_aware
 from router.policies.linear import choose, highest, holders
-from router.policies.peers import Dynamo, LeastLoaded, Lmetric, Mooncake
+from router.policies.plain import LeastLoaded
 from router.policies.records import Source
 from router.policies.shared_tokens import SharedTokens
 

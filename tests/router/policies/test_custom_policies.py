@@ -221,7 +221,7 @@ def test_a_switched_off_function_is_not_called() -> None:
         ('{extra: ["broken:score"]}', r"policy\.extra\.0: .*import of broken raised ValueError: no"),
         ('{extra: ["fine:other"]}', r"policy\.extra\.0: .*fine has no function 'other'"),
         ('{extra: ["fine:value"]}', r"policy\.extra\.0: .*fine has no function 'value'"),
-        ('{name: llm_d, extra: ["fine:score"]}', r"policy: .*scorers add to the cost of kv_aware"),
+        ('{name: least_loaded, extra: ["fine:score"]}', r"policy: .*scorers add to the cost of kv_aware"),
         ('{name: "fine:score", extra: ["fine:score"]}', r"policy: .*scorers add to the cost of kv_aware"),
     ],
 )

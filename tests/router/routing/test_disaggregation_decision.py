@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.policy.pair_rivals import dynamo_pairs, fewest_requests, llm_d_pairs, mooncake_pairs, netkv_pairs
 from indexer import Target
 from router.policies import Candidate, Request, policy_named
 from router.policies.kv_aware import KvWeights, SecondsWeights, kv_cost
-from router.policies.pair_peers import dynamo_pairs, fewest_requests, llm_d_pairs, mooncake_pairs, netkv_pairs
 from router.policies.pairs import PairChoice, PairCost, PairOptions, PairRule, PairTerms
 from router.policies.rates import Rates
 from router.policies.records import CostUnit

@@ -246,9 +246,9 @@ ENDED = ChatPrompt([*CHAT.messages, {"role": "assistant", "content": "The second
 async def test_chats_to_sglang_are_rendered_as_sglang_does(played: Played, local: LocalTokenizer) -> None:
     await played.describes(0, Engine.SGLANG)
     report = played.report
-    assert (report["way"], report["compared_with"], played.findings) == ("local", "tokenize", [])
+    assert (report["source"], report["compared_with"], played.findings) == ("local", "tokenize", [])
     apis = {"responses", "responses_tools", "messages", "messages_tools"}
-    assert {kind for kind, way in report["shapes"].items() if way != "local"} == apis
+    assert {kind for kind, way in report["probes"].items() if way != "local"} == apis
     asked = played.engines[0].asked.total()
     found = (await played.tokenizers.tokenize("m", ENDED)).token_ids
     assert found == played.engines[0].tokenizer.tokenize(ENDED) != local.tokenize(ENDED)

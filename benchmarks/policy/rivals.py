@@ -1,38 +1,27 @@
-"""The policies of other routers, under their own names: for use, and for comparison.
+"""The rules of other routers, for comparison: over the same exact index of caches as the default policy.
 
-Each policy is written from its public description, over the same exact index of caches as the default policy. A comment
-names the source of its constants: repository, file and commit.
+Each rule is written from its public description. A comment names the source of its constants: repository, file and
+commit.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from math import ceil
+from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from xxhash import xxh3_64_intdigest
-
+from benchmarks.policy.pair_rivals import dynamo_pairs, llm_d_pairs, mooncake_pairs
 from indexer import Target
+from router.load.target_load import LoadTable
+from router.policies import NamedPolicy, PolicySpec, made
 from router.policies.linear import Line, LinearPolicy
 from router.policies.rates import Rates, prefill_seconds
-from router.policies.records import (
-    ByTurn,
-    Candidate,
-    CostUnit,
-    Decision,
-    Policy,
-    Request,
-    Source,
-    cheapest,
-    known_usage,
-)
+from router.policies.records import Candidate, CostUnit, Decision, Policy, Request, Source, cheapest, known_usage
+from router.prediction.learned import Learned
+from router.settings import PolicyName
+from simulator.fleet.simulated_router import Side
 
-# sgl-project/sglang, sgl-model-gateway/bindings/python/src/sglang_router/router_args.py at 6614f98405b9: the defaults
-# of cache_threshold, balance_abs_threshold and balance_rel_threshold.
-_SGLANG_THRESHOLD = 0.3
-_SGLANG_DIFFERENCE = 64
-_SGLANG_RATIO = 1.5
 # ai-dynamo/dynamo, lib/kv-router/src/scheduling/config.rs at c2f2e1aa8069: the defaults of host_cache_hit_weight and
 # disk_cache_hit_weight.
 _DYNAMO_HOST_CREDIT = 0.75
@@ -50,101 +39,6 @@ _LLM_D_SHARED = 0.4
 _PREBLE_WINDOW: Final = 180.0
 # More seconds than any load: targets with a shorter match are not chosen while Preble exploits a match.
 _SHORTER_MATCH: Final = 1e6
-# The default load factor of implementations of arXiv 1608.01350, such as apache/brpc's
-# chash_bounded_load_factor (c7b180164cbf).
-_BOUND = 1.25
-
-
-class RoundRobin(ByTurn):
-    """A policy that chooses one target after the other."""
-
-    def __init__(self) -> None:
-        self._turns = 0
-
-    def turn(self, candidates: int) -> int:
-        turn = self._turns
-        self._turns = turn + 1
-        return turn % candidates
-
-    def decision(self, candidates: list[Candidate], turn: int) -> Decision:
-        def terms(candidate: Candidate) -> dict[str, float]:
-            place = next(place for place, each in enumerate(candidates) if each is candidate)
-            return {"turn": float((place - turn) % len(candidates))}
-
-        return Decision(candidates[turn], candidates, terms, free=True, unit=CostUnit.TURNS)
-
-
-class AtRandom(ByTurn):
-    """A policy that chooses any target."""
-
-    def __init__(self, random: Random) -> None:
-        self._random = random
-
-    def turn(self, candidates: int) -> int:
-        return self._random.randrange(candidates)
-
-    def decision(self, candidates: list[Candidate], turn: int) -> Decision:
-        return Decision(candidates[turn], candidates, lambda _: {}, free=True, unit=CostUnit.TURNS)
-
-
-class LeastLoaded(LinearPolicy):
-    """A policy that chooses the target with the fewest requests in flight, whatever is cached."""
-
-    def __init__(self, random: Random) -> None:
-        super().__init__(random, unit=CostUnit.REQUESTS)
-
-    def line(self, candidate: Candidate) -> Line:
-        return float(candidate.requests), 0.0, 0.0
-
-    def terms(self, candidate: Candidate, request: Request) -> dict[str, float]:  # noqa: ARG002
-        return _requests(candidate)
-
-
-def _requests(candidate: Candidate) -> dict[str, float]:
-    return {"requests": candidate.requests}
-
-
-def session_affinity(random: Random) -> Policy:
-    """Return a policy of consistent hashing by session with bounded loads: https://arxiv.org/abs/1608.01350
-
-    Every session has its own order of all targets. Rendezvous hashing moves only the sessions of a target that is added
-    or removed. The first target wins that has at most 1.25 times the mean requests in flight. A request without a
-    session is sent to the least loaded target.
-    """
-
-    def choose(candidates: list[Candidate], request: Request) -> Decision:
-        session = request.beginning if request.session is None else request.session
-        if session is None:
-            return cheapest(candidates, _requests, random, unit=CostUnit.REQUESTS)
-        bound = ceil(_BOUND * (sum(c.requests for c in candidates) + 1) / len(candidates))
-
-        def terms(candidate: Candidate) -> dict[str, float]:
-            target = candidate.target
-            place = xxh3_64_intdigest(f"{session}\n{target.worker}\n{target.dp_rank}".encode()) / 2**64
-            return {"place": place, "over bound": float(candidate.requests >= bound)}
-
-        return cheapest(candidates, terms, random, unit=CostUnit.SCORE)
-
-    return choose
-
-
-def cache_aware(random: Random) -> Policy:
-    """Return SGLang's policy: the longest match above 0.3 of the prompt, or else the least loaded target.
-
-    The least loaded target also wins while loads are unbalanced: the highest load exceeds the lowest by more than 64
-    requests and is more than 1.5 times as high.
-    """
-
-    def choose(candidates: list[Candidate], request: Request) -> Decision:
-        loads = [candidate.requests for candidate in candidates]
-        low, high = min(loads), max(loads)
-        unbalanced = high - low > _SGLANG_DIFFERENCE and high > _SGLANG_RATIO * low
-        longest = max(candidate.overlap for candidate in candidates)
-        if unbalanced or longest <= _SGLANG_THRESHOLD * request.tokens:
-            return cheapest(candidates, _requests, random, unit=CostUnit.REQUESTS)
-        return cheapest(candidates, lambda candidate: {"unmatched": request.tokens - candidate.overlap}, random)
-
-    return choose
 
 
 class Dynamo(LinearPolicy):
@@ -292,3 +186,33 @@ class Preble:
         for target, sent in self._sent.items():
             while sent and sent[0][0] < at:
                 self._loads[target] -= sent.popleft()[1]
+
+
+RIVALS: dict[str, PolicySpec] = {
+    "dynamo": PolicySpec(
+        lambda _, random: Dynamo(random), "NVIDIA Dynamo, ai-dynamo/dynamo", lambda _, random: dynamo_pairs(random)
+    ),
+    "llm_d": PolicySpec(lambda _, random: llm_d(random), "llm-d, llm-d/llm-d", lambda _, random: llm_d_pairs(random)),
+    "mooncake": PolicySpec(
+        lambda settings, random: Mooncake(random, settings.cpu_token, settings.disk_token),
+        "Mooncake, arXiv 2407.00079",
+        lambda _, random: mooncake_pairs(random),
+    ),
+    "preble": PolicySpec(lambda _, random: Preble(random), "Preble, arXiv 2407.00023"),
+    "lmetric": PolicySpec(lambda _, random: Lmetric(random), "LMetric, arXiv 2603.15202"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RivalSide(Side):
+    """A router with the rule of another one, by its name in `RIVALS`."""
+
+    rule: str = "dynamo"
+
+    def make_policy(self, random: Random, learned: Learned, load: LoadTable) -> NamedPolicy:  # noqa: ARG002
+        return made(RIVALS[self.rule], self.settings, random)
+
+
+def rival(rule: str, name: str = "", sources: bool = False) -> RivalSide:
+    """Return the router with a rule of `RIVALS`."""
+    return RivalSide(name or rule, PolicyName.KV_AWARE, sources=sources, rule=rule)
