@@ -7,7 +7,6 @@ and sent prefixes, if a target's events are missing.
 from __future__ import annotations
 
 from array import array
-from contextlib import suppress
 from itertools import chain, takewhile
 from typing import Final
 
@@ -239,9 +238,12 @@ class OverlapFinder:
         self, rows: TargetRows, served: ServedModel, token_ids: PackedPrompt, cache_salt: str | None
     ) -> RowMatches:
         found = RowMatches(rows)
-        if served.replacement is None:
-            with suppress(UnknownModelError):
-                self._indexer.match_rows(MatchQuery(served.model, token_ids, served.adapter, cache_salt), rows, found)
+        if served.replacement is not None:
+            return found
+        try:
+            self._indexer.match_rows(MatchQuery(served.model, token_ids, served.adapter, cache_salt), rows, found)
+        except UnknownModelError:
+            return found
         return found
 
     def _full_blocks(self, target: Target, shared: int, tokens: int) -> int:

@@ -21,6 +21,18 @@ def health(clock: Clock) -> Health:
     return Health(CircuitLimits(), clock)
 
 
+def test_only_failures_in_a_row_open_the_circuit(health: Health) -> None:
+    ends = [Outcome.SUCCEEDED, *2 * [Outcome.FAILED], Outcome.SUCCEEDED, *2 * [Outcome.FAILED], Outcome.SUCCEEDED]
+    for outcome in ends:
+        health.begin(1).end(outcome)
+    assert health.circuit.closed
+    for _ in range(3):
+        health.begin(1).end(Outcome.FAILED)
+    assert not health.circuit.closed
+    health.begin(1).end(Outcome.SUCCEEDED)
+    assert health.circuit.closed
+
+
 def test_waiting_requests_are_moved_once(health: Health) -> None:
     called: list[int] = []
     for number in range(3):

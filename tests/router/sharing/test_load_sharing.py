@@ -271,6 +271,21 @@ def test_repeated_prompt_is_held_once() -> None:
     assert peers.overlaps(hashes) == {}
 
 
+def test_each_load_has_the_load_of_other_routers_there_and_drops_it_with_them() -> None:
+    table, peers = LoadTable(), PeerLoad(EXPIRY, LINGER)
+    LoadSharing(table, peers, [])
+    known = table.of("w", 0)
+    peers.apply(
+        Message("a", 1, Kind.NEWS, [RankLoad("w", 0, 2, 40, 50, 1, 0, 0.0), RankLoad("new", 0, 3, 0, 9, 0, 0, 0.0)])
+    )
+    assert (known.peers.requests, known.peers.context, table.of("new", 0).peers.requests) == (2, 50, 3)
+    peers.apply(Message("b", 1, Kind.NEWS, [RankLoad("w", 0, 4, 0, 1, 0, 0, 0.0)]))
+    assert known.peers.requests == 6
+    peers.apply(Message("b", 2, Kind.GONE))
+    peers.apply(Message("a", 2, Kind.GONE))
+    assert (known.peers.requests, table.of("new", 0).peers.requests) == (0, 0)
+
+
 async def test_lost_channel_is_only_a_finding() -> None:
     wire, table = Wire(), LoadTable()
     sharing = sharing_of(table, PeerLoad(EXPIRY, LINGER), [wire])
