@@ -2,7 +2,7 @@
 
 A request waits for one of three reasons:
 
-    saturated     every target that may receive it is at its limits (`limits`)
+    saturated     every target that may receive it is at its limits (`limits`), or refused a request as full
     late binding  its target is busy with other prompts, so it should choose again later (`late_binding`)
     no worker     its model has no worker now, but one may start (`cold_start_timeout`)
 
@@ -112,9 +112,15 @@ class Admission:
             raise
         if isinstance(placed, _Held):
             return None
-        if self.queue.length:
+        ticket.charged = bool(self.queue.length)
+        if ticket.charged:
             self.queue.served(ticket.tenant, ticket.tokens)
         return placed
+
+    def returned(self, ticket: Ticket) -> None:
+        """Take back the charge for a place at a worker that refused the request as full."""
+        if ticket.charged:
+            self.queue.not_served(ticket.tenant, ticket.tokens)
 
     async def wait(self, prompt: RoutedRequest, tried: Collection[Worker], ticket: Ticket) -> Assignment:
         """Queue a request, and return its assignment once it is placed. Cancelling removes it.
@@ -155,7 +161,7 @@ class Admission:
                 return assignment
             raise self._too_many("queue_full", request)
         self.queue.add(request)
-        until = self._cold_until(ticket) if cold else now + self._timeout
+        until = self._cold_until(ticket) if cold else now + max(self._timeout - ticket.waited, 0.0)
         if slo is not None and slo.first_token_by is not None and not cold:
             until = slo.first_token_by if slo.refuses_late else max(until, slo.first_token_by)
         self._wait_until(request, until)
@@ -170,6 +176,7 @@ class Admission:
                 self.refusals.count("deadline")  # the proxy has a timer of its own for it
             raise
         finally:
+            ticket.waited += self._clock() - now
             if request.timer is not None:
                 request.timer.cancel()
             if request.queued:  # its client disconnected
@@ -298,6 +305,7 @@ class Admission:
 
     def _give(self, request: WaitingRequest, assignment: Assignment) -> None:
         self.queue.served(request.tenant, request.tokens)
+        request.ticket.charged = True
         self.queue.remove(request)
         for on_waited in self.on_waited:
             on_waited(request.reason, self._clock() - request.since)

@@ -141,6 +141,11 @@ class FairQueue(Generic[W]):
             }
             self._most_clocks = max(2 * len(self._clocks), _FEW_CLOCKS)
 
+    def not_served(self, tenant: str, tokens: int) -> None:
+        """Take back the charge of `served`, because no worker accepted the request."""
+        if tenant in self._clocks:
+            self._clocks[tenant] -= max(tokens, 1)
+
     def in_order(self, without: Container[str | None] = (), most_missed: int | None = None) -> Iterator[W]:
         """Return the requests in order. They may be removed and served meanwhile, which changes the order of the rest.
 

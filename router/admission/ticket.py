@@ -62,6 +62,8 @@ class Ticket:
     - `place_by`: the latest time to send it, at most `deadline`; None: any time.
     - `cold_until`: when it stops waiting for a worker; None before it first waits for one.
     - `sheddable`: whether it is refused where it would wait for capacity.
+    - `waited`: the seconds for which it waited in the queue before its last place.
+    - `charged`: whether its tenant was charged for its last place.
     """
 
     priority: int
@@ -75,6 +77,8 @@ class Ticket:
     hints: AgentHints | None
     cold_until: float | None
     sheddable: bool
+    waited: float
+    charged: bool
 
     def __init__(
         self,
@@ -99,6 +103,8 @@ class Ticket:
         self.hints = hints
         self.cold_until = None
         self.sheddable = False
+        self.waited = 0.0
+        self.charged = False
 
     def left(self, now: float) -> float | None:
         """Return the seconds until the answer is due; None if it has no deadline."""

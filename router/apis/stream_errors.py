@@ -55,8 +55,8 @@ def stream_error(beginning: bytes) -> int | None:
 
 
 def is_refusal(status: int) -> bool:
-    """Return whether the status of a stream's error says that the engine computes nothing, and is sound."""
-    return status < 500 or status == 503
+    """Return whether the status of a stream's error says that the request is at fault, and not the engine."""
+    return status < 500
 
 
 def _event_status(event: bytes) -> int | None:

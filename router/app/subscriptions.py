@@ -36,6 +36,7 @@ def subscribe_routing(routing: Routing, fleet: Fleet) -> None:
     fleet.on_replaced.append(placement.replaced)
     fleet.on_cache_lost.append(placement.forget)
     fleet.on_restarted.append(placement.restarted)
+    fleet.on_change.append(routing.encoders.wake)
     fleet.on_removed += [selector.removed, placement.removed, routing.encoders.forget, removed]
     sharing.on_response.append(responses.remember)
     responses.on_learned.append(sharing.share_response)
@@ -56,8 +57,7 @@ def subscribe_admission(admission: Admission, routing: Routing, fleet: Fleet) ->
     """Wake the queue after every event by which a waiting request may find a place."""
     load, sharing = routing.state.load, routing.state.sharing
     load.on_ended.append(admission.freed)
-    if admission.late_binding:
-        load.on_first_byte.append(admission.wake)
+    load.on_first_byte.append(admission.wake)
     fleet.on_change.append(admission.wake)
     sharing.on_update.append(admission.wake)
 
@@ -72,6 +72,7 @@ def subscribe_observability(observability: Observability, admission: Admission, 
     routing.state.learned.predictions.on_answered.append(predictions.answered)
     if routing.state.pulls is not None:
         routing.state.pulls.on_ended.append(observability.requests.pulled)
+    fleet.on_full.append(observability.requests.worker_full)
     fleet.on_removed.append(observability.requests.forget)
 
 

@@ -1,6 +1,6 @@
 """A circuit breaker: whether a worker receives requests, from the outcomes of its last ones.
 
-             failures in a row, `open` or `pause`
+             failures in a row, or `open`
        CLOSED ─────────────────────────────▶ OPEN ◀──┐
           ▲                                   │      │ a failure: the backoff doubles
           │ a success                     ▼ backoff over
@@ -58,7 +58,7 @@ class Circuit:
         self._first_since_opening = 0
         self._failures = 0
         self._openings = 0
-        self._opened_until = self._paused_until = 0.0
+        self._opened_until = 0.0
         self._half_open_request: int | None = None
 
     @property
@@ -72,11 +72,6 @@ class Circuit:
     def allows(self) -> bool:
         """True if a request may begin. A request that begins nevertheless counts like any other."""
         return self.closed or (self._half_open_request is None and self._clock() >= self._opened_until)
-
-    @property
-    def paused(self) -> bool:
-        """True while the worker's own request for a pause counts."""
-        return not self.closed and self._clock() < self._paused_until
 
     def begin(self) -> int:
         """Record the begin of a request and return its number."""
@@ -113,18 +108,8 @@ class Circuit:
         """Allow no requests for a backoff. It is twice the last one, unless a request succeeded since."""
         backoff = min(self._limits.backoff * 2 ** min(self._openings, 30), self._limits.longest_backoff)
         self._openings += 1
-        self._open_until(self._clock() + backoff, reason)
-
-    def pause(self, seconds: float, reason: str) -> None:
-        """Allow no requests for `seconds`, because the worker asked for it. Later failures back off as before."""
-        until = self._clock() + seconds
-        self._paused_until = max(until, self._paused_until)
-        if self.closed or until > self._opened_until:
-            self._open_until(until, reason)
-
-    def _open_until(self, until: float, reason: str) -> None:
         self.closed = self.untroubled = False
-        self._opened_until = until
+        self._opened_until = self._clock() + backoff
         self._failures = 0
         self._half_open_request = None
         self._first_since_opening = self._begun + 1

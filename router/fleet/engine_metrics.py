@@ -156,6 +156,7 @@ class EngineMetrics:
         self.answers = False
         self.progress_at = clock()
         self._rank_progress_at: dict[int, float] = {}
+        self._has_requests = False
 
     def scrape_began(self) -> None:
         """Record the begin of a scrape."""
@@ -171,6 +172,13 @@ class EngineMetrics:
         """Seconds since the begin of an unanswered scrape; 0 without one, and before the first answer to any."""
         return 0.0 if self._asked_at is None or not self.answers else self._clock() - self._asked_at
 
+    @property
+    def computes(self) -> bool:
+        """True if the last scrape shows requests, and recent ones show that the engine computes."""
+        now = self._clock()
+        recent = now - self.read_at <= self._stale and now - self.progress_at <= self._stale
+        return recent and self._has_requests
+
     def read(self, text: str, in_flight: Mapping[int, int]) -> bool:
         """Parse the answer, with the known requests of each rank. Return whether it is that of a new process."""
         self.sleep = read_sleep(text)
@@ -178,6 +186,7 @@ class EngineMetrics:
         self.drafts = _DRAFTS.search(text) is not None
         self.pooled = _POOLED.search(text) is not None
         loads = read_engine_loads(text)
+        self._has_requests = any(load.running or load.waiting for load in loads.values())
         self._views = {}
         for rank, load in loads.items():
             unseen = max(load.running + load.waiting - in_flight.get(rank, 0), 0)

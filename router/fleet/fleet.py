@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from router.apis.abilities import Ability
 from router.fleet.circuit import CircuitLimits
 from router.fleet.discovery import ServedModel
 from router.fleet.engine_metrics import EngineMetrics
-from router.fleet.health import Health
+from router.fleet.health import FULL_SECONDS, Attempt, Health, Outcome
 from router.fleet.worker import Worker
 from router.fleet.worker_sources import ADDED_SOURCE, SourcedWorker, WorkerSources
 from router.http.worker_url import split_user_info
@@ -43,6 +43,7 @@ class Fleet:
     - `on_replaced`: a worker serves another model under a known name.
     - `on_cache_lost`: a worker dropped its cache, because of sleep, new weights or a flush.
     - `on_restarted`: a worker has a new process.
+    - `on_full`: a worker refused a request because it is full.
     - `on_key`: the API key of a worker changed.
     - `on_scrape`: the metrics of a worker were read.
     - `on_change`: the state of workers changed, so that waiting requests may fit.
@@ -74,6 +75,7 @@ class Fleet:
         self.on_replaced: list[Callable[[Worker], None]] = []
         self.on_cache_lost: list[Callable[[Worker], None]] = []
         self.on_restarted: list[Callable[[Worker], None]] = []
+        self.on_full: list[Callable[[Worker], None]] = []
         self.on_key: list[Callable[[Worker], None]] = []
         self.on_scrape: list[Callable[[Worker], None]] = []
         self.on_change: list[Callable[[], None]] = []
@@ -84,6 +86,7 @@ class Fleet:
         self._limits = CircuitLimits(settings.failures, settings.backoff, settings.longest_backoff)
         self._sources = WorkerSources(workers)
         self._workers: dict[str, Worker] = {}
+        self._may_be_full: set[Worker] = set()
         # Results of lookups in one version.
         self._lookup_version = -1
         self._able: dict[tuple[str | None, bool], list[Worker]] = {}
@@ -130,6 +133,7 @@ class Fleet:
         self._sources.assign(source, workers)
         removed, added = self._merge_sources()
         for worker in removed:
+            self._may_be_full.discard(worker)
             self._indexer.unregister(worker.targets)
             for on_removed in self.on_removed:
                 on_removed(worker)
@@ -228,6 +232,39 @@ class Fleet:
         self._indexer.suspend(worker.targets)
         self.version += 1
         self.probe_soon(worker)
+
+    def full(self) -> Collection[Worker]:
+        """Return the workers that may receive no request now, because they are full or asked for a pause."""
+        if not self._may_be_full:
+            return ()
+        full = [worker for worker in self._may_be_full if worker.health.full]
+        if len(full) < len(self._may_be_full):
+            self._may_be_full = {worker for worker in self._may_be_full if worker.health.counts_as_full}
+        return full
+
+    def refused(self, worker: Worker, attempt: Attempt, status: int, pause: float) -> bool:
+        """Close a worker that refused a request as overloaded, and end the attempt if the worker is full.
+
+        It is full if it has other requests, by this router's count or by its metrics. Otherwise the refusal may be a
+        failure, and the caller ends the attempt.
+
+        - `pause`: the seconds for which the worker asked for no requests; 0 without.
+        """
+        health = worker.health
+        full = len(health.attempts) > 1 or worker.metrics.computes
+        if pause:
+            health.pause(pause)
+        elif full:
+            health.close()
+        if full:
+            attempt.end(Outcome.FULL, f"status {status}")
+            for on_full in self.on_full:
+                on_full(worker)
+        if full or pause:
+            self._may_be_full.add(worker)
+            if pause or not health.attempts:
+                asyncio.get_running_loop().call_later(pause or FULL_SECONDS, self.notify_change)
+        return full
 
     def probe_soon(self, worker: Worker) -> None:
         """Probe a worker soon, because a request to it failed."""

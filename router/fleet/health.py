@@ -15,6 +15,10 @@ RECENT = 64
 RECENT_SECONDS = 60.0
 # Number of first bytes of several workers that suffice to estimate the usual time.
 _ENOUGH = 2048
+# Seconds after which a full worker without requests in flight receives one, because no end or first byte can reopen it.
+FULL_SECONDS = 1.0
+# Seconds after its last refusal in which a worker counts as full, unless it is closed and has requests in flight.
+_FORGET_FULL = 10.0
 
 
 class Outcome(Enum):
@@ -22,18 +26,21 @@ class Outcome(Enum):
 
     - NEITHER: the client disconnected.
     - REFUSED: the worker refused the request (4xx), and computed nothing of it.
+    - FULL: the worker refused the request because it is full.
     """
 
     SUCCEEDED = auto()
     FAILED = auto()
     NEITHER = auto()
     REFUSED = auto()
+    FULL = auto()
 
 
 # Constants, because access to a member of an enumeration is a lookup.
 _FAILED: Final = Outcome.FAILED
 _NEITHER: Final = Outcome.NEITHER
 _REFUSED: Final = Outcome.REFUSED
+_FULL: Final = Outcome.FULL
 
 
 class FirstByte:
@@ -88,6 +95,55 @@ class Health:
         self.last_results: deque[Result] = deque(maxlen=RECENT)
         self.last_first_bytes: deque[FirstByte] = deque(maxlen=RECENT)
         self.longest_answer = 0
+        self._places: int | None = None  # requests that may begin while the worker counts as full; None: it does not
+        self._refused_at = self._paused_until = 0.0
+
+    # Whether the worker is full, for all ranks together
+
+    @property
+    def full(self) -> bool:
+        """True while no request may begin: the worker refused one as full, and since then none ended or had its first
+        byte; or it asked for a pause.
+        """
+        places = self._places
+        if places is None and not self._paused_until:
+            return False
+        now = self.clock()
+        if now < self._paused_until:
+            return True
+        self._paused_until = 0.0
+        if places is None or (places and now < self._refused_at + _FORGET_FULL):
+            return False
+        if places or (not self.attempts and now >= self._refused_at + _FORGET_FULL):
+            self._places = None
+        elif not self.attempts and now >= self._refused_at + FULL_SECONDS:
+            self._places = 1
+        return self._places == 0
+
+    @property
+    def counts_as_full(self) -> bool:
+        """True while the worker is full, or may be so again after the next requests."""
+        return self.full or self._places is not None
+
+    @property
+    def paused(self) -> bool:
+        """True while the worker's own request for a pause counts."""
+        return self._paused_until > 0 and self.clock() < self._paused_until
+
+    def close(self) -> None:
+        """Let no request begin until one in flight ends or has its first byte, because the worker is full."""
+        self._places, self._refused_at = 0, self.clock()
+
+    def pause(self, seconds: float) -> None:
+        """Let no request begin for `seconds`, because the worker asked for it; then one."""
+        now = self.clock()
+        self._paused_until = max(self._paused_until, now + seconds)
+        self._places, self._refused_at = 1, self._paused_until
+
+    def freed(self) -> None:
+        """Let one more request begin at a full worker, because one ended or had its first byte."""
+        if self._places is not None and not self.paused:
+            self._places += 1
 
     def begin(
         self,
@@ -104,6 +160,8 @@ class Health:
         """
         if now is None:
             now = self.clock()
+        if self._places:
+            self._places -= 1
         health, number = self, self.circuit.begin()
         of_worker = number
         if one_of_many:
@@ -190,7 +248,7 @@ class Health:
     def ended(self, attempt: Attempt, number: int, outcome: Outcome, reason: str, now: float) -> None:
         """Record the end of a request, which has this number at the circuit."""
         del self.attempts[attempt]
-        if outcome is _NEITHER or outcome is _REFUSED:
+        if outcome is _NEITHER or outcome is _REFUSED or outcome is _FULL:
             self.circuit.ended(number)
             return
         failed = outcome is _FAILED
@@ -250,6 +308,8 @@ class Attempt:
             health.last_first_bytes.append(seen)
             if health.worker is not None:
                 health.worker.last_first_bytes.append(seen)
+            if self.streamed:  # otherwise the end follows at once
+                (health.worker or health).freed()
 
     def answered(self, tokens: int) -> None:
         """Record the tokens of the whole answer."""
@@ -262,13 +322,15 @@ class Attempt:
         if self.ended:
             return
         self.ended = True
-        self.failed = outcome is _FAILED or outcome is _REFUSED
+        self.failed = outcome is _FAILED or outcome is _REFUSED or outcome is _FULL
         health = self.health
         if now is None:
             now = health.clock()
         if health.worker is not None:
             health.worker.ended(self, self._of_worker, outcome, reason, now)
         health.ended(self, self._number, outcome, reason, now)
+        if outcome is not _REFUSED and outcome is not _FULL:  # these had no place
+            (health.worker or health).freed()
 
 
 def latest(of_each: Sequence[list[FirstByte]]) -> list[FirstByte]:

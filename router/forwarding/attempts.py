@@ -2,7 +2,9 @@
 
     send_next ──▶ the worker answers
        ▲  │
-    leave ◀┘   it is unreachable, refuses the request as overloaded, or hangs
+    leave ◀┘   it is unreachable, fails, or hangs
+
+A worker that refuses the request because it is full does not count as one of the attempts: the request is queued again.
 
 If another worker computes the request's prompt, both are sent one request each (`disaggregated_request`). Before a chat
 with media is sent, encode workers encode them (`encode_stage`).
@@ -31,7 +33,7 @@ from router.forwarding.encode_stage import EncodeStage
 from router.forwarding.exchange import RoutingHeaders
 from router.forwarding.proxy_services import LONG_BODY, ProxyServices
 from router.forwarding.request_context import RequestContext
-from router.forwarding.retries import broken_off, is_model_missing, not_reached
+from router.forwarding.retries import OVERLOADED, broken_off, is_model_missing, not_reached, requested_pause
 from router.forwarding.token_forwarding import TokenOffer
 from router.http.headers import RANK_HEADER, Headers, forwarded_lines
 from router.observability.spans import Span
@@ -169,7 +171,7 @@ class Attempts:
         return [*failed, *self._without, *self._paused()] if self._left else self._without
 
     def _paused(self) -> list[Worker]:
-        return [worker for worker in self._services.fleet.generating if worker.health.circuit.paused]
+        return [worker for worker in self._services.fleet.full() if worker.health.paused]
 
     @property
     def has_other(self) -> bool:
@@ -312,6 +314,7 @@ class Attempts:
             head.target,
             self._headers_to(assignment),
             on_prefilled,
+            self.returns_to_queue,
             self._context.admitted.add_worker_key,
             self._transport,
         )
@@ -353,6 +356,24 @@ class Attempts:
         return headers
 
     # The end of an attempt
+
+    def returns_to_queue(self, assignment: Assignment, status: int, retry_after: bytes) -> bool:
+        """Close the worker of an assignment, and end its attempt, if this status says that the worker is full.
+
+        Return whether the request can be queued again. A request of another transport cannot.
+        """
+        if status not in OVERLOADED:
+            return False
+        pause = requested_pause(status, retry_after)
+        full = self._services.fleet.refused(assignment.worker, assignment.attempt, status, pause)
+        return full and self._transport is None and self._repeatable
+
+    def leave_full(self, problem: str) -> None:
+        """Release the worker of an attempt that a full worker refused. It counts as no attempt."""
+        self._release(problem)
+        self._services.admission.returned(self._ticket)
+        self._sends -= 1
+        self.tried.pop()
 
     def retries_status(self, status: int, data: bytes, closes: bool = False) -> Outcome | None:
         """Return the outcome of an attempt that this status ends with a retry, else None.
@@ -543,16 +564,21 @@ class Attempts:
 
     def leave(self, problem: str) -> None:
         """Release the worker of an attempt that failed before any byte was forwarded."""
+        self._left[self.tried[-1]] = self.tried[-1].starts
+        assignment = self._release(problem)
+        self._services.metrics.retried.labels(assignment.worker.name).inc()
+
+    def _release(self, problem: str) -> Assignment:
+        """Release the worker of an attempt, and return the assignment."""
         assignment, sent = self.assignment, self.sent
         assert assignment is not None
         self.assignment = self.sent = None
-        self._left[self.tried[-1]] = self.tried[-1].starts
         if sent is not None:
             sent.abort()
         assignment.release()
         if self._span is not None:
             self._span.end(problem)
-        self._services.metrics.retried.labels(assignment.worker.name).inc()
+        return assignment
 
     def end(self, problem: str | None) -> None:
         """Release everything at the end of the request. `problem` is the reason of a failure; None after success."""

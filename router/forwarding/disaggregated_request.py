@@ -28,10 +28,12 @@ class PrefillFailedError(UpstreamError):
 
     - `answered`: it was reachable and answered with an error.
     - `together`: both requests ran at once, so the decode worker may be the cause.
+    - `full`: it is full, so the request can be queued again.
     """
 
-    def __init__(self, problem: str, answered: bool, together: bool) -> None:
+    def __init__(self, problem: str, answered: bool, together: bool, full: bool = False) -> None:
         super().__init__(problem)
+        self.full = full
         self.answered = answered
         self.together = together
 
@@ -48,12 +50,14 @@ class DisaggregatedRequest(ResponseHandler):
         target: bytes,
         headers: Headers,
         on_prefilled: Callable[[], None],
+        returns_to_queue: Callable[[Assignment, int, bytes], bool],
         add_worker_key: bool = True,
         transport: Transport | None = None,
     ) -> None:
         """Prepare both requests.
 
         - `on_prefilled`: called when the prefill is done and the decode is awaited.
+        - `returns_to_queue`: called when the prefill worker answers with an error status; see `Attempts`.
         - `add_worker_key`: add each worker's own key, unless the headers have an `authorization`.
         """
         assert assignment.prefill is not None
@@ -63,6 +67,7 @@ class DisaggregatedRequest(ResponseHandler):
         self._target = target
         self._headers = headers
         self._on_prefilled = on_prefilled
+        self._returns_to_queue = returns_to_queue
         self._add_worker_key = add_worker_key
         self._transport = transport
         self._decode_worker = assignment.worker
@@ -183,14 +188,17 @@ class DisaggregatedRequest(ResponseHandler):
     def _prefill_answered(self, head: ResponseHead, body: bytes) -> None:
         self._prefill = None
         assignment = self._prefill_assignment
-        if head.status < 400:
+        error = head.status if head.status >= 400 else stream_error(body) if head.is_stream else None
+        if error is None:
             assignment.attempt.heard()
+        elif self._returns_to_queue(assignment, error, head.first(b"retry-after")):
+            self._prefill_failed(f"status {error}", answered=True, full=True)
+            return
         if head.status >= 500:
             if self._adapter.concurrent:  # the decode worker may be the cause
                 assignment.attempt.end(Outcome.NEITHER, f"status {head.status}")
             self._prefill_failed(f"status {head.status}", answered=True)
             return
-        error = head.status if head.status >= 400 else stream_error(body) if head.is_stream else None
         # Some engines begin a stream before they check its request.
         outcome = Outcome.SUCCEEDED if error is None else Outcome.REFUSED if is_refusal(error) else Outcome.FAILED
         assignment.attempt.end(outcome, f"status {error or head.status}")
@@ -211,7 +219,7 @@ class DisaggregatedRequest(ResponseHandler):
             except ValueError as error:
                 self._prefill_failed(f"invalid answer: {error}")
 
-    def _prefill_failed(self, reason: str, answered: bool = False) -> None:
+    def _prefill_failed(self, reason: str, answered: bool = False, full: bool = False) -> None:
         self._prefill = None
         self._prefill_assignment.attempt.end(Outcome.FAILED, reason)
         if self._decoding:
@@ -220,7 +228,7 @@ class DisaggregatedRequest(ResponseHandler):
         self._close()
         if handler is not None:
             problem = f"prefill on {self._prefill_assignment.worker.name}: {reason}"
-            handler.on_failed(PrefillFailedError(problem, answered, self._adapter.concurrent))
+            handler.on_failed(PrefillFailedError(problem, answered, self._adapter.concurrent, full))
 
     def _answer(self, head: ResponseHead, body: bytes) -> None:
         handler, self._handler = self._handler, None

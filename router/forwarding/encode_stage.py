@@ -30,7 +30,7 @@ from router.fleet.worker import Worker
 from router.forwarding.collected_response import CollectedResponse
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
-from router.forwarding.retries import requested_pause
+from router.forwarding.retries import OVERLOADED, requested_pause
 from router.http.headers import Headers
 from router.routing.assignment import Assignment
 from router.routing.disaggregation.adapters import WorkerEndpoint
@@ -250,15 +250,18 @@ class _EncodedItem:
         self._attempt: Attempt | None = None
         self._sent: UpstreamRequest | None = None
 
-    def send_next(self) -> bool:
-        """Send the item to the next encode worker, or let it wait there. Return false if none is left."""
+    def send_next(self, first: bool = False) -> bool:
+        """Send the item to the next encode worker, or let it wait there. Return false if none is left.
+
+        - `first`: it waits before other items, because a full worker refused it.
+        """
         stage = self._stage
         worker = stage.services.encoders.choose(stage.name, self._item.key, self._tried)
         if worker is None:
             return False
         self._tried.append(worker)
         self._turn = turn = stage.services.encoders.place(worker)
-        turn.wait(self._send)
+        turn.wait(self._send, first)
         return True
 
     def abort(self) -> None:
@@ -313,9 +316,14 @@ class _EncodedItem:
             turn.encoded()
             self._release(Outcome.SUCCEEDED)
             self._stage.encoded(self, params, turn.worker.name)
+        elif status in OVERLOADED and services.fleet.refused(
+            turn.worker, attempt, status, requested_pause(status, head.first(b"retry-after"))
+        ):
+            self._release(Outcome.FULL)
+            self._tried.pop()
+            if not self.send_next(first=True):
+                self._stage.leave(self)
         elif status >= 500 or status in services.elsewhere or status in _MISCONFIGURED:
-            if pause := requested_pause(status, head.first(b"retry-after")):
-                turn.worker.health.circuit.pause(pause, f"status {status} with Retry-After")
             self._fail(Outcome.FAILED if status >= 500 else Outcome.REFUSED, f"status {status}")
         else:
             self._release(Outcome.REFUSED, f"status {status}")

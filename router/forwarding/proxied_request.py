@@ -16,6 +16,9 @@ is also retried in two cases. The first is that its worker breaks off, at most t
 closes the connection is a break. The second is that its worker refuses it as overloaded or hangs, within the retry
 budget.
 
+A refusal of a full worker is no failure. The request returns to its place in the queue. The worker receives no other
+request until one of its requests ends or has its first byte.
+
 The client can disconnect at any time. The load is released on every path. A request waits in a task only while its
 prompt is tokenized aside or no worker has capacity.
 
@@ -39,7 +42,7 @@ from router.apis.abilities import needed_abilities
 from router.apis.endpoints import read_request
 from router.apis.media_items import MediaChat, media_chat
 from router.apis.requests import RoutedRequest, Sender
-from router.apis.stream_errors import is_refusal, stream_beginning
+from router.apis.stream_errors import stream_beginning
 from router.apis.usage import HiddenUsage, with_include_usage
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
@@ -52,7 +55,7 @@ from router.forwarding.keepalive import KeepaliveWriter
 from router.forwarding.proxy_services import LONG_BODY, ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.forwarding.response import ProxiedResponse
-from router.forwarding.retries import broken_off, requested_pause
+from router.forwarding.retries import broken_off
 from router.http.compression import Decompressor
 from router.http.headers import Headers
 from router.observability.request_recorder import RecordingRequest
@@ -407,6 +410,15 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         except RequestError as error:
             self.refuse(error)
 
+    def _queue_again(self, attempts: Attempts, problem: str) -> None:
+        """Return the request to its place in the queue, because a worker is full."""
+        self._phase, self._head, self._beginning = Phase.WAITING, None, b""
+        attempts.leave_full(problem)
+        try:
+            self._send_next(attempts)
+        except RequestError as error:
+            self.refuse(error)
+
     # Called with the worker's response
 
     def on_head(self, head: ResponseHead, data: bytes, ended: bool) -> None:
@@ -441,9 +453,12 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             return
         if status and attempts is not None and attempts.assignment is not None:
             problem = f"error event {status}"
+            if attempts.returns_to_queue(attempts.assignment, status, head.first(b"retry-after")):
+                self._queue_again(attempts, problem)
+                return
             if (outcome := attempts.retries_status(status, plain)) is not None:
                 attempts.assignment.attempt.give_up = None
-                attempts.assignment.attempt.end(Outcome.REFUSED if is_refusal(status) else outcome, problem)
+                attempts.assignment.attempt.end(outcome, problem)
                 self._retry(attempts, problem)
                 return
         self._beginning = b""
@@ -475,6 +490,9 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             if response is not None:
                 self._break_off(response, str(error))
             elif isinstance(error, PrefillFailedError) and assignment.prefill is not None:
+                if error.full:
+                    self._queue_again(attempts, str(error))
+                    return
                 prefill = assignment.prefill.worker
                 attempts.exclude_prefill(error)
                 if error.answered:
@@ -515,8 +533,9 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         error = data
         if head.status >= 400:
             error = Decompressor().read(data) if head.compressed else data
-            if pause := requested_pause(head.status, head.first(b"retry-after")):
-                assignment.worker.health.circuit.pause(pause, f"status {head.status} with Retry-After")
+            if attempts.returns_to_queue(assignment, head.status, head.first(b"retry-after")):
+                self._queue_again(attempts, f"status {head.status}")
+                return
             if (outcome := attempts.retries_status(head.status, error, head.closes)) is not None:
                 assignment.attempt.end(outcome, f"status {head.status}")
                 self._retry(attempts, f"status {head.status}")

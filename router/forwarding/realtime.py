@@ -31,7 +31,7 @@ from router.forwarding.exchange import ResponseWriter, RoutingHeaders, ServedReq
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.realtime_events import with_served_models
 from router.forwarding.request_context import RequestContext
-from router.forwarding.retries import not_reached
+from router.forwarding.retries import OVERLOADED, not_reached, requested_pause
 from router.http.headers import RANK_HEADER, Headers, ResponseHead, forwarded_lines
 from router.http.websocket import WebSocketPeer, WebSocketRelay
 from router.http.websocket_handshake import PREFIX, SWITCHING, accept_value, handshake_key, new_key
@@ -115,6 +115,9 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
         if head.status != SWITCHING:
             refusal = self._worker.refusal
             self._worker.abort()
+            if head.status in OVERLOADED:
+                pause = requested_pause(head.status, head.first(b"retry-after"))
+                services.fleet.refused(assignment.worker, assignment.attempt, head.status, pause)
             self._release(Outcome.REFUSED if head.status < 500 else Outcome.FAILED, f"status {head.status}")
             self._writer.begin(head.without_length(), headers, refusal, True)
             return

@@ -25,6 +25,7 @@ from router.forwarding.disaggregated_request import DisaggregatedRequest
 from router.forwarding.exchange import ChunkWriter, ResponseWriter, RoutingHeaders
 from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
+from router.forwarding.retries import OVERLOADED
 from router.http.compression import Decompressor
 from router.routing.assignment import Assignment
 from router.upstream import ResponseHead, UpstreamRequest
@@ -171,6 +172,8 @@ class ProxiedResponse:
                 self.first_byte_at = now
                 if self.head.is_stream and (error := stream_error(plain)) is not None:
                     # Some engines begin a stream before they check its request.
+                    if error in OVERLOADED and not assignment.attempt.ended:
+                        self._services.fleet.refused(assignment.worker, assignment.attempt, error, 0.0)
                     assignment.attempt.end(_REFUSED if is_refusal(error) else _FAILED, f"error event {error}", now)
                     assignment.release(now)
                 if not assignment.attempt.failed:

@@ -39,13 +39,14 @@ def is_model_missing(status: int, body: bytes) -> bool:
 
 # Statuses that are always retried: the worker did not process the request.
 ELSEWHERE: Final = frozenset({429, 502, 503})
-_MAY_ASK_FOR_PAUSE: Final = (429, 503)
+# Statuses of workers that are overloaded. They may ask for a pause.
+OVERLOADED: Final = (429, 503)
 _LONGEST_PAUSE: Final = 60.0
 
 
 def requested_pause(status: int, retry_after: bytes) -> float:
     """Return the seconds, at most 60, that an overloaded worker asks for by `Retry-After`; 0 without a usable one."""
-    if status not in _MAY_ASK_FOR_PAUSE or not retry_after:
+    if status not in OVERLOADED or not retry_after:
         return 0.0
     seconds: float | None = whole_number(retry_after)
     if seconds is None:

@@ -68,6 +68,9 @@ class RequestMetrics:
         self.retried = prometheus_client.Counter(
             "kvrouter_requests_retried", "Attempts that were retried on another worker", ["worker"], registry=registry
         )
+        self.full = prometheus_client.Counter(
+            "kvrouter_worker_full", "Requests that a full worker refused", ["worker"], registry=registry
+        )
         self.of_tenant = prometheus_client.Counter(
             "kvrouter_tenant_requests", "Requests by tenant and status", ["tenant", "status"], registry=registry
         )
@@ -216,6 +219,10 @@ class RequestMetrics:
         if result is PullResult.PULLED:
             self.pulled_tokens.inc(tokens)
 
+    def worker_full(self, worker: Worker) -> None:
+        """Count a request that a worker refused because it is full."""
+        self.full.labels(worker.name).inc()
+
     def failures(self) -> dict[str, float]:
         """Return the totals of workers' `errors`, of requests `refused` under load, and of `retried` attempts."""
         errors = sum(count for status, count in self.answered.by("status").items() if int(status) >= 500)
@@ -229,7 +236,7 @@ class RequestMetrics:
         """Drop the series of a removed worker."""
         self.answered.forget(worker.name)
         self.encode_requests.forget(worker.name)
-        for counter in (self.retried, self.broken):
+        for counter in (self.retried, self.full, self.broken):
             counter.remove_by_labels({"worker": worker.name})
 
 

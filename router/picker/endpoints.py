@@ -31,7 +31,7 @@ def fallbacks(
     found: dict[str, None] = {}
     for cost in sorted(assignment.decision.costs, key=lambda cost: cost.total):
         worker = by_url.get(cost.candidate.target.worker)
-        if worker is None or worker is first or worker.health.circuit.paused:
+        if worker is None or worker is first or worker.health.full:
             continue
         if worker.key.authorization != first.key.authorization:
             continue  # Envoy sends a fallback the same headers, so its API key must be the same

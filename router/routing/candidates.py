@@ -19,7 +19,7 @@ from router.routing.assignment import NO_HASHES, Selection
 from router.routing.late_binding import NO_TIME_TO_SPARE
 from router.routing.load_view import LoadView
 from router.routing.overlaps import OverlapFinder
-from router.routing.ranks import Limits, RoutableRank, ServedModel, TargetCapacity
+from router.routing.ranks import NO_LIMITS, Limits, RoutableRank, ServedModel, TargetCapacity
 from router.routing.sources import SourceFinder
 from router.routing.state import RoutingState
 from router.routing.target_directory import ModelTargets, TargetDirectory
@@ -306,14 +306,16 @@ class CandidateFinder:
     ) -> Collection[int]:
         """Return the rows that may not receive a request. While the `owner` of its stored object is up, it may."""
         unsettled = targets.unsettled
-        if not excluded and not unsettled and limits.unlimited and owner is None:
+        full = () if limits is NO_LIMITS else self._fleet.full()
+        if not excluded and not unsettled and not full and limits.unlimited and owner is None:
             return _NO_ROWS
         if owner is None:
-            rows = self._excluded_one_by_one(targets, view, prompt, excluded, limits, unsettled)
+            closed = [*excluded, *full] if full else excluded
+            rows = self._excluded_one_by_one(targets, view, prompt, closed, limits, unsettled)
             if rows is not None:
                 return rows
         rows = set(range(len(targets.ranks)))
-        rows.difference_update([rank.row for rank in self._usable(targets, prompt, excluded, limits, owner)])
+        rows.difference_update([rank.row for rank in self._usable(targets, prompt, excluded, full, limits, owner)])
         return rows
 
     def _excluded_one_by_one(
@@ -359,6 +361,7 @@ class CandidateFinder:
         targets: ModelTargets,
         prompt: RoutedRequest,
         excluded: Collection[Worker],
+        full: Collection[Worker],
         limits: Limits,
         owner: str | None,
     ) -> list[RoutableRank]:
@@ -370,10 +373,9 @@ class CandidateFinder:
         def any_rank_has_capacity(worker: Worker) -> bool:
             return any(has_capacity(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks())
 
-        ranks = targets.usable(
-            owners or choosable(workers, self._random, None if limits.unlimited else any_rank_has_capacity)
-        )
-        if limits.unlimited:
+        unlimited = limits.unlimited and not full
+        ranks = targets.usable(owners or choosable(workers, self._random, None if unlimited else any_rank_has_capacity))
+        if unlimited:
             return ranks
         return [rank for rank in ranks if has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)]
 

@@ -23,6 +23,7 @@ from typing import Final
 from xxhash import xxh3_64_intdigest
 
 from router.fleet.fleet import Fleet
+from router.fleet.health import Health
 from router.fleet.worker import Worker, has_turn
 from router.load.target_load import LoadTable, Reservation
 
@@ -38,19 +39,26 @@ _HASHES: Final = 2.0**64
 class EncodeQueue:
     """The items of this router at one encode worker: at most `most` are sent, and the others wait in their order.
 
+    While the worker is full, none is sent.
+
     `seconds`: the learned seconds of an item that no other precedes; None before the first.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, health: Health, most: int) -> None:
         self.seconds: float | None = None
+        self._health = health
         self._most = most
         self._sent = 0
         self._waiting: deque[EncodeTurn] = deque()
 
-    def enter(self, turn: EncodeTurn) -> bool:
-        """Return whether an item may be sent at once. If not, its turn begins later."""
-        if self._sent >= self._most:
-            self._waiting.append(turn)
+    @property
+    def _may_send(self) -> bool:
+        return self._sent < self._most and not self._health.full
+
+    def enter(self, turn: EncodeTurn, first: bool) -> bool:
+        """Return whether an item may be sent at once. If not, its turn begins later: before others if it is `first`."""
+        if not self._may_send:
+            (self._waiting.appendleft if first else self._waiting.append)(turn)
             return False
         self._sent += 1
         return True
@@ -60,11 +68,17 @@ class EncodeQueue:
         if not was_sent:
             if turn in self._waiting:
                 self._waiting.remove(turn)
-        elif self._waiting:
-            # In another callback, so that many failures in a row do not nest.
-            asyncio.get_running_loop().call_soon(self._waiting.popleft().begin)
         else:
             self._sent -= 1
+            if self._waiting:
+                # In another callback, so that many failures in a row do not nest.
+                asyncio.get_running_loop().call_soon(self.begin_next)
+
+    def begin_next(self) -> None:
+        """Begin the turns of the items that may be sent now."""
+        while self._waiting and self._may_send:
+            self._sent += 1
+            self._waiting.popleft().begin()
 
     def learn(self, seconds: float) -> None:
         """Learn from an item that was encoded in `seconds` seconds, without those of other items."""
@@ -91,10 +105,10 @@ class EncodeTurn:
         self._began = 0.0
         self._ended = False
 
-    def wait(self, on_turn: Callable[[], None]) -> None:
-        """Call `on_turn` when the item may be sent, unless it ends before."""
+    def wait(self, on_turn: Callable[[], None], first: bool = False) -> None:
+        """Call `on_turn` when the item may be sent, unless it ends before. `first`: before other items."""
         self._on_turn = on_turn
-        if self._queue.enter(self):
+        if self._queue.enter(self, first):
             self.begin()
 
     def begin(self) -> None:
@@ -145,8 +159,7 @@ class Encoders:
     def choose(self, name: str, key: int, excluded: Collection[Worker] = ()) -> Worker | None:
         """Return the encode worker for the item with this key, of a chat for a model's name; None if none is left."""
         able = [worker for worker in self._fleet.encoders(name) if worker not in excluded]
-        if excluded:  # a retry
-            able = [worker for worker in able if not worker.health.circuit.paused]
+        able = [worker for worker in able if not worker.health.full] or able
         usable = [worker for worker in able if has_turn(worker, self._random)] or able
         if len(usable) <= 1:
             return usable[0] if usable else None
@@ -167,6 +180,11 @@ class Encoders:
         chosen = Counter([worker for key in keys if (worker := self.choose(name, key)) is not None])
         return max([(self._items(each) + count) * self._expected(each) for each, count in chosen.items()], default=0.0)
 
+    def wake(self) -> None:
+        """Begin the turns of the items that may be sent now, because a worker may no longer be full."""
+        for queue in list(self._queues.values()):
+            queue.begin_next()
+
     def forget(self, worker: Worker) -> None:
         """Forget a worker that was removed. Its items may still end."""
         self._queues.pop(worker.url, None)
@@ -174,7 +192,7 @@ class Encoders:
     def _queue(self, worker: Worker) -> EncodeQueue:
         queue = self._queues.get(worker.url)
         if queue is None:
-            queue = self._queues[worker.url] = EncodeQueue(self._per_encoder)
+            queue = self._queues[worker.url] = EncodeQueue(worker.health, self._per_encoder)
         return queue
 
     def _items(self, worker: Worker) -> int:

@@ -72,7 +72,10 @@ class Limits:
         return self.tokens is None or requests <= 0 or context + tokens <= self.tokens
 
 
+# No limits at all: full workers may receive requests, too.
 NO_LIMITS = Limits()
+# No limits but those of workers that are full.
+UNLIMITED = Limits()
 
 
 class TargetCapacity:
@@ -83,6 +86,8 @@ class TargetCapacity:
 
     def has_capacity(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
         """Return whether a DP rank may receive one more prompt of `tokens` tokens."""
+        if limits is not NO_LIMITS and worker.health.full:
+            return False
         if limits.unlimited:
             return True
         load, weight = self._load.of(worker.url, dp_rank), worker.settings.weight

@@ -115,6 +115,8 @@ class Selector:
         self, prompt: RoutedRequest, excluded: Collection[Worker], limits: Limits, now: float
     ) -> Selection | None:
         """Return None if a target at its limits is allowed, so that the request waits for it. Raises RequestError."""
+        if any(worker not in excluded for worker in self._fleet.full()):
+            return None
         if not limits.unlimited:
             found = self._candidates.find(prompt, excluded, NO_LIMITS, now)
             if found.count and self._by_records(prompt, excluded, found, now) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -42,6 +42,9 @@ class RoutedFleet(Protocol):
 
     def able(self, name: str | None, prefill: bool = False) -> Sequence[Worker]:
         """Return the workers that may receive new requests for a name, whatever became of their last ones."""
+
+    def full(self) -> Collection[Worker]:
+        """Return the workers that may receive no request now, because they are full or asked for a pause."""
 
     def model_of(self, name: str) -> str | None:
         """Return the model behind the name of a model or adapter; None if no worker serves it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -34,6 +34,10 @@ class SimulatedWorkers:
 
     version = 0
     health_version = 0
+
+    def full(self) -> Collection[Worker]:
+        """Return no workers, because these refuse nothing."""
+        return ()
 
     def __init__(
         self,

@@ -432,6 +432,22 @@ async def test_load_moves_to_fallback_that_answered(endpoint_picker: PickerUnder
     await endpoint_picker.side.until_released()
 
 
+async def test_full_worker_is_not_named_again_and_its_answer_is_forwarded(endpoint_picker: PickerUnderTest) -> None:
+    routed = [await endpoint_picker.routed() for _ in range(4)]  # at three workers
+    first = [endpoints.split(",")[0] for _, endpoints in routed]
+    full = next(each for each in first if first.count(each) > 1)
+    stream = routed[first.index(full)][0]
+    await stream.answer_head(503, ends=True)
+    response = await stream.receive()
+    assert response.HasField("response_headers"), "Envoy forwards the worker's own answer"
+    other, endpoints = await endpoint_picker.routed()
+    assert full not in endpoints
+    assert await endpoint_picker.side.metric("kvrouter_worker_full_total", worker=f"http://{full}") == 1
+    for each, _ in [*routed, (other, "")]:
+        await each.finish()
+    await endpoint_picker.side.until_released()
+
+
 async def test_error_of_envoy_becomes_openai_error(endpoint_picker: PickerUnderTest) -> None:
     stream, _ = await endpoint_picker.routed()
     message = pb.ProcessingRequest()

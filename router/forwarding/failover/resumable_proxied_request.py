@@ -118,6 +118,9 @@ class ResumableProxiedRequest(ProxiedRequest):
             super()._answer(head, data, ended)
             return
         problem = f"status {head.status}"
+        if attempts.returns_to_queue(assignment, head.status, head.first(b"retry-after")):
+            self._queue_again(attempts, problem)
+            return
         outcome = attempts.retries_status(head.status, data, head.closes) if head.status >= 400 else None
         assignment.attempt.end(outcome or (Outcome.NEITHER if head.status >= 500 else Outcome.REFUSED), problem)
         if outcome is not None:

@@ -24,7 +24,7 @@ from router.routing.candidates import CandidateFinder, CandidateSet
 from router.routing.custom_choice import decide
 from router.routing.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
 from router.routing.disaggregation.latency import PairLatency
-from router.routing.ranks import NO_LIMITS
+from router.routing.ranks import UNLIMITED
 from router.routing.state import RoutingState
 from router.routing.target_directory import unavailable
 from router.settings import Backend, DisaggregationSettings, Role
@@ -61,7 +61,8 @@ class DisaggregatedSelector:
         now: float,
         slo: SLO | None = None,
     ) -> Selection | None:
-        """Return the selection among candidates; None if a policy of one's own excludes all of them.
+        """Return the selection among candidates; None if a policy of one's own excludes all of them, or if the
+        request should wait for a full prefill worker.
 
         Raises RequestError (503) if the needed prefill worker is missing.
         """
@@ -75,7 +76,11 @@ class DisaggregatedSelector:
             phase = Phase.DECODE if decoding else Phase.BOTH
             decision = decide(self._custom, self._policy, found, prompt, request, phase)
             return None if decision is None else found.select(decision)
-        prefills = self._candidates.find(prompt, excluded, NO_LIMITS, now, prefill=True, pulls=adapter.pulls)
+        prefills = self._candidates.find(prompt, excluded, UNLIMITED, now, prefill=True, pulls=adapter.pulls)
+        if not prefills.count and not (adapter.decodes_alone and self._settings.decode_computes):
+            full = self._state.fleet.full()
+            if any(worker.accepts(prompt.name, prefill=True) and worker not in excluded for worker in full):
+                return None
         options = PairOptions(
             candidates,
             prefills.candidates,

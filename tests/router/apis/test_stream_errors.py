@@ -49,6 +49,6 @@ def test_error_that_ends_a_stream_needs_no_blank_line() -> None:
     assert stream_beginning(QUEUE_FULL.rstrip(), ended=True) == 503
 
 
-@pytest.mark.parametrize(("status", "refusal"), [(400, True), (429, True), (503, True), (500, False), (502, False)])
-def test_full_engine_is_sound(status: int, refusal: bool) -> None:
+@pytest.mark.parametrize(("status", "refusal"), [(400, True), (429, True), (503, False), (500, False)])
+def test_only_errors_of_the_request_are_refusals(status: int, refusal: bool) -> None:
     assert is_refusal(status) is refusal

@@ -77,21 +77,6 @@ def test_ends_of_requests_from_before_the_opening_are_ignored(circuit: Circuit, 
     assert circuit.state is CircuitState.HALF_OPEN
 
 
-def test_pause_ends_after_its_seconds_and_shortens_no_backoff(circuit: Circuit, clock: Clock) -> None:
-    circuit.pause(5, "busy")
-    assert (circuit.state, circuit.reason) == (CircuitState.OPEN, "busy")
-    circuit.pause(2, "less busy")
-    clock.now += 4
-    assert not circuit.allows
-    clock.now += 1
-    assert circuit.allows
-    circuit.failed(circuit.begin(), "failed")
-    clock.now += 0.5
-    assert not circuit.allows, "the first backoff is 1 s"
-    clock.now += 0.5
-    assert circuit.allows
-
-
 def test_success_of_a_request_during_the_backoff_closes_the_circuit(opened: Circuit) -> None:
     """Requests are sent to ejected workers if every worker is ejected."""
     opened.succeeded(opened.begin())

@@ -134,3 +134,78 @@ def test_whole_answer_has_the_time_of_the_longest_plausible_output(
         clock.now = begun + seconds
         seen = Usual([FirstByte(100, False, 1.0, clock.now)], health.longest_answer)
         assert (stalled(health, STALL, seen, seconds, 0.0) is not None) is late
+
+
+def test_full_worker_receives_one_request_for_each_end_and_each_first_byte(health: Health) -> None:
+    first, second = health.begin(1, 0, one_of_many=True), health.begin(1, 1, one_of_many=True)
+    health.close()
+    assert health.full, "the limit of an engine counts over all ranks"
+    first.heard()
+    assert not health.full
+    health.begin(1).end(Outcome.FULL)
+    health.close()
+    second.end(Outcome.NEITHER)
+    assert not health.full
+    health.begin(1)
+    assert health.full
+
+
+def test_invalid_request_has_no_place_that_its_end_could_free(health: Health) -> None:
+    busy, invalid = health.begin(1), health.begin(1)
+    health.close()
+    invalid.end(Outcome.REFUSED)
+    assert health.full
+    busy.end(Outcome.SUCCEEDED)
+    assert not health.full
+
+
+def test_whole_answer_frees_one_place(health: Health) -> None:
+    whole = health.begin(1, streamed=False)
+    health.begin(1)
+    health.close()
+    whole.heard()
+    whole.end(Outcome.SUCCEEDED)
+    health.begin(1)
+    assert health.full
+
+
+def test_full_worker_without_requests_in_flight_receives_one_each_second(health: Health, clock: Clock) -> None:
+    for _ in range(3):
+        health.begin(1).end(Outcome.FULL)
+        health.close()
+        assert health.full
+        clock.now += 1
+        assert not health.full
+    health.begin(1).end(Outcome.FULL)
+    health.close()
+    assert health.counts_as_full
+    clock.now += 10
+    assert not health.counts_as_full
+
+
+def test_full_worker_stays_closed_while_its_requests_run(health: Health, clock: Clock) -> None:
+    health.begin(1)
+    health.close()
+    clock.now += 1000
+    assert health.full
+
+
+def test_pause_lasts_its_seconds_whatever_ends(health: Health, clock: Clock) -> None:
+    busy = health.begin(1)
+    health.pause(30)
+    busy.heard()
+    busy.end(Outcome.SUCCEEDED)
+    clock.now += 29
+    assert health.full
+    assert health.paused
+    clock.now += 1
+    assert not health.full
+    health.begin(1)
+    assert health.full, "one request finds out whether the pause was enough"
+
+
+def test_full_worker_has_no_failure(health: Health) -> None:
+    for _ in range(10):
+        health.begin(1).end(Outcome.FULL)
+    assert health.circuit.closed
+    assert not health.results()

@@ -137,6 +137,35 @@ async def test_item_that_ends_as_its_turn_begins_passes_the_turn_on(indexer: Ind
     assert sent == [0, 2]
 
 
+async def test_no_item_is_sent_to_a_full_worker_and_the_refused_one_is_first(indexer: Indexer, clock: Clock) -> None:
+    fleet = make_fleet(indexer, "a")
+    (worker,) = fleet.workers
+    encoders, sent = make_encoders(fleet, clock), list[str]()
+    running = encoders.place(worker)
+    running.wait(lambda: sent.append("running"))
+    busy, refused = worker.health.begin(1, streamed=False), worker.health.begin(1)
+    assert fleet.refused(worker, refused, 503, 0.0)
+    later, again = encoders.place(worker), encoders.place(worker)
+    later.wait(lambda: sent.append("later"))
+    again.wait(lambda: sent.append("again"), first=True)
+    encoders.wake()
+    assert chosen(encoders, 1) is worker, "no other is left"
+    assert sent == ["running"]
+    busy.end(Outcome.SUCCEEDED)
+    running.end()
+    await asyncio.sleep(0)
+    assert sent[:2] == ["running", "again"]
+
+
+def test_open_encode_worker_is_chosen_before_full_ones(indexer: Indexer, clock: Clock) -> None:
+    fleet = make_fleet(indexer, "abc")
+    encoders = make_encoders(fleet, clock)
+    for worker in fleet.workers[:2]:
+        worker.health.begin(1)
+        worker.health.close()
+    assert {chosen(encoders, key) for key in ITEMS[:50]} == {fleet.workers[2]}
+
+
 def test_queue_of_encode_workers_is_predicted(indexer: Indexer, clock: Clock) -> None:
     fleet = make_fleet(indexer, "a")
     encoders = make_encoders(fleet, clock)

@@ -92,7 +92,7 @@ def test_workers_that_cannot_be_pulled_from() -> None:
     )
     down.problem = "no answer"
     asleep.asleep = True
-    ejected.health.circuit.pause(100.0, "status 503")
+    ejected.health.circuit.open("status 503")
     every = (down, asleep, ejected, sglang, distrusted, two, fine)
     wrong = {distrusted.target(0, "m")}
     found = pulls(*every, distrusted=wrong).holders(QUERY, ())
