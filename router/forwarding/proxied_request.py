@@ -58,6 +58,7 @@ from router.forwarding.response import ProxiedResponse
 from router.forwarding.retries import broken_off
 from router.http.compression import Decompressor
 from router.http.headers import Headers
+from router.observability.gen_ai import describe_request
 from router.observability.request_recorder import RecordingRequest
 from router.observability.spans import Span
 from router.routing.assignment import Assignment
@@ -287,6 +288,8 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             self._reading.end()
             self._reading = None
         services.shared_users.check(request)
+        if context.trace is not None:
+            describe_request(context.trace, context.head.path, request)
         if services.reads_senders:
             request.sender = Sender(tenant.name if tenant else "", context.head.headers)
         if services.recorder.listening:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AbstractContextManager
 from typing import Final, TypeAlias
 
@@ -196,7 +197,8 @@ class RequestContext:
         if self._line is not None:
             self._line.write(**self._names())
         if self.trace is not None:
-            self.trace.end()
+            # The answer's usage is read after its last byte was forwarded, in the same callback.
+            asyncio.get_running_loop().call_soon(self.trace.end)
 
     def logging(self) -> AbstractContextManager[object]:
         """Return a context manager that adds the request's id to log lines."""

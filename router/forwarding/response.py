@@ -27,6 +27,7 @@ from router.forwarding.proxy_services import ProxyServices
 from router.forwarding.request_context import RequestContext
 from router.forwarding.retries import OVERLOADED
 from router.http.compression import Decompressor
+from router.observability.gen_ai import describe_answer, describe_usage
 from router.routing.assignment import Assignment
 from router.upstream import ResponseHead, UpstreamRequest
 from router.upstream.request import ChunkForwarder, SentRequest
@@ -129,7 +130,8 @@ class ProxiedResponse:
         else:
             self._client.begin(head, headers, data, ended)
         # The client does not wait for the following steps.
-        if head.is_stream or recorded or context.tenant is not None or assignment.wants_usage:
+        observed = context.tenant is not None or context.trace is not None
+        if head.is_stream or recorded or observed or assignment.wants_usage:
             self._tail = UsageTail()
         if context.head.about_stored and head.status < 400:
             self._searched = b""
@@ -141,7 +143,9 @@ class ProxiedResponse:
         self._learn(data, ended)
 
     def _count(self) -> None:
-        prompt, assignment = self._prompt, self._assignment
+        prompt, assignment, context = self._prompt, self._assignment, self._context
+        if context.trace is not None:
+            describe_answer(context.trace, context.head.path, assignment.worker, self.head.status)
         self._services.metrics.begun(
             prompt.name or "", assignment.worker.name, self.head.status, prompt.tokens, assignment.overlap
         )
@@ -208,6 +212,8 @@ class ProxiedResponse:
         self._services.placement.answered(assignment, usage)
         if usage is not None:
             self._services.metrics.completed(self._prompt.name or "", usage)
+            if self._context.trace is not None:
+                describe_usage(self._context.trace, self._context.head.path, usage)
         if tenant is not None and usage is not None:
             # The known tokens of the prompt were charged before.
             tenant.spend(usage.completion + max(usage.prompt - self._prompt.tokens, 0))

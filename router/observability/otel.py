@@ -1,4 +1,6 @@
-"""OpenTelemetry spans: `request`, and in it `tokenize`, `decide` and `upstream`, exported by OTLP over HTTP.
+"""OpenTelemetry spans, exported by OTLP over HTTP: `request`, and in it `tokenize`, `decide` and `upstream`.
+
+`gen_ai.py` renames the span of a request for a model, and has its attributes.
 
 A trace from the client (W3C's `traceparent`) continues in the router and in the worker; without one, a new trace
 begins. Each span knows its parent, because callbacks have no lasting context.
@@ -75,13 +77,16 @@ class _OtelTrace(_OtelSpan, RequestTrace):
         self._tracer = tracer
         self.id = format_trace_id(span.get_span_context().trace_id)
 
+    def rename(self, name: str) -> None:
+        self._span.update_name(name)
+
     def span(self, name: str) -> Span:
         kind = SpanKind.CLIENT if name == "upstream" else SpanKind.INTERNAL
         return _OtelSpan(self._tracer.start_span(name, self._context(), kind))
 
 
 def _attribute(name: str) -> str:
-    return _CONVENTIONS.get(name, f"kvrouter.{name}")
+    return name if "." in name else _CONVENTIONS.get(name, f"kvrouter.{name}")
 
 
 _CONVENTIONS = {

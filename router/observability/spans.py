@@ -33,6 +33,10 @@ class RequestTrace(Span):
     id: str
 
     @abstractmethod
+    def rename(self, name: str) -> None:
+        """Change the span's name."""
+
+    @abstractmethod
     def span(self, name: str) -> Span:
         """Return a new span inside this one, which begins now."""
 

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router_under_test import RouterUnderTest, router, until
 from running_app import running_app
 from scripted_worker import MODEL, Exchange, ScriptedWorker
+from simulated_workers import simulated_workers
 from structlog.testing import LogCapture
 
 METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -295,8 +296,9 @@ async def test_request_is_traced_to_worker(worker: ScriptedWorker, logs: list[An
             await routed.call(PATH, {"model": MODEL, "prompt": SECRET, "stream": True}, headers=headers)
             (forwarded,) = worker.last.header("traceparent")
         spans = collector.spans
-    assert set(spans) == {"request", "tokenize", "decide", "upstream"}
-    request = spans["request"]
+    name = f"text_completion {MODEL}"
+    assert set(spans) == {name, "tokenize", "decide", "upstream"}
+    request = spans[name]
     assert {span.trace_id for span in spans.values()} == {request.trace_id}
     assert {spans[name].parent_span_id for name in ("tokenize", "decide", "upstream")} == {request.span_id}
     version, trace_id, span_id, flags = forwarded.decode().split("-")
@@ -305,16 +307,78 @@ async def test_request_is_traced_to_worker(worker: ScriptedWorker, logs: list[An
     if parent:
         assert (trace_id, request.parent_span_id.hex()) == tuple(parent.split("-")[1:3])
         assert worker.last.header("tracestate") == [b"a=1"]
-    assert collector.attributes("request") == {
+    assert collector.attributes(name) == {
         "http.request.method": "POST",
         "url.path": PATH,
         "http.response.status_code": 200,
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "kvrouter",
+        "gen_ai.request.model": MODEL,
+        "gen_ai.request.max_tokens": 16,
+        "gen_ai.usage.input_tokens": 100,
+        "gen_ai.usage.output_tokens": 3,
+        "gen_ai.usage.cache_read.input_tokens": 0,
     }
     assert collector.attributes("decide") == {"kvrouter.worker": worker.url, "kvrouter.overlap_tokens": 0}
     assert collector.attributes("upstream") == {"kvrouter.worker": worker.url}
     assert set(collector.attributes("tokenize")) == {"gen_ai.request.model", "kvrouter.prompt_tokens"}
     assert b"quick" not in collector.raw
     assert {line["trace_id"] for line in logs if line["event"] == "request"} == {trace_id}
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "fields", "status", "expected"),
+    [
+        (
+            "/v1/chat/completions",
+            {"x-dynamo-session-id": "chain"},
+            {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 7, "n": 2},
+            200,
+            {"request.max_tokens": 7, "request.choice.count": 2, "conversation.id": "chain"},
+        ),
+        ("/v1/chat/completions", {}, {"messages": [{"role": "user", "content": SECRET}], "user": "ann"}, 400, {}),
+        ("/v1/embeddings", {}, {"input": SECRET}, 200, {}),
+        ("/v1/rerank", {}, {"query": SECRET, "documents": []}, 200, None),
+    ],
+)
+async def test_span_of_a_request_follows_the_conventions_for_generative_ai(
+    worker: ScriptedWorker,
+    path: str,
+    headers: dict[str, str],
+    fields: dict[str, Any],
+    status: int,
+    expected: dict[str, Any] | None,
+) -> None:
+    usage = b'"usage": {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 8}}'
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.answer(b'{"choices": [], %b}' % usage, "200 OK" if status == 200 else "400 Bad Request")
+
+    worker.script = answer
+    async with collecting() as collector, router(worker.url, otel={"endpoint": collector.url}) as routed:
+        reply = await routed.call(path, {"model": MODEL} | fields, headers=headers)
+        assert reply.status == status
+    operation = "embeddings" if path.endswith("embeddings") else "chat"
+    name = "request" if expected is None else f"{operation} {MODEL}"
+    found = collector.attributes(name)
+    named = {key.removeprefix("gen_ai."): value for key, value in found.items() if key.startswith("gen_ai.")}
+    if expected is None:
+        assert named == {}
+        return
+    expected |= {"operation.name": operation, "provider.name": "kvrouter", "request.model": MODEL}
+    if status == 200:
+        expected |= {"usage.input_tokens": 9, "usage.output_tokens": 4, "usage.cache_read.input_tokens": 8}
+    assert named == expected
+    assert found.get("error.type") == (None if status == 200 else str(status))
+    assert b"quick" not in collector.raw
+
+
+async def test_provider_of_a_span_is_the_engine() -> None:
+    async with collecting() as collector, simulated_workers(1, base_step_s=0.001) as urls:
+        async with router(*urls, otel={"endpoint": collector.url}) as routed:
+            await routed.until_up(1)
+            await routed.call(PATH, {"model": "simulated", "prompt": SECRET, "max_tokens": 2})
+        assert collector.attributes("text_completion simulated")["gen_ai.provider.name"] == "vllm"
 
 
 async def test_trace_context_is_forwarded_without_tracing(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
