@@ -22,11 +22,10 @@ def health(clock: Clock) -> Health:
 
 
 def test_only_failures_in_a_row_open_the_circuit(health: Health) -> None:
-    ends = [Outcome.SUCCEEDED, *2 * [Outcome.FAILED], Outcome.SUCCEEDED, *2 * [Outcome.FAILED], Outcome.SUCCEEDED]
-    for outcome in ends:
+    for outcome in (Outcome.SUCCEEDED, Outcome.FAILED, Outcome.FAILED, Outcome.SUCCEEDED, Outcome.FAILED):
         health.begin(1).end(outcome)
-    assert health.circuit.closed
-    for _ in range(3):
+        assert health.circuit.closed
+    for _ in range(2):
         health.begin(1).end(Outcome.FAILED)
     assert not health.circuit.closed
     health.begin(1).end(Outcome.SUCCEEDED)
