@@ -75,15 +75,17 @@ class PagedPrefixCache:
         """Return the number of cached leading tokens, in full blocks. At least one token remains to be computed."""
         return self._matched_blocks(sequence) * self.block_size
 
-    def allocate(self, sequence: CachedSequence, num_tokens: int) -> bool:
+    def allocate(self, sequence: CachedSequence, num_tokens: int, must_fit: int = 0) -> bool:
         """Allocate the blocks for a sequence's first `num_tokens` tokens, from its cached prefix on.
 
-        If they do not fit, change nothing and return False.
+        If they do not fit, or its first `must_fit` tokens would not, change nothing and return False.
         """
         shared = self._matched_blocks(sequence) if not sequence.blocks else 0
         found = [self._by_hash[block_hash][0] for block_hash in sequence.hashes[:shared]]
-        new = -(-num_tokens // self.block_size) - len(sequence.blocks) - shared
-        if new > len(self._free) - sum(index in self._free for index in found):
+        held = len(sequence.blocks) + shared
+        new = -(-num_tokens // self.block_size) - held
+        needed = max(new, -(-must_fit // self.block_size) - held)
+        if needed > len(self._free) - sum(index in self._free for index in found):
             return False
         for index in found:
             self._free.pop(index, None)

@@ -2,7 +2,8 @@
 
     submit ──▶ waiting ──▶ running ──▶ finished      each step: running sequences first, then waiting ones, within the
                   ▲           │                      token budget and the maximal number of sequences; without free
-                  └─ preempted ┘                     blocks, the latest running sequence returns to waiting
+                  └─ preempted ┘                     blocks, the latest running sequence returns to waiting. A waiting
+                                                     one runs only if all its tokens fit; its answer is not reserved
 
     submit with a handover ──▶ … ──▶ finished ──▶ held ──▶ released        its KV is sent to another worker
     hold ──▶ adopt ──▶ running                                              its KV was received from another worker
@@ -156,9 +157,16 @@ class SimulatedEngine:
     def num_waiting(self) -> int:
         return len(self._waiting) + self.arriving
 
+    @property
+    def queued_tokens(self) -> int:
+        """The prompt tokens of all requests without a first token. Cached and computed ones count, as in vLLM."""
+        return sum(each.prompt_length for each in [*self._waiting, *self._running] if not each.num_generated)
+
     def check_room(self) -> None:
-        """Check the number of requests. Raises QueueFullError if it is maximal."""
+        """Check the requests and their prompt tokens. Raises QueueFullError if either is maximal."""
         settings = self._settings
+        if settings.max_queued_tokens is not None and self.queued_tokens >= settings.max_queued_tokens:
+            raise QueueFullError(f"prompts of {self.queued_tokens} tokens have no first token yet")
         if self.num_running + self.num_waiting >= settings.max_num_seqs + settings.max_waiting:
             raise QueueFullError(f"{self.num_running} requests are running and {self.num_waiting} waiting")
 
@@ -326,7 +334,7 @@ class SimulatedEngine:
                 cached = max(cached, self.host.hit(generation.sequence))
             count = min(budget, len(generation.sequence.tokens) - cached)
             generation.num_computed = cached
-            if not self._compute(generation, count, cached - in_memory):
+            if not self._compute(generation, count, cached - in_memory, must_fit=len(generation.sequence.tokens)):
                 break
             if generation.cached_tokens is None:
                 generation.cached_tokens = cached
@@ -337,15 +345,16 @@ class SimulatedEngine:
             budget -= count
         return scheduled
 
-    def _compute(self, generation: Generation, count: int, loaded: int = 0) -> bool:
+    def _compute(self, generation: Generation, count: int, loaded: int = 0, must_fit: int = 0) -> bool:
         """Allocate blocks for the next `count` tokens, shared from now on. Return False if they do not fit.
 
+        `must_fit`: the first tokens of the sequence that must fit, although they are not all allocated now.
         `loaded`: the tokens before them that are loaded from the host tier.
         """
         end = generation.num_computed + count
         # The blocks of a handover are allocated at once, so that it is never preempted.
         needed = end if generation.handover is None else max(end, generation.prompt_length)
-        if not self.cache.allocate(generation.sequence, needed):
+        if not self.cache.allocate(generation.sequence, needed, must_fit):
             return False
         if self._compute_kv is not None:
             self._compute_kv(generation.sequence, generation.num_computed - loaded, end)

@@ -47,6 +47,7 @@ class SimulatedWorkerSettings:
     max_num_seqs: int = 64  # running requests per DP rank
     max_num_batched_tokens: int = 2048  # per step
     max_waiting: int = 1024  # per DP rank; further requests are refused with 503
+    max_queued_tokens: int | None = None  # of prompts in prefill, per DP rank; None: no limit. Beyond it 503
 
     base_step_s: float = 0.005
     prefill_s_per_token: float = 0.00015
@@ -77,6 +78,8 @@ class SimulatedWorkerSettings:
         for name in ("port", "bootstrap_port", "pull_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} must be between 0 and 65535, not {getattr(self, name)}")
+        if self.max_queued_tokens is not None and self.max_queued_tokens < 1:
+            raise ValueError(f"max_queued_tokens must be at least 1, not {self.max_queued_tokens}")
         if self.disaggregation not in (None, "sglang", "nixl"):
             raise ValueError(f"disaggregation must be sglang or nixl, not {self.disaggregation!r}")
         if self.role not in (None, "prefill", "decode", "encode"):

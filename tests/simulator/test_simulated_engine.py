@@ -212,6 +212,49 @@ def test_latest_request_is_preempted_without_free_blocks_and_finishes_later():
     run(scenario())
 
 
+def test_prompt_is_admitted_only_if_the_whole_of_it_fits():
+    async def scenario() -> None:
+        settings = replace(FAST, num_blocks=16, max_model_len=64, max_num_batched_tokens=8, base_step_s=0.001)
+        async with started(settings) as engine:
+            running = Client(engine, [1] * 24, [5] * 20)  # 6 to 11 of 16 blocks
+            await running.first.wait()
+            waiting = Client(engine, [2] * 44, [6])  # its first chunk would fit
+            small = Client(engine, [3] * 4, [7])  # it waits behind, although it would fit
+            while len(running.outputs) < 15:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            assert (engine.num_running, engine.num_waiting) == (1, 2)
+            await asyncio.gather(waiting.done.wait(), small.done.wait())
+            assert engine.stats.preemptions == 0
+
+    run(scenario())
+
+
+def test_answers_grow_without_a_reservation_until_the_latest_is_preempted_and_computed_again():
+    async def scenario() -> None:
+        settings = replace(FAST, num_blocks=8, max_model_len=32, prefix_caching=False)
+        async with started(settings) as engine:
+            first, second = Client(engine, [1] * 8, [5] * 16), Client(engine, [2] * 8, [6] * 16)  # 6 blocks each
+            await asyncio.gather(first.done.wait(), second.done.wait())
+            assert engine.stats.preemptions == 1
+            assert engine.stats.prefilled_tokens > 16, "it computed tokens of the second twice"
+            assert (len(first.tokens), len(second.tokens)) == (16, 16)
+
+    run(scenario())
+
+
+def test_prompt_tokens_without_a_first_token_are_limited():
+    async def scenario() -> None:
+        async with started(replace(FAST, max_queued_tokens=10, base_step_s=0.001)) as engine:
+            first = Client(engine, [1] * 9, [5])
+            second = Client(engine, [1] * 9, [5])  # the limit is not reached yet
+            with pytest.raises(QueueFullError, match="18 tokens"):
+                Client(engine, [2], [5])
+            await asyncio.gather(first.done.wait(), second.done.wait())
+            Client(engine, [2], [5])
+
+    run(scenario())
+
+
 def test_cancelled_engine_aborts_remaining_requests():
     async def scenario() -> None:
         async with started(replace(FAST, max_num_seqs=1, base_step_s=0.001)) as engine:
