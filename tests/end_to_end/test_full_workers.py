@@ -115,6 +115,25 @@ async def test_refusal_of_a_full_worker_costs_one_question_and_no_place_in_the_q
         await routed.until_released()
 
 
+async def test_worker_that_answers_503_to_everything_is_ejected_although_many_requests_are_in_flight() -> None:
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.answer(b"broken", "503 Service Unavailable")
+
+    async with (
+        scripted_workers(refuse, Exchange.answer) as (bad, good),
+        router(bad.url, good.url, fleet=FLEET) as routed,
+    ):
+
+        async def client() -> list[int]:
+            return [(await routed.call(PATH, BODY)).status for _ in range(8)]
+
+        statuses = set(chain.from_iterable(await asyncio.gather(*[client() for _ in range(10)])))
+        assert statuses == {200}
+        assert await state(routed, bad) == "ejected"
+        assert len(bad.exchanges) < 40
+        await routed.until_released()
+
+
 async def test_worker_that_is_full_of_requests_of_others_is_asked_again_and_not_ejected() -> None:
     slot = OneSlot()
     async with scripted_worker(slot) as worker:
