@@ -362,6 +362,12 @@ DASHBOARDS: dict[str, tuple[str, dict[str, list[Panel]]]] = {
                     "KV memory in use, as each engine reports it.",
                 ),
                 Panel(
+                    "Requests in the engines' queues",
+                    "short",
+                    (("max by (worker, dp_rank) (kvrouter_engine_queue_size)", "{{worker}} {{dp_rank}}"),),
+                    "Requests that wait in each engine, as it reports.",
+                ),
+                Panel(
                     "Routers that share their load",
                     "short",
                     (

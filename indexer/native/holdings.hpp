@@ -29,6 +29,7 @@ struct Holder {
     std::string medium;
     Tier tier;
     u64 window = 0;
+    u64 reach = 0;  // tokens before the last one that a hit needs, from which `window` is computed; 0 if it is not
     u64 told = 0;  // number of stored events
     bool evicts = false;  // a block was removed from it
     NameTable names;
@@ -379,6 +380,9 @@ class Holdings {
                 throw UnusableEvent{"block_size " + std::to_string(block_size) + " is new, and the target has " +
                                     std::to_string(kMostBlockSizes) + " already"};
             block_sizes_.push_back(block_size);
+            for (Holder* holder : holders_)
+                if (holder->windowed && holder->reach > 0)
+                    holder->window = std::min(holder->window, blocks_in(holder->reach, block_size));
         }
         if (identity.adapter && event.lora_name.data() == nullptr && !event.has_lora_id &&
             adapters_in_keys_.size() < kMostAdaptersInKeys)
@@ -490,7 +494,7 @@ class Holdings {
 
     // Add blocks of a group that keeps only the last ones. A whole-prefix group has their positions.
     void store_window(const Event& event, const Batch& batch, Turns& turns) {
-        const auto window = window_of(event);
+        const auto window = window_of(event, block_sizes_.empty() ? 0 : std::ranges::max(block_sizes_));
         const Holder* known = find_holder(event);
         if (!window || (known != nullptr && !known->windowed && known->names.size() > 0)) {
             ++counters_.ignored;
@@ -502,6 +506,7 @@ class Holdings {
         become_hybrid();
         holder.windowed = true;
         holder.window = *window;
+        holder.reach = event.group_kind == GroupKind::kSliding ? event.window.bits - 1 : 0;
         for (u32 index = 0; index < event.names.count; ++index) {
             const Name& name = batch.names[event.names.first + index];
             if (const auto place = find(name)) {
@@ -520,13 +525,15 @@ class Holdings {
     static constexpr u64 kMostWindow = u64{1} << 31;
 
     // Return the number of last blocks that a hit needs in an event's group; nullopt for an unknown kind of group.
-    static std::optional<u64> window_of(const Event& event) {
+    // `whole`: the block size of whole prefixes; 0 if it is not known yet.
+    static std::optional<u64> window_of(const Event& event, u64 whole) {
         if (event.group_kind == GroupKind::kState) return 1;
         if (event.group_kind != GroupKind::kSliding || !event.has_window) return std::nullopt;
         if (!event.window.positive() || !event.block_size.positive()) return std::nullopt;
-        const u64 reach = event.window.bits - 1;
-        return std::min(reach / event.block_size.bits + (reach % event.block_size.bits != 0), kMostWindow);
+        return std::min(blocks_in(event.window.bits - 1, std::max(event.block_size.bits, whole)), kMostWindow);
     }
+
+    static u64 blocks_in(u64 tokens, u64 block_size) { return tokens / block_size + (tokens % block_size != 0); }
 
     void hold_early(const Name* names, u32 count) {
         for (u32 index = 0; index < count && early_size_ > 0; ++index) {

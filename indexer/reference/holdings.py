@@ -51,6 +51,7 @@ class Holder:
     """The blocks that a target holds in one medium for one cache group.
 
     - `window`: number of last blocks that a hit needs; None if a hit needs every block of a prefix.
+    - `reach`: the tokens before the last one that a hit needs, from which `window` is computed; 0 if it is not.
     - `evicts`: whether a block was removed from it.
     - `extra_copies`: copies beyond the first, by engine hash. Engines may keep several physical copies of a block, and
       report the removal of each.
@@ -61,6 +62,7 @@ class Holder:
     group: int
     tier: Tier
     window: int | None = None
+    reach: int = 0
     stored_events: int = 0
     evicts: bool = False
     positions: dict[EngineHash, int] = field(default_factory=dict)
@@ -339,6 +341,9 @@ class Holdings:
                     f"block_size {block_size} is new, and the target has {_MOST_BLOCK_SIZES} already"
                 )
             self.block_sizes.add(block_size)
+            for holder in self._holders.values():
+                if holder.window is not None and holder.reach:
+                    holder.window = min(holder.window, -(-holder.reach // block_size))
         in_keys = adapter is not None and event.lora_name is None and event.lora_id is None
         if adapter is not None and in_keys and len(self._adapters_in_keys) < _MOST_ADAPTERS_IN_KEYS:
             self._adapters_in_keys.add(adapter)
@@ -386,15 +391,20 @@ class Holdings:
                 self._hold_at(holder, engine_hash, place)
 
     def _store_window(self, event: BlockStored) -> None:
-        """Add blocks of a group that keeps only the last ones. A whole-prefix group has their positions."""
-        window = _window_blocks(event)
+        """Add blocks of a group that keeps only the last ones. A whole-prefix group has their positions.
+
+        The group's blocks may be smaller than those of whole prefixes. The engine's hash of a block names everything
+        before its end. So a block that ends where a block of a whole prefix ends has the same hash, and the others have
+        no position. A hit ends with a block of a whole prefix, and needs as many of these as the window reaches into.
+        """
+        window = _window_blocks(event, max(self.block_sizes, default=0))
         known = self._holders.get(_kind(event))
         if window is None or (known is not None and known.window is None and known.positions):
             self.counters.ignored += 1
             return
         holder = self._holder(event)
         self.hybrid = True
-        holder.window = window
+        holder.window, holder.reach = window, _reach(event)
         for engine_hash in event.block_hashes:
             place = self._find(engine_hash)
             if place is not None:
@@ -566,14 +576,22 @@ def _place_at(places: list[list[Place]], number: int, offset: int) -> Place:
 _MOST_WINDOW = 2**31
 
 
-def _window_blocks(event: BlockStored) -> int | None:
-    """Return the number of last blocks that a hit needs in an event's group; None for an unknown kind of group."""
+def _window_blocks(event: BlockStored, whole: int) -> int | None:
+    """Return the number of last blocks that a hit needs in an event's group; None for an unknown kind of group.
+
+    `whole`: the block size of whole prefixes; 0 if it is not known yet.
+    """
     if event.kv_cache_spec_kind in _STATE_KINDS:
         return 1
     window = event.kv_cache_spec_sliding_window
     if event.kv_cache_spec_kind in _SLIDING_KINDS and window and event.block_size:
-        return min(-(-(window - 1) // event.block_size), _MOST_WINDOW)
+        return min(-(-(window - 1) // max(event.block_size, whole)), _MOST_WINDOW)
     return None
+
+
+def _reach(event: BlockStored) -> int:
+    """Return the tokens before the last one that a hit needs in an event's window group; 0 for other groups."""
+    return max((event.kv_cache_spec_sliding_window or 1) - 1, 0) if event.kv_cache_spec_kind in _SLIDING_KINDS else 0
 
 
 def _all_in(engine_hashes: Sequence[EngineHash], positions: dict[EngineHash, int]) -> bool:

@@ -43,12 +43,13 @@ _MOST_RANKS = 1024
 class EngineLoad:
     """The load that a DP rank reports.
 
+    - `waiting`: the requests in its queue; None if not reported.
     - `kv_usage`: the share of its KV cache in use; None if not reported.
     - `tokens`: the tokens that it has computed since its start.
     """
 
     running: int = 0
-    waiting: int = 0
+    waiting: int | None = None
     kv_usage: float | None = None
     tokens: int = 0
 
@@ -67,7 +68,7 @@ def read_engine_loads(text: str) -> dict[int, EngineLoad]:
         if name in _RUNNING:
             load.running = _added(load.running, value)
         elif name in _WAITING:
-            load.waiting = _added(load.waiting, value)
+            load.waiting = _added(load.waiting or 0, value)
         elif name in _USAGE:
             load.kv_usage = min(max(value, load.kv_usage or 0.0), 1.0)
         else:
@@ -120,12 +121,15 @@ class EngineView:
     """The load of a rank beyond the requests that the router knows.
 
     - `unseen`: requests of other clients.
+    - `waiting`: those that wait in the engine's queue.
     - `kv_usage`: the share of the KV cache in use; None if not reported.
+    - `queue`: all requests in the engine's queue, those of this router too; None if not reported.
     """
 
     unseen: int = 0
     waiting: int = 0
     kv_usage: float | None = None
+    queue: int | None = None
 
 
 NOTHING_KNOWN = EngineView()
@@ -189,8 +193,9 @@ class EngineMetrics:
         self._has_requests = any(load.running or load.waiting for load in loads.values())
         self._views = {}
         for rank, load in loads.items():
-            unseen = max(load.running + load.waiting - in_flight.get(rank, 0), 0)
-            self._views[rank] = EngineView(unseen, min(unseen, load.waiting), load.kv_usage)
+            waiting = load.waiting or 0
+            unseen = max(load.running + waiting - in_flight.get(rank, 0), 0)
+            self._views[rank] = EngineView(unseen, min(unseen, waiting), load.kv_usage, load.waiting)
         tokens = {rank: load.tokens for rank, load in loads.items()}
         # Several server processes may answer in turn, so an earlier start than before is no sign of a new process.
         started = max([_number(value) for value in _STARTED.findall(text)], default=0.0)

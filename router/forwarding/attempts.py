@@ -90,6 +90,8 @@ class Attempts:
     _hung = False  # a worker hung with this request
     _sends = 0  # number of workers that may have received it
     _broken = 0  # number of them that broke off before they answered
+    _asked_at = 0.0  # when the current choice of a worker began
+    _waited = False  # no worker had capacity then
     _not_stored = False  # it is a response that the worker does not store
 
     def __init__(
@@ -140,6 +142,7 @@ class Attempts:
         """Send the request to the next worker. Return false if it must `wait` for one. Raises RequestError."""
         if self._sends >= self._most:
             raise self.exhausted()
+        self._asked_at, self._waited = _now() if now is None else now, False
         self._span = span = self._context.trace and self._context.trace.span("decide")
         excluded = self._excluded() if self._left or self._without else ()
         try:
@@ -149,6 +152,7 @@ class Attempts:
                 span.end(type(error).__name__)
             raise
         if assignment is None:
+            self._waited = True
             return False
         self.send(assignment, handler, arrived)
         return True
@@ -210,6 +214,7 @@ class Attempts:
             return  # it failed at once
         # The following steps must not delay the request.
         services.placement.record_in_flight(prompt, assignment, now)
+        services.metrics.chosen(prompt.name or "", now - self._asked_at, self._waited)
         services.metrics.placed(prompt.name or "", now - arrived, assignment.decision, assignment.cache_prediction)
         excluded = [*self._excluded(), worker] if self._left or self._without else tried
         self.others = self._sends < self._most and self._repeatable and services.selector.has_others(prompt, excluded)

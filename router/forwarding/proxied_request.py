@@ -316,6 +316,8 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         if ticket.deadline is not None:
             seconds = max(ticket.deadline - ticket.arrived, 0.0)
             self._deadline = services.loop.call_later(seconds, self._deadline_passed)
+        read_at = _now()
+        services.metrics.tokenized(request.name or "", read_at - self._arrived)
         services.budget.request(ticket.arrived)
         if services.keepalive_interval and request.streamed and self._transport is None:
             self._keep_alive(services.keepalive_interval)
@@ -336,7 +338,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         self._attempts = attempts = Attempts(services, context, request, ticket, body, self._transport, without)
         attempts.offer = offer
         attempts.encoding = encoding
-        self._send_next(attempts, ticket.arrived)
+        self._send_next(attempts, read_at)
 
     def _keep_alive(self, interval: float) -> None:
         """Write comments to the client while nothing else is written, now that the request is accepted."""

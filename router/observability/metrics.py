@@ -1,4 +1,7 @@
-"""The router's metrics for Prometheus."""
+"""The router's metrics for Prometheus.
+
+One file, because it is the list of them: names, labels and help texts are compared here.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,9 @@ from router.routing.pulls import PullResult
 from router.routing.sources import LoadRates
 
 _SHORT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+# The bounds that OpenTelemetry recommends for token counts.
+_TOKEN_BUCKETS = tuple(4.0**power for power in range(14))
+_RATIO_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 # Maximum number of models with their own series, and the label of all others. A worker can change its models' names.
@@ -34,20 +40,34 @@ OTHER_MODELS = "other"
 class _ModelSeries:
     __slots__ = (
         "best_overlap_tokens",
+        "cached",
+        "choosing",
         "completion_tokens",
         "costs",
         "decisions",
         "first_byte",
+        "hit_ratio",
+        "input",
         "loadable_tokens",
         "model",
+        "output",
         "overlap_tokens",
         "prompt_tokens",
         "queue",
+        "tokenizing",
+        "waiting",
     )
 
     def __init__(self, model: str, metrics: RequestMetrics) -> None:
         self.model = model
         self.queue = metrics.queue.labels(model)
+        self.tokenizing = metrics.tokenizing.labels(model)
+        self.choosing = metrics.choosing.labels(model)
+        self.waiting = metrics.waiting.labels(model)
+        self.input = metrics.input.labels(model)
+        self.output = metrics.output.labels(model)
+        self.cached = metrics.cached.labels(model)
+        self.hit_ratio = metrics.hit_ratio.labels(model)
         self.first_byte = metrics.first_byte.labels(model)
         self.decisions = metrics.decisions.labels(model)
         self.prompt_tokens = metrics.prompt_tokens.labels(model)
@@ -136,6 +156,51 @@ class RequestMetrics:
             registry,
             _SHORT_BUCKETS,
         )
+        self.tokenizing = Histogram(
+            "kvrouter_tokenizing_seconds",
+            "Seconds from the end of a request's body until its prompt is tokenized",
+            ["model"],
+            registry,
+            _SHORT_BUCKETS,
+        )
+        self.choosing = Histogram(
+            "kvrouter_scheduler_seconds",
+            "Seconds of the choice of a worker, without waiting",
+            ["model"],
+            registry,
+            _SHORT_BUCKETS,
+        )
+        self.waiting = Histogram(
+            "kvrouter_request_queue_duration_seconds",
+            "Seconds for which a request waited for a worker with capacity",
+            ["model"],
+            registry,
+            _FIRST_BYTE_BUCKETS,
+        )
+        self.input = Histogram(
+            "kvrouter_request_input_tokens", "Prompt tokens of a routed request", ["model"], registry, _TOKEN_BUCKETS
+        )
+        self.output = Histogram(
+            "kvrouter_request_output_tokens",
+            "Generated tokens of an answer, as reported by engines",
+            ["model"],
+            registry,
+            _TOKEN_BUCKETS,
+        )
+        self.cached = Histogram(
+            "kvrouter_request_cached_tokens",
+            "Cached prompt tokens of an answer, as reported by engines",
+            ["model"],
+            registry,
+            _TOKEN_BUCKETS,
+        )
+        self.hit_ratio = Histogram(
+            "kvrouter_prefix_indexer_hit_ratio",
+            "Share of a prompt predicted to be cached on the chosen worker",
+            ["model"],
+            registry,
+            _RATIO_BUCKETS,
+        )
         self.first_byte = Histogram(
             "kvrouter_time_to_first_byte_seconds",
             "Seconds from the end of a request's body to the first byte of the response's body",
@@ -159,6 +224,20 @@ class RequestMetrics:
                 return self._of_models[model]
         of_model = self._of_models[model] = _ModelSeries(model, self)
         return of_model
+
+    def tokenized(self, model: str, seconds: float) -> None:
+        """Record that a prompt is known, `seconds` after the request was complete."""
+        of_model = self._of_models.get(model) or self._of(model)
+        of_model.tokenizing.observe(seconds)
+
+    def chosen(self, model: str, seconds: float, waited: bool) -> None:
+        """Record the `seconds` of a choice, or of the wait for a worker with capacity."""
+        of_model = self._of_models.get(model) or self._of(model)
+        if waited:
+            of_model.waiting.observe(seconds)
+        else:
+            of_model.choosing.observe(seconds)
+            of_model.waiting.observe(0.0)
 
     def placed(self, model: str, waited: float, decision: Decision, cache_prediction: CachePrediction | None) -> None:
         """Record a choice, `waited` seconds after the request was complete, and its prediction, if there is one."""
@@ -187,6 +266,9 @@ class RequestMetrics:
         self.answered.labels(of_model.model, worker, status).amount += 1
         of_model.prompt_tokens.amount += tokens
         of_model.overlap_tokens.amount += overlap
+        if tokens:
+            of_model.input.observe(tokens)
+            of_model.hit_ratio.observe(overlap / tokens)
 
     def encoded(self, model: str, seconds: float) -> None:
         """Record the end of a chat's encode stage."""
@@ -206,6 +288,9 @@ class RequestMetrics:
         """Record the usage of a complete response."""
         of_model = self._of_models.get(model) or self._of(model)
         of_model.completion_tokens.amount += usage.completion
+        of_model.output.observe(usage.completion)
+        if usage.cached is not None:
+            of_model.cached.observe(usage.cached)
 
     def streamed(self, model: str, seconds: float, usage: Usage | None) -> None:
         """Record the end of a stream, `seconds` after its first byte."""
@@ -265,6 +350,9 @@ class FleetCollector(Collector):
         usage = GaugeMetricFamily(
             "kvrouter_kv_usage_ratio", "Share of KV memory in use, as reported by the engine", labels=labels
         )
+        queue = GaugeMetricFamily(
+            "kvrouter_engine_queue_size", "Requests that wait in the engine, as it reports", labels=labels
+        )
         serving = GaugeMetricFamily("kvrouter_model_workers", "Workers that get requests, by model", labels=["model"])
         requests = GaugeMetricFamily("kvrouter_requests_in_flight", "Requests in flight", labels=labels)
         pending = GaugeMetricFamily(
@@ -283,11 +371,13 @@ class FleetCollector(Collector):
                 pending.add_metric([worker.name, str(dp_rank)], load.pending)
                 engine = worker.metrics.get(dp_rank)
                 unseen.add_metric([worker.name, str(dp_rank)], engine.unseen)
+                if engine.queue is not None:
+                    queue.add_metric([worker.name, str(dp_rank)], engine.queue)
                 if engine.kv_usage is not None:
                     usage.add_metric([worker.name, str(dp_rank)], engine.kv_usage)
         for model, count in sorted(of_models.items()):
             serving.add_metric([model], count)
-        yield from (up, state, serving, requests, pending, unseen, usage, *self._roles())
+        yield from (up, state, serving, requests, pending, unseen, queue, usage, *self._roles())
 
     def _roles(self) -> Iterator[Metric]:
         labels = ["model", "role"]

@@ -110,6 +110,11 @@ async def test_stream_is_counted_in_metrics(worker: ScriptedWorker, routed: Rout
     assert await routed.metric("kvrouter_requests_total", status="200", **model) == 2
     assert await routed.metric("kvrouter_decisions_total", **model) == 2
     assert await routed.metric("kvrouter_queue_seconds_count", **model) == 2
+    for histogram in ("tokenizing_seconds", "scheduler_seconds", "request_queue_duration_seconds"):
+        assert await routed.metric(f"kvrouter_{histogram}_count", **model) == 2
+    assert await routed.metric("kvrouter_request_queue_duration_seconds_sum", **model) == 0
+    for histogram in ("request_input_tokens", "request_output_tokens", "prefix_indexer_hit_ratio"):
+        assert await routed.metric(f"kvrouter_{histogram}_count", **model) == 2
     assert await routed.metric("kvrouter_time_to_first_byte_seconds_count", **model) == 2
     assert await routed.metric("kvrouter_time_per_output_token_seconds_count", **model) == 2
     assert await routed.metric("kvrouter_overlap_tokens_total", **model) == 96

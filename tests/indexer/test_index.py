@@ -648,3 +648,38 @@ def test_prompt_is_hashed_once_per_block_size(index: Index) -> None:
     assert [found.target for found in index.match(BASE, prompt)] == [A]
     assert [found.target for found in index.match(BASE._replace(block_size=4), prompt)] == [B]
     assert prompt.hash_bytes == (5 + 3) * HASH_BYTES
+
+
+@pytest.mark.parametrize("window_first", [True, False])
+def test_window_group_may_have_smaller_blocks_than_whole_prefixes(index: Index, window_first: bool) -> None:
+    """The hash of a window block that ends with a whole block is that of the whole block, as vLLM makes them."""
+    tokens = list(range(64))
+    namespace = Namespace("m", "default", None, None, 16)
+    small = {"block_size": 4, "group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
+    whole = BlockStored([16, 32, 48, 64], None, tokens, 16, group_idx=0)
+    window = BlockStored([60, 64], 56, tokens[56:], **small)
+    second = BlockStored([28, 32], 24, tokens[24:32], **small)
+    apply(index, A, *([window, second, whole] if window_first else [whole, window, second]))
+    assert match(index, tokens, namespace) == {A: 64}
+    assert match(index, tokens[:63], namespace) == {A: 32}  # the blocks before 48 left the window
+    apply(index, A, BlockRemoved([60, 64], group_idx=1))
+    assert match(index, tokens, namespace) == {A: 32}
+    apply(index, A, BlockRemoved([28, 32], group_idx=1))
+    assert match(index, tokens, namespace) == {}
+
+
+def test_window_that_reaches_into_several_whole_blocks_needs_them(index: Index) -> None:
+    tokens = list(range(64))
+    namespace = Namespace("m", "default", None, None, 16)
+    small = {
+        "block_size": 8,
+        "group_idx": 1,
+        "kv_cache_spec_kind": "sliding_window",
+        "kv_cache_spec_sliding_window": 32,
+    }
+    apply(index, A, BlockStored([16, 32, 48, 64], None, tokens, 16, group_idx=0))
+    apply(index, A, BlockStored([56, 64], 48, tokens[48:], **small))
+    apply(index, A, BlockStored([8, 16], None, tokens[:16], **small))
+    assert match(index, tokens, namespace) == {A: 16}
+    apply(index, A, BlockStored([40, 48], 32, tokens[32:48], **small))
+    assert match(index, tokens, namespace) == {A: 64}

@@ -51,7 +51,7 @@ sglang:prompt_tokens_total{model_name="m",priority="5"} 10.0
 
 def test_metrics_of_vllm_and_sglang_are_read_by_rank() -> None:
     assert read_engine_loads(VLLM) == {0: EngineLoad(3, 2, 0.25, 2000), 1: EngineLoad(1, 0, 0.5, 0)}
-    assert read_engine_loads(SGLANG) == {0: EngineLoad(0, 0, None, 10), 1: EngineLoad(4, 5, 0.75, 0)}
+    assert read_engine_loads(SGLANG) == {0: EngineLoad(0, None, None, 10), 1: EngineLoad(4, 5, 0.75, 0)}
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_speculative_decoding_and_pools_are_detected(
 
 def test_unseen_requests_are_those_beyond_the_known_ones(metrics: EngineMetrics) -> None:
     metrics.read(VLLM, {0: 2, 1: 4})
-    assert metrics.get(0) == EngineView(unseen=3, waiting=2, kv_usage=0.25)
-    assert metrics.get(1) == EngineView(unseen=0, waiting=0, kv_usage=0.5)
+    assert metrics.get(0) == EngineView(unseen=3, waiting=2, kv_usage=0.25, queue=2)
+    assert metrics.get(1) == EngineView(unseen=0, waiting=0, kv_usage=0.5, queue=0)
     assert metrics.get(2) == NOTHING_KNOWN
 
 
