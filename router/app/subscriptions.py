@@ -7,16 +7,19 @@ adds to these lists, before the first event.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from router.admission.admission import Admission
 from router.fleet.engine_commands import EngineCommands
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.fleet.worker_commands import Adapters
-from router.forwarding.proxy_services import ProxyContext
-from router.observability.build import Observability
 from router.routing.build import Routing
 from router.tokens.tokenizer_source import TokenizerSource
+
+if TYPE_CHECKING:  # an embedded selector has neither, and needs no web server
+    from router.forwarding.proxy_services import ProxyContext
+    from router.observability.build import Observability
 
 
 def subscribe_routing(routing: Routing, fleet: Fleet) -> None:

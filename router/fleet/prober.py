@@ -67,7 +67,7 @@ class Prober:
         worker.note_answer()
         if self._fleet.at(worker.url) is not worker:
             return  # It was removed: an answer is only a sign of life.
-        self._succeeded(worker, description)
+        self.answered(worker, description)
         for model in description.base_models() if worker.role is not Role.ENCODE else ():
             await self._on_model(worker, model)
         self._fleet.notify_change()
@@ -108,7 +108,8 @@ class Prober:
         self._streams.suspend(worker)
         self._fleet.changed()
 
-    def _succeeded(self, worker: Worker, description: WorkerDescription) -> None:
+    def answered(self, worker: Worker, description: WorkerDescription) -> None:
+        """Apply the description of a worker that is up, and register its streams."""
         is_new = description != worker.description
         if is_new:
             self._streams.register(worker, description)
