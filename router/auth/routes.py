@@ -84,6 +84,11 @@ _OWN = [
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/register", "/unregister")),
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/workers", "/workers/drain", "/workers/undrain")),
     Route("DELETE", "/workers", Access.OPERATOR, own=True),
+    # Calls of trainers, by the names of other routers.
+    Route("DELETE", "/workers/{id}", Access.OPERATOR, own=True),
+    *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/add_worker", "/remove_worker")),
+    Route("GET", "/list_workers", Access.CALLER, own=True),
+    Route("POST", "/finish_session", Access.CALLER, own=True),
     # These endpoints make engines read files and URLs.
     *(Route("POST", path, Access.ENGINE, own=True) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
     *(

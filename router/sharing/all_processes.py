@@ -29,6 +29,9 @@ _RELAYED = frozenset(
     {
         ("POST", "/workers"),
         ("DELETE", "/workers"),
+        ("POST", "/add_worker"),
+        ("POST", "/remove_worker"),
+        ("POST", "/finish_session"),
         ("POST", "/workers/drain"),
         ("POST", "/workers/undrain"),
         ("POST", "/register"),
@@ -74,7 +77,7 @@ class AllProcesses:
                 await self._app(scope, receive, send)
         elif method == "GET" and path in _MERGED:
             await self._merged(scope, receive, send)
-        elif (method, path) in _RELAYED:
+        elif (method, path) in _RELAYED or (method == "DELETE" and path.startswith("/workers/")):
             await self._relayed(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -41,6 +41,56 @@ async def test_worker_is_added_used_and_removed() -> None:
         assert await routed.metric("kvrouter_requests_total", worker=worker.url) == 0
 
 
+async def test_trainer_registers_and_removes_its_engine_by_id() -> None:
+    async with scripted_worker() as worker, router() as routed:
+        added = await routed.call(
+            "/workers", {"url": worker.url, "worker_type": "prefill", "bootstrap_port": 9000, "id": "engine-1"}
+        )
+        assert (added.status, added.json()["id"]) == (201, "engine-1")
+        assert (await routed.call("/workers", {"url": worker.url, "worker_type": "decode"})).status == 201
+        await until_state(routed, worker, "warming")
+        [shown] = (await routed.call("/workers")).json()["workers"]
+        assert (shown["url"], shown["role"]) == (worker.url, "decode")
+        assert "/" not in shown["id"]
+        removed = await routed.call(f"/workers/{shown['id']}", method="DELETE")
+        assert removed.json()["removed"] is True
+        assert (await routed.call(f"/workers/{shown['id']}", method="DELETE")).status == 404
+
+
+async def test_engine_is_added_listed_and_removed_by_its_url() -> None:
+    async with scripted_worker() as worker, router() as routed:
+        added = await routed.call(f"/add_worker?url={worker.url}", method="POST")
+        assert (added.status, added.json()) == (200, {"status": "success", "worker_urls": {worker.url: 0}})
+        assert (await routed.call("/list_workers")).json() == {"urls": [worker.url]}
+        assert (await routed.call("/remove_worker", {"worker_url": worker.url})).status == 200
+        assert (await routed.call("/list_workers")).json() == {"urls": []}
+
+
+async def test_finished_session_is_no_error_and_needs_its_name() -> None:
+    async with router() as routed:
+        assert (await routed.call("/finish_session?session_id=s", method="POST")).status == 200
+        refused = await routed.call("/finish_session", method="POST")
+        assert (refused.status, refused.json()["error"]["param"]) == (400, "session_id")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/workers", {"worker_type": "encode"}, "worker_type"),
+        ("/workers", {"worker_type": ["prefill"]}, "worker_type"),
+        ("/workers", {"worker_type": "prefill", "role": "decode"}, "worker_type"),
+        ("/workers", {"id": "a", "name": "b"}, "id"),
+        ("/workers", {"id": "a/b"}, "name"),
+        ("/add_worker", {"url": ""}, "url"),
+        ("/add_worker", {"url": 1}, "url"),
+    ],
+)
+async def test_wrong_field_of_a_trainer_is_named(path: str, body: dict[str, Any], param: str) -> None:
+    async with router() as routed:
+        refused = await routed.call(path, {"url": "http://127.0.0.1:1"} | body)
+        assert (refused.status, refused.json()["error"]["param"]) == (400, param)
+
+
 async def test_every_model_of_a_worker_is_described() -> None:
     async with scripted_worker() as worker:
         worker.models = ["m", "n"]

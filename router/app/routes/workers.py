@@ -3,12 +3,20 @@
 - `GET /workers` lists the state, load, streams and cached blocks of each worker.
 - `POST /workers` adds a worker. The body has the fields of `WorkerSettings`, such as `url`, `name` and `model`.
 - `DELETE /workers?url=…` or `?name=…` removes a worker that was added by `POST /workers`.
+- `DELETE /workers/{id}` removes it by the `id` that `GET /workers` shows.
 - `POST /workers/drain` with `{"url"}` or `{"name"}` sends a worker no new requests. `POST /workers/undrain` reverts it.
+
+Trainers register their engines by the calls of other routers, which are accepted too:
+
+- `worker_type` and `id` in the body of `POST /workers` (SGLang's router): a role, and a name.
+- `POST /add_worker?url=…`, `POST /remove_worker?url=…` and `GET /list_workers` (older SGLang routers, miles).
+- `POST /finish_session?session_id=…` (vLLM's router) ends a session.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from uuid import NAMESPACE_URL, uuid5
 
 import jiter
 import msgspec
@@ -21,13 +29,14 @@ from http_api.routes import token_check
 from indexer import Target
 from indexer.api.routes import publishers_report, workers_report
 from kvevents import EventSource
+from router.apis.identities import MAX_LENGTH
 from router.app.services import Services
 from router.fleet.allowed_networks import AddressNotAllowedError, AllowedNetworks
 from router.fleet.event_streams import allowed_source
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker, url_of
 from router.http.worker_url import host_of, split_user_info
-from router.settings import WorkerSettings
+from router.settings import Role, WorkerSettings
 from router.settings.mistakes import mistakes
 
 MAX_ADDED = 1024
@@ -35,12 +44,22 @@ MAX_ADDED = 1024
 # Clients must not make the router read its files or its environment.
 _NOT_OVER_HTTP = ("api_key_file", "api_key_env")
 
+# SGLang's names of roles.
+_ROLES = {"regular": Role.BOTH, "prefill": Role.PREFILL, "decode": Role.DECODE}
+
 
 class _Named(msgspec.Struct):
     """A worker by its URL or its name. Each field accepts both."""
 
     url: str = ""
     name: str = ""
+
+
+class _Added(msgspec.Struct):
+    """A worker by its URL, under either of its names in other routers."""
+
+    url: str = ""
+    worker_url: str = ""
 
 
 def worker_routes(services: Services) -> APIRouter:
@@ -56,6 +75,19 @@ def worker_routes(services: Services) -> APIRouter:
             "publishers": publishers_report(services.indexer),
             "tokenizers": services.tokenizer_source.report(),
         }
+
+    @routes.get("/list_workers")
+    async def list_workers() -> dict[str, list[str]]:
+        """List the URLs of all workers, as older SGLang routers do."""
+        return {"urls": [worker.url for worker in services.fleet.workers]}
+
+    @routes.post("/finish_session", responses=errors(400))
+    async def finish_session(session_id: str = "") -> dict[str, str]:
+        """End a session: its cached prompt is no longer kept for its next request. Unknown sessions are no error."""
+        if not session_id:
+            raise RequestError("session_id is missing. Send ?session_id=….", param="session_id")
+        services.routing.state.learned.session_locations.drop((None, session_id[:MAX_LENGTH]))
+        return {"status": "success", "session_id": session_id}
 
     return routes
 
@@ -106,7 +138,10 @@ def _changes(services: Services) -> APIRouter:
     )
     async def add(request: Request) -> dict[str, Any]:
         """Add a worker. If its URL was added before, its settings are replaced."""
-        settings = _worker_settings(await request.body())
+        worker = await assign(_worker_settings(await request.body()))
+        return named(worker) | worker_status(worker)
+
+    async def assign(settings: WorkerSettings) -> Worker:
         await _check_addresses(settings, services.networks)
         added = [known for known in fleet.assigned("api") if known.url != settings.url]
         known = fleet.find(str(settings.url))
@@ -116,13 +151,37 @@ def _changes(services: Services) -> APIRouter:
         if len(added) >= MAX_ADDED:
             raise RequestError(f"There are {MAX_ADDED} added workers. Remove one first.", status=409, param="url")
         fleet.assign("api", [*added, settings])
-        worker = _find(fleet, str(settings.url))
-        return named(worker) | worker_status(worker)
+        return _find(fleet, str(settings.url))
+
+    @routes.post("/add_worker", openapi_extra=json_body(_Added), responses=errors(400, 401, 403, 409))
+    async def add_by_url(request: Request, url: str = "") -> dict[str, Any]:
+        """Add a worker by its URL, as older SGLang routers do."""
+        given = url or _added_url(await request.body())
+        await assign(_worker_settings(msgspec.json.encode({"url": given})))
+        return _in_flight()
+
+    @routes.post("/remove_worker", openapi_extra=json_body(_Added), responses=errors(400, 401, 404, 409))
+    async def remove_by_url(request: Request, url: str = "") -> dict[str, Any]:
+        """Remove a worker by its URL, as older SGLang routers do. Its requests in flight continue."""
+        unassign(_find(fleet, url or _added_url(await request.body())))
+        return _in_flight()
+
+    def _in_flight() -> dict[str, Any]:
+        """Return the requests in flight of each worker, by URL."""
+        return {"status": "success", "worker_urls": {each.url: len(each.health.attempts) for each in fleet.workers}}
 
     @routes.delete("/workers", responses=errors(400, 401, 404, 409))
     async def remove(url: str = "", name: str = "") -> dict[str, Any]:
         """Remove a worker that was added by this API. Its requests in flight continue."""
-        worker = _find(fleet, url or name)
+        return unassign(_find(fleet, url or name))
+
+    @routes.delete("/workers/{id}", responses=errors(400, 401, 404, 409))
+    async def remove_by_id(id: str) -> dict[str, Any]:
+        """Remove a worker that was added by this API, by its `id`. Its requests in flight continue."""
+        worker = next((each for each in fleet.workers if id_of(each) == id), None)
+        return unassign(worker or _find(fleet, id))
+
+    def unassign(worker: Worker) -> dict[str, Any]:
         if worker.source != "api":
             raise _foreign(worker)
         fleet.assign("api", [known for known in fleet.assigned("api") if known.url != worker.settings.url])
@@ -146,8 +205,13 @@ def _changes(services: Services) -> APIRouter:
 
 
 def named(worker: Worker) -> dict[str, Any]:
-    """Return the fields that identify a worker: its name and its URL."""
-    return {"worker": worker.name, "url": worker.url}
+    """Return the fields that identify a worker: its name, its URL, and its id, which fits into a path."""
+    return {"worker": worker.name, "url": worker.url, "id": id_of(worker)}
+
+
+def id_of(worker: Worker) -> str:
+    """Return a worker's name; without one, an id that depends on its URL alone."""
+    return worker.name if worker.name != worker.url else str(uuid5(NAMESPACE_URL, worker.url))
 
 
 def worker_status(worker: Worker) -> dict[str, Any]:
@@ -172,6 +236,17 @@ def _which(body: bytes) -> str:
         return given.url or given.name
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RequestError(f'{error}. Send {{"url": "…"}} or {{"name": "…"}} of a worker.', param="url") from error
+
+
+def _added_url(body: bytes) -> str:
+    """Return the URL in the body of `/add_worker`. Raises RequestError (400) without one."""
+    try:
+        given = msgspec.json.decode(body or b"{}", type=_Added)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RequestError(f"{error}. Send ?url=http://… of a worker.", param="url") from error
+    if not (given.url or given.worker_url):
+        raise RequestError("url is missing. Send ?url=http://… of a worker.", param="url")
+    return given.url or given.worker_url
 
 
 def _find(fleet: Fleet, url_or_name: str) -> Worker:
@@ -211,11 +286,28 @@ def _worker_settings(body: bytes) -> WorkerSettings:
     for name in _NOT_OVER_HTTP:
         if isinstance(given, dict) and given.get(name) is not None:
             raise RequestError(f"{name} is valid only in the settings file. Send api_key.", param=name)
+    if isinstance(given, dict) and not given.keys().isdisjoint(("worker_type", "id")):
+        body = msgspec.json.encode(_renamed(given))
     try:
         return WorkerSettings.model_validate_json(body)
     except ValidationError as error:
         param = str(next(iter(error.errors()[0]["loc"]), "")) or None
         raise RequestError(f'{mistakes(error, WorkerSettings)[0]}. Send {{"url": "http://…"}}.', param=param) from error
+
+
+def _renamed(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a worker's settings with `role` for SGLang's `worker_type`, and `name` for `id`. Raises RequestError."""
+    renamed = dict(given)
+    kind, id = renamed.pop("worker_type", None), renamed.pop("id", None)
+    if kind is not None:
+        role = _ROLES.get(kind) if isinstance(kind, str) else None
+        if role is None:
+            raise RequestError(f"worker_type is not one of {', '.join(_ROLES)}.", param="worker_type")
+        if renamed.setdefault("role", role) != role:
+            raise RequestError("worker_type and role differ. Send one of them.", param="worker_type")
+    if id is not None and renamed.setdefault("name", id) != id:
+        raise RequestError("id and name differ. Send one of them.", param="id")
+    return renamed
 
 
 async def _check_addresses(settings: WorkerSettings, networks: AllowedNetworks) -> None:
