@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AnyHttpUrl, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, AnyHttpUrl, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from router.settings.fields import (
     HEADER_NAME,
@@ -20,6 +20,15 @@ from router.settings.fields import (
     RootPath,
     Section,
 )
+
+_CREDENTIALS = frozenset({"authorization", "proxy-authorization", "x-api-key", "api-key", "cookie"})
+
+
+def _no_credential(name: str) -> str:
+    """Refuse headers whose values must not be shown, as those of sessions are."""
+    if name.lower() in _CREDENTIALS:
+        raise ValueError(f"{name} is a credential, which /explain would show as a session: name another header")
+    return name
 
 
 class ServerSettings(Section):
@@ -143,7 +152,7 @@ class ProxySettings(Section):
     ask_usage: bool = False
     forward_unknown_models: bool = False
     client_routing: bool = False
-    session_headers: list[Annotated[str, Field(pattern=HEADER_NAME)]] = []
+    session_headers: list[Annotated[str, Field(pattern=HEADER_NAME), AfterValidator(_no_credential)]] = []
     worker_keys: WorkerKeys = WorkerKeys.AUTO
     engine_fields: EngineFields = EngineFields.AUTO
     forward_tokens: ForwardTokens = ForwardTokens.OFF

@@ -107,6 +107,7 @@ def test_options_override_the_environment_and_the_environment_overrides_the_file
         ("policy: {name: best}", "policy.name"),
         ("policy: {context: -1}", "policy.context"),
         ("proxy: {attempts: 0}", "proxy.attempts"),
+        ("proxy: {session_headers: [X-Team, Authorization]}", "proxy.session_headers.1"),
         ("workers: [{url: 10.0.0.1:8000}]", "workers.0.url"),
         ("workers: [{url: 'ftp://w:1'}]", "workers.0.url"),
         ("workers: [{url: 'http://w:1'}, {model: m}]", "workers.1.url"),
