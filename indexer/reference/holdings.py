@@ -584,7 +584,7 @@ def _window_blocks(event: BlockStored, whole: int) -> int | None:
     if event.kv_cache_spec_kind in _STATE_KINDS:
         return 1
     window = event.kv_cache_spec_sliding_window
-    if event.kv_cache_spec_kind in _SLIDING_KINDS and window and event.block_size:
+    if event.kv_cache_spec_kind in _SLIDING_KINDS and window and event.block_size > 0:
         return min(-(-(window - 1) // max(event.block_size, whole)), _MOST_WINDOW)
     return None
 

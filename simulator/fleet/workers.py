@@ -93,6 +93,7 @@ class _LiveStream:
 
     began_at: float
     state: StreamState = StreamState.LIVE
+    first_missing: bool = False
 
 
 class EventIndex:

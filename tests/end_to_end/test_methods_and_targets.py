@@ -45,10 +45,10 @@ UNKNOWN = [
         "/V1/completions",
         "/v1/completions;x",
     ),
-    *("/v1/completions;..", "/v1/completions%20", "/v1/completions%3F", "/health/", "/v1/files/a%20b", "/workers/x"),
+    *("/v1/completions;..", "/v1/completions%20", "/v1/completions%3F", "/health/", "/v1/files/a%20b", "/workers/x/y"),
 ]
 ANY_METHOD = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-OWN = ["/", "/health", "/v1/models", "/v1/models/a%2Fb", "/workers", "/match"]
+OWN = ["/", "/health", "/v1/models", "/v1/models/a%2Fb", "/workers", "/workers/x", "/match"]
 REFUSED = [
     *("/v1/models/../../sleep", "/v1/models/..", "/v1/./completions", "/v1/completions/.", "/v1/completions;/../"),
     *("/v1/models/%2e%2e/%2e%2e/sleep", "/v1/models/%2E%2e/sleep", "/v1/models/.%2E/sleep", "/v1/models/%2E%2E/sleep"),

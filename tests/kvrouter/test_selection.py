@@ -91,7 +91,7 @@ async def test_events_of_a_worker_without_url_predict_its_overlap(selector: Sele
             reporter.step()
             return (await selector.select(prompt())).decision.chosen.overlap
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await overlap() != 32:  # noqa: ASYNC110 - the stream has no event to await
                 await asyncio.sleep(0.01)
         selector.forget("b")
