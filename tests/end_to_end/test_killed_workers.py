@@ -100,7 +100,7 @@ async def test_idle_checks_are_not_counted_as_replays() -> None:
             assert rank["batches"]["idle_checks"] >= 2
 
 
-SMALL = Plan(workers=3, streams=24, seconds=3.0, tokens=10, step_ms=50.0)
+SMALL = Plan(workers=3, streams=24, seconds=12.0, tokens=10, step_ms=50.0)
 
 
 async def test_faults_lose_no_waiting_request_and_release_all_load() -> None:
