@@ -27,6 +27,8 @@ from websockets.frames import Frame, Opcode
 
 from benchmarks.machine import resident_bytes
 from kvrouter.processes import KvrouterProcess
+from kvrouter.tools.traces.results import percentile
+from router.settings import LimitSettings
 
 _HANDSHAKE = (
     b"GET /v1/realtime?model=m HTTP/1.1\r\nHost: r\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -133,9 +135,8 @@ def _delays(address: Address, seconds: float, answer: Connection) -> None:
 
 
 def _row(name: str, delays: list[float]) -> None:
-    delays.sort()
-    p50, p99 = delays[len(delays) // 2], delays[len(delays) * 99 // 100]
-    print(f"{name:24}{len(delays):>10}{p50 * 1000:>10.1f}{p99 * 1000:>10.1f}{delays[-1] * 1000:>10.1f}", flush=True)
+    shown = (percentile(delays, 0.5), percentile(delays, 0.99), max(delays))
+    print(f"{name:24}{len(delays):>10}{''.join(f'{seconds * 1000:>10.1f}' for seconds in shown)}", flush=True)
 
 
 def main(seconds: Annotated[float, typer.Option(min=1, help="Seconds of each flood.")] = 15.0) -> None:
@@ -161,7 +162,8 @@ def main(seconds: Annotated[float, typer.Option(min=1, help="Seconds of each flo
             ours.recv()
             time.sleep(1)
             grown, sent = (resident_bytes(process.pid) - before) / 2**20, _SOCKETS * _UNFINISHED / 2**20
-            print(f"{_SOCKETS} unfinished messages, {sent:.0f} MiB in all: {grown:.0f} MiB of memory; limit 256 MiB")
+            limit = LimitSettings().arriving_bytes / 2**20
+            print(f"{_SOCKETS} unfinished messages, {sent:.0f} MiB: {grown:.0f} MiB of memory; limit {limit:.0f} MiB")
             sockets.kill()
             sockets.join()
             print(f"{'flood':24}{'requests':>10}{'p50':>10}{'p99':>10}{'most':>10}")

@@ -33,7 +33,7 @@ from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.event_streams import WorkerStreams
 from router.fleet.fleet import Fleet
 from router.fleet.prober import Prober
-from router.fleet.worker import Worker
+from router.fleet.worker import Worker, url_of
 from router.load.target_load import LoadTable
 from router.prediction.slo import SLO
 from router.reservations.reservations import HeldReservation as Reservation
@@ -352,7 +352,7 @@ class Selector:
 
     def _worker(self, id: str) -> Worker:
         settings = self._workers.get(id)
-        worker = None if settings is None else self._fleet.at(str(settings.url).rstrip("/"))
+        worker = None if settings is None else self._fleet.at(url_of(settings))
         if worker is None:
             raise UnknownWorker(f"Worker {id!r} is unknown. Add it by upsert_worker.")
         return worker

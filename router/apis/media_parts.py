@@ -24,9 +24,9 @@ _FIELDS: Final = MODALITIES.keys() | {"image", "video"}
 _MARKS: Final = (b"image", b"audio", b"video", b'file"', b'"document"', b'"source"')
 _LIST: Final = b'_data"'
 _ESCAPED: Final = b"\\u00"
-
-
-_OF_PROMPTS: Final = ("image_data", "audio_data", "video_data")
+# The fields of messages and other lists of parts, and those whose values are items.
+_OF_PARTS: Final = MediaFields.__struct_fields__
+_OF_ITEMS: Final = tuple(name for name in AllMediaFields.__struct_fields__ if name not in _OF_PARTS)
 
 
 def parts_in(value: Any) -> Iterator[dict[str, Any]]:
@@ -51,31 +51,19 @@ def media_items(body: bytes, most: int) -> int:
         fields = read_json(body, AllMediaFields)
     except msgspec.DecodeError:
         return 0  # engines refuse it
-    items = sum([_leaves(getattr(fields, name)) for name in _OF_PROMPTS])
-    left: list[Any] = [getattr(fields, name) for name in MediaFields.__struct_fields__]
-    while left:
-        each = left.pop()
-        if isinstance(each, list):
-            left += each
-        elif each and isinstance(each, dict):
-            items += _is_media(each, left)
-    return items
+    items = sum([_leaves(getattr(fields, name)) for name in _OF_ITEMS])
+    return items + sum(map(_is_media, parts_in([getattr(fields, name) for name in _OF_PARTS])))
 
 
-def _is_media(part: dict[str, Any], left: list[Any]) -> bool:
-    """Return whether a part is a media item, and add the parts inside it to `left`."""
-    found = False
+def _is_media(part: dict[str, Any]) -> bool:
+    """Return whether a message or part is a media item."""
     for name, value in part.items():
-        if name in _INSIDE:
-            if isinstance(value, list):
-                left.append(value)
-        elif name == "type":
-            found |= isinstance(value, str) and value in _TYPES
-        elif name == "source":
-            found |= isinstance(value, dict)
-        elif name in _FIELDS:
-            found = True
-    return found
+        if name == "type":
+            if isinstance(value, str) and value in _TYPES:
+                return True
+        elif name in _FIELDS or (name == "source" and isinstance(value, dict)):
+            return True
+    return False
 
 
 def _leaves(value: Any) -> int:

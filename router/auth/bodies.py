@@ -118,10 +118,8 @@ def _quick_check(path: str, limits: LimitSettings) -> Callable[[bytes], bytes | 
     native = native_core()
     if native is None:
         return _no_model_body
-    names, kept = (
-        [*control_names(path), *CARRIERS, "priority", ADAPTER, *NAMES_OF_CACHED],
-        ModelFields.__struct_fields__,
-    )
+    names = [*control_names(path), *CARRIERS, "priority", ADAPTER, *NAMES_OF_CACHED]
+    kept = ModelFields.__struct_fields__
     elements = min(limits.prompts, limits.messages)
     quick: Callable[[bytes], bytes | None] = native.JsonCheck(names, kept, elements, limits.values, LONG).named
     return quick

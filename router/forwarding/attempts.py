@@ -166,23 +166,24 @@ class Attempts:
                 self._span.end(type(error).__name__)
             raise
 
-    def _excluded(self) -> Collection[Worker]:
+    def _excluded(self, again: bool = False) -> Collection[Worker]:
         """Return the workers that may not receive the request. A worker that failed may if it started again since.
 
         A worker that asked for a pause may not receive a retry, because workers may share the limit that it met.
+        `again`: it is sent now, so that the next one is a retry.
         """
+        if not (again or self._left):
+            return self._without
         failed = [worker for worker, starts in self._left.items() if worker.starts == starts]
-        return [*failed, *self._without, *self._paused()] if self._left else self._without
-
-    def _paused(self) -> list[Worker]:
-        return [worker for worker in self._services.fleet.full() if worker.health.paused]
+        paused = [worker for worker in self._services.fleet.full() if worker.health.paused]
+        return [*failed, *self._without, *paused]
 
     @property
     def has_other(self) -> bool:
         """True if another worker may be sent the request now, and did not ask for a pause."""
         if not self.others or self.assignment is None:
             return False
-        excluded = [*self._excluded(), *self._paused(), self.assignment.worker]
+        excluded = [*self._excluded(again=True), self.assignment.worker]
         return self._services.selector.has_others(self.prompt, excluded)
 
     def exhausted(self) -> RequestError:
@@ -446,7 +447,7 @@ class Attempts:
                 return False
         else:
             return False
-        excluded = {*self._excluded(), *self._paused(), assignment.worker, *unable}
+        excluded = {*self._excluded(again=True), assignment.worker, *unable}
         if self._sends >= self._most or not services.selector.has_others(prompt, excluded):
             return False
         self._without = [*self._without, *unable]
@@ -560,7 +561,7 @@ class Attempts:
         return True
 
     def _has_other_prefill(self, assignment: Assignment, prefill: Worker) -> bool:
-        known = [*self._excluded(), *self._paused(), assignment.worker, prefill]
+        known = [*self._excluded(again=True), assignment.worker, prefill]
         return self._sends < self._most and self._services.selector.has_others(self.prompt, known, prefill=True)
 
     def _decodes_alone(self, assignment: Assignment) -> bool:

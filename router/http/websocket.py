@@ -216,14 +216,19 @@ class WebSocketPeer(ArrivingMessage):
 
     # Turns
 
+    @property
+    def _blocked(self) -> bool:
+        """True while received bytes must wait for a side that does not read."""
+        return self._held_back or self._full
+
     def _join(self) -> None:
-        if self._unread and not self._waits and not self._held_back and not self._full:
+        if self._unread and not self._waits and not self._blocked:
             self._waits = True
             self._shared.join(self)
 
     def take_turn(self, until: float) -> bool:
         """Work on received bytes until a time of the clock. Return whether to have another turn."""
-        while self._unread and not self._held_back and not self._full:
+        while self._unread and not self._blocked:
             end = self._parsed + _SLICE
             self._parse(self._unread[self._parsed : end])
             self._parsed = end
@@ -238,7 +243,7 @@ class WebSocketPeer(ArrivingMessage):
                 self._lost()
         self._flush()
         self._count()
-        self._waits = bool(self._unread) and not self._held_back and not self._full
+        self._waits = bool(self._unread) and not self._blocked
         return self._waits
 
     def _parse(self, data: bytes) -> None:
@@ -293,8 +298,7 @@ class WebSocketPeer(ArrivingMessage):
         """Count the bytes that the peer holds, and read only if what was received is soon worked on."""
         transport, size = self._transport, 0
         if transport is not None and not self.lost and not transport.is_closing():
-            held_back = self._held_back or self._full
-            pauses = self._answer is None and (held_back or len(self._unread) - self._parsed > _MOST_UNREAD)
+            pauses = self._answer is None and (self._blocked or len(self._unread) - self._parsed > _MOST_UNREAD)
             if pauses != self._reading_paused:
                 self._reading_paused = pauses
                 (transport.pause_reading if pauses else transport.resume_reading)()

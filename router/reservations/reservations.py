@@ -316,13 +316,13 @@ class Reservations:
         self, request: RoutedRequest, excluded: Collection[Worker], ticket: Ticket, wait: float
     ) -> Assignment:
         """Return the assignment of a request that is not placed at once. Raises RequestError."""
-        try:
-            async with asyncio.timeout(wait or None) as limit:
-                if wait:
+        if wait:
+            try:
+                async with asyncio.timeout(wait) as limit:
                     return await self._admission.wait(request, excluded, ticket)
-        except TimeoutError:
-            if not limit.expired():
-                raise
+            except TimeoutError:
+                if not limit.expired():
+                    raise
         # Late binding holds a request although its target has capacity.
         selection = self._routing.selector.choose(request, excluded, self._admission.limits, slo=ticket.slo)
         if selection is None:

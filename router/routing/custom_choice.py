@@ -6,9 +6,10 @@ from router.apis.requests import RoutedRequest
 from router.policies import Candidate, Decision, Policy, Request, interface
 from router.policies.custom import CustomPolicy
 from router.routing.candidates import CandidateSet
+from router.settings.fields import CREDENTIAL_HEADERS
 
 # Functions need no credentials.
-_WITHHELD = frozenset({b"authorization", b"cookie", b"proxy-authorization", b"x-api-key"})
+_WITHHELD = frozenset(name.encode() for name in CREDENTIAL_HEADERS)
 
 
 def decide(

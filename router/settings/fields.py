@@ -36,6 +36,8 @@ PULL_HOST = re.compile(r"^[A-Za-z0-9.:_-]{1,255}$")
 SERVICE_LEVEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 KEY_HASH = r"^[0-9a-f]{64}$"
 ROUTE = r"^(GET|POST|PUT|PATCH|DELETE) /[!-~]*$"
+# Headers with credentials: functions of one's own and reports of sessions do not show them.
+CREDENTIAL_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
 HEADER_NAME = r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}$"
 # Each pattern in words, for messages.
 FORMS = {

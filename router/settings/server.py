@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, AnyHttpUrl, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from router.settings.fields import (
+    CREDENTIAL_HEADERS,
     HEADER_NAME,
     KEY_HASH,
     ROUTE,
@@ -21,12 +22,10 @@ from router.settings.fields import (
     Section,
 )
 
-_CREDENTIALS = frozenset({"authorization", "proxy-authorization", "x-api-key", "api-key", "cookie"})
-
 
 def _no_credential(name: str) -> str:
     """Refuse headers whose values must not be shown, as those of sessions are."""
-    if name.lower() in _CREDENTIALS:
+    if name.lower() in CREDENTIAL_HEADERS | {"api-key"}:
         raise ValueError(f"{name} is a credential, which /explain would show as a session: name another header")
     return name
 

@@ -15,7 +15,7 @@ Trainers register their engines by the calls of other routers, which are accepte
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 from uuid import NAMESPACE_URL, uuid5
 
 import jiter
@@ -38,6 +38,8 @@ from router.fleet.worker import Worker, url_of
 from router.http.worker_url import host_of, split_user_info
 from router.settings import Role, WorkerSettings
 from router.settings.mistakes import mistakes
+
+T = TypeVar("T")
 
 MAX_ADDED = 1024
 
@@ -231,22 +233,25 @@ def worker_status(worker: Worker) -> dict[str, Any]:
 
 
 def _which(body: bytes) -> str:
-    try:
-        given = msgspec.json.decode(body, type=_Named)
-        return given.url or given.name
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise RequestError(f'{error}. Send {{"url": "…"}} or {{"name": "…"}} of a worker.', param="url") from error
+    given = _decoded(body, _Named, '{"url": "…"} or {"name": "…"}')
+    return given.url or given.name
 
 
 def _added_url(body: bytes) -> str:
     """Return the URL in the body of `/add_worker`. Raises RequestError (400) without one."""
-    try:
-        given = msgspec.json.decode(body or b"{}", type=_Added)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise RequestError(f"{error}. Send ?url=http://… of a worker.", param="url") from error
-    if not (given.url or given.worker_url):
+    given = _decoded(body or b"{}", _Added, "?url=http://…")
+    url = given.url or given.worker_url
+    if not url:
         raise RequestError("url is missing. Send ?url=http://… of a worker.", param="url")
-    return given.url or given.worker_url
+    return url
+
+
+def _decoded(body: bytes, kind: type[T], form: str) -> T:
+    """Return what a body says of a worker. Raises RequestError (400), which asks for `form`."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RequestError(f"{error}. Send {form} of a worker.", param="url") from error
 
 
 def _find(fleet: Fleet, url_or_name: str) -> Worker:

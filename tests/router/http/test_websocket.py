@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manual_clock import until
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import CLIENT, Protocol, State
 
@@ -80,12 +81,6 @@ async def side(shared: SharedWebSockets) -> AsyncIterator[Side]:
 
 def shared_websockets(limit: int = 2**30, stall_timeout: float = 60.0) -> SharedWebSockets:
     return SharedWebSockets(asyncio.get_running_loop(), ArrivingBytes(limit), stall_timeout)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 def frame(opcode: Opcode, data: bytes = b"", fin: bool = True) -> bytes:
