@@ -59,10 +59,14 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 
 @contextmanager
 def service(
-    *arguments: str, ended_by: signal.Signals = signal.SIGTERM, before: list[str] | None = None
+    *arguments: str, ended_by: signal.Signals | None = signal.SIGTERM, before: list[str] | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A running service: its URL and its process, which a signal ends promptly and well. `before`: gets what it printed
-    before it was ready."""
+    """A running service: its URL and its process, which must end promptly and well.
+
+    ended_by: the signal that is sent at the end; None: the test sends it itself. A second one would be legal, but kills
+        a process that is past its server's end.
+    before: gets what the service printed before it was ready.
+    """
     with popen(*arguments) as process:
         kill_timer = threading.Timer(DEADLINE, process.kill)
         kill_timer.start()
@@ -77,7 +81,8 @@ def service(
             if before is not None:
                 before.append(printed)
             yield listens.group(1), process
-            process.send_signal(ended_by)
+            if ended_by is not None:
+                process.send_signal(ended_by)
             output, _ = process.communicate(timeout=60)
             assert process.returncode == 0, output
             assert "Traceback" not in output
@@ -229,7 +234,7 @@ def test_interrupt_ends_service() -> None:
 def test_requests_in_flight_finish_after_termination_signal(worker: str) -> None:
     body = {"model": "simulated", "prompt": "Tell me more.", "max_tokens": 50, "ignore_eos": True, "stream": True}
     with (
-        service("serve", "--port=0", f"--worker={worker}") as (url, process),
+        service("serve", "--port=0", f"--worker={worker}", ended_by=None) as (url, process),
         post(f"{url}/v1/completions", body) as answer,
     ):
         events = [answer.readline()]
@@ -364,7 +369,7 @@ def test_help_lists_the_policies() -> None:
 
 def test_every_line_of_a_piped_service_is_json(worker: str) -> None:
     printed: list[str] = []
-    with service("serve", "--port=0", f"--worker={worker}", before=printed) as (_, process):
+    with service("serve", "--port=0", f"--worker={worker}", ended_by=None, before=printed) as (_, process):
         process.terminate()
         assert process.stdout is not None
         lines = [*printed[0].splitlines(), *process.stdout.read().splitlines()]
