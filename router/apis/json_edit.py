@@ -80,7 +80,13 @@ class _Field(NamedTuple):
 
 def field(body: bytes, name: str) -> bytes | None:
     """Return an object's encoded field, of equal names the last; None if it is missing. Raises SpliceError."""
-    found = [body[each.start : each.end] for each in _fields(body) if each.name == name]
+    span = field_span(body, name)
+    return None if span is None else body[span[0] : span[1]]
+
+
+def field_span(body: bytes, name: str) -> tuple[int, int] | None:
+    """Return the position of an object's field, of equal names the last; None if it is missing. Raises SpliceError."""
+    found = [(each.start, each.end) for each in _fields(body) if each.name == name]
     return found[-1] if found else None
 
 

@@ -124,7 +124,7 @@ def _message(message: Message, wraps_parts: bool, media_as_text: bool) -> Messag
         return message if next(iter(message)) == "role" else {"role": role, "content": content}
     parts = [content] if isinstance(content, str) else content or []
     if role == "system":
-        parts = _without_billing_header(parts)
+        parts = without_billing_line(parts)
     # A template that wraps parts keeps media in their place. For others vLLM puts placeholders first.
     if media_as_text:
         parts = [_media_as_text(part) for part in parts]
@@ -158,7 +158,7 @@ def _message(message: Message, wraps_parts: bool, media_as_text: bool) -> Messag
 BILLING_HEADER = "x-anthropic-billing-header"
 
 
-def _without_billing_header(parts: Iterable[Any]) -> Iterator[Any]:
+def without_billing_line(parts: Iterable[Any]) -> Iterator[Any]:
     """Yield the parts without the billing line of Claude Code's prompts, which always differs. vLLM drops it too."""
     for part in parts:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part

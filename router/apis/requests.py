@@ -153,6 +153,7 @@ class RoutedRequest:
     - `stored`: the id of a response, conversation or file that only its creator worker has.
     - `reads_cache`: false if the engine computes the whole prompt, whatever is cached.
     - `adapter`: SGLang's field for an adapter beside the model; other engines ignore it.
+    - `billing_line`: whether its body has the billing line of Claude Code, without which its prompt is matched.
 
     Found for its name:
 
@@ -191,6 +192,7 @@ class RoutedRequest:
     other_prompts: bool
     hints: AgentHints | None
     adapter: str | None
+    billing_line: bool
     path: str = field(compare=False)
     model: str | None
     unknown_name: bool
@@ -237,6 +239,7 @@ class RoutedRequest:
         self.other_prompts = other_prompts
         self.hints = hints
         self.adapter = adapter
+        self.billing_line = False
         self.path = path
         self.model = None
         self.unknown_name = False

@@ -15,6 +15,7 @@ from router.admission.admission import Admission
 from router.app import subscriptions
 from router.app.embedded_index import running_indexer
 from router.app.readiness import Readiness
+from router.cache_state.prompt_noise import PromptNoise
 from router.cache_state.stored_prompts import StoredPrompts
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.build import FleetWatch, build_fleet, follow_sources
@@ -92,7 +93,8 @@ async def running_services(
         commands = EngineCommands(fleet, session)
         load = LoadTable()
         sharing = build_sharing(settings, load, worker_processes)
-        sampled = SampledTraffic(indexer.names, StoredPrompts(indexer))
+        noise = PromptNoise(tokenizers.text_of, settings.logs.prompt_text)
+        sampled = SampledTraffic(indexer.names, StoredPrompts(indexer), noise)
         state = build_state(settings, fleet, indexer, load, sharing, cache_state)
         routing = build_routing(settings, state, fleet, indexer, tokenizers, sampled.kept, session=session)
         late_binding = state.policy.spec.late_binding

@@ -309,6 +309,12 @@ ADVICE: Final = {
         "sessions continue on another worker than before, and compute their prompts again",
         "Add workers, or raise admission.requests and admission.tokens: a busy worker costs more than a hit saves.",
     ),
+    "prompts_vary": Advice(
+        Severity.WARNING,
+        "turns of sessions differ early, and the text behind the difference is the same: it is computed again",
+        "Let the client send the named text last, or leave it out. proxy.billing_line: strip drops Claude Code's line. "
+        "logs.prompt_text: true shows the words that differ in the router's log.",
+    ),
     "prompts_asked": Advice(
         Severity.INFO,
         "the engine tokenizes some prompt shapes differently and is asked",

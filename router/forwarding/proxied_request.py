@@ -253,6 +253,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     def _decoded(self, body: bytes) -> tuple[bytes, RoutedRequest]:
         context, head = self._context, self._context.head
         body, model_body = context.checked(body)
+        body, billing_line = self._services.billing_lines.body_to_send(head.path, body)
         body = self._asking(body)
         if self._services.fleet.encodes:
             self._media = media_chat(head.path, body)
@@ -260,6 +261,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         request = read_request(
             head.method, head.path, head.headers, body, context.identity_headers, model_body, with_prompt
         )
+        request.billing_line = billing_line
         if self._services.fleet.unlike or len(body) > LONG_BODY:
             request.needs = needed_abilities(body)
         return body, request

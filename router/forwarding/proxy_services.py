@@ -12,6 +12,7 @@ import structlog
 
 from router.admission.admission import Admission
 from router.auth import AuthGate
+from router.cache_state.billing_lines import BillingLines
 from router.fleet.fleet import Fleet
 from router.forwarding.failover.stream_failover import StreamFailover
 from router.forwarding.request_context import RequestContexts
@@ -110,6 +111,7 @@ class ProxyServices:
         self.stream_failover = stream_failover
         self.service_levels = service_levels
         self.token_forwarding = token_forwarding
+        self.billing_lines = BillingLines(settings.billing_line, fleet)
         self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
         self.attempts = settings.attempts
         interval = settings.keepalive_interval

@@ -210,6 +210,8 @@ class ProxiedResponse:
             self._services.turns.remember(self._answer.turn, self._answer.answer())
         self.usage = usage = self._tail.usage() if self._tail is not None else None
         self._services.placement.answered(assignment, usage)
+        if self._prompt.billing_line:
+            self._services.billing_lines.answered(assignment.worker, assignment.cache_prediction, usage)
         if usage is not None:
             self._services.metrics.completed(self._prompt.name or "", usage)
             if self._context.trace is not None:

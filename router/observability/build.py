@@ -85,7 +85,9 @@ def build_observability(
         registry.register(PolicyCollector(state.policy.custom))
 
     assert sampled.stored is not None
-    low_hits = LowHits(sampled.stored, learned.pressure, MeanLoad(fleet, state.load, sharing.peer_load))
+    assert sampled.kept.noise is not None
+    mean_load = MeanLoad(fleet, state.load, sharing.peer_load)
+    low_hits = LowHits(sampled.stored, learned.pressure, mean_load, sampled.kept.noise)
 
     def all_findings() -> list[dict[str, Any]]:
         custom = state.policy.custom

@@ -4,6 +4,7 @@
 - Prompts return after their blocks were evicted.
 - Sessions continue on other workers.
 - One worker has most of the requests in flight.
+- Turns of sessions differ early (`router/cache_state/prompt_noise.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from math import exp
 from typing import Any, Final
 
+from router.cache_state.prompt_noise import PromptNoise
 from router.cache_state.stored_prompts import StoredPrompts
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker, WorkerState
@@ -97,14 +99,16 @@ class MeanLoad:
 class LowHits:
     """The causes of low hits. `sample` reads what they depend on, about once a second."""
 
-    def __init__(self, stored: StoredPrompts, pressure: EvictionPressure, load: MeanLoad) -> None:
+    def __init__(self, stored: StoredPrompts, pressure: EvictionPressure, load: MeanLoad, noise: PromptNoise) -> None:
         self._stored = stored
         self._pressure = pressure
         self._load = load
+        self._noise = noise
 
     def sample(self) -> None:
-        """Look up sent prompts that are due, and add the present load."""
+        """Look up sent prompts that are due, compare turns of sessions, and add the present load."""
         self._stored.check()
+        self._noise.check()
         self._load.sample()
 
     def findings(self, about: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -122,4 +126,4 @@ class LowHits:
         for worker, requests, share, count in self._load.hot():
             detail = f"{share:.0%} of the requests in flight of {count} workers, {requests:.0f} on average"
             found.append({"finding": "hot_worker", "worker": worker.name, "detail": detail})
-        return found
+        return found + self._noise.findings()

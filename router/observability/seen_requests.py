@@ -18,6 +18,7 @@ from typing import Any
 from indexer.targets import WorkerNames
 from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
+from router.cache_state.prompt_noise import PromptNoise
 from router.cache_state.stored_prompts import StoredPrompts
 from router.policies import Candidate, Decision
 from router.routing.assignment import Assignment, Sample, Samples
@@ -210,9 +211,15 @@ class SampledTraffic:
     - `kept`: what the placement of requests samples. `read` reads it about once a second, off the path of requests.
     """
 
-    def __init__(self, names: WorkerNames, stored: StoredPrompts | None = None) -> None:
-        """Create an empty sample. `stored`: checks that workers store the sampled prompts."""
-        self.kept = Samples()
+    def __init__(
+        self, names: WorkerNames, stored: StoredPrompts | None = None, noise: PromptNoise | None = None
+    ) -> None:
+        """Create an empty sample.
+
+        - `stored`: checks that workers store the sampled prompts.
+        - `noise`: compares the turns of sessions.
+        """
+        self.kept = Samples(noise=noise)
         self.requests = SeenRequests(names=names)
         self.prefixes = HotPrefixes(names=names)
         self.stored = stored

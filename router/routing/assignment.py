@@ -14,6 +14,7 @@ from indexer.targets import WorkerNames
 from router.apis.requests import RoutedRequest
 from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import ReleaseCallback
+from router.cache_state.prompt_noise import PromptNoise
 from router.cache_state.target_audit import CachePrediction
 from router.fleet.health import Attempt, Outcome
 from router.fleet.worker import Worker
@@ -145,10 +146,12 @@ class Samples:
     """The samples that were not read yet: at most `SAMPLES_PER_SECOND` of a second, and the last `MOST_SAMPLES`.
 
     - `due`: requests before this time are not sampled.
+    - `noise`: samples the turns of sessions; None if they are not examined.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, noise: PromptNoise | None = None) -> None:
         self.due = 0.0
+        self.noise = noise
         self._clock = clock
         self._kept: deque[Sample] = deque(maxlen=MOST_SAMPLES)
 

@@ -143,8 +143,11 @@ class Placement:
         self._record_prompts(prompt, assignment, now, whole=prefill is None)
         if prompt.hints is not None and prompt.session is not None:
             self._record_session(prompt, prompt.hints, prompt.session, assignment)
-        if self._samples is not None and now >= self._samples.due:
-            self._samples.keep(prompt, assignment, now)
+        if self._samples is not None:
+            if self._samples.noise is not None and prompt.identity is not None:
+                self._samples.noise.sent(prompt, assignment.target.model)
+            if now >= self._samples.due:
+                self._samples.keep(prompt, assignment, now)
 
     def _record_session(self, prompt: RoutedRequest, hints: AgentHints, session: str, assignment: Assignment) -> None:
         """Keep the location of a session that continues, and drop that of a session that ends."""

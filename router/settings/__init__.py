@@ -29,6 +29,7 @@ from router.settings.routing import (
 )
 from router.settings.server import (
     AdmissionSettings,
+    BillingLine,
     EngineFields,
     ForwardTokens,
     LimitSettings,
@@ -50,6 +51,7 @@ __all__ = [
     "AdmissionSettings",
     "AuditSettings",
     "Backend",
+    "BillingLine",
     "ConfigError",
     "DisaggregationSettings",
     "EncodingSettings",

@@ -91,6 +91,7 @@ class LogSettings(Section):
     """Optional log lines."""
 
     access: bool = False
+    prompt_text: bool = False
 
 
 class OtelSettings(Section):
@@ -120,6 +121,14 @@ class ForwardTokens(StrEnum):
 
     AUTO = "auto"
     OFF = "off"
+
+
+class BillingLine(StrEnum):
+    """The treatment of the billing line of Claude Code's prompts. AUTO: strip it for engines that keep it."""
+
+    AUTO = "auto"
+    STRIP = "strip"
+    KEEP = "keep"
 
 
 class WorkerKeys(StrEnum):
@@ -155,6 +164,7 @@ class ProxySettings(Section):
     worker_keys: WorkerKeys = WorkerKeys.AUTO
     engine_fields: EngineFields = EngineFields.AUTO
     forward_tokens: ForwardTokens = ForwardTokens.OFF
+    billing_line: BillingLine = BillingLine.AUTO
     more_routes: list[Annotated[str, Field(pattern=ROUTE)]] = []
 
     @field_validator("forward_tokens", "keepalive_interval", mode="before")

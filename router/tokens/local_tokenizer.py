@@ -126,6 +126,10 @@ class LocalTokenizer:
         """Bytes that cached texts occupy."""
         return self._encoder.cached_bytes + self._prompts.bytes
 
+    def text_of(self, tokens: bytes) -> str | None:
+        """Return the text of packed token ids; None if the encoder of a model family cannot decode them."""
+        return self._encoder.decode(tokens) if isinstance(self._encoder, TextEncoder) else None
+
     def tokenize(self, prompt: ChatPrompt | TextPrompts, *, at_most: int = sys.maxsize) -> list[PackedPrompt]:
         """Return the token ids of each prompt. Raises as `render` and `encode` do."""
         if isinstance(prompt, ChatPrompt):

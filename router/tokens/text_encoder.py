@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import structlog
 
 from http_api.errors import RequestError
-from indexer.hashing import pack_tokens
+from indexer.hashing import TOKEN_BYTES, pack_tokens
 from router.tokens import TokenizerUnavailableError
 
 # Texts that some tokenizers treat specially: at their start, at their end, or by normalization.
@@ -187,6 +187,12 @@ class TextEncoder:
             return encode(texts, add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError("The prompt has a lone surrogate. Send valid Unicode.") from error
+
+    def decode(self, tokens: bytes) -> str:
+        """Return the text of packed token ids, with special tokens."""
+        ids = list(unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens))
+        whole = self._whole if self._fast is None else self._fast
+        return str(whole.decode(ids, skip_special_tokens=False))
 
     def _by_fastokens(self, texts: list[str], add_special_tokens: bool) -> list[bytes]:
         ids, offsets = self._fast.encode_batch_flat(texts, add_special_tokens)

@@ -14,6 +14,7 @@ import msgspec
 from xxhash import xxh3_128_digest
 
 from indexer.hashing import TOKEN_BYTES, PackedPrompt
+from router.apis.messages import without_billing_line
 from router.apis.requests import ChatPrompt, Prompt, TextPrompts
 from router.tokens import TokenizerUnavailableError
 
@@ -55,6 +56,8 @@ def _chat_text(prompt: ChatPrompt) -> bytes:
     for message in prompt.messages:
         pieces += (b"\n\n", _text(message.get("role")), b"\n")
         content = message.get("content")
+        if message.get("role") == "system" and isinstance(content, str | list):
+            content = list(without_billing_line(content if isinstance(content, list) else [content]))
         if isinstance(content, list):
             pieces += map(_part, content)
         elif content is not None:

@@ -79,6 +79,11 @@ class Tokenizers:
         tokenizer = self._models.get(model)
         return tokenizer is not None and tokenizer.local is not None and tokenizer.local.keeps_items
 
+    def text_of(self, model: str, tokens: bytes) -> str | None:
+        """Return the text of a model's packed token ids; None if they cannot be decoded here."""
+        tokenizer = self._models.get(model)
+        return None if tokenizer is None or tokenizer.local is None else tokenizer.local.text_of(tokens)
+
     def states(self) -> dict[str, str]:
         """Return each model's route to tokens, or that its trial is running."""
         return {name: "trial running" if each.on_trial else each.route for name, each in self._models.items()}

@@ -57,6 +57,7 @@ class Completions:
         self._writer = writer
         self._engines = engines
         self._metrics = metrics
+        self._sglang = settings.disaggregation == "sglang"
         self._media = MediaEncoder(settings, metrics.registry)
         self.responses = StoredResponses()
         self.adapters = list(settings.adapters)
@@ -108,7 +109,7 @@ class Completions:
     async def message(self, http: Request, body: MessagesRequest) -> Response:
         """Answer a request for a message. Raises ApiError."""
         self._check_model(body.model)
-        prompt = await asyncio.to_thread(self.chat_tokens, body.conversation())
+        prompt = await asyncio.to_thread(self.chat_tokens, body.conversation(self._sglang))
         reply = partial(MessageReply, f"msg_{secrets.token_hex(8)}", self._model(body))
         return await self._reply(http, body, [prompt], body.max_tokens, "max_tokens", reply)
 

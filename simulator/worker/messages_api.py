@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from router.apis.messages import BILLING_HEADER
 from simulator.worker.protocol import ApiError, Conversation, GenerationRequest, Message
 from simulator.worker.replies import Reply, json_event
 
@@ -28,12 +29,19 @@ class CountTokensRequest(BaseModel):
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
-    def conversation(self) -> Conversation:
-        """Return the conversation for the chat template. Raises ApiError."""
+    def conversation(self, sglang: bool = False) -> Conversation:
+        """Return the conversation for the chat template. Raises ApiError.
+
+        `sglang`: blocks of the system prompt are joined as in SGLang. vLLM drops those with a billing line.
+        """
         messages: list[Message] = []
         if self.system:
-            blocks = [{"type": "text", "text": self.system}] if isinstance(self.system, str) else self.system
-            messages.append(Message(role="system", content="".join(str(block.get("text", "")) for block in blocks)))
+            texts = (
+                [self.system] if isinstance(self.system, str) else [str(each.get("text", "")) for each in self.system]
+            )
+            if not sglang and not isinstance(self.system, str):
+                texts = [text for text in texts if not text.startswith(BILLING_HEADER)]
+            messages.append(Message(role="system", content=("\n" if sglang else "").join(texts)))
         for index, message in enumerate(self.messages):
             messages += _converted(message, f"messages.{index}.content")
         tools = [
