@@ -70,6 +70,14 @@ CONTROL_HEADERS: Final = frozenset(
         b"x-smg-target-worker",
         b"x-gateway-destination-endpoint",
         b"x-gateway-destination-endpoint-subset",
+        b"x-override-rid",
+        b"x-override-bootstrap-host",
+        b"x-override-bootstrap-port",
+        b"x-override-bootstrap-room",
+        b"x-override-conversation-id",
+        b"x-override-routed-dp-rank",
+        b"x-override-disagg-prefill-dp-rank",
+        b"x-override-priority",
     }
 )
 

@@ -283,6 +283,22 @@ class Fleet:
             worker.lacks |= abilities
             self.changed()
 
+    def route_missing(self, worker: Worker, path: str, name: str | None) -> None:
+        """Record that a worker's engine lacks a path, until it is restarted. Others receive such requests.
+
+        `name`: the model of the refused request, if the answer may as well mean that; None if it is about the path.
+        """
+        known = worker.lacks_route(path, name)
+        worker.note_missing_route(path, name)
+        if not known:
+            self.changed()
+
+    def handover_refused(self, worker: Worker, path: str) -> None:
+        """Record that a worker's engine refused to share a prompt with another worker on a path, until a restart."""
+        if path not in worker.no_handover:
+            worker.no_handover.add(path)
+            self.changed()
+
     def connection_broken(self, url: str) -> None:
         """Probe a worker soon, because it closed an idle connection: it may have been restarted."""
         if (worker := self._workers.get(url)) is not None:

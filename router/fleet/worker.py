@@ -26,6 +26,10 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 _PREFILL = Role.PREFILL
 _ENCODE = Role.ENCODE
 _ANSWERS_KEPT = 20
+# Missing routes of one worker that are remembered, and for how many seconds: what answers in front of an engine that
+# starts may have no routes yet.
+_MOST_MISSING_ROUTES = 64
+MISSING_ROUTE_SECONDS = 600.0
 # Seconds for which a replaced model is reported.
 _CHANGE_SECONDS = 3600.0
 
@@ -93,6 +97,9 @@ class Worker:
     - `changed_models`: models that were replaced under the same name.
     - `refused_names`: names that it answered with 404 since its last answered probe, although it listed them.
     - `lacks`: the abilities that it lacks, by its description or by its answers.
+    - `missing_routes`: the paths that its engine lacks by its answers, for all names (None) or for one name, each with
+      the time of the last such answer by the health's clock.
+    - `no_handover`: paths on which its engine refused to compute a prompt for, or with, another worker.
     - `probe_began`: when the unanswered probe began; None if the last probe was answered.
     - `answer_seconds`: the durations of its last answers to probes and scrapes.
     - `probed`: set for a moment when a probe ends.
@@ -120,6 +127,8 @@ class Worker:
     replaced_adapters: set[str] = field(default_factory=set)
     refused_names: set[str] = field(default_factory=set)
     lacks: frozenset[Ability] = NO_ABILITIES
+    missing_routes: dict[tuple[str, str | None], float] = field(default_factory=dict)
+    no_handover: set[str] = field(default_factory=set)
     probe_began: float | None = None
     answer_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_ANSWERS_KEPT))
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -251,6 +260,8 @@ class Worker:
         """Apply a description from a probe, and record replaced models and adapters."""
         if self.description is None or self.description.lacks != description.lacks:
             self.lacks = description.lacks
+        if self.description is None or self.description.models != description.models:
+            self.missing_routes = {route: at for route, at in self.missing_routes.items() if route[1] is None}
         self.description = description
         for name, served in description.models.items():
             before = self._served_before.get(name)
@@ -305,9 +316,22 @@ class Worker:
     def forget_refusals(self) -> bool:
         """Forget what it lacked by its answers. Return whether it lacked anything."""
         described = NO_ABILITIES if self.description is None else self.description.lacks
-        lacked = bool(self.refused_names) or self.lacks != described
+        lacked = bool(self.refused_names or self.missing_routes or self.no_handover) or self.lacks != described
         self.refused_names, self.lacks = set(), described
+        self.missing_routes, self.no_handover = {}, set()
         return lacked
+
+    def lacks_route(self, path: str, name: str | None) -> bool:
+        """Return whether its engine answered lately that it has no such path."""
+        since = self.health.clock() - MISSING_ROUTE_SECONDS
+        return any(self.missing_routes.get((path, each), since) > since for each in (None, name))
+
+    def note_missing_route(self, path: str, name: str | None) -> None:
+        """Record that its engine lacks a path, for one name or for all. The oldest record is dropped above a limit."""
+        self.missing_routes.pop((path, name), None)
+        self.missing_routes[path, name] = self.health.clock()
+        if len(self.missing_routes) > _MOST_MISSING_ROUTES:
+            self.missing_routes.pop(next(iter(self.missing_routes)))
 
     def apply_settings(self, settings: WorkerSettings) -> None:
         """Apply settings. Their role overrides the described role."""

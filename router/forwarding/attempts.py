@@ -25,7 +25,8 @@ from router.apis.abilities import needed_abilities, refused_abilities
 from router.apis.endpoints import CHAT, COMPLETIONS, RESPONSES
 from router.apis.generate import with_adapter
 from router.apis.requests import RoutedRequest
-from router.apis.response_owners import asks_to_store
+from router.apis.response_owners import asks_to_store, stored_in_path
+from router.auth.routes import Access
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
 from router.forwarding.disaggregated_request import DisaggregatedRequest, PrefillFailedError
@@ -33,7 +34,15 @@ from router.forwarding.encode_stage import EncodeStage
 from router.forwarding.exchange import RoutingHeaders
 from router.forwarding.proxy_services import LONG_BODY, ProxyServices
 from router.forwarding.request_context import RequestContext
-from router.forwarding.retries import OVERLOADED, broken_off, is_model_missing, not_reached, requested_pause
+from router.forwarding.retries import (
+    OVERLOADED,
+    broken_off,
+    is_handover_refused,
+    is_model_missing,
+    is_route_missing,
+    not_reached,
+    requested_pause,
+)
 from router.forwarding.token_forwarding import TokenOffer
 from router.http.headers import RANK_HEADER, Headers, forwarded_lines
 from router.observability.spans import Span
@@ -46,6 +55,7 @@ from router.upstream.request import SentRequest, Transport
 _now: Final = time.monotonic
 _INVALID: Final = 400
 _NOT_FOUND: Final = 404
+_NO_METHOD: Final = 405
 _TOO_MANY: Final = 429
 _SERVER_ERROR: Final = 500
 _EVERYWHERE: Final = (CHAT, COMPLETIONS)  # paths that every engine has
@@ -92,6 +102,7 @@ class Attempts:
     _broken = 0  # number of them that broke off before they answered
     _asked_at = 0.0  # when the current choice of a worker began
     _waited = False  # no worker had capacity then
+    _excludes = True  # the worker of a failed attempt may not receive the request again
     _not_stored = False  # it is a response that the worker does not store
 
     def __init__(
@@ -428,14 +439,22 @@ class Attempts:
         return not worker.takes_work or self._services.fleet.at(worker.url) is not worker
 
     def _tries_other(self, status: int, data: bytes) -> bool:
-        """Return whether another worker may accept a refused request, for its models or longer context."""
+        """Return whether another worker may accept a refused request, for its models, routes or longer context."""
         assignment, prompt, services = self.assignment, self.prompt, self._services
-        if assignment is None or prompt.stored is not None or not self._context.admitted.route.json:
+        if assignment is None or prompt.stored is not None:
+            return False
+        if self._misses_route(status, data):
+            return self._lacks_route(assignment, data)
+        if not self._context.admitted.route.json:
             return False
         unable: list[Worker] = []
-        if is_model_missing(status, data) or (status == _NOT_FOUND and self._body_unseen(data)):
+        if assignment.prefill is not None and is_handover_refused(status, data):
+            services.fleet.handover_refused(self._refusing(assignment), self._context.head.path)
+            self._excludes = self._sends >= self._most
+            return not self._excludes
+        if is_model_missing(status, data) or (status == _NOT_FOUND and self._unseen_at_known_path(data)):
             prefill = assignment.prefill
-            if prefill is not None and isinstance(self.sent, DisaggregatedRequest) and self.sent.prefill_refused:
+            if prefill is not None and self._refusing(assignment) is prefill.worker:
                 services.fleet.name_refused(prefill.worker, prompt.name)
                 return self._repeatable and self._exclude_refusing_prefill(assignment, prefill.worker)
             services.fleet.name_refused(assignment.worker, prompt.name)
@@ -454,8 +473,37 @@ class Attempts:
         return True
 
     def _body_unseen(self, data: bytes) -> bool:
-        """Return whether a transport shows only an error's head, and its path is one that every engine has."""
-        return self._transport is not None and not data and self._context.head.path in _EVERYWHERE
+        """Return whether a transport shows only an error's head."""
+        return self._transport is not None and not data
+
+    def _unseen_at_known_path(self, data: bytes) -> bool:
+        return self._body_unseen(data) and self._context.head.path in _EVERYWHERE
+
+    def _misses_route(self, status: int, data: bytes) -> bool:
+        """Return whether a refusal says that the worker's engine has no such route.
+
+        On a path that every engine has it says nothing. The head of a 404 alone is taken for one on all other paths.
+        """
+        head, route = self._context.head, self._context.admitted.route
+        if head.method != "POST" or head.path in _EVERYWHERE or route.access is Access.ENGINE:
+            return False
+        return is_route_missing(status, data) and stored_in_path(head.path) is None
+
+    def _lacks_route(self, assignment: Assignment, data: bytes) -> bool:
+        """Record that a worker lacks the request's path. Return whether another worker may have it."""
+        path, name, fleet = self._context.head.path, self.prompt.name, self._services.fleet
+        worker = self._refusing(assignment)
+        fleet.route_missing(worker, path, name if self._body_unseen(data) else None)
+        prefills = assignment.prefill is not None and worker is assignment.prefill.worker
+        excluded = {*self._excluded(again=True), worker}
+        others = [each for each in fleet.able(name, prefills) if each not in excluded]
+        return self._sends < self._most and any(not each.lacks_route(path, name) for each in others)
+
+    def _refusing(self, assignment: Assignment) -> Worker:
+        """Return the worker whose refusal was received: of a pair, the prefill worker may answer for both."""
+        prefill = assignment.prefill
+        refused = isinstance(self.sent, DisaggregatedRequest) and self.sent.prefill_refused
+        return prefill.worker if prefill is not None and refused else assignment.worker
 
     def _unable(self, worker: Worker, error: bytes) -> list[Worker]:
         """Return the workers that would refuse a request as this worker did: for an ability, or for its length."""
@@ -475,7 +523,7 @@ class Attempts:
         """Return whether the text of an error may lead to a retry."""
         if not self._may_send_again:
             return False
-        if status == _NOT_FOUND:
+        if status in (_NOT_FOUND, _NO_METHOD):
             return True
         if status == _SERVER_ERROR:
             return self.may_break
@@ -570,7 +618,9 @@ class Attempts:
 
     def leave(self, problem: str) -> None:
         """Release the worker of an attempt that failed before any byte was forwarded."""
-        self._left[self.tried[-1]] = self.tried[-1].starts
+        if self._excludes:
+            self._left[self.tried[-1]] = self.tried[-1].starts
+        self._excludes = True
         assignment = self._release(problem)
         self._services.metrics.retried.labels(assignment.worker.name).inc()
 

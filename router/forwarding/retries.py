@@ -14,6 +14,7 @@ from http_api.errors import RequestError
 from router.http.headers import whole_number
 
 _NOT_FOUND: Final = 404
+_NO_METHOD: Final = 405
 _INVALID: Final = 400
 # SGLang refuses an adapter that it does not have as an invalid request.
 _SGLANG_ADAPTER: Final = b"LoRA adapter"
@@ -35,6 +36,32 @@ def is_model_missing(status: int, body: bytes) -> bool:
     if status == _NOT_FOUND:
         return _NO_MODEL.search(body) is not None
     return status == _INVALID and _SGLANG_ADAPTER in body and any(words in body for words in _SGLANG_NOT_LOADED)
+
+
+# The whole bodies of servers that have no such route: FastAPI's (vLLM, SGLang, TensorRT-LLM), llama.cpp's, and those of
+# Go's and nginx' routers. A 405 says the same of a path that takes other methods, such as one with an id.
+_NO_ROUTE: Final = re.compile(
+    rb'\s*(?:\{"detail"\s*:\s*"(?:Not Found|Method Not Allowed)"\}'
+    rb'|\{"error":\s*\{[^{}]{0,128}"File Not Found"[^{}]{0,128}\}\}'
+    rb"|404 page not found|Not Found|<html>.{0,64}<title>404 Not Found</title>.{0,512})?\s*",
+    re.DOTALL,
+)
+
+
+def is_route_missing(status: int, body: bytes) -> bool:
+    """Return whether a worker's status and whole body say that it has no such route."""
+    if status == _NO_METHOD:
+        return True
+    return status == _NOT_FOUND and _NO_ROUTE.fullmatch(body) is not None
+
+
+# How SGLang's prefill and decode workers refuse a request in which they find no fields about the other worker.
+_NO_ROOM: Final = b"without bootstrap room id"
+
+
+def is_handover_refused(status: int, body: bytes) -> bool:
+    """Return whether a worker of a pair says that it found no fields about the other worker in a request."""
+    return status == _INVALID and _NO_ROOM in body
 
 
 # Statuses that are always retried: the worker did not process the request.

@@ -227,8 +227,8 @@ class CandidateFinder:
         if owner is None:
             if targets.lengths is not None:
                 excluded = [*excluded, *targets.too_short(prompt.context, excluded)]
-            if targets.refusing or (targets.lacks and prompt.needs):
-                excluded = targets.without_unable(prompt.needs, excluded)
+            if targets.refusing or targets.lacking_routes or (targets.lacks and prompt.needs):
+                excluded = targets.without_unable(prompt.path, prompt.needs, excluded)
         rows = self._excluded_rows(targets, view, prompt, excluded, limits, owner)
         if prompt.dp_rank is not None and not prefill:
             rows = {*rows, *(rank.row for rank in targets.ranks if rank.target.dp_rank != prompt.dp_rank)}

@@ -29,6 +29,7 @@ class ModelTargets:
     - `unsettled`: the workers that warm up or whose circuit is not closed.
     - `rows_of`: the rows of a model's targets, for the index and for prompts in flight.
     - `refusing`: the workers that lack the name by their own answers; empty if all do.
+    - `lacking_routes`: the workers that lack any path by their own answers.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class ModelTargets:
         self.lacks = {worker: worker.lacks for worker in self.workers if worker.lacks} if unlike else {}
         refusing = [worker for worker in self.workers if name in worker.refused_names]
         self.refusing = refusing if len(refusing) < len(self.workers) else []
+        self.lacking_routes = [worker for worker in self.workers if worker.missing_routes]
+        self._name = name
         self.served: list[ServedModel] = list({ranks[0].served: None for ranks in self.of_worker.values()})
         self.rows_of: dict[ServedModel, tuple[TargetRows, InFlightRows]] = {}
         for served in self.served:
@@ -97,9 +100,10 @@ class ModelTargets:
         needed = min(tokens, longest)
         return [worker for worker, length in lengths.items() if length < needed]
 
-    def without_unable(self, needs: Set[Ability], excluded: Collection[Worker]) -> Collection[Worker]:
-        """Return the workers to exclude, with those that lack the name or an ability if any other worker is left."""
-        for unable in (self.refusing, self.lacking(needs)):
+    def without_unable(self, path: str, needs: Set[Ability], excluded: Collection[Worker]) -> Collection[Worker]:
+        """Return the workers to exclude, with those that lack the name, the path or an ability if any other is left."""
+        routeless = [worker for worker in self.lacking_routes if worker.lacks_route(path, self._name)]
+        for unable in (self.refusing, routeless, self.lacking(needs)):
             more = {*excluded, *unable}
             if any(worker not in more for worker in self.workers):
                 excluded = more

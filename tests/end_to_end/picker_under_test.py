@@ -35,10 +35,12 @@ class PickerUnderTest:
     def stream(self, *modes: int, **options: Any) -> EnvoyStream:
         return EnvoyStream(self.channel, *modes, **options)
 
-    async def sent(self, *modes: int, body: bytes = BODY, headers: Headers = (), **options: Any) -> EnvoyStream:
+    async def sent(
+        self, *modes: int, path: str = PATH, body: bytes = BODY, headers: Headers = (), **options: Any
+    ) -> EnvoyStream:
         """Open a stream and send the head and the body of a request."""
         stream = self.stream(*modes, **options)
-        await stream.head(PATH, JSON, *headers)
+        await stream.head(path, JSON, *headers)
         await stream.body(body)
         return stream
 

@@ -184,6 +184,104 @@ async def test_a_404_through_the_picker_leads_later_requests_elsewhere() -> None
         await until(lambda: answered(200), lambda chosen: chosen == lacking)  # it lists the adapter
 
 
+NO_ROUTE = b'{"detail":"Not Found"}'
+COUNT = "/v1/messages/count_tokens"
+COUNTED = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+def without(*paths: str, error: bytes = NO_ROUTE, status: str = "404 Not Found") -> Script:
+    """A worker without some paths."""
+
+    async def script(exchange: Exchange) -> None:
+        lacks = exchange.target in paths
+        await exchange.answer(error if lacks else b"{}", status if lacks else "200 OK")
+
+    return script
+
+
+def asked(worker: ScriptedWorker, path: str) -> int:
+    return sum(exchange.target == path for exchange in worker.exchanges)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "error"),
+    [
+        (COUNT, "404 Not Found", NO_ROUTE),
+        ("/v1/rerank", "404 Not Found", b""),
+        ("/v1/responses/compact", "405 Method Not Allowed", b'{"detail":"Method Not Allowed"}'),
+        ("/v1/audio/translations", "404 Not Found", NO_ROUTE),
+    ],
+)
+async def test_a_worker_without_a_route_receives_all_others_and_such_requests_go_elsewhere(
+    path: str, status: str, error: bytes
+) -> None:
+    async with (
+        scripted_worker(without(path, error=error, status=status)) as lacks,
+        scripted_worker() as has,
+        router(lacks.url, has.url, fleet=SELDOM, policy={"name": "round_robin"}) as routed,
+    ):
+        form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n--x--\r\n'
+        body = form if "audio" in path else COUNTED
+        headers = {"content-type": "multipart/form-data; boundary=x"} if "audio" in path else None
+        replies = [await routed.call(path, body, headers=headers) for _ in range(8)]
+        assert {(reply.status, reply.worker) for reply in replies} == {(200, has.url)}
+        assert asked(lacks, path) == 1
+        chats = [await routed.call("/v1/completions", {"model": "m", "prompt": "x"}) for _ in range(8)]
+        assert sorted(reply.worker for reply in chats) == sorted([lacks.url, has.url] * 4)
+
+
+async def test_the_404_of_one_worker_is_forwarded_if_all_lack_the_route() -> None:
+    async with (
+        scripted_worker(without(COUNT)) as first,
+        scripted_worker(without(COUNT)) as second,
+        router(first.url, second.url, fleet=SELDOM) as routed,
+    ):
+        for number in range(1, 4):
+            reply = await routed.call(COUNT, COUNTED)
+            assert (reply.status, reply.body) == (404, NO_ROUTE)
+            assert asked(first, COUNT) + asked(second, COUNT) == number + 1  # the first request tries both
+
+
+async def test_a_route_is_tried_again_after_a_restart() -> None:
+    async with (
+        scripted_worker(without(COUNT)) as first,
+        scripted_worker() as second,
+        router(first.url, second.url, fleet=QUICK, policy={"name": "round_robin"}) as routed,
+    ):
+        await until(lambda: routed.call(COUNT, COUNTED), lambda _: asked(first, COUNT) == 1)
+        await first.stop()
+
+        async def states() -> set[str]:
+            return {each["state"] for each in await routed.workers()}
+
+        await until(states, lambda found: "down" in found)
+        first.script = Exchange.answer
+        await first.start()
+        await until(states, lambda found: "down" not in found)
+        await until(lambda: routed.call(COUNT, COUNTED), lambda reply: reply.worker == first.url)
+
+
+async def test_a_route_that_is_missing_through_the_picker_leads_later_requests_elsewhere() -> None:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(scripted_worker()) for _ in range(2)]
+        urls = [worker.url for worker in workers]
+        side, port = await stack.enter_async_context(picker(*urls, fleet=SELDOM, policy={"name": "round_robin"}))
+        channel = await stack.enter_async_context(channel_to(port))
+        routed = PickerUnderTest(side, channel, [])
+
+        async def answered(path: str, status: int) -> str:
+            stream, chosen = await routed.routed(path=path, body=json.dumps(COUNTED).encode())
+            await stream.answer_head(status, ends=True)
+            await stream.receive()
+            await stream.finish()
+            return chosen
+
+        lacking = await answered(COUNT, 404)
+        assert lacking not in {await answered(COUNT, 200) for _ in range(6)}
+        assert lacking in {await answered("/v1/rerank", 200) for _ in range(6)}
+        assert lacking in {await answered("/v1/chat/completions", 200) for _ in range(6)}
+
+
 def resolving(known: set[str], sent: list[str]) -> Script:
     """A worker that loads adapters at their first request, as vLLM's resolvers do, unless they begin with `no`."""
 

@@ -5,6 +5,8 @@
 - vLLM with Mooncake: both are sent at once, with a transfer id that both know.
 - TensorRT-LLM: the context phase is sent first. Its answer becomes a part of the generation request.
 - Sidecar (llm-d): a header names the prefill worker, and the decode worker's sidecar sends it the prefill.
+
+`docs/disaggregated-routing.md` lists which releases of each engine take these fields on which path.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import msgspec
 
 from indexer.hashing import PackedPrompt
 from kvevents.decoding import read_json
+from router.apis.endpoints import ANTHROPIC, CHAT, COMPLETIONS, RESPONSES
 from router.apis.json_edit import with_field
 from router.apis.prompt_ids import with_prompt_ids
 from router.fleet.worker import Worker
@@ -35,9 +38,15 @@ from router.routing.disaggregation.bodies import (
 from router.routing.pulls import PullEndpoint
 from router.settings import Backend, PullProtocol
 
-_CHAT = "/v1/chat/completions"
 _IDS = "prompt_token_ids"
 _MAX_ROOM = 2**63
+# The fields that limit an answer to one token, by path, and those that keep the prefill worker from storing the answer.
+_ONE_TOKEN: dict[str, dict[str, Any]] = {
+    CHAT: {"max_tokens": 1, "max_completion_tokens": 1},
+    RESPONSES: {"max_output_tokens": 1, "store": False, "background": False},
+}
+_AGENTS = frozenset({ANTHROPIC, RESPONSES})
+_OVERRIDE = b"x-override-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,8 @@ class Adapter:
     - `decodes_alone`: whether a decode worker can compute a prompt itself.
     - `prefills`: whether the router sends a request to the prefill worker.
     - `one_answer`: whether the KV cache of only one prompt, for one answer, can be handed over.
-    - `paths`: the paths of requests that can be disaggregated.
+    - `paths`: the paths of requests that can be disaggregated, in the engine's newest release.
+    - `refusal`: why a worker may refuse to hand over a prompt of these paths, and what to do, in words.
     - `sends_ids`: whether both requests can carry the prompt's token ids.
     - `pulls`: the forms in which its requests can name the peer that the prefill pulls from.
     - `pull`: the peer that the prefill pulls from; None without a pull.
@@ -99,7 +109,8 @@ class Adapter:
     decodes_alone: ClassVar[bool] = True
     prefills: ClassVar[bool] = True
     one_answer: ClassVar[bool] = True
-    paths: ClassVar[frozenset[str]] = frozenset({_CHAT, "/v1/completions"})
+    paths: ClassVar[frozenset[str]] = frozenset({CHAT, COMPLETIONS})
+    refusal: ClassVar[str] = "its engine refuses to hand over prompts of this path"
     sends_ids: ClassVar[bool] = False
     pulls: ClassVar[frozenset[PullProtocol]] = frozenset()
 
@@ -151,27 +162,38 @@ class Adapter:
 
 
 class Sglang(Adapter):
-    """SGLang: the two meet in a room of the prefill's bootstrap service."""
+    """SGLang: the two meet in a room of the prefill's bootstrap service.
+
+    Messages name it in headers, which SGLang reads only if it is started with `SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES`.
+    """
 
     concurrent = True
     decodes_alone = False
     one_answer = False
-    paths = frozenset({_CHAT, "/v1/completions", "/generate"})
+    paths = Adapter.paths | _AGENTS | {"/generate"}
+    refusal = (
+        "its SGLang hands over no prompts of this path: /v1/messages needs SGLang 0.5.18 and the variable "
+        "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES=1 of its workers, /v1/responses needs SGLang 0.5.20"
+    )
     sends_ids = True
 
     def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
         super().__init__(path, body, prefill, decode)
         fields = fields_of(body)
-        prompts = prompts_in(fields)
+        prompts = prompts_in(fields) if path not in _AGENTS else None
         self._room = self._new_room() if prompts is None else [self._new_room() for _ in range(prompts)]
-        rid = value_of(fields, "rid")
-        self._rid = rid if rid is not None else uuid4().hex
+        # A response's id is the id of its request.
+        self._rid_field, prefix = ("request_id", "resp_") if path == RESPONSES else ("rid", "")
+        rid = value_of(fields, self._rid_field) if path != ANTHROPIC else None
+        self._rid = rid if rid is not None else f"{prefix}{uuid4().hex}"
 
     def prefill(self) -> PreparedRequest:
         fields = self._bootstrap_fields()
         if self.prefill_worker.dp_size > 1:
             fields["routed_dp_rank"] = self.prefill_worker.dp_rank
-        return PreparedRequest(with_fields(self.body, **fields))
+        if self.path == RESPONSES:
+            fields |= {"store": False, "background": False}
+        return self._prepared(fields)
 
     def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
         fields = self._bootstrap_fields()
@@ -179,7 +201,14 @@ class Sglang(Adapter):
             fields["disagg_prefill_dp_rank"] = self.prefill_worker.dp_rank
         if self.decode_worker.dp_size > 1:
             fields["routed_dp_rank"] = self.decode_worker.dp_rank
-        return PreparedRequest(with_fields(self.body, **fields))
+        return self._prepared(fields)
+
+    def _prepared(self, fields: dict[str, Any]) -> PreparedRequest:
+        """Return a request with these fields: in headers for messages, whose body SGLang reads no such field of."""
+        if self.path != ANTHROPIC:
+            return PreparedRequest(with_fields(self.body, **fields))
+        headers = [(_OVERRIDE + name.replace("_", "-").encode(), str(value).encode()) for name, value in fields.items()]
+        return PreparedRequest(self.body, headers)
 
     @property
     def abort(self) -> PreparedRequest | None:
@@ -189,7 +218,7 @@ class Sglang(Adapter):
         worker = self.prefill_worker
         bootstrap = {"bootstrap_host": worker.host, "bootstrap_port": worker.bootstrap_port}
         ids = {} if self.ids is None else {"input_ids": msgspec.Raw(self.ids.json())}
-        return bootstrap | {"bootstrap_room": self._room, "rid": self._rid} | ids
+        return bootstrap | {"bootstrap_room": self._room, self._rid_field: self._rid} | ids
 
     def _new_room(self) -> int:
         """Return a random room that the prefill worker's chosen rank serves."""
@@ -201,6 +230,7 @@ class Sglang(Adapter):
 class Nixl(Adapter):
     """vLLM with NIXL: the decode worker pulls the blocks that the prefill's answer names."""
 
+    paths = Adapter.paths | _AGENTS
     sends_ids = True
     pulls = frozenset({PullProtocol.P2P})
 
@@ -223,6 +253,7 @@ class Mooncake(Adapter):
     """vLLM with Mooncake: both know the transfer id, and the decode worker the address of the bootstrap service."""
 
     concurrent = True
+    paths = Adapter.paths | _AGENTS
     sends_ids = True
 
     def __init__(self, path: str, body: bytes, prefill: WorkerEndpoint, decode: WorkerEndpoint) -> None:
@@ -278,7 +309,7 @@ class TensorRtLlm(Adapter):
             raise ValueError("choices[0] has no disaggregated_params")
         fields: dict[str, Any] = {"disaggregated_params": params | {"request_type": "generation_only"}}
         if (token_ids := answer.get("prompt_token_ids")) is not None:
-            fields["prompt_token_ids" if self.path == _CHAT else "prompt"] = token_ids
+            fields["prompt_token_ids" if self.path == CHAT else "prompt"] = token_ids
         return PreparedRequest(with_fields(self.body, **fields))
 
 
@@ -300,6 +331,7 @@ class Sidecar(Adapter):
 
     concurrent = True
     prefills = False
+    paths = Adapter.paths | _AGENTS
     pulls = frozenset({PullProtocol.SIDECAR})
 
     def decode(self, prefilled: bytes) -> PreparedRequest:  # noqa: ARG002
@@ -322,8 +354,7 @@ def _one_token(path: str, body: bytes, **values: Any) -> bytes:
     fields = fields_of(body)
     for name in ("stream_options", "min_tokens"):
         fields.pop(name, None)
-    tokens = {"max_tokens": 1, **({"max_completion_tokens": 1} if path == _CHAT else {})}
-    return encoded(fields, stream=False, **tokens, **values)
+    return encoded(fields, stream=False, **_ONE_TOKEN.get(path, {"max_tokens": 1}), **values)
 
 
 def _computing(body: bytes, ids: PackedPrompt | None) -> PreparedRequest:

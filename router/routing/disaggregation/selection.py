@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from http_api.errors import RequestError
+from router.apis.endpoints import PROMPTED
 from router.apis.requests import RoutedRequest
 from router.fleet.discovery import Engine
 from router.fleet.worker import Worker
@@ -62,21 +64,28 @@ class DisaggregatedSelector:
         slo: SLO | None = None,
     ) -> Selection | None:
         """Return the selection among candidates; None if a policy of one's own excludes all of them, or if the
-        request should wait for a full prefill worker.
+        request should wait for a full worker.
 
-        Raises RequestError (503) if the needed prefill worker is missing.
+        Raises RequestError: 503 if the needed prefill worker is missing, 400 if no worker computes the whole request.
         """
+        decoding = [rank.worker for rank in map(found.rank_of, found.candidates) if rank.worker.role is Role.DECODE]
+        adapter = self.adapter_of(decoding[0]) if decoding else None
+        if adapter is None or prompt.path not in PROMPTED:
+            phase = Phase.DECODE if decoding else Phase.BOTH
+            return self._select_one(found, prompt, request, phase)
+        prefilling = self._state.fleet.able(prompt.name, prefill=True)
+        refusing = [worker for worker in (*prefilling, *decoding) if prompt.path in worker.no_handover]
+        reason = _not_handed_over(adapter, prompt)
+        if refusing and not reason and any(set(refusing) >= set(role) for role in (prefilling, decoding) if role):
+            reason = adapter.refusal
+        if reason:
+            return self._select_whole(adapter, found, prompt, excluded, request, reason)
+        if refusing:
+            found = found.without([rank.row for rank in found.targets.ranks if rank.worker in refusing])
+            excluded = [*excluded, *refusing]
+        prefills = self._candidates.find(prompt, excluded, UNLIMITED, now, prefill=True, pulls=adapter.pulls)
         candidates = found.candidates
         ranks = [found.rank_of(candidate) for candidate in candidates]
-        decoding = [rank.worker for rank in ranks if rank.worker.role is Role.DECODE]
-        adapter = self.adapter_of(decoding[0]) if decoding else None
-        # Only the KV cache of one prompt, for one answer, can be moved.
-        several = adapter is not None and adapter.one_answer and len(prompt.identities) * prompt.answers > 1
-        if adapter is None or prompt.path not in adapter.paths or several:
-            phase = Phase.DECODE if decoding else Phase.BOTH
-            decision = decide(self._custom, self._policy, found, prompt, request, phase)
-            return None if decision is None else found.select(decision)
-        prefills = self._candidates.find(prompt, excluded, UNLIMITED, now, prefill=True, pulls=adapter.pulls)
         if not prefills.count and not (adapter.decodes_alone and self._settings.decode_computes):
             full = self._state.fleet.full()
             if any(worker.accepts(prompt.name, prefill=True) and worker not in excluded for worker in full):
@@ -119,6 +128,41 @@ class DisaggregatedSelector:
         if slo is not None or now >= self._learned.predictions.due:
             selection.prediction = prediction
         return selection
+
+    def _select_one(
+        self, found: CandidateSet, prompt: RoutedRequest, request: Request, phase: Phase
+    ) -> Selection | None:
+        """Return the selection of one worker; None if a policy of one's own excludes all of them."""
+        decision = decide(self._custom, self._policy, found, prompt, request, phase)
+        return None if decision is None else found.select(decision)
+
+    def _select_whole(
+        self,
+        adapter: type[Adapter],
+        found: CandidateSet,
+        prompt: RoutedRequest,
+        excluded: Collection[Worker],
+        request: Request,
+        reason: str,
+    ) -> Selection | None:
+        """Return the selection of a worker that computes prompt and answer; None if the request should wait for one.
+
+        Decode workers that may compute no prompts are chosen only if no other worker can. `reason`: why the prompt
+        cannot be handed over.
+        """
+        if adapter.decodes_alone and self._settings.decode_computes:
+            return self._select_one(found, prompt, request, Phase.DECODE)
+        decoding = [rank.row for rank in found.targets.ranks if rank.worker.role is Role.DECODE]
+        whole = found.without(decoding)
+        if whole.count:
+            return self._select_one(whole, prompt, request, Phase.BOTH)
+        if any(worker.role is Role.BOTH and worker not in excluded for worker in found.targets.workers):
+            return None
+        if adapter.decodes_alone:
+            return self._select_one(found, prompt, request, Phase.DECODE)
+        raise RequestError(
+            f"No worker of this model computes prompt and answer, and {reason}.", code="not_disaggregated"
+        )
 
     def _choose(
         self, options: PairOptions, request: Request, latency: PairLatency, slo: SLO | None, now: float
@@ -163,7 +207,7 @@ class DisaggregatedSelector:
     def need_prefill(self, workers: Sequence[Worker], prompt: RoutedRequest) -> bool:
         """Return whether all of these workers need another worker to compute a prompt."""
         adapters = [self.adapter_of(worker) if worker.role is Role.DECODE else None for worker in workers]
-        return all(each and not each.decodes_alone and prompt.path in each.paths for each in adapters)
+        return all(each and not each.decodes_alone and not _not_handed_over(each, prompt) for each in adapters)
 
     def adapter_of(self, worker: Worker) -> type[Adapter] | None:
         """Return the adapter of a decode worker; None if no adapter is known for its engine."""
@@ -171,3 +215,17 @@ class DisaggregatedSelector:
         if backend is not Backend.AUTO:
             return ADAPTERS[backend]
         return _ADAPTER_OF_ENGINE.get(worker.description.engine) if worker.description else None
+
+
+def _not_handed_over(adapter: type[Adapter], prompt: RoutedRequest) -> str:
+    """Return why a prompt cannot be handed over between two workers, in words; empty if it can be.
+
+    Only the KV cache of one prompt, for one answer, can be moved. Only the worker that created a response knows it.
+    """
+    if prompt.path not in adapter.paths:
+        return f"its engine hands over no prompts of {prompt.path}"
+    if prompt.stored is not None:
+        return "only the worker with an earlier response knows it: send the whole input"
+    if adapter.one_answer and len(prompt.identities) * prompt.answers > 1:
+        return "only one prompt for one answer can be handed over"
+    return ""

@@ -201,3 +201,69 @@ def test_request_for_several_answers_uses_one_worker(kind: type[Adapter], asked:
 @pytest.mark.parametrize("asked", [{"prompt": "x"}, {"prompt": ["x"]}, {"prompt": [1, 2], "n": 1, "best_of": None}])
 def test_request_for_one_answer_uses_two_workers(kind: type[Adapter], asked: dict[str, Any]) -> None:
     assert type(kind.of(TEXT, json.dumps(asked).encode(), P, D)) is kind
+
+
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+AGENT = b'{"model": "m", "max_tokens": 9, "stream": true, "messages": [{"role": "user", "content": "x"}]}'
+CODEX = b'{"model": "m", "input": "x", "max_output_tokens": 9, "stream": true, "store": true, "text": {"format": {}}}'
+# The fields that each engine reads on the paths of agents, by the sources of its release:
+# vLLM 0.32.0: `entrypoints/anthropic/protocol.py` and `entrypoints/openai/responses/protocol.py`, `kv_transfer_params`
+# in request and answer (0.28.0 and later have both). The budget of `thinking` is not checked with `do_remote_decode`.
+# SGLang 0.5.23: `srt/entrypoints/openai/protocol.py`, `ResponsesRequest(PDRoutingFields)` (0.5.20 and later), and
+# `srt/entrypoints/request_headers.py` by `serving_chat.py`, which also converts messages (0.5.18 and later).
+# llm-d router: `pkg/sidecar/proxy/proxy_routes_test.go` at 0f25feab.
+# TensorRT-LLM: `tensorrt_llm/serve/anthropic_adapter.py` at a9239bda drops other fields.
+
+
+@pytest.mark.parametrize(
+    ("kind", "paths"),
+    [(Nixl, True), (Mooncake, True), (Sglang, True), (Sidecar, True), (TensorRtLlm, False)],
+)
+def test_agents_paths_are_handed_over_by_engines_that_read_the_fields_there(kind: type[Adapter], paths: bool) -> None:
+    assert ({MESSAGES, RESPONSES} <= kind.paths) is paths
+
+
+@pytest.mark.parametrize("kind", [Nixl, Mooncake])
+def test_prefill_of_a_message_or_response_is_one_token_that_nobody_stores(kind: type[Adapter]) -> None:
+    message, response = (
+        sent(made(kind, AGENT, MESSAGES).prefill().body),
+        sent(made(kind, CODEX, RESPONSES).prefill().body),
+    )
+    for prefill in (message, response):
+        assert prefill["stream"] is False
+        assert prefill.pop("kv_transfer_params")["do_remote_decode"] is True
+    assert message == sent(AGENT) | {"max_tokens": 1, "stream": False}
+    limited = {"max_output_tokens": 1, "stream": False, "store": False, "background": False}
+    assert response == sent(CODEX) | limited
+
+
+@pytest.mark.parametrize(("path", "body"), [(MESSAGES, AGENT), (RESPONSES, CODEX)])
+def test_nixl_decodes_a_message_or_response_from_the_prefills_blocks(path: str, body: bytes) -> None:
+    decode = made(Nixl, body, path).decode(b'{"kv_transfer_params": {"remote_port": 1}}')
+    assert decode.body == body[:-1] + b',"kv_transfer_params":{"remote_port": 1}}'
+
+
+def test_sglang_reads_the_room_of_a_message_in_headers() -> None:
+    prefill, decode = WorkerEndpoint("::1", 1, 1, 2, 9000), WorkerEndpoint("d", 1, 3, 4)
+    adapter = made(Sglang, AGENT[:-1] + b', "rid": "a\\r\\nb"}', MESSAGES, prefill, decode)
+    to_prefill, to_decode = adapter.prefill(), adapter.decode(b"")
+    assert to_prefill.body == to_decode.body == adapter.body
+    first, second = dict(to_prefill.headers), dict(to_decode.headers)
+    for headers in (first, second):
+        assert headers[b"x-override-bootstrap-host"] == b"::1"
+        assert headers[b"x-override-bootstrap-port"] == b"9000"
+        assert int(headers[b"x-override-bootstrap-room"]) % 2 == 1
+    assert first[b"x-override-bootstrap-room"] == second[b"x-override-bootstrap-room"]
+    assert first[b"x-override-rid"] == second[b"x-override-rid"]
+    assert sent(adapter.abort.body) == {"rid": first[b"x-override-rid"].decode()}
+    assert first[b"x-override-routed-dp-rank"] == second[b"x-override-disagg-prefill-dp-rank"] == b"1"
+    assert second[b"x-override-routed-dp-rank"] == b"3"
+
+
+def test_sglang_stores_a_response_on_the_decode_worker_alone() -> None:
+    adapter = made(Sglang, CODEX, RESPONSES)
+    prefill, decode = sent(adapter.prefill().body), sent(adapter.decode(b"").body)
+    assert prefill == decode | {"store": False, "background": False}
+    assert decode["request_id"].startswith("resp_")
+    assert sent(adapter.abort.body) == {"rid": decode["request_id"]}
+    assert isinstance(decode["bootstrap_room"], int)
