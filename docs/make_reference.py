@@ -20,7 +20,7 @@ from typer.models import ArgumentInfo, Context, OptionInfo
 
 from kvrouter.cli import app as commands
 from router.app.app import running_router
-from router.fleet.advice import ADVICE
+from router.observability.advice import ADVICE
 from router.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -277,7 +277,7 @@ def alerts_page() -> str:
 
 
 def findings_page() -> str:
-    """Return the page of findings, from router/fleet/advice.py."""
+    """Return the page of findings, from router/observability/advice.py."""
     lines = _head(
         "Findings",
         "The findings of `/health`, of the page and of `kvrouter doctor`. `error`: a worker or the router does not "

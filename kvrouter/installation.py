@@ -36,7 +36,7 @@ MODULES = {
     ),
     "demo": ("openai",),
     "disaggregation": ("numpy",),
-    "envoy": ("google", "grpc_health", "hpack"),
+    "envoy": ("google", "hpack"),
     "harmony": ("openai_harmony",),
     "kimi": ("tiktoken",),
     "mistral": ("mistral_common",),

@@ -89,7 +89,7 @@ def picker(
     from router.server.serving import serve_picker
     from router.settings import SettingsFile
 
-    if not all(find_spec(name) for name in ("grpc_health", "hpack")):
+    if not all(find_spec(name) for name in ("google", "hpack")):
         fail("the picker needs more packages: pip install 'kvrouter[envoy]'")
     overrides = of_workers(worker) | given(
         server=given(host=host, port=port),

@@ -11,6 +11,7 @@ from http_api.openapi import add_api_page
 from http_api.routes import add_error_handlers
 from indexer.api.questions import Questions
 from indexer.api.routes import index_routes
+from router.app.all_processes import AllProcesses
 from router.app.routes.commands import adapter_routes, engine_routes
 from router.app.routes.explain import explain_routes, match_reader
 from router.app.routes.model_cards import model_routes
@@ -19,7 +20,6 @@ from router.app.routes.workers import worker_routes
 from router.app.services import Services, running_services
 from router.forwarding.dispatcher import Dispatcher
 from router.settings import Settings, SettingsFile
-from router.sharing.all_processes import AllProcesses
 from router.sharing.worker_processes import WorkerProcesses
 
 

@@ -12,8 +12,8 @@ from indexer import Indexer
 from indexer.api.metrics import IndexCollector, add_process_metrics
 from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
-from router.fleet.advice import advised
 from router.fleet.fleet import Fleet
+from router.observability.advice import advised
 from router.observability.fleet_report import About, findings
 from router.observability.fleet_snapshot import FleetSnapshot, Series
 from router.observability.low_hits import LowHits, MeanLoad

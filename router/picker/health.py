@@ -6,14 +6,14 @@ import asyncio
 from typing import Final
 
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health_pb2
 
 from router.app.readiness import Readiness
+from router.picker.grpc_health_pb2 import HealthCheckRequest, HealthCheckResponse
 from router.picker.grpc_server import INTERNAL, NOT_FOUND, Call, CallHandler, Methods
 
 _PATH: Final = "/grpc.health.v1.Health/"
 _LOOK_SECONDS: Final = 0.5
-_Status = health_pb2.HealthCheckResponse
+_Status = HealthCheckResponse
 
 
 class Health:
@@ -58,7 +58,7 @@ class _Check:
         if status == _Status.SERVICE_UNKNOWN:
             self._call.end(NOT_FOUND, f"no service {service!r}")
             return
-        self._call.send(_Status(status=status).SerializeToString())
+        self._call.send(_Status(status=_Status.ServingStatus.Name(status)).SerializeToString())
         self._call.end()
 
     def peer_ended(self) -> None:
@@ -91,7 +91,7 @@ class _Watch:
         status = self._health.status(self._service)
         if status != self._sent:
             self._sent = status
-            self._call.send(_Status(status=status).SerializeToString())
+            self._call.send(_Status(status=_Status.ServingStatus.Name(status)).SerializeToString())
         self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
 
     def peer_ended(self) -> None:
@@ -105,6 +105,6 @@ class _Watch:
 
 def _service(message: bytes) -> str | None:
     try:
-        return str(health_pb2.HealthCheckRequest.FromString(message).service)
+        return str(HealthCheckRequest.FromString(message).service)
     except DecodeError:
         return None

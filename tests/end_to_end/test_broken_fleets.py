@@ -18,7 +18,7 @@ from benchmarks.ports import free_port
 from kvrouter.cli import app
 from kvrouter.processes import KvrouterProcess
 from kvrouter.tools.doctor.run import examine
-from router.fleet.advice import ADVICE
+from router.observability.advice import ADVICE
 from router.settings import Settings
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running

@@ -32,8 +32,8 @@ from kvrouter.tools.doctor.pools import SharedPrompt, used_pool
 from kvrouter.tools.doctor.run import examine, run_doctor, spans
 from router.apis.endpoints import CHAT, COMPLETIONS, read_request
 from router.apis.requests import ChatPrompt, TextPrompts
-from router.fleet.advice import ADVICE
 from router.fleet.kubernetes import ClusterAccess, KubernetesError
+from router.observability.advice import ADVICE
 from router.settings import Settings
 from router.tokens.local_tokenizer import LocalTokenizer
 from simulator.worker import SimulatedWorkerSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.fleet.advice import about, advice
+from router.observability.advice import about, advice
 
 
 class Cause(StrEnum):

@@ -22,10 +22,10 @@ from kvevents.decoding import read_json
 from kvrouter.tools.doctor.examination import Examination
 from kvrouter.tools.doctor.pools import PoolExamination, SharedPrompt
 from router.app.embedded_index import running_indexer
-from router.fleet import advice
 from router.fleet.kubernetes import ClusterAccess
 from router.fleet.source_watch import workers_of_cluster
 from router.http.client import connection_problem, refuse_redirects
+from router.observability import advice
 from router.settings import ForwardTokens, Settings, WorkerSettings
 from router.tokens.permission import ids_sent_to
 from router.tokens.tokenizer_source import TokenizerSource

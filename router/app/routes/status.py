@@ -17,7 +17,7 @@ from http_api.errors import RequestError
 from http_api.openapi import errors
 from http_api.routes import token_check
 from router.app.services import Services
-from router.fleet.advice import has_errors
+from router.observability.advice import has_errors
 from router.observability.fleet_snapshot import MAX_VIEWERS, FleetSnapshot
 from router.observability.request_recorder import (
     DEFAULT_BLOCK_TOKENS,

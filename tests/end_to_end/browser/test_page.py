@@ -17,7 +17,7 @@ from chromium import accessible, expect, launched, playwright
 from router_under_test import RouterUnderTest, router, until
 
 from kvrouter.processes import KvrouterProcess
-from router.fleet.advice import advised
+from router.observability.advice import advised
 
 pytestmark = pytest.mark.browser
 

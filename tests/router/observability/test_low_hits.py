@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from indexer import Target
-from router.fleet.advice import ADVICE, Severity, advised
+from router.observability.advice import ADVICE, Severity, advised
 from router.prediction.learned import LEAST_EVICTED, EvictionPressure
 
 CHUNK = 16

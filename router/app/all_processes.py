@@ -16,10 +16,10 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvevents.decoding import read_json
-from router.fleet.advice import about
 from router.fleet.fleet import Fleet
 from router.fleet.worker import WorkerState
 from router.http.headers import Headers
+from router.observability.advice import about
 from router.sharing.worker_processes import CHANGES_PATH, ProcessAnswer, WorkerProcesses, api_changes
 
 log = structlog.get_logger()
