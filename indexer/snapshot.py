@@ -86,7 +86,7 @@ def _until(lines: Iterable[bytes], deadline: float) -> Iterator[bytes]:
 class SnapshotWriter:
     """Thread that writes a snapshot every `interval` seconds, and a last one when it is stopped."""
 
-    def __init__(self, indexer: Indexer, path: Path, interval: float) -> None:
+    def __init__(self, indexer: Indexer, path: Path, interval: float = 60.0) -> None:
         self._indexer = indexer
         self._path = path
         self._interval = interval

@@ -172,7 +172,7 @@ class Selector:
             networks = AllowedNetworks(settings.fleet.allowed_networks, fleet.is_untrusted_host)
             session = await stack.enter_async_context(client_session(settings.upstream, networks))
             cache_state = build_cache_state(settings, indexer)
-            tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout, settings.limits.characters)
+            tokenizers = Tokenizers(settings.tokenizer.threads, most_characters=settings.limits.characters)
             stack.push_async_callback(tokenizers.close)
             source = TokenizerSource(
                 tokenizers, settings.models, session, settings.tokenizer, cache_state.audit.audits, forwards=False

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from router.settings import WITHOUT_EFFECT, Settings
+from router.settings import Settings
 
 CHART = Path(__file__).parent / "kvrouter"
 CONFIG = Path(__file__).parents[2] / "config.yaml"
@@ -135,10 +135,6 @@ def settings_definitions() -> dict[str, Any]:
             told = told or definitions.get(reference, {}).get("description")
             value["description"] = told or f"`{key}` of: {section}"
         definition.pop("title", None)
-    for setting in WITHOUT_EFFECT:
-        section, _, key = setting.partition(".")
-        definition = definitions[schema["properties"][section]["$ref"].rpartition("/")[2]]
-        definition["properties"][key] = {"description": "has no effect and can be removed"}
     used = json.dumps(definitions)
     return {name: each for name, each in definitions.items() if name == "Settings" or f'/$defs/{name}"' in used}
 

@@ -52,6 +52,7 @@ def serve(
     log_level: LogLevel = Level.INFO,
 ) -> None:
     """Run the router with its index."""
+    from router.server.logs import log_to_stderr
     from router.server.serving import serve_router
     from router.server.supervisor import ProcessFailedError, Supervisor
     from router.settings import SettingsFile
@@ -64,9 +65,9 @@ def serve(
     settings = _router_settings(config, overrides)
     file = SettingsFile(config, overrides) if config else None
     if settings.server.processes == 1:
-        _run(serve_router(settings, file), settings, log_level)
+        _run(serve_router(settings, file), log_level)
         return
-    _begin_log(settings, log_level)
+    log_to_stderr(log_level)
     try:
         Supervisor(settings, file, settings.server.processes, log_level).run()
     except (OSError, ProcessFailedError) as error:
@@ -102,7 +103,7 @@ def picker(
         fail(
             "server.processes: a picker has one process. Run several pickers, which share their load by replicas.redis"
         )
-    _run(serve_picker(settings, SettingsFile(config, overrides) if config else None), settings, log_level)
+    _run(serve_picker(settings, SettingsFile(config, overrides) if config else None), log_level)
 
 
 def indexer(
@@ -116,7 +117,7 @@ def indexer(
 
     server = {"host": host, "port": port, "admin_port": None}  # the index has no requests of clients
     settings = settings_from(config, {"server": server})
-    _run(serve_indexer(settings), settings, log_level)
+    _run(serve_indexer(settings), log_level)
 
 
 def _router_settings(config: Path | None, overrides: dict[str, Any]) -> Settings:
@@ -127,25 +128,15 @@ def _router_settings(config: Path | None, overrides: dict[str, Any]) -> Settings
     return settings
 
 
-def _begin_log(settings: Settings, level: str) -> None:
-    """Log to standard error, beginning with the settings that have no effect."""
-    import structlog
-
-    from router.server.logs import log_to_stderr
-
-    log_to_stderr(level)
-    for setting in settings.without_effect:
-        structlog.get_logger().warning("setting has no effect and can be removed", setting=setting)
-
-
-def _run(service: Coroutine[Any, Any, None], settings: Settings, log_level: str) -> None:
+def _run(service: Coroutine[Any, Any, None], log_level: str) -> None:
     import uvloop
 
     from router.fleet.kubernetes import KubernetesError
+    from router.server.logs import log_to_stderr
     from router.server.sockets import raise_file_limit
     from router.tokens import TokenizerUnavailableError
 
-    _begin_log(settings, log_level)
+    log_to_stderr(log_level)
     raise_file_limit()
     try:
         uvloop.run(service)
@@ -182,8 +173,6 @@ def check(file: File = None) -> None:
     where = f"{workers} worker{'s' * (workers != 1)}"
     if settings.kubernetes.used:
         where += " and the workers of the cluster"
-    for setting in settings.without_effect:
-        typer.echo(f"{file or 'environment'}: warning: {setting} has no effect and can be removed")
     if not workers and not settings.kubernetes.used:
         typer.echo(f"{file or 'environment'}: warning: {NO_WORKERS_YET}")
     if settings.tenants.named and settings.server.admin_port is None:

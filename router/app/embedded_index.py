@@ -32,7 +32,7 @@ def running_indexer(settings: Settings, worker_processes: WorkerProcesses | None
         tuple(settings.events.bind), keys, settings.events.publisher_keys, bool(settings.server.token)
     )
     sequence = _sequence(settings.events)
-    indexer = Indexer(index.secret, index.orphan_blocks, sequence, keys, [pool for _, pool in pools], bindings)
+    indexer = Indexer(index.secret, sequence=sequence, keys=keys, pools=[pool for _, pool in pools], bindings=bindings)
     saved = worker_processes.load_index(index.secret, settings.server.token) if worker_processes else []
     if not saved and index.snapshot:
         saved = load_snapshot(index.snapshot, index.secret)
@@ -51,7 +51,7 @@ def running_indexer(settings: Settings, worker_processes: WorkerProcesses | None
         if index.snapshot is None or (worker_processes and worker_processes.number):
             yield indexer
             return
-        writer = SnapshotWriter(indexer, index.snapshot, index.snapshot_interval)
+        writer = SnapshotWriter(indexer, index.snapshot)
         writer.start()
         try:
             yield indexer
@@ -80,4 +80,4 @@ def mooncake_master(settings: PoolSettings) -> MooncakeMaster:
 
 
 def _sequence(events: EventSettings) -> SequenceSettings:
-    return SequenceSettings(events.replay_timeout, events.replay_rounds, events.idle_check, events.pending_batches)
+    return SequenceSettings(replay_timeout=events.replay_timeout, idle_check=events.idle_check)

@@ -83,7 +83,7 @@ class Fleet:
         self._indexer = indexer
         self._keys_for_added = keys_for_added
         self._expected = None if expected is None else set(expected)
-        self._limits = CircuitLimits(settings.failures, settings.backoff, settings.longest_backoff)
+        self._limits = CircuitLimits(settings.failures, settings.backoff)
         self._sources = WorkerSources(workers)
         self._workers: dict[str, Worker] = {}
         self._may_be_full: set[Worker] = set()

@@ -33,6 +33,8 @@ _LONGEST_BACKOFF = 30.0
 # Seconds without a byte after which a watch is opened again. The API server sends a bookmark about once a minute. A
 # watch whose connection was lost without a reset stays silent.
 _SILENCE = 80.0
+# Seconds between two complete lists, in addition to the watch: they bound the harm of a lost event.
+RESYNC_SECONDS = 300.0
 _SHORT_WATCH = 1.0  # A watch that ends sooner counts as failed.
 _LONGEST_LINE = 16 * 2**20
 _GONE = 410
@@ -96,14 +98,12 @@ class ResourceWatch:
         access: ClusterAccess,
         path: str,
         selector: str,
-        resync_seconds: float,
         on_change: Callable[[Iterable[dict[str, Any]]], Awaitable[None]],
     ) -> None:
         self._session = session
         self._access = access
         self._url = access.url + path
         self._selector = selector
-        self._resync_seconds = resync_seconds
         self._on_change = on_change
         self._tls = access.tls()
         self._objects: Objects = {}
@@ -115,7 +115,7 @@ class ResourceWatch:
         failures = 0
         while True:
             try:
-                if self._version is None or time.monotonic() - self._listed_at >= self._resync_seconds:
+                if self._version is None or time.monotonic() - self._listed_at >= RESYNC_SECONDS:
                     await self.list()
                 began = time.monotonic()
                 await self._watch(self._version or "")
@@ -147,7 +147,7 @@ class ResourceWatch:
 
     async def _watch(self, version: str) -> None:
         """Follow the changes since a version, until the server ends the watch or is silent. Raises _GoneError."""
-        seconds = max(int(self._resync_seconds), 1)
+        seconds = max(int(RESYNC_SECONDS), 1)
         total = seconds + _REQUEST_TIMEOUT
         timeout = aiohttp.ClientTimeout(total=total, sock_connect=_REQUEST_TIMEOUT, sock_read=_SILENCE)
         more = {"watch": "1", "allowWatchBookmarks": "true", "resourceVersion": version, "timeoutSeconds": str(seconds)}

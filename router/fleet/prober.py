@@ -23,6 +23,9 @@ from router.settings import FleetSettings, Role
 
 log = structlog.get_logger()
 
+# Failed probes in a row after which a worker is down: one late answer of a busy worker is not a failure.
+FAILED_PROBES = 3
+
 
 class Prober:
     """Probes workers of a fleet, and updates their state. `on_model` is called with models of those that answer."""
@@ -98,8 +101,8 @@ class Prober:
 
     def _failed(self, worker: Worker, problem: str) -> None:
         worker.failed_probes += 1
-        if worker.up and worker.failed_probes < self._settings.failed_probes:
-            return  # One late answer of a busy worker is not a failure.
+        if worker.up and worker.failed_probes < FAILED_PROBES:
+            return
         worker.note_refusal()
         worker.problem = problem
         worker.health.move_waiting()

@@ -133,7 +133,7 @@ def _watch_of(
         selector = f"kubernetes.io/service-name={settings.service}"
     else:
         path, selector = f"/api/v1/namespaces/{access.namespace}/pods", settings.selector
-    return ResourceWatch(session, access, path, selector, settings.resync, on_change)
+    return ResourceWatch(session, access, path, selector, on_change)
 
 
 def _workers(settings: KubernetesSettings, objects: Iterable[dict[str, Any]]) -> list[WorkerSettings]:

@@ -97,8 +97,8 @@ class Worker:
     - `changed_models`: models that were replaced under the same name.
     - `refused_names`: names that it answered with 404 since its last answered probe, although it listed them.
     - `lacks`: the abilities that it lacks, by its description or by its answers.
-    - `missing_routes`: the paths that its engine lacks by its answers, for all names (None) or for one name, each with
-      the time of the last such answer by the health's clock.
+    - `missing_routes`: the paths that its engine lacks by its answers, for all names (None) or for one name. Each has
+      the time of the last answer, by the health's clock.
     - `no_handover`: paths on which its engine refused to compute a prompt for, or with, another worker.
     - `probe_began`: when the unanswered probe began; None if the last probe was answered.
     - `answer_seconds`: the durations of its last answers to probes and scrapes.
@@ -322,7 +322,7 @@ class Worker:
         return lacked
 
     def lacks_route(self, path: str, name: str | None) -> bool:
-        """Return whether its engine answered lately that it has no such path."""
+        """Return whether its engine answered lately that it lacks a path."""
         since = self.health.clock() - MISSING_ROUTE_SECONDS
         return any(self.missing_routes.get((path, each), since) > since for each in (None, name))
 

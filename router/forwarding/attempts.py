@@ -480,7 +480,7 @@ class Attempts:
         return self._body_unseen(data) and self._context.head.path in _EVERYWHERE
 
     def _misses_route(self, status: int, data: bytes) -> bool:
-        """Return whether a refusal says that the worker's engine has no such route.
+        """Return whether a refusal says that the worker's engine lacks the route.
 
         On a path that every engine has it says nothing. The head of a 404 alone is taken for one on all other paths.
         """

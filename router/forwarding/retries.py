@@ -38,7 +38,7 @@ def is_model_missing(status: int, body: bytes) -> bool:
     return status == _INVALID and _SGLANG_ADAPTER in body and any(words in body for words in _SGLANG_NOT_LOADED)
 
 
-# The whole bodies of servers that have no such route: FastAPI's (vLLM, SGLang, TensorRT-LLM), llama.cpp's, and those of
+# The whole bodies of servers without the route: FastAPI's (vLLM, SGLang, TensorRT-LLM), llama.cpp's, and those of
 # Go's and nginx' routers. A 405 says the same of a path that takes other methods, such as one with an id.
 _NO_ROUTE: Final = re.compile(
     rb'\s*(?:\{"detail"\s*:\s*"(?:Not Found|Method Not Allowed)"\}'
@@ -49,7 +49,7 @@ _NO_ROUTE: Final = re.compile(
 
 
 def is_route_missing(status: int, body: bytes) -> bool:
-    """Return whether a worker's status and whole body say that it has no such route."""
+    """Return whether a worker's status and whole body say that it lacks the route."""
     if status == _NO_METHOD:
         return True
     return status == _NOT_FOUND and _NO_ROUTE.fullmatch(body) is not None

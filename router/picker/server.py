@@ -131,7 +131,7 @@ async def _followed_objectives(settings: Settings) -> AsyncIterator[Objectives]:
     access = ClusterAccess.in_cluster(settings.kubernetes.namespace)
     path = OBJECTIVES_PATH.format(group=group, namespace=access.namespace)
     async with aiohttp.ClientSession(middlewares=(refuse_redirects,)) as session:
-        watch = ResourceWatch(session, access, path, "", settings.kubernetes.resync, found.follow)
+        watch = ResourceWatch(session, access, path, "", found.follow)
         task = asyncio.create_task(watch.run())
         try:
             yield found

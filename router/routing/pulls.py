@@ -40,6 +40,8 @@ PULL_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 _FAILURES: Final = 3
 _PAUSE_SECONDS: Final = 60.0
 _LAST_PORT: Final = 65_535
+# Pulls in flight from one DP rank: more would share its bandwidth, and take longer than computing.
+_MOST_FROM_ONE: Final = 4
 
 
 class PullResult(StrEnum):
@@ -117,7 +119,7 @@ class Pulls:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the pulls of a fleet. `distrusted`: targets whose events are wrong, a set that changes."""
-        self.per_source = settings.per_source
+        self.per_source = _MOST_FROM_ONE
         self.least_tokens = settings.least_tokens
         self.on_ended: list[Callable[[PullResult, int], None]] = []
         self._protocol = settings.protocol

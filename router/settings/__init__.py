@@ -41,12 +41,11 @@ from router.settings.server import (
     UpstreamSettings,
     WorkerKeys,
 )
-from router.settings.settings import WITHOUT_EFFECT, Settings
+from router.settings.settings import Settings
 
 __all__ = [
     "LONGEST_NAME",
     "PULL_HOST",
-    "WITHOUT_EFFECT",
     "WORKER_NAME",
     "AdmissionSettings",
     "AuditSettings",

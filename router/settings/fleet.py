@@ -113,11 +113,9 @@ class FleetSettings(KeySettings):
     probe_interval: PositiveFloat = 5.0
     retry_interval: PositiveFloat = 1.0
     probe_timeout: PositiveFloat = 5.0
-    failed_probes: PositiveInt = 3
     metrics_interval: PositiveFloat = 1.0
     failures: PositiveInt = 3
     backoff: PositiveFloat = 1.0
-    longest_backoff: PositiveFloat = 30.0
     stall_seconds: PositiveFloat = 1.0
     stall_factor: Annotated[float, Field(ge=1)] = 3.0
     outlier_factor: Annotated[float, Field(gt=1)] = 5.0
@@ -143,7 +141,6 @@ class KubernetesSettings(Section):
     selector: str = ""
     namespace: str = ""
     port: Port = 8000
-    resync: PositiveFloat = 300.0
 
     @property
     def used(self) -> bool:
@@ -155,9 +152,7 @@ class IndexSettings(Section):
     """The prefix index."""
 
     secret: str = ""
-    orphan_blocks: PositiveInt = 65_536
     snapshot: Path | None = None
-    snapshot_interval: PositiveFloat = 60.0
     peer: HttpUrl | None = None
 
 
@@ -165,9 +160,7 @@ class EventSettings(Section):
     """The readers of event streams. Times are in seconds."""
 
     replay_timeout: PositiveFloat = 1.0
-    replay_rounds: PositiveInt = 3
     idle_check: PositiveFloat = 30.0
-    pending_batches: PositiveInt = 20_000
     catch_up_timeout: NonNegative = 5.0
     curve_secret_key_file: KeyPairFile | None = None
     bind: list[Endpoint] = []
@@ -225,7 +218,6 @@ class TokenizerSettings(Section):
     """The conversion of prompts to token ids. Times are in seconds."""
 
     threads: PositiveInt = 2
-    timeout: PositiveFloat = 5.0
     cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
     hub_timeout: Annotated[float, Field(ge=0)] = 10.0
     check_interval: PositiveFloat = 60.0

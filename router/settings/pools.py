@@ -30,12 +30,10 @@ class PullSettings(Section):
     """Pulls of prefixes from the host tiers of other workers.
 
     - `port`: the base port of each worker's tier `p2p`. Its DP ranks have the ports after it.
-    - `per_source`: the most pulls in flight from one DP rank.
     """
 
     protocol: PullProtocol | None = None
     port: Port = 5710
-    per_source: PositiveInt = 4
     least_tokens: PositiveInt = 1024
 
 

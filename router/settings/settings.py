@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated
 
-from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvevents.endpoints import parse_endpoint
@@ -45,14 +45,6 @@ from router.settings.server import (
 
 # The beginning of the environment variables that override settings: `KVROUTER_SERVER__PORT=9000`.
 PREFIX = "KVROUTER_"
-# Settings of earlier versions. They are accepted and have no effect.
-WITHOUT_EFFECT = (
-    "server.fast_lane",
-    "picker.fast_lane",
-    "disaggregation.skip_tokens",
-    "disaggregation.skip_ratio",
-    "disaggregation.saturated_tokens",
-)
 
 
 class Settings(BaseSettings):
@@ -86,25 +78,10 @@ class Settings(BaseSettings):
     otel: OtelSettings = OtelSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
 
-    _without_effect: tuple[str, ...] = ()
-
-    @property
-    def without_effect(self) -> tuple[str, ...]:
-        """Names of the given settings that have no effect. Each can be removed from the file."""
-        return self._without_effect
-
     @property
     def aliases(self) -> dict[str, str]:
         """The model behind each alias."""
         return {alias: name for name, model in self.models.items() for alias in model.aliases}
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _drop_without_effect(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        found, given = _split_without_effect(given)
-        settings = handler(given)
-        settings._without_effect = found
-        return settings
 
     @field_validator("models")
     @classmethod
@@ -184,16 +161,3 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Return the one source: the given values. `load_settings` reads the environment."""
         return (init_settings,)
-
-
-def _split_without_effect(given: Any) -> tuple[tuple[str, ...], Any]:
-    """Return the names of given settings that have no effect, and the settings without them."""
-    found = []
-    kept = dict(given)
-    for setting in WITHOUT_EFFECT:
-        section, _, name = setting.partition(".")
-        fields = kept.get(section)
-        if isinstance(fields, dict) and name in fields:
-            found.append(setting)
-            kept[section] = {other: value for other, value in fields.items() if other != name}
-    return tuple(found), kept

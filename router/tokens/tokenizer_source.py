@@ -33,7 +33,7 @@ from router.tokens.model_files import fetch_from_hub, is_hub_name
 from router.tokens.model_state import ModelState, TrialRecord, tokenizer_findings, tokenizer_report
 from router.tokens.model_tokenizer import ModelTokenizer
 from router.tokens.permission import Permission, permission
-from router.tokens.tokenizers import Tokenizers
+from router.tokens.tokenizers import TOKENIZING_SECONDS, Tokenizers
 
 log = structlog.get_logger()
 
@@ -167,7 +167,7 @@ class TokenizerSource:
         client = EngineClient(
             self._session,
             served.model,
-            self._settings.timeout,
+            TOKENIZING_SECONDS,
             lambda url: model.key_of(url),
             lambda url: model.engine_of(url),
         )
@@ -347,7 +347,7 @@ def _modified(folder: Path) -> float:
 
 async def configured_tokenizers(models: dict[str, ModelSettings], settings: TokenizerSettings) -> Tokenizers:
     """Return the settings' tokenizers, for an indexer without workers. Raises TokenizerUnavailableError."""
-    tokenizers = Tokenizers(settings.threads, settings.timeout)
+    tokenizers = Tokenizers(settings.threads)
     for model, named in models.items():
         if (name := named.tokenizer) is None:
             continue

@@ -31,6 +31,8 @@ INLINE_CHARACTERS = 2048
 INLINE_BYTES = 2**18
 # Longer prompts are refused: no engine accepts them, and tokenizing would take minutes and gigabytes.
 MOST_CHARACTERS = 8 * 2**20
+# A prompt that takes more seconds, here or at an engine, is routed by load alone.
+TOKENIZING_SECONDS = 5.0
 # Maximum number of requests that wait for a thread or use one.
 MAX_WAITING = 256
 
@@ -53,7 +55,12 @@ class Tokenized(NamedTuple):
 class Tokenizers:
     """The tokenizers by model, and the threads they run in."""
 
-    def __init__(self, threads: int = 2, timeout_seconds: float = 5.0, most_characters: int = MOST_CHARACTERS) -> None:
+    def __init__(
+        self,
+        threads: int = 2,
+        timeout_seconds: float = TOKENIZING_SECONDS,
+        most_characters: int = MOST_CHARACTERS,
+    ) -> None:
         """Create a set of tokenizers without models. One prompt has `timeout_seconds`."""
         self._models: dict[str, ModelTokenizer] = {}
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")

@@ -343,14 +343,14 @@ def test_new_replica_loads_the_index_of_a_peer() -> None:
 
 
 def test_config_values_override_chart_defaults() -> None:
-    mine = {"index": {"peer": "http://other:80", "snapshot": "/var/lib/kvrouter/mine"}, "kubernetes": {"resync": 60}}
+    mine = {"index": {"peer": "http://other:80", "snapshot": "/var/lib/kvrouter/mine"}, "kubernetes": {"port": 9000}}
     objects = render({"config": mine})
     names = {variable["name"] for variable in container(objects, "rel-kvrouter-router")["env"]}
     assert not names & {"KVROUTER_INDEX__PEER", "KVROUTER_INDEX__SNAPSHOT"}
     [settings] = rendered_settings(objects)
     assert settings.index.peer is not None
     assert settings.index.peer.host == "other"
-    assert settings.kubernetes.resync == 60
+    assert settings.kubernetes.port == 9000
     assert settings.kubernetes.selector
 
 

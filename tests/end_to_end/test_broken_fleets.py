@@ -135,7 +135,7 @@ async def test_refused_key_is_named() -> None:
 
 
 async def test_hung_worker_is_named() -> None:
-    fleet = QUICK | {"probe_timeout": 1.0, "failed_probes": 2}
+    fleet = QUICK | {"probe_timeout": 1.0}
     with KvrouterProcess(["simulate"]) as process:
         broken = await asyncio.to_thread(process.wait_until_listening)
         async with running(FAST) as sound, router(sound, broken, fleet=fleet) as routed:

@@ -329,7 +329,7 @@ async def test_random_description_affects_only_its_worker() -> None:
 
     async with scripted_worker(script) as bad, scripted_worker() as good:
         bad.answers_discovery = False
-        quick = {"probe_interval": 0.01, "retry_interval": 0.01, "metrics_interval": 0.01, "failed_probes": 1}
+        quick = {"probe_interval": 0.01, "retry_interval": 0.01, "metrics_interval": 0.01}
         async with router(good.url, bad.url, fleet=quick) as routed:
             loop = asyncio.get_running_loop()
 

@@ -24,7 +24,7 @@ from kvrouter.processes import KvrouterProcess
 from kvrouter.tools.demo.disaggregated import run_disaggregated_demo
 from simulator.worker.kv_transfer.nixl import LEASE_S
 
-PROBED = {"probe_interval": 0.2, "retry_interval": 0.1, "probe_timeout": 0.5, "failed_probes": 2}
+PROBED = {"probe_interval": 0.2, "retry_interval": 0.1, "probe_timeout": 0.5}
 PROMPT = {"model": "simulated", "prompt": " ".join(map(str, range(100))), "max_tokens": 1}
 
 

@@ -45,20 +45,6 @@ def test_config_check_warns_that_metrics_show_tenants(file: Path) -> None:
     assert len(config("check", str(file)).stdout.splitlines()) == 1
 
 
-def test_config_check_warns_of_settings_without_effect(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text("server: {fast_lane: false}\ndisaggregation: {skip_tokens: 9}\nworkers: [{url: 'http://w:1'}]")
-    monkeypatch.setenv("KVROUTER_PICKER__FAST_LANE", "false")
-    checked = config("check", str(file))
-    assert checked.exit_code == 0
-    *warnings, last = checked.stdout.splitlines()
-    assert warnings == [
-        f"{file}: warning: {setting} has no effect and can be removed"
-        for setting in ("server.fast_lane", "picker.fast_lane", "disaggregation.skip_tokens")
-    ]
-    assert "no mistakes" in last
-    assert "fast_lane" not in config("show", str(file)).stdout
-
-
 def test_config_check_reports_all_mistakes(file: Path) -> None:
     file.write_text("server: {prot: 1}\npolcy: {name: random}\nproxy: {attempts: 0}")
     checked = config("check", str(file))

@@ -195,19 +195,6 @@ def test_indexer_limits_request_size(settings: Path) -> None:
         assert ask(url, "/health")[0] == 200
 
 
-# Settings of earlier versions
-
-
-@pytest.mark.parametrize("command", ["serve", "indexer"])
-def test_start_warns_of_settings_without_effect(worker: str, settings: Path, command: str) -> None:
-    settings.write_text(json.dumps({"workers": [{"url": worker}], "server": {"fast_lane": False}}))
-    printed: list[str] = []
-    with service(command, f"--config={settings}", "--port=0", "--log-level=warning", before=printed) as (url, _):
-        assert ask(url, "/health")[0] == 200
-    (warning,) = [line for line in printed[0].splitlines() if "has no effect" in line]
-    assert "server.fast_lane" in warning
-
-
 # The page with the API
 
 

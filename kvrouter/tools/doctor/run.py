@@ -264,7 +264,7 @@ async def examine(settings: Settings, api_key: str | None, patience: float) -> l
     if api_key and not fleet.has_key:
         fleet = fleet.model_copy(update={"api_key": SecretStr(api_key)})
     timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT, sock_connect=settings.proxy.connect_timeout)
-    tokenizers = Tokenizers(settings.tokenizer.threads, settings.tokenizer.timeout)
+    tokenizers = Tokenizers(settings.tokenizer.threads)
     at_once = asyncio.Semaphore(_AT_ONCE)
     with running_indexer(alone) as indexer:
         async with aiohttp.ClientSession(middlewares=(refuse_redirects,), timeout=timeout) as session:

@@ -204,7 +204,7 @@ class Sglang(Adapter):
         return self._prepared(fields)
 
     def _prepared(self, fields: dict[str, Any]) -> PreparedRequest:
-        """Return a request with these fields: in headers for messages, whose body SGLang reads no such field of."""
+        """Return a request with these fields: in headers for messages, whose body has none of them."""
         if self.path != ANTHROPIC:
             return PreparedRequest(with_fields(self.body, **fields))
         headers = [(_OVERRIDE + name.replace("_", "-").encode(), str(value).encode()) for name, value in fields.items()]

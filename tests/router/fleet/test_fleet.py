@@ -20,11 +20,12 @@ from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.build import FleetWatch
 from router.fleet.discovery import ServedModel
 from router.fleet.fleet import Fleet
+from router.fleet.prober import FAILED_PROBES
 from router.fleet.worker import Worker
 from router.settings import FleetSettings, WorkerSettings
 from worker import ZmqEventPublisher
 
-QUICK = FleetSettings(probe_interval=0.05, retry_interval=0.05, probe_timeout=1.0, failed_probes=3)
+QUICK = FleetSettings(probe_interval=0.05, retry_interval=0.05, probe_timeout=1.0)
 TOKENS = list(range(33))
 
 
@@ -193,7 +194,7 @@ async def test_probe_marks_worker_down_after_three_failures(server: WorkerServer
     asked = server.asked
     server.failures = inf
     await until(lambda: not watched.worker.up)
-    assert server.asked - asked >= QUICK.failed_probes
+    assert server.asked - asked >= FAILED_PROBES
     assert "500" in (watched.worker.problem or "")
     server.failures = 0
     await until(lambda: watched.worker.up)

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from manual_clock import until
 
 from indexer import Indexer
+from router.fleet import kubernetes
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.build import FleetWatch
 from router.fleet.fleet import Fleet
@@ -348,8 +349,9 @@ async def test_pods_are_listed_at_once_if_the_version_was_dropped_in_an_outage(
     assert waits == [2, 3, 4]
 
 
-async def test_pods_are_listed_again_after_resync_seconds(api: ApiServer) -> None:
-    async with following(api, resync=0.2) as cluster:
+async def test_pods_are_listed_again_after_resync_seconds(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "RESYNC_SECONDS", 0.2)
+    async with following(api) as cluster:
         await until(lambda: api.lists == 1)
         api.pods = [pod("a", "127.0.0.2")]  # without an event
         await asyncio.sleep(0.25)
