@@ -4,6 +4,8 @@ from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from indexer.index import TreeRows
+
 _Outcome: TypeAlias = tuple[bool, bool, bool, list[tuple[int, str]], list[tuple[int, bytes]]]
 
 def xxh3_64(data: bytes, seed: int) -> int:
@@ -47,6 +49,53 @@ def choose(
     A row's cost is `fixed + per_token · max(tokens - paid, least)`, or its cost in `replaced`. `paid` are its cached
     tokens (`held`), and those for which other sessions pay: of the tokens between two `depths`, the share `others`,
     times the row's `shares`. `held` and `depths` are an `array("I")`; the other arrays are `array("d")`.
+    """
+
+def choose_target(
+    index: Index,
+    packed: bytes,
+    roots: list[tuple[int, int, int, array[int]]],
+    chunking: tuple[int, int, int, array[int]],
+    length: int,
+    numbers: array[int],
+    in_flight: list[TreeRows],
+    sent: TreeRows | None,
+    units: array[int],
+    held: array[int],
+    lines: tuple[array[float], array[float], array[float]],
+    prices: tuple[int, int, float, float, float],
+    demand: tuple[dict[int, tuple[int, float, float]], int, float, float, float] | None,
+    excluded: list[int],
+) -> tuple[
+    list[int],
+    dict[int, tuple[int, int]],
+    dict[int, int],
+    list[int],
+    list[tuple[int, int]],
+    list[int],
+    list[float],
+    list[bytes],
+]:
+    """Choose a target for one packed prompt of `length` tokens: match, prefixes in flight and sent, and costs.
+
+    - `roots`: for each block size the hash before the first block, the size, the number of blocks, and known hashes.
+    - `chunking`: the same for the chunks of the trees.
+    - `numbers`: an `array("i")` of the row of each target of the index; -1 for targets without a row.
+    - `in_flight`, `sent`: trees, each with an `array("i")` of its holders' rows (-1 for none, -2 for unknown ones), and
+      the number of chunks between two of its hashes.
+    - `units`: an `array("I")` of each row's block size; 0 if it is not known.
+    - `held`: an `array("I")` of zeros by row, which receives the tokens that each row holds.
+    - `lines`: `fixed`, `per_token` and `shares`, as in `choose`.
+    - `prices`: the tokens that are charged, the least of them, the prices of a token in CPU memory and on disk, and the
+      share of `choose`'s `near`.
+    - `demand`: forks of prompts by hash, the chunks between two hashes that are read, the time, the horizon of the
+      demand, and the share of time that the fleet can spare; None if each prompt pays for itself.
+    - `excluded`: rows that are not chosen.
+
+    Returns the rows as `choose` does, the rows' tokens in CPU memory and on disk, the tokens without sent prefixes of
+    rows where they differ, the rows with more tokens in flight than in the index, the tree and holder of rows that are
+    not known, the parts that others pay for (`depths` and `others`), and the hashes that were computed: those of the
+    chunks, then those of each root. The choice does not count while rows are not known.
     """
 
 def holders(held: array[int], tokens: int) -> int:
@@ -109,16 +158,6 @@ class SharedPrefixes:
     def release(self, holder: int, edge: int) -> None: ...
     def split(self, edge: int, chunks: int) -> int: ...
     def longest(self, hashes: array[int]) -> dict[int, int]: ...
-    def raise_rows(
-        self,
-        hashes: array[int],
-        chunk: int,
-        rows: array[int],
-        units: array[int],
-        tokens: int,
-        held: array[int],
-        watched: list[int],
-    ) -> tuple[list[tuple[int, int]], list[int]]: ...
     def resumable(self, holder: int, hashes: array[int], window: int) -> int: ...
     def longest_of(self, holder: int, hashes: array[int]) -> int: ...
     def size(self) -> int: ...

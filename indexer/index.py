@@ -10,13 +10,16 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from indexer.dump import DumpedHolder, DumpedRun, TargetDump
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
 from indexer.pools.blocks import PoolBlocks
 from indexer.targets import HoldingsCounters, Target
 from kvevents import EventBatch, RejectedEvent, Tier
+
+if TYPE_CHECKING:
+    from indexer.shared_prefixes import SharedPrefixes
 
 Place = TypeVar("Place")
 
@@ -129,6 +132,67 @@ class RowMatches:
         self.transfers.pop(row, None)
 
 
+# A tree of prefixes, the row of each of its holders, and how many chunks lie between two of its hashes.
+TreeRows: TypeAlias = "tuple[SharedPrefixes, array[int], int]"
+
+
+# The result of a choice:
+# - the rows with the lowest cost, in order
+# - the tokens of the prompt that count, by row
+# - those in CPU memory and on disk, for rows that have any there
+# - the tokens without sent prefixes, for rows in which they differ
+# - the rows with more tokens in flight than in the index
+# - the tree and the holder of rows that are not known. Until they are, the choice does not count
+# - where the parts end for which other sessions pay, and the share that these pay
+# - the chunk hashes of the prompt
+ChosenRows: TypeAlias = """tuple[
+    list[int],
+    array[int],
+    dict[int, tuple[int, int]],
+    dict[int, int],
+    list[int],
+    list[tuple[int, int]],
+    list[int],
+    list[float],
+    array[int],
+]"""
+
+
+class ChoiceQuestion:
+    """What the choices of rows read beside the prompt: one object for all prompts, whose fields each of them sets.
+
+    - `roots`: the block sizes of the model, each with the hash that prompts start from.
+    - `chunking`: the hash that the chunks of trees start from, and a chunk's tokens.
+    - `units`: an `array("I")` of each row's block size; 0 if it is not known.
+    - `in_flight`, `sent`: the trees of prefixes in flight, and of sent prefixes.
+    - `lines`: `fixed`, `per_token` and `shares` by row, as in `router.policies.linear`.
+    - `prices`: the tokens that are charged, the least of them, the prices of a token in CPU memory and on disk, and the
+      share by which costs may differ in a tie.
+    - `demand`: forks of prompts by hash, the chunks between two hashes that are read, the time, the horizon of the
+      demand, and the share of time that the fleet can spare; None if each prompt pays for itself.
+    - `excluded`: rows that are not chosen.
+    """
+
+    __slots__ = ("chunking", "demand", "excluded", "in_flight", "lines", "prices", "roots", "rows", "sent", "units")
+
+    def __init__(
+        self,
+        rows: TargetRows,
+        lines: tuple[array[float], array[float], array[float]],
+        chunking: tuple[int, int],
+    ) -> None:
+        self.rows = rows
+        self.lines = lines
+        self.chunking = chunking
+        self.roots: list[tuple[int, int]] = []
+        self.units = rows.nothing
+        self.in_flight: list[TreeRows] = []
+        self.sent: TreeRows | None = None
+        self.prices: tuple[int, int, float, float, float] = (0, 0, 0.0, 0.0, 0.0)
+        self.demand: tuple[dict[int, tuple[int, float, float]], int, float, float, float] | None = None
+        self.excluded: list[int] = []
+
+
 @dataclass(frozen=True, slots=True)
 class TargetStatus:
     """State of one target in the index.
@@ -220,6 +284,19 @@ class Index(ABC):
             if row is not None:
                 tiers = match.tiers
                 found.add(row, match.matched_tokens, tiers[Tier.CPU], tiers[Tier.DISK] + tiers[Tier.UNKNOWN])
+
+    def choose_rows(
+        self,
+        question: ChoiceQuestion,  # noqa: ARG002
+        token_ids: PackedPrompt,  # noqa: ARG002
+        identity: PackedPrompt,  # noqa: ARG002
+    ) -> ChosenRows | None:
+        """Match a prompt, add prefixes in flight and sent prefixes, and find the rows with the lowest cost.
+
+        `identity`: the prompt as trees know it, in chunks.
+        Returns None if the implementation cannot do this in one call.
+        """
+        return None
 
     @abstractmethod
     def dump(self, target: Target) -> tuple[list[DumpedRun], list[DumpedHolder]]:

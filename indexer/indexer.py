@@ -81,6 +81,7 @@ class Indexer:
     - `registrations`: counts every registration and every removal.
     - `orphan_blocks`: maximum number of a target's blocks that wait for their parent.
     - `keys`: this subscriber's key pair for encrypted streams; None makes a temporary one.
+    - `salted`: the targets with an additional salt.
     - `pools`: shared pools. A target loads from the first one that serves it.
     - `bindings`: the sockets that publishers connect to.
     - `pods`: workers by the names and addresses in publishers' topics. It is only replaced as a whole.
@@ -104,7 +105,7 @@ class Indexer:
         self._bindings = bindings or BindSettings()
         self._reader = StreamReader(self.index, sequence, keys, self.names, self._bindings, self._target_of)
         self._served: dict[tuple[str, str], dict[Target, Registration]] = {}  # by tenant and model
-        self._salted: set[Target] = set()  # those with an additional salt
+        self.salted: set[Target] = set()
         self.registrations = 0
         self._sizes = _BlockSizes(0)
         self._windows: dict[Target, int | None] = {}
@@ -153,9 +154,9 @@ class Indexer:
                     pool.learn(*self.index.dump(target))
             self._reader.follow(stream)
         self._served.setdefault((target.tenant, target.model), {})[target] = registration
-        self._salted.discard(target)
+        self.salted.discard(target)
         if registration.additional_salt is not None:
-            self._salted.add(target)
+            self.salted.add(target)
         self.registrations += 1
 
     def _open(self, target: Target, source: EventSource) -> StreamSession:
@@ -210,7 +211,7 @@ class Indexer:
                 self._unbind_unused(source.endpoint)
             if not served:
                 del self._served[target.tenant, target.model]
-            self._salted.discard(target)
+            self.salted.discard(target)
             self._pool_of.pop(target, None)
             self.registrations += 1
             self._reader.remove(target)
@@ -270,12 +271,12 @@ class Indexer:
 
     def match_rows(self, query: MatchQuery, rows: TargetRows, found: RowMatches) -> None:
         """Add to `found` the tokens that the targets in some rows would serve. Raises UnknownModelError."""
-        roots = self._roots(query)
+        roots = self.roots(query.model, query.adapter, query.cache_salt, query.tenant)
         token_ids = query.token_ids
         prompt = token_ids if isinstance(token_ids, PackedPrompt) else PackedPrompt.of(token_ids)
         for block_size, root in roots:
             self.index.match_rows(root, block_size, prompt, (prompt.length - 1) // block_size, rows, found)
-        for target in self._salted:  # routed requests have no additional salt
+        for target in self.salted:  # routed requests have no additional salt
             row = rows.row_of.get(target)
             if row is not None:
                 found.clear(row)
@@ -287,7 +288,7 @@ class Indexer:
     def loads_from(self, target: Target, holdings: PoolHoldings) -> bool:
         """Return whether a registered target loads these blocks: its pool holds them, and they have its block size."""
         pool = self._pool_of.get(target)
-        if pool is None or pool.config.name != holdings.pool or target in self._salted:
+        if pool is None or pool.config.name != holdings.pool or target in self.salted:
             return False
         return self.block_size(target) == holdings.block_size
 
@@ -304,7 +305,7 @@ class Indexer:
         prompt, tokens = PackedPrompt.of(query.token_ids), len(query.token_ids) - 1
         found = [
             pool.holdings(query.model, query.tenant, root, size, prompt, tokens // size, reach // size)
-            for size, root in self._roots(query)
+            for size, root in self.roots(query.model, query.adapter, query.cache_salt, query.tenant)
             for pool in self.pools
         ]
         return [holdings for holdings in found if holdings is not None]
@@ -318,7 +319,7 @@ class Indexer:
         prompt, tokens = PackedPrompt.of(query.token_ids), len(query.token_ids) - 1
         found = [
             (pool, pool.sample(query.model, query.tenant, root, size, prompt, tokens // size, reach // size))
-            for size, root in self._roots(query)
+            for size, root in self.roots(query.model, query.adapter, query.cache_salt, query.tenant)
             for pool in asked
         ]
         return [(pool, sample) for pool, sample in found if sample is not None]
@@ -421,7 +422,7 @@ class Indexer:
     def _matches(self, query: MatchQuery, tokens: int) -> list[Match]:
         salt, own = query.cache_salt, query.additional_salt
         matches = best_first(self._with_salt(query.model, query.tenant, own), self._found(query, tokens))
-        if own is None and salt is not None and self._salted:
+        if own is None and salt is not None and self.salted:
             found = self._found(replace(query, cache_salt=None), tokens)
             matches += best_first(self._with_salt(query.model, query.tenant, salt), found)
             matches.sort(key=by_tokens)
@@ -430,31 +431,36 @@ class Indexer:
     def _with_salt(self, model: str, tenant: str, additional_salt: str | None) -> Collection[Target]:
         """Return the targets of a model that registered with this additional salt. Raises UnknownModelError."""
         served = self.targets(model, tenant)
-        if additional_salt is None and not self._salted:
+        if additional_salt is None and not self.salted:
             return served
         known = self._served[tenant, model]
         return {target for target, each in known.items() if each.additional_salt == additional_salt}
 
     def _found(self, query: MatchQuery, tokens: int, tier: Tier | None = None) -> list[Match]:
         """Return the matches of a prompt's first `tokens` tokens, for each block size; with `tier`, in that tier."""
-        roots = self._roots(query)
+        roots = self.roots(query.model, query.adapter, query.cache_salt, query.tenant)
         prompt = PackedPrompt.of(query.token_ids)
         found: list[Match] = []
         for block_size, root in roots:
             found += self.index.match_from(root, block_size, prompt, tokens // block_size, tier)
         return found
 
-    def _roots(self, query: MatchQuery) -> list[tuple[int, int]]:
-        """Return the block sizes of a query's model, each with the hash that the query's prompts start from."""
+    def roots(
+        self, model: str, adapter: str | None, cache_salt: str | None, tenant: str = DEFAULT_TENANT
+    ) -> list[tuple[int, int]]:
+        """Return the block sizes of a model, each with the hash that these prompts start from.
+
+        Raises UnknownModelError.
+        """
         known = self._block_sizes().roots
-        key = query.model, query.tenant, query.adapter
-        roots = known.get(key) if query.cache_salt is None else None
+        key = model, tenant, adapter
+        roots = known.get(key) if cache_salt is None else None
         if roots is None:
-            self.targets(query.model, query.tenant)
-            sizes = self.block_sizes(query.model, query.tenant)
-            names = query.model, query.tenant, query.adapter, query.cache_salt
+            self.targets(model, tenant)
+            sizes = self.block_sizes(model, tenant)
+            names = model, tenant, adapter, cache_salt
             roots = [(size, namespace_hash(Namespace(*names, size), self._secret)) for size in sizes]
-            if query.cache_salt is None:
+            if cache_salt is None:
                 if len(known) >= _MOST_ROOTS:
                     known.clear()
                 known[key] = roots

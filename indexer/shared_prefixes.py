@@ -53,28 +53,6 @@ class SharedPrefixes(Protocol):
     def longest(self, hashes: array[int]) -> dict[int, int]:
         """Return the chunks of a prompt's longest prefix that each holder has. Holders without any are left out."""
 
-    def raise_rows(
-        self,
-        hashes: array[int],
-        chunk: int,
-        rows: array[int],
-        units: array[int],
-        tokens: int,
-        held: array[int],
-        watched: list[int],
-    ) -> tuple[list[tuple[int, int]], list[int]]:
-        """Raise each row's `held` tokens to those of its holder's longest prefix of a prompt, in whole units.
-
-        - `chunk`: the tokens of a chunk.
-        - `rows`: an `array("i")` of each holder's row; -1 for holders without a row, -2 for unknown ones.
-        - `units`: an `array("I")` of each row's block size in tokens; 0 for rows that the caller raises.
-        - `tokens`: the tokens of the prompt, of which the last does not count.
-        - `held`: an `array("I")` of tokens by row.
-        - `watched`: rows in ascending order.
-
-        Returns the holders that the caller raises, each with its chunks, and the watched rows that did not hold more.
-        """
-
     def resumable(self, holder: int, hashes: array[int], window: int) -> int:
         """Return the chunks of a prompt that a holder can reuse, if it keeps only the last `window` chunks of prompts.
 

@@ -33,28 +33,6 @@ void for_better_rows(
     }
 }
 
-// Raise each row's tokens to those of its holder's longest prefix of a prompt, in whole units of the row. The last of the
-// prompt's `tokens` does not count. Calls `left` with the holder and the chunks for each holder whose row is not known
-// (-2) or has no unit, and `raised` with each row whose tokens were not more before.
-template <typename Left, typename Raised>
-void raise_rows(
-    std::span<const std::pair<u32, u32>> longest, u64 chunk, std::span<const i32> row_of, std::span<const u32> units,
-    u64 tokens, std::span<u32> held, const Left& left, const Raised& raised) {
-    for (const auto& [holder, chunks] : longest) {
-        const i32 row = holder < row_of.size() ? row_of[holder] : -2;
-        if (row == -1) continue;
-        const u32 unit = row >= 0 && static_cast<std::size_t>(row) < held.size() ? units[row] : 0;
-        if (unit == 0) {
-            left(holder, chunks);
-            continue;
-        }
-        const u64 shared = std::min(chunks * chunk, tokens - 1), whole = shared - shared % unit;
-        if (whole < held[row]) continue;
-        held[row] = static_cast<u32>(whole);
-        raised(static_cast<u32>(row));
-    }
-}
-
 inline void write_costs(
     const double* fixed, const double* per_token, const u32* held, i64 tokens, i64 least, std::span<double> costs) {
     // Doubles hold these integers exactly, and the compiler vectorizes their arithmetic.

@@ -15,13 +15,15 @@ from typing import TypeAlias
 import msgspec
 
 from indexer._native import Index as NativeCore
-from indexer._native import LiveReader
+from indexer._native import LiveReader, choose_target
 from indexer.dump import DumpedHolder, DumpedRun, DumpError, TargetDump
 from indexer.hashing import PackedPrompt
 from indexer.index import (
     MOST_BLOCKS,
     ORPHAN_BLOCKS,
     Applied,
+    ChoiceQuestion,
+    ChosenRows,
     Index,
     Match,
     RowMatches,
@@ -162,13 +164,9 @@ class NativeIndex(Index):
     ) -> None:
         if blocks <= 0:
             return
-        if rows.numbering != self._numbering:
-            rows.numbering = self._numbering
-            numbers = {self._numbers[target]: row for target, row in rows.row_of.items() if target in self._numbers}
-            rows.numbers = array("i", [numbers.get(each, -1) for each in range(max(numbers, default=-1) + 1)])
         hashes = self._keyed(root, block_size, prompt, blocks)
-        known = len(hashes)
-        others, made = self.core.match_rows(root, block_size, prompt.tokens, hashes, blocks, rows.numbers, found.tokens)
+        known, numbers = len(hashes), self._numbered(rows)
+        others, made = self.core.match_rows(root, block_size, prompt.tokens, hashes, blocks, numbers, found.tokens)
         if made and len(hashes) == known:
             hashes.frombytes(made)
         for row, cpu, disk in others:
@@ -176,6 +174,50 @@ class NativeIndex(Index):
                 found.transfers[row] = cpu, disk
             else:
                 found.transfers.pop(row, None)
+
+    def choose_rows(
+        self, question: ChoiceQuestion, token_ids: PackedPrompt, identity: PackedPrompt
+    ) -> ChosenRows | None:
+        rows = question.rows
+        blocks: list[tuple[int, int, int, array[int]]] = []
+        for block_size, root in question.roots:
+            most = max(token_ids.length - 1, 0) // block_size
+            blocks.append((root, block_size, most, self._keyed(root, block_size, token_ids, most)))
+        seed, chunk = question.chunking
+        count = identity.length // chunk
+        # The core hashes tokens, but no media, and no other identity of the prompt.
+        alike = identity is token_ids and not identity.media
+        chunks = identity.hashes(seed, chunk, 0 if alike else count)
+        known, held = [len(chunks), *[len(hashes) for _, _, _, hashes in blocks]], rows.nothing[:]
+        lowest, transfers, by_events, raised, unknown, depths, others, made = choose_target(
+            self.core,
+            token_ids.tokens,
+            blocks,
+            (seed, chunk, count, chunks),
+            identity.length,
+            self._numbered(rows),
+            question.in_flight,
+            question.sent,
+            question.units,
+            held,
+            question.lines,
+            question.prices,
+            question.demand,
+            question.excluded,
+        )
+        for number, more in enumerate(made):
+            hashes = blocks[number - 1][3] if number else chunks
+            if more and len(hashes) == known[number]:  # another thread may have computed them meanwhile
+                hashes.frombytes(more)
+        return lowest, held, transfers, by_events, raised, unknown, depths, others, chunks
+
+    def _numbered(self, rows: TargetRows) -> array[int]:
+        """Return the row of each target by its number; -1 for targets without a row."""
+        if rows.numbering != self._numbering:
+            rows.numbering = self._numbering
+            numbers = {self._numbers[target]: row for target, row in rows.row_of.items() if target in self._numbers}
+            rows.numbers = array("i", [numbers.get(each, -1) for each in range(max(numbers, default=-1) + 1)])
+        return rows.numbers
 
     def _found(self, root: int, block_size: int, prompt: PackedPrompt, blocks: int, tier: Tier | None = None) -> bytes:
         hashes = self._keyed(root, block_size, prompt, blocks)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <numeric>
+#include <span>
 
 #include "holdings.hpp"
 
@@ -32,6 +33,9 @@ class PromptHashes {
         }
         return hashes_[block];
     }
+
+    // Return the hashes that were known or computed so far.
+    std::span<const u64> all() const { return hashes_; }
 
     // Return the hashes beyond the known ones.
     std::string_view made() const {

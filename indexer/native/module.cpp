@@ -4,8 +4,12 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <functional>
+
+#include "choice.hpp"
 #include "columns.hpp"
 #include "json_check.hpp"
 #include "json_numbers.hpp"
@@ -293,21 +297,97 @@ nb::dict longest(SharedPrefixes& prefixes, nb::handle hashes) {
     return found;
 }
 
-nb::tuple raise(
-    SharedPrefixes& prefixes, nb::handle hashes, u64 chunk, nb::handle rows, nb::handle units, u64 tokens, nb::handle held,
-    const std::vector<u32>& watched) {
-    const Column<u64> prompt(hashes, false);
+// The holders of a tree of prefixes in rows: the tree, each holder's row, and the number of chunks between two hashes.
+using HolderRows = std::tuple<SharedPrefixes*, nb::object, u64>;
+
+void longest_rows(
+    const HolderRows& tree, std::span<const u64> hashes, u64 chunk,
+    const std::function<void(std::span<const std::pair<u32, u32>>, u64, std::span<const i32>)>& raise) {
+    const auto& [prefixes, rows, stride] = tree;
     const Column<i32> row_of(rows, false);
-    const Column<u32> out(held, true), unit_of(units, false, out.size());
-    nb::list left, raised;
-    if (tokens > 0)
-        raise_rows(
-            prefixes.longest(hashes_of(prompt)), chunk, {row_of.data(), row_of.size()}, {unit_of.data(), out.size()}, tokens,
-            {out.data(), out.size()}, [&](u32 holder, u32 chunks) { left.append(nb::make_tuple(holder, chunks)); },
-            [&](u32 row) {
-                if (std::binary_search(watched.begin(), watched.end(), row)) raised.append(row);
-            });
-    return nb::make_tuple(left, raised);
+    std::vector<u64> some;
+    if (stride > 1) {
+        for (std::size_t at = stride - 1; at < hashes.size(); at += stride) some.push_back(hashes[at]);
+        hashes = some;
+    }
+    raise(prefixes->longest(hashes), chunk * stride, {row_of.data(), row_of.size()});
+}
+
+// Return the parts of a prompt that several sessions asked for (`PrefixDemand.asked`).
+std::vector<Asked> asked_parts(
+    const nb::dict& forks, std::span<const u64> hashes, u64 stride, u64 chunk, u32 held, double now, double horizon) {
+    std::vector<Asked> asked;
+    double sessions = 1.0;
+    for (std::size_t read = hashes.size() / stride; read > 0; --read) {
+        const nb::int_ hash(hashes[read * stride - 1]);
+        if (!forks.contains(hash)) continue;
+        const nb::object found = forks[hash];
+        auto [end, counted, at] = nb::cast<std::tuple<u64, double, double>>(found);
+        sessions += counted * std::exp((at - now) / horizon);
+        if (asked.empty() && end < held && held < end + stride * chunk) end = held;
+        asked.push_back({end, sessions});
+    }
+    std::reverse(asked.begin(), asked.end());
+    return asked;
+}
+
+nb::tuple choose_target(
+    Index& index, const nb::bytes& packed, const std::vector<std::tuple<u64, u64, std::size_t, nb::object>>& roots,
+    const std::tuple<u64, u64, std::size_t, nb::object>& chunking, u64 length, nb::handle numbers_of,
+    const std::vector<HolderRows>& in_flight, const std::optional<HolderRows>& sent, nb::handle units, nb::handle held,
+    const std::tuple<nb::object, nb::object, nb::object>& lines, const std::tuple<i64, i64, double, double, double>& prices,
+    const std::optional<std::tuple<nb::dict, u64, double, double, double>>& demand, const std::vector<u32>& excluded) {
+    const Column<u32> column(held, true);
+    const std::size_t rows = column.size();
+    const Column<u32> unit_of(units, false, rows);
+    const Column<i32> row_of(numbers_of, false);
+    const std::span<u32> tokens{column.data(), rows};
+    HeldRows found(tokens, {unit_of.data(), rows}, length);
+    const auto& [seed, chunk, chunks, known_chunks] = chunking;
+    PromptHashes hashes(seed, chunk, view(packed), numbers(known_chunks));
+    if (chunks > hashes.all().size() && chunks * chunk * sizeof(u32) > packed.size()) throw nb::index_error("there are fewer chunks");
+    if (chunks > 0) hashes[chunks - 1];
+    const std::span<const u64> prompt = hashes.all().first(chunks);
+    nb::list made;
+    made.append(as_bytes(hashes.made()));
+    for (const auto& [root, block_size, blocks, known] : roots) {
+        const std::size_t most = std::min(blocks, block_size == 0 ? 0 : packed.size() / sizeof(u32) / block_size);
+        if (known.is(known_chunks) && most <= chunks) {  // blocks are chunks
+            found.match(index.match(hashes, most), block_size, {row_of.data(), row_of.size()});
+            made.append(nb::bytes("", 0));
+            continue;
+        }
+        PromptHashes of_blocks(root, block_size, view(packed), numbers(known));
+        found.match(index.match(of_blocks, most), block_size, {row_of.data(), row_of.size()});
+        made.append(as_bytes(of_blocks.made()));
+    }
+    u32 tree = 0;
+    for (const HolderRows& each : in_flight) {
+        longest_rows(each, prompt, chunk, [&](auto longest, u64 tokens_of_chunk, auto holder_rows) {
+            found.raise_in_flight(tree, longest, tokens_of_chunk, holder_rows);
+        });
+        ++tree;
+    }
+    if (sent)
+        longest_rows(*sent, prompt, chunk, [&](auto longest, u64 tokens_of_chunk, auto holder_rows) {
+            found.raise_sent(tree, longest, tokens_of_chunk, holder_rows);
+        });
+    PaidParts parts;
+    if (demand) {
+        const auto& [forks, stride, now, horizon, spare] = *demand;
+        const std::vector<Asked> asked = asked_parts(forks, prompt, stride, chunk, highest(tokens), now, horizon);
+        parts.divide(asked, tokens, spare);
+    }
+    const auto& [all, least, cpu_token, disk_token, near] = prices;
+    const Column<double> fixed(std::get<0>(lines), false, rows), per_token(std::get<1>(lines), false, rows),
+        shares(std::get<2>(lines), false, rows);
+    const CostLines costs{fixed.data(), per_token.data(), shares.data(), all, least, cpu_token, disk_token, near};
+    const std::vector<u32> lowest = cheapest_rows(costs, tokens, found.transfers, parts, excluded);
+    nb::dict transfers, by_events;
+    for (const auto& [row, outside] : found.transfers) transfers[nb::int_(row)] = nb::make_tuple(outside.first, outside.second);
+    for (const auto& [row, before] : found.by_events) by_events[nb::int_(row)] = before;
+    return nb::make_tuple(
+        lowest, transfers, by_events, found.raised, found.left, parts.depths, parts.others, made);
 }
 
 // Return the number of equal bytes at the start of two memory areas of `size` bytes.
@@ -366,6 +446,7 @@ NB_MODULE(_native, module) {
     });
     module.def("numbers_json", &numbers_json);
     module.def("choose", &choose);
+    module.def("choose_target", &choose_target);
     module.def("holders", &holders_of);
     module.def("highest", &highest_of);
     nb::class_<JsonCheck>(module, "JsonCheck")
@@ -409,7 +490,6 @@ NB_MODULE(_native, module) {
         .def("release", &SharedPrefixes::release)
         .def("split", &SharedPrefixes::split)
         .def("longest", &longest)
-        .def("raise_rows", &raise)
         .def(
             "resumable",
             [](SharedPrefixes& prefixes, u32 holder, nb::handle hashes, u32 window) {

@@ -124,33 +124,6 @@ class PythonSharedPrefixes:
                 found = dict.fromkeys(edge.counts, min(edge.end, shared)) | found
         return found
 
-    def raise_rows(
-        self,
-        hashes: array[int],
-        chunk: int,
-        rows: array[int],
-        units: array[int],
-        tokens: int,
-        held: array[int],
-        watched: list[int],
-    ) -> tuple[list[tuple[int, int]], list[int]]:
-        left, raised = list[tuple[int, int]](), list[int]()
-        for holder, chunks in self.longest(hashes).items() if tokens > 0 else ():
-            row = rows[holder] if holder < len(rows) else -2
-            if row == -1:
-                continue
-            unit = units[row] if row >= 0 else 0
-            if not unit:
-                left.append((holder, chunks))
-                continue
-            shared = min(chunk * chunks, tokens - 1)
-            whole = shared - shared % unit
-            if whole >= held[row]:
-                held[row] = whole
-                if row in watched:
-                    raised.append(row)
-        return left, raised
-
     def resumable(self, holder: int, hashes: array[int], window: int) -> int:
         path, shared = self._walk(hashes)
         held = [edge for edge in path if holder in edge.counts]

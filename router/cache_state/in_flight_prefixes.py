@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 from indexer import DEFAULT_TENANT, Target
 from indexer.hashing import Namespace, PackedPrompt, namespace_hash
+from indexer.index import TreeRows
 from indexer.shared_prefixes import make_shared_prefixes
 
 # The tokens of a chunk: fewer than most engines' blocks have, so that rounding down to blocks loses no tokens.
@@ -54,17 +55,14 @@ class ReleaseCallback(Protocol):
 _FEWEST_TARGETS: Final = 1024
 
 
-class InFlightRows:
-    """A caller's rows of targets, as far as they are known: `SharedPrefixes.raise_rows` describes both columns."""
+class HolderRows:
+    """A caller's row of each holder in a tree of prefixes: -1 for holders without a row, -2 for those not known yet."""
 
-    __slots__ = ("changes", "removals", "rows", "units", "until")
+    __slots__ = ("removals", "rows")
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self) -> None:
         self.rows = array("i")
-        self.units = array("I", bytes(4 * rows))
         self.removals = 0
-        self.changes = 0
-        self.until = 0.0
 
     def place(self, holder: int, row: int) -> None:
         """Record a holder's row."""
@@ -72,11 +70,11 @@ class InFlightRows:
             self.rows.append(-2)
         self.rows[holder] = row
 
-    def forget_units(self, changes: int, until: float) -> None:
-        """Forget the units of all rows. They are valid until `until`, and for this number of changes."""
-        self.units = array("I", bytes(4 * len(self.units)))
-        self.changes = changes
-        self.until = until
+    def follow(self, removals: int) -> array[int]:
+        """Return the rows. They are forgotten if the tree has another number of `removals`: holders are reused."""
+        if self.removals != removals:
+            self.removals, self.rows = removals, array("i")
+        return self.rows
 
 
 class InFlightPrefixes:
@@ -126,17 +124,13 @@ class InFlightPrefixes:
                 found[holder.target] = tokens * chunks
         return found
 
-    def raise_rows(
-        self, rows: InFlightRows, hashes: array[int], tokens: int, held: array[int], watched: list[int], now: float
-    ) -> tuple[list[tuple[int, int]], list[int]]:
-        """Raise the tokens that rows hold of a prompt, as `SharedPrefixes.raise_rows` does. Needs a stride of 1."""
+    def tree(self, rows: HolderRows, now: float) -> TreeRows:
+        """Return the tree of the held prompts, with a caller's row of each holder."""
         self._expire(now)
-        if rows.removals != self._removals:
-            rows.removals, rows.rows = self._removals, array("i")
-        return self._prefixes.raise_rows(hashes, CHUNK_TOKENS, rows.rows, rows.units, tokens, held, watched)
+        return self._prefixes, rows.follow(self._removals), self._stride
 
     def target_of(self, holder: int) -> Target | None:
-        """Return the target of a holder in `raise_rows`; None if the target was forgotten."""
+        """Return the target of a holder in the tree; None if the target was forgotten."""
         found = self._holders[holder]
         return None if found.forgotten else found.target
 

@@ -18,7 +18,10 @@ HORIZON: Final = 300.0
 
 
 class PrefixDemand:
-    """The sessions that asked for each prefix. Of a prompt, some hashes are read, `tokens` tokens apart."""
+    """The sessions that asked for each prefix. Of a prompt, some hashes are read, `tokens` tokens apart.
+
+    - `forks`: by the last hash that sessions share: its end, the number of sessions, and the time of the last.
+    """
 
     def __init__(self, tokens: int, remembered: int) -> None:
         """Create an empty demand. `remembered`: the maximum number of sessions, of which the latest are kept."""
@@ -29,8 +32,7 @@ class PrefixDemand:
         self._ends: dict[int, tuple[int, int, Target | None]] = {}
         self._turns = self._moved = 0.0
         self._counted_at = 0.0
-        # By the last hash that sessions share: where it ends, the number of sessions, and when the last was counted.
-        self._forks: dict[int, tuple[int, float, float]] = {}
+        self.forks: dict[int, tuple[int, float, float]] = {}
 
     def routed(
         self,
@@ -50,10 +52,10 @@ class PrefixDemand:
         if before is not None:
             self._count_turn(before[2], target, known * self._tokens - overlap, now)
         elif known:
-            end, sessions, at = self._forks.pop(read[known - 1], (known * self._tokens, 0.0, now))
-            self._forks[read[known - 1]] = end, sessions * exp((at - now) / HORIZON) + 1, now
-            if len(self._forks) > self._remembered:
-                del self._forks[next(iter(self._forks))]
+            end, sessions, at = self.forks.pop(read[known - 1], (known * self._tokens, 0.0, now))
+            self.forks[read[known - 1]] = end, sessions * exp((at - now) / HORIZON) + 1, now
+            if len(self.forks) > self._remembered:
+                del self.forks[next(iter(self.forks))]
         self._ends.pop(read[-1], None)
         self._ends[read[-1]] = len(hashes), hashes[-1], target
         if len(self._ends) > self._remembered:
@@ -87,7 +89,7 @@ class PrefixDemand:
         `held`: the most tokens of the prompt that a target holds. The last part ends there if no read hash is between.
         """
         asked: list[tuple[int, float]] = []
-        forks, sessions = self._forks, 1.0
+        forks, sessions = self.forks, 1.0
         for each in reversed([*filter(forks.__contains__, read)]):
             end, counted, at = forks[each]
             sessions += counted * exp((at - now) / HORIZON)

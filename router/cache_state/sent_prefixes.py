@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from indexer import Target
+from indexer.index import TreeRows
 from indexer.shared_prefixes import SharedPrefixes, make_shared_prefixes
-from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, HolderRows
 
 # The most ends that are searched for a prefix, the latest first. Prefixes in use are among the latest.
 _MOST_SEARCHED = 256
@@ -193,6 +194,7 @@ class SentPrefixes:
         self._prefixes = make_shared_prefixes()
         self.sent: dict[Target, RecentPrefixes] = {}
         self._targets: dict[int, Target] = {}  # by holder
+        self._removals = 0  # counts the holders that were removed
         self._retention: dict[Target, Retention] = {}
         self._expiring: set[Target] = set()  # targets with a learned bound in seconds
 
@@ -214,10 +216,18 @@ class SentPrefixes:
         """Return the tokens of a prompt's longest remembered prefix by target. Targets without any are left out."""
         if not self.sent:
             return {}
-        for target in self._expiring:
-            self._expire(target)
+        self._expire_all()
         found = self._prefixes.longest(hashes)
         return {self._targets[holder]: CHUNK_TOKENS * chunks for holder, chunks in found.items()}
+
+    def tree(self, rows: HolderRows) -> TreeRows:
+        """Return the tree of the remembered prompts, with a caller's row of each holder."""
+        self._expire_all()
+        return self._prefixes, rows.follow(self._removals), 1
+
+    def target_of(self, holder: int) -> Target:
+        """Return the target of a holder in the tree."""
+        return self._targets[holder]
 
     def resumable(self, target: Target, hashes: array[int], window: int) -> int:
         """Return the tokens of a prompt that a target can reuse, if its groups keep only the last `window` tokens."""
@@ -267,6 +277,7 @@ class SentPrefixes:
             sent.forget()
             del self._targets[sent.number]
             self._prefixes.remove(sent.number)
+            self._removals += 1
 
     def removed(self, target: Target) -> None:
         """Forget a target that was removed, and its learned bounds."""
@@ -284,6 +295,10 @@ class SentPrefixes:
     def _apply_seconds(self, target: Target, learned: Retention) -> None:
         (self._expiring.discard if learned.seconds is None else self._expiring.add)(target)
         self._expire(target)
+
+    def _expire_all(self) -> None:
+        for target in self._expiring:
+            self._expire(target)
 
     def _expire(self, target: Target) -> None:
         learned, sent = self._retention.get(target), self.sent.get(target)

@@ -35,6 +35,7 @@ class Fleet:
     - `encodes`: whether a worker encodes media items that the router sends it.
     - `unlike`: whether workers of one model have different abilities.
     - `aliases`: the model behind each additional name.
+    - `may_be_full`: the workers among which those that are full are.
     - `version`: incremented when other workers may receive requests, or the same workers under other names.
     - `health_version`: incremented when a circuit opens or closes, and when a worker begins or ends to warm up.
 
@@ -86,7 +87,7 @@ class Fleet:
         self._limits = CircuitLimits(settings.failures, settings.backoff)
         self._sources = WorkerSources(workers)
         self._workers: dict[str, Worker] = {}
-        self._may_be_full: set[Worker] = set()
+        self.may_be_full: set[Worker] = set()
         # Results of lookups in one version.
         self._lookup_version = -1
         self._able: dict[tuple[str | None, bool], list[Worker]] = {}
@@ -133,7 +134,7 @@ class Fleet:
         self._sources.assign(source, workers)
         removed, added = self._merge_sources()
         for worker in removed:
-            self._may_be_full.discard(worker)
+            self.may_be_full.discard(worker)
             self._indexer.unregister(worker.targets)
             for on_removed in self.on_removed:
                 on_removed(worker)
@@ -235,11 +236,11 @@ class Fleet:
 
     def full(self) -> Collection[Worker]:
         """Return the workers that may receive no request now, because they are full or asked for a pause."""
-        if not self._may_be_full:
+        if not self.may_be_full:
             return ()
-        full = [worker for worker in self._may_be_full if worker.health.full]
-        if len(full) < len(self._may_be_full):
-            self._may_be_full = {worker for worker in self._may_be_full if worker.health.counts_as_full}
+        full = [worker for worker in self.may_be_full if worker.health.full]
+        if len(full) < len(self.may_be_full):
+            self.may_be_full = {worker for worker in self.may_be_full if worker.health.counts_as_full}
         return full
 
     def refused(self, worker: Worker, attempt: Attempt, status: int, pause: float) -> bool:
@@ -261,7 +262,7 @@ class Fleet:
             for on_full in self.on_full:
                 on_full(worker)
         if full or pause:
-            self._may_be_full.add(worker)
+            self.may_be_full.add(worker)
             if pause or not health.attempts:
                 asyncio.get_running_loop().call_later(pause or FULL_SECONDS, self.notify_change)
         return full

@@ -209,6 +209,10 @@ class LinearPolicy(ABC):
             replaced,
             self.near,
         )
+        return self.one_of(rows)
+
+    def one_of(self, rows: list[int]) -> int | None:
+        """Return any of the rows with the lowest cost; None without rows."""
         if not rows:
             return None
         return rows[0] if len(rows) == 1 and not self.near else one_of_tied(rows, self.random)

@@ -64,7 +64,10 @@ class DecayingSum:
 
 
 class EvictionPressure:
-    """The price of evictions μ, computed from every routed prompt and from what targets remove."""
+    """The price of evictions μ, computed from every routed prompt and from what targets remove.
+
+    - `demand`: how many sessions asked for each prefix, of which one in `stride` hashes is read.
+    """
 
     def __init__(
         self, chunk: int, stride: int = 16, remembered: int = 1 << 17, clock: Callable[[], float] = time.monotonic
@@ -75,11 +78,11 @@ class EvictionPressure:
         - `stride`: one in this many hashes is remembered.
         """
         self._chunk = chunk
-        self._stride = stride
+        self.stride = stride
         self._remembered = remembered
         self._clock = clock
         self._routed = RecentPrefixes(make_shared_prefixes())
-        self._demand = PrefixDemand(chunk * stride, remembered // stride)
+        self.demand = PrefixDemand(chunk * stride, remembered // stride)
         self._asked_tokens = DecayingSum(HORIZON)
         self._lost = DecayingSum(HORIZON)
         self._evicted = DecayingSum(HORIZON)
@@ -97,12 +100,12 @@ class EvictionPressure:
         - `price`: the cost of a loaded token, as a share of a computed one.
         - `target`: the one that computes and answers it; `None` if there is no single one.
         """
-        read = hashes[self._stride - 1 :: self._stride]
+        read = hashes[self.stride - 1 :: self.stride]
         if not read:
             return
         known = self._routed.remember(read, self._remembered)
-        now, unit = self._clock(), self._chunk * self._stride
-        self._demand.routed(hashes, read, known, now, target, reached)
+        now, unit = self._clock(), self._chunk * self.stride
+        self.demand.routed(hashes, read, known, now, target, reached)
         self._asked_tokens.add(len(hashes) * self._chunk, now)
         lost = max(known - max(held, reached) // unit, 0) * unit + price * max(min(known * unit, reached) - held, 0)
         if lost > 0:
@@ -110,7 +113,7 @@ class EvictionPressure:
 
     def asked(self, hashes: array[int], held: int, now: float) -> list[tuple[int, float]]:
         """Return the parts of a prompt that several sessions asked for, as `PrefixDemand` does."""
-        return self._demand.asked(hashes[self._stride - 1 :: self._stride], held, now)
+        return self.demand.asked(hashes[self.stride - 1 :: self.stride], held, now)
 
     def removed(self, tokens: Mapping[Target, int], without_room: Set[Target] = frozenset()) -> None:
         """Record the tokens that each target with an event stream has removed since it became known.
@@ -146,7 +149,7 @@ class EvictionPressure:
 
     def moved_turns(self) -> tuple[float, float]:
         """Return the turns of the last minutes that followed others, and how many of them were computed elsewhere."""
-        return self._demand.moved(self._clock())
+        return self.demand.moved(self._clock())
 
     def full(self, target: Target) -> bool:
         """Return whether a target counts as full. One without an event stream does."""

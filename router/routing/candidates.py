@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from random import Random
 
-from indexer import MatchQuery, RowMatches
+from indexer import MatchQuery
+from indexer.index import ChosenRows
 from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.fleet.worker import Worker, choosable, has_turn
@@ -18,7 +19,8 @@ from router.policies.shared_tokens import SharedTokens
 from router.routing.assignment import NO_HASHES, Selection
 from router.routing.late_binding import NO_TIME_TO_SPARE
 from router.routing.load_view import LoadView
-from router.routing.overlaps import OverlapFinder
+from router.routing.native_choice import NativeChoice
+from router.routing.overlaps import OverlapFinder, Overlaps
 from router.routing.ranks import NO_LIMITS, Limits, RoutableRank, ServedModel, TargetCapacity
 from router.routing.sources import SourceFinder
 from router.routing.state import RoutingState
@@ -28,44 +30,13 @@ from router.settings import PullProtocol
 # Prompts that begin with this many equal chunks count as one session when the client names none.
 _SESSION_CHUNKS = 32
 _NO_ROWS: frozenset[int] = frozenset()
-_NO_SOURCES: dict[int, Candidate] = {}
-
-
-class Overlaps:
-    """The overlaps of a request's prompts with all targets, by row. Amounts are in tokens.
-
-    - `tokens`: the overlap that counts.
-    - `by_events`: the overlap by events and prompts in flight, for rows in which it differs.
-    - `transfers`: the tokens in CPU memory and on disk, for rows that have any there.
-    """
-
-    __slots__ = ("_empty", "by_events", "tokens", "transfers")
-
-    def __init__(self, nothing: array[int]) -> None:
-        """Create empty overlaps. `nothing`: an `array("I")` with a zero for each row, which is never changed."""
-        self.tokens = nothing
-        self.by_events: dict[int, int] = {}
-        self.transfers: dict[int, tuple[int, int]] = {}
-        self._empty = True
-
-    def add(self, found: RowMatches, by_events: dict[int, int]) -> None:
-        """Add the overlaps of one more prompt. `by_events`: its overlaps by events, for rows in which they differ."""
-        if self._empty:
-            self._empty = False
-            self.tokens, self.transfers, self.by_events = found.tokens, found.transfers, by_events
-            return
-        for row in self.by_events.keys() | by_events.keys():
-            self.by_events[row] = self.by_events.get(row, self.tokens[row]) + by_events.get(row, found.tokens[row])
-        self.tokens = array("I", map(int.__add__, self.tokens, found.tokens))
-        for row, (cpu, disk) in found.transfers.items():
-            before = self.transfers.get(row, (0, 0))
-            self.transfers[row] = before[0] + cpu, before[1] + disk
 
 
 class CandidateSet:
     """The candidates of one request, as rows of a name's targets.
 
     - `hashes`: the chunk hashes of its prompts, by the model that is served under the name.
+    - `lowest`: the rows with the lowest cost, if the native call found them.
     - `rates`: the rates of the slowest worker, by model; only if workers differ.
     - `shared`: the parts of its prompt that several sessions asked for; None without any.
     """
@@ -76,6 +47,7 @@ class CandidateSet:
         "count",
         "excluded",
         "hashes",
+        "lowest",
         "overlaps",
         "rates",
         "shared",
@@ -97,6 +69,7 @@ class CandidateSet:
         self.rates: dict[ServedModel, Rates] = {}
         self.sources: dict[int, Source] = {}
         self.shared: SharedTokens | None = None
+        self.lowest: list[int] | None = None
         self.count = len(targets.ranks) - len(excluded)
 
     @property
@@ -119,6 +92,14 @@ class CandidateSet:
         if self.excluded:
             records = [record for row, record in enumerate(records) if row not in self.excluded]
         return records
+
+    def read(self, chosen: ChosenRows) -> None:
+        """Read the result of the native call, which has the only prompt and the only model."""
+        overlaps = self.overlaps
+        self.lowest, overlaps.tokens, overlaps.transfers, overlaps.by_events, _, _, depths, others, chunks = chosen
+        self.hashes[self.targets.served[0]] = [chunks]
+        if depths:
+            self.shared = SharedTokens(array("I", depths), array("d", others))
 
     def without(self, rows: Collection[int]) -> CandidateSet:
         """Return the candidates without some rows."""
@@ -146,15 +127,20 @@ class CandidateSet:
         policy = self._finder.linear
         if policy is None or self.rates:
             return None
-        overlaps, request = self.overlaps, Request(tokens, shared=self.shared)
-        records = self.view.records
-        sources = {row: self.with_overlap(row, records[row]) for row in self.sources} if self.sources else _NO_SOURCES
-        row = policy.cheapest_row(
-            self.view.columns, request, overlaps.tokens, overlaps.transfers, self.excluded, sources
-        )
+        overlaps, records, lowest = self.overlaps, self.view.records, self.lowest
+        row: int | None
+        if lowest is not None and not self.sources:
+            row = lowest[0] if len(lowest) == 1 else policy.one_of(lowest)
+        else:
+            request = Request(tokens, shared=self.shared)
+            sources = {row: self.with_overlap(row, records[row]) for row in self.sources}
+            row = policy.cheapest_row(
+                self.view.columns, request, overlaps.tokens, overlaps.transfers, self.excluded, sources
+            )
         if row is None:
             return None
-        chosen = self.with_overlap(row, self.view.records[row])
+        chosen = self.with_overlap(row, records[row])
+        request = Request(tokens, shared=self.shared)
         decision = Decision(
             chosen,
             partial(self.records, chosen),
@@ -180,7 +166,11 @@ class CandidateSet:
 
 
 class CandidateFinder:
-    """Finds the candidates of a request. `linear`: the policy, if the columns of its costs decide."""
+    """Finds the candidates of a request.
+
+    - `linear`: the policy, if the columns of its costs decide.
+    - `native`: the choice in one call, of which `find` reads the overlaps; None to find all of them step by step.
+    """
 
     def __init__(
         self, state: RoutingState, directory: TargetDirectory, capacity: TargetCapacity, random: Random
@@ -199,6 +189,7 @@ class CandidateFinder:
         self._random = random
         self._policy = policy if isinstance(policy, LinearPolicy) else None
         self.linear = self._policy if state.policy.custom is None else None
+        self.native: NativeChoice | None = NativeChoice(state, self._policy, self._overlaps)
         self._needs_rates = state.policy.spec.uses_rates
 
     def find(
@@ -235,6 +226,25 @@ class CandidateFinder:
         found = CandidateSet(self, targets, view, rows)
         if by_load:
             return found
+        spare = 1 - targets.prefill_share.observed / NO_TIME_TO_SPARE if len(targets.ranks) > 1 else 0.0
+        if self._needs_rates:
+            for served in targets.served:
+                if slowest := self._learned.rates.slowest_if_unlike(served.model, now):
+                    found.rates[served] = slowest
+        chosen = None
+        if self.native is not None and prompt.reads_cache:
+            chosen = self.native.find(targets, view, prompt, rows, spare, now)
+        if chosen is None:
+            self._find_in_steps(prompt, found, spare, now)
+        else:
+            found.read(chosen)
+        if self._sources is not None and prompt.reads_cache and len(prompt.token_ids) == 1:
+            self._find_sources(self._sources, prompt, found, pulls)
+        return found
+
+    def _find_in_steps(self, prompt: RoutedRequest, found: CandidateSet, spare: float, now: float) -> None:
+        """Find the overlaps of the candidates, and the parts of the prompt that several sessions asked for."""
+        targets = found.targets
         for served in targets.served:
             salt = prompt.cache_salt
             root = served.root if salt is None else served.root_of(salt)
@@ -242,16 +252,14 @@ class CandidateFinder:
             found.hashes[served] = hashes
             for identity in prompt.identities:
                 hashes.append(identity.all_hashes(root, CHUNK_TOKENS))
-            if self._needs_rates and (slowest := self._learned.rates.slowest_if_unlike(served.model, now)):
-                found.rates[served] = slowest
             if prompt.reads_cache:
                 for matches, by_events in self._overlaps.find(targets, served, prompt, hashes, now):
                     found.overlaps.add(matches, by_events)
-        if len(prompt.identities) == len(targets.served) == 1 and prompt.reads_cache:
-            found.shared = self._shared(found, found.hashes[targets.served[0]][0], now)
-        if self._sources is not None and prompt.reads_cache and len(prompt.token_ids) == 1:
-            self._find_sources(self._sources, prompt, found, pulls)
-        return found
+        if len(prompt.identities) == len(targets.served) == 1 and prompt.reads_cache and spare > 0:
+            held, columns = found.overlaps.tokens, found.view.columns
+            asked = self._learned.pressure.asked(found.hashes[targets.served[0]][0], columns.highest(held), now)
+            if asked:
+                found.shared = SharedTokens.paid(asked, lambda tokens: columns.holders(held, tokens), spare)
 
     def _find_sources(
         self, sources: SourceFinder, prompt: RoutedRequest, found: CandidateSet, forms: Collection[PullProtocol]
@@ -264,17 +272,6 @@ class CandidateFinder:
                 ranks = [rank for rank in targets.ranks if rank.served is served]
                 verified = prompt.verified if len(targets.served) == 1 else ()
                 found.sources.update(sources.find(query, ranks, found.overlaps.tokens, verified, pulls))
-
-    def _shared(self, found: CandidateSet, hashes: array[int], now: float) -> SharedTokens | None:
-        """Return the parts of a prompt that several sessions asked for; None if the fleet has no time to spare."""
-        if len(found.targets.ranks) == 1:
-            return None
-        spare = 1 - found.targets.prefill_share.observed / NO_TIME_TO_SPARE
-        if spare <= 0:
-            return None
-        held, columns = found.overlaps.tokens, found.view.columns
-        asked = self._learned.pressure.asked(hashes, columns.highest(held), now)
-        return SharedTokens.paid(asked, lambda tokens: columns.holders(held, tokens), spare) if asked else None
 
     def request(self, prompt: RoutedRequest, found: CandidateSet, now: float) -> Request:
         """Return a prompt as policies see it. Prompts without a session that begin alike count as one session."""
@@ -306,7 +303,7 @@ class CandidateFinder:
     ) -> Collection[int]:
         """Return the rows that may not receive a request. While the `owner` of its stored object is up, it may."""
         unsettled = targets.unsettled
-        full = () if limits is NO_LIMITS else self._fleet.full()
+        full = self._fleet.full() if limits is not NO_LIMITS and self._fleet.may_be_full else ()
         if not excluded and not unsettled and not full and limits.unlimited and owner is None:
             return _NO_ROWS
         if owner is None:

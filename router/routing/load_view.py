@@ -157,4 +157,4 @@ class LoadView:
             return 0.0
         if not len(self._session_locations):
             return max(self._price, _LEAST_PRICE)
-        return self._price * self._session_locations.weight(rank.target, len(self._ranks), rank.worker.capacity_tokens)
+        return self._price * self._session_locations.weight(rank.target, len(self._ranks), rank.capacity_tokens)

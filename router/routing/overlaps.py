@@ -8,19 +8,45 @@ from __future__ import annotations
 
 from array import array
 from itertools import chain, takewhile
-from typing import Final
 
 from indexer import MatchQuery, RowMatches, Target, TargetRows, UnknownModelError
 from indexer.hashing import PackedPrompt
 from router.apis.requests import RoutedRequest
-from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, InFlightRows
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.routing.ranks import RoutableRank, ServedModel
 from router.routing.state import RoutingState
 from router.routing.target_directory import ModelTargets
 
-_NO_ROWS: list[int] = []
-# The seconds for which a target counts as one that keeps prompts whole.
-_UNITS_SECONDS: Final = 0.25
+
+class Overlaps:
+    """The overlaps of a request's prompts with all targets, by row. Amounts are in tokens.
+
+    - `tokens`: the overlap that counts.
+    - `by_events`: the overlap by events and prompts in flight, for rows in which it differs.
+    - `transfers`: the tokens in CPU memory and on disk, for rows that have any there.
+    """
+
+    __slots__ = ("_empty", "by_events", "tokens", "transfers")
+
+    def __init__(self, nothing: array[int]) -> None:
+        """Create empty overlaps. `nothing`: an `array("I")` with a zero for each row, which is never changed."""
+        self.tokens = nothing
+        self.by_events: dict[int, int] = {}
+        self.transfers: dict[int, tuple[int, int]] = {}
+        self._empty = True
+
+    def add(self, found: RowMatches, by_events: dict[int, int]) -> None:
+        """Add the overlaps of one more prompt. `by_events`: its overlaps by events, for rows in which they differ."""
+        if self._empty:
+            self._empty = False
+            self.tokens, self.transfers, self.by_events = found.tokens, found.transfers, by_events
+            return
+        for row in self.by_events.keys() | by_events.keys():
+            self.by_events[row] = self.by_events.get(row, self.tokens[row]) + by_events.get(row, found.tokens[row])
+        self.tokens = array("I", map(int.__add__, self.tokens, found.tokens))
+        for row, (cpu, disk) in found.transfers.items():
+            before = self.transfers.get(row, (0, 0))
+            self.transfers[row] = before[0] + cpu, before[1] + disk
 
 
 class OverlapFinder:
@@ -51,9 +77,8 @@ class OverlapFinder:
         `hashes`: the chunk hashes of each prompt.
         """
         if self._indexer.index.cleared:
-            self._forget_cleared()
-        only_in_flight = not (self._sent_prefixes.sent or self._audit.distrusted or self._peer_load.prompts.prompts)
-        rows, in_flight_rows = targets.rows_of[served]
+            self.forget_cleared()
+        rows = targets.rows_of[served].index
         earlier: set[int] = set()
         overlaps: list[tuple[RowMatches, dict[int, int]]] = []
         for number, chunks in enumerate(hashes):
@@ -64,16 +89,7 @@ class OverlapFinder:
                 self._add_earlier(targets, served, found, chunks, earlier, tokens)
             if len(hashes) > 1:
                 earlier.update(chunks)
-            if not only_in_flight:
-                self._correct_all(targets, served, found, by_events, chunks, tokens, now)
-            elif self._in_flight_prefixes.prompts:
-                held, transfers = found.tokens[:], dict(found.transfers)
-                self._raise_rows(targets, served, found, in_flight_rows, chunks, tokens, now)
-                if found.tokens != held:
-                    raised = [targets.ranks[row] for row, each in enumerate(found.tokens) if each > held[row]]
-                    if self._forget_evicted(raised):
-                        found.tokens, found.transfers = held, transfers
-                        self._raise_rows(targets, served, found, in_flight_rows, chunks, tokens, now)
+            self._correct_all(targets, served, found, by_events, chunks, tokens, now)
             for target, block in self._audit.draft_blocks.tokens.items():
                 rank = targets.of_target.get(target)
                 if rank is not None and rank.served is served:
@@ -82,36 +98,6 @@ class OverlapFinder:
                 self._clear_uncached(targets, found, by_events)
             overlaps.append((found, by_events))
         return overlaps
-
-    def _raise_rows(
-        self,
-        targets: ModelTargets,
-        served: ServedModel,
-        found: RowMatches,
-        rows: InFlightRows,
-        chunks: array[int],
-        tokens: int,
-        now: float,
-    ) -> None:
-        """Raise the index's overlaps by prompts in flight, as `_correct_all` does if it finds nothing else."""
-        changes = self._indexer.index.block_size_changes
-        if now >= rows.until or changes != rows.changes:
-            rows.forget_units(changes, now + _UNITS_SECONDS)
-        in_flight, transfers = self._in_flight_prefixes, found.transfers
-        watched = sorted(transfers) if transfers else _NO_ROWS
-        left, raised = in_flight.raise_rows(rows, chunks, tokens, found.tokens, watched, now)
-        for row in raised:
-            del transfers[row]  # the blocks are computed there
-        for holder, shared in left:
-            target = in_flight.target_of(holder)
-            rank = None if target is None else targets.of_target.get(target)
-            if rank is None or rank.served is not served:
-                rows.place(holder, -1)
-                continue
-            rows.place(holder, rank.row)
-            if self._indexer.window(rank.target) is None:
-                rows.units[rank.row] = self._indexer.block_size(rank.target) or CHUNK_TOKENS
-            self._correct(found, {}, rank, chunks, CHUNK_TOKENS * shared, 0, True, tokens)
 
     def _correct_all(
         self,
@@ -134,7 +120,7 @@ class OverlapFinder:
             and rank.served is served
             and shared > found.tokens[rank.row]
         ]
-        if self._forget_evicted(beyond):
+        if self.forget_evicted(beyond):
             in_flight = self._prompts_in_flight(chunks, now)
         sent_prefixes = self._sent_prefixes.overlaps(chunks)
         for target in chain(sent_prefixes, distrusted):
@@ -221,12 +207,12 @@ class OverlapFinder:
             found[target] = max(found.get(target, 0), shared)
         return found
 
-    def _forget_evicted(self, ranks: list[RoutableRank]) -> bool:
+    def forget_evicted(self, ranks: list[RoutableRank]) -> bool:
         """Forget prompts that ended before the last evictions of these ranks. Return whether there were any."""
         held = (self._in_flight_prefixes, self._peer_load.prompts)
         return True in [prompts.forget_evicted(rank.target) for rank in ranks for prompts in held]
 
-    def _forget_cleared(self) -> None:
+    def forget_cleared(self) -> None:
         """Forget ended prompts of targets whose events reported a cleared cache."""
         cleared = self._indexer.index.cleared
         while cleared:

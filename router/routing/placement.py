@@ -197,7 +197,7 @@ class Placement:
             assignment.overlap,
             selection.by_events if complete and not without_events else None,
             one_answer and (prompt.exact or prompt.by_text) and whole,
-            selection.rank.worker.capacity_tokens,
+            selection.rank.capacity_tokens,
             now,
             selection.best_overlap,
             prompt.by_text,

@@ -47,6 +47,7 @@ class RoutableRank:
         self.load = load
         self.one_of_many = one_of_many
         self.weight = worker.settings.weight
+        self.capacity_tokens = worker.capacity_tokens
         self.row = 0
         self.full = False
 

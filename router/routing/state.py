@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,6 +43,10 @@ class RoutedFleet(Protocol):
     def able(self, name: str | None, prefill: bool = False) -> Sequence[Worker]:
         """Return the workers that may receive new requests for a name, whatever became of their last ones."""
 
+    @property
+    def may_be_full(self) -> Collection[Worker]:
+        """The workers among which those that are full are."""
+
     def full(self) -> Collection[Worker]:
         """Return the workers that may receive no request now, because they are full or asked for a pause."""
 
@@ -62,6 +66,20 @@ class RoutedIndex(Protocol):
     @property
     def index(self) -> Index:
         """The core of the index."""
+
+    @property
+    def registrations(self) -> int:
+        """A number that grows with every registration and every removal."""
+
+    @property
+    def salted(self) -> Set[Target]:
+        """The targets with an additional salt, which routed requests never have."""
+
+    def roots(self, model: str, adapter: str | None, cache_salt: str | None) -> list[tuple[int, int]]:
+        """Return the block sizes of a model, each with the hash that these prompts start from.
+
+        Raises UnknownModelError.
+        """
 
     def registered(self) -> list[Registration]:
         """Return every registration of a target."""

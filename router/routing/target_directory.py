@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Sequence, Set
 
 from http_api.errors import RequestError
 from indexer import Target, TargetRows
+from indexer.index import ChoiceQuestion
 from router.apis.abilities import Ability
-from router.cache_state.in_flight_prefixes import InFlightRows
+from router.cache_state.in_flight_prefixes import HolderRows
 from router.fleet.discovery import WorkerDescription
 from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
@@ -17,6 +18,31 @@ from router.routing.load_view import LoadView, PrefillShare
 from router.routing.ranks import RoutableRank, ServedModel
 from router.routing.state import RoutedFleet
 from router.settings import WorkerSettings
+
+
+class ServedRows:
+    """The rows of a model's targets: in the index, and in the trees of prefixes in flight and of sent prefixes.
+
+    - `units`: an `array("I")` of each row's block size in tokens; 0 if it is not known.
+    - `windowed`: whether any of them keeps only the end of prompts, as far as it is known.
+    - `roots`: the block sizes of the model, each with the hash that prompts without a cache salt start from.
+    - `changes`, `until`: the index's changes when these were read, and the time until which they count.
+    - `question`: what choices read beside the prompt; None before the first one.
+    """
+
+    __slots__ = ("changes", "in_flight", "index", "peers", "question", "roots", "sent", "units", "until", "windowed")
+
+    def __init__(self, index: TargetRows) -> None:
+        self.index = index
+        self.in_flight = HolderRows()
+        self.peers = HolderRows()
+        self.sent = HolderRows()
+        self.units = index.nothing[:]
+        self.windowed = False
+        self.roots: list[tuple[int, int]] = []
+        self.changes = -1
+        self.until = 0.0
+        self.question: ChoiceQuestion | None = None
 
 
 class ModelTargets:
@@ -27,7 +53,7 @@ class ModelTargets:
     - `lengths`: the context length of each worker; None if all workers have the same.
     - `lacks`: what the workers lack, of those that lack an ability; empty if all lack the same.
     - `unsettled`: the workers that warm up or whose circuit is not closed.
-    - `rows_of`: the rows of a model's targets, for the index and for prompts in flight.
+    - `rows_of`: the rows of a model's targets, for the index and for trees of prefixes.
     - `refusing`: the workers that lack the name by their own answers; empty if all do.
     - `lacking_routes`: the workers that lack any path by their own answers.
     """
@@ -70,10 +96,10 @@ class ModelTargets:
         self.lacking_routes = [worker for worker in self.workers if worker.missing_routes]
         self._name = name
         self.served: list[ServedModel] = list({ranks[0].served: None for ranks in self.of_worker.values()})
-        self.rows_of: dict[ServedModel, tuple[TargetRows, InFlightRows]] = {}
+        self.rows_of: dict[ServedModel, ServedRows] = {}
         for served in self.served:
             row_of = {rank.target: rank.row for rank in self.ranks if rank.served is served}
-            self.rows_of[served] = TargetRows(len(self.ranks), row_of), InFlightRows(len(self.ranks))
+            self.rows_of[served] = ServedRows(TargetRows(len(self.ranks), row_of))
 
     def ranks_as_found(self, worker: Worker) -> list[RoutableRank] | None:
         """Return the ranks of a worker, if its settings and its description have not changed since."""

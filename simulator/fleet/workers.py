@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -34,6 +34,8 @@ class SimulatedWorkers:
 
     version = 0
     health_version = 0
+
+    may_be_full: Collection[Worker] = ()
 
     def full(self) -> Collection[Worker]:
         """Return no workers, because these refuse nothing."""
@@ -102,6 +104,7 @@ class EventIndex:
     def __init__(self, registrations: Sequence[Registration], events: bool, clock: Callable[[], float]) -> None:
         """Add workers. `events`: whether they report events."""
         self.index = make_index()
+        self.registrations = 0
         self._clock = clock
         self._block_tokens = registrations[0].block_size or 0
         self._root = namespace_hash(Namespace(MODEL, DEFAULT_TENANT, None, None, self._block_tokens))
@@ -113,6 +116,15 @@ class EventIndex:
     def registered(self) -> list[Registration]:
         """Return the registrations of all workers."""
         return self._registrations
+
+    @property
+    def salted(self) -> Set[Target]:
+        """No targets."""
+        return frozenset()
+
+    def roots(self, model: str, adapter: str | None, cache_salt: str | None) -> list[tuple[int, int]]:  # noqa: ARG002
+        """Return the block size of all workers, with the hash that every prompt starts from."""
+        return [(self._block_tokens, self._root)]
 
     def match_rows(self, query: MatchQuery, rows: TargetRows, found: RowMatches) -> None:
         """Add to `found` the tokens of a prompt that each row's target holds. The last token is always computed."""

@@ -68,7 +68,7 @@ def test_memory_is_bounded() -> None:
     for session in range(100):
         for hashes, known in ((prompt(session, 5), 0), (prompt(session, 9)[40:], 1)):
             demand.routed(hashes, hashes, known, 0.0)
-    assert len(demand._ends) == len(demand._forks) == 3
+    assert len(demand._ends) == len(demand.forks) == 3
 
 
 @pytest.mark.parametrize(

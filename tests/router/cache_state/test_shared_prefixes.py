@@ -103,39 +103,6 @@ class HeldPrefixes(RuleBasedStateMachine):
         described = {(tree.end(e), tree.length(e) * (e > 0), tree.count(e, number)) for tree, number, e in longest}
         assert len(described) == 1
 
-    @rule(
-        prompt=prompts,
-        rows=st.lists(st.integers(-2, 4), min_size=HOLDERS, max_size=HOLDERS),
-        units=st.lists(st.sampled_from([0, 1, 16, 24]), min_size=5, max_size=5),
-        held=st.lists(st.integers(0, 200), min_size=5, max_size=5),
-        watched=st.sets(st.integers(0, 4)),
-        last=st.integers(-1, 20),
-    )
-    def raise_rows(
-        self, prompt: list[int], rows: list[int], units: list[int], held: list[int], watched: set[int], last: int
-    ) -> None:
-        """Both trees raise the rows of holders as one loop over them does."""
-        known, tokens = hashes(prompt), 16 * len(prompt) + last
-        left, raised, after = set(), set(), list(held)
-        for holder, row in enumerate(rows):
-            chunks = sum(1 for prefix in known if self.counts[holder][prefix])
-            if chunks and row != -1 and tokens > 0:
-                unit = units[row] if row >= 0 else 0
-                whole = min(16 * chunks, tokens - 1) // unit * unit if unit else -1
-                if not unit:
-                    left.add((holder, chunks))
-                elif whole >= after[row]:
-                    after[row] = whole
-                    raised |= {row} & watched
-        for place, tree in enumerate(self.trees):
-            numbers = {self.holders[holder][place]: holder for holder in range(HOLDERS)}
-            row_of = array("i", [rows[numbers[each]] if each in numbers else -1 for each in range(max(numbers) + 1)])
-            column = array("I", held)
-            told = tree.raise_rows(known, 16, row_of, array("I", units), max(tokens, 0), column, sorted(watched))
-            assert {(numbers[each], chunks) for each, chunks in told[0]} == left
-            if len(set(rows)) == HOLDERS:  # the order of holders with one row does not count
-                assert (set(told[1]), list(column)) == (raised, after)
-
     @invariant()
     def each_holds_what_it_should(self) -> None:
         for holder, counts in enumerate(self.counts):
