@@ -43,8 +43,10 @@ answer. a, q, t0 and d are the worker's rates (`router.policies.rates`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import TypeAlias
 
 from router.policies.linear import Line, LinearPolicy
 from router.policies.rates import prefill_seconds
@@ -65,6 +67,42 @@ class KvWeights:
     near: float = 0.0
 
 
+# The part of the cost that does not depend on the prompt, and the price of each token that the prompt is charged for.
+# Whole numbers stay whole in reports.
+Term: TypeAlias = "tuple[int | float, int | float]"
+
+
+def _pending(candidate: Candidate, _: KvWeights) -> Term:
+    return candidate.pending, 0
+
+
+def _prefill(_: Candidate, __: KvWeights) -> Term:
+    return 0, 1
+
+
+def _interference(candidate: Candidate, weights: KvWeights) -> Term:
+    harm = weights.interference + weights.interference_per_request * candidate.requests + candidate.loads
+    return 0, harm
+
+
+def _eviction(candidate: Candidate, weights: KvWeights) -> Term:
+    return 0, weights.eviction * candidate.eviction
+
+
+def _context(candidate: Candidate, weights: KvWeights) -> Term:
+    return weights.context * candidate.context, 0
+
+
+# The terms of a target's load. Their sums are its line in the columns, so a new term needs no native code.
+TERMS: dict[str, Callable[[Candidate, KvWeights], Term]] = {
+    "pending": _pending,
+    "prefill": _prefill,
+    "interference": _interference,
+    "eviction": _eviction,
+    "context": _context,
+}
+
+
 class KvAware(LinearPolicy):
     """The default policy's cost; in seconds if the candidates have rates."""
 
@@ -72,24 +110,19 @@ class KvAware(LinearPolicy):
         super().__init__(random, weights.cpu_token, weights.disk_token, weights.near)
         self._weights = weights
         self._in_seconds = SecondsWeights(interference=weights.interference, eviction=weights.eviction)
-        self._context = weights.context
-        self._per_token = 1 + weights.interference
-        self._per_request = weights.interference_per_request
-        self._eviction = weights.eviction
+        self._terms = list(TERMS.values())
 
     def line(self, candidate: Candidate) -> Line:
-        return (
-            candidate.pending + self._context * candidate.context,
-            self._per_token
-            + self._per_request * candidate.requests
-            + candidate.loads
-            + self._eviction * candidate.eviction,
-            0.0 if candidate.eviction else 1.0,
-        )
+        fixed = per_token = 0.0
+        for term in self._terms:
+            once, each = term(candidate, self._weights)
+            fixed += once
+            per_token += each
+        return fixed, per_token, 0.0 if candidate.eviction else 1.0
 
     def cost_with(self, candidate: Candidate, source: Source, request: Request) -> float:
         _, per_token, _ = self.line(candidate)
-        room = self._eviction * candidate.eviction
+        _, room = _eviction(candidate, self._weights)
         load = (per_token - room) * _charged_load(candidate, source, request.shared) + room * source.tokens
         return self.cost_after(candidate, candidate.reused, request) + load
 
@@ -117,25 +150,23 @@ def kv_aware(weights: KvWeights, random: Random) -> KvAware:
 def kv_cost(candidate: Candidate, request: Request, weights: KvWeights) -> dict[str, float]:
     """Return the terms of the cost of a prompt on a candidate, in prefill tokens."""
     charged = _charged(candidate, request)
-    harm = weights.interference + weights.interference_per_request * candidate.requests + candidate.loads
-    terms = {
-        "pending": candidate.pending,
-        "transfer": weights.cpu_token * candidate.cpu + weights.disk_token * candidate.disk,
-        "prefill": charged,
-        "interference": charged * harm,
-        "eviction": charged * weights.eviction * candidate.eviction,
-        "context": weights.context * candidate.context,
-    }
+    transfer = weights.cpu_token * candidate.cpu + weights.disk_token * candidate.disk
+    terms: dict[str, float] = {"pending": 0, "transfer": transfer}
+    for name, term in TERMS.items():
+        once, each = term(candidate, weights)
+        terms[name] = once + charged * each
     source = candidate.source
     if source is not None:
+        _, harm = _interference(candidate, weights)
+        _, room = _eviction(candidate, weights)
         terms["load"] = _charged_load(candidate, source, request.shared) * (1 + harm)
-        terms["eviction"] += source.tokens * weights.eviction * candidate.eviction
+        terms["eviction"] += source.tokens * room
     return terms
 
 
 def _charged(candidate: Candidate, request: Request) -> float:
     """Return the uncached tokens without those for which other sessions pay, at least 1."""
-    reused = candidate.reused
+    reused = candidate.overlap if candidate.source is None else candidate.reused
     uncached = max(request.tokens - reused, 1)
     if request.shared is None or candidate.eviction:
         return uncached
