@@ -5,7 +5,8 @@ process. The client is a thread. After a warm-up, each counted chat follows anot
 page samples at most 20 chats a second. The output counts our functions that the event loop's thread calls, from the
 arrival of the request to the end of its answer: calls, files, and changes of file between calls. Some requests have
 additional work, and timers may fire. Therefore the figures of a row are those of its request with the fewest calls.
-`--trace` lists the calls of each row in their order.
+One row has the choice made step by step, as the specification of the native call does. `KVROUTER_INDEX_CORE=python` in
+the environment replaces all native code by its Python twins. `--trace` lists the calls of each row in their order.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from itertools import count, pairwise, repeat
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
+from unittest.mock import patch
 
 import structlog
 import typer
@@ -28,12 +30,14 @@ import uvloop
 import router
 from kvrouter.processes import KvrouterProcess
 from router.app.app import running_router
+from router.routing.native_choice import NativeChoice
 from router.server.http_server import HttpServer
 from router.server.sockets import listen
 from router.settings import Settings
 
 _ROOT = Path(router.__file__).parent.parent
-_ROOMS = tuple(f"{_ROOT}/{room}/" for room in ("indexer", "kvevents", "router"))
+_PACKAGES = ("indexer", "kvevents", "router")
+_ROOMS = tuple(f"{_ROOT}/{package}/" for package in _PACKAGES)
 _WARM_UP = 50
 _REQUESTS = 60
 _PAUSE = 0.06  # seconds after which the next chat is sampled
@@ -56,13 +60,18 @@ def _describe(steps: list[Step]) -> str:
 
 
 class _Calls:
-    """A recorder of calls of our functions while it is on."""
+    """A recorder of calls of our functions while it is on.
+
+    - `generated`: for each time that it was on, our classes whose generated constructor ran.
+    """
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
+        self.generated: list[set[str]] = []
 
     def on(self) -> None:
         self._steps = []
+        self.generated.append(set())
         sys.setprofile(self._profile)
 
     def off(self) -> list[Step]:
@@ -73,6 +82,10 @@ class _Calls:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(_ROOMS):
             self._steps.append((code.co_filename[len(str(_ROOT)) + 1 :], code.co_qualname))
+        elif event == "call" and code.co_filename == "<string>" and code.co_name == "__init__":
+            made = type(frame.f_locals.get("self"))
+            if made.__module__.split(".")[0] in _PACKAGES:
+                self.generated[-1].add(f"{made.__module__}.{made.__qualname__}")
 
 
 @asynccontextmanager
@@ -98,13 +111,15 @@ def _ask(connection: http.client.HTTPConnection, question: str, stream: bool) ->
         raise RuntimeError(answer.decode())
 
 
-async def _paths(address: str, numbers: Iterator[int], stream: bool = False) -> list[list[Step]]:
+async def _paths(
+    address: str, numbers: Iterator[int], stream: bool = False, calls: _Calls | None = None, requests: int = _REQUESTS
+) -> list[list[Step]]:
     """Return the paths of chats whose questions have these numbers."""
-    calls, paths = _Calls(), []
+    calls, paths = calls or _Calls(), []
     connection = http.client.HTTPConnection(address)
-    for _ in range(_WARM_UP):
+    for _ in range(min(_WARM_UP, requests)):
         await asyncio.to_thread(_ask, connection, f"What is a radix tree? {next(numbers)}", stream)
-    for number in range(_REQUESTS):
+    for number in range(requests):
         if number % 2:
             await asyncio.sleep(_PAUSE)
         else:
@@ -120,14 +135,33 @@ def _is_sampled(path: list[Step]) -> bool:
     return _SAMPLE in path
 
 
+async def interpreted_parts(worker: str) -> tuple[set[str], set[str]]:
+    """Return the files whose functions, and the classes whose generated constructors, chats call in the interpreter.
+
+    A whole chat and a streamed one are read: of each, the one with the fewest calls.
+    """
+    files, classes = set[str](), set[str]()
+    async with _running_router(worker) as address:
+        for stream in (False, True):
+            calls = _Calls()
+            paths = await _paths(address, count(stream * 1_000_000), stream, calls, requests=20)
+            path, generated = min(zip(paths, calls.generated, strict=True), key=lambda each: len(each[0]))
+            files.update(file for file, _ in path)
+            classes |= generated
+    return files, classes
+
+
 async def _measure(worker: str) -> dict[str, list[list[Step]]]:
     async with _running_router(worker) as address:
         new = await _paths(address, count())
+        with patch.object(NativeChoice, "find", return_value=None):
+            in_steps = await _paths(address, count(2_000_000))
         again = await _paths(address, repeat(0))
         streamed = await _paths(address, count(1_000_000), stream=True)
     return {
         "a new last message": [path for path in new if not _is_sampled(path)],
         "a new last message, sampled for the live page": [path for path in new if _is_sampled(path)],
+        "a new last message, chosen step by step": [path for path in in_steps if not _is_sampled(path)],
         "a new last message, streamed": [path for path in streamed if not _is_sampled(path)],
         "the same chat again": [path for path in again if not _is_sampled(path)],
     }

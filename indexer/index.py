@@ -159,17 +159,16 @@ ChosenRows: TypeAlias = """tuple[
 
 
 class ChoiceQuestion:
-    """What the choices of rows read beside the prompt: one object for all prompts, whose fields each of them sets.
+    """The input of a choice of rows beside the prompt. One object serves all prompts, and each sets its fields.
 
     - `roots`: the block sizes of the model, each with the hash that prompts start from.
     - `chunking`: the hash that the chunks of trees start from, and a chunk's tokens.
     - `units`: an `array("I")` of each row's block size; 0 if it is not known.
     - `in_flight`, `sent`: the trees of prefixes in flight, and of sent prefixes.
     - `lines`: `fixed`, `per_token` and `shares` by row, as in `router.policies.linear`.
-    - `prices`: the tokens that are charged, the least of them, the prices of a token in CPU memory and on disk, and the
-      share by which costs may differ in a tie.
-    - `demand`: forks of prompts by hash, the chunks between two hashes that are read, the time, the horizon of the
-      demand, and the share of time that the fleet can spare; None if each prompt pays for itself.
+    - `prices`: the charged tokens, the least of them, the prices of a token in CPU memory and on disk, and `near`.
+    - `demand`: forks of prompts by hash, the stride of read hashes, the time, the horizon, and the spare share of time.
+      None if each prompt pays for itself.
     - `excluded`: rows that are not chosen.
     """
 
