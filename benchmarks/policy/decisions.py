@@ -62,5 +62,5 @@ def _decider(policy: Policy, among: list[Candidate]) -> Callable[[Request], obje
         return lambda request: policy(among, request)
     columns, held = CostColumns(len(among)), array("I", [candidate.overlap for candidate in among])
     for row, candidate in enumerate(among):
-        columns.set(row, *policy.line(candidate))
+        columns.fixed[row], columns.per_token[row], columns.shares[row] = policy.line(candidate)
     return lambda request: policy.cheapest_row(columns, request, held, {}, (), {})

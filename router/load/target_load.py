@@ -17,26 +17,19 @@ class LoadJournal:
     """The changes of a table's loads, by slot, so that readers of thousands of loads read only the changed ones.
 
     - `end`: the number of all changes so far.
+    - `slots`: the slots of the last of them.
     """
 
     def __init__(self) -> None:
-        self._slots: list[int] = []
+        self.slots: list[int] = []
         self.end = 0
-
-    def __len__(self) -> int:
-        return len(self._slots)
 
     def add(self, slot: int) -> None:
         """Add a change of the load in a slot."""
-        if len(self._slots) >= _JOURNAL_LENGTH:
-            self._slots.clear()
-        self._slots.append(slot)
+        if len(self.slots) >= _JOURNAL_LENGTH:
+            self.slots.clear()
+        self.slots.append(slot)
         self.end += 1
-
-    def since(self, end: int) -> list[int] | None:
-        """Return the slots of the changes after the first `end` changes; None if some of them are forgotten."""
-        first = len(self._slots) - (self.end - end)
-        return None if first < 0 else self._slots[first:]
 
 
 @dataclass(slots=True)

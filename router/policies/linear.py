@@ -61,12 +61,6 @@ class CostColumns:
         self.highest: Highest = native.highest if native is not None else highest
         self.holders: Holders = native.holders if native is not None else holders
 
-    def set(self, row: int, fixed: float, per_token: float, shares: float) -> None:
-        """Set a row's line."""
-        self.fixed[row] = fixed
-        self.per_token[row] = per_token
-        self.shares[row] = shares
-
 
 def choose(
     fixed: array[float],

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 from random import Random
 
-from indexer import MatchQuery
+from indexer import MatchQuery, RowMatches
 from indexer.index import ChosenRows
 from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
@@ -20,8 +20,8 @@ from router.routing.assignment import NO_HASHES, Selection
 from router.routing.late_binding import NO_TIME_TO_SPARE
 from router.routing.load_view import LoadView
 from router.routing.native_choice import NativeChoice
-from router.routing.overlaps import OverlapFinder, Overlaps
-from router.routing.ranks import NO_LIMITS, Limits, RoutableRank, ServedModel, TargetCapacity
+from router.routing.overlaps import OverlapFinder
+from router.routing.ranks import NO_LIMITS, Limits, RoutableRank, ServedModel, TargetCapacity, without
 from router.routing.sources import SourceFinder
 from router.routing.state import RoutingState
 from router.routing.target_directory import ModelTargets, TargetDirectory
@@ -30,6 +30,37 @@ from router.settings import PullProtocol
 # Prompts that begin with this many equal chunks count as one session when the client names none.
 _SESSION_CHUNKS = 32
 _NO_ROWS: frozenset[int] = frozenset()
+
+
+class Overlaps:
+    """The overlaps of a request's prompts with all targets, by row. Amounts are in tokens.
+
+    - `tokens`: the overlap that counts.
+    - `by_events`: the overlap by events and prompts in flight, for rows in which it differs.
+    - `transfers`: the tokens in CPU memory and on disk, for rows that have any there.
+    """
+
+    __slots__ = ("_empty", "by_events", "tokens", "transfers")
+
+    def __init__(self, nothing: array[int]) -> None:
+        """Create empty overlaps. `nothing`: an `array("I")` with a zero for each row, which is never changed."""
+        self.tokens = nothing
+        self.by_events: dict[int, int] = {}
+        self.transfers: dict[int, tuple[int, int]] = {}
+        self._empty = True
+
+    def add(self, found: RowMatches, by_events: dict[int, int]) -> None:
+        """Add the overlaps of one more prompt. `by_events`: its overlaps by events, for rows in which they differ."""
+        if self._empty:
+            self._empty = False
+            self.tokens, self.transfers, self.by_events = found.tokens, found.transfers, by_events
+            return
+        for row in self.by_events.keys() | by_events.keys():
+            self.by_events[row] = self.by_events.get(row, self.tokens[row]) + by_events.get(row, found.tokens[row])
+        self.tokens = array("I", map(int.__add__, self.tokens, found.tokens))
+        for row, (cpu, disk) in found.transfers.items():
+            before = self.transfers.get(row, (0, 0))
+            self.transfers[row] = before[0] + cpu, before[1] + disk
 
 
 class CandidateSet:
@@ -128,9 +159,8 @@ class CandidateSet:
         if policy is None or self.rates:
             return None
         overlaps, records, lowest = self.overlaps, self.view.records, self.lowest
-        row: int | None
         if lowest is not None and not self.sources:
-            row = lowest[0] if len(lowest) == 1 else policy.one_of(lowest)
+            row: int | None = lowest[0] if len(lowest) == 1 else policy.one_of(lowest)
         else:
             request = Request(tokens, shared=self.shared)
             sources = {row: self.with_overlap(row, records[row]) for row in self.sources}
@@ -388,7 +418,3 @@ class CandidateFinder:
     def removed(self, worker: Worker) -> None:
         """Forget a worker that was removed."""
         self._overlaps.uncached.discard(worker.url)
-
-
-def without(workers: Sequence[Worker], excluded: Collection[Worker]) -> Sequence[Worker]:
-    return [worker for worker in workers if worker not in excluded] if excluded else workers

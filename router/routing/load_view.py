@@ -87,11 +87,12 @@ class LoadView:
     def update(self, now: float) -> None:
         """Read the rows that changed since the last call. `now`: the clock's time."""
         rows = len(self._ranks)
-        changed = self._journal.since(self._read_to) if self._read_to >= 0 else None
-        if changed is None:
+        slots = self._journal.slots
+        first = len(slots) - (self._journal.end - self._read_to)
+        if self._read_to < 0 or first < 0:  # nothing was read yet, or the journal has forgotten some changes
             self._read_all()
         else:
-            for slot in set(changed):  # each request changes its target's load more than once
+            for slot in set(slots[first:]):  # each request changes its target's load more than once
                 row = self._row_of_slot.get(slot)
                 if row is not None:
                     self._read(row)
@@ -149,7 +150,8 @@ class LoadView:
         else:
             self.prefilling.discard(row)
         if self._policy is not None:
-            self.columns.set(row, *self._policy.line(record))
+            columns = self.columns
+            columns.fixed[row], columns.per_token[row], columns.shares[row] = self._policy.line(record)
 
     def _eviction(self, rank: RoutableRank) -> float:
         """Return the price of an eviction on a rank: 0 while it has room."""

@@ -18,37 +18,6 @@ from router.routing.state import RoutingState
 from router.routing.target_directory import ModelTargets
 
 
-class Overlaps:
-    """The overlaps of a request's prompts with all targets, by row. Amounts are in tokens.
-
-    - `tokens`: the overlap that counts.
-    - `by_events`: the overlap by events and prompts in flight, for rows in which it differs.
-    - `transfers`: the tokens in CPU memory and on disk, for rows that have any there.
-    """
-
-    __slots__ = ("_empty", "by_events", "tokens", "transfers")
-
-    def __init__(self, nothing: array[int]) -> None:
-        """Create empty overlaps. `nothing`: an `array("I")` with a zero for each row, which is never changed."""
-        self.tokens = nothing
-        self.by_events: dict[int, int] = {}
-        self.transfers: dict[int, tuple[int, int]] = {}
-        self._empty = True
-
-    def add(self, found: RowMatches, by_events: dict[int, int]) -> None:
-        """Add the overlaps of one more prompt. `by_events`: its overlaps by events, for rows in which they differ."""
-        if self._empty:
-            self._empty = False
-            self.tokens, self.transfers, self.by_events = found.tokens, found.transfers, by_events
-            return
-        for row in self.by_events.keys() | by_events.keys():
-            self.by_events[row] = self.by_events.get(row, self.tokens[row]) + by_events.get(row, found.tokens[row])
-        self.tokens = array("I", map(int.__add__, self.tokens, found.tokens))
-        for row, (cpu, disk) in found.transfers.items():
-            before = self.transfers.get(row, (0, 0))
-            self.transfers[row] = before[0] + cpu, before[1] + disk
-
-
 class OverlapFinder:
     """Finds overlaps in all four sources.
 

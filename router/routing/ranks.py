@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from indexer import Target
@@ -98,3 +99,7 @@ class TargetCapacity:
     def prefill_busy(self, rank: RoutableRank, crowded: bool) -> bool:
         """Return whether late binding holds requests for a rank. `crowded`: more requests wait than it has targets."""
         return is_busy(rank.load, crowded, rank.load.peers.streamed, rank.weight)
+
+
+def without(workers: Sequence[Worker], excluded: Collection[Worker]) -> Sequence[Worker]:
+    return [worker for worker in workers if worker not in excluded] if excluded else workers

@@ -23,12 +23,12 @@ from router.policies.rates import prefill_seconds
 from router.prediction.learned import Learned
 from router.prediction.slo import LITTLE, NO_SLO, SLO, Prediction, choose_for_slo, counts_in_prefill
 from router.routing.assignment import Selection
-from router.routing.candidates import CandidateFinder, CandidateSet, without
+from router.routing.candidates import CandidateFinder, CandidateSet
 from router.routing.custom_choice import decide
 from router.routing.disaggregation.adapters import Adapter
 from router.routing.disaggregation.selection import DisaggregatedSelector
 from router.routing.late_binding import NO_TIME_TO_SPARE, is_sooner
-from router.routing.ranks import NO_LIMITS, Limits, RoutableRank, TargetCapacity
+from router.routing.ranks import NO_LIMITS, Limits, RoutableRank, TargetCapacity, without
 from router.routing.state import RoutingState
 from router.routing.target_directory import TargetDirectory, unavailable, unknown_model
 from router.settings import DisaggregationSettings

@@ -54,7 +54,7 @@ def candidate(row: int, load: tuple[int, int, int, float]) -> Candidate:
 def columns_of(policy: LinearPolicy, records: list[Candidate]) -> CostColumns:
     columns = CostColumns(len(records))
     for row, record in enumerate(records):
-        columns.set(row, *policy.line(record))
+        columns.fixed[row], columns.per_token[row], columns.shares[row] = policy.line(record)
     return columns
 
 
@@ -74,7 +74,7 @@ def test_choice_by_columns_equals_the_formula(core: str, name: str, data: Any, s
     row_numbers = st.integers(0, rows - 1)
     for row, load in data.draw(st.lists(st.tuples(row_numbers, loads), max_size=6)):
         records[row] = candidate(row, load)
-        columns.set(row, *policy.line(records[row]))
+        columns.fixed[row], columns.per_token[row], columns.shares[row] = policy.line(records[row])
     holders = data.draw(st.dictionaries(row_numbers, held, max_size=8))
     if data.draw(st.booleans()):  # all of them hold something
         holders = {row: random.choice([*holders.values(), (16, 0, 0)]) for row in range(rows)}
