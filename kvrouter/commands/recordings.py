@@ -118,7 +118,7 @@ def replay(
     right and none is a ghost. A ghost is a match that the engine has not stored since its start.
     """
     from kvrouter.processes import KvrouterProcess, ProcessError
-    from kvrouter.tools.replay.index_client import IndexerError
+    from kvrouter.tools.replay.check import IndexerError
     from kvrouter.tools.replay.run import IndexerAddress, Place, check_recordings, publish_recording
 
     if not check and (len(recordings) > 1 or requests or expect is not None or verbose):

@@ -19,8 +19,14 @@ import zmq.asyncio
 from kvevents import AllBlocksCleared, EventBatch, encode_batch
 from kvevents.frames import END_OF_REPLAY, encode_seq, live_frames, parse_live, replay_request
 from kvevents.recording import Channel, Record, RecordingWriter, read_recording
-from kvrouter.tools.replay.publication import Pace, Publication, PublishedSource
-from kvrouter.tools.replay.recorded import Recording, UnusableRecordingError, load_recording
+from kvrouter.tools.replay.publication import (
+    Pace,
+    Publication,
+    PublishedSource,
+    Recording,
+    UnusableRecordingError,
+    load_recording,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 DEADLINE_S = 60.0

@@ -29,7 +29,7 @@ from kvevents.recording import Channel, Record, read_recording
 from kvrouter.cli import app
 from kvrouter.processes import KvrouterProcess
 from kvrouter.tools.record import RecordedStream, parse_stream, record_streams, worker_sources
-from kvrouter.tools.replay.recorded import load_recording
+from kvrouter.tools.replay.publication import load_recording
 from worker import ZmqEventPublisher
 
 DEADLINE_S = 60.0

@@ -12,11 +12,18 @@ import aiohttp
 from rich.console import Console
 
 from kvrouter.processes import stop_signal
-from kvrouter.tools.replay.check import Score, check_indexer, endpoints_table, mismatch_lines, score_table
+from kvrouter.tools.replay.check import (
+    TIMEOUT_S,
+    IndexClient,
+    Score,
+    check_indexer,
+    endpoints_table,
+    mismatch_lines,
+    registered,
+    score_table,
+)
 from kvrouter.tools.replay.expected_matches import UnusableRequestsError, base_model, load_requests, requests_beside
-from kvrouter.tools.replay.index_client import TIMEOUT_S, IndexClient, registered
-from kvrouter.tools.replay.publication import Pace, Publication
-from kvrouter.tools.replay.recorded import Recording, load_recording
+from kvrouter.tools.replay.publication import Pace, Publication, Recording, load_recording
 from router.http.client import refuse_redirects
 
 
