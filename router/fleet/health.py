@@ -233,8 +233,7 @@ class Health:
         """Move requests without a first byte to other workers, and return their number."""
         moved = 0
         for attempt in self.attempts:
-            if attempt.give_up is not None and (attempt.streamed or whole_answers):
-                attempt.give_up()
+            if attempt.give_up is not None and (attempt.streamed or whole_answers) and attempt.give_up():
                 attempt.give_up = None
                 moved += 1
         return moved
@@ -263,7 +262,7 @@ class Attempt:
     """One request on one worker, from the choice to the end.
 
     - `waits`: whether its first byte is awaited from this worker.
-    - `give_up`: moves the request to another worker; None if it cannot be moved.
+    - `give_up`: moves the request to another worker, and returns whether it does; None if it may not be moved.
     - `most_tokens`: the most tokens of its answer; None if the request does not limit them.
 
     Parameters `now` are the time by the health's clock, if the caller has read it.
@@ -281,7 +280,7 @@ class Attempt:
         self.dp_rank = dp_rank
         self.streamed = streamed
         self.waits = True
-        self.give_up: Callable[[], None] | None = None
+        self.give_up: Callable[[], bool] | None = None
         self.most_tokens: int | None = None
         self.ended = self.failed = False
         self.health = health

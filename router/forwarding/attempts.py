@@ -72,12 +72,12 @@ class AttemptHandler(ResponseHandler):
         """Called when the media of a chat are encoded, or with the reason why it cannot be sent."""
         raise NotImplementedError
 
-    def give_up(self) -> None:
-        """Called when the worker hangs: the request may be sent to another one."""
+    def give_up(self) -> bool:
+        """Called while the worker hangs. Return whether the request is sent to another one."""
         raise NotImplementedError
 
-    def give_up_prefill(self) -> None:
-        """Called when the worker of the prefill hangs: the request may be sent to another pair."""
+    def give_up_prefill(self) -> bool:
+        """Called while the worker of the prefill hangs. Return whether the request is sent to another pair."""
         raise NotImplementedError
 
 
@@ -85,7 +85,7 @@ class Attempts:
     """The attempts of one request.
 
     - `assignment`: the current target; None before the first attempt, between attempts and at the end.
-    - `others`: another worker could serve it.
+    - `others`: another worker may be sent the request later, also one that does not exist yet.
     - `encoding`: the encode stage of a chat with media; None if no encode worker exists.
     - `offer`: the prompt's token ids, which are sent to workers that may receive them; None if they are not sent.
     """
@@ -228,8 +228,7 @@ class Attempts:
         services.placement.record_in_flight(prompt, assignment, now)
         services.metrics.chosen(prompt.name or "", now - self._asked_at, self._waited)
         services.metrics.placed(prompt.name or "", now - arrived, assignment.decision, assignment.cache_prediction)
-        excluded = [*self._excluded(), worker] if self._left or self._without else tried
-        self.others = self._sends < self._most and self._repeatable and services.selector.has_others(prompt, excluded)
+        self.others = self._sends < self._most and self._repeatable
         if self.sent is not self.encoding:
             self._move_if_hung(assignment, handler)
 

@@ -290,11 +290,13 @@ class _EncodedItem:
             add_worker_key=context.admitted.add_worker_key,
         )
 
-    def _give_up(self) -> None:
-        """Called when the encode worker hangs."""
+    def _give_up(self) -> bool:
+        """Called while the encode worker hangs. Return whether the item is sent elsewhere."""
         services = self._stage.services
-        if services.budget.take():
-            services.loop.call_soon(self._leave_hung, self._attempt)
+        if not services.budget.take():
+            return False
+        services.loop.call_soon(self._leave_hung, self._attempt)
+        return True
 
     def _leave_hung(self, attempt: Attempt | None) -> None:
         if attempt is not None and attempt is self._attempt:

@@ -387,13 +387,17 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         except Exception:
             self._crash()
 
-    def give_up(self) -> None:
-        if self._attempts is not None and self._attempts.has_other and self._services.budget.take():
-            self._services.loop.call_soon(self._leave_hung, self.assignment, False)
+    def give_up(self) -> bool:
+        if self._attempts is None or not self._attempts.has_other or not self._services.budget.take():
+            return False
+        self._services.loop.call_soon(self._leave_hung, self.assignment, False)
+        return True
 
-    def give_up_prefill(self) -> None:
-        if self._services.budget.take():
-            self._services.loop.call_soon(self._leave_hung, self.assignment, True)
+    def give_up_prefill(self) -> bool:
+        if not self._services.budget.take():
+            return False
+        self._services.loop.call_soon(self._leave_hung, self.assignment, True)
+        return True
 
     def _leave_hung(self, assignment: Assignment | None, prefill_hangs: bool) -> None:
         """Retry after the worker was ejected as hung, unless it has answered meanwhile."""

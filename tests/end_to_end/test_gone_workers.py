@@ -145,6 +145,21 @@ async def test_requests_on_a_removed_worker_that_hangs_are_answered_by_another()
             assert {(await each).status for each in requests} == {200}
 
 
+async def test_requests_on_a_worker_that_hangs_move_to_one_that_came_after_them() -> None:
+    fleet = {"stall_seconds": 0.3, "retry_interval": 0.1, "metrics_interval": 0.1, "slow_start": 0.0}
+    async with (
+        scripted_worker(hang) as leaving,
+        scripted_worker() as replacement,
+        router(leaving.url, fleet=fleet) as routed,
+    ):
+        requests = [await asked(routed) for _ in range(4)]
+        await received(leaving, 4)
+        leaving.answers_discovery = False
+        await routed.call("/workers", {"url": replacement.url})
+        async with asyncio.timeout(5):
+            assert {(await each).status for each in requests} == {200}
+
+
 async def test_request_is_held_if_last_prefill_worker_stopped() -> None:
     async with scripted_worker() as prefill, scripted_worker() as decode:
         pair = [{"url": prefill.url, "role": "prefill"}, {"url": decode.url, "role": "decode"}]

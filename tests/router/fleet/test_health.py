@@ -35,7 +35,7 @@ def test_only_failures_in_a_row_open_the_circuit(health: Health) -> None:
 def test_waiting_requests_are_moved_once(health: Health) -> None:
     called: list[int] = []
     for number in range(3):
-        health.begin(1).give_up = lambda number=number: called.append(number)
+        health.begin(1).give_up = lambda number=number: called.append(number) is None
     health.begin(1)
     assert health.move_waiting() == 3
     assert health.move_waiting() == 0
@@ -74,7 +74,7 @@ def usual(seconds: float) -> Usual:
 
 
 def test_first_byte_later_than_factor_times_expected_is_a_stall(health: Health, clock: Clock) -> None:
-    health.begin(100).give_up = lambda: None
+    health.begin(100).give_up = lambda: True
     clock.now += 2.9
     assert stalled(health, STALL, usual(1.0), 2.9, 0.0) is None
     clock.now += 0.2
@@ -96,7 +96,7 @@ def test_late_first_byte_is_a_stall_unless_something_explains_it(
 ) -> None:
     attempt = health.begin(work, streamed=streamed)
     if movable:
-        attempt.give_up = lambda: None
+        attempt.give_up = lambda: True
     clock.now += 20
     assert (stalled(health, STALL, usual(1.0), silent, 0.0) is not None) is is_stall
 
@@ -127,7 +127,7 @@ def test_whole_answer_has_the_time_of_the_longest_plausible_output(
     earlier.answered(longest_answer)
     earlier.end(Outcome.SUCCEEDED)
     attempt = health.begin(100, streamed=False)
-    attempt.give_up, attempt.most_tokens = lambda: None, most_tokens
+    attempt.give_up, attempt.most_tokens = lambda: True, most_tokens
     begun = clock.now
     for seconds, late in ((0.99 * patience, False), (1.01 * patience, True)):
         clock.now = begun + seconds

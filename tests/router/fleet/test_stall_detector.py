@@ -51,8 +51,9 @@ class Played:
         attempt = self.workers[0].health.begin(100, streamed=streamed)
         attempt.most_tokens = tokens
 
-        def give_up() -> None:
+        def give_up() -> bool:
             self.moved += 1
+            return True
 
         attempt.give_up = give_up
         return attempt
