@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from simulator.worker.protocol import ApiError, Conversation, GenerationRequest,
 from simulator.worker.replies import Reply, json_event
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+_OVERRIDDEN = ("rid", "bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank", "disagg_prefill_dp_rank")
 
 
 class _Message(BaseModel):
@@ -64,6 +66,12 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
     model: str
     max_tokens: int
 
+    def with_overrides(self, headers: Mapping[str, str]) -> MessagesRequest:
+        """Return the request with the fields of a pair in headers, as SGLang reads them with header overrides."""
+        given = {name: headers.get(f"x-override-{name.replace('_', '-')}") for name in _OVERRIDDEN}
+        given = {name: value for name, value in given.items() if value is not None}
+        return self.model_validate(self.model_dump(exclude_unset=True) | given) if given else self
+
 
 def _converted(message: _Message, place: str) -> list[Message]:
     if isinstance(message.content, str):
@@ -102,7 +110,8 @@ class MessageReply(Reply):
 
     def body(self) -> dict[str, Any]:
         choice = self.choices[0]
-        return self._message([{"type": "text", "text": choice.text}], self._stop_reason()) | {"usage": self._usage()}
+        body = self._message([{"type": "text", "text": choice.text}], self._stop_reason()) | {"usage": self._usage()}
+        return body | {"kv_transfer_params": choice.kv_transfer_params} if choice.kv_transfer_params else body
 
     def begin(self, index: int) -> str:  # noqa: ARG002 (there is one)
         message = self._message([], None) | {"usage": self._usage()}

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
+from pydantic import Field
+
 from simulator.worker.protocol import ApiError, Conversation, GenerationRequest, Message
 from simulator.worker.replies import Choice, Reply, json_event
 
@@ -23,6 +25,7 @@ class ResponsesRequest(GenerationRequest):
     max_output_tokens: int | None = None
     previous_response_id: str | None = None
     store: bool = True
+    rid: str | list[str] | None = Field(None, validation_alias="request_id")
 
     def conversation(self, earlier: list[Message]) -> Conversation:
         """Return the conversation for the chat template, with the messages of earlier responses. Raises ApiError."""
@@ -103,7 +106,7 @@ class ResponseReply(Reply):
         body = self._response(ended, [self._message_item("completed", choice)], self._usage())
         if self.request.store:
             self.stored.keep(body, self.messages)
-        return body
+        return body | {"kv_transfer_params": choice.kv_transfer_params} if choice.kv_transfer_params else body
 
     def begin(self, index: int) -> str:  # noqa: ARG002 (there is one)
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

@@ -116,7 +116,10 @@ async def stored_response(response: str, request: Request) -> dict[str, Any]:
 
 @_routes.post("/v1/messages")
 async def message(body: MessagesRequest, request: Request) -> Response:
-    return await _worker(request).completions.message(request, body)
+    worker = _worker(request)
+    if worker.settings.disaggregation == "sglang":
+        body = body.with_overrides(request.headers)
+    return await worker.completions.message(request, body)
 
 
 @_routes.post("/v1/messages/count_tokens")

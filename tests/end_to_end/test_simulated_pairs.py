@@ -90,6 +90,23 @@ async def prefill_params(vllm: Pairs, prompt: list[int]) -> dict[str, Any]:
 # Behind a router
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_messages_and_responses_are_handed_over(
+    pairs: Pairs, front: RouterUnderTest, path: str, streamed: bool
+) -> None:
+    text = f"{next(numbers)} " * 100
+    given: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+    if path == "/v1/responses":
+        given = {"input": text, "max_output_tokens": 4}
+    before = await pairs.metric("simulated:kv_bytes_received_total", *pairs.decodes)
+    reply = await front.call(path, {"model": MODEL, "stream": streamed, **given})
+    assert (reply.status, reply.worker) == (200, pairs.decodes[0])
+    assert reply.headers["x-kvrouter-prefill-worker"] == pairs.prefills[0]
+    assert await pairs.metric("simulated:kv_bytes_received_total", *pairs.decodes) > before
+    await pairs.until_nothing_is_left()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_pair_answers_like_single_worker(pairs: Pairs, front: RouterUnderTest, plain: str, stream: bool) -> None:
     prompt, length = fresh(333), 12
