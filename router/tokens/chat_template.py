@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import datetime
-from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import jinja2
 from jinja2 import meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from mypy_extensions import mypyc_attr
 
 from http_api.errors import RequestError
 from router.apis.messages import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt
-from router.tokens.content_format import Generation, loops_over_parts, parsed
+from router.tokens.content_format import loops_over_parts, parsed
+from router.tokens.template_environment import Sandbox, environment
+from router.tokens.template_pieces import TemplatePieces
 
 # Variables that the renderer sets.
 _NOT_THE_CLIENTS = frozenset({"messages", "conversation", "chat_template", "tokenize"})
 # Variables that every template receives.
 _ARGUMENTS = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
-_OF_DICTS: Final = frozenset(dir(dict))
-_MISSING: Final = object()
 # Marks the end of the last message if the model is to continue it.
 _END_MARK = "KVROUTER_FINAL_MESSAGE_ENDS "
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ChatTemplate:
     """A compiled chat template.
 
@@ -49,10 +48,12 @@ class ChatTemplate:
         self._variables = meta.find_undeclared_variables(root) - _NOT_THE_CLIENTS
         self._error: jinja2.TemplateError | None = None
         self._fixed: dict[str, Any] = {}
+        self._pieces: TemplatePieces | None = None
         try:
-            self._compiled = _environment().from_string(source)
+            self._compiled = environment(Sandbox).from_string(source)
             # Constant for all requests: the environment's globals, and the special tokens.
             self._fixed = {**self._compiled.globals, **(special_tokens or {})}
+            self._pieces = TemplatePieces(source, special_tokens or {}, self._variables - _ARGUMENTS)
         except jinja2.TemplateError as error:  # every rendering raises it
             self._error = error
         self.takes_system_first = _takes_system_first(source)
@@ -98,6 +99,10 @@ class ChatTemplate:
 
     def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Return the text that transformers' `apply_chat_template` makes of prepared messages."""
+        text = None if self._pieces is None else self._pieces.text(messages, variables)
+        return self._by_jinja(messages, variables) if text is None else text
+
+    def _by_jinja(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         _check_arguments(messages, variables)
         messages = [_as_templates_see(message) for message in messages]
         continues = variables["continue_final_message"]
@@ -131,61 +136,6 @@ def template_variables(chat: ChatPrompt) -> dict[str, Any]:
         fields["enable_thinking"] = chat.reasoning_effort != "none"
     variables |= {name: value for name, value in fields.items() if value is not None}
     return {name: value for name, value in variables.items() if value is not None and value != "auto"}
-
-
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with faster access to the fields of dicts.
-
-    Jinja looks for a field among a dict's attributes first, which raises an exception or two per field. This class
-    skips that step for names that are no attributes, which halves the time of a conversation. Undefined values are
-    cached.
-    """
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return `obj.attribute`."""
-        if type(obj) is dict and attribute not in _OF_DICTS:
-            found = obj.get(attribute, _MISSING)
-            return found if found is not _MISSING else _undefined(attribute)
-        return super().getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return `obj[argument]`."""
-        if type(obj) is dict and type(argument) is str and argument not in _OF_DICTS:
-            found = obj.get(argument, _MISSING)
-            return found if found is not _MISSING else _undefined(argument)
-        return super().getitem(obj, argument)
-
-
-@lru_cache(256)
-def _undefined(name: str) -> jinja2.Undefined:
-    return jinja2.Undefined(obj={}, name=name)
-
-
-def _environment() -> jinja2.Environment:
-    """Return a Jinja environment as transformers configures it for chat templates."""
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _check_arguments(messages: list[dict[str, Any]], variables: dict[str, Any]) -> None:

@@ -53,6 +53,26 @@ def test_compiled_protocol_attributes_have_no_default_of_none() -> None:
     assert not found
 
 
+def test_compiled_classes_allow_their_interpreted_subclasses() -> None:
+    """Otherwise the creation of an interpreted class's objects raises TypeError."""
+    compiled_paths = compiled()
+    ours, interpreted = [], []
+    for package in ("kvevents", "indexer", "router", "worker", "kvrouter"):
+        for path in (ROOT / package).rglob("*.py"):
+            classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+            if path in compiled_paths:
+                ours += classes
+            else:
+                own = {node.name for node in classes}
+                interpreted += [(path, node, {ast.unparse(base) for base in node.bases} - own) for node in classes]
+    closed = {
+        node.name
+        for node in ours
+        if not any("allow_interpreted_subclasses" in ast.unparse(each) for each in node.decorator_list)
+    }
+    assert not [f"{path.relative_to(ROOT)}: {node.name}" for path, node, bases in interpreted if bases & closed]
+
+
 def test_structs_are_not_compiled() -> None:
     """mypyc compiles a class that derives from a struct of another module without the fields of that struct."""
     bases = {

@@ -25,8 +25,9 @@ from transformers import PreTrainedTokenizerFast
 from http_api.errors import RequestError
 from router.apis.messages import prepare_messages, prepare_tools
 from router.apis.requests import ChatPrompt
-from router.tokens.chat_template import ChatTemplate, Sandbox
+from router.tokens.chat_template import ChatTemplate
 from router.tokens.content_format import loops_over_parts
+from router.tokens.template_environment import Sandbox
 
 TOKENIZER = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")), bos_token="<s>", eos_token="</s>"
