@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.decoding import json_reader
+from router.http.compression import Decompressor
 
 _LONGEST: Final = 65_536  # bytes of events without content
 _CONTENT: Final = 0
@@ -32,26 +33,51 @@ _ANNOUNCEMENTS: Final = frozenset(
 _decode = json_reader(dict[str, Any])
 
 
-def stream_beginning(data: bytes, ended: bool = False) -> int | None:
-    """Return the status of the error that a stream begins with; 0 if it begins with content; None if it is unknown yet.
+class StreamBeginning:
+    """The bytes of a stream until its first event with content or with an error. Each byte is searched once.
 
-    The status is 400 for a refusal without a status, and 500 for any other error without one.
+    - `received`: the bytes as the worker sent them.
+    - `plain`: the same, decompressed.
     """
-    if len(data) > _LONGEST:
-        return _CONTENT
-    *events, rest = data.replace(b"\r\n", b"\n").split(b"\n\n")
-    if ended:
-        events.append(rest)
-    for event in events:
-        verdict = _event_status(event)
-        if verdict is not None:
-            return verdict
-    return None
+
+    __slots__ = ("_decompressor", "_event", "_held", "_searched", "plain", "received")
+
+    def __init__(self, compressed: bool = False) -> None:
+        self._decompressor = Decompressor() if compressed else None
+        self.received = bytearray()
+        self.plain = bytearray() if compressed else self.received
+        self._event = bytearray()  # the incomplete event, with line feeds as the ends of lines
+        self._searched = 0  # no event ends among this number of its bytes
+        self._held = b""  # a carriage return, until the next byte is known
+
+    def add(self, data: bytes, ended: bool = False) -> int | None:
+        """Add received bytes; `ended`: they are the last ones.
+
+        Returns the status of the error that the stream begins with; 0 if it begins with content; None if it is unknown
+        yet. The status is 400 for a refusal without a status, and 500 for any other error without one.
+        """
+        self.received += data
+        if self._decompressor is not None:
+            data = self._decompressor.read(data)
+            self.plain += data
+        if max(len(self.received), len(self.plain)) > _LONGEST:
+            return _CONTENT
+        data = self._held + data
+        self._held = b"\r" if data.endswith(b"\r") and not ended else b""
+        self._event += data.removesuffix(self._held).replace(b"\r\n", b"\n")
+        while (end := self._event.find(b"\n\n", self._searched)) >= 0:
+            status = _event_status(bytes(self._event[:end]))
+            del self._event[: end + 2]
+            self._searched = 0
+            if status is not None:
+                return status
+        self._searched = max(len(self._event) - 1, 0)
+        return _event_status(bytes(self._event)) if ended else None
 
 
 def stream_error(beginning: bytes) -> int | None:
     """Return the status of the error in the beginning of a stream; None if it is no error, or incomplete."""
-    return stream_beginning(beginning) or None
+    return StreamBeginning().add(beginning) or None
 
 
 def is_refusal(status: int) -> bool:

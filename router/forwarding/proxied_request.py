@@ -42,7 +42,7 @@ from router.apis.abilities import needed_abilities
 from router.apis.endpoints import read_request
 from router.apis.media_items import MediaChat, media_chat
 from router.apis.requests import RoutedRequest, Sender
-from router.apis.stream_errors import stream_beginning
+from router.apis.stream_errors import StreamBeginning
 from router.apis.usage import HiddenUsage, with_include_usage
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
@@ -105,7 +105,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     _reading: Span | None = None  # while its body and its prompt are read, with tracing
     _attempts: Attempts | None = None  # after its prompt was read
     _head: ResponseHead | None = None  # a received head that is not forwarded yet
-    _beginning = b""  # of a stream: the events without content that are not forwarded yet
+    _beginning: StreamBeginning | None = None  # the events without content that are not forwarded yet
     _response: ProxiedResponse | None = None  # after a part of it was forwarded
     _task: asyncio.Task[None] | None = None  # while it waits
     _deadline: asyncio.TimerHandle | None = None
@@ -410,7 +410,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         self, attempts: Attempts, problem: str, unreachable: Worker | None = None, takes_budget: bool = False
     ) -> None:
         """Try another worker after an attempt that failed before any byte was forwarded."""
-        self._phase, self._head, self._beginning = Phase.WAITING, None, b""
+        self._phase, self._head, self._beginning = Phase.WAITING, None, None
         attempts.leave(problem)
         try:
             if unreachable is not None:
@@ -423,7 +423,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
 
     def _queue_again(self, attempts: Attempts, problem: str) -> None:
         """Return the request to its place in the queue, because a worker is full."""
-        self._phase, self._head, self._beginning = Phase.WAITING, None, b""
+        self._phase, self._head, self._beginning = Phase.WAITING, None, None
         attempts.leave_full(problem)
         try:
             self._send_next(attempts)
@@ -454,9 +454,10 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
 
     def _begin_stream(self, head: ResponseHead, data: bytes, ended: bool) -> None:
         """Keep events without content. The first one with content begins the answer; an error may lead to a retry."""
-        self._beginning = data = self._beginning + data if self._beginning else data
-        plain = Decompressor().read(data) if head.compressed else data
-        status = stream_beginning(plain, ended) if data else None
+        beginning = self._beginning
+        if beginning is None:
+            beginning = self._beginning = StreamBeginning(head.compressed)
+        status = beginning.add(data, ended) if data or ended else None
         attempts = self._attempts
         if status is None and not ended:
             if data and attempts is not None and attempts.assignment is not None:
@@ -467,13 +468,13 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             if attempts.returns_to_queue(attempts.assignment, status, head.first(b"retry-after")):
                 self._queue_again(attempts, problem)
                 return
-            if (outcome := attempts.retries_status(status, plain)) is not None:
+            if (outcome := attempts.retries_status(status, bytes(beginning.plain))) is not None:
                 attempts.assignment.attempt.give_up = None
                 attempts.assignment.attempt.end(outcome, problem)
                 self._retry(attempts, problem)
                 return
-        self._beginning = b""
-        self._answer(head, data, ended)
+        self._beginning = None
+        self._answer(head, bytes(beginning.received), ended)
 
     def on_body(self, data: bytes, ended: bool) -> None:
         try:

@@ -169,7 +169,7 @@ class ResumableProxiedRequest(ProxiedRequest):
             response.failed(reason)
             self._died = assignment.worker
             self._response = self._head = None
-            self._beginning = b""
+            self._beginning = None
             self._phase = Phase.WAITING
             attempts.leave(reason)
             self._continue_in_task(self._go_on(attempts, stream, response))
