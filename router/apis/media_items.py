@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from kvevents.decoding import read_json
+from kvevents.decoding import json_reader
 from router.apis.endpoints import CHAT
 from router.apis.messages import media_content, media_type
 
@@ -26,6 +26,19 @@ class _Chat(msgspec.Struct):
     messages: list[_Message]
     mm_processor_kwargs: msgspec.Raw = msgspec.Raw(b"null")
     media_io_kwargs: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _ReadMessage(msgspec.Struct):
+    content: Any = None
+
+
+class _ReadChat(msgspec.Struct):
+    messages: list[_ReadMessage]
+
+
+# One decoder reads all parts: a call for each would take most of the time.
+_decode_chat = json_reader(_Chat)
+_decode_parts = json_reader(_ReadChat)
 
 
 class MediaItem(NamedTuple):
@@ -66,8 +79,8 @@ def media_chat(path: str, body: bytes) -> MediaChat | None:
     if path != CHAT or not any(mark in body for mark in _MARKS):
         return None
     try:
-        chat = read_json(body, _Chat)
-        items, count = _distinct(chat.messages)
+        chat = _decode_chat(body)
+        items, count = _distinct(chat.messages, _decode_parts(body).messages)
     except msgspec.DecodeError:
         return None
     given = ((name, bytes(getattr(chat, name))) for name in _OPTIONS)
@@ -75,20 +88,23 @@ def media_chat(path: str, body: bytes) -> MediaChat | None:
     return MediaChat(items, count, options) if items else None
 
 
-def _distinct(messages: list[_Message]) -> tuple[list[MediaItem], int]:
-    """Return the items, equal ones once, and the number of all media."""
+def _distinct(messages: list[_Message], read: list[_ReadMessage]) -> tuple[list[MediaItem], int]:
+    """Return the items of messages, equal ones once, and the number of all media. `read`: the messages' values."""
     found: dict[tuple[str, int, object], MediaItem] = {}
     count = 0
-    for message in messages:
-        for raw in message.content if isinstance(message.content, list) else ():
-            part = read_json(raw)
-            kind = media_type(part) if isinstance(part, dict) else None
+    for message, values in zip(messages, read, strict=True):
+        if not isinstance(message.content, list):
+            continue
+        for raw, part in zip(message.content, values.content, strict=True):
+            kind = media_type(part) if type(part) is dict and part else None
+            if kind is None:
+                continue
             if kind in _ENCODED:
                 key = _hash(media_content(part, kind))
                 uuid = part.get("uuid")  # the engine's name for the item
                 item = found.setdefault((kind, key, str(uuid)), MediaItem(key, bytes(raw), []))
                 item.places.append(count)
-            count += kind is not None
+            count += 1
     return list(found.values()), count
 
 

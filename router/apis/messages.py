@@ -35,7 +35,9 @@ MODALITIES = {
 
 def media_type(part: dict[str, Any]) -> str | None:
     """Return the media type of a part, from its `type` or its key; None if it is no media."""
-    kind = part.get("type") or next((key for key in MODALITIES if key in part), None)
+    kind = part.get("type")
+    if not kind and not MODALITIES.keys().isdisjoint(part):
+        kind = next(key for key in MODALITIES if key in part)
     return kind if isinstance(kind, str) and kind in MODALITIES else None
 
 
