@@ -1,8 +1,9 @@
 """The cost of checking that a body has one meaning: make bench-body-check.
 
 Each side checks that a chat is a JSON object that all parsers read alike, and reads the fields for routing by load. The
-sides take turns: our native pass; msgspec with our strict parser for rare fields; msgspec alone, without checks. The
-output is medians of processor time, in microseconds.
+sides take turns: our native pass; msgspec with our strict parser for rare fields; msgspec alone, without checks. Two
+more sides also read the chat for routing by its prompt: in the same native pass, and by msgspec after it. The output is
+medians of processor time, in microseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from statistics import median
 from indexer.native import native_core
 from router.apis.body_fields import ModelFields
 from router.apis.fields import read_body
-from router.auth.bodies import BodyCheck, read_object
+from router.apis.openai_requests import decode_chat, usual_chat
+from router.auth.bodies import BodyCheck, check_media, read_object
 from router.settings import LimitSettings
 
 _ROUNDS = 300
@@ -47,14 +49,32 @@ def _unchecked(body: bytes) -> None:
     read_body(body, ModelFields)
 
 
-_SIDES: dict[str, Callable[[bytes], None]] = {"ours": _checked, "strict": _strict, "unchecked": _unchecked}
+def _chat_in_one_pass(body: bytes) -> None:
+    known = _CHECK.usual_chat(body)
+    assert isinstance(known, tuple)
+    usual_chat(known)
+
+
+def _chat_in_two(body: bytes) -> None:
+    _CHECK.model_body(body)
+    check_media(body, _LIMITS)
+    decode_chat(body)
+
+
+_SIDES: dict[str, Callable[[bytes], None]] = {
+    "ours": _checked,
+    "strict": _strict,
+    "unchecked": _unchecked,
+    "chat": _chat_in_one_pass,
+    "chat, two": _chat_in_two,
+}
 
 
 def main() -> None:
     """Measure all sides."""
     if native_core() is None:
         raise SystemExit("the native core is missing: run make native")
-    print(f"{'body':>8}" + "".join(f"{side:>12}" for side in _SIDES) + f"{'strict/ours':>14}")
+    print(f"{'body':>8}" + "".join(f"{side:>12}" for side in _SIDES) + f"{'strict/ours':>14}{'two/one':>10}")
     for size in (1024, 65536):
         body = _chat(size)
         times: dict[str, list[float]] = {side: [] for side in _SIDES}
@@ -66,7 +86,8 @@ def main() -> None:
                 times[side].append((time.process_time_ns() - began) / _CALLS / 1000)
         cost = {side: median(taken) for side, taken in times.items()}
         row = "".join(f"{cost[side]:12.1f}" for side in _SIDES)
-        print(f"{len(body) / 1024:5.0f} KB{row}{cost['strict'] / cost['ours']:14.1f}")
+        ratios = f"{cost['strict'] / cost['ours']:14.1f}{cost['chat, two'] / cost['chat']:10.1f}"
+        print(f"{len(body) / 1024:5.0f} KB{row}{ratios}")
 
 
 if __name__ == "__main__":

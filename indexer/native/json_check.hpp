@@ -3,11 +3,13 @@
 
 #include <array>
 #include <bit>
+#include <charconv>
 #include <cstring>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -24,6 +26,7 @@ struct JsonReader {
 
     const char* at;
     const char* end;
+    bool beyond = false;  // a string since the last reset has characters beyond ASCII
 
     void skip_space() {
         while (at != end && is_space(*at)) ++at;
@@ -46,6 +49,7 @@ struct JsonReader {
                 escaped = true;
                 if (!escape()) return false;
             } else {
+                beyond = true;
                 do
                     if (byte < 0x80 || !beyond_ascii()) return false;  // a control character, or invalid UTF-8
                 while (at != end && static_cast<unsigned char>(*at) >= 0x80);
@@ -124,6 +128,79 @@ struct JsonReader {
     }
 };
 
+// A string in a body's bytes, without its quotes.
+struct JsonText {
+    const char* begin = nullptr;
+    const char* end = nullptr;
+    bool escaped = false;
+    bool ascii = true;
+
+    // Return the text in UTF-8. The check accepted its escape sequences.
+    std::string unescaped() const {
+        std::string text;
+        text.reserve(static_cast<std::size_t>(end - begin));
+        for (const char* at = begin; at != end;) {
+            const void* found = std::memchr(at, '\\', static_cast<std::size_t>(end - at));
+            const char* escape = found == nullptr ? end : static_cast<const char*>(found);
+            text.append(at, escape);
+            if (escape == end) break;
+            at = escape + 2;
+            switch (escape[1]) {
+                case 'b': text += '\b'; break;
+                case 'f': text += '\f'; break;
+                case 'n': text += '\n'; break;
+                case 'r': text += '\r'; break;
+                case 't': text += '\t'; break;
+                case 'u': {
+                    JsonReader reader{at, end};
+                    u32 point = 0, low = 0;
+                    reader.hex(point);
+                    if (point >= 0xD800 && point < 0xDC00) {
+                        reader.at += 2;
+                        reader.hex(low);
+                        point = 0x10000 + ((point - 0xD800) << 10) + (low - 0xDC00);
+                    }
+                    append_utf8(text, point);
+                    at = reader.at;
+                    break;
+                }
+                default: text += escape[1];
+            }
+        }
+        return text;
+    }
+
+    static void append_utf8(std::string& text, u32 point) {
+        const auto add = [&](u32 byte) { text += static_cast<char>(byte); };
+        if (point < 0x80) return add(point);
+        if (point < 0x800) {
+            add(0xC0 | point >> 6);
+        } else {
+            if (point < 0x10000) {
+                add(0xE0 | point >> 12);
+            } else {
+                add(0xF0 | point >> 18);
+                add(0x80 | (point >> 12 & 0x3F));
+            }
+            add(0x80 | (point >> 6 & 0x3F));
+        }
+        add(0x80 | (point & 0x3F));
+    }
+};
+
+// What routing reads of a usual chat: messages of a role and a text, and only fields that do not change the prompt.
+struct UsualChat {
+    struct Message {
+        JsonText role, content;
+    };
+
+    bool usual = true;
+    JsonText model;
+    std::vector<Message> messages;
+    bool streamed = false;
+    std::optional<long long> max_tokens, max_completion_tokens;
+};
+
 // A check that accepts only plain JSON: valid UTF-8, distinct names in each object, numbers that every parser reads
 // exactly, paired surrogates, and at most `kDepth` levels. A rejected body may still be valid: a complete parser reads
 // it next, and names the mistake.
@@ -134,15 +211,20 @@ public:
     // - `elements`: maximum length of a list in a top-level field, unless it is a list of numbers.
     // - `values`: maximum number of values of a body; a name counts as `kOfAName`, a list or an object as `kOfAList`.
     // - `small`: bodies of at most this number of bytes may have any number of values.
-    JsonCheck(std::vector<std::string> names, std::vector<std::string> kept, u64 elements, u64 values, u64 small)
+    // - `unusual`: top-level fields that a usual chat does not have.
+    JsonCheck(
+        std::vector<std::string> names, std::vector<std::string> kept, u64 elements, u64 values, u64 small,
+        std::vector<std::string> unusual)
         : elements_(elements), values_(values), small_(small) {
         for (auto& name : names) fields_.emplace(std::move(name), false);
         for (auto& name : kept) fields_.emplace(std::move(name), true);
+        for (auto& name : unusual) unusual_.insert(std::move(name));
     }
 
-    // Return an object of a plain body's kept fields, or nothing if the body is not plain.
-    std::optional<std::string> named(std::string_view body) const {
-        Reader reader{{body.data(), body.data() + body.size()}, body.data(), *this, {}, 0, "{"};
+    // Return an object of a plain body's kept fields, or nothing if the body is not plain. `chat` receives what routing
+    // reads of a usual chat.
+    std::optional<std::string> named(std::string_view body, UsualChat* chat = nullptr) const {
+        Reader reader{{body.data(), body.data() + body.size()}, body.data(), *this, {}, 0, "{", chat};
         reader.names.reserve(kUsualNames);
         reader.skip_space();
         if (reader.at == reader.end || *reader.at != '{' || !reader.object(0)) return std::nullopt;
@@ -154,6 +236,7 @@ public:
 
 private:
     static constexpr int kDepth = 64;
+    static constexpr int kOfMessages = 2;  // the depth of the objects in a top-level list
     static constexpr std::size_t kUsualNames = 16;  // room reserved for the names of all open objects
     static constexpr std::size_t kNames = 64;  // limit of an object's names, as each is compared with all others
     static constexpr std::size_t kDigits = 15;  // a number of 15 characters is the same double in every parser
@@ -164,6 +247,8 @@ private:
         std::vector<std::string_view> names;  // the names of all open objects, outermost first
         u64 values;
         std::string kept;  // the object of the kept fields read until now, without its closing brace
+        UsualChat* chat;  // null: the body is only checked
+        bool in_messages = false;
 
         bool next_is(char expected) {
             skip_space();
@@ -194,12 +279,18 @@ private:
             ++at;
             values += kOfAList;
             const std::size_t before = names.size();
+            const bool is_message = in_messages && depth == kOfMessages;
+            if (is_message) chat->messages.emplace_back();
             if (!next_is('}')) {
                 do {
                     skip_space();
                     const char* start = at;
                     bool keeps = false;
-                    if (!name(depth, before, keeps) || !next_is(':') || !value(depth + 1)) return false;
+                    if (!name(depth, before, keeps) || !next_is(':')) return false;
+                    if (is_message                      ? !message_field(names.back())
+                        : chat != nullptr && depth == 0 ? !chat_field(names.back())
+                                                        : !value(depth + 1))
+                        return false;
                     if (keeps) {
                         if (kept.size() > 1) kept += ',';
                         kept.append(start, at);
@@ -208,7 +299,60 @@ private:
                 if (!next_is('}')) return false;
             }
             names.resize(before);
+            if (is_message && (!chat->messages.back().role.begin || !chat->messages.back().content.begin)) chat->usual = false;
             return true;
+        }
+
+        // Read a top-level field of a chat.
+        bool chat_field(std::string_view name) {
+            skip_space();
+            if (name == "model" && at != end && *at == '"') return text(chat->model);
+            const char* start = at;
+            in_messages = name == "messages";
+            if (in_messages && at != end && *at != '[') chat->usual = false;
+            const bool plain = value(1);
+            in_messages = false;
+            if (!plain) return false;
+            const std::string_view written(start, static_cast<std::size_t>(at - start));
+            if (name == "stream") {
+                chat->streamed = written == "true";
+                if (!chat->streamed && written != "false" && written != "null") chat->usual = false;
+            } else if (name == "max_tokens") {
+                integer(written, chat->max_tokens);
+            } else if (name == "max_completion_tokens") {
+                integer(written, chat->max_completion_tokens);
+            } else if (name == "model" || check.unusual_.contains(name)) {
+                chat->usual = false;
+            }
+            return true;
+        }
+
+        // Read a field of a message of a chat.
+        bool message_field(std::string_view name) {
+            skip_space();
+            UsualChat::Message& message = chat->messages.back();
+            JsonText* part = name == "role" ? &message.role : name == "content" ? &message.content : nullptr;
+            if (part != nullptr && at != end && *at == '"') return text(*part);
+            chat->usual = false;
+            return value(kOfMessages + 1);
+        }
+
+        bool text(JsonText& text) {
+            beyond = false;
+            const char* begin = at + 1;
+            if (!string(text.escaped)) return false;
+            text.begin = begin;
+            text.end = at - 1;
+            text.ascii = !beyond;
+            return true;
+        }
+
+        void integer(std::string_view written, std::optional<long long>& number) {
+            if (written == "null") return;
+            long long read = 0;
+            const auto [last, error] = std::from_chars(written.data(), written.data() + written.size(), read);
+            if (error != std::errc() || last != written.data() + written.size()) chat->usual = false;
+            number = read;
         }
 
         bool name(int depth, std::size_t before, bool& keeps) {
@@ -237,6 +381,8 @@ private:
             u64 elements = 0;
             do {
                 ++elements;
+                skip_space();
+                if (in_messages && depth == 1 && at != end && *at != '{') chat->usual = false;
                 if (!value(depth + 1)) return false;
             } while (more());
             return next_is(']') && (depth > 1 || numbers || elements <= check.elements_);
@@ -279,6 +425,7 @@ private:
     };
 
     std::unordered_map<std::string, bool, Hash, std::equal_to<>> fields_;  // by name: true if kept, false if rejected
+    std::unordered_set<std::string, Hash, std::equal_to<>> unusual_;
     u64 elements_, values_, small_;
 };
 

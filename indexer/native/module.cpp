@@ -132,6 +132,44 @@ nb::object named(const JsonCheck& check, const nb::bytes& body) {
     return kept ? nb::object(nb::bytes(kept->data(), kept->size())) : nb::none();
 }
 
+nb::object as_str(const JsonText& text) {
+    const std::size_t size = static_cast<std::size_t>(text.end - text.begin);
+    PyObject* made;
+    if (text.escaped) {
+        const std::string plain = text.unescaped();
+        made = PyUnicode_DecodeUTF8(plain.data(), static_cast<Py_ssize_t>(plain.size()), nullptr);
+    } else if (text.ascii) {
+        made = PyUnicode_New(static_cast<Py_ssize_t>(size), 127);
+        if (made != nullptr) std::memcpy(PyUnicode_1BYTE_DATA(made), text.begin, size);
+    } else {
+        made = PyUnicode_DecodeUTF8(text.begin, static_cast<Py_ssize_t>(size), nullptr);
+    }
+    if (made == nullptr) throw nb::python_error();
+    return nb::steal(made);
+}
+
+// Return what routing reads of a usual chat. Other plain bodies have only kept fields, as in `named`. A long body is
+// treated as unusual, because the interpreter's lock is held meanwhile.
+nb::object chat(const JsonCheck& check, const nb::bytes& body) {
+    const std::string_view bytes = view(body);
+    if (bytes.size() > kLongBody) return named(check, body);
+    UsualChat read;
+    const auto kept = check.named(bytes, &read);
+    if (!kept) return nb::none();
+    if (!read.usual || read.messages.empty() || read.model.begin == read.model.end) return as_bytes(*kept);
+    static PyObject* const role = PyUnicode_InternFromString("role");
+    static PyObject* const content = PyUnicode_InternFromString("content");
+    nb::list messages;
+    for (const auto& each : read.messages) {
+        nb::dict message;
+        message[nb::handle(role)] = as_str(each.role);
+        message[nb::handle(content)] = as_str(each.content);
+        messages.append(message);
+    }
+    const auto& limit = read.max_completion_tokens ? read.max_completion_tokens : read.max_tokens;
+    return nb::make_tuple(as_str(read.model), messages, read.streamed, limit ? nb::object(nb::int_(*limit)) : nb::none());
+}
+
 nb::object json_outline(const nb::bytes& body, u64 most) {
     JsonOutline outline;
     bool read;
@@ -450,7 +488,8 @@ NB_MODULE(_native, module) {
     module.def("holders", &holders_of);
     module.def("highest", &highest_of);
     nb::class_<JsonCheck>(module, "JsonCheck")
-        .def(nb::init<std::vector<std::string>, std::vector<std::string>, u64, u64, u64>())
+        .def(nb::init<std::vector<std::string>, std::vector<std::string>, u64, u64, u64, std::vector<std::string>>())
+        .def("chat", &chat)
         .def("named", &named);
     module.def("json_outline", &json_outline);
     nb::class_<PoolBlocks>(module, "PoolBlocks")

@@ -18,8 +18,8 @@ from router.apis.fields import optional_string, read_body
 from router.apis.forms import form_field
 from router.apis.generate import decode_generate
 from router.apis.identities import find_identity, identity_headers
-from router.apis.openai_requests import decode_chat, decode_completion
-from router.apis.requests import ChatPrompt, RoutedRequest
+from router.apis.openai_requests import decode_chat, decode_completion, usual_chat
+from router.apis.requests import ChatPrompt, RoutedRequest, UsualChat
 from router.apis.response_owners import stored_in_path
 from router.apis.responses import decode_responses
 from router.http.headers import HeaderItems
@@ -78,13 +78,14 @@ def read_request(
     headers: HeaderItems,
     body: bytes,
     caller_headers: HeaderItems | None = None,
-    model_body: bytes | None = None,
+    known: bytes | UsualChat | None = None,
     with_prompt: bool = True,
 ) -> RoutedRequest:
     """Parse what routing needs of a received request. Raises RequestError (400) with the field.
 
     - `caller_headers`: those of `headers` that may name the caller; None: find them.
-    - `model_body`: the part of the body that routing by load reads; None: the whole body.
+    - `known`: what the check of the body has read: a usual chat, or the fields that routing by load reads, as JSON;
+      None: nothing.
     - `with_prompt`: read its prompt, too.
     """
     if caller_headers is None:
@@ -92,8 +93,10 @@ def read_request(
     decode = (_DECODERS if with_prompt else _NAMES).get(path) if method == "POST" else None
     if decode is None:
         request = _read_other(path, headers, body, caller_headers)
-    elif decode is decode_model_fields and model_body is not None:
-        request = decode(model_body, caller_headers)
+    elif isinstance(known, tuple):
+        request = usual_chat(known, caller_headers)
+    elif decode is decode_model_fields and known is not None:
+        request = decode(known, caller_headers)
     else:
         request = decode(body, caller_headers)
     request.path = path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from http_api.errors import RequestError
 from router.apis.agent_hints import hints_in_body
-from router.apis.body_fields import GenerationFields, MatchFields, PromptFields
+from router.apis.body_fields import GenerationFields, MatchFields, PromptFields, SessionFields
 from router.apis.fields import (
     adapter_of,
     has_unlike_adapters,
@@ -26,6 +26,7 @@ from router.apis.requests import (
     TextPrompts,
     TokenPrompts,
     Truncation,
+    UsualChat,
 )
 from router.http.headers import HeaderItems
 
@@ -33,6 +34,7 @@ from router.http.headers import HeaderItems
 COMPLETION_MAX_TOKENS = 16
 
 _NO_OPTIONS = (None, None)
+_NO_SESSION = SessionFields()
 
 
 def decode_chat(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
@@ -43,6 +45,13 @@ def decode_chat(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:
     max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     # An echoed chat also returns the probabilities of its tokens: `top_logprobs` is 0 by default.
     return _request(fields, headers, model, _chat_prompt(fields), max_tokens, bool(fields.echo))
+
+
+def usual_chat(chat: UsualChat, headers: HeaderItems = ()) -> RoutedRequest:
+    """Return the request of a usual chat, which the check of its body has read."""
+    model, messages, streamed, max_tokens = chat
+    identity = find_identity(headers, _NO_SESSION) if headers else None
+    return RoutedRequest(model, ChatPrompt(messages), streamed, None, max_tokens, identity=identity)
 
 
 def decode_completion(body: bytes, headers: HeaderItems = ()) -> RoutedRequest:

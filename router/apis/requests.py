@@ -115,6 +115,9 @@ class ChatPrompt:
         self.call = None
 
 
+UsualChat: TypeAlias = tuple[str, list[dict[str, Any]], bool, int | None]
+"""A chat whose messages are texts, without fields that change its prompt: model, messages, streamed, max_tokens."""
+
 Prompt: TypeAlias = TextPrompts | TokenPrompts | ChatPrompt
 
 

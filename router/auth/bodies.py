@@ -18,8 +18,8 @@ import msgspec
 
 from http_api.errors import RequestError
 from indexer.native import native_core
-from router.apis.body_fields import ModelFields
-from router.apis.endpoints import PROMPTED
+from router.apis.body_fields import AllMediaFields, GenerationFields, ModelFields
+from router.apis.endpoints import CHAT, PROMPTED
 from router.apis.fields import kind_of
 from router.apis.forms import boundary_of, form_field, form_fields, with_form_field
 from router.apis.json_edit import (
@@ -33,6 +33,7 @@ from router.apis.json_edit import (
     without_fields,
 )
 from router.apis.media_parts import media_items
+from router.apis.requests import UsualChat
 from router.auth.engine_fields import (
     CARRIERS,
     CONTROL_FIELDS,
@@ -51,8 +52,11 @@ _STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 # The cost of parsing a name, and a list or an object, in numbers that take as long to parse.
 _OF_A_NAME: Final = 4
 _OF_A_LIST: Final = 8
+_OF_USUAL: Final = ("model", "messages", "stream", "max_tokens", "max_completion_tokens")
 # Bytes that can precede the first brace in UTF-8, 16 and 32: spaces, NUL, a byte order mark.
 _BEFORE_AN_OBJECT: Final = b" \t\r\n\0\xef\xbb\xbf\xff\xfe"
+# Top-level fields that a usual chat does not have: they change its prompt or its placement, or can have media.
+_UNUSUAL: Final = sorted({*GenerationFields.__struct_fields__, *AllMediaFields.__struct_fields__} - set(_OF_USUAL))
 # Fields with lists of prompts, and fields with lists of messages.
 _PROMPTS: Final = ("prompt", "text", "input_ids", "token_ids")
 _MESSAGES: Final = ("messages", "input")
@@ -61,25 +65,38 @@ _MESSAGES: Final = ("messages", "input")
 class BodyCheck:
     """Checks of bodies against the limits.
 
-    `model_body` is quick for most: bodies with nothing to refuse or strip.
+    `model_body` and `usual_chat` are quick for most: bodies with nothing to refuse or strip.
     """
 
     def __init__(self, limits: LimitSettings) -> None:
         self._limits = limits
-        self.model_body = _quick_check("", limits)
-        self._generate_body = _quick_check("/generate", limits)
+        self.model_body, self.usual_chat = _quick_checks("", limits)
+        self._generate_body, _ = _quick_checks("/generate", limits)
 
     def checked(
-        self, route: Route, content_type: bytes, body: bytes, tenant: Tenant | None, engine_fields: EngineFields
-    ) -> tuple[bytes, bytes]:
-        """Return the body to forward, with limits and without stripped fields, and the part for routing by load.
+        self,
+        route: Route,
+        content_type: bytes,
+        body: bytes,
+        tenant: Tenant | None,
+        engine_fields: EngineFields,
+        reads_chat: bool = False,
+    ) -> tuple[bytes, bytes | UsualChat]:
+        """Return the body to forward, with limits and without stripped fields, and what the check has read of it.
 
-        Raises RequestError (400, 413).
+        This is a usual chat if `reads_chat`, and else the part for routing by load. Raises RequestError (400, 413).
         """
         if not route.json:
             body = _checked_other(content_type, body, self._limits, engine_fields)
             return body, body
-        model_body = (self._generate_body if route.path in PROMPT_IDS_PATHS else self.model_body)(body)
+        if reads_chat and route.path == CHAT:
+            chat = self.usual_chat(body)
+            if isinstance(chat, tuple):  # it has no media
+                sent = body if tenant is None else tenant.with_tenant_salt(route.path, body)
+                return sent, chat if sent is body else sent
+            model_body = chat
+        else:
+            model_body = (self._generate_body if route.path in PROMPT_IDS_PATHS else self.model_body)(body)
         if model_body is None and (plain := in_utf8(body)) is not body:
             return self.checked(route, content_type, plain, tenant, engine_fields)
         if model_body is not None:
@@ -113,16 +130,21 @@ class BodyCheck:
             _bounded_outline(body, self._limits.values)
 
 
-def _quick_check(path: str, limits: LimitSettings) -> Callable[[bytes], bytes | None]:
-    """Return a check that answers None for a body of this path that may have something to refuse or strip."""
+def _quick_checks(
+    path: str, limits: LimitSettings
+) -> tuple[Callable[[bytes], bytes | None], Callable[[bytes], bytes | UsualChat | None]]:
+    """Return two checks that answer None for a body of this path that may have something to refuse or strip.
+
+    The first one returns the part for routing by load, the second one also a usual chat.
+    """
     native = native_core()
     if native is None:
-        return _no_model_body
+        return _no_model_body, _no_model_body
     names = [*control_names(path), *CARRIERS, "priority", ADAPTER, *NAMES_OF_CACHED]
     kept = ModelFields.__struct_fields__
     elements = min(limits.prompts, limits.messages)
-    quick: Callable[[bytes], bytes | None] = native.JsonCheck(names, kept, elements, limits.values, LONG).named
-    return quick
+    check = native.JsonCheck(names, kept, elements, limits.values, LONG, _UNUSUAL)
+    return check.named, check.chat
 
 
 def _no_model_body(_: bytes) -> bytes | None:

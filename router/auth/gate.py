@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from http_api.errors import RequestError
+from router.apis.requests import UsualChat
 from router.auth.bodies import BodyCheck, with_served_model
 from router.auth.engine_fields import control_header, refusal, without_control_headers
 from router.auth.routes import Access, Route, Routes
@@ -220,14 +221,22 @@ class AuthGate:
             headers = admitted.tenant.headers_for_workers(headers)
         return asking_uncompressed(headers if admitted.keeps_credentials else without_credentials(headers))
 
-    def body(self, admitted: Admitted, body: bytes) -> tuple[bytes, bytes]:
-        """Return the body to forward, and the body that routing by load parses. Raises RequestError (400, 413)."""
-        body, model_body = self.bodies.checked(
-            admitted.route, admitted.content_type, body, admitted.tenant, admitted.engine_fields
+    def body(self, admitted: Admitted, body: bytes, reads_chat: bool = False) -> tuple[bytes, bytes | UsualChat]:
+        """Return the body to forward, and what its check has read. Raises RequestError (400, 413).
+
+        `reads_chat`: read a usual chat's messages, too.
+        """
+        body, known = self.bodies.checked(
+            admitted.route, admitted.content_type, body, admitted.tenant, admitted.engine_fields, reads_chat
         )
         if self._aliases:
-            return with_served_model(body, self._aliases), with_served_model(model_body, self._aliases)
-        return body, model_body
+            if isinstance(known, tuple):
+                model, messages, streamed, max_tokens = known
+                known = (self._aliases.get(model, model), messages, streamed, max_tokens)
+            else:
+                known = with_served_model(known, self._aliases)
+            return with_served_model(body, self._aliases), known
+        return body, known
 
     def _route(self, method: str, target: bytes) -> Route:
         try:

@@ -252,15 +252,14 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
 
     def _decoded(self, body: bytes) -> tuple[bytes, RoutedRequest]:
         context, head = self._context, self._context.head
-        body, model_body = context.checked(body)
-        body, billing_line = self._services.billing_lines.body_to_send(head.path, body)
+        with_prompt = self._services.reader.state.needs_prompts
+        checked, known = context.checked(body, with_prompt)
+        body, billing_line = self._services.billing_lines.body_to_send(head.path, checked)
+        read = known if body is checked else None
         body = self._asking(body)
         if self._services.fleet.encodes:
             self._media = media_chat(head.path, body)
-        with_prompt = self._services.reader.state.needs_prompts
-        request = read_request(
-            head.method, head.path, head.headers, body, context.identity_headers, model_body, with_prompt
-        )
+        request = read_request(head.method, head.path, head.headers, body, context.identity_headers, read, with_prompt)
         request.billing_line = billing_line
         if self._services.fleet.unlike or len(body) > LONG_BODY:
             request.needs = needed_abilities(body)

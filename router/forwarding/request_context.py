@@ -13,6 +13,7 @@ from http_api.errors import RequestError, error_headers
 from router.admission.ticket import urgent
 from router.apis.endpoints import call_error_body
 from router.apis.identities import identity_headers
+from router.apis.requests import UsualChat
 from router.apis.response_owners import is_about_stored
 from router.auth import PROCESS_SOCKET, Admitted, AuthGate, BodyCheck, Tenant
 from router.forwarding.client_routing import correlation_id
@@ -125,9 +126,12 @@ class RequestContext:
         if self._gate.client_routing and admitted.tenant is None and head.id is None:
             self.id = correlation_id(head.headers) or self.id
 
-    def checked(self, body: bytes) -> tuple[bytes, bytes]:
-        """Return the body to forward, and the body that routing by load parses. Raises RequestError (400, 413)."""
-        return self._gate.body(self.admitted, body)
+    def checked(self, body: bytes, reads_chat: bool = False) -> tuple[bytes, bytes | UsualChat]:
+        """Return the body to forward, and what its check has read. Raises RequestError (400, 413).
+
+        `reads_chat`: read a usual chat's messages, too.
+        """
+        return self._gate.body(self.admitted, body, reads_chat)
 
     @property
     def bodies(self) -> BodyCheck:
