@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from kvevents.decoding import json_reader
+from kvevents.decoding import read_json
 from router.apis.endpoints import CHAT
 from router.apis.messages import media_content, media_type
 
@@ -34,11 +34,6 @@ class _ReadMessage(msgspec.Struct):
 
 class _ReadChat(msgspec.Struct):
     messages: list[_ReadMessage]
-
-
-# One decoder reads all parts: a call for each would take most of the time.
-_decode_chat = json_reader(_Chat)
-_decode_parts = json_reader(_ReadChat)
 
 
 class MediaItem(NamedTuple):
@@ -74,13 +69,19 @@ class MediaChat(NamedTuple):
         )
 
 
+def may_have_media(path: str, body: bytes) -> bool:
+    """Return whether a quick look finds a media item in a chat's body."""
+    return path == CHAT and any(mark in body for mark in _MARKS)
+
+
 def media_chat(path: str, body: bytes) -> MediaChat | None:
     """Return the media items of a chat's body; None without any, and for a body that workers refuse."""
-    if path != CHAT or not any(mark in body for mark in _MARKS):
+    if not may_have_media(path, body):
         return None
     try:
-        chat = _decode_chat(body)
-        items, count = _distinct(chat.messages, _decode_parts(body).messages)
+        chat = read_json(body, _Chat)
+        # One more call reads all parts: a call for each part would take most of the time.
+        items, count = _distinct(chat.messages, read_json(body, _ReadChat).messages)
     except msgspec.DecodeError:
         return None
     given = ((name, bytes(getattr(chat, name))) for name in _OPTIONS)

@@ -40,7 +40,7 @@ from http_api.errors import RequestError
 from router.admission.ticket import Flow, deadline_error, read_ticket
 from router.apis.abilities import needed_abilities
 from router.apis.endpoints import read_request
-from router.apis.media_items import MediaChat, media_chat
+from router.apis.media_items import MediaChat, may_have_media, media_chat
 from router.apis.requests import RoutedRequest, Sender
 from router.apis.stream_errors import StreamBeginning
 from router.apis.usage import HiddenUsage, with_include_usage
@@ -74,6 +74,8 @@ _SERVER_ERROR: Final = 500
 # A worker that ends closes its connections this soon after its last answers.
 _CLOSING_SECONDS: Final = 0.25
 _UNSEEN_JSON: Final = b"{}"
+# Bytes of a body whose media items are found in a thread: a part can be as short as three bytes.
+_LONG_MEDIA: Final = 16 * 1024
 
 
 class Phase(Enum):
@@ -231,7 +233,9 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     def _read(self, body: bytes) -> None:
         context = self._context
         self._reading = context.trace and context.trace.span("tokenize")
-        if len(body) > LONG_BODY:
+        if len(body) > LONG_BODY or (
+            len(body) > _LONG_MEDIA and self._services.fleet.encodes and may_have_media(context.head.path, body)
+        ):
             self._continue_in_task(self._read_long(body))
             return
         body, request = self._decoded(body)

@@ -22,10 +22,13 @@ async def refused(exchange: Exchange) -> None:
     await exchange.answer(b'"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser', "400 Bad")
 
 
-@pytest.mark.parametrize("asked", ["chat", "explain"])
+SMALL_PARTS = {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url"}, *["a"] * 5000]}]}
+
+
+@pytest.mark.parametrize("asked", ["chat", "explain", "small parts"])
 async def test_media_and_abilities_are_read_in_a_thread(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    for module in (abilities, media_items):
+    for module in (media_items,) if asked == "small parts" else (abilities, media_items):
 
         def recorded(*args: Any, read: Any = module.read_json) -> Any:
             threads.append(threading.current_thread().name)
@@ -37,8 +40,8 @@ async def test_media_and_abilities_are_read_in_a_thread(asked: str, monkeypatch:
         async with running_router(workers=fleet, fleet=QUICK) as routed:
             await routed.until_up(2)
             threads.clear()
-            if asked == "chat":
-                assert (await routed.call(PATH, CHAT)).status == 400
+            if asked != "explain":
+                assert (await routed.call(PATH, SMALL_PARTS if asked == "small parts" else CHAT)).status == 400
             else:
                 assert (await routed.call("/explain", {"request": CHAT})).status == 200
     assert threads
