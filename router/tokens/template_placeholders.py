@@ -1,6 +1,6 @@
 """The rendering of a chat template with placeholders in place of the contents of messages.
 
-A placeholder stands for any text. It supports only operations whose result is known without the text: to be written,
+A placeholder can be any text. It supports only operations whose result is known without the text: to be written,
 to be joined with other texts, and to be stripped. It answers questions about the text, such as whether it is empty or
 contains "</think>", like an ordinary word, and records them. Any other operation raises, so that a rendering that ends
 proves which text the template writes for all contents with the same answers.

@@ -65,7 +65,7 @@ def test_only_errors_of_the_request_are_refusals(status: int, refusal: bool) -> 
 
 @given(st.lists(st.sampled_from([*(beginning for beginning, _ in BEGINNINGS[:-1]), b"\r", b"\n", b"\r\n", b"data: x"])))
 def test_chunks_of_any_size_have_the_status_of_the_whole(events: list[bytes]) -> None:
-    """As found by splitting the whole at blank lines."""
+    """The events of the whole are split at blank lines."""
     whole = b"".join(events)[:2000]
     for size in (1, 2, 7, 64):
         beginning, found = StreamBeginning(), None
