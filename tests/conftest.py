@@ -76,15 +76,15 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(autouse=True)
-def logs_as_they_come() -> Iterator[None]:
-    """Commands that run in this process set up logging for themselves alone."""
+def logging_reset() -> Iterator[None]:
+    """Reset the logging that a command set up in this process."""
     yield
     structlog.reset_defaults()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def routers_are_let_go() -> Iterator[None]:
-    """FastAPI remembers every function it looked at, and so whole routers with their tokenizers: 75 MB each."""
+def routers_released() -> Iterator[None]:
+    """Empty FastAPI's caches of functions, which keep whole routers with their tokenizers alive, 75 MB each."""
     yield
     for remembering in vars(models).values():
         if hasattr(remembering, "cache_clear"):

@@ -68,7 +68,7 @@ class KeyedWorker:
 
 @asynccontextmanager
 async def keyed_worker(expected: str = f"Bearer {KEY}") -> AsyncIterator[KeyedWorker]:
-    """A running one."""
+    """Run a worker that expects this Authorization header."""
     worker = KeyedWorker(expected)
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", worker.answer)

@@ -93,12 +93,12 @@ def test_empty_queue_resets_debts() -> None:
     assert next(queue.in_order()).tenant == "a"
 
 
-def test_going_through_stops_where_the_caller_does() -> None:
+def test_iteration_in_order_is_lazy() -> None:
     queue = queue_of(*(waiting(order=place) for place in range(5)))
     assert [request.order for request in islice(queue.in_order(), 2)] == [0, 1]
 
 
-def test_names_can_be_left_out_while_going_through() -> None:
+def test_models_can_be_excluded_during_iteration() -> None:
     queue = queue_of(waiting(name="m", order=0), waiting(name="m", order=1), waiting(name="n", order=2))
     without: set[str | None] = set()
     seen = []

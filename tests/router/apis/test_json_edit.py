@@ -50,11 +50,11 @@ def test_edit_changes_only_its_field(body: dict[str, Any], ascii_only: bool, ind
         (b'{"a": "\\"salt\\": 3}"}', b'{"a": "\\"salt\\": 3}","salt":1}'),
     ],
 )
-def test_the_bytes(sent: bytes, expected: bytes) -> None:
+def test_field_is_set_without_changing_other_bytes(sent: bytes, expected: bytes) -> None:
     assert with_field(sent, "salt", b"1") == expected
 
 
-def test_the_last_of_several_is_the_one() -> None:
+def test_last_of_duplicate_fields_counts() -> None:
     assert field(b'{"salt": 1, "salt":  [2] }', "salt") == b"[2]"
     assert field(b'{"a": {"salt": 1}}', "salt") is None
 
@@ -76,13 +76,13 @@ def test_the_last_of_several_is_the_one() -> None:
         b'{"a":"\n"}',
     ],
 )
-def test_what_is_no_object_is_refused(body: bytes) -> None:
+def test_bodies_that_are_not_objects_are_rejected(body: bytes) -> None:
     with pytest.raises(SpliceError):
         with_field(body, "salt", b"1")
 
 
 @given(st.binary())
-def test_any_bytes_are_survived(body: bytes) -> None:
+def test_arbitrary_bytes_are_edited_or_rejected(body: bytes) -> None:
     try:
         changed = with_field(body, "salt", b"1")
     except SpliceError:
@@ -91,7 +91,7 @@ def test_any_bytes_are_survived(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", [b'{"a":' + b"[" * 100_000, '{"a": 1}'.encode("utf-16"), b'\xef\xbb\xbf{"a":1}'])
-def test_what_cannot_be_read_is_refused(body: bytes) -> None:
+def test_unreadable_bodies_are_rejected(body: bytes) -> None:
     with pytest.raises(SpliceError):
         field(body, "salt")
 

@@ -36,7 +36,7 @@ def test_string_input_is_a_user_message_with_effort_and_variables_of_the_templat
     assert (made.reasoning_effort, made.chat_template_kwargs) == ("low", {"a": 1})
 
 
-def test_what_else_decides() -> None:
+def test_fields_that_affect_routing_are_read() -> None:
     request = responses(stream=True, max_output_tokens=5, cache_salt="s", priority=2, previous_response_id="resp_1")
     assert (request.name, request.streamed, request.max_tokens, request.cache_salt) == ("m", True, 5, "s")
     assert (request.priority, request.stored) == (2, "resp_1")

@@ -93,7 +93,7 @@ def test_end_of_usage_object_is_found_with_any_content(more: bytes, after: bytes
 
 
 @given(st.binary(), st.lists(st.integers(0, 1000)))
-def test_any_bytes_are_survived(answer: bytes, cuts: list[int]) -> None:
+def test_usage_of_arbitrary_bytes_does_not_depend_on_chunks(answer: bytes, cuts: list[int]) -> None:
     assert read(answer, *cuts) == read(answer)
 
 

@@ -101,7 +101,7 @@ def answer(release: str, name: str, engine: str = "sglang") -> Any:
 
 
 def has(value: Any, field: str) -> bool:
-    """Return whether an answer has a field. Of a list, the first item counts."""
+    """Return whether an answer has a field. The first item of a list counts."""
     for part in field.split("."):
         value = value[0] if isinstance(value, list) else value
         if not isinstance(value, dict) or part not in value:
