@@ -79,7 +79,7 @@ def check_site(headers: Headers) -> None:
     foreign = any({_netloc_of(origin)} != values[b"host"] for origin in values[b"origin"])
     if foreign or not values[b"sec-fetch-site"].isdisjoint((b"cross-site", b"same-site")):
         raise RequestError(
-            "The page of another site asks to change the state of the service, which is not allowed.",
+            "Cross-site requests may not change the router's state.",
             status=403,
             type="permission_error",
             code="cross_site",
@@ -263,7 +263,7 @@ class AuthGate:
                 continue
             if [_netloc_of(value.strip().lower())] != hosts:
                 raise RequestError(
-                    "The page of another site asks for a WebSocket. List its origin in server.cors_origins.",
+                    "Cross-site WebSockets are refused. List the page's origin in server.cors_origins.",
                     status=403,
                     type="permission_error",
                     code="cross_site",

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from secrets import compare_digest
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -39,8 +39,9 @@ _DYNAMO_SALT_HEADER = b"x-tenant-id"  # counts more than any salt of a body
 # The salt is sent on these paths if `tenants.salted_messages` says that the engines read it.
 _MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _WITHOUT_CACHE = frozenset({"/v1/models", "/v1/embeddings"})
-# By which OpenAI's clients in browsers send a key, because they cannot set headers of WebSockets.
-_KEY_SUBPROTOCOL = re.compile(rb"(?:^|,)\s*openai-insecure-api-key\.([^,\s]+)")
+# Browsers cannot set headers of WebSockets. OpenAI's clients send the key as a subprotocol with this beginning.
+KEY_SUBPROTOCOL: Final = b"openai-insecure-api-key."
+_KEY_SUBPROTOCOL: Final = re.compile(rb"(?:^|,)\s*" + re.escape(KEY_SUBPROTOCOL) + rb"([^,\s]+)")
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 
 
@@ -232,7 +233,7 @@ class AccessControl:
 
     def __init__(self, settings: TenantsSettings, token: str, aliases: Mapping[str, str] = {}) -> None:
         self._token = token.encode()
-        # Paths that a tenant's key opens; None: all routes of tenants. Of others, engines read no salt.
+        # Paths that a tenant's key opens. None: every tenant route. Otherwise only routes whose salt engines read.
         self._paths: frozenset[str] | None = None
         if settings.isolate:
             self._paths = _SALTED | _WITHOUT_CACHE | (_MESSAGES if settings.salted_messages else frozenset())

@@ -204,7 +204,10 @@ class HitAudit:
             if not_loading is not audit.not_loading:
                 audit.not_loading = not_loading
                 (self.not_loading.add if not_loading else self.not_loading.discard)(target)
-                log.info("loads are missing" if not_loading else "loads happen again", **self.names.about(target))
+                log.info(
+                    "engine does not load pooled blocks" if not_loading else "engine loads pooled blocks again",
+                    **self.names.about(target),
+                )
         if pooled:
             unexplained = max(cached - own - loaded, 0)
             audit.unexplained_tokens += unexplained

@@ -67,7 +67,7 @@ class ProxyServices:
 
     - `attempts`: the most workers that a request is sent to.
     - `elsewhere`: statuses of workers that are retried on another worker.
-    - `reads_senders`: whether a policy of one's own reads tenants and headers.
+    - `reads_senders`: whether a custom policy reads tenants and headers.
     - `keepalive_interval`: silence after which a stream gets a comment, in seconds; None: it gets none.
     - `sidecar_encodes`: whether the sidecars of workers send media items to encode workers.
     - `ask_usage`: whether workers are asked for token counts that the client did not ask for.
@@ -155,7 +155,10 @@ def build_forwarding(
     """Return what serves requests for workers. Its `close` ends the threads that it owns."""
     gate = AuthGate(settings)
     if gate.withholds_keys and any(known.has_key for known in (settings.fleet, *settings.workers)):
-        log.warning("requests without a key of their own are shown to workers without one", setting="proxy.worker_keys")
+        log.warning(
+            "client requests without Authorization are forwarded without the worker's API key",
+            setting="proxy.worker_keys",
+        )
     proxy, metrics = settings.proxy, observability.requests
     tracing = _tracing_to(settings.otel.endpoint)
     failover = None

@@ -24,6 +24,7 @@ from router.apis.endpoints import read_request
 from router.apis.requests import RoutedRequest
 from router.apis.usage import UsageTail
 from router.auth import Tenant
+from router.auth.tenants import KEY_SUBPROTOCOL
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
 from router.forwarding.client_routing import follow_client
@@ -42,8 +43,6 @@ log = structlog.get_logger()
 
 _now: Final = time.monotonic
 _SUBPROTOCOLS: Final = b"sec-websocket-protocol"
-# By which browsers send an API key, because they cannot set headers.
-_KEY_SUBPROTOCOL: Final = b"openai-insecure-api-key."
 _MOST_OF_A_REASON: Final = 123  # bytes of a reason in a frame that closes
 # Codes that say that there was no code, and cannot be sent.
 _NO_CODES: Final = (None, CloseCode.NO_STATUS_RCVD, CloseCode.ABNORMAL_CLOSURE)
@@ -187,7 +186,7 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
         offered = [value for name, value in self._context.head.headers if name == _SUBPROTOCOLS]
         names = [name.strip() for value in offered for name in value.split(b",")]
         if not admitted.keeps_credentials:
-            names = [name for name in names if not name.startswith(_KEY_SUBPROTOCOL)]
+            names = [name for name in names if not name.startswith(KEY_SUBPROTOCOL)]
         if names:
             headers.append((_SUBPROTOCOLS, b", ".join(names)))
         if len(worker.ranks()) > 1:

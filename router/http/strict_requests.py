@@ -94,23 +94,23 @@ _TARGET: Final = re.compile(rb"/[!-\"$-~]*")
 def head_problem(target: bytes, version: str, headers: Headers) -> str | None:
     """Return why a head is refused; None if it is accepted. Names of headers are in lower case."""
     if _TARGET.fullmatch(target) is None:
-        return "the target is no path"
+        return "the request target must be an absolute path without a fragment"
     if version not in _VERSIONS:
-        return "the version is another than HTTP/1.0 and 1.1"
+        return "unsupported HTTP version: use 1.1 or 1.0"
     hosts = codings = lengths = 0
     for name, value in headers:
         if name == b"host":
             hosts += 1
             if value and not is_authority(value):
-                return "Host is no host with an optional port"
+                return "the Host header must be a host with an optional port"
         elif name == b"transfer-encoding":
             codings += 1
             if value.strip().lower() != b"chunked":
-                return "the transfer coding is another than chunked"
+                return "unsupported transfer coding: use chunked"
         elif name == b"content-length":
             lengths += 1
     if hosts > 1 or (not hosts and version == "1.1"):
-        return "there is not one Host"
+        return "expected exactly one Host header"
     if codings > 1 or (codings and (lengths or version != "1.1")) or lengths > 1:
-        return "the body's length can be read in two ways"
+        return "expected at most one Content-Length or Transfer-Encoding header"
     return None

@@ -67,8 +67,8 @@ class Placement:
                 moved = max(prompt.tokens - assignment.overlap, 0)
                 decode = assignment.selection.rank
                 assignment.transfer = self._state.transfers.watch(prefill.target, decode, moved, prompt.streamed)
-        log.info(
-            "disaggregation",
+        log.debug(
+            "chose prefill and decode workers",
             decode=assignment.worker.url,
             prefill=assignment.prefill and assignment.prefill.worker.url,
             reason=selection.disaggregation.reason,
