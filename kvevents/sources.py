@@ -88,7 +88,7 @@ MOST_BLOCK_SIZE = 65_536  # tokens
 
 
 class EventSource(msgspec.Struct, frozen=True):
-    """The event stream of one DP rank. Of a wildcard endpoint, the index is bound there, and the publisher connects.
+    """The event stream of one DP rank. If the endpoint has a wildcard, the index binds it and the publisher connects.
 
     - `replay_endpoint`: endpoint of its ROUTER socket for replays; None if it has none.
     - `curve_server_key`: the publisher's public key; None if the stream is not encrypted.

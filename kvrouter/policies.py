@@ -1,4 +1,4 @@
-"""The public interface for policies of one's own: docs/own-policies.md."""
+"""The public interface for custom policies: docs/own-policies.md."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _take_copy(copies: dict[EngineHash, int], block: EngineHash) -> bool:
 
 
 def _slice(event: BlockStored, start: int, end: int, **changes: Any) -> BlockStored:
-    """Return an event for some of its blocks, without tokens unless `changes` gives them."""
+    """Return a copy of the event with the blocks `start` to `end`, without tokens unless `changes` has them."""
     hashes = event.block_hashes
     fields: dict[str, Any] = {
         "block_hashes": hashes[start:end],

@@ -492,7 +492,7 @@ class Holdings {
         }
     }
 
-    // Add blocks of a group that keeps only the last ones. A whole-prefix group has their positions.
+    // Add blocks of a sliding-window group. Their positions come from the full-attention group.
     void store_window(const Event& event, const Batch& batch, Turns& turns) {
         const auto window = window_of(event, block_sizes_.empty() ? 0 : std::ranges::max(block_sizes_));
         const Holder* known = find_holder(event);

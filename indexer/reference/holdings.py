@@ -391,7 +391,7 @@ class Holdings:
                 self._hold_at(holder, engine_hash, place)
 
     def _store_window(self, event: BlockStored) -> None:
-        """Add blocks of a group that keeps only the last ones. A whole-prefix group has their positions.
+        """Add blocks of a sliding-window group. Their positions come from the full-attention group.
 
         The group's blocks may be smaller than those of whole prefixes. The engine's hash of a block names everything
         before its end. So a block that ends where a block of a whole prefix ends has the same hash, and the others have

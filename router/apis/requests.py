@@ -137,7 +137,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """The sender of a request, for policies of one's own: its tenant ("" without tenants), and the headers."""
+    """The sender of a request, for custom policies: its tenant ("" without tenants), and the headers."""
 
     tenant: str
     headers: HeaderItems

@@ -21,8 +21,8 @@ from router.sharing.worker_processes import WorkerProcesses
 def running_indexer(settings: Settings, worker_processes: WorkerProcesses | None = None) -> Iterator[Indexer]:
     """Yield an indexer that reads its streams until the context ends.
 
-    It starts with the index of another process, else the snapshot, else the dump of `index.peer`. Of several processes,
-    only the first writes snapshots. Raises OSError if an address of `events.bind` cannot be bound.
+    It starts with the index of another process, else the snapshot, else the dump of `index.peer`. If there are several
+    processes, only the first writes snapshots. Raises OSError if an address of `events.bind` cannot be bound.
     """
     index = settings.index
     key_file = settings.events.curve_secret_key_file

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from math import exp
-from typing import Final
+from typing import Final, NamedTuple
 
 from indexer import Target
 
@@ -17,8 +17,16 @@ from indexer import Target
 HORIZON: Final = 300.0
 
 
+class _End(NamedTuple):
+    """The end of a session's latest prompt: the number of its hashes, the last of them, and the computing target."""
+
+    hashes: int
+    last: int
+    target: Target | None
+
+
 class PrefixDemand:
-    """The sessions that asked for each prefix. Of a prompt, some hashes are read, `tokens` tokens apart.
+    """The sessions that asked for each prefix. It reads one hash of a prompt for every `tokens` tokens.
 
     - `forks`: by the last hash that sessions share: its end, the number of sessions, and the time of the last.
     """
@@ -27,9 +35,7 @@ class PrefixDemand:
         """Create an empty demand. `remembered`: the maximum number of sessions, of which the latest are kept."""
         self._tokens = tokens
         self._remembered = remembered
-        # By the last hash that was read of a session's prompt: the number of all its hashes, the last of all, and the
-        # target that computed it.
-        self._ends: dict[int, tuple[int, int, Target | None]] = {}
+        self._ends: dict[int, _End] = {}  # by the last hash that was read of a session's prompt
         self._turns = self._moved = 0.0
         self._counted_at = 0.0
         self.forks: dict[int, tuple[int, float, float]] = {}
@@ -50,21 +56,21 @@ class PrefixDemand:
         """
         before = self._last_turn(hashes, read[known - 1]) if known else None
         if before is not None:
-            self._count_turn(before[2], target, known * self._tokens - overlap, now)
+            self._count_turn(before.target, target, known * self._tokens - overlap, now)
         elif known:
             end, sessions, at = self.forks.pop(read[known - 1], (known * self._tokens, 0.0, now))
             self.forks[read[known - 1]] = end, sessions * exp((at - now) / HORIZON) + 1, now
             if len(self.forks) > self._remembered:
                 del self.forks[next(iter(self.forks))]
         self._ends.pop(read[-1], None)
-        self._ends[read[-1]] = len(hashes), hashes[-1], target
+        self._ends[read[-1]] = _End(len(hashes), hashes[-1], target)
         if len(self._ends) > self._remembered:
             del self._ends[next(iter(self._ends))]
 
-    def _last_turn(self, hashes: array[int], known: int) -> tuple[int, int, Target | None] | None:
+    def _last_turn(self, hashes: array[int], known: int) -> _End | None:
         """Return the last prompt of the session that a prompt extends, which ended near the hash `known`, if any."""
         end = self._ends.get(known)
-        if end is None or end[0] >= len(hashes) or hashes[end[0] - 1] != end[1]:
+        if end is None or end.hashes >= len(hashes) or hashes[end.hashes - 1] != end.last:
             return None
         del self._ends[known]
         return end

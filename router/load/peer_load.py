@@ -13,11 +13,11 @@ from indexer import Target
 from router.cache_state.in_flight_prefixes import InFlightPrefixes, ReleaseCallback
 from router.load.load_messages import MAX_SHARED, SHARED_STRIDE, Kind, Message, RankLoad, SentPrompt
 
-# The most that is remembered: routers, and the DP ranks and prompts of each of them.
+# Limits of peer routers, and of the DP ranks and prompts of one peer.
 MAX_ROUTERS = 1024
 MAX_RANKS = 65_536
 MAX_PROMPTS = 16_384
-# The most of all peers together.
+# Limits for all peers together.
 MAX_ALL_RANKS = 1 << 20
 MAX_ALL_PROMPTS = 1 << 17
 

@@ -393,7 +393,7 @@ class FleetCollector(Collector):
 
 
 class PolicyCollector(Collector):
-    """The failures of policies of one's own, by function."""
+    """The failures of custom policies, by function."""
 
     def __init__(self, policy: CustomPolicy) -> None:
         self._policy = policy

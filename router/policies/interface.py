@@ -1,4 +1,4 @@
-"""The interface of policies of one's own: what their functions receive and return. `kvrouter.policies` exports it.
+"""The interface of custom policies: what their functions receive and return. `kvrouter.policies` exports it.
 
 A function receives all candidates and the request, and returns one number for each candidate, in their order:
 

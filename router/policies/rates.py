@@ -33,14 +33,14 @@ HALF_LIFE: Final = 300.0
 BOUND: Final = 100.0
 # Workers whose seconds for a mean prompt differ by less than this factor are alike, and costs are counted in tokens.
 UNLIKE: Final = 1.25
-# The factor grows by this many standard errors of both workers' seconds, because few samples make equal workers differ.
+# Few samples make equal workers differ. So the factor is raised by this many standard errors of both workers' seconds.
 _DOUBTS: Final = 2.0
 # The weight of a new prompt in the mean prompt of a worker, once there are many.
 _PROMPT_WEIGHT: Final = 0.02
 
 # The weight of the prior, in samples that one coefficient explains alone.
 _PRIOR: Final = 0.3
-# After this many samples the prior is, as a factor, halfway to the common factor of the samples.
+# After this many samples, the prior is scaled by the square root of the samples' common factor.
 _HALFWAY: Final = 3.0
 _ENOUGH_SAMPLES = 20.0
 _OUTLIER: Final = 1.5  # times the usual relative error

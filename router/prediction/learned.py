@@ -37,7 +37,7 @@ from router.prediction.predictions import Predictions
 
 HORIZON = 120.0
 MOST_LOST = 0.92
-# The share of a target's capacity that is free until it counts as full.
+# A target with a smaller free share of its capacity counts as full.
 _LEAST_FREE: Final = 0.1
 # Fewer evicted tokens (50 blocks of 512) are too few to compute a share from.
 LEAST_EVICTED = 25_600
@@ -314,8 +314,8 @@ class RequestTiming:
     def first_byte(self) -> None:
         """Learn from the first byte of the answer. Only the first call counts.
 
-        A load is not learned as computing. If no other load precedes it, `loaded` has the seconds until the first
-        byte, and those of computing among them.
+        The seconds of a load do not count as computing time. If no other load precedes it, `loaded` has the seconds
+        until the first byte, and those of computing among them.
         """
         if self.begun is not None:
             return

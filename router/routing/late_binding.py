@@ -10,9 +10,9 @@ Waiting counts as much as being short, so no request starves. A request with a T
 
     order = first token due - P
 
-Of a running prefill only the rest counts, but at least one step: a request need not be held for a prefill that ends
-soon. A prefill that exceeds twice its expected duration counts in full, because its remaining time is unknown. All
-prefills count in full while more requests are held than there are targets, because then the order matters.
+Only the remaining part of a running prefill counts, and at least one step: a request need not be held for a prefill
+that ends soon. A prefill that exceeds twice its expected duration counts in full, because its remaining time is
+unknown. All prefills count in full while more requests are held than there are targets, because then the order matters.
 
 While the fleet has spare capacity, a request never queues behind a busy worker if an idle worker exists. A request
 whose target has more than one step to compute is sent to the cheapest idle target, if that has less to compute:

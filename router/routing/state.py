@@ -41,7 +41,7 @@ class RoutedFleet(Protocol):
         """True if some workers only prefill or only decode."""
 
     def able(self, name: str | None, prefill: bool = False) -> Sequence[Worker]:
-        """Return the workers that may receive new requests for a name, whatever became of their last ones."""
+        """Return the workers that may receive new requests for a name, regardless of recent failures."""
 
     @property
     def may_be_full(self) -> Collection[Worker]:

@@ -87,7 +87,7 @@ class RequestParser:
 
 
 class _Events:
-    """Passes a parser's calls on, but for those that are not to be heard. `muted`: a head of our own is read first."""
+    """Forwards the parser's callbacks, except while `muted`: then the parser reads a head that the server wrote."""
 
     def __init__(self, events: RequestEvents, parser: RequestParser, muted: bool = False) -> None:
         self._events = events

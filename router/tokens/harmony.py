@@ -190,7 +190,7 @@ class Harmony:
         return self._library.Message.from_role_and_content(self._library.Role.DEVELOPER, content)
 
     def _of_message(self, message: Message, names: dict[Any, Any], keeps_empty: bool) -> Iterator[Any]:
-        """Yield the messages of harmony that a chat's message means. `keeps_empty`: an answer without text is one."""
+        """Convert a chat message to harmony messages. `keeps_empty`: an answer without text is one."""
         role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
         make, reasoning = self._library.Message.from_role_and_content, message.get("reasoning")
         if reasoning is None:

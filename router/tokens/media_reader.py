@@ -1,5 +1,4 @@
-"""Prompts with images, audio or video, as engines compute them: the tokens of each media item are asked of an engine
-once.
+"""Prompts with images, audio or video. The router asks an engine once for each item's tokens.
 
 A chat template writes a placeholder for an item, and the engine's media processor replaces it by a run of tokens. So an
 engine is asked to render a short chat with only the item. Compared with the router's own rendering, the answer shows
@@ -62,7 +61,7 @@ class Item(NamedTuple):
 
 
 class Expanded(NamedTuple):
-    """A prompt up to where its blocks' hashes are known, and the whole prompt; equal if all items have names."""
+    """A prompt with media. `known`: the prompt before the first item without a name. `whole`: all of it."""
 
     known: PackedPrompt
     whole: PackedPrompt
@@ -70,7 +69,7 @@ class Expanded(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """The replacement of an item's placeholder: packed tokens become others, of which `spans` are the item's.
+    """The tokens that replace an item's placeholder. `spans`: the item's own tokens among them.
 
     `named`: the engine gave the item's name, which its events use.
     """

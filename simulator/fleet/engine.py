@@ -234,7 +234,7 @@ class Engine:
             self._end_at(now)
 
     def _end_at(self, now: float) -> None:
-        """End the combined steps with the step under way at `now`."""
+        """Stop a combined run of steps after the step that is running at `now`."""
         steps = self._steps_by(now - self._started)
         if steps < self._planned:
             self._planned = steps

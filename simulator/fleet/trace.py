@@ -158,7 +158,7 @@ def _request(line: TraceLine, speed: float, block_tokens: int) -> TracedRequest:
 def _finished(
     request: TracedRequest, number: int, later: dict[int, TracedRequest], block_tokens: int
 ) -> tuple[int, ...]:
-    """Return the ids of the full blocks of prompt and answer, as the next turn names them, or else unique ones."""
+    """Return the block ids of prompt and answer: the next turn's ids, and unique ids where it has none."""
     total = (request.input_tokens + request.output_tokens) // block_tokens
     known = request.blocks
     turn = later.get(known[-1]) if known else None

@@ -34,7 +34,7 @@ from router.http.strict_requests import canonical_path
 _ROUTES = Routes()
 # How large a share of connections has requests with known heads.
 _ONE_BY_ONE = 0.3
-# Of the others: how many are sent in which manner.
+# The number of other requests by the manner in which they are sent.
 _MANNERS = {Manner.AT_ONCE: 75, Manner.IN_PIECES: 20, Manner.HALF_CLOSED: 3, Manner.ONE_BY_ONE: 2}
 # One of `_OVER_SOCKETS` connections uses sockets.
 _OVER_SOCKETS = 12

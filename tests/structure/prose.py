@@ -22,6 +22,9 @@ ROOT = Path(__file__).parents[2]
 LONGEST_SENTENCE = 25
 LONGEST_CELL = 15
 
+# The beginning of a sentence: of the text, a comment, an item or a cell, or after the end of another sentence.
+_BEGINS = r"(?:^|[.!?:]\s+|#+ |\n\s*\n\s*|[-*|] )"
+
 # What is not written, as regular expressions, each with what to write in its place.
 PATTERNS = {
     r"\b(no|some|any|every)body\b": "name the thing: worker, client, caller",
@@ -54,6 +57,8 @@ PATTERNS = {
     r"\bpromises?\b(?!_)|\bpromised\b": "SLO, guarantee",
     r"\blane\b": "HTTP connection",
     r"\bthe door\b": "auth gate",
+    rf"{_BEGINS}(?-i:Of) (a|an|the|each|several|two|all|any|some|those|such|one)\b[^.:;]*,": "subject first: If …, the …",
+    rf"{_BEGINS}(?-i:By|Of|In|With|To|From|For|At|On) (which|whom)\b": "a whole sentence: … sends it by …",
 }
 # How no docstring begins: its first words need another sentence.
 OPENINGS = r"(The same|Those|These|Of|That|This|As above|As|What|Who|Whose|Whom|Whether|How|Why|Where|It|They|Its)\b"

@@ -23,6 +23,9 @@ def test_prose_has_no_more_findings_than_allowed() -> None:
         ('class A:\n    """What a target holds."""\n', "docstring's opening"),
         ('def f():\n    """Return what nobody asked for."""\n', "'nobody'"),
         ("x = 1  # told by the worker\n", "'told'"),
+        ("x = 1  # Of a prompt, some hashes are read.\n", "'# Of a prompt"),
+        ('def f():\n    """Return one. Of several processes, only the first writes."""\n', "'. Of several processes"),
+        ("# By which clients send a key.\n", "'# By which"),
         ('raise ValueError("no worker was told about this")\n', "'told'"),
         ('def f():\n    """Return' + " one" * 25 + '."""\n', "26 words in a sentence"),
     ],
@@ -39,6 +42,7 @@ def test_prose_reports_broken_rules(source: str, advice: str, tmp_path: Path, mo
     [
         'def f():\n    """Return the blocks of a target."""\n',
         'class A:\n    @property\n    def b(self):\n        """The blocks of a target."""\n',
+        'def f():\n    """Return the share of a target. Most of a prompt, if any, counts."""\n',
         'def f():\n    """Return `nobody`, as "told" in the header."""\n',
     ],
 )

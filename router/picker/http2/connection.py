@@ -48,10 +48,10 @@ _SETTINGS_ACK: Final = frame(frames.SETTINGS, frames.ACK, 0)
 # Limits of an encoded header block: its bytes and its frames.
 _BLOCK_BYTES: Final = MOST_BYTES
 _BLOCK_FRAMES: Final = 8
-# Tokens for streams that are reset without a response: most and least of a new connection, and an address's tokens a
-# second. A stream with a response earns one token.
+# The token bucket for streams that are reset without a response: most and least tokens of a new connection, and tokens
+# a second of an address. A stream with a response earns one token.
 _RESETS: Final = (MOST_STREAMS, 2.0, 200.0)
-# Tokens for frames without progress, likewise. A sent DATA frame earns two tokens.
+# The token bucket for frames without progress, in the same order. A sent DATA frame earns two tokens.
 _IDLE_FRAMES: Final = (10_000, 100.0, 2_000.0)
 # Seconds that a connection may use at once. Then the event loop continues with other connections.
 _TURN: Final = 0.001

@@ -45,7 +45,7 @@
 {{- toYaml (mergeOverwrite $settings (deepCopy .Values.config)) -}}
 {{- end -}}
 
-{{/* What restarts the routers when it changes: the settings, and policies of one's own. */}}
+{{/* What restarts the routers when it changes: the settings, and custom policies. */}}
 {{- define "kvrouter.checksum" -}}
 {{ include "kvrouter.settings" . }}{{ with .Values.policies }}{{ toYaml . }}{{ end }}
 {{- end -}}
