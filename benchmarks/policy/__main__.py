@@ -37,7 +37,7 @@ def main(
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each policy in each cell.")] = None,
     without_events: Annotated[bool, typer.Option(help="Compare routers whose workers report no events.")] = False,
     slos: Annotated[
-        bool, typer.Option("--promises", help="Compare the share of SLOs met, by classes of requests.")
+        bool, typer.Option("--slos", help="Compare the share of SLOs met, by classes of requests.")
     ] = False,
     hints: Annotated[bool, typer.Option("--hints", help="Show the effect of agents' hints.")] = False,
     sources: Annotated[bool, typer.Option("--sources", help="Show the effect of pools and of pulls.")] = False,
