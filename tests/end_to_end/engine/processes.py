@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from engine.web import answers
+
 T = TypeVar("T")
 
 STOP_SECONDS = 20.0
+START_SILENCE = 240.0  # seconds without a line of the log, after which a start has failed
 _BOUND = Path(__file__).with_name("bound_to_parent.py")
 
 
@@ -70,6 +73,21 @@ class ServerProcess:
             return wait_for(look, seconds, f"{self.name}: {what}")
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.log_end()}") from None
+
+    def wait_until_healthy(self, url: str) -> None:
+        """Wait until a started engine answers. Its start fails if its log does not grow, or after an hour.
+
+        Importing an engine costs a minute of processor time, and several minutes on a machine with other work.
+        """
+        for _ in range(round(3600 / START_SILENCE)):
+            written = self.log.stat().st_size
+            try:
+                self.wait_for(lambda: answers(f"{url}/health"), START_SILENCE, "answers /health")
+                return
+            except TimeoutError:
+                if self.log.stat().st_size == written:
+                    raise
+        raise TimeoutError(f"{self.name}: did not start within an hour\n{self.log_end()}")
 
     def stop(self) -> None:
         """Ask it to end, then insist."""

@@ -19,7 +19,6 @@ from engine.web import answers, get_json, post_json
 MODEL = "tiny"
 BLOCK_SIZE = 32  # the smallest one on CPU
 
-WORKER_START_SECONDS = 240.0
 ROUTER_START_SECONDS = 60.0
 
 _WORKER_ENVIRONMENT = {
@@ -122,7 +121,7 @@ class VllmWorker:
         self._flags += flags
 
     def wait_until_ready(self) -> None:
-        self._process.wait_for(lambda: answers(f"{self.url}/health"), WORKER_START_SECONDS, "answers /health")
+        self._process.wait_until_healthy(self.url)
 
     def kill(self) -> None:
         self._process.kill()

@@ -19,8 +19,8 @@ import yaml
 from benchmarks.ports import free_port
 from engine.installation import Installation
 from engine.processes import ServerProcess
-from engine.servers import WORKER_START_SECONDS, RouterProcess, running
-from engine.web import answers, get_json, post_reply
+from engine.servers import RouterProcess, running
+from engine.web import get_json, post_reply
 
 pytestmark = pytest.mark.engine
 
@@ -53,7 +53,7 @@ class OtherEngine:
         self._process.start(self._command, self._environment)
 
     def wait_until_ready(self) -> None:
-        self._process.wait_for(lambda: answers(f"{self.url}/health"), WORKER_START_SECONDS, "answers /health")
+        self._process.wait_until_healthy(self.url)
 
     def stop(self) -> None:
         self._process.stop()

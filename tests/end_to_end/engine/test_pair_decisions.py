@@ -161,7 +161,7 @@ def test_pair_has_least_cost_and_first_token_arrives_as_predicted(
             send("repeated", earlier[number % 4])
     for each in done:
         check_cost(each)
-    # Of a repeated prompt little is computed, so that its first token depends on much that is not predicted.
+    # Engines compute little of a repeated prompt, so its first token depends on much that is not predicted.
     long = [each for each in done if each.kind in ("fresh", "extended")]
     ratios = sorted(each.predicted / each.ttft for each in long if each.undisturbed)
     print(f"{len(ratios)} of {len(long)} predicted / measured:", *(f"{ratio:.2f}" for ratio in ratios))

@@ -1,8 +1,11 @@
-"""Make empty CUDA libraries, so that a torch for CUDA can be loaded on a machine without CUDA.
+"""Install a torch for CPU from the package index, which has only a build for CUDA.
 
-    python cuda_stubs.py TORCH_LIB OUT
+    python torch_for_cpu.py PYTHON TORCH [PACKAGE …]
 
-Every function returns `cudaErrorNoDevice`, or a constant text if it returns texts. Needs gcc and readelf.
+TORCH and each PACKAGE are requirements like `torch==2.13.0`, installed into PYTHON's environment without what they
+require. CUDA's packages, 2 GB, leave torch's requirements. Empty libraries in torch's own folder replace theirs: every
+function returns `cudaErrorNoDevice`, or a constant text if it returns texts. The version ends with `+cpu`, which is
+what packages for CPU require. Needs gcc and readelf. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -86,8 +89,25 @@ def _output(*command: str | Path) -> str:
     return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout
 
 
+def drop_cuda_requirements(metadata: Path) -> None:
+    """Rewrite the metadata of an installed torch as if it were a build for CPU."""
+    lines = metadata.read_text().splitlines(keepends=True)
+    kept = (line for line in lines if not line.startswith(("Requires-Dist: cuda-", "Requires-Dist: nvidia-")))
+    metadata.write_text(re.sub(r"^(Version: [\d.]+)$", r"\1+cpu", "".join(kept), count=1, flags=re.MULTILINE))
+
+
+def main(python: str, *requirements: str) -> None:
+    pip = (python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps")
+    subprocess.run([*pip, *requirements], check=True)
+    site = Path(_output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (metadata,) = site.glob("torch-*.dist-info/METADATA")
+    drop_cuda_requirements(metadata)
+    libraries = site / "torch" / "lib"
+    for library_name, found in missing_libraries(libraries).items():
+        make_library(libraries / library_name, found)
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[2])
-    folder.mkdir(parents=True, exist_ok=True)
-    for library_name, found in missing_libraries(Path(sys.argv[1])).items():
-        make_library(folder / library_name, found)
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])

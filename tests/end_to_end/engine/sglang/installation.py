@@ -2,8 +2,8 @@
 
     python installation.py DIR
 
-The registries' torch is a build for CUDA, and SGLang's kernels exist for CUDA only. Neither is used on CPU: empty
-libraries replace CUDA's (`cuda_stubs.py`), and an empty module the kernels (`shim/`). SGLang itself is not changed.
+SGLang's kernels exist for CUDA only, and are not used on CPU: an empty module replaces them (`shim/`), as empty
+libraries replace CUDA's (`torch_for_cpu.py`). SGLang itself is not changed.
 Does nothing if the directory holds a working installation already. Uses the standard library only.
 """
 
@@ -54,7 +54,6 @@ class SglangInstallation:
         """The variables that the engine's Python needs."""
         home = self.directory / "home"
         return {
-            "LD_LIBRARY_PATH": str(self._stubs),
             "PYTHONPATH": str(_HERE / "shim"),
             "HOME": str(home),
             "HF_HUB_OFFLINE": "1",
@@ -63,10 +62,6 @@ class SglangInstallation:
             "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
             "OMP_NUM_THREADS": "1",
         }
-
-    @property
-    def _stubs(self) -> Path:
-        return self.directory / "stubs"
 
     def complete(self) -> bool:
         """Return whether all parts are installed in the right versions."""
@@ -87,16 +82,10 @@ class SglangInstallation:
         self.directory.mkdir(parents=True, exist_ok=True)
         _run(python, "-m", "venv", self.directory / "venv")
         pip = (self.python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install")
-        _run(*pip, "--no-deps", f"torch=={TORCH}", f"torchvision=={TORCHVISION}")
-        (site,) = self.directory.glob("venv/lib/python*/site-packages")
-        metadata = site / f"torch-{TORCH}.dist-info" / "METADATA"
-        lines = metadata.read_text().splitlines(keepends=True)
-        # Else the next package brings CUDA, with 2 GB.
-        cuda = ("Requires-Dist: cuda-", "Requires-Dist: nvidia-")
-        metadata.write_text("".join(line for line in lines if not line.startswith(cuda)))
+        torch = (f"torch=={TORCH}", f"torchvision=={TORCHVISION}")
+        _run(python, _HERE.parent / "torch_for_cpu.py", self.python, *torch)
         _run(*pip, "--requirement", _HERE / "requirements.txt")
         _run(*pip, "--no-deps", f"sglang=={SGLANG}", GRAMMARS)  # its other requirements are for CUDA
-        _run(python, _HERE / "cuda_stubs.py", site / "torch" / "lib", self._stubs)
 
     def _has_sglang(self) -> bool:
         ask = "import torch; from importlib.metadata import version; print(torch.__version__, version('sglang'))"

@@ -9,9 +9,7 @@ from pathlib import Path
 from benchmarks.ports import free_ports
 from engine.processes import ServerProcess
 from engine.sglang.installation import MODEL, SglangInstallation
-from engine.web import answers
 
-START_SECONDS = 240.0
 PAGE_SIZE = 16
 _ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -78,7 +76,7 @@ class SglangWorker:
         self._process.start([str(word) for word in words], self._installation.environment | self._environment)
 
     def wait_until_ready(self) -> None:
-        self._process.wait_for(lambda: answers(f"{self.url}/health"), START_SECONDS, "answers /health")
+        self._process.wait_until_healthy(self.url)
 
     def kill(self) -> None:
         self._process.kill()
