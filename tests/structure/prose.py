@@ -57,7 +57,7 @@ PATTERNS = {
     r"\bpromises?\b(?!_)|\bpromised\b": "SLO, guarantee",
     r"\blane\b": "HTTP connection",
     r"\bthe door\b": "auth gate",
-    rf"{_BEGINS}(?-i:Of) (a|an|the|each|several|two|all|any|some|those|such|one)\b[^.:;]*,": "subject first: If …, the …",
+    rf"{_BEGINS}(?-i:Of) (a|an|the|each|several|two|all|any|some|those|such|one)\b[^.:;]*,": "subject first: If …, …",
     rf"{_BEGINS}(?-i:By|Of|In|With|To|From|For|At|On) (which|whom)\b": "a whole sentence: … sends it by …",
 }
 # How no docstring begins: its first words need another sentence.
