@@ -42,7 +42,7 @@ def config_page() -> str:
     """Return the page of settings: types and defaults of router/settings/, descriptions of config.yaml."""
     schema = Settings.model_json_schema()
     definitions = schema["$defs"]
-    told = _comments((ROOT / "config.yaml").read_text())
+    comments = _comments((ROOT / "config.yaml").read_text())
     lines = _head(
         "Settings",
         "Every setting of `kvrouter serve --config config.yaml`, made from router/settings/ and "
@@ -51,24 +51,24 @@ def config_page() -> str:
     )
     for section, value in schema["properties"].items():
         definition = _definition(value, definitions)
-        lines += ["", f"## {section}", "", told.get(("", section)) or definition["description"]]
+        lines += ["", f"## {section}", "", comments.get(("", section)) or definition["description"]]
         if value.get("type") == "array":
-            lines += ["", *_table(definition, section, told, definitions, prefix=f"{section}[].")]
+            lines += ["", *_table(definition, section, comments, definitions, prefix=f"{section}[].")]
             if section == "workers":
                 streams = definitions["StreamSettings"]
-                lines += _table(streams, section, told, definitions, prefix="workers[].streams[].")[2:]
+                lines += _table(streams, section, comments, definitions, prefix="workers[].streams[].")[2:]
         elif section in ("models", "service_levels"):
-            lines += ["", *_table(definition, section, told, definitions, prefix=f"{section}.<name>.")]
+            lines += ["", *_table(definition, section, comments, definitions, prefix=f"{section}.<name>.")]
         else:
-            lines += ["", *_table(definition, section, told, definitions, prefix=f"{section}.")]
+            lines += ["", *_table(definition, section, comments, definitions, prefix=f"{section}.")]
         if section == "tenants":
             tenant = definitions["TenantSettings"]
-            lines += _table(tenant, section, told, definitions, prefix="tenants.named.<name>.")[2:]
+            lines += _table(tenant, section, comments, definitions, prefix="tenants.named.<name>.")[2:]
     return "\n".join(lines) + "\n"
 
 
 def _table(
-    definition: Schema, section: str, told: dict[tuple[str, str], str], definitions: Schema, prefix: str
+    definition: Schema, section: str, comments: dict[tuple[str, str], str], definitions: Schema, prefix: str
 ) -> list[str]:
     rows = ["| setting | type | default | |", "|---|---|---|---|"]
     for name, value in definition["properties"].items():
@@ -78,7 +78,7 @@ def _table(
         default = "required" if required else f"`{json.dumps(value.get('default'), ensure_ascii=False)}`"
         if isinstance(value.get("default"), list):
             default = ", ".join(f"`{each}`" for each in value["default"])
-        about = told.get((section, name), "")
+        about = comments.get((section, name), "")
         rows.append(f"| `{prefix}{name}` | {_cell(_kind(value, definitions))} | {default} | {_cell(about)} |")
     return rows
 

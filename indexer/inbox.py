@@ -32,7 +32,7 @@ class Received(NamedTuple):
     payload: bytes
 
 
-class Taken(NamedTuple):
+class AppliedBatches(NamedTuple):
     """Expected batches of one socket that the inbox applied itself.
 
     - `socket`: file descriptor of the socket.
@@ -51,13 +51,13 @@ class Taken(NamedTuple):
 class Reading(NamedTuple):
     """Result of `Inbox.read`.
 
-    - `told`: results of those batches that need reporting, by socket and sequence number, as in `Inbox.apply`.
+    - `results`: results of those batches that need reporting, by socket and sequence number, as in `Inbox.apply`.
     - `received`: messages that were not expected, or not alone. None of them is applied yet.
-    - `unreported`: whether applied batches are missing in `taken`. Under load they follow half a second later.
+    - `unreported`: whether applied batches are missing in `batches`. Under load they follow half a second later.
     """
 
-    taken: list[Taken]
-    told: list[tuple[tuple[int, int], Applied | Exception]]
+    batches: list[AppliedBatches]
+    results: list[tuple[tuple[int, int], Applied | Exception]]
     received: list[Received]
     unreported: bool = False
 
@@ -89,7 +89,7 @@ class Inbox(ABC):
         """
 
     @abstractmethod
-    def rest(self) -> list[Taken]:
+    def rest(self) -> list[AppliedBatches]:
         """Return the applied batches that no reading has returned yet."""
 
     @abstractmethod

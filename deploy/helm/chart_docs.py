@@ -131,9 +131,9 @@ def settings_definitions() -> dict[str, Any]:
                 continue
             value.pop("title", None)
             reference = str(value.get("$ref", "")).rpartition("/")[2]
-            told = comments.get((_section_of(schema, name), key)) or comments.get(("", key))
-            told = told or definitions.get(reference, {}).get("description")
-            value["description"] = told or f"`{key}` of: {section}"
+            description = comments.get((_section_of(schema, name), key)) or comments.get(("", key))
+            description = description or definitions.get(reference, {}).get("description")
+            value["description"] = description or f"`{key}` of: {section}"
         definition.pop("title", None)
     used = json.dumps(definitions)
     return {name: each for name, each in definitions.items() if name == "Settings" or f'/$defs/{name}"' in used}
@@ -197,8 +197,8 @@ def readme(values: list[Value]) -> str:
     ]
     for value in values:
         for name, kind, default, description in value.rows():
-            told = f"`{_cell(default)}`" if default else ""
-            lines.append(f"| `{name}` | {kind} | {told} | {_cell(description)} |")
+            shown = f"`{_cell(default)}`" if default else ""
+            lines.append(f"| `{name}` | {kind} | {shown} | {_cell(description)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,7 @@ import zmq
 import zmq.backend
 
 from indexer._native import LiveReader
-from indexer.inbox import Inbox, Reading, Received, Taken
+from indexer.inbox import AppliedBatches, Inbox, Reading, Received
 from indexer.index import Applied
 from indexer.native.index import NativeIndex
 from indexer.targets import Target
@@ -52,22 +52,22 @@ class NativeInbox(Inbox):
 
     def read(self, seconds: float) -> Reading:
         left = self._reader.read(seconds)
-        taken = self._taken()
+        batches = self._batches()
         if left == _NOTHING:
-            return Reading(taken, [], [], self._reader.has_untold())
+            return Reading(batches, [], [], self._reader.has_untold())
         received = [*map(Received._make, self._reader.received())]
         self._round = [self._targets[turn.socket] for turn in received]
         if left != _TO_REPORT:
-            return Reading(taken, [], received)
+            return Reading(batches, [], received)
         reports = self._index.apply_addressed(self._reader, self._round)
-        return Reading(taken, [((received[place].socket, seq), applied) for (place, seq), applied in reports], [])
+        return Reading(batches, [((received[place].socket, seq), applied) for (place, seq), applied in reports], [])
 
-    def rest(self) -> list[Taken]:
+    def rest(self) -> list[AppliedBatches]:
         self._reader.rest()
-        return self._taken()
+        return self._batches()
 
-    def _taken(self) -> list[Taken]:
-        return [*map(Taken._make, self._reader.taken())]
+    def _batches(self) -> list[AppliedBatches]:
+        return [*map(AppliedBatches._make, self._reader.taken())]
 
     def messages(self, place: int) -> list[list[bytes]]:
         return self._reader.messages(place)

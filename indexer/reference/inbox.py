@@ -10,7 +10,7 @@ from selectors import EVENT_READ, DefaultSelector
 
 import zmq
 
-from indexer.inbox import Inbox, Reading, Received, Taken
+from indexer.inbox import AppliedBatches, Inbox, Reading, Received
 from indexer.index import Applied, Index, apply_and_report
 from indexer.sockets import receive_run
 from indexer.targets import Target
@@ -69,7 +69,7 @@ class PythonInbox(Inbox):
             self._round_at = now
         return Reading([], [], received)
 
-    def rest(self) -> list[Taken]:
+    def rest(self) -> list[AppliedBatches]:
         return []
 
     def _receive(self) -> list[Received]:

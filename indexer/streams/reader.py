@@ -19,7 +19,7 @@ import zmq
 from sortedcontainers import SortedKeyList
 from zmq.auth.thread import ThreadAuthenticator
 
-from indexer.inbox import Inbox, Received, Taken
+from indexer.inbox import AppliedBatches, Inbox, Received
 from indexer.index import Applied, Index
 from indexer.native import CORES
 from indexer.reference.inbox import PythonInbox
@@ -276,13 +276,13 @@ class StreamReader:
         next_tick = 0.0
         while not self._stopping.is_set():
             reading = self._inbox.read(0 if self._poller.ready else _TICK_SECONDS)
-            self._record_applied(reading.taken, reading.told)
+            self._record_applied(reading.batches, reading.results)
             turns = self._turns(reading.received)
             if self._poller.poll():
                 self._record_applied(self._inbox.rest())  # so that commands and replays see what the index has
                 self._poller.read()
             self._apply_turns(turns)
-            idle = not (reading.taken or reading.unreported or turns or self._poller.ready)
+            idle = not (reading.batches or reading.unreported or turns or self._poller.ready)
             if idle and self._received_bytes > _RECEIVED_BYTES:
                 self._received_bytes = 0
                 give_back()
@@ -358,11 +358,11 @@ class StreamReader:
         return received
 
     def _record_applied(
-        self, taken: list[Taken], told: Iterable[tuple[tuple[int, int], Applied | Exception]] = ()
+        self, batches: list[AppliedBatches], results: Iterable[tuple[tuple[int, int], Applied | Exception]] = ()
     ) -> None:
         now = time.monotonic()
         changed: list[StreamSession] = []
-        for turn in taken:
+        for turn in batches:
             self._received_bytes += turn.size
             session = self._by_fd[turn.socket]
             if session.removed:
@@ -371,7 +371,7 @@ class StreamReader:
             assert as_expected
             session.record_live(turn.payload, turn.received_at)
             changed.append(session)
-        for (socket, seq), result in told:
+        for (socket, seq), result in results:
             self._by_fd[socket].record_result(seq, result)
         for session in changed:
             session.publish()

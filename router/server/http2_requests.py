@@ -124,7 +124,7 @@ class Http2Request:
         self._dispatcher = dispatcher
         self._body: list[bytes] = []
         self._size = 0
-        self._taken: ServedRequest | None = None
+        self._current: ServedRequest | None = None
         self._deadline: asyncio.TimerHandle | None = None
         head, problem = _request_head(headers, dispatcher.settings.root_path.encode())
         self._context = context = dispatcher.contexts.begin(head, address)
@@ -171,23 +171,23 @@ class Http2Request:
             return
         body = b"".join(self._body)
         self._end_arrival()
-        self._taken = taken = self._dispatcher.serve(self._context, self._response)
-        taken.start(body)
+        self._current = current = self._dispatcher.serve(self._context, self._response)
+        current.start(body)
 
     def closed(self) -> None:
         """Cancel the request unless it was answered."""
         self._end_arrival()
         if not self._response.over:
             self._response.over = True
-            if self._taken is None:
+            if self._current is None:
                 self._context.abandoned()
             else:
-                self._taken.client_disconnected()
+                self._current.client_disconnected()
         self._context.end()
 
     def _blocked(self, blocked: bool) -> None:
-        if self._taken is not None:
-            (self._taken.pause if blocked else self._taken.resume)()
+        if self._current is not None:
+            (self._current.pause if blocked else self._current.resume)()
 
     def _late(self) -> None:
         self._refuse(too_slow(self._limits))

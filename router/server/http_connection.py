@@ -90,7 +90,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         self._response: FramedResponse | None = None
         self._request: IncomingRequest | None = None
         self._arriving = 0  # bytes of its body until that is complete
-        self._taken: ServedRequest | None = None  # once its body is complete
+        self._current: ServedRequest | None = None  # once its body is complete
         self._answered = False  # a response has ended since bytes were last received
 
     # The connection
@@ -103,8 +103,8 @@ class HttpConnection(RequestReceiver, ResponseOwner):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._response is not None:
-            if self._taken is not None:
-                self._taken.client_disconnected()
+            if self._current is not None:
+                self._current.client_disconnected()
             else:
                 self._response.context.abandoned()
             self._end_request()
@@ -122,18 +122,18 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         self._half_closed = True
         if self._queue and not self._queue[-1].complete:
             self._queue.pop()  # it stays incomplete
-        taken = self._taken
-        return probe(self._loop, self._transport, taken is not None and taken.answering)
+        current = self._current
+        return probe(self._loop, self._transport, current is not None and current.answering)
 
     def pause_writing(self) -> None:
         self._write_paused = True
-        if self._taken is not None:
-            self._taken.pause()
+        if self._current is not None:
+            self._current.pause()
 
     def resume_writing(self) -> None:
         self._write_paused = False
-        if self._taken is not None:
-            self._taken.resume()
+        if self._current is not None:
+            self._current.resume()
         if self._queue:
             self._plan_next()
 
@@ -364,8 +364,8 @@ class HttpConnection(RequestReceiver, ResponseOwner):
 
     def _start(self, response: FramedResponse, body: bytes) -> None:
         self._end_arrival()
-        self._taken = taken = self._dispatcher.serve(response.context, response)
-        taken.start(body)
+        self._current = current = self._dispatcher.serve(response.context, response)
+        current.start(body)
 
     def _refuse(self, response: FramedResponse, error: RequestError) -> None:
         self._answer(response, error.status, *response.context.refusal(error))
@@ -395,7 +395,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
                 self._transport.write_eof()
 
     def response_switched(self, peer: WebSocketPeer, on_stop: Callable[[], None], on_end: Callable[[], None]) -> None:
-        self._response = self._request = self._taken = self._queue = None
+        self._response = self._request = self._current = self._queue = None
         self._deadline.close()
         self._reader.close()
         switched = _Switched(peer, on_stop, on_end, self._server_state)
@@ -421,7 +421,7 @@ class HttpConnection(RequestReceiver, ResponseOwner):
         assert response is not None
         if self._request is not None:
             self._request.body = []
-        self._response = self._request = self._taken = None
+        self._response = self._request = self._current = None
         response.context.end()
 
 

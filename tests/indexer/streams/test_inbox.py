@@ -63,14 +63,16 @@ def test_all_inboxes_receive_and_apply_the_same(streams: list[list[list[bytes]]]
     seen = []
     for inbox, index in inboxes():
         with filled_sockets(*streams) as sockets, following(inbox, index, sockets) as places:
-            taken, told, received, _ = inbox.read(0)
-            assert (taken, told) == ([], [])
+            batches, results, received, _ = inbox.read(0)
+            assert (batches, results) == ([], [])
             by_place = {places[turn.socket]: inbox.messages(place) for place, turn in enumerate(received)}
             assert [by_place.get(place, []) for place in range(len(streams))] == streams
-            told = inbox.apply([place for place, turn in enumerate(received) if turn.first is not None])
+            results = inbox.apply([place for place, turn in enumerate(received) if turn.first is not None])
             assert not any(turn.messages for turn in inbox.read(0).received)
         turns = [turn._replace(socket=places[turn.socket]) for turn in received if turn.messages]
-        seen.append((turns, [(where, comparable(applied)) for where, applied in told], [*map(index.status, targets)]))
+        seen.append(
+            (turns, [(where, comparable(applied)) for where, applied in results], [*map(index.status, targets)])
+        )
     assert seen[0] == seen[1] == seen[2]
 
 
@@ -89,23 +91,23 @@ def test_expected_batches_are_applied_like_requested_ones(
         with filled_sockets(*streams) as sockets, following(inbox, index, sockets) as places:
             for fd in places:
                 inbox.expect(fd, first, largest)
-            taken, told, received, _ = inbox.read(0)
+            batches, results, received, _ = inbox.read(0)
             turns = [turn for turn in received if turn.messages]
-            assert not (taken and turns)
+            assert not (batches and turns)
             if isinstance(inbox, NativeInbox) and first is not None:
-                assert all(turn.first == first for turn in taken)
+                assert all(turn.first == first for turn in batches)
                 assert not turns or any(turn.first != first or turn.largest > largest for turn in turns)
             else:
-                assert not taken
-            runs = [(places[turn.socket], turn.first, turn.last, turn.payload, turn.size) for turn in taken]
-            told = [((places[socket], seq), applied) for (socket, seq), applied in told]
+                assert not batches
+            runs = [(places[turn.socket], turn.first, turn.last, turn.payload, turn.size) for turn in batches]
+            results = [((places[socket], seq), applied) for (socket, seq), applied in results]
             for place, turn in enumerate(received):
                 if turn.first is not None:
                     last = turn.first + turn.messages - 1
                     runs.append((place, turn.first, last, turn.payload, turn.size))
-            told += inbox.apply([place for place, turn in enumerate(received) if turn.first is not None])
+            results += inbox.apply([place for place, turn in enumerate(received) if turn.first is not None])
         statuses = [index.status(target) for target in targets_of(streams)]
-        seen.append((runs, [(where, comparable(applied)) for where, applied in told], statuses))
+        seen.append((runs, [(where, comparable(applied)) for where, applied in results], statuses))
     assert seen[0] == seen[1] == seen[2]
 
 
@@ -245,7 +247,7 @@ def test_expected_rounds_repeat_until_another_event_or_timeout() -> None:
         deadline, last, longest = time.monotonic() + DEADLINE_S, -1, 0
         while longest <= 64:  # maximum number of messages in a round
             assert time.monotonic() < deadline
-            for turn in inbox.read(0.1).taken:
+            for turn in inbox.read(0.1).batches:
                 assert turn.first == last + 1
                 last = turn.last
                 longest = max(longest, turn.last - turn.first)
@@ -262,15 +264,15 @@ def test_busy_streams_are_reported_periodically_and_on_request() -> None:
         while rested < 2:
             assert time.monotonic() < deadline
             reading = inbox.read(0.1)
-            for turn in [*reading.taken, *(rest := inbox.rest() if reading.unreported else [])]:
+            for turn in [*reading.batches, *(rest := inbox.rest() if reading.unreported else [])]:
                 assert turn.first == last + 1
                 last = turn.last
             assert bool(rest) == reading.unreported
             assert inbox.rest() == []
             rested += bool(rest)
-        while not (taken := inbox.read(0.1).taken):  # reported without `rest`
+        while not (batches := inbox.read(0.1).batches):  # reported without `rest`
             assert time.monotonic() < deadline
-        assert taken[0].first == last + 1
+        assert batches[0].first == last + 1
 
 
 def test_reading_reports_a_batch_only_after_a_pause() -> None:
@@ -281,7 +283,7 @@ def test_reading_reports_a_batch_only_after_a_pause() -> None:
         following(inbox := native_inbox(index, others.fileno()), index, sockets) as (fd,),
     ):
         inbox.expect(fd, 0, 10**6)
-        (turn,) = inbox.read(DEADLINE_S).taken
+        (turn,) = inbox.read(DEADLINE_S).batches
         assert 0.004 < time.time() - turn.received_at < DEADLINE_S
 
 
@@ -335,13 +337,13 @@ def test_expected_batches_of_a_dropped_target_are_not_applied() -> None:
         inbox.expect(fd, 0, 10**6)
         index.drop(old)
         index.add(new)
-        assert [turn.last for turn in inbox.read(0).taken] == [0]
+        assert [turn.last for turn in inbox.read(0).batches] == [0]
         new_fd = inbox.follow(other, new)
         status = index.status(new)
         assert status is not None
         assert not any(status.blocks.values())
         inbox.expect(new_fd, 0, 10**6)
-        assert [turn.last for turn in inbox.read(0).taken] == [0]
+        assert [turn.last for turn in inbox.read(0).batches] == [0]
         status = index.status(new)
         assert status is not None
         assert sum(status.blocks.values()) == 1

@@ -492,7 +492,7 @@ def test_received_batches_of_a_removed_stream_are_not_applied(
     def leave(inbox: Inbox, seconds: float) -> Reading:
         reads.set()
         reading = read(inbox, seconds)
-        if (reading.taken or any(turn.messages for turn in reading.received)) and not left.is_set():
+        if (reading.batches or any(turn.messages for turn in reading.received)) and not left.is_set():
             indexer.unregister([TARGET])
             left.set()
         return reading
