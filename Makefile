@@ -20,7 +20,7 @@ PAIR_TABLE ?=
 
 .PHONY: audit fuzz release-check
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-engine-sglang test-alerts test-browser test-clients test-docs test-envoy test-helm test-install test-replicas test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-light-load bench-placement bench-policy bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-realtime-flood bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
+.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-light-load bench-placement bench-policy bench-programs bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-realtime-flood bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -131,6 +131,10 @@ bench-events: .venv/installed native
 bench-placement: .venv/installed
 	@$(MAKE) .compiled/tests || echo "It can't be compiled here: only the interpreted one is measured"
 	$(BIN)/python -m benchmarks.placement
+
+# Sessions of agents beyond the fleet's KV memory, in virtual time: ARGS="--trace FILE --load 0.85 --seeds 1".
+bench-programs: .venv/installed
+	$(BIN)/python -m benchmarks.programs $(ARGS)
 
 bench-policy: .venv/installed
 	$(BIN)/python -m benchmarks.policy $(ARGS)

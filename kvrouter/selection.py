@@ -183,7 +183,9 @@ class Selector:
             state = build_state(settings, fleet, indexer, load, sharing, cache_state)
             self._routing = routing = build_routing(settings, state, fleet, indexer, tokenizers, session=session)
             late_binding = state.policy.spec.late_binding
-            admission = Admission(routing.selector, routing.placement, settings.admission, late_binding)
+            admission = Admission(
+                routing.selector, routing.placement, settings.admission, late_binding, gate=state.gate
+            )
             self._reservations = Reservations(fleet, routing, admission, EXPIRY)
             stack.callback(self._reservations.close)
 

@@ -153,8 +153,13 @@ class RecordedTurn(msgspec.Struct):
     delay: float = 0.0
 
 
-def recorded(path: Path, load: float, workers: int, seconds: float, random: Random) -> list[TracedRequest]:
-    """Return the first requests of recorded sessions at a load of a fleet. Some are under way at the start."""
+def recorded(
+    path: Path, load: float, workers: int, seconds: float, random: Random, under_way: float = _UNDER_WAY
+) -> list[TracedRequest]:
+    """Return the first requests of recorded sessions at a load of a fleet.
+
+    As many as begin within `under_way` seconds are under way at the start.
+    """
     decoder = msgspec.json.Decoder(RecordedTurn)
     sessions: dict[str, list[RecordedTurn]] = {}
     with gzip.open(path, "rb") as file:
@@ -163,7 +168,7 @@ def recorded(path: Path, load: float, workers: int, seconds: float, random: Rand
             sessions.setdefault(turn.session_id, []).append(turn)
     chosen = list(sessions.values())
     random.shuffle(chosen)
-    rate, ids, firsts, now = load * workers * _RECORDED_RATE, count(1 << 30), list[TracedRequest](), -_UNDER_WAY
+    rate, ids, firsts, now = load * workers * _RECORDED_RATE, count(1 << 30), list[TracedRequest](), -under_way
     while (now := now + random.expovariate(rate)) < seconds:
         lines = chosen[len(firsts) % len(chosen)]
         turns = [Turn(each.input_length, each.output_length, each.delay / 1000) for each in lines]

@@ -1,10 +1,11 @@
 """The queue of requests that cannot be sent yet, and the order in which they are sent.
 
-A request waits for one of three reasons:
+A request waits for one of four reasons:
 
     saturated     every target that may receive it is at its limits (`limits`), or refused a request as full
     late binding  its target is busy with other prompts, so it should choose again later (`late_binding`)
     no worker     its model has no worker now, but one may start (`cold_start_timeout`)
+    working set   its session has no room beside the contexts of live sessions (`router.programs`)
 
 All requests wait in one queue (`fair_queue`). The first requests of the queue choose again after each of these events:
 a request ends, a prefill ends, a worker changes, an engine reports its load. Nothing is polled. A saturated request
@@ -18,6 +19,8 @@ while they wait for capacity. A worker that starts again may receive the request
 A request whose TTFT objective can no longer be met is served late: while its target is busy, all other requests go
 first, for `LATE_TIMEOUTS` times the timeout. If it were sent after the timeout, it would delay requests that can still
 meet their objectives. Under overload every request would then miss its objective.
+
+One file, because every rule decides about the same waiting requests.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ from dataclasses import dataclass
 from http_api.errors import RequestError
 from router.admission.fair_queue import FairQueue
 from router.admission.refusals import Refusals
+from router.admission.room import OVERTAKING_SECONDS, ROOM_SECONDS, ROOM_TRIES, Room
 from router.admission.ticket import Ticket, WaitingRequest, WaitReason, queue_order
 from router.apis.requests import RoutedRequest
 from router.fleet.worker import Worker
 from router.prediction.slo import SLO
+from router.programs import Gate
 from router.routing.assignment import Assignment, Selection
 from router.routing.placement import Placement
 from router.routing.ranks import Limits
@@ -59,6 +64,7 @@ class _Held:
 _SATURATED = _Held(WaitReason.SATURATED)
 _BUSY = _Held(WaitReason.LATE_BINDING)
 _TTFT_MISSED = _Held(WaitReason.LATE_BINDING, ttft_missed=True)
+_NO_ROOM = _Held(WaitReason.WORKING_SET)
 
 
 class Admission:
@@ -74,8 +80,13 @@ class Admission:
         settings: AdmissionSettings,
         late_binding: bool,
         clock: Callable[[], float] = time.monotonic,
+        gate: Gate | None = None,
     ) -> None:
-        """Create the queue. `late_binding`: whether the policy uses it, unless the settings turn it off."""
+        """Create the queue.
+
+        - `late_binding`: whether the policy uses it, unless the settings turn it off.
+        - `gate`: holds calls of sessions that have no room; None: nothing does.
+        """
         self.limits = Limits(settings.requests, settings.tokens)
         self.queue: FairQueue[WaitingRequest] = FairQueue(settings.queue, settings.queue_bytes)
         self.late_binding = settings.late_binding and late_binding
@@ -90,6 +101,7 @@ class Admission:
         self._clock = clock
         self._full: set[str | None] = set()  # names whose first request found no capacity
         self._planned: asyncio.Handle | None = None
+        self._room = None if gate is None or settings.programs == "off" else Room(gate, self.wake)
 
     def place(
         self, prompt: RoutedRequest, tried: Collection[Worker], ticket: Ticket, now: float | None = None
@@ -100,12 +112,14 @@ class Admission:
         """
         if ticket.place_by is not None and self._clock() >= ticket.place_by:
             raise self.refusals.deadline()
+        if self._room is not None and ticket.call is None and prompt.identity is not None:
+            ticket.call = self._room.call_of(prompt, ticket)
         if self._full and prompt.name in self._full:
             first = self.queue.best_priority(prompt.name)
             if first is not None and first <= ticket.priority:
                 return None
         try:
-            placed = self._try(prompt, tried, ticket.slo, now)
+            placed = self._try(prompt, tried, ticket, now, arrives=True)
         except RequestError:
             if self._awaits_worker(prompt, ticket):
                 return None
@@ -164,6 +178,8 @@ class Admission:
         until = self._cold_until(ticket) if cold else now + max(self._timeout - ticket.waited, 0.0)
         if slo is not None and slo.first_token_by is not None and not cold:
             until = slo.first_token_by if slo.refuses_late else max(until, slo.first_token_by)
+        if ticket.call is not None and ticket.call.held and request.reason is WaitReason.LATE_BINDING:
+            self._set_reason(request, WaitReason.WORKING_SET)
         self._wait_until(request, until)
         # The event that it waits for may have happened between `place` and now.
         self.wake()
@@ -176,6 +192,8 @@ class Admission:
                 self.refusals.count("deadline")  # the proxy has a timer of its own for it
             raise
         finally:
+            if self._room is not None:
+                self._room.left(request)
             ticket.waited += self._clock() - now
             if request.timer is not None:
                 request.timer.cancel()
@@ -203,7 +221,7 @@ class Admission:
         selection = self._selector.choose(prompt, limits=self.limits, slo=slo)
         if selection is None:
             return WaitReason.SATURATED
-        return self._bind(prompt, (), selection) or WaitReason.LATE_BINDING
+        return self._bind(prompt, (), selection, self.limits) or WaitReason.LATE_BINDING
 
     def saturated(self, worker: Worker, dp_rank: int) -> bool:
         """Return whether a DP rank is at its limits."""
@@ -227,7 +245,8 @@ class Admission:
     def _choose_again(self) -> None:
         self._planned = None
         self._full = set()
-        tries = 0
+        tries = room_tries = 0
+        now = self._clock()
         missed: list[WaitingRequest] = []
         for request in self.queue.in_order(self._full, LATE_TRIES):
             waiting = self.queue.length if self.late_binding else None
@@ -237,9 +256,11 @@ class Admission:
                 continue
             if tries == TRIES:
                 break
+            if room_tries >= ROOM_TRIES and self._waits_for_room(request):
+                continue
             tries += 1
             try:
-                placed = self._try(request.prompt, request.tried, request.ticket.slo)
+                placed = self._try(request.prompt, request.tried, request.ticket)
             except RequestError as error:
                 if not self._awaits_worker(request.prompt, request.ticket):
                     self._fail(request, error)
@@ -247,7 +268,10 @@ class Admission:
             if isinstance(placed, Assignment):
                 self._give(request, placed)
                 continue
-            request.reason = placed.reason
+            self._set_reason(request, placed.reason)
+            if placed.reason is WaitReason.WORKING_SET:
+                room_tries += ROOM_TRIES if now - request.since >= OVERTAKING_SECONDS else 1
+                continue
             if placed.reason is not WaitReason.SATURATED:
                 request.ttft_missed = placed.ttft_missed
             elif not request.tried and not request.prompt.stored and self._selector.fits_all(request.prompt):
@@ -264,23 +288,58 @@ class Admission:
         self.queue.let_others_first(request, order)
 
     def _try(
-        self, prompt: RoutedRequest, tried: Collection[Worker], slo: SLO | None, now: float | None = None
+        self,
+        prompt: RoutedRequest,
+        tried: Collection[Worker],
+        ticket: Ticket,
+        now: float | None = None,
+        arrives: bool = False,
     ) -> Assignment | _Held:
         """Choose and reserve in one step, or return why the request has to wait. Raises RequestError."""
-        selection = self._selector.choose(prompt, tried, self.limits, now, slo)
+        limits = self.limits
+        selection = self._selector.choose(prompt, tried, limits, now, ticket.slo)
         if selection is None:
             return _SATURATED
+        if ticket.call is not None and self._room is not None:
+            closed = self._room.closed(ticket.call, selection, self._selector.ranks(prompt), arrives)
+            if closed is None:
+                return _NO_ROOM
+            if closed:
+                limits = Limits(limits.requests, limits.tokens, closed)
+                selection = self._selector.choose(prompt, tried, limits, now, ticket.slo)
+                if selection is None:
+                    return _NO_ROOM
         self._refuse_late(selection)
-        bound = self._bind(prompt, tried, selection)
+        bound = self._bind(prompt, tried, selection, limits)
         if bound is None:
             return _TTFT_MISSED if _is_ttft_missed(selection) else _BUSY
-        return self._placement.reserve(prompt, bound, now)
+        return self._reserve(prompt, bound, ticket, now)
 
-    def _bind(self, prompt: RoutedRequest, tried: Collection[Worker], selection: Selection) -> Selection | None:
+    def _reserve(
+        self, prompt: RoutedRequest, selection: Selection, ticket: Ticket, now: float | None = None
+    ) -> Assignment:
+        """Reserve a selection, and charge its session to the target."""
+        assignment = self._placement.reserve(prompt, selection, now)
+        if ticket.call is not None and self._room is not None:
+            self._room.sent(ticket.call, assignment)
+        return assignment
+
+    def _set_reason(self, request: WaitingRequest, reason: WaitReason) -> None:
+        if self._room is None:
+            request.reason = reason
+        else:
+            self._room.set_reason(request, reason)
+
+    def _waits_for_room(self, request: WaitingRequest) -> bool:
+        return self._room is not None and request in self._room
+
+    def _bind(
+        self, prompt: RoutedRequest, tried: Collection[Worker], selection: Selection, limits: Limits
+    ) -> Selection | None:
         """Return the selection to send a request by; None if late binding holds it."""
         if not self.late_binding:
             return selection
-        return self._selector.bind(prompt, selection, tried, self.limits, self.queue.length)
+        return self._selector.bind(prompt, selection, tried, limits, self.queue.length)
 
     def _refuse_late(self, selection: Selection) -> None:
         """Raise RequestError for a request that would miss its SLO, if its SLO refuses it then."""
@@ -290,18 +349,20 @@ class Admission:
             raise self.refusals.slo_missed(slo, model, selection.slo_missed_by, prediction)
 
     def _force(self, request: WaitingRequest, though_late: bool = True) -> Assignment | None:
-        """Return an assignment however busy its target is; None if all are at their limits, or if it is too late.
+        """Return an assignment however busy its target is; None if none has capacity or room, or if it is too late.
 
         `though_late`: place it even if it misses its TTFT. Raises RequestError if its SLO then refuses it.
         """
         slo = request.ticket.slo
+        if self._waits_for_room(request):
+            return None
         selection = self._selector.choose(request.prompt, request.tried, self.limits, slo=slo)
         if selection is None:
             return None
         self._refuse_late(selection)
         if not though_late and _is_ttft_missed(selection):
             return None
-        return self._placement.reserve(request.prompt, selection)
+        return self._reserve(request.prompt, selection, request.ticket)
 
     def _give(self, request: WaitingRequest, assignment: Assignment) -> None:
         self.queue.served(request.tenant, request.tokens)
@@ -333,6 +394,8 @@ class Admission:
                 request.reason, request.tried = WaitReason.NO_WORKER, ()
                 self._wait_until(request, self._cold_until(request.ticket))
                 return
+            if self._may_wait_for_room(request):
+                return
             slo = request.ticket.slo
             if slo is not None and slo.first_token_by is not None and self._may_be_later(request, slo):
                 return
@@ -347,12 +410,28 @@ class Admission:
             self._give(request, assignment)
         self.wake()
 
+    def _may_wait_for_room(self, request: WaitingRequest) -> bool:
+        """Let a call wait longer for room. A session that has begun waits for its target after `ROOM_SECONDS`.
+
+        Raises RequestError for a new session then.
+        """
+        if self._room is None or request not in self._room:
+            return False
+        now, until = self._clock(), request.since + ROOM_SECONDS
+        if now >= until:
+            if not self._room.release(request):
+                raise self._too_many("working_set", request)
+            until = now + self._timeout
+            self.wake()
+        self._wait_until(request, until)
+        return True
+
     def _may_be_later(self, request: WaitingRequest, slo: SLO) -> bool:
         """Let a request wait longer, if it misses its SLO anyway and its target is busy. Raises RequestError."""
         if slo.refuses_late or self._clock() >= request.since + self._late_timeout:
             return False
         selection = self._selector.choose(request.prompt, request.tried, self.limits, slo=slo)
-        if selection is None or self._bind(request.prompt, request.tried, selection) is not None:
+        if selection is None or self._bind(request.prompt, request.tried, selection, self.limits) is not None:
             return False
         request.ttft_missed = selection.slo_missed
         if not request.ttft_missed:

@@ -30,6 +30,7 @@ from router.fleet.worker import Worker
 from router.http.headers import HeaderItems, Headers, number_of
 from router.prediction.service_levels import SLO_HEADERS, ServiceLevels, read_slo
 from router.prediction.slo import SLO
+from router.programs import Call
 from router.routing.assignment import Assignment
 from router.routing.late_binding import held_order, slo_order
 
@@ -64,6 +65,7 @@ class Ticket:
     - `sheddable`: whether it is refused where it would wait for capacity.
     - `waited`: the seconds for which it waited in the queue before its last place.
     - `charged`: whether its tenant was charged for its last place.
+    - `call`: its call of a session; None if it names none.
     """
 
     priority: int
@@ -79,6 +81,7 @@ class Ticket:
     sheddable: bool
     waited: float
     charged: bool
+    call: Call | None
 
     def __init__(
         self,
@@ -105,6 +108,7 @@ class Ticket:
         self.sheddable = False
         self.waited = 0.0
         self.charged = False
+        self.call = None
 
     def left(self, now: float) -> float | None:
         """Return the seconds until the answer is due; None if it has no deadline."""
@@ -201,11 +205,13 @@ class WaitReason(StrEnum):
     - `SATURATED`: all targets are at their limits.
     - `LATE_BINDING`: its target is busy with prefills.
     - `NO_WORKER`: its model has no worker.
+    - `WORKING_SET`: its session has no room beside the contexts of live sessions.
     """
 
     SATURATED = "saturated"
     LATE_BINDING = "late_binding"
     NO_WORKER = "no_worker"
+    WORKING_SET = "working_set"
 
 
 @dataclass(slots=True, eq=False)

@@ -98,7 +98,7 @@ async def running_services(
         state = build_state(settings, fleet, indexer, load, sharing, cache_state)
         routing = build_routing(settings, state, fleet, indexer, tokenizers, sampled.kept, session=session)
         late_binding = state.policy.spec.late_binding
-        admission = Admission(routing.selector, routing.placement, settings.admission, late_binding)
+        admission = Admission(routing.selector, routing.placement, settings.admission, late_binding, gate=state.gate)
         observability = build_observability(settings, fleet, indexer, tokenizers, source, routing, admission, sampled)
         upstreams = build_upstreams(settings, networks, fleet)
         proxy = build_forwarding(settings, fleet, upstreams, routing, admission, observability, source)

@@ -359,6 +359,8 @@ class Attempts:
         headers = RoutingHeaders(assignment.worker, assignment.overlap)
         if len(self.tried) > 1:
             headers.add(b"x-kvrouter-attempts", b"%d" % len(self.tried))
+        if self._ticket.waited:
+            headers.add(b"x-kvrouter-waited-ms", b"%d" % (1000 * self._ticket.waited))
         if assignment.decision.chosen.source is not None:
             headers.add(b"x-kvrouter-loadable-tokens", b"%d" % assignment.loadable)
         if assignment.prefill is not None:

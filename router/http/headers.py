@@ -241,7 +241,7 @@ _MAX_AGE_SECONDS: Final = 600
 # Response headers beside the simple ones that a page may read.
 _EXPOSED: Final = (
     b"x-request-id, x-kvrouter-worker, x-kvrouter-overlap-tokens, x-kvrouter-loadable-tokens, x-kvrouter-attempts, "
-    b"retry-after"
+    b"x-kvrouter-waited-ms, retry-after"
 )
 
 

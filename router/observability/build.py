@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from indexer import Indexer
 from indexer.api.metrics import IndexCollector, add_process_metrics
 from router.admission.admission import Admission
-from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
+from router.admission.admission_metrics import AdmissionMetrics, DemandCollector, SessionCollector
 from router.fleet.fleet import Fleet
 from router.observability.advice import advised
 from router.observability.fleet_report import About, findings
@@ -79,6 +79,7 @@ def build_observability(
         AuditCollector(state.audit),
         LoadRateCollector(None if state.sources is None else state.sources.rates),
         DemandCollector(fleet, state.load, admission),
+        SessionCollector(state.gate),
     ):
         registry.register(collector)
     if state.policy.custom is not None:

@@ -24,6 +24,7 @@ from router.policies.records import Source
 from router.prediction.learned import RequestTiming
 from router.prediction.predictions import WatchedAnswer
 from router.prediction.slo import SLO, Prediction
+from router.programs import Call
 from router.routing.disaggregation.transfers import WatchedTransfer
 from router.routing.pulls import PullEndpoint, Pulls
 from router.routing.ranks import RoutableRank
@@ -194,6 +195,7 @@ class Assignment:
         self.transfer: WatchedTransfer | None = None  # from there
         self.release_load: Callable[[], None] | None = None  # where it loads from a pool or a peer
         self.pull: Source | None = None  # where it pulls from a peer
+        self.call: Call | None = None  # where it is a call of a session
         self.on_release: list[ReleaseCallback] = []
 
     def peer_to_name(self, pulls: Pulls | None) -> PullEndpoint | None:

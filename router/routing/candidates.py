@@ -379,7 +379,7 @@ class CandidateFinder:
         self, targets: ModelTargets, view: LoadView, row: int, prompt: RoutedRequest, limits: Limits
     ) -> bool:
         rank, record = targets.ranks[row], view.records[row]
-        if rank.weight == 1:
+        if rank.weight == 1 and not limits.closed:
             return limits.has_capacity(record.requests, record.context, prompt.tokens)
         return self._capacity.has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
 

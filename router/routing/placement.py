@@ -230,6 +230,8 @@ class Placement:
             assignment.watched.ended(usage.completion if usage else 0)
         if usage is not None:
             assignment.attempt.answered(usage.completion)
+            if assignment.call is not None:
+                assignment.call.output = usage.completion
         if assignment.timing and usage:
             assignment.timing.end(usage.completion)
             self._learn_load(assignment, assignment.timing, usage)
@@ -273,6 +275,7 @@ class Placement:
             self._in_flight_prefixes.forget(target)
             self._sharing.peer_load.forget_prompts(target)
             self._sent_prefixes.forget(target)
+            self._state.gate.sessions.forget(target)
         self._learned.session_locations.forget(worker.url)
 
     def restarted(self, worker: Worker) -> None:
@@ -280,6 +283,7 @@ class Placement:
         for target in worker.targets:
             self._in_flight_prefixes.forget_ended(target)
             self._sent_prefixes.forget(target)
+            self._state.gate.sessions.forget(target)
         self._learned.session_locations.forget(worker.url)
 
     def removed(self, worker: Worker) -> None:
@@ -290,6 +294,7 @@ class Placement:
         for target in worker.targets:
             self._in_flight_prefixes.forget(target)
             self._sent_prefixes.removed(target)
+            self._state.gate.sessions.forget(target)
             self._audit.forget(target)
             if self._state.pulls is not None:
                 self._state.pulls.forget(target)

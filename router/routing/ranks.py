@@ -55,14 +55,18 @@ class RoutableRank:
 
 @dataclass(slots=True)
 class Limits:
-    """The most that a target of weight 1 may have in flight. None: no limit. Requests above it wait in the router."""
+    """The most that a target of weight 1 may have in flight. None: no limit. Requests above it wait in the router.
+
+    - `closed`: the workers and DP ranks that may not receive the request, because they have no room for its session.
+    """
 
     requests: int | None = None
     tokens: int | None = None
+    closed: Collection[tuple[str, int]] = ()
     unlimited: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.unlimited = self.requests is None and self.tokens is None
+        self.unlimited = self.requests is None and self.tokens is None and not self.closed
 
     def has_capacity(self, requests: float, context: float, tokens: int) -> bool:
         """Return whether a target, with these requests that hold `context` tokens, may receive one more prompt.
@@ -92,6 +96,8 @@ class TargetCapacity:
             return False
         if limits.unlimited:
             return True
+        if (worker.url, dp_rank) in limits.closed:
+            return False
         load, weight = self._load.of(worker.url, dp_rank), worker.settings.weight
         requests = load.requests + load.peers.requests + worker.metrics.get(dp_rank).unseen
         return limits.has_capacity(requests / weight, (load.context + load.peers.context) / weight, tokens)

@@ -196,6 +196,10 @@ class Selector:
 
     # Capacity
 
+    def ranks(self, prompt: RoutedRequest) -> list[RoutableRank]:
+        """Return the targets of a request's name."""
+        return self._directory.of(prompt.name).ranks
+
     def has_capacity(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
         """Return whether a DP rank may receive one more prompt of `tokens` tokens."""
         return self._capacity.has_capacity(worker, dp_rank, limits, tokens)

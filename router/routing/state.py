@@ -9,6 +9,7 @@ from typing import Protocol
 
 from indexer import MatchQuery, Registration, RowMatches, Target, TargetRows
 from indexer.index import Index
+from indexer.streams.sequence import StreamState
 from indexer.streams.session import StreamSession
 from router.apis.response_owners import ResponseOwners
 from router.apis.response_turns import ResponseTurns
@@ -19,6 +20,7 @@ from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
 from router.policies import NamedPolicy
 from router.prediction.learned import Learned
+from router.programs import Gate
 from router.routing.disaggregation.transfers import TransferTimes
 from router.routing.pulls import Pulls
 from router.routing.sources import SourceFinder
@@ -124,7 +126,14 @@ class RoutingState:
     turns: ResponseTurns = field(default_factory=ResponseTurns)
     needs_prompts: bool = field(init=False)
     transfers: TransferTimes = field(init=False)
+    gate: Gate = field(init=False)
 
     def __post_init__(self) -> None:
         self.transfers = TransferTimes(self.learned.rates, self.clock)
+        self.gate = Gate(self.clock, self._reports_evictions, self.sharing.routers)
         self.needs_prompts = self.policy.spec.reads_prompts
+
+    def _reports_evictions(self, target: Target) -> bool:
+        """Return whether a target's events show now what it holds."""
+        stream = self.indexer.stream(target)
+        return stream is not None and stream.state is StreamState.LIVE

@@ -189,6 +189,7 @@ class AdmissionSettings(Section):
     requests: PositiveInt | None = None
     tokens: PositiveInt | None = None
     late_binding: bool = True
+    programs: Literal["auto", "off"] = "auto"
     queue: Annotated[int, Field(ge=0)] = 1000
     queue_bytes: PositiveInt = 256 * 2**20
     timeout: PositiveFloat = 30.0

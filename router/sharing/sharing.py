@@ -91,6 +91,10 @@ class LoadSharing:
         if self._outboxes:
             self._tasks.append(asyncio.create_task(self._beat(), name="share load"))
 
+    def routers(self) -> int:
+        """Return the number of routers that share the fleet, with this one."""
+        return 1 + len(self.peer_load.routers())
+
     async def stop(self) -> None:
         """Report that this router stops, and stop."""
         for outbox in self._outboxes:

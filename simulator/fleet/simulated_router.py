@@ -56,6 +56,7 @@ class Side:
     - `late_binding`: whether requests wait while the chosen worker is busy.
     - `weights`: the settings of its policy; None for the defaults.
     - `sources`: whether it counts what workers can load from the pool and from peers.
+    - `programs`: whether calls of sessions wait for room.
     - `pairs`: makes its choice of a prefill and a decode worker; None for that of its policy.
     """
 
@@ -67,6 +68,7 @@ class Side:
     slos: bool = False
     hints: bool = False
     sources: bool = False
+    programs: bool = False
     pairs: Callable[[Random], PairRule] | None = None
 
     @property
@@ -145,6 +147,8 @@ def build_router(
     policy = side.make_policy(random, learned, load)
     audit = HitAudit(index, sent_prefixes, AuditSettings(), clock=clock)
     in_flight_prefixes = InFlightPrefixes(_LINGER, clock)
+    for prompts in (in_flight_prefixes, sharing.peer_load.prompts):
+        prompts.evictions = index.index.evictions
     state = RoutingState(
         workers, index, policy, load, in_flight_prefixes, sent_prefixes, audit, learned, sharing, clock
     )
@@ -154,8 +158,8 @@ def build_router(
         state.sources = SourceFinder(pools, peers, learned.rates, rates=rates, random=Random(0))
     selector = Selector(state, DisaggregationSettings(), settings.missed_slo_cost, random)
     placement = Placement(state, selector)
-    admission_settings = AdmissionSettings(late_binding=side.late_binding)
-    admission = Admission(selector, placement, admission_settings, policy.spec.late_binding, clock)
+    admission_settings = AdmissionSettings(late_binding=side.late_binding, programs="auto" if side.programs else "off")
+    admission = Admission(selector, placement, admission_settings, policy.spec.late_binding, clock, state.gate)
     load.on_ended.append(admission.freed)
     if admission.late_binding:
         load.on_first_byte.append(admission.wake)

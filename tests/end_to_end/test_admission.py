@@ -130,10 +130,12 @@ async def test_request_waits_until_another_ends() -> None:
         assert await routed.metric("kvrouter_admission_queue_length", priority="normal") == 1
         assert [rank["saturated"] for rank in (await routed.workers())[0]["ranks"]] == [True]
         gate.open(2)
-        assert (await requests.reply("second")).status == 200
+        second = await requests.reply("second")
+        assert second.status == 200
+        assert int(second.headers["x-kvrouter-waited-ms"]) > 0
         assert await routed.metric("kvrouter_admission_wait_seconds_count", reason="saturated") == 1
         assert await routed.queued() == 0
-        await requests.reply("first")
+        assert "x-kvrouter-waited-ms" not in (await requests.reply("first")).headers
         await routed.until_released()
 
 

@@ -88,7 +88,9 @@ def worker_routes(services: Services) -> APIRouter:
         """End a session: its cached prompt is no longer kept for its next request. Unknown sessions are no error."""
         if not session_id:
             raise RequestError("session_id is missing. Send ?session_id=….", param="session_id")
-        services.routing.state.learned.session_locations.drop((None, session_id[:MAX_LENGTH]))
+        name = session_id[:MAX_LENGTH]
+        services.routing.state.learned.session_locations.drop((None, name))
+        services.routing.state.gate.sessions.finish(name)
         return {"status": "success", "session_id": session_id}
 
     return routes

@@ -1,0 +1,6 @@
+"""Sessions of agents as wholes: their working sets, and the calls that wait so that caches do not thrash."""
+
+from router.programs.gate import Gate, RankCapacity
+from router.programs.sessions import Call
+
+__all__ = ["Call", "Gate", "RankCapacity"]

@@ -1,0 +1,139 @@
+"""The gate: calls that would evict the context of a live session wait, so that caches do not thrash.
+
+    working set   the union of the contexts of the live sessions of a target
+    room          working set + a turn for each live session + the call's other tokens + an answer and a turn
+                  at most `ROOM` of the target's KV; a target without a live session has room for any call
+    cold          no target holds all but `LITTLE_LOST` tokens of the session's last context
+
+While the contexts of all live sessions fit, nothing is held. The gate closes when more than `PRESSURE` of the prompt
+tokens were context that a session had and lost. It opens when nothing waits for it and less is lost. While it is
+closed, a new session and a cold return wait until a target has room. Never held: a session whose context is still held
+somewhere, a session with another call in flight, and a call without a session.
+
+So the engine chooses which session pauses: it evicts, and the return that finds its context evicted waits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Iterable
+from typing import Final, NamedTuple
+
+from indexer import Target
+from router.programs.sessions import Call, Session, SessionKey, Sessions
+from router.programs.working_sets import WorkingSet, marks_of
+
+ROOM: Final = 0.8
+LITTLE_LOST: Final = 8192
+PRESSURE: Final = 0.01
+_HALF_LIFE: Final = 30.0  # seconds
+_NOTHING: Final = WorkingSet()
+
+
+class RankCapacity(NamedTuple):
+    """A target, and the tokens of its KV cache; None if they are not known."""
+
+    target: Target
+    tokens: int | None
+
+
+class Gate:
+    """Decides which calls of sessions wait. `routers`: returns the number of routers that share the fleet."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        reports_evictions: Callable[[Target], bool],
+        routers: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """Create a gate. `reports_evictions`: whether a target's events show now what it holds."""
+        self.sessions = Sessions(clock)
+        self.closed = False
+        self.lost_tokens = 0
+        self.cold_returns = 0
+        self._clock = clock
+        self._reports_evictions = reports_evictions
+        self._routers = routers
+        self._lost = self._asked = 0.0
+        self._decayed = 0.0
+
+    def call(self, key: SessionKey, program: str, tokens: int, final: bool) -> Call | None:
+        """Return the call of a session that arrives now; None if its name is that of many callers."""
+        return self.sessions.call(key, program, tokens, final)
+
+    def passes(self, call: Call, best_overlap: int, waiting: bool) -> bool:
+        """Return whether a call may go to any target.
+
+        - `best_overlap`: the most tokens of its prompt that a target holds.
+        - `waiting`: whether other calls wait for room.
+        """
+        session = call.session
+        lost = self._lost_context(call, best_overlap)
+        self._count(call, lost, waiting)
+        if not self.closed or call.exempt or session.calls or session.shared:
+            return True
+        return session.tokens > 0 and lost <= LITTLE_LOST
+
+    def has_room(self, rank: RankCapacity, context: array[int]) -> bool:
+        """Return whether a target has room for a call with a context."""
+        sessions = self.sessions
+        working_set = sessions.working_sets.get(rank.target, _NOTHING)
+        if rank.tokens is None or not working_set.sessions:
+            return True
+        turn = sessions.turn
+        needed = working_set.tokens + turn * working_set.sessions + working_set.missing(context)
+        return needed + sessions.answer + turn <= ROOM * rank.tokens / max(self._routers(), 1)
+
+    def without_room(self, ranks: Iterable[RankCapacity], hashes: array[int]) -> Collection[tuple[str, int]]:
+        """Return the workers and DP ranks that have no room for a call. `hashes`: those of its prompt's chunks."""
+        self.sessions.expire()
+        context = marks_of(hashes)
+        return {(rank.target.worker, rank.target.dp_rank) for rank in ranks if not self.has_room(rank, context)}
+
+    def sent(self, call: Call, target: Target, hashes: array[int]) -> None:
+        """Charge a call's session to the target that it is sent to. Call the call when its request ends."""
+        self.sessions.sent(call, target, marks_of(hashes))
+
+    def share_lost(self) -> float:
+        """Return the share of the recent prompt tokens that sessions had and lost."""
+        return self._lost / self._asked if self._asked else 0.0
+
+    def fitting(self, ranks: Iterable[RankCapacity]) -> int | None:
+        """Return how many more sessions of the present mean size fit; None if that is not known."""
+        sessions = self.sessions
+        live, free = sessions.live(), 0.0
+        if not live:
+            return None
+        used = sum(each.tokens for each in sessions.working_sets.values())
+        for rank in ranks:
+            if rank.tokens is None:
+                return None
+            working_set = sessions.working_sets.get(rank.target, _NOTHING)
+            free += max(ROOM * rank.tokens - working_set.tokens - sessions.turn * working_set.sessions, 0.0)
+        return int(free / max(used / live + sessions.turn, 1.0))
+
+    def _lost_context(self, call: Call, best_overlap: int) -> int:
+        """Return the tokens of a session's last context that no target holds, as far as events show it."""
+        session = call.session
+        if session.target is not None and not self._reports_evictions(session.target):
+            return 0
+        return max(min(session.tokens - session.answer, call.tokens) - best_overlap, 0)
+
+    def _count(self, call: Call, lost: int, waiting: bool) -> None:
+        """Count a call's prompt tokens, once, and open or close the gate."""
+        if not call.counted:
+            call.counted = True
+            now = self._clock()
+            factor = 0.5 ** ((now - self._decayed) / _HALF_LIFE)
+            self._decayed = now
+            self._lost = self._lost * factor + lost
+            self._asked = self._asked * factor + call.tokens
+            self.lost_tokens += lost
+            self.cold_returns += _is_cold(call.session, lost)
+        pressed = self._lost > PRESSURE * self._asked
+        if pressed or not waiting:
+            self.closed = pressed
+
+
+def _is_cold(session: Session, lost: int) -> bool:
+    return session.tokens > 0 and lost > LITTLE_LOST

@@ -1,0 +1,101 @@
+"""The working set of a target: the tokens that its live sessions will ask for again, shared ones counted once.
+
+A session's context is the list of its marks: the hash of every `MARK_TOKENS` tokens of its prompt. A mark names its
+tokens and all tokens before them. So two contexts share exactly their first equal marks, and a set of contexts holds
+every prefix of each. Both allow bisection.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container
+from typing import Final
+
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
+
+MARK_TOKENS: Final = 256
+NO_CONTEXT: array[int] = array("Q")
+_CHUNKS: Final = MARK_TOKENS // CHUNK_TOKENS
+
+
+def marks_of(hashes: array[int]) -> array[int]:
+    """Return the marks of a prompt by the hashes of its chunks."""
+    return hashes[_CHUNKS - 1 :: _CHUNKS]
+
+
+class WorkingSet:
+    """The working set of one target. `sessions`: the number of contexts in it."""
+
+    __slots__ = ("_answers", "_marks", "sessions")
+
+    def __init__(self) -> None:
+        self._marks: dict[int, int] = {}  # contexts by mark
+        self._answers = 0
+        self.sessions = 0
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all contexts, and of answers whose marks are not known yet."""
+        return len(self._marks) * MARK_TOKENS + self._answers
+
+    def missing(self, context: array[int]) -> int:
+        """Return the tokens of a context that are not in the working set."""
+        return (len(context) - _leading(context, self._marks)) * MARK_TOKENS
+
+    def add(self, context: array[int]) -> None:
+        """Add the context of one more session."""
+        self.sessions += 1
+        self._reference(context, 0)
+
+    def extend(self, before: array[int], context: array[int]) -> None:
+        """Replace the context of a session by its next one, which usually begins with the one before."""
+        equal = common(before, context)
+        self._reference(context, equal)
+        self._release(before, equal)
+
+    def remove(self, context: array[int]) -> None:
+        """Remove the context of a session."""
+        self.sessions -= 1
+        self._release(context, 0)
+
+    def answered(self, tokens: int) -> None:
+        """Add the tokens of an answer; a negative number removes them."""
+        self._answers += tokens
+
+    def _reference(self, context: array[int], first: int) -> None:
+        marks = self._marks
+        for mark in context[first:]:
+            marks[mark] = marks.get(mark, 0) + 1
+
+    def _release(self, context: array[int], first: int) -> None:
+        marks = self._marks
+        for mark in context[first:]:
+            left = marks[mark] - 1
+            if left:
+                marks[mark] = left
+            else:
+                del marks[mark]
+
+
+def common(one: array[int], other: array[int]) -> int:
+    """Return how many leading marks two contexts share."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _leading(context: array[int], marks: Container[int]) -> int:
+    """Return how many leading marks of a context are among `marks`, which hold every prefix of what they hold."""
+    low, high = 0, len(context)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if context[middle - 1] in marks:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,228 @@
+"""Sessions of agents: what is charged, when the gate closes, which calls wait, and that nothing leaks."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from indexer import Target
+from router.programs import Call, Gate, RankCapacity
+from router.programs.gate import LITTLE_LOST, ROOM
+from router.programs.sessions import FORGOTTEN_SECONDS, LONGEST_IDLE, SHORTEST_IDLE, SessionKey
+from router.programs.working_sets import MARK_TOKENS, marks_of
+
+A, B = Target("http://a", 0, "m"), Target("http://b", 0, "m")
+CAPACITY = 1000 * MARK_TOKENS
+
+
+class Fleet:
+    """A gate over two targets, and a clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.reporting = {A, B}
+        self.gate = Gate(lambda: self.now, self.reporting.__contains__)
+
+    def arrives(self, name: str, marks: int, final: bool = False, program: str = "p") -> Call:
+        call = self.gate.call(key(name), program, marks * MARK_TOKENS, final)
+        assert call is not None
+        return call
+
+    def turn(self, name: str, marks: int, target: Target = A, output: int = 0, final: bool = False) -> None:
+        """Send one call and answer it."""
+        call = self.arrives(name, marks, final)
+        self.gate.passes(call, best_overlap=marks * MARK_TOKENS, waiting=False)
+        self.gate.sent(call, target, hashes(name, marks))
+        call.output = output
+        call()
+
+    def close(self) -> None:
+        """Let a session lose its context, which closes the gate."""
+        self.turn("lost", 100)
+        self.gate.passes(self.arrives("lost", 100), best_overlap=0, waiting=True)
+        assert self.gate.closed
+
+
+def key(name: str) -> SessionKey:
+    return ("", "m", None, name)
+
+
+def hashes(name: str, marks: int) -> array[int]:
+    """Return the hashes of a prompt's chunks, of which 16 have one mark."""
+    return array("Q", [hash((name, number)) % 2**64 for number in range(16 * marks)])
+
+
+def context(name: str, marks: int) -> array[int]:
+    return marks_of(hashes(name, marks))
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+def test_nothing_waits_while_no_context_is_lost(fleet: Fleet) -> None:
+    fleet.turn("a", 900)
+    new = fleet.arrives("b", 900)
+    assert not fleet.gate.closed
+    assert fleet.gate.passes(new, best_overlap=0, waiting=False)
+
+
+def test_lost_contexts_close_the_gate_until_nothing_waits_and_little_is_lost(fleet: Fleet) -> None:
+    fleet.close()
+    fleet.now += 600
+    fleet.gate.passes(fleet.arrives("b", 10_000), best_overlap=0, waiting=True)
+    assert fleet.gate.closed
+    fleet.gate.passes(fleet.arrives("c", 10), best_overlap=0, waiting=False)
+    assert not fleet.gate.closed
+
+
+def test_cold_returns_and_new_sessions_wait_and_warm_returns_do_not(fleet: Fleet) -> None:
+    fleet.turn("a", 500)
+    fleet.close()
+    held = 500 * MARK_TOKENS
+    returns = fleet.arrives("a", 510)
+    assert fleet.gate.passes(returns, best_overlap=held - LITTLE_LOST, waiting=True)
+    assert not fleet.gate.passes(returns, best_overlap=held - LITTLE_LOST - 1, waiting=True)
+    assert not fleet.gate.passes(fleet.arrives("new", 1), best_overlap=0, waiting=True)
+
+
+def test_a_session_with_a_call_in_flight_never_waits(fleet: Fleet) -> None:
+    fleet.close()
+    first = fleet.arrives("a", 50)
+    fleet.gate.sent(first, A, hashes("a", 50))
+    assert fleet.gate.passes(fleet.arrives("a", 60), best_overlap=0, waiting=True)
+
+
+def test_what_a_silent_target_holds_is_unknown_and_not_lost(fleet: Fleet) -> None:
+    fleet.turn("a", 500)
+    fleet.close()
+    fleet.reporting.clear()
+    assert fleet.gate.passes(fleet.arrives("a", 500), best_overlap=0, waiting=True)
+
+
+def test_room_is_what_live_sessions_leave_of_the_cache(fleet: Fleet) -> None:
+    fleet.turn("a", 500)
+    most = int(ROOM * 1000) - 500
+    assert fleet.gate.has_room(RankCapacity(A, CAPACITY), context("b", most))
+    assert not fleet.gate.has_room(RankCapacity(A, CAPACITY), context("b", most + 1))
+    assert fleet.gate.has_room(RankCapacity(A, CAPACITY), context("a", 500 + most))  # what is its own counts once
+    ranks = [RankCapacity(A, CAPACITY), RankCapacity(B, CAPACITY)]
+    assert fleet.gate.without_room(ranks, hashes("b", most + 1)) == {("http://a", 0)}
+
+
+def test_a_target_without_live_sessions_has_room_for_any_context(fleet: Fleet) -> None:
+    assert fleet.gate.has_room(RankCapacity(A, CAPACITY), context("a", 5000))
+    fleet.turn("a", 500)
+    assert fleet.gate.has_room(RankCapacity(A, None), context("b", 5000))  # its capacity is not known
+    fleet.now += LONGEST_IDLE + 1
+    assert not fleet.gate.without_room([RankCapacity(A, CAPACITY)], hashes("b", 5000))
+
+
+def test_the_answer_counts_until_the_next_prompt_has_it(fleet: Fleet) -> None:
+    fleet.turn("a", 10, output=5 * MARK_TOKENS)
+    assert fleet.gate.sessions.working_sets[A].tokens == 15 * MARK_TOKENS
+    fleet.turn("a", 16)
+    assert fleet.gate.sessions.working_sets[A].tokens == 16 * MARK_TOKENS
+    assert fleet.gate.sessions.turn > 0
+
+
+def test_routers_that_share_a_fleet_divide_its_room() -> None:
+    gate = Gate(lambda: 1000.0, lambda _: True, routers=lambda: 2)
+    call = gate.call(key("a"), "p", 300 * MARK_TOKENS, False)
+    assert call is not None
+    gate.sent(call, A, hashes("a", 300))
+    assert gate.has_room(RankCapacity(A, CAPACITY), context("b", 100))
+    assert not gate.has_room(RankCapacity(A, CAPACITY), context("b", 101))
+
+
+def test_an_idle_session_leaves_after_the_learned_pause(fleet: Fleet) -> None:
+    for _ in range(40):
+        fleet.turn("a", 10)
+        fleet.now += 2
+    assert fleet.gate.sessions.live() == 1
+    fleet.now += SHORTEST_IDLE
+    fleet.gate.sessions.expire()
+    assert fleet.gate.sessions.live() == 0
+
+
+def test_a_name_of_many_callers_is_no_session(fleet: Fleet) -> None:
+    calls = [fleet.arrives("shared", 100) for _ in range(6)]
+    for number, call in enumerate(calls):
+        fleet.gate.sent(call, A, hashes(f"caller {number}", 100))
+    assert fleet.gate.call(key("shared"), "p", 10, False) is None
+    assert fleet.gate.sessions.live() == 0
+    for call in calls:
+        call()
+    assert fleet.gate.sessions.working_sets[A].tokens == 0
+
+
+def test_a_session_ends_with_its_final_call_or_when_it_is_finished(fleet: Fleet) -> None:
+    fleet.turn("a", 10, final=True)
+    fleet.turn("b", 10)
+    fleet.gate.sessions.finish("b")
+    assert len(fleet.gate.sessions) == 0
+    assert fleet.gate.sessions.working_sets[A].tokens == 0
+
+
+def test_sessions_of_a_target_that_goes_are_cold_and_bound_to_no_target(fleet: Fleet) -> None:
+    fleet.turn("a", 300)
+    running = fleet.arrives("b", 300)
+    fleet.gate.sent(running, A, hashes("b", 300))
+    fleet.gate.sessions.forget(A)
+    running()
+    assert A not in fleet.gate.sessions.working_sets
+    fleet.close()
+    assert not fleet.gate.passes(fleet.arrives("a", 300), best_overlap=0, waiting=True)
+
+
+def test_ten_thousand_programs_that_vanish_leave_nothing(fleet: Fleet) -> None:
+    for number in range(10_000):
+        call = fleet.arrives(str(number), 3, program=str(number))
+        fleet.gate.sent(call, A if number % 2 else B, hashes(str(number), 3))
+        call(failed=number % 3 == 0)
+        fleet.now += 0.01
+    fleet.now += FORGOTTEN_SECONDS + LONGEST_IDLE
+    fleet.gate.sessions.expire()
+    assert len(fleet.gate.sessions) == 0
+    assert not fleet.gate.sessions.is_live("1")
+    assert [each.tokens for each in fleet.gate.sessions.working_sets.values()] == [0, 0]
+
+
+STEPS = st.tuples(st.sampled_from(["arrive", "send", "end", "fail", "wait", "finish", "forget"]), st.integers(0, 5))
+
+
+@settings(max_examples=60)
+@given(st.lists(STEPS, max_size=60))
+def test_charges_are_those_of_live_sessions_whatever_happens(steps: list[tuple[str, int]]) -> None:
+    fleet = Fleet()
+    sessions = fleet.gate.sessions
+    arrived, sent = list[Call](), list[Call]()
+    for step, number in steps:
+        name = str(number % 3)
+        if step == "arrive" and (call := fleet.gate.call(key(name), name, number * MARK_TOKENS, number == 5)):
+            arrived.append(call)
+        elif step == "send" and arrived:
+            call = arrived.pop(number % len(arrived))
+            call.output = number
+            fleet.gate.sent(call, A if number % 2 else B, hashes(call.session.key[3], number))
+            sent.append(call)
+        elif step in ("end", "fail") and sent:
+            sent.pop(number % len(sent))(step == "fail")
+        elif step == "wait":
+            fleet.now += 20.0 * number
+            sessions.expire()
+        elif step == "finish":
+            sessions.finish(name)
+        elif step == "forget":
+            sessions.forget(A)
+        assert all(each.tokens >= 0 and each.sessions >= 0 for each in sessions.working_sets.values())
+    for call in sent:
+        call()
+    fleet.now += FORGOTTEN_SECONDS + LONGEST_IDLE
+    sessions.expire()
+    assert len(sessions) == sessions.live() == 0
+    assert not any(each.tokens for each in sessions.working_sets.values())
