@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import sha256
+from importlib.metadata import version
 from itertools import islice, pairwise
 from random import Random
 from struct import unpack
@@ -20,6 +21,7 @@ import structlog
 from http_api.errors import RequestError
 from indexer.hashing import TOKEN_BYTES, pack_tokens
 from router.tokens import TokenizerUnavailableError
+from router.tokens.trial_results import TrialResult, read_result, write_result
 
 # Texts that some tokenizers treat specially: at their start, at their end, or by normalization.
 AWKWARD = (
@@ -107,7 +109,9 @@ def _random_texts(boundaries: list[str]) -> Iterator[str]:
 
 log = structlog.get_logger()
 
-# Results of trials by the file's hash. Models share tokenizers, and a trial takes half a second of processor time.
+# The libraries that a trial compares.
+_COMPARED = ("fastokens", "tokenizers")
+# Results of trials by the file's hash, so that models that share a tokenizer need not build the texts again.
 _trials: dict[bytes, str | None] = {}
 _MOST_TRIALS = 64
 
@@ -207,17 +211,31 @@ class TextEncoder:
         return [pack_tokens(encoding.ids) for encoding in encodings]
 
     def _trial_result(self, tokenizer_json: str) -> str | None:
-        """Return the cached or new result of the trial, as in `_difference`."""
+        """Return the known or new result of the trial, as in `_difference`."""
         key = sha256(tokenizer_json.encode(errors="surrogatepass")).digest()
         if key not in _trials:
             if len(_trials) >= _MOST_TRIALS:
                 _trials.clear()
-            _trials[key] = self._difference()
+            _trials[key] = self._stored_result(key)
         return _trials[key]
 
-    def _difference(self) -> str | None:
-        """Return how fastokens differs; None if it encodes all trial texts alike, new and cached."""
+    def _stored_result(self, file: bytes) -> str | None:
+        """Return the result on disk, which depends on the file, both libraries and all texts; else try and store it.
+
+        A trial takes half a second of processor time.
+        """
         texts = list(trial_texts(self.special))
+        digest = sha256(file + repr([version(name) for name in _COMPARED]).encode())
+        for text in texts:
+            digest.update(text.encode(errors="surrogatepass") + b"\xff")
+        result = read_result(digest.hexdigest())
+        if result is None:
+            result = TrialResult(digest.hexdigest(), self._difference(texts))
+            write_result(result)
+        return result.difference
+
+    def _difference(self, texts: list[str]) -> str | None:
+        """Return how fastokens differs; None if it encodes all texts alike, new and cached."""
         for add in (False, True):
             expected = self._by_tokenizers(texts, add)
             for _ in range(2):

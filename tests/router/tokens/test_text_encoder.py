@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import fastokens
@@ -42,6 +43,12 @@ def trained(normalizer: Any = None, begin: bool = False) -> Tokenizer:
     if begin:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return tokenizer
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the results of these trials away from the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture(scope="module", params=[None, normalizers.NFC()], ids=["plain", "nfc"])
@@ -138,3 +145,18 @@ def test_kind_unknown_to_fastokens_uses_tokenizers() -> None:
 def test_error_names_an_unreadable_file(text: str) -> None:
     with pytest.raises(TokenizerUnavailableError, match=r"tokenizer\.json cannot be read"):
         TextEncoder(text)
+
+
+@pytest.mark.derives
+def test_later_processes_use_the_stored_result_of_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, tried = trained().to_str(), list[str]()
+    difference = TextEncoder._difference
+    monkeypatch.setattr(TextEncoder, "_difference", lambda *known: tried.append("once") or difference(*known))
+    for _ in range(2):
+        monkeypatch.setattr(text_encoder, "_trials", {})  # as a new process has it
+        assert TextEncoder(source).fast
+    assert tried == ["once"]
+    monkeypatch.setattr(text_encoder, "_trials", {})
+    monkeypatch.setattr(text_encoder, "version", lambda name: f"{name} after an upgrade")
+    assert TextEncoder(source).fast
+    assert tried == ["once", "once"]

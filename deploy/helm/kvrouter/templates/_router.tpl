@@ -118,6 +118,7 @@ http://{{ include "kvrouter.adminService" . }}
 {{- define "kvrouter.environment" -}}
 env:
   - {name: HF_HOME, value: /var/cache/kvrouter}
+  - {name: XDG_CACHE_HOME, value: /var/cache}
   - {name: TMPDIR, value: /tmp}
   {{- if .root.Values.policies }}
   - {name: PYTHONPATH, value: /etc/kvrouter/policies}
