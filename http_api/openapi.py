@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 _ERROR = {
@@ -74,12 +74,13 @@ _HEADERS = {
 _STYLE = "body{font:15px/1.5 system-ui;max-width:52rem;margin:2rem auto;padding:0 1rem}code{font-weight:600}"
 
 
-def add_api_page(app: FastAPI) -> None:
-    """Serve the page `/docs`. Call this after all other routes were added, because the page lists them."""
+api_page_routes = APIRouter()
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        return HTMLResponse(_page(app.title, app.openapi()), headers=_HEADERS)
+
+@api_page_routes.get("/docs", include_in_schema=False)
+async def api_page(request: Request) -> HTMLResponse:
+    """Return the page that lists all routes of the application."""
+    return HTMLResponse(_page(request.app.title, request.app.openapi()), headers=_HEADERS)
 
 
 def _page(title: str, schema: dict[str, Any]) -> str:

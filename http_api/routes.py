@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from secrets import compare_digest
 from typing import Any, TypeVar
 
@@ -36,20 +35,20 @@ def _field(message: str) -> str | None:
     return missing or None
 
 
-def token_check(token: str) -> Callable[[Request], None]:
-    """Return a FastAPI dependency that requires `Authorization: Bearer <token>`. An empty token allows all requests."""
+def check_token(request: Request) -> None:
+    """Require `Authorization: Bearer` with the application's `state.token`, as a FastAPI dependency.
 
-    def check(request: Request) -> None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if token and not (scheme.lower() == "bearer" and compare_digest(given.strip().encode(), token.encode())):
-            raise RequestError(
-                "This changes the state of the service. Send Authorization: Bearer with the token of server.token.",
-                status=401,
-                type="authentication_error",
-                param="authorization",
-            )
-
-    return check
+    An empty token allows all requests.
+    """
+    token: str = request.app.state.token
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if token and not (scheme.lower() == "bearer" and compare_digest(given.strip().encode(), token.encode())):
+        raise RequestError(
+            "This changes the state of the service. Send Authorization: Bearer with the token of server.token.",
+            status=401,
+            type="authentication_error",
+            param="authorization",
+        )
 
 
 def json_response(value: Any, status: int = 200) -> Response:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import structlog
-from fastapi.dependencies import models
 from hypothesis import settings
 
 from router.forwarding import proxied_request
@@ -80,12 +79,3 @@ def logging_reset() -> Iterator[None]:
     """Reset the logging that a command set up in this process."""
     yield
     structlog.reset_defaults()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def routers_released() -> Iterator[None]:
-    """Empty FastAPI's caches of functions, which keep whole routers with their tokenizers alive, 75 MB each."""
-    yield
-    for remembering in vars(models).values():
-        if hasattr(remembering, "cache_clear"):
-            remembering.cache_clear()

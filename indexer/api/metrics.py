@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Info, ProcessCollector
@@ -112,6 +113,7 @@ class IndexCollector(Collector):
         yield from (idle_checks, snapshots, bad, changes, known, pooled, memory)
 
 
+@cache
 def build_info() -> dict[str, str]:
     """Return the version, the build, the index implementation and Python's version.
 

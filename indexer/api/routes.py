@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,8 +23,8 @@ from fastapi.responses import RedirectResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from http_api.errors import RequestError, named_first
-from http_api.openapi import add_api_page, errors, json_body
-from http_api.routes import add_error_handlers, decode_body, encoded_response, json_response, token_check
+from http_api.openapi import api_page_routes, errors, json_body
+from http_api.routes import add_error_handlers, check_token, decode_body, encoded_response, json_response
 from indexer.api.bodies import HashQueryBody, MatchBody, QueryBody, RegisterBody, UnregisterBody, one_of
 from indexer.api.metrics import IndexCollector, add_process_metrics, build_info
 from indexer.api.questions import Questions
@@ -39,73 +40,90 @@ Admit = Callable[[Registration], Awaitable[Registration]]
 _LONGEST_NAME = 512  # characters
 
 
-def index_routes(indexer: Indexer, questions: Questions, admit: Admit, token: str) -> APIRouter:
-    """Return the routes of the index API. Routes that change state require `token`, unless it is empty."""
-    routes = APIRouter()
-    protected = [Depends(token_check(token))]
+@dataclass(frozen=True, slots=True)
+class IndexApi:
+    """What the index API serves. It is `state.index` of an application, whose `state.token` protects changes."""
 
-    @routes.post(
-        "/register",
-        status_code=201,
-        dependencies=protected,
-        openapi_extra=json_body(RegisterBody),
-        responses=errors(400, 401),
-    )
-    async def register(request: Request) -> Response:
-        """Follow the event stream of one DP rank. An identical registration does nothing; another one restarts it."""
-        body = decode_body(await request.body(), RegisterBody)
-        registration = _registration(body)
-        try:
-            indexer.register(await admit(registration))
-        except ValueError as error:
-            raise RequestError(str(error), param=named_first(error)) from error
-        rank = registration.target.dp_rank
-        return json_response({"status": "registered", "instance_id": body.instance_id, "dp_rank": rank}, 201)
+    indexer: Indexer
+    questions: Questions
+    admit: Admit
 
-    @routes.post(
-        "/unregister",
-        dependencies=protected,
-        openapi_extra=json_body(UnregisterBody),
-        responses=errors(400, 401, 404),
-    )
-    async def unregister(request: Request) -> Response:
-        """Stop following an instance, or the part of it that the other fields select, and remove its blocks."""
-        body = decode_body(await request.body(), UnregisterBody)
-        targets = [known.target for known in indexer.registered() if _selects(body, known.target)]
-        if not targets:
-            raise RequestError(
-                f"no registered target has instance_id {body.instance_id!r} in the selected tenant",
-                status=404,
-                type="not_found_error",
-                param="instance_id",
-            )
-        indexer.unregister(targets)
-        removed = [f"{target.worker}|{target.tenant}|{target.dp_rank}" for target in targets]
-        answer = {"status": "unregistered", "instance_id": body.instance_id, "targets": len(targets)}
-        return json_response({**answer, "removed_instances": removed})
 
-    @routes.get("/dump", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}})
-    async def dump() -> StreamingResponse:
-        """Send the whole index as lines of JSON, so that another indexer starts warm."""
-        return StreamingResponse(indexer.dump(), media_type="application/x-ndjson")
+index_routes = APIRouter()
+_protected = [Depends(check_token)]
 
-    @routes.post("/match", openapi_extra=json_body(MatchBody), responses=errors(400, 404))
-    async def match(request: Request) -> Response:
-        """Return how many tokens of a prompt each target would serve from its cache, the most first."""
-        answer = questions.match(await request.body())
-        return encoded_response(answer if isinstance(answer, bytes) else await answer)
 
-    @routes.post("/query", openapi_extra=json_body(QueryBody), responses=errors(400, 404))
-    async def query(request: Request) -> Response:
-        """Return how many tokens of a token sequence each instance holds, including its last block."""
-        return encoded_response(questions.query(await request.body()))
+def _api(request: Request) -> IndexApi:
+    api: IndexApi = request.app.state.index
+    return api
 
-    @routes.post("/query_by_hash", openapi_extra=json_body(HashQueryBody), responses=errors(400, 404))
-    async def query_by_hash(request: Request) -> Response:
-        """Return how many tokens each instance holds of a prefix that is given by its prefix hashes."""
-        return encoded_response(questions.query_by_hash(await request.body()))
 
-    return routes
+@index_routes.post(
+    "/register",
+    status_code=201,
+    dependencies=_protected,
+    openapi_extra=json_body(RegisterBody),
+    responses=errors(400, 401),
+)
+async def register(request: Request) -> Response:
+    """Follow the event stream of one DP rank. An identical registration does nothing; another one restarts it."""
+    body = decode_body(await request.body(), RegisterBody)
+    api, registration = _api(request), _registration(body)
+    try:
+        api.indexer.register(await api.admit(registration))
+    except ValueError as error:
+        raise RequestError(str(error), param=named_first(error)) from error
+    rank = registration.target.dp_rank
+    return json_response({"status": "registered", "instance_id": body.instance_id, "dp_rank": rank}, 201)
+
+
+@index_routes.post(
+    "/unregister",
+    dependencies=_protected,
+    openapi_extra=json_body(UnregisterBody),
+    responses=errors(400, 401, 404),
+)
+async def unregister(request: Request) -> Response:
+    """Stop following an instance, or the part of it that the other fields select, and remove its blocks."""
+    body = decode_body(await request.body(), UnregisterBody)
+    indexer = _api(request).indexer
+    targets = [known.target for known in indexer.registered() if _selects(body, known.target)]
+    if not targets:
+        raise RequestError(
+            f"no registered target has instance_id {body.instance_id!r} in the selected tenant",
+            status=404,
+            type="not_found_error",
+            param="instance_id",
+        )
+    indexer.unregister(targets)
+    removed = [f"{target.worker}|{target.tenant}|{target.dp_rank}" for target in targets]
+    answer = {"status": "unregistered", "instance_id": body.instance_id, "targets": len(targets)}
+    return json_response({**answer, "removed_instances": removed})
+
+
+@index_routes.get("/dump", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}})
+async def dump(request: Request) -> StreamingResponse:
+    """Send the whole index as lines of JSON, so that another indexer starts warm."""
+    return StreamingResponse(_api(request).indexer.dump(), media_type="application/x-ndjson")
+
+
+@index_routes.post("/match", openapi_extra=json_body(MatchBody), responses=errors(400, 404))
+async def match(request: Request) -> Response:
+    """Return how many tokens of a prompt each target would serve from its cache, the most first."""
+    answer = _api(request).questions.match(await request.body())
+    return encoded_response(answer if isinstance(answer, bytes) else await answer)
+
+
+@index_routes.post("/query", openapi_extra=json_body(QueryBody), responses=errors(400, 404))
+async def query(request: Request) -> Response:
+    """Return how many tokens of a token sequence each instance holds, including its last block."""
+    return encoded_response(_api(request).questions.query(await request.body()))
+
+
+@index_routes.post("/query_by_hash", openapi_extra=json_body(HashQueryBody), responses=errors(400, 404))
+async def query_by_hash(request: Request) -> Response:
+    """Return how many tokens each instance holds of a prefix that is given by its prefix hashes."""
+    return encoded_response(_api(request).questions.query_by_hash(await request.body()))
 
 
 def workers_report(indexer: Indexer) -> list[dict[str, Any]]:
@@ -198,33 +216,41 @@ def _rank_report(report: TargetReport) -> dict[str, Any]:
     }
 
 
+_service_routes = APIRouter()
+
+
+@_service_routes.get("/", include_in_schema=False)
+async def start() -> Response:
+    return RedirectResponse("docs")
+
+
+@_service_routes.get("/workers")
+async def workers(request: Request) -> dict[str, Any]:
+    """Return every registered target with its stream and its blocks, and the publishers that connected."""
+    indexer = _api(request).indexer
+    return {"workers": workers_report(indexer), "publishers": publishers_report(indexer)}
+
+
+@_service_routes.get("/health")
+async def health() -> dict[str, str]:
+    """Return 200 while the process serves, with its version."""
+    return {"status": "ok", **build_info()}
+
+
+@_service_routes.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Return the metrics in Prometheus' text format."""
+    return Response(generate_latest(request.app.state.metrics), media_type=CONTENT_TYPE_LATEST)
+
+
 def indexer_app(indexer: Indexer, questions: Questions, admit: Admit, token: str = "") -> FastAPI:
     """Return the application. The caller starts and stops the indexer, and limits the size of bodies."""
     app = FastAPI(title="kvrouter indexer", docs_url=None, redoc_url=None)
-    app.router.routes += index_routes(indexer, questions, admit, token).routes  # include_router would copy each route
+    app.state.index, app.state.token = IndexApi(indexer, questions, admit), token
+    for shared in (index_routes, _service_routes, api_page_routes):  # include_router would copy each route
+        app.router.routes += shared.routes
     add_error_handlers(app)
-    registry = CollectorRegistry()
-    registry.register(IndexCollector(indexer))
-    add_process_metrics(registry)
-
-    @app.get("/", include_in_schema=False)
-    async def start() -> Response:
-        return RedirectResponse("docs")
-
-    @app.get("/workers")
-    async def workers() -> dict[str, Any]:
-        """Return every registered target with its stream and its blocks, and the publishers that connected."""
-        return {"workers": workers_report(indexer), "publishers": publishers_report(indexer)}
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        """Return 200 while the process serves, with its version."""
-        return {"status": "ok", **build_info()}
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """Return the metrics in Prometheus' text format."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
-    add_api_page(app)
+    app.state.metrics = CollectorRegistry()
+    app.state.metrics.register(IndexCollector(indexer))
+    add_process_metrics(app.state.metrics)
     return app

@@ -7,20 +7,27 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from http_api.openapi import add_api_page
+from http_api.openapi import api_page_routes
 from http_api.routes import add_error_handlers
 from indexer.api.questions import Questions
-from indexer.api.routes import index_routes
+from indexer.api.routes import IndexApi, index_routes
 from router.app.all_processes import AllProcesses
-from router.app.routes.commands import adapter_routes, engine_routes
-from router.app.routes.explain import explain_routes, match_reader
-from router.app.routes.model_cards import model_routes
-from router.app.routes.status import live_routes, status_routes
-from router.app.routes.workers import worker_routes
+from router.app.routes import commands, explain, model_cards, status, workers
 from router.app.services import Services, running_services
 from router.forwarding.dispatcher import Dispatcher
 from router.settings import Settings, SettingsFile
 from router.sharing.worker_processes import WorkerProcesses
+
+_SHARED = (
+    index_routes,
+    commands.routes,
+    workers.routes,
+    workers.changing_routes,
+    model_cards.routes,
+    explain.routes,
+    status.routes,
+    api_page_routes,
+)
 
 
 @asynccontextmanager
@@ -43,26 +50,16 @@ def router_app(services: Services) -> FastAPI:
     pulls = services.routing.state.pulls
     questions = Questions(
         services.indexer,
-        match_reader(services.tokenizers, services.routing.reader.resolve),
+        explain.match_reader(services.tokenizers, services.routing.reader.resolve),
         None if pulls is None else pulls.pullable,
     )
     app.state.dispatcher = Dispatcher(
         app, services.proxy.contexts, services.proxy.settings, questions, services.proxy.services
     )
-    token = services.settings.server.token
-    # FastAPI would rebuild the routes of an included router at the first request, which would delay all requests.
-    app.router.routes += index_routes(services.indexer, questions, services.registered_streams.admit, token).routes
-    for routes in (
-        adapter_routes,
-        engine_routes,
-        worker_routes,
-        model_routes,
-        explain_routes,
-        status_routes,
-        live_routes,
-    ):
-        app.router.routes += routes(services).routes
-    add_api_page(app)
+    app.state.services, app.state.token = services, services.settings.server.token
+    app.state.index = IndexApi(services.indexer, questions, services.registered_streams.admit)
+    for shared in _SHARED:  # FastAPI would copy the routes of an included router at the first request
+        app.router.routes += shared.routes
     add_error_handlers(app)
     if services.worker_processes:
         app.add_middleware(AllProcesses, services.worker_processes, services.fleet)

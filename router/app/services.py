@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import aiohttp
+from fastapi import Request
 
 from indexer import Indexer
 from router.admission.admission import Admission
@@ -67,6 +68,12 @@ class Services:
         """End the answers that have no end of their own, so that the server can stop."""
         self.observability.recorder.end()
         await self.observability.snapshot.end()
+
+
+def services_of(request: Request) -> Services:
+    """Return the services of the application that a request was sent to."""
+    services: Services = request.app.state.services
+    return services
 
 
 @asynccontextmanager

@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse
 
 from http_api.errors import RequestError
 from http_api.openapi import errors, json_body
-from http_api.routes import token_check
+from http_api.routes import check_token
 from router.apis.fields import kind_of, optional_string
-from router.app.services import Services
+from router.app.services import Services, services_of
 from router.fleet.engine_commands import COMMANDS, MODES, Command, Parameters
 from router.fleet.fleet import Fleet
 from router.fleet.prober import Prober
@@ -124,30 +124,27 @@ class UnloadBody(msgspec.Struct):
     workers: list[str] | None = None
 
 
-def adapter_routes(services: Services) -> APIRouter:
-    """Return the routes that load and unload adapters."""
-    routes = APIRouter()
-    fleet, adapters = services.fleet, services.adapters
+routes = APIRouter()
 
-    @routes.post(
-        "/v1/load_lora_adapter", openapi_extra=json_body(LoadBody), responses=errors(400, 401, 403, 404, 502, 503)
-    )
-    async def load(request: Request) -> JSONResponse:
-        """Load a LoRA adapter. The answer has each worker's result: 200 if all succeeded, 207 if some did."""
-        asked = _Asked(fleet, await request.body(), ("lora_name", "lora_path"))
-        results = await adapters.load(asked.workers, asked.body, None if asked.chosen else asked.model)
-        return await _answer(services.prober, asked.body["lora_name"], results)
 
-    @routes.post(
-        "/v1/unload_lora_adapter", openapi_extra=json_body(UnloadBody), responses=errors(400, 401, 403, 404, 502, 503)
-    )
-    async def unload(request: Request) -> JSONResponse:
-        """Unload a LoRA adapter. The answer has each worker's result: 200 if all succeeded, 207 if some did."""
-        asked = _Asked(fleet, await request.body(), ("lora_name",))
-        results = await adapters.unload(asked.workers, asked.body)
-        return await _answer(services.prober, asked.body["lora_name"], results)
+@routes.post("/v1/load_lora_adapter", openapi_extra=json_body(LoadBody), responses=errors(400, 401, 403, 404, 502, 503))
+async def load(request: Request) -> JSONResponse:
+    """Load a LoRA adapter. The answer has each worker's result: 200 if all succeeded, 207 if some did."""
+    services = services_of(request)
+    asked = _Asked(services.fleet, await request.body(), ("lora_name", "lora_path"))
+    results = await services.adapters.load(asked.workers, asked.body, None if asked.chosen else asked.model)
+    return await _answer(services.prober, asked.body["lora_name"], results)
 
-    return routes
+
+@routes.post(
+    "/v1/unload_lora_adapter", openapi_extra=json_body(UnloadBody), responses=errors(400, 401, 403, 404, 502, 503)
+)
+async def unload(request: Request) -> JSONResponse:
+    """Unload a LoRA adapter. The answer has each worker's result: 200 if all succeeded, 207 if some did."""
+    services = services_of(request)
+    asked = _Asked(services.fleet, await request.body(), ("lora_name",))
+    results = await services.adapters.unload(asked.workers, asked.body)
+    return await _answer(services.prober, asked.body["lora_name"], results)
 
 
 class _Asked:
@@ -203,38 +200,15 @@ _QUERY = [
 _PARTLY: dict[int | str, dict[str, Any]] = {207: {"description": "Some workers failed."}}
 
 
-def engine_routes(services: Services) -> APIRouter:
-    """Return the routes of all commands to engines."""
-    routes = APIRouter()
-    token = services.settings.server.token
-    for command in COMMANDS:
-        # Other commands are refused without a token by the auth gate.
-        depends = [Depends(token_check(token))] if command.open_on_loopback else []
-        for name in command.names:
-            routes.add_api_route(
-                name,
-                _Endpoint(services, command).answer,
-                methods=[command.method],
-                name=name.strip("/"),
-                summary=command.summary,
-                description=f"{command.summary} The answer has the answer of each worker.",
-                responses={**errors(400, 401, 403, 404, 502, 503), **_PARTLY},
-                dependencies=depends,
-                openapi_extra={"parameters": _QUERY},
-            )
-    return routes
-
-
 class _Endpoint:
     """The endpoint of one command."""
 
-    def __init__(self, services: Services, command: Command) -> None:
-        self._services = services
+    def __init__(self, command: Command) -> None:
         self._command = command
 
     async def answer(self, request: Request) -> JSONResponse:
         """Send the command to the chosen workers, and return their answers."""
-        services, command = self._services, self._command
+        services, command = services_of(request), self._command
         parameters = _parameters(request, await request.body())
         workers = _chosen_by(services.fleet, request)
         results = await services.commands.run(command, workers, parameters)
@@ -243,6 +217,23 @@ class _Endpoint:
             for worker, entry in zip(workers, fields["workers"], strict=True):
                 entry["load"] = _requests_in_flight(services, worker)
         return JSONResponse(fields, status)
+
+
+for command in COMMANDS:
+    # Other commands are refused without a token by the auth gate.
+    depends = [Depends(check_token)] if command.open_on_loopback else []
+    for name in command.names:
+        routes.add_api_route(
+            name,
+            _Endpoint(command).answer,
+            methods=[command.method],
+            name=name.strip("/"),
+            summary=command.summary,
+            description=f"{command.summary} The answer has the answer of each worker.",
+            responses={**errors(400, 401, 403, 404, 502, 503), **_PARTLY},
+            dependencies=depends,
+            openapi_extra={"parameters": _QUERY},
+        )
 
 
 def _requests_in_flight(services: Services, worker: Worker) -> int:

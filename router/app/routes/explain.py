@@ -30,7 +30,7 @@ from router.apis.identities import identity_headers
 from router.apis.media_items import MediaChat, media_chat
 from router.apis.openai_requests import decode_match
 from router.apis.requests import ChatPrompt, MatchRequest, RoutedRequest, Sender
-from router.app.services import Services
+from router.app.services import services_of
 from router.auth.bodies import check_amounts, check_media
 from router.cache_state.session_locations import SessionLocations
 from router.forwarding.proxy_services import LONG_BODY, aside_if_long
@@ -45,33 +45,7 @@ from router.routing.selector import Selector
 from router.settings import LimitSettings
 from router.tokens.tokenizers import Tokenized, Tokenizers, TokenizerUnavailableError
 
-
-def explain_routes(services: Services) -> APIRouter:
-    """Return the route that explains a decision."""
-    routes = APIRouter()
-    names, limits, levels = services.indexer.names, services.settings.limits, services.proxy.services.service_levels
-    sessions = services.routing.state.learned.session_locations
-
-    @routes.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
-    async def explain_decision(request: Request) -> dict[str, Any]:
-        """Explain the decision that a request would get now. The request is not sent."""
-        body, headers = await request.body(), request.scope["headers"]
-        routing = services.routing
-        return await explain(
-            routing.reader,
-            routing.selector,
-            services.admission,
-            routing.encoders,
-            sessions,
-            names,
-            limits,
-            body,
-            headers,
-            levels,
-            services.proxy.gate.session_headers,
-        )
-
-    return routes
+routes = APIRouter()
 
 
 class ExplainBody(msgspec.Struct):
@@ -80,6 +54,26 @@ class ExplainBody(msgspec.Struct):
     request: dict[str, Any]
     path: str = "/v1/chat/completions"
     tenant: str = ""
+
+
+@routes.post("/explain", openapi_extra=json_body(ExplainBody), responses=errors(400, 404, 503))
+async def explain_decision(request: Request) -> dict[str, Any]:
+    """Explain the decision that a request would get now. The request is not sent."""
+    services = services_of(request)
+    routing, proxy = services.routing, services.proxy
+    return await explain(
+        routing.reader,
+        routing.selector,
+        services.admission,
+        routing.encoders,
+        routing.state.learned.session_locations,
+        services.indexer.names,
+        services.settings.limits,
+        await request.body(),
+        request.scope["headers"],
+        proxy.services.service_levels,
+        proxy.gate.session_headers,
+    )
 
 
 class _ExplainFields(msgspec.Struct):

@@ -8,29 +8,27 @@ from fastapi import APIRouter, Request
 
 from http_api.errors import RequestError
 from http_api.openapi import errors
-from router.app.services import Services
+from router.app.services import services_of
 from router.auth import Tenant
 from router.fleet.discovery import OWN_MODELS
 from router.fleet.fleet import Fleet
 from router.forwarding.request_context import context_of
 
+routes = APIRouter()
 
-def model_routes(services: Services) -> APIRouter:
-    """Return the routes that list the served models."""
-    routes = APIRouter()
 
-    @routes.get("/v1/models")
-    async def models(request: Request) -> dict[str, Any]:
-        """List every model and adapter that a worker serves. A tenant sees only those that it may use."""
-        tenant = context_of(request.scope).tenant
-        return {"object": "list", "data": list(model_cards(services.fleet, services.started, tenant).values())}
+@routes.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """List every model and adapter that a worker serves. A tenant sees only those that it may use."""
+    services, tenant = services_of(request), context_of(request.scope).tenant
+    return {"object": "list", "data": list(model_cards(services.fleet, services.started, tenant).values())}
 
-    @routes.get("/v1/models/{name:path}", responses=errors(400, 404))
-    async def model(name: str, request: Request) -> dict[str, Any]:
-        """Return the card of one model or adapter."""
-        return model_card(services.fleet, services.started, name, context_of(request.scope).tenant)
 
-    return routes
+@routes.get("/v1/models/{name:path}", responses=errors(400, 404))
+async def model(name: str, request: Request) -> dict[str, Any]:
+    """Return the card of one model or adapter."""
+    services = services_of(request)
+    return model_card(services.fleet, services.started, name, context_of(request.scope).tenant)
 
 
 def model_cards(fleet: Fleet, created: int, tenant: Tenant | None = None) -> dict[str, dict[str, Any]]:

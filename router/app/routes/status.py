@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, PlainTextResponse
 
 from http_api.errors import RequestError
 from http_api.openapi import errors
-from http_api.routes import token_check
-from router.app.services import Services
+from http_api.routes import check_token
+from router.app.services import services_of
 from router.observability.advice import has_errors
 from router.observability.fleet_snapshot import MAX_VIEWERS, FleetSnapshot
 from router.observability.request_recorder import (
@@ -27,48 +27,7 @@ from router.observability.request_recorder import (
     recording_of,
 )
 
-
-def status_routes(services: Services) -> APIRouter:
-    """Return the routes of the router's state, which require no token."""
-    routes = APIRouter()
-    fleet, admission = services.fleet, services.admission
-
-    @routes.get("/liveness", include_in_schema=False)
-    @routes.get("/health")
-    async def health() -> Response:
-        """Report the number of workers that answer, the queue's length, how prompts are tokenized, and the findings."""
-        up = Counter(str(worker.role) for worker in fleet.workers if worker.up)
-        serves = any(worker.up for worker in fleet.generating)
-        found = services.observability.findings()
-        report = {
-            "status": "no worker answers" if not serves else "degraded" if has_errors(found) else "ok",
-            "workers": len(fleet.workers),
-            "workers_up": up.total(),
-            "workers_up_by_role": up,
-            "queue": {reason.value: waiting for reason, waiting in admission.waiting_for().items()},
-            "tokenizers": services.tokenizers.states(),
-            "ids_not_sent": services.tokenizer_source.ids_not_sent(),
-            "findings": found,
-            **services.observability.about.identity,
-        }
-        return JSONResponse(report)
-
-    @routes.get("/readiness", include_in_schema=False)
-    @routes.get("/ready")
-    async def ready() -> Response:
-        """Respond with 200 if a worker answers and the index has caught up, else with 503."""
-        problem = services.readiness.problem()
-        return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
-
-    @routes.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Return Prometheus metrics."""
-        return Response(generate_latest(services.observability.registry), media_type=CONTENT_TYPE_LATEST)
-
-    return routes
-
-
-_PAGE = Path(__file__).parents[2] / "observability" / "page.html"
+_PAGE = (Path(__file__).parents[2] / "observability" / "page.html").read_text()
 # The page loads nothing from other origins, and other pages cannot frame it.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -78,60 +37,96 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
+routes = APIRouter()
 
-def live_routes(services: Services) -> APIRouter:
-    """Return the routes of the page and its data. Only the data requires the admin token, if one is set."""
-    routes = APIRouter()
-    snapshot, request_recorder = services.observability.snapshot, services.observability.recorder
-    worker_processes, token = services.worker_processes, services.settings.server.token
-    page = _PAGE.read_text()
-    others = OtherProcesses(worker_processes, token) if worker_processes else None
 
-    @routes.get("/", include_in_schema=False)
-    async def start() -> RedirectResponse:
-        return RedirectResponse("ui")  # not /ui: a proxy may add a prefix to the path
+@routes.get("/liveness", include_in_schema=False)
+@routes.get("/health")
+async def health(request: Request) -> Response:
+    """Report the number of workers that answer, the queue's length, how prompts are tokenized, and the findings."""
+    services = services_of(request)
+    fleet = services.fleet
+    up = Counter(str(worker.role) for worker in fleet.workers if worker.up)
+    serves = any(worker.up for worker in fleet.generating)
+    found = services.observability.findings()
+    report = {
+        "status": "no worker answers" if not serves else "degraded" if has_errors(found) else "ok",
+        "workers": len(fleet.workers),
+        "workers_up": up.total(),
+        "workers_up_by_role": up,
+        "queue": {reason.value: waiting for reason, waiting in services.admission.waiting_for().items()},
+        "tokenizers": services.tokenizers.states(),
+        "ids_not_sent": services.tokenizer_source.ids_not_sent(),
+        "findings": found,
+        **services.observability.about.identity,
+    }
+    return JSONResponse(report)
 
-    @routes.get("/ui", response_class=HTMLResponse)
-    async def ui() -> HTMLResponse:
-        """Return the page that shows the current state of the fleet."""
-        return HTMLResponse(page, headers=_PAGE_HEADERS)
 
-    @routes.get(
-        "/live",
-        dependencies=[Depends(token_check(token))],
-        response_class=StreamingResponse,
-        responses={200: {"content": {"text/event-stream": {}}}, **errors(401, 503)},
-    )
-    async def live() -> StreamingResponse:
-        """Stream the state of the fleet as server-sent events: first the whole state, then each second's changes."""
-        if snapshot.full:
-            message = f"{MAX_VIEWERS} viewers are connected already. Close one."
-            raise RequestError(message, status=503, type="service_unavailable")
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_events(snapshot), media_type="text/event-stream", headers=headers)
+@routes.get("/readiness", include_in_schema=False)
+@routes.get("/ready")
+async def ready(request: Request) -> Response:
+    """Respond with 200 if a worker answers and the index has caught up, else with 503."""
+    problem = services_of(request).readiness.problem()
+    return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
 
-    @routes.get(
-        "/requests",
-        dependencies=[Depends(token_check(token))],
-        response_class=StreamingResponse,
-        responses={200: {"content": {"application/x-ndjson": {}}}, **errors(400, 401, 503)},
-    )
-    async def requests(
-        request: Request,
-        block_tokens: Annotated[int, Query(ge=16, le=65_536)] = DEFAULT_BLOCK_TOKENS,
-    ) -> StreamingResponse:
-        """Stream a trace of all later requests in Mooncake's format. It has lengths and hashes, never text."""
-        if request_recorder.full:
-            message = f"{MAX_LISTENERS} recordings are running already. End one of them."
-            raise RequestError(message, status=503, type="service_unavailable")
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        if (recording := recording_of(request, worker_processes)) is not None:
-            lines = request_recorder.lines(recording)
-        else:
-            lines = request_recorder.lines(Recording(block_tokens), others.read if others else None)
-        return StreamingResponse(lines, media_type="application/x-ndjson", headers=headers)
 
-    return routes
+@routes.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Return Prometheus metrics."""
+    return Response(generate_latest(services_of(request).observability.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@routes.get("/", include_in_schema=False)
+async def start() -> RedirectResponse:
+    return RedirectResponse("ui")  # not /ui: a proxy may add a prefix to the path
+
+
+@routes.get("/ui", response_class=HTMLResponse)
+async def ui() -> HTMLResponse:
+    """Return the page that shows the current state of the fleet."""
+    return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
+
+
+@routes.get(
+    "/live",
+    dependencies=[Depends(check_token)],
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {}}}, **errors(401, 503)},
+)
+async def live(request: Request) -> StreamingResponse:
+    """Stream the state of the fleet as server-sent events: first the whole state, then each second's changes."""
+    snapshot = services_of(request).observability.snapshot
+    if snapshot.full:
+        message = f"{MAX_VIEWERS} viewers are connected already. Close one."
+        raise RequestError(message, status=503, type="service_unavailable")
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_events(snapshot), media_type="text/event-stream", headers=headers)
+
+
+@routes.get(
+    "/requests",
+    dependencies=[Depends(check_token)],
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/x-ndjson": {}}}, **errors(400, 401, 503)},
+)
+async def requests(
+    request: Request,
+    block_tokens: Annotated[int, Query(ge=16, le=65_536)] = DEFAULT_BLOCK_TOKENS,
+) -> StreamingResponse:
+    """Stream a trace of all later requests in Mooncake's format. It has lengths and hashes, never text."""
+    services = services_of(request)
+    recorder, worker_processes = services.observability.recorder, services.worker_processes
+    if recorder.full:
+        message = f"{MAX_LISTENERS} recordings are running already. End one of them."
+        raise RequestError(message, status=503, type="service_unavailable")
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    if (recording := recording_of(request, worker_processes)) is not None:
+        lines = recorder.lines(recording)
+    else:
+        others = OtherProcesses(worker_processes, services.settings.server.token) if worker_processes else None
+        lines = recorder.lines(Recording(block_tokens), others.read if others else None)
+    return StreamingResponse(lines, media_type="application/x-ndjson", headers=headers)
 
 
 async def _events(snapshot: FleetSnapshot) -> AsyncIterator[bytes]:

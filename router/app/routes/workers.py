@@ -25,12 +25,12 @@ from pydantic import ValidationError
 
 from http_api.errors import RequestError
 from http_api.openapi import errors, json_body, schema_body
-from http_api.routes import token_check
+from http_api.routes import check_token
 from indexer import Target
 from indexer.api.routes import publishers_report, workers_report
 from kvevents import EventSource
 from router.apis.identities import MAX_LENGTH
-from router.app.services import Services
+from router.app.services import Services, services_of
 from router.fleet.allowed_networks import AddressNotAllowedError, AllowedNetworks
 from router.fleet.event_streams import allowed_source
 from router.fleet.fleet import Fleet
@@ -64,36 +64,37 @@ class _Added(msgspec.Struct):
     worker_url: str = ""
 
 
-def worker_routes(services: Services) -> APIRouter:
-    """Return the routes that list workers, and those that add, drain and remove them."""
-    routes = APIRouter()
-    routes.routes += _changes(services).routes
+# Routes that list workers, and those that change them, which require the admin token.
+routes = APIRouter()
+changing_routes = APIRouter(dependencies=[Depends(check_token)])
 
-    @routes.get("/workers")
-    async def workers() -> dict[str, Any]:
-        """List all workers with their state, load, streams and cached blocks, and the publishers that connected."""
-        return {
-            "workers": _report(services),
-            "publishers": publishers_report(services.indexer),
-            "tokenizers": services.tokenizer_source.report(),
-        }
 
-    @routes.get("/list_workers")
-    async def list_workers() -> dict[str, list[str]]:
-        """List the URLs of all workers, as older SGLang routers do."""
-        return {"urls": [worker.url for worker in services.fleet.workers]}
+@routes.get("/workers")
+async def workers(request: Request) -> dict[str, Any]:
+    """List all workers with their state, load, streams and cached blocks, and the publishers that connected."""
+    services = services_of(request)
+    return {
+        "workers": _report(services),
+        "publishers": publishers_report(services.indexer),
+        "tokenizers": services.tokenizer_source.report(),
+    }
 
-    @routes.post("/finish_session", responses=errors(400))
-    async def finish_session(session_id: str = "") -> dict[str, str]:
-        """End a session: its cached prompt is no longer kept for its next request. Unknown sessions are no error."""
-        if not session_id:
-            raise RequestError("session_id is missing. Send ?session_id=….", param="session_id")
-        name = session_id[:MAX_LENGTH]
-        services.routing.state.learned.session_locations.drop((None, name))
-        services.routing.state.gate.sessions.finish(name)
-        return {"status": "success", "session_id": session_id}
 
-    return routes
+@routes.get("/list_workers")
+async def list_workers(request: Request) -> dict[str, list[str]]:
+    """List the URLs of all workers, as older SGLang routers do."""
+    return {"urls": [worker.url for worker in services_of(request).fleet.workers]}
+
+
+@routes.post("/finish_session", responses=errors(400))
+async def finish_session(request: Request, session_id: str = "") -> dict[str, str]:
+    """End a session: its cached prompt is no longer kept for its next request. Unknown sessions are no error."""
+    if not session_id:
+        raise RequestError("session_id is missing. Send ?session_id=….", param="session_id")
+    name, state = session_id[:MAX_LENGTH], services_of(request).routing.state
+    state.learned.session_locations.drop((None, name))
+    state.gate.sessions.finish(name)
+    return {"status": "success", "session_id": session_id}
 
 
 def _report(services: Services) -> list[dict[str, Any]]:
@@ -130,82 +131,92 @@ def _learned(services: Services, target: Target) -> dict[str, Any]:
     return found
 
 
-def _changes(services: Services) -> APIRouter:
-    fleet, settings = services.fleet, services.settings
-    routes = APIRouter(dependencies=[Depends(token_check(settings.server.token))])
+@changing_routes.post(
+    "/workers",
+    status_code=201,
+    openapi_extra=schema_body(WorkerSettings.model_json_schema()),
+    responses=errors(400, 401, 403, 409),
+)
+async def add(request: Request) -> dict[str, Any]:
+    """Add a worker. If its URL was added before, its settings are replaced."""
+    worker = await _assign(services_of(request), _worker_settings(await request.body()))
+    return named(worker) | worker_status(worker)
 
-    @routes.post(
-        "/workers",
-        status_code=201,
-        openapi_extra=schema_body(WorkerSettings.model_json_schema()),
-        responses=errors(400, 401, 403, 409),
-    )
-    async def add(request: Request) -> dict[str, Any]:
-        """Add a worker. If its URL was added before, its settings are replaced."""
-        worker = await assign(_worker_settings(await request.body()))
-        return named(worker) | worker_status(worker)
 
-    async def assign(settings: WorkerSettings) -> Worker:
-        await _check_addresses(settings, services.networks)
-        added = [known for known in fleet.assigned("api") if known.url != settings.url]
-        known = fleet.find(str(settings.url))
-        if known is not None and known.source != "api":
-            raise _foreign(known)
-        _check_name(fleet, settings)
-        if len(added) >= MAX_ADDED:
-            raise RequestError(f"There are {MAX_ADDED} added workers. Remove one first.", status=409, param="url")
-        fleet.assign("api", [*added, settings])
-        return _find(fleet, str(settings.url))
+async def _assign(services: Services, settings: WorkerSettings) -> Worker:
+    fleet = services.fleet
+    await _check_addresses(settings, services.networks)
+    added = [known for known in fleet.assigned("api") if known.url != settings.url]
+    known = fleet.find(str(settings.url))
+    if known is not None and known.source != "api":
+        raise _foreign(known)
+    _check_name(fleet, settings)
+    if len(added) >= MAX_ADDED:
+        raise RequestError(f"There are {MAX_ADDED} added workers. Remove one first.", status=409, param="url")
+    fleet.assign("api", [*added, settings])
+    return _find(fleet, str(settings.url))
 
-    @routes.post("/add_worker", openapi_extra=json_body(_Added), responses=errors(400, 401, 403, 409))
-    async def add_by_url(request: Request, url: str = "") -> dict[str, Any]:
-        """Add a worker by its URL, as older SGLang routers do."""
-        given = url or _added_url(await request.body())
-        await assign(_worker_settings(msgspec.json.encode({"url": given})))
-        return _in_flight()
 
-    @routes.post("/remove_worker", openapi_extra=json_body(_Added), responses=errors(400, 401, 404, 409))
-    async def remove_by_url(request: Request, url: str = "") -> dict[str, Any]:
-        """Remove a worker by its URL, as older SGLang routers do. Its requests in flight continue."""
-        unassign(_find(fleet, url or _added_url(await request.body())))
-        return _in_flight()
+@changing_routes.post("/add_worker", openapi_extra=json_body(_Added), responses=errors(400, 401, 403, 409))
+async def add_by_url(request: Request, url: str = "") -> dict[str, Any]:
+    """Add a worker by its URL, as older SGLang routers do."""
+    given = url or _added_url(await request.body())
+    services = services_of(request)
+    await _assign(services, _worker_settings(msgspec.json.encode({"url": given})))
+    return _in_flight(services.fleet)
 
-    def _in_flight() -> dict[str, Any]:
-        """Return the requests in flight of each worker, by URL."""
-        return {"status": "success", "worker_urls": {each.url: len(each.health.attempts) for each in fleet.workers}}
 
-    @routes.delete("/workers", responses=errors(400, 401, 404, 409))
-    async def remove(url: str = "", name: str = "") -> dict[str, Any]:
-        """Remove a worker that was added by this API. Its requests in flight continue."""
-        return unassign(_find(fleet, url or name))
+@changing_routes.post("/remove_worker", openapi_extra=json_body(_Added), responses=errors(400, 401, 404, 409))
+async def remove_by_url(request: Request, url: str = "") -> dict[str, Any]:
+    """Remove a worker by its URL, as older SGLang routers do. Its requests in flight continue."""
+    fleet = services_of(request).fleet
+    _unassign(fleet, _find(fleet, url or _added_url(await request.body())))
+    return _in_flight(fleet)
 
-    @routes.delete("/workers/{id}", responses=errors(400, 401, 404, 409))
-    async def remove_by_id(id: str) -> dict[str, Any]:
-        """Remove a worker that was added by this API, by its `id`. Its requests in flight continue."""
-        worker = next((each for each in fleet.workers if id_of(each) == id), None)
-        return unassign(worker or _find(fleet, id))
 
-    def unassign(worker: Worker) -> dict[str, Any]:
-        if worker.source != "api":
-            raise _foreign(worker)
-        fleet.assign("api", [known for known in fleet.assigned("api") if known.url != worker.settings.url])
-        return {"worker": worker.name, "removed": True, "requests_in_flight": len(worker.health.attempts)}
+def _in_flight(fleet: Fleet) -> dict[str, Any]:
+    """Return the requests in flight of each worker, by URL."""
+    return {"status": "success", "worker_urls": {each.url: len(each.health.attempts) for each in fleet.workers}}
 
-    @routes.post("/workers/drain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
-    async def drain(request: Request) -> dict[str, Any]:
-        """Send a worker no new requests. Its state is `drained` once its requests in flight have ended."""
-        worker = _find(fleet, _which(await request.body()))
-        fleet.drain(worker, True)
-        return named(worker) | worker_status(worker)
 
-    @routes.post("/workers/undrain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
-    async def undrain(request: Request) -> dict[str, Any]:
-        """Send requests to a drained worker again."""
-        worker = _find(fleet, _which(await request.body()))
-        fleet.drain(worker, False)
-        return named(worker) | worker_status(worker)
+@changing_routes.delete("/workers", responses=errors(400, 401, 404, 409))
+async def remove(request: Request, url: str = "", name: str = "") -> dict[str, Any]:
+    """Remove a worker that was added by this API. Its requests in flight continue."""
+    fleet = services_of(request).fleet
+    return _unassign(fleet, _find(fleet, url or name))
 
-    return routes
+
+@changing_routes.delete("/workers/{id}", responses=errors(400, 401, 404, 409))
+async def remove_by_id(request: Request, id: str) -> dict[str, Any]:
+    """Remove a worker that was added by this API, by its `id`. Its requests in flight continue."""
+    fleet = services_of(request).fleet
+    worker = next((each for each in fleet.workers if id_of(each) == id), None)
+    return _unassign(fleet, worker or _find(fleet, id))
+
+
+def _unassign(fleet: Fleet, worker: Worker) -> dict[str, Any]:
+    if worker.source != "api":
+        raise _foreign(worker)
+    fleet.assign("api", [known for known in fleet.assigned("api") if known.url != worker.settings.url])
+    return {"worker": worker.name, "removed": True, "requests_in_flight": len(worker.health.attempts)}
+
+
+@changing_routes.post("/workers/drain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
+async def drain(request: Request) -> dict[str, Any]:
+    """Send a worker no new requests. Its state is `drained` once its requests in flight have ended."""
+    fleet = services_of(request).fleet
+    worker = _find(fleet, _which(await request.body()))
+    fleet.drain(worker, True)
+    return named(worker) | worker_status(worker)
+
+
+@changing_routes.post("/workers/undrain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
+async def undrain(request: Request) -> dict[str, Any]:
+    """Send requests to a drained worker again."""
+    fleet = services_of(request).fleet
+    worker = _find(fleet, _which(await request.body()))
+    fleet.drain(worker, False)
+    return named(worker) | worker_status(worker)
 
 
 def named(worker: Worker) -> dict[str, Any]:
