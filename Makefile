@@ -31,12 +31,12 @@ demo: .venv/demo
 
 # With what Python keeps of modules, whatever the environment says: the tests start many processes.
 test: .venv/installed
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses 6 --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses 4 --dist worksteal $(ARGS)
 
 # The same tests, of what is compiled: from there, where nothing is imported from the clone itself.
 TESTED = indexer router simulator kvrouter end_to_end
 test-compiled: .compiled/tests
-	cd .compiled && bin/pytest --config-file ../pyproject.toml --numprocesses 6 --dist worksteal $(TESTED:%=../tests/%) $(ARGS)
+	cd .compiled && bin/pytest --config-file ../pyproject.toml --numprocesses 4 --dist worksteal $(TESTED:%=../tests/%) $(ARGS)
 
 # The native core under sanitizers: random and damaged payloads, bodies and messages, and threads. PAYLOADS=10000000 takes half an hour.
 PAYLOADS ?= 500000

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import gc
 import socket
+import subprocess
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import structlog
+from fork_server import ForkedPopen
 from hypothesis import settings
 
 from router.forwarding import proxied_request
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+subprocess.Popen = ForkedPopen  # type: ignore[misc]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -72,6 +75,12 @@ BaseSelectorEventLoop._accept_connection2 = _accept_or_close  # type: ignore[att
 def anyio_backend() -> str:
     """Use one event loop for all tests, so that servers can outlive a test."""
     return "asyncio"
+
+
+@pytest.fixture
+def started_by_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start commands as users do, without the fork server."""
+    monkeypatch.setattr(ForkedPopen, "enabled", False)
 
 
 @pytest.fixture(autouse=True)

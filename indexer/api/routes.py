@@ -42,7 +42,7 @@ _LONGEST_NAME = 512  # characters
 
 @dataclass(frozen=True, slots=True)
 class IndexApi:
-    """What the index API serves. It is `state.index` of an application, whose `state.token` protects changes."""
+    """The objects behind the index API: `state.index` of an application, whose `state.token` protects changes."""
 
     indexer: Indexer
     questions: Questions

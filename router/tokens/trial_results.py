@@ -32,7 +32,7 @@ class TrialResult(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_result(key: str) -> TrialResult | None:
-    """Return the result that is stored for a key, None if there is none that can be read."""
+    """Return the stored result of a key, None without a readable one."""
     try:
         with open(_folder() / key, "rb") as file:
             result = read_json(file.read(_MAX_BYTES), TrialResult)

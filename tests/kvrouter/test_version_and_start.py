@@ -26,6 +26,8 @@ SECONDS = 60
 ABOUT = f"kvrouter {version('kvrouter')}"
 BUILD = build_info()["build"]
 
+pytestmark = pytest.mark.usefixtures("started_by_python")
+
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[str]:
