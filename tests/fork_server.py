@@ -1,8 +1,8 @@
-"""Fast starts of the `kvrouter` command: a server that has imported its modules forks each process.
+"""Fast starts of the `kvrouter` command and of workers: a server that has imported its modules forks each process.
 
 An import of all modules takes more than a second of processor time, and the tests start the command about 150 times.
 A forked process is a child of the test's process and runs the same command; only the start of Python is skipped.
-`ForkedPopen` replaces `subprocess.Popen`, and forks `python -m kvrouter` on Linux. It starts all else as usual.
+`ForkedPopen` replaces `subprocess.Popen`, and forks the commands of `PROGRAMS` on Linux. It starts all else as usual.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 MODULES = (
@@ -31,8 +32,8 @@ MODULES = (
     "tokenizers",
     "fastokens",
 )
-# Programs that the server forks.
-PROGRAMS = ("kvrouter", "simulator.worker")
+# Modules and scripts that the server runs.
+PROGRAMS = ("kvrouter", "simulator.worker", str(Path(__file__).parent / "end_to_end" / "faulty_worker.py"))
 _MAX_REQUEST = 200_000  # bytes
 _SET_CHILD_SUBREAPER = 36  # of prctl
 
@@ -61,11 +62,11 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def _program(args: Any) -> list[str] | None:
-    """Return the module and the arguments of a command that the server forks, None for another command."""
+    """Return the program and the arguments of a command that the server forks, None for another command."""
     if not isinstance(args, list | tuple) or not args or args[0] != sys.executable:
         return None
-    option, *program = [str(each) for each in args[1:] if each != "-P"] or [""]
-    return program if option == "-m" and program[0] in PROGRAMS else None
+    program = [str(each) for each in args[1:] if each not in ("-P", "-m")]
+    return program if program and program[0] in PROGRAMS else None
 
 
 def _interpreter(environment: dict[str, str]) -> dict[str, str]:
@@ -152,11 +153,14 @@ def main() -> None:
     for name in MODULES:
         importlib.import_module(name)
     gc.freeze()
-    module, *arguments = _requested(server)
+    program, *arguments = _requested(server)
     gc.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.argv = [program, *arguments]
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
