@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import aiohttp
 import openai
 from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import until
 from yarl import URL
 
 from router.app.app import running_router
@@ -207,13 +207,3 @@ async def raw(routed: RouterUnderTest, request: bytes, half_close: bool = False)
         return b""
     finally:
         writer.close()
-
-
-async def until(get: Callable[[], Any], satisfied: Callable[[Any], object] = bool, *, seconds: float = TIMEOUT) -> None:
-    """Call `get` until its result, awaited if it is awaitable, satisfies a condition."""
-    async with asyncio.timeout(seconds):
-        while True:
-            found = get()
-            if satisfied(await found if inspect.isawaitable(found) else found):
-                return
-            await asyncio.sleep(0.01)

@@ -7,8 +7,7 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_worker import scripted_worker
+from waiting import eventually
 
 from kvrouter.processes import KvrouterProcess
 
@@ -84,10 +84,10 @@ def test_both_processes_serve_and_label_their_metrics(two: TwoProcesses) -> None
         served = [labels["process"] for name, labels, value in two.metrics() if name == "kvrouter_requests_total"]
         return set(served) == {"0", "1"}
 
-    until(both_served)
-    until(lambda: two.figures("kvrouter_process_up") == {"0": 1, "1": 1})
-    until(lambda: two.figures("kvrouter_sharing_up") == {"0": 1, "1": 1})
-    until(lambda: two.figures("kvrouter_sharing_routers") == {"0": 1, "1": 1})  # one that died is forgotten
+    eventually(both_served)
+    eventually(lambda: two.figures("kvrouter_process_up") == {"0": 1, "1": 1})
+    eventually(lambda: two.figures("kvrouter_sharing_up") == {"0": 1, "1": 1})
+    eventually(lambda: two.figures("kvrouter_sharing_routers") == {"0": 1, "1": 1})  # one that died is forgotten
     assert two.call("/health")["processes"] == {"running": 2, "of": 2}
 
 
@@ -100,12 +100,12 @@ def test_changes_reach_all_processes_and_a_replacement(two: TwoProcesses) -> Non
 
     before = two.processes()
     os.kill(before[0], signal.SIGKILL)
-    until(lambda: len(two.processes()) == 2 and two.processes() != before)
-    until(lambda: two.call("/health")["processes"]["running"] == 2)
+    eventually(lambda: len(two.processes()) == 2 and two.processes() != before)
+    eventually(lambda: two.call("/health")["processes"]["running"] == 2)
     assert all(state(two, added) == "drained" for _ in range(8))
 
     two.call("/workers/undrain", {"url": added})
-    until(lambda: all(state(two, added) in ("ready", "warming") for _ in range(8)))
+    eventually(lambda: all(state(two, added) in ("ready", "warming") for _ in range(8)))
     two.call(f"/workers?url={added}", method="DELETE")
     assert all(seen(two) == {two.workers[0]} for _ in range(8))
     with pytest.raises(HTTPError, match="404"):
@@ -120,13 +120,6 @@ def seen(two: TwoProcesses) -> set[str]:
 def state(two: TwoProcesses, url: str) -> str:
     [found] = [worker["state"] for worker in two.call("/workers")["workers"] if worker["worker"] == url]
     return str(found)
-
-
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not become so"
-        time.sleep(0.05)
 
 
 def test_recording_has_requests_of_all_processes(two: TwoProcesses) -> None:
@@ -146,7 +139,7 @@ def test_recording_has_requests_of_all_processes(two: TwoProcesses) -> None:
     listening = threading.Thread(target=listen)
     listening.start()
     try:
-        until(lambda: bool(lines))
+        eventually(lambda: bool(lines))
 
         def all_of_both() -> bool:
             """Return whether both processes served some of eight requests, and all eight were recorded."""
@@ -155,11 +148,11 @@ def test_recording_has_requests_of_all_processes(two: TwoProcesses) -> None:
                 two.complete()
             after = two.figures("kvrouter_requests_total")
             with suppress(AssertionError):
-                until(lambda: len(recorded()) == recorded_before + 8, seconds=1)
+                eventually(lambda: len(recorded()) == recorded_before + 8, seconds=1)
             both = len(after) == 2 and all(after[process] > before.get(process, 0) for process in after)
             return both and len(recorded()) == recorded_before + 8
 
-        until(all_of_both)
+        eventually(all_of_both)
     finally:
         ended.set()
         listening.join(60)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 import trustme
 import yaml
+from waiting import until
 
 from benchmarks.ports import free_port
 from benchmarks.replicas.redis_server import RedisServer, has_tls
@@ -69,12 +70,6 @@ async def replicas(*urls: str, prefix: str = "kvrouter") -> AsyncIterator[list[R
     finally:
         for each in started:
             await each.sharing.stop()
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the condition is another's
-            await asyncio.sleep(0.01)
 
 
 def test_replicas_share_load_and_forget_stopped_ones(redis: RedisServer) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
-from engine_publisher import Publisher, eventually
+from engine_publisher import Publisher
 from index_client import Client, served
+from waiting import eventually
 
 from indexer import Indexer, Target
 from indexer.native import CORE_VARIABLE, CORES

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import zmq
 
@@ -13,14 +11,6 @@ from kvevents import Event, EventBatch, encode_batch
 from kvevents.frames import end_of_replay_frames, live_frames, parse_replay_request, replay_frames
 
 DEADLINE_S = 60.0
-
-
-def eventually(condition: Callable[[], Any]) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was false until the deadline"
-        time.sleep(0.002)
 
 
 class Publisher:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from engine_publisher import eventually
+from waiting import eventually
 
 from http_api.errors import RequestError
 from indexer import Indexer, MatchQuery, Registration

@@ -83,12 +83,12 @@ def test_repeated_removals_of_one_orphan_take_no_memory(index: Index, grown: Cal
 def test_adoption_takes_no_time_for_repeated_removals(index: Index) -> None:
     apply(index, stored([2], PROMPT[2:4], 1), stored([3], PROMPT[4:6], 99))
     again = encode_batch(EventBatch(0.0, [BlockRemoved([2] * 500_000)]))
-    began = time.perf_counter()
+    began = time.thread_time()
     index.apply_payload(A, again)
-    flood = time.perf_counter() - began
-    began = time.perf_counter()
+    flood = time.thread_time() - began
+    began = time.thread_time()
     index.apply(A, EventBatch(0.0, [stored([1], PROMPT[:2])]))
-    assert time.perf_counter() - began < max(flood / 5, 0.005)
+    assert time.thread_time() - began < max(flood / 5, 0.005)
     assert matched(index) == 2
     status = index.status(A)
     assert status is not None

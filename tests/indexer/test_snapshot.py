@@ -11,11 +11,12 @@ from threading import Thread
 
 import msgspec
 import pytest
-from engine_publisher import Publisher, eventually
+from engine_publisher import Publisher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_client import Client
 from structlog.testing import capture_logs
+from waiting import eventually
 from xxhash import xxh3_64
 
 from indexer import Index, Indexer, MatchQuery, Registration, Target, make_index

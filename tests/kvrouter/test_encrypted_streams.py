@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import zmq
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
+from waiting import eventually
 
 import indexer.streams.session
 from indexer import Indexer, MatchQuery, Registration, Target
@@ -104,13 +104,6 @@ def matched(reading: Indexer) -> int:
 def state(reading: Indexer) -> StreamState | None:
     report = reading.report(TARGET)
     return report.stream.state if report and report.stream else None
-
-
-def eventually(condition: Callable[[], bool], what: str = "in time") -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not {what}"
-        time.sleep(0.005)
 
 
 def in_place_of(gone: ZmqEventPublisher | EventSource, **fields: Any) -> ZmqEventPublisher:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from waiting import until
 
 from kvevents import AllBlocksCleared, BlockStored, WireForm
 from kvrouter.selection import Load, NoWorker, Prompt, Saturated, Selector, Stream, UnknownModel, UnknownWorker
@@ -25,12 +26,6 @@ IDLE = Load(0, 0, 0)
 
 def prompt(start: int = 0, tokens: int = 64, **fields: Any) -> Prompt:
     return Prompt(model="m", token_ids=range(start, start + tokens), **fields)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - any condition of the test
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-
 
 class Clock:
     """Stands where `time.monotonic` does; `now` is what it says."""
@@ -14,10 +11,3 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-async def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    """Wait until a condition holds that has no event."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)

@@ -351,12 +351,12 @@ def test_cached_prompt_needs_less_time():
         settings = replace(FAST, num_blocks=600, max_model_len=2400, prefill_s_per_token=0.0005, base_step_s=0.001)
         async with started(settings) as engine:
             took = []
-            for _ in range(2):
+            for _ in range(4):
                 begin = clock()
                 await Client(engine, list(range(2000)), [1]).done.wait()
                 took.append(clock() - begin)
             assert took[0] >= 1.0
-            assert took[1] < 0.8
+            assert min(took[1:]) < 0.8  # one of three, because a busy machine can delay each
 
     run(scenario())
 

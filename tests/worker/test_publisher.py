@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import zmq
+from waiting import eventually
 
 from kvevents import AllBlocksCleared, BlockStored, EventBatch, WireForm, decode_batch
 from kvevents.frames import parse_live, parse_replay, replay_request
@@ -97,13 +98,6 @@ def replay(sockets: Sockets, publisher: ZmqEventPublisher, start: int) -> list[t
     return batches
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
-
-
 def test_live_batches_arrive_in_order_with_numbers_and_rank(sockets, make):
     publisher = make(attn_dp_rank=3, topic="kv")
     sub = subscribe(sockets, publisher)
@@ -145,7 +139,7 @@ def test_every_wire_form_is_decoded(sockets, make, form):
 def replay_until(sockets: Sockets, publisher: ZmqEventPublisher, count: int) -> list[tuple[int, bytes]]:
     """Replays from 0 until `count` batches have been sent."""
     batches: list[tuple[int, bytes]] = []
-    wait_until(
+    eventually(
         lambda: bool(batches.clear() or batches.extend(replay(sockets, publisher, 0)) or len(batches) == count), ""
     )
     return batches
@@ -208,7 +202,7 @@ def test_malformed_replay_request_is_counted_and_next_is_answered(sockets, make)
     dealer.send_multipart([b"", b"", bytes(8)])
     dealer.send_multipart([b"", b"short"])
     dealer.send_multipart([bytes(8)])
-    wait_until(lambda: publisher.malformed_requests == 3, "malformed requests are counted")
+    eventually(lambda: publisher.malformed_requests == 3, "malformed requests are counted")
     assert len(replay_until(sockets, publisher, 1)) == 1
 
 
@@ -252,14 +246,14 @@ def test_replay_of_disconnected_client_is_abandoned(sockets, make):
     for _ in range(8000):
         publisher.publish(payload)
     # A replay ends with the batches that were sent when it was asked for: this one must be longer than any buffer.
-    wait_until(lambda: publisher_end(sockets, publisher) == 8000, "all batches are sent")
+    eventually(lambda: publisher_end(sockets, publisher) == 8000, "all batches are sent")
     gone = sockets.open(zmq.DEALER)
     gone.rcvhwm = 10
     gone.connect(publisher.replay_endpoint)
     gone.send_multipart(replay_request(0))
     assert parse_replay(gone.recv_multipart()) is not None
     gone.close()
-    wait_until(lambda: publisher.abandoned_replays >= 1, "the replay is given up")
+    eventually(lambda: publisher.abandoned_replays >= 1, "the replay is given up")
     assert publisher_end(sockets, publisher) == 8000
 
 
@@ -281,7 +275,7 @@ def test_full_queue_drops_oldest_batch_and_leaves_gap(sockets, make):
     total = 20_000
     for number in range(total):
         publisher.publish(stored(number))
-    wait_until(lambda: publisher_end(sockets, publisher) == total, "the last batch is always sent")
+    eventually(lambda: publisher_end(sockets, publisher) == total, "the last batch is always sent")
     assert publisher.dropped > 0
     batches = replay(sockets, publisher, 0)
     assert all(decode_batch(payload).events[0].block_hashes == [seq] for seq, payload in batches)
@@ -308,7 +302,7 @@ def test_shutdown_frees_ports_and_thread(make):
     endpoint = publisher.endpoint
     publisher.shutdown()
     assert threading.active_count() == before
-    wait_until(lambda: is_free(endpoint), "the port is free again")
+    eventually(lambda: is_free(endpoint), "the port is free again")
 
 
 def is_free(endpoint: str) -> bool:

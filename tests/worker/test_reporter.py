@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import zmq
+from waiting import eventually
 
 from kvevents import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, WireForm, decode_batch
 from kvevents.frames import SNAPSHOT_START, is_snapshot, parse_live, parse_replay, parse_snapshot, replay_request
@@ -84,13 +85,6 @@ def dealer() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
         yield connect
         for sock in opened:
             sock.close(0)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def store(reporter: Reporter, *blocks: int) -> None:
@@ -211,7 +205,7 @@ def test_tokens_are_accepted_in_any_sequence_type(recorded: tuple[Reporter, list
 def test_engine_without_steps_is_flushed_by_timer(recorded: tuple[Reporter, list[EventBatch]]) -> None:
     reporter, batches = recorded
     store(reporter, 1)
-    wait_until(lambda: len(batches) == 1)
+    eventually(lambda: len(batches) == 1)
     store(reporter, *range(2, 1002))
     assert len(batches) >= 4, "a batch has a bound"
 
@@ -252,7 +246,7 @@ def test_snapshot_repairs_dropped_batches(
         reporter.step()
     assert reporter.dropped > 0
     sock, last = dealer(reporter), reporter.publisher.last_seq
-    wait_until(lambda: replayed(sock, last) == [last])
+    eventually(lambda: replayed(sock, last) == [last])
     assert len(replayed(sock, 0)) == last + 1 - reporter.dropped
     seq, events = snapshot_of(sock)
     assert seq == reporter.publisher.last_seq
@@ -319,7 +313,7 @@ def test_failed_snapshot_does_not_stop_publisher(
     reporter.step()
     sock = dealer(reporter)
     sock.send_multipart(replay_request(SNAPSHOT_START))
-    wait_until(lambda: publisher.abandoned_replays == 1)
+    eventually(lambda: publisher.abandoned_replays == 1)
     assert not sock.poll(100), "nobody is told that this was all"
     assert replayed(sock, 0) == [0]
 
@@ -356,12 +350,12 @@ def test_overtaken_replay_has_no_end(make: Callable[..., Reporter], dealer: Call
         publisher.publish(big)
     slow = dealer(reporter, hwm=1)
     other = dealer(reporter)
-    wait_until(lambda: replayed(other, publisher.last_seq) == [publisher.last_seq])
+    eventually(lambda: replayed(other, publisher.last_seq) == [publisher.last_seq])
     slow.send_multipart(replay_request(0))
     assert parse_replay(slow.recv_multipart()) is not None
     for _ in range(1000):
         publisher.publish(EventBatch(0.0, []))
-    wait_until(lambda: publisher.abandoned_replays == 1)
+    eventually(lambda: publisher.abandoned_replays == 1)
     while slow.poll(300):
         assert parse_replay(slow.recv_multipart()) is not None, "the end was told"
 

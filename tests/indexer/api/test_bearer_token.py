@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import uvicorn
 import zmq
-from engine_publisher import eventually
 from index_client import Client, admit
+from waiting import eventually
 
 from indexer import Indexer, MatchQuery
 from indexer.api.questions import Questions

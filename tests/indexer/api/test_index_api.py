@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from engine_publisher import Publisher, eventually
+from engine_publisher import Publisher
 from index_client import Client, served
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import eventually
 
 from indexer import Indexer, MatchQuery, Registration, RowMatches, Target
 from indexer.hashing import Namespace, extend_prefix_hashes, namespace_hash, pack_tokens

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import zmq
-from engine_publisher import Publisher, eventually
+from engine_publisher import Publisher
 from index_client import served
 from test_streams import block, matched
+from waiting import eventually
 
 from benchmarks.ports import free_port, free_ports
 from indexer import Indexer, Registration, Target

@@ -16,9 +16,10 @@ from random import Random
 
 import msgspec
 import pytest
-from engine_publisher import Publisher, eventually
+from engine_publisher import Publisher
 from random_engine import Engine
 from structlog.testing import capture_logs
+from waiting import eventually
 
 from indexer import Indexer, MatchQuery, Registration, Target
 from indexer.streams.reader import StreamStatus

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 import structlog
 import zmq
-from engine_publisher import DEADLINE_S, Publisher, eventually
+from engine_publisher import DEADLINE_S, Publisher
 from structlog.testing import capture_logs
+from waiting import eventually
 
 from indexer import Indexer, MatchQuery, Registration, Target
 from indexer.dump import read_dump

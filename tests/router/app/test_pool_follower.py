@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Thread
-from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from waiting import eventually
 
 from indexer.pools.mooncake import MooncakeMaster
 from indexer.pools.pool import PoolConfig, SharedPool
@@ -23,13 +23,6 @@ _DEADLINE = 20.0
 
 def key(name: int) -> str:
     return f"tiny@tp_rank:0@group:0@{'ab' * 24}{name:016x}"
-
-
-def eventually(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + _DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was false until the deadline"
-        time.sleep(0.005)
 
 
 def _answer(body: bytes) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from manual_clock import until
+from waiting import until
 
 from indexer import Indexer, MatchQuery, Target
 from kvevents import BlockStored, EventBatch

@@ -20,7 +20,7 @@ from aiohttp import web
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from manual_clock import until
+from waiting import until
 
 from indexer import Indexer
 from router.fleet import kubernetes

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manual_clock import until
+from waiting import until
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import CLIENT, Protocol, State
 

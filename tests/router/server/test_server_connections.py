@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import uvloop
-from manual_clock import until
+from waiting import until
 
 from indexer import Indexer
 from router.fleet.allowed_networks import AllowedNetworks

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from manual_clock import Clock, until
+from manual_clock import Clock
+from waiting import until
 
 from http_api.errors import RequestError
 from indexer import Target

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
-from manual_clock import until
+from waiting import until
 
 from router.http.headers import forwarded_lines
 from router.upstream import (
