@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from envoy_client import Mode, set_headers, streamed
+from grpc_call import channel_to
+from picker_under_test import JSON, PickerUnderTest, picker
 from router_under_test import RouterUnderTest, router, until
+from scripted_worker import scripted_worker
 from simulated_workers import simulated_workers
 
 TURNS = 10
@@ -55,3 +60,22 @@ async def test_turns_hit_unless_the_line_reaches_an_engine_that_keeps_it(
 async def details(routed: RouterUnderTest) -> str:
     found = (await routed.health())["findings"]
     return "".join(each["detail"] for each in found if each["finding"] == "prompts_vary")
+
+
+async def test_picker_cuts_the_line_out_of_the_body_that_envoy_forwards() -> None:
+    asked = body(0) | {"model": "m"}
+    sent = json.dumps(asked).encode()
+    async with (
+        scripted_worker() as worker,
+        picker(worker.url, proxy={"billing_line": "strip"}) as (side, port),
+        channel_to(port) as channel,
+    ):
+        stream = PickerUnderTest(side, channel, [worker.url.removeprefix("http://")]).stream(Mode.FULL_DUPLEX_STREAMED)
+        await stream.head("/v1/messages", JSON, ("content-length", str(len(sent))))
+        await stream.body(sent)
+        headers = set_headers((await stream.receive()).request_headers.response.header_mutation)
+        forwarded, ended = streamed((await stream.receive()).request_body)
+        assert ended
+        assert json.loads(forwarded) == asked | {"system": asked["system"][1:]}
+        assert headers["content-length"] == str(len(forwarded))
+        await stream.finish()
