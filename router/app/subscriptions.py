@@ -39,6 +39,7 @@ def subscribe_routing(routing: Routing, fleet: Fleet) -> None:
     fleet.on_replaced.append(placement.replaced)
     fleet.on_cache_lost.append(placement.forget)
     fleet.on_restarted.append(placement.restarted)
+    fleet.on_restarted.append(routing.selector.pairs.forget)
     fleet.on_change.append(routing.encoders.wake)
     fleet.on_removed += [selector.removed, placement.removed, routing.encoders.forget, removed]
     sharing.on_response.append(responses.remember)

@@ -408,6 +408,8 @@ class Attempts:
             self._broken += 1
             self._services.fleet.probe_soon(self.assignment.worker)
             return Outcome.FAILED
+        if status >= _SERVER_ERROR and status not in OVERLOADED:
+            self._note_pair(f"decode: status {status}")
         if (
             status in self._services.elsewhere
             and self.has_other
@@ -569,8 +571,22 @@ class Attempts:
         assignment = self.assignment
         assert assignment is not None
         assert assignment.prefill is not None
+        if error.answered and error.together:
+            self._note_pair(str(error))
         if not (error.answered and error.together and self._exclude_pair()):
             self.tried[-1] = assignment.prefill.worker  # the decode worker is not to blame
+
+    def answered_by_pair(self) -> None:
+        """Record that the pair of the current assignment answers, if it is one."""
+        assignment = self.assignment
+        if assignment is not None and assignment.prefill is not None:
+            self._services.selector.pairs.worked(assignment.prefill.worker, assignment.worker)
+
+    def _note_pair(self, problem: str) -> None:
+        """Record that the pair of the current assignment failed, if it is one."""
+        assignment = self.assignment
+        if assignment is not None and assignment.prefill is not None:
+            self._services.selector.pairs.failed(assignment.prefill.worker, assignment.worker, problem)
 
     def exclude_hung(self, prefill_hangs: bool) -> None:
         """Exclude the worker that hangs: the prefill worker if `prefill_hangs`, else the current one."""

@@ -590,6 +590,8 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         self, attempts: Attempts, assignment: Assignment, head: ResponseHead, data: bytes, ended: bool
     ) -> None:
         self._phase = _ANSWERING
+        if head.status < _ERROR:
+            attempts.answered_by_pair()
         headers = attempts.routing_headers()
         self._response = response = self._new_response(attempts, assignment, head)
         needs_usage = self._recorded is not None or attempts.offer is not None

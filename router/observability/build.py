@@ -24,6 +24,7 @@ from router.observability.metrics import (
     PolicyCollector,
     RequestMetrics,
 )
+from router.observability.pair_metrics import PairCollector
 from router.observability.prediction_metrics import PredictionMetrics
 from router.observability.request_recorder import RequestRecorder
 from router.observability.seen_requests import SampledTraffic
@@ -80,6 +81,7 @@ def build_observability(
         LoadRateCollector(None if state.sources is None else state.sources.rates),
         DemandCollector(fleet, state.load, admission),
         SessionCollector(state.gate),
+        PairCollector(routing.selector.pairs),
     ):
         registry.register(collector)
     if state.policy.custom is not None:

@@ -62,6 +62,7 @@ class PairOptions:
     - `token_seconds`: the mean seconds in which workers compute a token.
     - `shared`: the parts of the prompt that several sessions asked for, by what prefill workers hold. Those by what
       decode workers hold are in the request.
+    - `unpaired`: the URLs of a prefill and a decode worker that are not paired.
     - `slo_cost`: returns the cost of the SLOs that a prefill worker, or None, and a decode worker would miss. None: the
       request is chosen without SLOs.
     """
@@ -74,10 +75,19 @@ class PairOptions:
     token_seconds: float
     shared: SharedTokens | None = None
     slo_cost: Callable[[Candidate | None, Candidate], float] | None = None
+    unpaired: frozenset[tuple[str, str]] = frozenset()
+
+    def pairs(self, prefill: Candidate, decode: Candidate) -> bool:
+        """Return whether two workers may be a pair."""
+        return not self.unpaired or (prefill.target.worker, decode.target.worker) not in self.unpaired
+
+    def prefills_of(self, decode: Candidate) -> list[Candidate]:
+        """Return the prefill workers that a decode worker may fetch from."""
+        return [each for each in self.prefills if self.pairs(each, decode)] if self.unpaired else self.prefills
 
     def needs_alone(self, decode: Candidate) -> bool:
         """Return whether a worker must compute the prompt itself, because it can fetch it from no other worker."""
-        return not self.prefills or decode.target in self.integrated
+        return decode.target in self.integrated or not self.prefills_of(decode)
 
     def may_alone(self, decode: Candidate) -> bool:
         """Return whether a worker can compute the prompt itself."""
@@ -122,7 +132,9 @@ class PairCost:
         in_pair = not options.needs_alone(decode)
         prefill = None
         if in_pair:
-            prefill = cheapest(options.prefills, lambda each: terms.pair(each, decode), self._random, near, terms.unit)
+            prefill = cheapest(
+                options.prefills_of(decode), lambda each: terms.pair(each, decode), self._random, near, terms.unit
+            )
         inputs = {"tokens": float(request.tokens), "uncached": float(max(request.tokens - decode.overlap, 0))}
         if not options.may_alone(decode):
             return PairChoice(chosen, prefill, IN_PAIR if in_pair else NO_PREFILL, inputs)
@@ -198,6 +210,8 @@ class PairTerms:
         for computing, prefill in self._prefills:
             if computing + fixed >= best[0]:
                 break  # the others cost more, even if moving costs nothing
+            if not options.pairs(prefill, decode):
+                continue
             total = computing + fixed + self._moving(prefill, decode, moved)
             if total < best[0]:
                 total += sum(self._missing(prefill, decode).values())
@@ -245,9 +259,10 @@ def apart(prefill: Policy, decode: Policy) -> PairRule:
     """Return the rule that chooses both workers apart, each by a policy, and never a decode worker alone."""
 
     def choose(options: PairOptions, request: Request) -> PairChoice:
-        chosen = decode(options.decodes, request)
+        usable = [each for each in options.decodes if options.may_alone(each) or not options.needs_alone(each)]
+        chosen = decode(usable or options.decodes, request)
         if options.needs_alone(chosen.chosen):
             return PairChoice(chosen, None, INTEGRATED if options.prefills else NO_PREFILL)
-        return PairChoice(chosen, prefill(options.prefills, request), IN_PAIR)
+        return PairChoice(chosen, prefill(options.prefills_of(chosen.chosen), request), IN_PAIR)
 
     return choose

@@ -26,16 +26,20 @@ from router.routing.assignment import Selection
 from router.routing.candidates import CandidateFinder, CandidateSet
 from router.routing.custom_choice import decide
 from router.routing.disaggregation.adapters import Adapter
+from router.routing.disaggregation.pair_rules import PairRules
 from router.routing.disaggregation.selection import DisaggregatedSelector
 from router.routing.late_binding import NO_TIME_TO_SPARE, is_sooner
 from router.routing.ranks import NO_LIMITS, Limits, RoutableRank, TargetCapacity, without
 from router.routing.state import RoutingState
 from router.routing.target_directory import TargetDirectory, unavailable, unknown_model
-from router.settings import DisaggregationSettings
+from router.settings import DisaggregationSettings, Role
 
 
 class Selector:
-    """Chooses targets, predicts latencies, and answers what admission asks about capacity."""
+    """Chooses targets, predicts latencies, and answers what admission asks about capacity.
+
+    - `pairs`: the rules which prefill and decode workers belong together.
+    """
 
     def __init__(
         self, state: RoutingState, disaggregation: DisaggregationSettings, slo_miss_cost: float, random: Random
@@ -51,7 +55,8 @@ class Selector:
         self._directory = TargetDirectory(state.fleet, state.load)
         self._capacity = TargetCapacity(state.load)
         self._candidates = CandidateFinder(state, self._directory, self._capacity, random)
-        self._disaggregated = DisaggregatedSelector(state, self._candidates, disaggregation, slo_miss_cost)
+        self.pairs = PairRules(disaggregation, state.fleet, random)
+        self._disaggregated = DisaggregatedSelector(state, self._candidates, disaggregation, slo_miss_cost, self.pairs)
         self._slo_selector = SLOSelector(state.learned, state.sharing.peer_load, slo_miss_cost)
 
     # The choice
@@ -73,6 +78,8 @@ class Selector:
             now = self._clock()
         if not by_load and now >= self._learned.evictions_due:
             self._learned.read_evictions(self._state.indexer, now)
+        if self._fleet.disaggregated and self.pairs.has_revisions:
+            excluded = self._with_other_revisions(prompt, excluded)
         found = self._candidates.find(prompt, excluded, limits, now, by_load=by_load)
         if found.count:
             selection = None if self._fleet.disaggregated else found.cheapest(prompt.tokens)
@@ -92,6 +99,18 @@ class Selector:
         if prompt.name is not None and self._fleet.model_of(prompt.name) is None:
             raise unknown_model(self._fleet, prompt.name)
         raise unavailable(f"No worker {f'for model {prompt.name!r} ' if prompt.name else ''}can be reached.")
+
+    def _with_other_revisions(self, prompt: RoutedRequest, excluded: Collection[Worker]) -> Collection[Worker]:
+        """Return the excluded workers and those of other revisions than the one that is drawn for a request."""
+        decodes, prefills = self._ready(prompt, excluded), self._ready(prompt, excluded, prefill=True)
+        decoding = [worker for worker in decodes if worker.role is Role.DECODE]
+        others = self.pairs.other_revisions(prompt, decoding, prefills)
+        return [*excluded, *others] if others else excluded
+
+    def _ready(self, prompt: RoutedRequest, excluded: Collection[Worker], prefill: bool = False) -> list[Worker]:
+        """Return the workers of a role that may receive a request, without ejected ones if others exist."""
+        left = [worker for worker in self._directory.of(prompt.name, prefill).workers if worker not in excluded]
+        return [worker for worker in left if worker.health.circuit.closed or worker.trusted] or left
 
     def _by_records(
         self,
@@ -261,6 +280,7 @@ class Selector:
     def removed(self, worker: Worker) -> None:
         """Forget a worker that was removed."""
         self._candidates.removed(worker)
+        self.pairs.forget(worker)
 
 
 class SLOSelector:

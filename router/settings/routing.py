@@ -5,7 +5,15 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from router.settings.fields import ModelName, NonNegative, Section
 from router.settings.policy_code import NAME, check_function
@@ -107,8 +115,31 @@ class EncodingSettings(Section):
     workers_encode: bool = True
 
 
+class PairRevisions(StrEnum):
+    """The pairing of prefill and decode workers by their revision.
+
+    PREFERRED: pairs have one revision while a revision has workers of both roles. STRICT: they always have.
+    """
+
+    PREFERRED = "preferred"
+    STRICT = "strict"
+    OFF = "off"
+
+
 class DisaggregationSettings(Section):
-    """Prefill and decode on separate workers. `decode_computes`: whether decode workers may compute prompts alone."""
+    """Prefill and decode on separate workers.
+
+    - `decode_computes`: whether decode workers may compute prompts alone.
+    - `revision_labels`: the labels with a worker's revision. The first that a worker has counts.
+    """
 
     backend: Backend = Backend.AUTO
     decode_computes: bool = True
+    revisions: PairRevisions = PairRevisions.PREFERRED
+    revision_labels: list[str] = ["disaggregatedset.x-k8s.io/revision", "serving.kserve.io/llmisvc-revision"]
+
+    @field_validator("revisions", mode="before")
+    @classmethod
+    def _off_in_yaml(cls, value: object) -> object:
+        """Return "off" for `off`, which YAML reads as false."""
+        return "off" if value is False else value

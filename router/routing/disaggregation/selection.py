@@ -26,6 +26,7 @@ from router.routing.candidates import CandidateFinder, CandidateSet
 from router.routing.custom_choice import decide
 from router.routing.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
 from router.routing.disaggregation.latency import PairLatency
+from router.routing.disaggregation.pair_rules import PairRules
 from router.routing.ranks import UNLIMITED
 from router.routing.state import RoutingState
 from router.routing.target_directory import unavailable
@@ -38,12 +39,19 @@ class DisaggregatedSelector:
     """Selects a decode worker, and a prefill worker if the policy's rule chooses one."""
 
     def __init__(
-        self, state: RoutingState, candidates: CandidateFinder, settings: DisaggregationSettings, slo_miss_cost: float
+        self,
+        state: RoutingState,
+        candidates: CandidateFinder,
+        settings: DisaggregationSettings,
+        slo_miss_cost: float,
+        rules: PairRules,
     ) -> None:
         """Create a selector. Models without decode workers use the router's policy alone.
 
-        `slo_miss_cost`: the cost of a missed SLO in prefill tokens.
+        - `slo_miss_cost`: the cost of a missed SLO in prefill tokens.
+        - `rules`: which workers belong together.
         """
+        self._rules = rules
         self._state = state
         self._candidates = candidates
         self._policy: Policy = state.policy.choose
@@ -90,6 +98,9 @@ class DisaggregatedSelector:
             full = self._state.fleet.full()
             if any(worker.accepts(prompt.name, prefill=True) and worker not in excluded for worker in full):
                 return None
+        together = [prefills.rank_of(candidate).worker for candidate in prefills.candidates]
+        left_out = self._rules.left_out_of(decoding, together)
+        unpaired = frozenset([(prefill.url, decode.url) for prefill, decode in left_out.barred])
         options = PairOptions(
             candidates,
             prefills.candidates,
@@ -98,11 +109,15 @@ class DisaggregatedSelector:
             self._transfers.seconds,
             self._learned.seconds_per_token(),
             prefills.shared,
+            unpaired=unpaired,
         )
         latency = PairLatency(self._state, found, prefills, request, prompt.encoding)
         choice = self._choose(options, request, latency, slo, now)
         if self._custom is not None:
-            changed = self._with_functions(self._custom, choice, options, found, prefills, prompt, request)
+            decode = choice.decode.chosen.target.worker
+            barred = [rank.row for rank in prefills.targets.ranks if (rank.worker.url, decode) in unpaired]
+            allowed = prefills.without(barred) if barred else prefills
+            changed = self._with_functions(self._custom, choice, options, found, allowed, prompt, request)
             if changed is None:
                 return None
             choice = changed
@@ -115,14 +130,18 @@ class DisaggregatedSelector:
         if choice.prefill is not None:
             selection.prefill = prefills.select(choice.prefill)
         elif not adapter.decodes_alone:
-            raise unavailable("No prefill worker can be reached, and the decode workers compute no prompts.")
+            raise unavailable(
+                "No prefill worker of their revision can be reached, and the decode workers compute no prompts."
+                if left_out.workers
+                else "No prefill worker can be reached, and the decode workers compute no prompts."
+            )
         prediction = latency.of(*choice.chosen)
         inputs: dict[str, Any] = {**choice.inputs, "predicted_ttft": prediction.ttft.expected}
 
         def predict(decode: Candidate) -> Prediction:
             return latency.of(None if options.needs_alone(decode) else choice.chosen[0], decode)
 
-        selection.disaggregation = Disaggregation(choice.prefill, choice.reason, inputs, predict)
+        selection.disaggregation = Disaggregation(choice.prefill, choice.reason, inputs, predict, left_out)
         if slo is not None:
             selection.slo_missed_by = prediction.slo_missed_by(slo, now, request.output_tokens)
         if slo is not None or now >= self._learned.predictions.due:
