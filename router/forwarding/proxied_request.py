@@ -157,6 +157,9 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             self._reading.end(type(error).__name__)
             self._reading = None
         headers, body = self._context.refusal(error)
+        if self._services.gen_ai is not None and self._phase is not _ENDED:
+            model = None if self._attempts is None else self._attempts.prompt.name
+            self._services.gen_ai.ended(self._context.head.path, model, None, _now() - self._arrived, str(error.status))
         self._finish(error.type)
         self._client.begin(ResponseHead(error.status, headers), None, body, True)
 

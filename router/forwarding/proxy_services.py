@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from os import environ
 from typing import Final, TypeVar
 
 import structlog
@@ -22,6 +23,7 @@ from router.forwarding.token_forwarding import TokenForwarding
 from router.http.arriving import ArrivingBytes
 from router.http.websocket import SharedWebSockets
 from router.observability.build import Observability
+from router.observability.gen_ai import GenAiMetrics
 from router.observability.metrics import RequestMetrics
 from router.observability.request_recorder import RequestRecorder
 from router.observability.spans import Tracing
@@ -89,6 +91,7 @@ class ProxyServices:
         stream_failover: StreamFailover | None = None,
         service_levels: ServiceLevels | None = None,
         token_forwarding: TokenForwarding | None = None,
+        gen_ai: GenAiMetrics | None = None,
     ) -> None:
         self.reader = routing.reader
         self.selector = routing.selector
@@ -111,6 +114,7 @@ class ProxyServices:
         self.stream_failover = stream_failover
         self.service_levels = service_levels
         self.token_forwarding = token_forwarding
+        self.gen_ai = gen_ai
         self.billing_lines = BillingLines(settings.billing_line, fleet)
         self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
         self.attempts = settings.attempts
@@ -138,6 +142,8 @@ class ProxyContext:
         await self.services.upstreams.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.stop)
+        if self.services.gen_ai is not None:
+            await asyncio.to_thread(self.services.gen_ai.stop)
 
 
 log = structlog.get_logger()
@@ -179,6 +185,7 @@ def build_forwarding(
         failover,
         ServiceLevels.from_settings(settings),
         TokenForwarding(tokenizer_source, fleet, observability.registry) if tokenizer_source.forwards else None,
+        _metrics_by_otlp(observability),
     )
     contexts = RequestContexts(gate, tracing, metrics, settings.logs.access)
     return ProxyContext(contexts, services, settings.server, gate, tracing)
@@ -191,3 +198,15 @@ def _tracing_to(endpoint: object | None) -> Tracing | None:
     from router.observability.otel import OtelTracing  # an extra
 
     return OtelTracing(str(endpoint))
+
+
+def _metrics_by_otlp(observability: Observability) -> GenAiMetrics | None:
+    """Return metrics that are exported by OTLP; None unless `OTEL_METRICS_EXPORTER` names `otlp`."""
+    if "otlp" not in map(str.strip, environ.get("OTEL_METRICS_EXPORTER", "").split(",")):
+        return None
+    try:
+        from router.observability.otel_metrics import OtelMetrics  # an extra
+    except ImportError:
+        log.warning("OTEL_METRICS_EXPORTER needs more packages: pip install 'kvrouter[otel]'")
+        return None
+    return OtelMetrics(observability.registry)

@@ -184,6 +184,9 @@ class ProxiedResponse:
                     assignment.first_byte(now)
                 if not self.resumed:
                     self._services.metrics.first_byte_of(self._prompt.name or "", now - self._arrived)
+                    if self._services.gen_ai is not None and self.head.is_stream and not assignment.attempt.failed:
+                        path, seconds = self._context.head.path, now - self._arrived
+                        self._services.gen_ai.first_token(path, self._prompt.name, assignment.worker, seconds)
             if self._searched is not None:
                 self._searched += plain
                 learned = self._services.responses.learn(self._searched, assignment.worker.url)
@@ -202,6 +205,8 @@ class ProxiedResponse:
             assignment.attempt.end(_SUCCEEDED, now=now)
         else:
             assignment.attempt.end(_FAILED, f"status {status}", now)
+        failed = assignment.attempt.failed
+        self._record_duration(now, str(status) if status >= 400 else "error event" if failed else None)
         if status != _OK or assignment.attempt.failed:
             return
         if self._context.head.path in _ADAPTER_CHANGES or self._prompt.unknown_name:
@@ -222,11 +227,20 @@ class ProxiedResponse:
         if self.head.is_stream:
             seconds = now - (self.first_byte_at or self._arrived)
             self._services.metrics.streamed(self._prompt.name or "", seconds, usage)
+            if self._services.gen_ai is not None and usage is not None and usage.completion > 1:
+                path, each = self._context.head.path, seconds / (usage.completion - 1)
+                self._services.gen_ai.output_tokens(path, self._prompt.name, assignment.worker, each)
+
+    def _record_duration(self, now: float, error: str | None) -> None:
+        if self._services.gen_ai is not None:
+            path, worker = self._context.head.path, self._assignment.worker
+            self._services.gen_ai.ended(path, self._prompt.name, worker, now - self._arrived, error)
 
     def failed(self, reason: str) -> None:
         """Record that the worker broke off its response."""
         assignment, services = self._assignment, self._services
         assignment.attempt.end(_FAILED, f"answer broken off: {reason}")
+        self._record_duration(_now(), "broken off")
         services.metrics.broken.labels(assignment.worker.name).inc()
         with self._context.logging():
             log.warning("answer broken off", worker=assignment.worker.name, reason=reason)

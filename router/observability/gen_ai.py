@@ -1,4 +1,4 @@
-"""The span attributes of OpenTelemetry's conventions for generative AI (semantic-conventions-genai 0.1.0).
+"""Span and metric attributes by OpenTelemetry's conventions for generative AI (semantic-conventions-genai 0.1.0).
 
 No attribute has a part of a prompt or of an answer.
 """
@@ -62,3 +62,40 @@ def describe_usage(trace: RequestTrace, path: str, usage: Usage) -> None:
         if usage.cached is not None:
             tokens["gen_ai.usage.cache_read.input_tokens"] = usage.cached
         trace.set(**tokens)
+
+
+def gen_ai_attributes(
+    path: str, model: str | None, worker: Worker | None, error: str | None = None
+) -> dict[str, str] | None:
+    """Return the attributes of a metric; None for paths of other operations."""
+    operation = _OPERATIONS.get(path)
+    if operation is None:
+        return None
+    engine = None if worker is None or worker.description is None else worker.description.engine
+    provider = _ROUTER if engine is None else _PROVIDERS.get(engine, _ROUTER)
+    attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": provider}
+    if model:
+        attributes["gen_ai.request.model"] = model
+    if error is not None:
+        attributes["error.type"] = error
+    return attributes
+
+
+class GenAiMetrics:
+    """Histograms of requests by the conventions. Times are in seconds."""
+
+    def ended(self, path: str, model: str | None, worker: Worker | None, seconds: float, error: str | None) -> None:
+        """Record the duration of a request. `error`: the status or the reason of a failure."""
+        raise NotImplementedError
+
+    def first_token(self, path: str, model: str | None, worker: Worker, seconds: float) -> None:
+        """Record the time to the first token of a stream."""
+        raise NotImplementedError
+
+    def output_tokens(self, path: str, model: str | None, worker: Worker, seconds: float) -> None:
+        """Record the mean time of an output token after the first one."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Export the last values, and end the thread of the export."""
+        raise NotImplementedError
