@@ -56,8 +56,10 @@ class NativeChoice:
 
         `spare`: the share of its time that the fleet can spare for copies of prefixes, if it is above 0.
         """
+        if len(targets.served) != 1 or len(prompt.identities) != 1:
+            return None
         served, indexer, audit = targets.served[0], self._indexer, self._audit
-        if len(targets.served) > 1 or len(prompt.identities) != 1 or served.replacement is not None:
+        if served.replacement is not None:
             return None
         if audit.distrusted or audit.draft_blocks.tokens or indexer.salted or self._overlaps.uncached:
             return None
