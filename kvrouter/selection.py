@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -19,7 +18,6 @@ import msgspec
 
 from http_api.errors import RequestError
 from kvevents import EventSource
-from kvevents.sources import canonical_source
 from router.admission.admission import Admission
 from router.apis.agent_hints import AgentHints
 from router.apis.endpoints import CHAT, read_request
@@ -29,18 +27,19 @@ from router.app.embedded_index import running_indexer
 from router.app.subscriptions import subscribe_admission, subscribe_routing
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.build import build_fleet
-from router.fleet.discovery import Engine, ServedModel, WorkerDescription
+from router.fleet.discovery import ServedModel
 from router.fleet.event_streams import WorkerStreams
 from router.fleet.fleet import Fleet
 from router.fleet.prober import Prober
-from router.fleet.worker import Worker, url_of
+from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
 from router.prediction.slo import SLO
+from router.reservations.declared_workers import DeclaredWorkers
+from router.reservations.reservations import EXPIRY, Reservations
 from router.reservations.reservations import HeldReservation as Reservation
-from router.reservations.reservations import Reservations
 from router.routing.assignment import Selection
 from router.routing.build import Routing, build_cache_state, build_routing, build_state
-from router.settings import Role, Settings, WorkerSettings
+from router.settings import Settings
 from router.sharing import build_sharing
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers
@@ -63,8 +62,6 @@ __all__ = [
 
 # Incremented when a name is removed, or changes its meaning.
 VERSION: Final = 1
-# Seconds without a report after which a reservation ends.
-EXPIRY: Final = 300.0
 # The program names its workers as a settings file does.
 _SOURCE = "config"
 
@@ -157,11 +154,10 @@ class Selector:
         if self._settings.workers:
             raise ValueError("workers: a selector does not probe. Add each worker by upsert_worker.")
         self._stack = AsyncExitStack()
-        self._workers: dict[str, WorkerSettings] = {}
         self._fleet: Fleet
         self._routing: Routing
         self._reservations: Reservations
-        self._prober: Prober
+        self._declared: DeclaredWorkers
 
     async def __aenter__(self) -> Self:
         self.loop = asyncio.get_running_loop()
@@ -194,8 +190,8 @@ class Selector:
                 if configured is not None and configured.tokenizer is not None:
                     await source.provide(worker, model)
 
-            self._provide = provide
-            self._prober = Prober(fleet, settings.fleet, session, WorkerStreams(indexer, networks), provide)
+            prober = Prober(fleet, settings.fleet, session, WorkerStreams(indexer, networks), provide)
+            self._declared = DeclaredWorkers(fleet, prober, _SOURCE, settings.fleet.max_ranks, provide)
             subscribe_routing(routing, fleet)
             subscribe_admission(admission, routing, fleet)
             fleet.on_removed += [self._reservations.worker_removed, source.removed]
@@ -242,45 +238,23 @@ class Selector:
         """
         if not 1 <= dp_size <= self._settings.fleet.max_ranks:
             raise ValueError(f"dp_size: {dp_size} is not from 1 to {self._settings.fleet.max_ranks}.")
-        for stream in streams:
-            if not 0 <= stream.dp_rank < dp_size:
-                raise ValueError(f"streams: rank {stream.dp_rank} is not below dp_size, which is {dp_size}.")
-            try:
-                canonical_source(stream)
-            except ValueError as error:
-                raise ValueError(f"streams: {error}") from error
-        settings = WorkerSettings.model_validate(
-            {
-                "url": url or _url_of(id),
-                "name": id,
-                "model": model,
-                "block_size": block_size,
-                "weight": weight,
-                "labels": dict(labels or {}),
-                "role": Role(role),
-            }
+        await self._declared.upsert(
+            id,
+            model,
+            url=url,
+            adapters={name: name for name in adapters},
+            block_size=block_size,
+            streams=streams,
+            ranks=range(dp_size),
+            role=role,
+            weight=weight,
+            labels=labels,
         )
-        other = next((name for name, each in self._workers.items() if each.url == settings.url and name != id), None)
-        if other is not None:
-            raise ValueError(f"url: worker {other!r} has it too. Delete that worker first.")
-        models = {name: ServedModel(name, model, name) for name in adapters}
-        models[model] = ServedModel(model, model)
-        description = WorkerDescription(
-            Engine.OTHER, models, tuple(streams), block_size, ranks=tuple(range(dp_size)), role=Role(role)
-        )
-        self._workers[id] = settings
-        self._fleet.assign(_SOURCE, self._workers.values())
-        worker = self._worker(id)
-        self._prober.answered(worker, description)
-        worker.warming_since = None  # its caller decides when it is ready
-        self._fleet.health_changed()
-        await self._provide(worker, models[model])
 
     async def delete_worker(self, id: str) -> None:
         """Remove a worker, and end its reservations. Raises UnknownWorker."""
         self._worker(id)
-        del self._workers[id]
-        self._fleet.assign(_SOURCE, self._workers.values())
+        self._declared.remove(id)
 
     def pause(self, id: str) -> None:
         """Send a worker no new requests. Raises UnknownWorker."""
@@ -296,7 +270,7 @@ class Selector:
 
     def workers(self) -> list[str]:
         """Return the ids of all workers."""
-        return list(self._workers)
+        return list(self._declared)
 
     # The choice
 
@@ -353,19 +327,13 @@ class Selector:
         return found
 
     def _worker(self, id: str) -> Worker:
-        settings = self._workers.get(id)
-        worker = None if settings is None else self._fleet.at(url_of(settings))
+        worker = self._declared.get(id)
         if worker is None:
             raise UnknownWorker(f"Worker {id!r} is unknown. Add it by upsert_worker.")
         return worker
 
     def _excluded(self, allowed: Collection[str] | None) -> list[Worker]:
         return [] if allowed is None else [each for each in self._fleet.workers if each.name not in allowed]
-
-
-def _url_of(id: str) -> str:
-    """Return the name in the index of a worker without a URL. No host has it."""
-    return f"http://{sha256(id.encode()).hexdigest()[:32]}.invalid"
 
 
 def _request(prompt: Prompt) -> tuple[RoutedRequest, int]:

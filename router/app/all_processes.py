@@ -3,12 +3,14 @@
 - `/metrics`: every sample, with a label `process`.
 - `/workers`, `/health`: sums, and the worst state of each worker.
 - `POST /workers` and other changes: applied here, and then by all other processes.
+- `/selection/reservations`: answered by the process that has the reservation.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -36,11 +38,15 @@ _RELAYED = frozenset(
         ("POST", "/workers/undrain"),
         ("POST", "/register"),
         ("POST", "/unregister"),
+        ("POST", "/selection/workers"),
     }
 )
+# Paths of one worker, which end with its id.
+_RELAYED_PATHS = ("/workers/", "/selection/workers/")
+_RESERVATIONS = "/selection/reservations"
 _MERGE_SECONDS = 1.0
 _RELAY_SECONDS = 15.0
-_MAX_BODY_BYTES = 1 << 20
+_MAX_BODY_BYTES = 8 << 20
 
 # If processes report different states of a worker, the first of these is shown. `DRAINED` needs all processes.
 _WORST_FIRST = [
@@ -60,10 +66,14 @@ _WORST_FIRST = [
 class AllProcesses:
     """The ASGI application of one of several processes. It merges and relays the requests that concern all of them."""
 
-    def __init__(self, app: ASGIApp, worker_processes: WorkerProcesses, fleet: Fleet) -> None:
+    def __init__(
+        self, app: ASGIApp, worker_processes: WorkerProcesses, fleet: Fleet, selected: Callable[[], list[Any]]
+    ) -> None:
+        """Answer for all processes. `selected`: returns the workers that were registered below `/selection`."""
         self._app = app
         self._worker_processes = worker_processes
         self._fleet = fleet
+        self._selected = selected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,13 +82,17 @@ class AllProcesses:
         method, path = scope["method"], scope["path"]
         if (scope.get("server") or ("",))[0] == str(self._worker_processes.path):  # a request of another process
             if path == CHANGES_PATH:
-                await _answer(send, 200, [(b"content-type", b"application/json")], api_changes(self._fleet))
+                await _answer(
+                    send, 200, [(b"content-type", b"application/json")], api_changes(self._fleet, self._selected())
+                )
             else:
                 await self._app(scope, receive, send)
         elif method == "GET" and path in _MERGED:
             await self._merged(scope, receive, send)
-        elif (method, path) in _RELAYED or (method == "DELETE" and path.startswith("/workers/")):
+        elif (method, path) in _RELAYED or (method in ("DELETE", "PATCH") and path.startswith(_RELAYED_PATHS)):
             await self._relayed(scope, receive, send)
+        elif path.startswith(_RESERVATIONS):
+            await self._found(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -115,6 +129,21 @@ class AllProcesses:
                 if each.status >= 300:
                     log.warning("another process refused a change", process=each.number, change=scope["path"])
         await _answer(send, own.status, own.headers, own.body)
+
+    async def _found(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request for a reservation or a selection that another process may have."""
+        body = await _read(receive)
+        if body is None:
+            await self._app(scope, _replay(b"", receive), send)
+            return
+        answer = await _captured(self._app, scope, _replay(body, receive))
+        status, content = answer.status, answer.body
+        if status == 404:
+            asked = self._worker_processes.ask(scope["method"], scope["path"], scope["headers"], body, _RELAY_SECONDS)
+            for each in await asked:
+                if each.status != 404:
+                    status, content = each.status, each.body
+        await _answer(send, status, answer.headers, content)
 
 
 def merged_metrics(answers: list[ProcessAnswer], processes: int) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ import aiohttp
 from fastapi import Request
 
 from indexer import Indexer
+from kvevents import EventSource
 from router.admission.admission import Admission
 from router.app import subscriptions
 from router.app.embedded_index import running_indexer
@@ -22,16 +23,21 @@ from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.build import FleetWatch, build_fleet, follow_sources
 from router.fleet.discovery import ServedModel
 from router.fleet.engine_commands import EngineCommands
-from router.fleet.event_streams import RegisteredStreams
+from router.fleet.event_streams import RegisteredStreams, allowed_sources
 from router.fleet.fleet import Fleet
 from router.fleet.prober import Prober
 from router.fleet.worker import Worker
 from router.fleet.worker_commands import Adapters
+from router.fleet.worker_sources import DECLARED_SOURCE
 from router.forwarding.proxy_services import ProxyContext, build_forwarding
 from router.http.event_loop import end_tasks
 from router.load.target_load import LoadTable
 from router.observability.build import Observability, build_observability
 from router.observability.seen_requests import SampledTraffic
+from router.reservations.declared_workers import DeclaredWorkers
+from router.reservations.reservations import EXPIRY, Reservations
+from router.reservations.selection_service import SelectionService
+from router.reservations.worker_catalogue import WorkerCatalogue
 from router.routing.build import Routing, build_cache_state, build_routing, build_state
 from router.settings import ForwardTokens, Settings, SettingsFile
 from router.sharing import build_sharing
@@ -58,6 +64,7 @@ class Services:
     commands: EngineCommands
     routing: Routing
     admission: Admission
+    selection: SelectionService
     observability: Observability
     readiness: Readiness
     proxy: ProxyContext
@@ -114,13 +121,29 @@ async def running_services(
             await source.provide(worker, model)
             adapters.provide(worker, model)
 
+        async def on_declared(worker: Worker, model: ServedModel) -> None:
+            """Load no tokenizer, because the prompts for declared workers are token ids."""
+
+        async def check_streams(sources: Sequence[EventSource]) -> Sequence[EventSource]:
+            allowed, refused = await allowed_sources(networks, sources)
+            if refused:
+                raise ValueError(refused[0])
+            return allowed
+
         peer_load = sharing.peer_load.in_flight
         watch = FleetWatch(fleet, settings.fleet, indexer, session, networks, on_model, peer_load)
+
+        reservations = Reservations(fleet, routing, admission, EXPIRY)
+        stack.callback(reservations.close)
+        declared = DeclaredWorkers(fleet, watch.prober, DECLARED_SOURCE, settings.fleet.max_ranks, on_declared)
+        catalogue = WorkerCatalogue(fleet, indexer, declared, check_streams)
+        selection = SelectionService(indexer, routing, reservations, catalogue)
 
         # Subscribed: before the first event.
         subscriptions.subscribe_routing(routing, fleet)
         subscriptions.subscribe_commands(commands, routing, fleet)
         subscriptions.subscribe_admission(admission, routing, fleet)
+        fleet.on_removed.append(reservations.worker_removed)
         subscriptions.subscribe_observability(observability, admission, routing, fleet)
         subscriptions.subscribe_tokens(source, adapters, fleet)
         subscriptions.subscribe_forwarding(proxy, routing, fleet)
@@ -129,7 +152,7 @@ async def running_services(
         sharing.start()
         stack.push_async_callback(sharing.stop)
         if worker_processes:
-            await worker_processes.catch_up(fleet)
+            await worker_processes.catch_up(fleet, catalogue.upsert)
         await watch.start()
         stack.push_async_callback(watch.stop)
         await asyncio.to_thread(indexer.wait_until_caught_up, settings.events.catch_up_timeout)
@@ -153,6 +176,7 @@ async def running_services(
             commands,
             routing,
             admission,
+            selection,
             observability,
             Readiness(fleet, indexer, settings.events.catch_up_timeout, waits_for_workers),
             proxy,

@@ -89,6 +89,23 @@ _OWN = [
     *(Route("POST", path, Access.OPERATOR, own=True) for path in ("/add_worker", "/remove_worker")),
     Route("GET", "/list_workers", Access.CALLER, own=True),
     Route("POST", "/finish_session", Access.CALLER, own=True),
+    # Dynamo's selection service.
+    *(Route("GET", f"/selection/{name}", Access.ANYONE, own=True) for name in ("health", "ready")),
+    *(Route("GET", f"/selection/{name}", Access.CALLER, own=True) for name in ("workers", "loads")),
+    *(
+        Route("POST", f"/selection/{name}", Access.CALLER, own=True)
+        for name in ("select", "overlap_scores", "potential_loads")
+    ),
+    *(
+        Route("POST", f"/selection/{name}", Access.OPERATOR, own=True)
+        for name in ("select_and_reserve", "reservations", "workers")
+    ),
+    *(
+        Route("POST", f"/selection/reservations/{{id}}/{name}", Access.OPERATOR, own=True)
+        for name in ("prefill_complete", "output_block")
+    ),
+    Route("DELETE", "/selection/reservations/{id}", Access.OPERATOR, own=True),
+    *(Route(method, "/selection/workers/{id}", Access.OPERATOR, own=True) for method in ("PATCH", "DELETE")),
     # These endpoints make engines read files and URLs.
     *(Route("POST", path, Access.ENGINE, own=True) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
     *(

@@ -18,6 +18,7 @@ from router.fleet.prober import MetricsScraper, Prober
 from router.fleet.source_watch import follow_kubernetes, follow_settings_file
 from router.fleet.stall_detector import StallDetector
 from router.fleet.worker import Worker
+from router.fleet.worker_sources import DECLARED_SOURCE
 from router.http.event_loop import end_tasks
 from router.settings import FleetSettings, Settings, SettingsFile
 
@@ -74,6 +75,8 @@ class FleetWatch:
         self._tasks.clear()
 
     def _begin(self, worker: Worker) -> None:
+        if worker.source == DECLARED_SOURCE:
+            return
         self._tasks[worker] = [
             asyncio.create_task(self.prober.watch(worker), name=f"probe {worker.name}"),
             asyncio.create_task(self._scraper.watch(worker), name=f"scrape {worker.name}"),
@@ -98,7 +101,7 @@ class FleetWatch:
         while worker.health.attempts:  # noqa: ASYNC110 - most workers have none by now
             await asyncio.sleep(_REMOVED_CHECK_INTERVAL)
         del self._leaving[worker]
-        await end_tasks(self._tasks.pop(worker))
+        await end_tasks(self._tasks.pop(worker, []))
 
 
 def build_fleet(settings: Settings, indexer: Indexer) -> Fleet:

@@ -16,7 +16,7 @@ from router.fleet.discovery import ServedModel
 from router.fleet.engine_metrics import EngineMetrics
 from router.fleet.health import FULL_SECONDS, Attempt, Health, Outcome
 from router.fleet.worker import Worker
-from router.fleet.worker_sources import ADDED_SOURCE, SourcedWorker, WorkerSources
+from router.fleet.worker_sources import ADDED_SOURCE, DECLARED_SOURCE, SourcedWorker, WorkerSources
 from router.http.worker_url import split_user_info
 from router.settings import FleetSettings, Role, WorkerSettings
 
@@ -36,6 +36,7 @@ class Fleet:
     - `unlike`: whether workers of one model have different abilities.
     - `aliases`: the model behind each additional name.
     - `may_be_full`: the workers among which those that are full are.
+    - `declared`: the workers that are chosen for other programs only. The proxy sends them nothing.
     - `version`: incremented when other workers may receive requests, or the same workers under other names.
     - `health_version`: incremented when a circuit opens or closes, and when a worker begins or ends to warm up.
 
@@ -68,6 +69,7 @@ class Fleet:
         self.disaggregated = False
         self.encodes = False
         self.unlike = False
+        self.declared: list[Worker] = []
         self.aliases = aliases
         self.version = 0
         self.health_version = 0
@@ -373,6 +375,7 @@ class Fleet:
                 self._indexer.names.set(url, sourced.name)
                 added.append(self._workers[url])
             self._apply(self._workers[url], sourced)
+        self.declared = [worker for worker in self._workers.values() if worker.source == DECLARED_SOURCE]
         self.version += 1
         return removed, added
 

@@ -14,9 +14,11 @@ from router.settings import WorkerSettings
 log = structlog.get_logger()
 
 # The sources of workers. If two of them name the same URL, the first in this order counts.
-SOURCES = ("config", "api", "kubernetes")
+SOURCES = ("config", "api", "kubernetes", "selection")
 # The source whose workers any client with the operator's token can add.
 ADDED_SOURCE = "api"
+# The source of workers that are chosen for other programs only: nothing probes them, and the proxy sends them nothing.
+DECLARED_SOURCE = "selection"
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,7 +340,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             encoding = EncodeStage(services, context, request, self._media)
             request.encoding = encoding.seconds()
         request.prompt = None  # its texts are no longer needed
-        without = self._without
+        without = [*self._without, *services.fleet.declared] if services.fleet.declared else self._without
         if services.settings.client_routing and tenant is None:
             without = [*without, *follow_client(request, context.head.headers, services.fleet)]
         self._attempts = attempts = Attempts(services, context, request, ticket, body, self._transport, without)

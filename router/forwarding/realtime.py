@@ -94,7 +94,7 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
         prompt, ticket, without = self._admit()
         tried: list[Worker] = []
         while True:
-            excluded = [*without, *tried]
+            excluded = [*without, *services.fleet.declared, *tried]
             placed = services.admission.place(prompt, excluded, ticket)
             assignment = placed or await services.admission.wait(prompt, excluded, ticket)
             self._assignment = assignment

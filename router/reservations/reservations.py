@@ -32,6 +32,8 @@ from router.routing.assignment import Assignment, Selection
 from router.routing.build import Routing
 from router.routing.target_directory import unavailable
 
+# Seconds without a report after which a reservation ends.
+EXPIRY: Final = 300.0
 MOST_RESERVATIONS: Final = 100_000
 LONGEST_ID: Final = 512
 
@@ -223,6 +225,7 @@ class Reservations:
         slo: SLO | None = None,
         size: int = 0,
         expiry: float | None = None,
+        limited: bool = True,
     ) -> HeldReservation:
         """Choose a target for a request and reserve its load in the same step.
 
@@ -230,6 +233,7 @@ class Reservations:
         - `wait`: seconds to wait for capacity.
         - `size`: the bytes of its body.
         - `expiry`: seconds without a report; None: as in the settings.
+        - `limited`: whether the limits of targets count.
 
         Raises RequestError: 404 for an unknown model, 409 for an id that is held, 429 without capacity, 503 without
         a worker.
@@ -240,12 +244,10 @@ class Reservations:
         id = self._claim(id)
         try:
             await self._read(request, size)
-            ticket = Ticket(
-                request.priority, "", None, request.tokens, size, self._clock(), slo=slo, hints=request.hints
-            )
-            assignment = self._admission.place(request, excluded, ticket)
-            if assignment is None:
-                assignment = await self._placed_later(request, excluded, ticket, wait)
+            if limited:
+                assignment = await self._placed(request, excluded, wait, slo, size)
+            else:
+                assignment = self._routing.placement.place(request, excluded)
             # No await from here on: a cancelled caller leaves nothing behind.
             try:
                 return self._hold(id, request, assignment, expiry)
@@ -312,10 +314,14 @@ class Reservations:
             )
         request.prompt = None  # its texts are no longer needed
 
-    async def _placed_later(
-        self, request: RoutedRequest, excluded: Collection[Worker], ticket: Ticket, wait: float
+    async def _placed(
+        self, request: RoutedRequest, excluded: Collection[Worker], wait: float, slo: SLO | None, size: int
     ) -> Assignment:
-        """Return the assignment of a request that is not placed at once. Raises RequestError."""
+        """Return the assignment of a request, within the limits of targets. Raises RequestError."""
+        ticket = Ticket(request.priority, "", None, request.tokens, size, self._clock(), slo=slo, hints=request.hints)
+        assignment = self._admission.place(request, excluded, ticket)
+        if assignment is not None:
+            return assignment
         if wait:
             try:
                 async with asyncio.timeout(wait) as limit:

@@ -22,7 +22,7 @@ from router.tokens.tokenizers import OnTrialError, Tokenizers, TokenizerUnavaila
 log = structlog.get_logger()
 
 # Bytes per token of English text, to estimate the tokens of prompts that are not tokenized.
-_BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN = 4
 _NO_TOKENS = PackedPrompt(b"")
 
 
@@ -77,7 +77,7 @@ class PromptReader:
         """
         self._find_model(request)
         if not self.state.needs_prompts or request.model is None or request.prompt is None:
-            request.estimated(body_bytes // _BYTES_PER_TOKEN)
+            request.estimated(body_bytes // BYTES_PER_TOKEN)
             return True
         if request.path == RESPONSES:
             self._add_earlier_turns(request, request.prompt, request.model)
@@ -122,7 +122,7 @@ class PromptReader:
         assert request.prompt is not None
         request.turn = None
         begun, way = time.perf_counter(), "routed by load alone"
-        request.estimated(body_bytes // _BYTES_PER_TOKEN)
+        request.estimated(body_bytes // BYTES_PER_TOKEN)
         if isinstance(error, TokenizerUnavailableError) and not isinstance(error, OnTrialError):
             with suppress(TokenizerUnavailableError):
                 texts = text_prefixes(request.prompt)

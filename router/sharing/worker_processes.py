@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
 from socket import AF_UNIX, SOCK_STREAM, socket
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -41,10 +43,16 @@ class ProcessAnswer:
 
 
 class _ApiChanges(msgspec.Struct):
-    """The changes by the API: the settings of added workers, and the URLs of draining workers."""
+    """The changes by the API.
+
+    - `added`: the settings of added workers.
+    - `draining`: the URLs of draining workers.
+    - `selected`: the workers that were registered below `/selection`.
+    """
 
     added: list[dict[str, object]]
     draining: list[str]
+    selected: list[dict[str, object]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +85,11 @@ class WorkerProcesses:
         )
         return [answer for answer in answers if answer is not None]
 
-    async def catch_up(self, fleet: Fleet) -> None:
-        """Apply the API changes of another process, if this one replaces a process that ended."""
+    async def catch_up(self, fleet: Fleet, select: Callable[[Any], Awaitable[object]]) -> None:
+        """Apply the API changes of another process, if this one replaces a process that ended.
+
+        `select`: called with each worker that was registered below `/selection`.
+        """
         if not self.again:
             return
         for answer in await self.ask("GET", CHANGES_PATH, [], b"", 1.0):
@@ -90,6 +101,8 @@ class WorkerProcesses:
                 continue
             for worker in fleet.workers:
                 fleet.drain(worker, worker.url in changes.draining)
+            for selected in changes.selected:
+                await select(selected)
             return
 
     def load_index(self, secret: str, token: str) -> list[SavedTarget]:
@@ -140,13 +153,15 @@ class WorkerProcesses:
         return self.folder / f"{number}.http"
 
 
-def api_changes(fleet: Fleet) -> bytes:
+def api_changes(fleet: Fleet, selected: list[Any]) -> bytes:
     """Return this process's API changes, for a process that starts."""
     added = [
         worker.model_dump(mode="json") | {"api_key": worker.api_key and worker.api_key.get_secret_value()}
         for worker in fleet.assigned("api")
     ]
-    return msgspec.json.encode(_ApiChanges(added, [worker.url for worker in fleet.workers if worker.draining]))
+    return msgspec.json.encode(
+        _ApiChanges(added, [worker.url for worker in fleet.workers if worker.draining], selected)
+    )
 
 
 class _UnixConnection(HTTPConnection):

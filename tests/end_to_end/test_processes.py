@@ -78,6 +78,21 @@ def two() -> Iterator[TwoProcesses]:
             yield TwoProcesses(router, router.wait_until_listening(), urls)
 
 
+def test_any_process_reports_on_a_reservation_of_another(two: TwoProcesses) -> None:
+    two.call("/selection/workers", {"worker_id": 7, "endpoint": "ray://a", "block_size": 16, "model_name": "r"})
+    for number in range(8):
+        id = f"reserved-{number}"
+        body = {"model_name": "r", "token_ids": list(range(64)), "selection_id": id}
+        assert two.call("/selection/select", body)["worker_id"] == 7
+        assert two.call("/selection/reservations", {"model_name": "r", "selection_id": id})["worker_id"] == 7
+        assert two.call(f"/selection/reservations/{id}/prefill_complete", method="POST") == {"status": "ok"}
+        assert two.call(f"/selection/reservations/{id}", method="DELETE") == {"status": "ok"}
+    with pytest.raises(HTTPError, match="404"):
+        two.call("/selection/reservations/none", method="DELETE")
+    assert two.call("/selection/workers/7", method="DELETE")["worker_id"] == 7
+    assert all(two.call("/selection/workers?model_name=r") == [] for _ in range(8))
+
+
 def test_both_processes_serve_and_label_their_metrics(two: TwoProcesses) -> None:
     def both_served() -> bool:
         two.complete()

@@ -35,6 +35,8 @@ def model_cards(fleet: Fleet, created: int, tenant: Tenant | None = None) -> dic
     """Return the cards of models, adapters and aliases that the tenant may use, by name. `created`: unix seconds."""
     cards: dict[str, dict[str, Any]] = {}
     for worker in fleet.generating:
+        if worker in fleet.declared:
+            continue
         for served in worker.description.models.values() if worker.description else ():
             if tenant is not None and not tenant.may_use(served.name):
                 continue
