@@ -37,6 +37,8 @@ from router.prediction.slo import SLO
 from router.reservations.declared_workers import DeclaredWorkers
 from router.reservations.reservations import EXPIRY, Reservations
 from router.reservations.reservations import HeldReservation as Reservation
+from router.reservations.selection_service import SelectionService
+from router.reservations.worker_catalogue import WorkerCatalogue
 from router.routing.assignment import Selection
 from router.routing.build import Routing, build_cache_state, build_routing, build_state
 from router.settings import Settings
@@ -158,6 +160,7 @@ class Selector:
         self._routing: Routing
         self._reservations: Reservations
         self._declared: DeclaredWorkers
+        self._service: SelectionService
 
     async def __aenter__(self) -> Self:
         self.loop = asyncio.get_running_loop()
@@ -192,6 +195,8 @@ class Selector:
 
             prober = Prober(fleet, settings.fleet, session, WorkerStreams(indexer, networks), provide)
             self._declared = DeclaredWorkers(fleet, prober, _SOURCE, settings.fleet.max_ranks, provide)
+            catalogue = WorkerCatalogue(fleet, indexer, self._declared)
+            self._service = SelectionService(indexer, routing, self._reservations, catalogue)
             subscribe_routing(routing, fleet)
             subscribe_admission(admission, routing, fleet)
             fleet.on_removed += [self._reservations.worker_removed, source.removed]
@@ -208,6 +213,11 @@ class Selector:
     async def close(self) -> None:
         """End all reservations and everything that runs. Only the first call counts."""
         await self._stack.aclose()
+
+    @property
+    def service(self) -> SelectionService:
+        """Dynamo's selection service over this selector, for `kvrouter.adapters.dynamo`."""
+        return self._service
 
     # The workers
 

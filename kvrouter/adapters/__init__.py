@@ -1,0 +1,1 @@
+"""Interfaces of other projects over `kvrouter.selection`: docs/embed.md."""
