@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 
 from http_api.errors import RequestError
+from kvevents.decoding import read_json
 from router.reservations.reservations import EXPIRY
 
 T = TypeVar("T")
@@ -117,10 +118,10 @@ class OutputBlockBody(msgspec.Struct):
 def read_body(body: Any, kind: type[T]) -> T:
     """Decode the JSON of a body, or convert a decoded body. Raises RequestError (400, 422)."""
     try:
-        return msgspec.json.decode(body, type=kind) if isinstance(body, bytes) else msgspec.convert(body, kind)
+        return read_json(body, kind) if isinstance(body, bytes) else msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         raise unprocessable(f"Failed to deserialize the JSON body into the target type: {error}") from error
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise bad_request(f"Failed to parse the request body as JSON: {error}") from error
 
 

@@ -33,6 +33,7 @@ _ALLOWED = {
     "router/apis/billing_line.py": "bodies of clients: it catches every error",
     "router/apis/messages.py": "fields of clients' bodies",
     "router/app/routes/commands.py": "bodies of operators",
+    "router/reservations/selection_bodies.py": "bodies that were decoded before",
     "router/app/routes/workers.py": "bodies of operators",
     "router/apis/usage.py": "the beginning of an object in an answer: it catches every error",
     "router/tokens/model_files.py": "files of models",
