@@ -85,7 +85,7 @@ class SessionCollector(Collector):
         for target, each in sessions.working_sets.items():
             tokens.add_metric([target.worker, str(target.dp_rank), target.model], each.tokens)
         closed = GaugeMetricFamily(
-            "kvrouter_programs_gate_closed", "1 while calls of sessions wait for room", gate.closed
+            "kvrouter_programs_gate_closed", "1 while calls of sessions wait for room", int(gate.closed)
         )
         lost = CounterMetricFamily(
             "kvrouter_session_lost_tokens", "Context tokens of sessions that were evicted before they returned"
