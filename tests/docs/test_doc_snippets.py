@@ -446,7 +446,7 @@ def test_json_examples_are_valid(block: Block) -> None:
 
 # Parts of Envoy's configuration: make test-envoy has Envoy read them.
 ENVOY_FIELDS = {"load_balancing_policy"}
-# The file that verl reads: tests/kvrouter/adapters/test_verl.py makes a balancer of such fields.
+# The file that verl reads: tests/kvrouter/adapters/test_verl.py makes a balancer from these fields.
 VERL_FIELDS = {"router_class", "block_size", "discover", "settings"}
 
 
