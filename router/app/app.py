@@ -12,8 +12,7 @@ from http_api.routes import add_error_handlers
 from indexer.api.questions import Questions
 from indexer.api.routes import IndexApi, index_routes
 from router.app.all_processes import AllProcesses
-from router.app.routes import commands, explain, model_cards, status, workers
-from router.app.routes.selection import selection_routes
+from router.app.routes import commands, explain, model_cards, selection, status, workers
 from router.app.services import Services, running_services
 from router.forwarding.dispatcher import Dispatcher
 from router.settings import Settings, SettingsFile
@@ -27,6 +26,7 @@ _SHARED = (
     model_cards.routes,
     explain.routes,
     status.routes,
+    selection.routes,
     api_page_routes,
 )
 
@@ -61,7 +61,6 @@ def router_app(services: Services) -> FastAPI:
     app.state.index = IndexApi(services.indexer, questions, services.registered_streams.admit)
     for shared in _SHARED:  # FastAPI would copy the routes of an included router at the first request
         app.router.routes += shared.routes
-    app.router.routes += selection_routes(services).routes
     add_error_handlers(app)
     if services.worker_processes:
         app.add_middleware(AllProcesses, services.worker_processes, services.fleet, services.selection.workers.records)

@@ -14,7 +14,8 @@ from fastapi.routing import APIRoute
 from http_api.errors import RequestError
 from http_api.openapi import schema_body
 from http_api.routes import check_token, json_response
-from router.app.services import Services
+from router.app.services import services_of
+from router.reservations.selection_service import SelectionService
 
 PREFIX = "/selection"
 # Maximum size of a body, as in Dynamo.
@@ -44,85 +45,98 @@ class _Route(APIRoute):
         return answer
 
 
-def selection_routes(services: Services) -> APIRouter:
-    """Return the routes of the selection service."""
-    service, routes = services.selection, APIRouter(prefix=PREFIX, route_class=_Route)
-    changes = [Depends(check_token)]
+routes = APIRouter(prefix=PREFIX, route_class=_Route)
+_CHANGES = [Depends(check_token)]
 
-    @routes.get("/health")
-    async def health() -> Response:
-        """Answer while the router runs."""
-        return json_response(_OK)
 
-    @routes.get("/ready")
-    async def ready() -> Response:
-        """Return whether any worker may be chosen."""
-        found = service.workers.ready()
-        return json_response(found, 200 if found["ready"] else 503)
+def _service(request: Request) -> SelectionService:
+    return services_of(request).selection
 
-    @routes.get("/workers")
-    async def workers(model_name: str | None = None, routing_group: str | None = None) -> Response:
-        """List all workers."""
-        return json_response(service.workers.listed(model_name, routing_group))
 
-    @routes.get("/loads")
-    async def loads(model_name: str | None = None, routing_group: str | None = None) -> Response:
-        """Return the load of each worker, by model and routing group."""
-        return json_response(service.loads(model_name, routing_group))
+@routes.get("/health")
+async def health() -> Response:
+    """Answer while the router runs."""
+    return json_response(_OK)
 
-    def answer(path: str, call: Callable[[bytes], Awaitable[Any]], status: int = 200, *, change: bool = False) -> None:
-        """Add a route that answers a body."""
 
-        async def endpoint(request: Request) -> Response:
-            return json_response(await call(await _body(request)), status)
+@routes.get("/ready")
+async def ready(request: Request) -> Response:
+    """Return whether any worker may be chosen."""
+    found = _service(request).workers.ready()
+    return json_response(found, 200 if found["ready"] else 503)
 
-        endpoint.__doc__ = call.__doc__
-        endpoint.__name__ = f"selection_{call.__name__}"
-        routes.add_api_route(
-            path, endpoint, methods=["POST"], openapi_extra=_BODY, dependencies=changes if change else []
-        )
 
-    answer("/select", service.select)
-    answer("/overlap_scores", service.overlap_scores)
-    answer("/potential_loads", service.potential_loads)
-    answer("/select_and_reserve", service.select_and_reserve, change=True)
-    answer("/reservations", service.create_reservation, 201, change=True)
+@routes.get("/workers")
+async def workers(request: Request, model_name: str | None = None, routing_group: str | None = None) -> Response:
+    """List all workers."""
+    return json_response(_service(request).workers.listed(model_name, routing_group))
 
-    @routes.post("/workers", openapi_extra=_BODY, dependencies=changes)
-    async def upsert_worker(request: Request) -> Response:
-        """Add a worker, or replace it."""
-        body = await _body(request)
-        return json_response(await service.workers.upsert(body), 201)
 
-    @routes.patch("/workers/{worker_id}", openapi_extra=_BODY, dependencies=changes)
-    async def patch_worker(worker_id: str, request: Request) -> Response:
-        """Replace the given fields of a worker."""
-        return json_response(await service.workers.patch(_number(worker_id), await _body(request)))
+@routes.get("/loads")
+async def loads(request: Request, model_name: str | None = None, routing_group: str | None = None) -> Response:
+    """Return the load of each worker, by model and routing group."""
+    return json_response(_service(request).loads(model_name, routing_group))
 
-    @routes.delete("/workers/{worker_id}", dependencies=changes)
-    async def delete_worker(worker_id: str) -> Response:
-        """Remove a worker, and end its reservations."""
-        return json_response(await service.workers.delete(_number(worker_id)))
 
-    @routes.post("/reservations/{id}/prefill_complete", dependencies=changes)
-    async def prefill_complete(id: str) -> Response:
-        """End the prefill of a reservation."""
-        await service.prefill_complete(id)
-        return json_response(_OK)
+def _answer(
+    path: str, call: Callable[[SelectionService, bytes], Awaitable[Any]], status: int = 200, *, change: bool = False
+) -> None:
+    """Add a route that answers a body."""
 
-    @routes.post("/reservations/{id}/output_block", dependencies=changes)
-    async def output_block(id: str, request: Request) -> Response:
-        """Report one more block of an answer."""
-        service.add_output_block(id, await _body(request))
-        return json_response(_OK)
+    async def endpoint(request: Request) -> Response:
+        return json_response(await call(_service(request), await _body(request)), status)
 
-    @routes.delete("/reservations/{id}", dependencies=changes)
-    async def free_reservation(id: str) -> Response:
-        """Release a reservation."""
-        await service.free_reservation(id)
-        return json_response(_OK)
+    endpoint.__doc__ = call.__doc__
+    endpoint.__name__ = f"selection_{call.__name__}"
+    dependencies = _CHANGES if change else []
+    routes.add_api_route(path, endpoint, methods=["POST"], openapi_extra=_BODY, dependencies=dependencies)
 
-    return routes
+
+_answer("/select", SelectionService.select)
+_answer("/overlap_scores", SelectionService.overlap_scores)
+_answer("/potential_loads", SelectionService.potential_loads)
+_answer("/select_and_reserve", SelectionService.select_and_reserve, change=True)
+_answer("/reservations", SelectionService.create_reservation, 201, change=True)
+
+
+@routes.post("/workers", openapi_extra=_BODY, dependencies=_CHANGES)
+async def upsert_worker(request: Request) -> Response:
+    """Add a worker, or replace it."""
+    body = await _body(request)
+    return json_response(await _service(request).workers.upsert(body), 201)
+
+
+@routes.patch("/workers/{worker_id}", openapi_extra=_BODY, dependencies=_CHANGES)
+async def patch_worker(worker_id: str, request: Request) -> Response:
+    """Replace the given fields of a worker."""
+    return json_response(await _service(request).workers.patch(_number(worker_id), await _body(request)))
+
+
+@routes.delete("/workers/{worker_id}", dependencies=_CHANGES)
+async def delete_worker(worker_id: str, request: Request) -> Response:
+    """Remove a worker, and end its reservations."""
+    return json_response(await _service(request).workers.delete(_number(worker_id)))
+
+
+@routes.post("/reservations/{id}/prefill_complete", dependencies=_CHANGES)
+async def prefill_complete(id: str, request: Request) -> Response:
+    """End the prefill of a reservation."""
+    await _service(request).prefill_complete(id)
+    return json_response(_OK)
+
+
+@routes.post("/reservations/{id}/output_block", dependencies=_CHANGES)
+async def output_block(id: str, request: Request) -> Response:
+    """Report one more block of an answer."""
+    _service(request).add_output_block(id, await _body(request))
+    return json_response(_OK)
+
+
+@routes.delete("/reservations/{id}", dependencies=_CHANGES)
+async def free_reservation(id: str, request: Request) -> Response:
+    """Release a reservation."""
+    await _service(request).free_reservation(id)
+    return json_response(_OK)
 
 
 async def _body(request: Request) -> bytes:

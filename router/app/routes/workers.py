@@ -204,18 +204,19 @@ def _unassign(fleet: Fleet, worker: Worker) -> dict[str, Any]:
 @changing_routes.post("/workers/drain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
 async def drain(request: Request) -> dict[str, Any]:
     """Send a worker no new requests. Its state is `drained` once its requests in flight have ended."""
-    fleet = services_of(request).fleet
-    worker = _find(fleet, _which(await request.body()))
-    fleet.drain(worker, True)
-    return named(worker) | worker_status(worker)
+    return await _set_draining(request, True)
 
 
 @changing_routes.post("/workers/undrain", openapi_extra=json_body(_Named), responses=errors(400, 401, 404))
 async def undrain(request: Request) -> dict[str, Any]:
     """Send requests to a drained worker again."""
+    return await _set_draining(request, False)
+
+
+async def _set_draining(request: Request, draining: bool) -> dict[str, Any]:
     fleet = services_of(request).fleet
     worker = _find(fleet, _which(await request.body()))
-    fleet.drain(worker, False)
+    fleet.drain(worker, draining)
     return named(worker) | worker_status(worker)
 
 
