@@ -300,8 +300,9 @@ class Admission:
         selection = self._selector.choose(prompt, tried, limits, now, ticket.slo)
         if selection is None:
             return _SATURATED
-        if ticket.call is not None and self._room is not None:
-            closed = self._room.closed(ticket.call, selection, self._selector.ranks(prompt), arrives)
+        call, room = ticket.call, self._room
+        if call is not None and room is not None and not room.passes(call, selection):
+            closed = room.closed(call, selection, self._selector.ranks(prompt), arrives)
             if closed is None:
                 return _NO_ROOM
             if closed:

@@ -41,20 +41,22 @@ class Room:
         if identity is None or identity.by_user or len(prompt.identities) != 1 or not prompt.reads_cache:
             return None
         key = (ticket.tenant, prompt.name, prompt.cache_salt, identity.session)
-        return self._gate.call(key, identity.program, prompt.tokens, hints is not None and bool(hints.final))
+        return self._gate.call(key, prompt.tokens, hints is not None and bool(hints.final))
+
+    def passes(self, call: Call, selection: Selection) -> bool:
+        """Return whether a call may go to any target."""
+        call.held = False
+        if selection.disaggregation is not None or len(selection.hashes) != 1:
+            return True
+        return self._gate.passes(call, selection.best_overlap, bool(self._waiting))
 
     def closed(
         self, call: Call, selection: Selection, ranks: Collection[RoutableRank], arrives: bool
     ) -> Collection[tuple[str, int]] | None:
-        """Return the workers and ranks that have no room for a call; None if all have none, so that it waits.
+        """Return the workers and ranks without room for a call that does not pass; None if all have none: it waits.
 
         `arrives`: it did not wait yet, so that calls which wait are tried first.
         """
-        call.held = False
-        if selection.disaggregation is not None or len(selection.hashes) != 1:
-            return ()
-        if self._gate.passes(call, selection.best_overlap, bool(self._waiting)):
-            return ()
         call.held = True
         if arrives and self._waiting:
             return None

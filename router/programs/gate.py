@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final, NamedTuple
 
 from indexer import Target
-from router.programs.sessions import Call, Session, SessionKey, Sessions
+from router.programs.sessions import Call, SessionKey, Sessions
 from router.programs.working_sets import WorkingSet, marks_of
 
 ROOM: Final = 0.8
@@ -57,9 +57,9 @@ class Gate:
         self._lost = self._asked = 0.0
         self._decayed = 0.0
 
-    def call(self, key: SessionKey, program: str, tokens: int, final: bool) -> Call | None:
+    def call(self, key: SessionKey, tokens: int, final: bool) -> Call | None:
         """Return the call of a session that arrives now; None if its name is that of many callers."""
-        return self.sessions.call(key, program, tokens, final)
+        return self.sessions.call(key, tokens, final)
 
     def passes(self, call: Call, best_overlap: int, waiting: bool) -> bool:
         """Return whether a call may go to any target.
@@ -94,24 +94,6 @@ class Gate:
         """Charge a call's session to the target that it is sent to. Call the call when its request ends."""
         self.sessions.sent(call, target, marks_of(hashes))
 
-    def share_lost(self) -> float:
-        """Return the share of the recent prompt tokens that sessions had and lost."""
-        return self._lost / self._asked if self._asked else 0.0
-
-    def fitting(self, ranks: Iterable[RankCapacity]) -> int | None:
-        """Return how many more sessions of the present mean size fit; None if that is not known."""
-        sessions = self.sessions
-        live, free = sessions.live(), 0.0
-        if not live:
-            return None
-        used = sum(each.tokens for each in sessions.working_sets.values())
-        for rank in ranks:
-            if rank.tokens is None:
-                return None
-            working_set = sessions.working_sets.get(rank.target, _NOTHING)
-            free += max(ROOM * rank.tokens - working_set.tokens - sessions.turn * working_set.sessions, 0.0)
-        return int(free / max(used / live + sessions.turn, 1.0))
-
     def _lost_context(self, call: Call, best_overlap: int) -> int:
         """Return the tokens of a session's last context that no target holds, as far as events show it."""
         session = call.session
@@ -129,11 +111,7 @@ class Gate:
             self._lost = self._lost * factor + lost
             self._asked = self._asked * factor + call.tokens
             self.lost_tokens += lost
-            self.cold_returns += _is_cold(call.session, lost)
+            self.cold_returns += call.session.tokens > 0 and lost > LITTLE_LOST
         pressed = self._lost > PRESSURE * self._asked
         if pressed or not waiting:
             self.closed = pressed
-
-
-def _is_cold(session: Session, lost: int) -> bool:
-    return session.tokens > 0 and lost > LITTLE_LOST

@@ -51,7 +51,6 @@ class Session:
         "context",
         "ended_at",
         "key",
-        "program",
         "seen_at",
         "shared",
         "strangers",
@@ -60,9 +59,8 @@ class Session:
         "until",
     )
 
-    def __init__(self, key: SessionKey, program: str) -> None:
+    def __init__(self, key: SessionKey) -> None:
         self.key = key
-        self.program = program
         self.context = NO_CONTEXT
         self.tokens = 0
         self.answer = 0
@@ -115,7 +113,6 @@ class Sessions:
         self.answer = 0.0  # the mean tokens of an answer
         self._clock = clock
         self._records: OrderedDict[SessionKey, Session] = OrderedDict()
-        self._programs: dict[str, int] = {}  # live sessions by program
         self._idle: list[tuple[float, int, Session]] = []
         self._numbers = count()
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
@@ -124,25 +121,18 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._records)
 
-    def call(self, key: SessionKey, program: str, tokens: int, final: bool) -> Call | None:
+    def call(self, key: SessionKey, tokens: int, final: bool) -> Call | None:
         """Return a call of a session that arrives now; None for names that many callers share."""
         now = self.expire()
         session = self._records.get(key)
         if session is None:
-            session = self._records[key] = Session(key, program)
+            session = self._records[key] = Session(key)
             if len(self._records) > _MOST_SESSIONS:
                 self.drop(next(iter(self._records)))
         else:
             self._records.move_to_end(key)
         session.seen_at = now
         return None if session.shared else Call(self, session, tokens, final)
-
-    def get(self, key: SessionKey) -> Session | None:
-        return self._records.get(key)
-
-    def is_live(self, program: str) -> bool:
-        """Return whether any session of a program is live."""
-        return program in self._programs
 
     def sent(self, call: Call, target: Target, context: array[int]) -> None:
         """Charge a call's session to the target that it is sent to."""
@@ -219,7 +209,6 @@ class Sessions:
             return
         for session in self._records.values():
             if session.charged is working_set:
-                self._live(session, -1)
                 session.charged = None
             if session.target == target:
                 session.target = None
@@ -239,7 +228,6 @@ class Sessions:
             self._discharge(session)
             charged.add(context)
             session.charged = charged
-            self._live(session, 1)
         session.context, session.target = context, target
 
     def _discharge(self, session: Session) -> None:
@@ -247,14 +235,6 @@ class Sessions:
         if charged is not None:
             charged.answered(-session.answer)
             charged.remove(session.context)
-            self._live(session, -1)
-
-    def _live(self, session: Session, change: int) -> None:
-        live = self._programs.get(session.program, 0) + change
-        if live:
-            self._programs[session.program] = live
-        else:
-            self._programs.pop(session.program, None)
 
     def _is_stranger(self, session: Session, context: array[int]) -> bool:
         """Count a call that overlaps another one and does not go on with it. Return whether the name is now shared."""

@@ -8,6 +8,7 @@ every prefix of each. Both allow bisection.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Container
 from typing import Final
 
@@ -79,23 +80,9 @@ class WorkingSet:
 
 def common(one: array[int], other: array[int]) -> int:
     """Return how many leading marks two contexts share."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda place: one[place] != other[place])
 
 
 def _leading(context: array[int], marks: Container[int]) -> int:
     """Return how many leading marks of a context are among `marks`, which hold every prefix of what they hold."""
-    low, high = 0, len(context)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if context[middle - 1] in marks:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(context, True, key=lambda mark: mark not in marks)

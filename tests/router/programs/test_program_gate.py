@@ -26,8 +26,8 @@ class Fleet:
         self.reporting = {A, B}
         self.gate = Gate(lambda: self.now, self.reporting.__contains__)
 
-    def arrives(self, name: str, marks: int, final: bool = False, program: str = "p") -> Call:
-        call = self.gate.call(key(name), program, marks * MARK_TOKENS, final)
+    def arrives(self, name: str, marks: int, final: bool = False) -> Call:
+        call = self.gate.call(key(name), marks * MARK_TOKENS, final)
         assert call is not None
         return call
 
@@ -132,7 +132,7 @@ def test_the_answer_counts_until_the_next_prompt_has_it(fleet: Fleet) -> None:
 
 def test_routers_that_share_a_fleet_divide_its_room() -> None:
     gate = Gate(lambda: 1000.0, lambda _: True, routers=lambda: 2)
-    call = gate.call(key("a"), "p", 300 * MARK_TOKENS, False)
+    call = gate.call(key("a"), 300 * MARK_TOKENS, False)
     assert call is not None
     gate.sent(call, A, hashes("a", 300))
     assert gate.has_room(RankCapacity(A, CAPACITY), context("b", 100))
@@ -153,7 +153,7 @@ def test_a_name_of_many_callers_is_no_session(fleet: Fleet) -> None:
     calls = [fleet.arrives("shared", 100) for _ in range(6)]
     for number, call in enumerate(calls):
         fleet.gate.sent(call, A, hashes(f"caller {number}", 100))
-    assert fleet.gate.call(key("shared"), "p", 10, False) is None
+    assert fleet.gate.call(key("shared"), 10, False) is None
     assert fleet.gate.sessions.live() == 0
     for call in calls:
         call()
@@ -181,14 +181,14 @@ def test_sessions_of_a_target_that_goes_are_cold_and_bound_to_no_target(fleet: F
 
 def test_ten_thousand_programs_that_vanish_leave_nothing(fleet: Fleet) -> None:
     for number in range(10_000):
-        call = fleet.arrives(str(number), 3, program=str(number))
+        call = fleet.arrives(str(number), 3)
         fleet.gate.sent(call, A if number % 2 else B, hashes(str(number), 3))
         call(failed=number % 3 == 0)
         fleet.now += 0.01
     fleet.now += FORGOTTEN_SECONDS + LONGEST_IDLE
     fleet.gate.sessions.expire()
     assert len(fleet.gate.sessions) == 0
-    assert not fleet.gate.sessions.is_live("1")
+    assert fleet.gate.sessions.live() == 0
     assert [each.tokens for each in fleet.gate.sessions.working_sets.values()] == [0, 0]
 
 
@@ -203,7 +203,7 @@ def test_charges_are_those_of_live_sessions_whatever_happens(steps: list[tuple[s
     arrived, sent = list[Call](), list[Call]()
     for step, number in steps:
         name = str(number % 3)
-        if step == "arrive" and (call := fleet.gate.call(key(name), name, number * MARK_TOKENS, number == 5)):
+        if step == "arrive" and (call := fleet.gate.call(key(name), number * MARK_TOKENS, number == 5)):
             arrived.append(call)
         elif step == "send" and arrived:
             call = arrived.pop(number % len(arrived))
