@@ -159,10 +159,10 @@ class CandidateSet:
         if policy is None or self.rates:
             return None
         overlaps, records, lowest = self.overlaps, self.view.records, self.lowest
+        request = Request(tokens, shared=self.shared)
         if lowest is not None and not self.sources:
             row: int | None = lowest[0] if len(lowest) == 1 else policy.one_of(lowest)
         else:
-            request = Request(tokens, shared=self.shared)
             sources = {row: self.with_overlap(row, records[row]) for row in self.sources}
             row = policy.cheapest_row(
                 self.view.columns, request, overlaps.tokens, overlaps.transfers, self.excluded, sources
@@ -170,7 +170,6 @@ class CandidateSet:
         if row is None:
             return None
         chosen = self.with_overlap(row, records[row])
-        request = Request(tokens, shared=self.shared)
         decision = Decision(
             chosen,
             partial(self.records, chosen),
