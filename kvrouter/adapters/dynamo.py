@@ -6,11 +6,13 @@ Its methods have the requests, answers and errors of `dynamo.llm.SelectionServic
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from http_api.errors import RequestError
 from kvrouter.selection import Selector
+from router.reservations.selection_service import SelectionService as Service
 
 _KINDS = {404: "not_found", 409: "conflict", 429: "scheduler", 503: "not_ready"}
 _FILTERED = "no endpoints available"
@@ -54,15 +56,13 @@ class SelectionService:
 
     async def upsert_worker(self, worker: Any) -> Any:
         """Add a worker, or replace it, and return its record."""
-        await self._started()
-        with _Errors():
-            return await self._selector.service.workers.upsert(_named(worker))
+        async with self._running() as service:
+            return await service.workers.upsert(_named(worker))
 
     async def delete_worker(self, worker_id: int) -> Any:
         """Remove a worker, and return its record."""
-        await self._started()
-        with _Errors():
-            return await self._selector.service.workers.delete(worker_id)
+        async with self._running() as service:
+            return await service.workers.delete(worker_id)
 
     def list_workers(self, *, model_name: str | None = None, routing_group: str | None = None) -> Any:
         """Return the records of all workers."""
@@ -76,27 +76,23 @@ class SelectionService:
 
     async def select(self, request: Any) -> Any:
         """Return the choice for a prompt, and reserve nothing."""
-        await self._started()
-        with _Errors():
-            return await self._selector.service.select(request)
+        async with self._running() as service:
+            return await service.select(request)
 
     async def select_and_reserve(self, request: Any) -> Any:
         """Return the choice for a prompt, and reserve its load."""
-        await self._started()
-        with _Errors():
-            return await self._selector.service.select_and_reserve(request)
+        async with self._running() as service:
+            return await service.select_and_reserve(request)
 
     async def create_reservation(self, request: Any) -> Any:
         """Reserve an earlier choice by its `selection_id`, or a given worker."""
-        await self._started()
-        with _Errors():
-            return await self._selector.service.create_reservation(request)
+        async with self._running() as service:
+            return await service.create_reservation(request)
 
     async def prefill_complete(self, selection_id: str) -> None:
         """End the prefill of a reservation."""
-        await self._started()
-        with _Errors():
-            await self._selector.service.prefill_complete(selection_id)
+        async with self._running() as service:
+            await service.prefill_complete(selection_id)
 
     def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
         """Report one more block of an answer."""
@@ -107,21 +103,18 @@ class SelectionService:
 
     async def free_reservation(self, selection_id: str) -> None:
         """Release a reservation."""
-        await self._started()
-        with _Errors():
-            await self._selector.service.free_reservation(selection_id)
+        async with self._running() as service:
+            await service.free_reservation(selection_id)
 
     async def overlap_scores(self, request: Any) -> Any:
         """Return the blocks of a prompt that each worker has cached."""
-        await self._started()
-        with _Errors():
-            return await self._selector.service.overlap_scores(request)
+        async with self._running() as service:
+            return await service.overlap_scores(request)
 
     async def potential_loads(self, request: Any) -> Any:
         """Return the load that each worker would have with a prompt."""
-        await self._started()
-        with _Errors():
-            return await self._selector.service.potential_loads(request)
+        async with self._running() as service:
+            return await service.potential_loads(request)
 
     def loads(self, *, model_name: str | None = None, routing_group: str | None = None) -> Any:
         """Return the load of each worker, by model and routing group."""
@@ -141,6 +134,13 @@ class SelectionService:
     @property
     def _runs(self) -> bool:
         return not self._down and self._starting is not None and self._starting.done()
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[Service]:
+        """Start the selector if necessary, and yield its service. Errors become Dynamo's."""
+        await self._started()
+        with _Errors():
+            yield self._selector.service
 
     async def _started(self) -> None:
         if self._down:
