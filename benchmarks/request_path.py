@@ -138,16 +138,15 @@ def _is_sampled(path: list[Step]) -> bool:
 async def interpreted_parts(worker: str) -> tuple[set[str], set[str]]:
     """Return the files whose functions, and the classes whose generated constructors, chats call in the interpreter.
 
-    A whole chat and a streamed one are read: of each, the one with the fewest calls.
+    A whole chat and a streamed one are read: of each, what all its requests call, because timers fire during some.
     """
     files, classes = set[str](), set[str]()
     async with _running_router(worker) as address:
         for stream in (False, True):
             calls = _Calls()
             paths = await _paths(address, count(stream * 1_000_000), stream, calls, requests=20)
-            path, generated = min(zip(paths, calls.generated, strict=True), key=lambda each: len(each[0]))
-            files.update(file for file, _ in path)
-            classes |= generated
+            files |= set.intersection(*({file for file, _ in path} for path in paths))
+            classes |= set.intersection(*calls.generated)
     return files, classes
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from indexer import Target, UnknownModelError
+from indexer import UnknownModelError
 from indexer.index import ChoiceQuestion, ChosenRows
 from router.apis.requests import RoutedRequest
-from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, HolderRows
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, HolderRows, InFlightPrefixes
 from router.cache_state.prefix_demand import HORIZON
+from router.cache_state.sent_prefixes import SentPrefixes
 from router.policies import LinearPolicy
 from router.routing.load_view import LoadView
 from router.routing.overlaps import OverlapFinder
@@ -85,18 +86,17 @@ class NativeChoice:
         question.excluded = [*excluded]
         for _ in range(_MOST_CALLS):
             question.units, question.in_flight = rows.units, []
-            if self._in_flight.prompts:
-                question.in_flight.append(self._in_flight.tree(rows.in_flight, now))
-            if self._peers.prompts:
-                question.in_flight.append(self._peers.tree(rows.peers, now))
+            in_flight = [(self._in_flight, rows.in_flight), (self._peers, rows.peers)]
+            in_flight = [(prefixes, holders) for prefixes, holders in in_flight if prefixes.prompts]
+            for prefixes, holders in in_flight:
+                question.in_flight.append(prefixes.tree(holders, now))  # may release prompts: `prompts` may become 0
             question.sent = self._sent.tree(rows.sent) if self._sent.sent else None
             chosen = index.choose_rows(question, prompt.token_ids[0], prompt.identities[0])
             if chosen is None:
                 return None
             _, _, _, _, raised, unknown, _, _, _ = chosen
             if unknown:
-                trees = [rows.in_flight, rows.peers] if self._in_flight.prompts else [rows.peers]
-                if not self._know(targets, served, rows, [*trees[: len(question.in_flight)], rows.sent], unknown):
+                if not self._know(targets, served, rows, [*in_flight, (self._sent, rows.sent)], unknown):
                     return None
             elif not raised or not self._overlaps.forget_evicted([targets.ranks[row] for row in raised]):
                 return chosen
@@ -114,17 +114,13 @@ class NativeChoice:
         targets: ModelTargets,
         served: ServedModel,
         rows: ServedRows,
-        trees: list[HolderRows],
+        trees: list[tuple[InFlightPrefixes | SentPrefixes, HolderRows]],
         unknown: list[tuple[int, int]],
     ) -> bool:
         """Find the rows and block sizes of unknown holders. Return False if one keeps only windows of prompts."""
         for tree, holder in unknown:
-            holders = trees[tree]
-            target: Target | None
-            if holders is rows.sent:
-                target = self._sent.target_of(holder)
-            else:
-                target = (self._in_flight if holders is rows.in_flight else self._peers).target_of(holder)
+            prefixes, holders = trees[tree]
+            target = prefixes.target_of(holder)
             rank = None if target is None else targets.of_target.get(target)
             if rank is None or rank.served is not served:
                 holders.place(holder, -1)

@@ -51,6 +51,8 @@ def some_step(random: Random) -> tuple[Any, ...]:
             ("end", random.randrange(9), random.random() < 0.2),
             ("sent", worker, prompt),
             ("peer", worker, prompt),
+            ("wait", random.choice((1.0, 3.0))),
+            ("forget", worker),
         )
     )
 
@@ -113,6 +115,11 @@ class Fixture:
                 assignment = self.in_flight.pop(number % len(self.in_flight))
                 assignment.attempt.failed = failed
                 assignment.release()
+            case "wait", seconds:  # prompts that ended are released by the next choice
+                self.now += seconds
+            case "forget", worker:
+                for prefixes in (state.in_flight_prefixes, state.sent_prefixes, self.peer_load.prompts):
+                    prefixes.forget(self.target(worker))
             case "sent", worker, prompt:
                 state.sent_prefixes.remember(
                     self.target(worker), prompt_hashes(MODEL, None, None, packed(prompt)), None
