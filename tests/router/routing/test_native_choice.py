@@ -125,9 +125,9 @@ class Fixture:
                     self.target(worker), prompt_hashes(MODEL, None, None, packed(prompt)), None
                 )
             case "peer", worker, prompt:
-                hashes = prompt_hashes(MODEL, None, None, packed(prompt))[SHARED_STRIDE - 1 :: SHARED_STRIDE]
-                if hashes:
-                    self.peer_load.prompts.hold(self.target(worker), hashes)
+                shared = prompt_hashes(MODEL, None, None, packed(prompt))[SHARED_STRIDE - 1 :: SHARED_STRIDE]
+                if shared:
+                    self.peer_load.prompts.hold(self.target(worker), shared)
 
     def target(self, worker: int) -> Target:
         return Target(f"http://w{worker}:1", 0, MODEL)
