@@ -103,7 +103,9 @@ class Fixture:
                 size = 32 if worker == 1 else 16
                 tokens = list(packed(prompt))
                 blocks = len(tokens) // size
-                hashes = [hash((size, *tokens[: (block + 1) * size])) & 0x7FFFFFFF for block in range(blocks)]
+                hashes: list[int | bytes] = [
+                    hash((size, *tokens[: (block + 1) * size])) & 0x7FFFFFFF for block in range(blocks)
+                ]
                 stored = BlockStored(hashes, None, tokens[: blocks * size], size, medium=medium)
                 self.indexer.index.apply(self.target(worker), EventBatch(0.0, [stored], 0))
             case "clear", worker:
