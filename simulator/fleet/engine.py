@@ -3,105 +3,55 @@
 An engine computes from event to event, and `next_event` is the time of its next one. It combines all steps without
 prefill up to the next end of a request. A new request ends that combination early.
 
-A request reserves the blocks of its prompt and its answer when it is admitted, and waits while they do not fit. A full
-block can be reused once it is computed. Blocks of ended requests stay until their memory is needed. The least recently
-used are evicted first, and the last blocks of a request before its first.
+As in vLLM, a request is admitted while the step has tokens to compute for it, if the blocks of its whole prompt fit.
+No block is reserved for its answer. If an answer needs a block and none is free, the request that was admitted last is
+preempted: it loses its blocks, waits before all others, and computes its prompt and its answer so far again.
+
+A full block can be reused once it is computed. Blocks of ended and preempted requests stay until their memory is
+needed. The least recently used are evicted first, and the last blocks of a request before its first.
 
 A prefill worker computes a prompt and keeps its blocks until a decode worker has fetched them. A decode worker reserves
 memory first, fetches the blocks that it lacks, and computes the last token of the prompt, as vLLM does with NIXL.
 
 Rates are computed from hardware figures at the efficiencies that engines reach: 2 FLOP a parameter at half of the peak,
 attention at 0.4 of the peak, and memory at 0.7 of the bandwidth.
+
+One file, because admission, growth and preemption work on the same steps and the same memory.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
 from router.policies.rates import CHUNK, Rates
+from simulator.fleet.block_cache import BlockCache
 from simulator.fleet.sources import WorkerSources
 from simulator.fleet.trace import BLOCK_TOKENS, TracedRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """An engine: its rates, the tokens that its KV cache holds, and the most requests that it runs at once."""
+    """An engine: its rates, the tokens that its KV cache holds, and the most requests that it runs at once.
+
+    - `max_queued_requests`: the requests, waiting and running, from which it refuses more; None for no limit.
+    - `max_queued_tokens`: the same for the prompt tokens of requests without a first token.
+    """
 
     name: str
     rates: Rates
     kv_tokens: int
     max_requests: int = 256
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
 
 
 LLAMA_70B = Profile("70B on 8 H100", Rates(0.012, 4.2e-5, 8e-10, 1.8e-8), 1_200_000)
 LLAMA_8B = Profile("8B on 1 H100", Rates(0.009, 3.6e-5, 1.3e-9, 5.6e-8), 400_000)
-
-
-class BlockCache:
-    """The blocks of an engine: named ones, which prompts can reuse by id, and unnamed ones, which are only counted."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.unnamed = 0
-        self._used: dict[int, int] = {}  # references by id
-        self._idle: OrderedDict[int, None] = OrderedDict()  # used by no request; the first is evicted first
-        self.removed: list[int] = []  # since `take_removed`
-
-    @property
-    def in_use(self) -> int:
-        """The number of blocks that cannot be evicted."""
-        return len(self._used) + self.unnamed
-
-    def __contains__(self, block: object) -> bool:
-        """Return whether the cache holds a block."""
-        return block in self._used or block in self._idle
-
-    def matched(self, ids: tuple[int, ...]) -> int:
-        """Return how many leading blocks of a prompt the cache holds."""
-        for place, block in enumerate(ids):
-            if block not in self._used and block not in self._idle:
-                return place
-        return len(ids)
-
-    def acquire(self, ids: tuple[int, ...], others: int) -> bool:
-        """Use held blocks, and `others` unnamed ones. Return False, and change nothing, if they do not fit."""
-        revived = sum(block in self._idle for block in ids)
-        if self.in_use + revived + others > self.capacity:
-            return False
-        for block in ids:
-            self._idle.pop(block, None)
-            self._used[block] = self._used.get(block, 0) + 1
-        self.unnamed += others
-        while self.in_use + len(self._idle) > self.capacity:
-            self.removed.append(self._idle.popitem(last=False)[0])
-        return True
-
-    def name(self, block: int) -> bool:
-        """Name a block that was computed. Return False if the cache holds a block of this id already."""
-        if block in self._used or block in self._idle:
-            return False
-        self.unnamed -= 1
-        self._used[block] = 1
-        return True
-
-    def release(self, ids: list[int], others: int) -> None:
-        """Stop using named blocks, given in their order, and `others` unnamed ones."""
-        self.unnamed -= others
-        for block in reversed(ids):
-            self._used[block] -= 1
-            if not self._used[block]:
-                del self._used[block]
-                self._idle[block] = None
-
-    def take_removed(self) -> list[int]:
-        """Return the ids of the blocks that were evicted since the last call."""
-        removed, self.removed = self.removed, []
-        return removed
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +66,11 @@ class EngineRequest:
     - `peer`: the worker that it pulls from, if any.
     - `prefill_only`: whether a decode worker fetches its prompt, and answers it.
     - `fetched`: where a decode worker fetches its prompt from; None if it computes the prompt.
+    - `generated`: the tokens of its answer when its decoding began, or when it was preempted. The engine computes them
+      with its prompt then.
+    - `decodes_from`: the engine's steps when its decoding began.
+    - `begun`: whether its first token was generated.
+    - `preempted`: whether it lost its memory once.
     """
 
     request: TracedRequest
@@ -128,6 +83,20 @@ class EngineRequest:
     peer: WorkerSources | None = None
     prefill_only: bool = False
     fetched: Handover | None = None
+    generated: int = 0
+    decodes_from: int = 0
+    begun: bool = False
+    preempted: bool = False
+
+    @property
+    def to_compute(self) -> int:
+        """The tokens that it computes before its next token: its prompt, and its answer so far."""
+        return self.request.input_tokens + self.generated
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The ids of its full blocks, as far as it computes them before its next token."""
+        return self.request.finished if self.generated else self.request.blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +138,13 @@ class Engine:
     """An engine that receives requests by `submit` and computes when `advance` is called at `next_event`.
 
     - `sources`: where it loads blocks from; None for nowhere.
+    - `preemptions`, `recomputed`: how often a request was preempted, and the tokens that were computed again.
     """
 
     def __init__(self, profile: Profile, kv_tokens: int, block_tokens: int = BLOCK_TOKENS) -> None:
         self.sources: WorkerSources | None = None
+        self.preemptions = self.recomputed = 0
+        self._profile = profile
         self._rates = profile.rates
         self._max_requests = profile.max_requests
         self._block_tokens = block_tokens
@@ -180,8 +152,10 @@ class Engine:
         self.next_event = inf
         self._waiting: deque[EngineRequest] = deque()
         self._loading: list[tuple[float, int, EngineRequest]] = []  # heap of (end of its load, number, request)
+        self._running: dict[EngineRequest, None] = {}  # prefilling and decoding, in the order of admission
         self._prefilling: deque[EngineRequest] = deque()
         self._decoding: list[tuple[int, int, EngineRequest]] = []  # heap of (step at which it ends, number, sequence)
+        self._growing = [0] * block_tokens  # decoding sequences by the step, modulo a block, that needs a new block
         self._context = 0
         self._steps = 0  # taken so far
         self._numbers = 0
@@ -202,7 +176,18 @@ class Engine:
     @property
     def running(self) -> int:
         """The number of requests that have memory."""
-        return len(self._loading) + len(self._prefilling) + len(self._decoding)
+        return len(self._loading) + len(self._running)
+
+    @property
+    def full(self) -> bool:
+        """True while it refuses requests, because of a limit of its profile."""
+        profile = self._profile
+        if profile.max_queued_requests is not None and self.running + self.waiting >= profile.max_queued_requests:
+            return True
+        if profile.max_queued_tokens is None:
+            return False
+        waiting = [*self._waiting, *self._prefilling, *(sequence for _, _, sequence in self._loading)]
+        return sum(each.request.input_tokens for each in waiting if not each.begun) >= profile.max_queued_tokens
 
     def submit(
         self,
@@ -212,11 +197,13 @@ class Engine:
         prefill_only: bool = False,
         fetched: Handover | None = None,
     ) -> None:
-        """Receive a request.
+        """Receive a request. Raises ValueError if its prompt and its answer exceed the cache.
 
         - `peer`: the worker to pull its prefix from, if any.
         - `prefill_only`, `fetched`: as in `EngineRequest`.
         """
+        if request.input_tokens + request.output_tokens > self.cache.capacity * self._block_tokens:
+            raise ValueError(f"{request.input_tokens} + {request.output_tokens} tokens exceed the cache")
         self._waiting.append(EngineRequest(request, peer=peer, prefill_only=prefill_only, fetched=fetched))
         self._wake(now)
 
@@ -247,7 +234,8 @@ class Engine:
         self._finish_steps(progress)
         while self._loading and self._loading[0][0] <= now:
             self._loaded(heappop(self._loading)[2], progress)
-        self._admit(now)
+        if self._reserve_step(progress):
+            self._admit(now)
         progress.removed = self.cache.take_removed()
         if self.sources is not None and self.sources.host is not None:
             progress.host_removed, self.sources.host.removed = self.sources.host.removed, []
@@ -256,12 +244,15 @@ class Engine:
 
     def _loaded(self, sequence: EngineRequest, progress: Progress) -> None:
         """Compute the rest of a prompt whose load has ended."""
-        self._store(sequence, sequence.request.blocks, sequence.done // self._block_tokens, progress)
+        self._store(sequence, sequence.ids, sequence.done // self._block_tokens, progress)
         self._prefilling.append(sequence)
+        self._running[sequence] = None
         if sequence.fetched is not None:
             progress.fetched.append(sequence.fetched)
 
     def _finish_steps(self, progress: Progress) -> None:
+        if self._planned > 1:  # the blocks of the first step were reserved before it
+            self.cache.grow(self._blocks_for(self._steps + 2, self._planned - 1))
         self._steps += self._planned
         self._context += len(self._decoding) * self._planned
         self._planned = 0
@@ -269,21 +260,88 @@ class Engine:
             self._end(heappop(self._decoding)[2], progress)
         for sequence, tokens in self._chunks:
             sequence.done += tokens
-            self._store(sequence, sequence.request.blocks, sequence.done // self._block_tokens, progress)
-            if sequence.done < sequence.request.input_tokens:
+            self._store(sequence, sequence.ids, sequence.done // self._block_tokens, progress)
+            if sequence.done < sequence.to_compute:
                 continue
             self._prefilling.popleft()
-            progress.begun.append(sequence)
+            if not sequence.begun:
+                progress.begun.append(sequence)
+                sequence.begun = True
             if sequence.prefill_only:
+                del self._running[sequence]
                 continue
-            self._context += sequence.request.input_tokens + 1
-            self._numbers += 1
-            ends = self._steps + sequence.request.output_tokens - 1
-            if ends <= self._steps:
-                self._end(sequence, progress)
-            else:
-                heappush(self._decoding, (ends, self._numbers, sequence))
+            self._begin_decoding(sequence, progress)
         self._chunks = []
+
+    def _begin_decoding(self, sequence: EngineRequest, progress: Progress) -> None:
+        """Generate an answer's next token, and the others in the steps that follow."""
+        self._context += sequence.to_compute + 1
+        self._numbers += 1
+        sequence.decodes_from = self._steps
+        self._growing[self._growth_step(sequence)] += 1
+        ends = self._steps + sequence.request.output_tokens - sequence.generated - 1
+        if ends <= self._steps:
+            self._end(sequence, progress)
+        else:
+            heappush(self._decoding, (ends, self._numbers, sequence))
+
+    def _growth_step(self, sequence: EngineRequest) -> int:
+        """Return the steps, modulo a block, in which a decoding sequence needs a new block."""
+        return (sequence.decodes_from + 1 - sequence.to_compute) % self._block_tokens
+
+    def _blocks_for(self, first: int, steps: int) -> int:
+        """Return how many new blocks decoding needs in a number of steps, from the step `first` on."""
+        whole, rest = divmod(steps, self._block_tokens)
+        parts = (self._growing[step % self._block_tokens] for step in range(first, first + rest))
+        return whole * len(self._decoding) + sum(parts)
+
+    def _steps_in_memory(self, most: int) -> int:
+        """Return for how many steps, at most `most`, the free blocks suffice. Those of the first are reserved."""
+        free, sequences = self.cache.free, len(self._decoding)
+        if sequences * ceil(most / self._block_tokens) <= free:
+            return most
+        whole = free // sequences
+        free -= whole * sequences
+        steps = 1 + whole * self._block_tokens
+        while steps < most and (free := free - self._growing[(self._steps + steps + 1) % self._block_tokens]) >= 0:
+            steps += 1
+        return min(steps, most)
+
+    def _reserve_step(self, progress: Progress) -> bool:
+        """Reserve the blocks that decoding needs in the next step. Return False if it preempted requests for them."""
+        preempted = False
+        while (blocks := self._blocks_for(self._steps + 1, 1) if self._decoding else 0) > self.cache.free:
+            self._preempt(next(reversed(self._running)), progress)
+            preempted = True
+        self.cache.grow(blocks)
+        return not preempted
+
+    def _preempt(self, sequence: EngineRequest, progress: Progress) -> None:
+        """Let a running request wait before all others. Its blocks may be evicted."""
+        self.preemptions += 1
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+            computed = sequence.done
+        else:
+            self._decoding = [each for each in self._decoding if each[2] is not sequence]
+            heapify(self._decoding)
+            computed = self._stop_decoding(sequence)
+            sequence.generated = computed + 1 - sequence.request.input_tokens
+            self._store(sequence, sequence.ids, computed // self._block_tokens, progress)
+        self.recomputed += computed
+        self.cache.release(sequence.held, sequence.unnamed)
+        sequence.done = sequence.named = sequence.unnamed = 0
+        sequence.held, sequence.preempted = [], True
+        del self._running[sequence]
+        self._waiting.appendleft(sequence)
+
+    def _stop_decoding(self, sequence: EngineRequest) -> int:
+        """Add the blocks of an answer's tokens to its own ones. Return its computed tokens and those of its prompt."""
+        computed = sequence.to_compute + self._steps - sequence.decodes_from
+        self._growing[self._growth_step(sequence)] -= 1
+        self._context -= computed + 1
+        sequence.unnamed += ceil(computed / self._block_tokens) - ceil(sequence.to_compute / self._block_tokens)
+        return computed
 
     def _store(self, sequence: EngineRequest, ids: tuple[int, ...], count: int, progress: Progress) -> None:
         count = min(count, len(ids))
@@ -305,30 +363,34 @@ class Engine:
         sequence.named = max(sequence.named, count)
 
     def _end(self, sequence: EngineRequest, progress: Progress) -> None:
-        request = sequence.request
-        self._context -= request.input_tokens + request.output_tokens
-        self._store(sequence, request.finished, len(request.finished), progress)
+        self._stop_decoding(sequence)
+        del self._running[sequence]
+        finished = sequence.request.finished
+        self._store(sequence, finished, len(finished), progress)
         self.cache.release(sequence.held, sequence.unnamed)
         progress.ended.append(sequence)
 
     def _admit(self, now: float) -> None:
-        while self._waiting and self.running < self._max_requests:
+        """Start waiting requests while the next step has tokens left for them, and their whole prompts fit."""
+        budget = CHUNK - len(self._decoding) - sum(each.to_compute - each.done for each in self._prefilling)
+        while self._waiting and budget > 0 and self.running < self._max_requests:
             sequence = self._waiting[0]
-            request = sequence.request
-            reusable = request.blocks[: (request.input_tokens - 1) // self._block_tokens]
+            reusable = sequence.ids[: (sequence.to_compute - 1) // self._block_tokens]
             matched = self.cache.matched(reusable)
-            tokens = request.input_tokens + (1 if sequence.prefill_only else request.output_tokens)
-            total = min(ceil(tokens / self._block_tokens), self.cache.capacity)
-            if not self.cache.acquire(request.blocks[:matched], total - matched):
+            total = ceil(sequence.to_compute / self._block_tokens)
+            if not self.cache.acquire(reusable[:matched], total - matched):
                 return
             self._waiting.popleft()
-            sequence.done = sequence.cached = matched * self._block_tokens
-            sequence.held = list(request.blocks[:matched])
+            sequence.done = matched * self._block_tokens
+            if not sequence.preempted:
+                sequence.cached = sequence.done
+            self.recomputed -= sequence.done if sequence.preempted else 0
+            sequence.held = list(reusable[:matched])
             sequence.named, sequence.unnamed = matched, total - matched
-            if sequence.fetched is not None:
+            if sequence.fetched is not None and not sequence.preempted:
                 self._fetch(sequence, sequence.fetched, now)
                 continue
-            if self.sources is not None:
+            if self.sources is not None and not sequence.preempted:
                 load = self.sources.load(reusable[matched:], sequence.peer, now)
                 if load.blocks:
                     sequence.done = sequence.cached = (matched + load.blocks) * self._block_tokens
@@ -337,6 +399,8 @@ class Engine:
                     heappush(self._loading, (load.ready, self._numbers, sequence))
                     continue
             self._prefilling.append(sequence)
+            self._running[sequence] = None
+            budget -= sequence.to_compute - sequence.done
 
     def _fetch(self, sequence: EngineRequest, handover: Handover, now: float) -> None:
         """Begin to fetch the tokens of a prompt that the cache lacks. The last one is computed."""
@@ -353,7 +417,7 @@ class Engine:
             if not self._decoding:
                 self.next_event = loaded_at
                 return
-            self._planned = self._decoding[0][0] - self._steps
+            self._planned = self._steps_in_memory(self._decoding[0][0] - self._steps)
             self.next_event = now + self._seconds(self._planned)
             if loaded_at < self.next_event and self._planned > 1:
                 self._end_at(loaded_at)
@@ -363,7 +427,7 @@ class Engine:
         for sequence in self._prefilling:
             if budget <= 0:
                 break
-            tokens = min(budget, sequence.request.input_tokens - sequence.done)
+            tokens = min(budget, sequence.to_compute - sequence.done)
             budget -= tokens
             seconds += tokens * (rates.token + rates.attention * (sequence.done + tokens / 2))
             self._chunks.append((sequence, tokens))

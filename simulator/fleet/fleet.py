@@ -52,6 +52,8 @@ class Outcome:
     - `loaded`: the part of its cached tokens that its worker loaded from the pool or a peer.
     - `prefill`, `prefilled`: the worker that computed its prompt for another, and when; -1 if its own did.
     - `moved`: the tokens of its prompt that its worker fetched from there.
+    - `refused_at`, `retry_after`: when the router refused it, and the seconds of its `Retry-After`.
+    - `engine_refusals`: how often an engine refused it as full.
     """
 
     request: TracedRequest
@@ -64,6 +66,9 @@ class Outcome:
     prefill: int = -1
     prefilled: float = inf
     moved: int = 0
+    refused_at: float = inf
+    retry_after: int | None = None
+    engine_refusals: int = 0
 
     @property
     def refused(self) -> bool:
@@ -127,13 +132,13 @@ class Simulation:
         self._start = self.loop.time()
         self._index = EventIndex(self._make_workers().registrations, side.knowledge is Knowledge.EVENTS, self.loop.time)
         self._pools: SimulatedPool | None = None
-        self._engines = [Engine(profile, spec.kv_tokens, spec.block_tokens) for profile in spec.profiles]
+        self.engines = [Engine(profile, spec.kv_tokens, spec.block_tokens) for profile in spec.profiles]
         self._network = Network(spec.network, spec.roles)
         if spec.sources is not None:
-            caches = [engine.cache for engine in self._engines]
+            caches = [engine.cache for engine in self.engines]
             transfer = self._network.transfer if spec.prefill else None
             made = sources_of(spec.sources, caches, spec.block_tokens, transfer)
-            for engine, sources in zip(self._engines, made, strict=True):
+            for engine, sources in zip(self.engines, made, strict=True):
                 engine.sources = sources
                 if sources.pool is not None:
                     self._pools = SimulatedPool(sources.pool, spec.block_tokens)
@@ -236,48 +241,65 @@ class Simulation:
         slo = None
         if self.side.slos and (wanted := request.slo) is not None:
             slo = SLO(wanted.ttft, wanted.tpot, now, wanted.service_level, wanted.refuses_late)
-        ticket = Ticket(tokens=prompt.tokens, size=_BYTES_PER_TOKEN * prompt.tokens, arrived=now, slo=slo)
+        size = _BYTES_PER_TOKEN * prompt.tokens
+        ticket = Ticket(request.priority, tokens=prompt.tokens, size=size, arrived=now, slo=slo)
         router = self.router_of(outcome)
         self.arriving(outcome, prompt, router)
         try:
             assignment = router.admission.place(prompt, (), ticket, now)
-        except RequestError:
-            self._end()
+        except RequestError as error:
+            self._refused(outcome, error)
             return
-        if assignment is not None:
-            self._send(router, prompt, outcome, assignment)
-            return
-        task = self.loop.create_task(self._wait(router, prompt, outcome, ticket))
-        self._waiting.add(task)
-        task.add_done_callback(self._waiting.discard)
+        if assignment is None or not self._sent(router, prompt, outcome, ticket, assignment):
+            task = self.loop.create_task(self._wait(router, prompt, outcome, ticket))
+            self._waiting.add(task)
+            task.add_done_callback(self._waiting.discard)
 
     async def _wait(self, router: SimulatedRouter, prompt: RoutedRequest, outcome: Outcome, ticket: Ticket) -> None:
         try:
-            assignment = await router.admission.wait(prompt, (), ticket)
-        except RequestError:
-            self._end()
-            return
-        self._send(router, prompt, outcome, assignment)
+            while True:
+                assignment = await router.admission.wait(prompt, (), ticket)
+                if self._sent(router, prompt, outcome, ticket, assignment):
+                    return
+        except RequestError as error:
+            self._refused(outcome, error)
 
-    def _send(self, router: SimulatedRouter, prompt: RoutedRequest, outcome: Outcome, assignment: Assignment) -> None:
+    def _refused(self, outcome: Outcome, error: RequestError) -> None:
+        """End a request that the router refused."""
+        outcome.refused_at, outcome.retry_after = self._now(), error.retry_after
+        self._end()
+
+    def _sent(
+        self, router: SimulatedRouter, prompt: RoutedRequest, outcome: Outcome, ticket: Ticket, assignment: Assignment
+    ) -> bool:
+        """Send a request to its worker. Return False if the worker refuses it as full, so that it waits again."""
         now = self.loop.time()
         router.placement.record_in_flight(prompt, assignment, now)
+        first = assignment.prefill or assignment
+        if self.engines[self._numbers[first.target]].full:
+            outcome.engine_refusals += 1
+            router.workers.refused(first.worker)
+            first.attempt.end(AttemptOutcome.FULL, now=now)
+            assignment.release(now)
+            router.admission.returned(ticket)
+            return False
         worker = outcome.worker = self._numbers[assignment.target]
         outcome.sent = self._now()
         self._in_flight[id(outcome.request)] = _InFlight(outcome, assignment, router)
         computing = assignment.prefill or assignment
         source = computing.decision.chosen.source
-        peer = None if source is None or source.peer is None else self._engines[self._numbers[source.peer]].sources
+        peer = None if source is None or source.peer is None else self.engines[self._numbers[source.peer]].sources
         if assignment.prefill is not None:
             worker = outcome.prefill = self._numbers[assignment.prefill.target]
-        self._engines[worker].submit(outcome.request, now, peer, prefill_only=assignment.prefill is not None)
+        self.engines[worker].submit(outcome.request, now, peer, prefill_only=assignment.prefill is not None)
         self._plan(worker)
+        return True
 
     # The engines' side
 
     def _plan(self, worker: int) -> None:
         """Schedule the next event of an engine."""
-        timer, due = self._timers[worker], self._engines[worker].next_event
+        timer, due = self._timers[worker], self.engines[worker].next_event
         if timer is not None:
             if timer.when() == due:
                 return
@@ -286,12 +308,12 @@ class Simulation:
 
     def _advance(self, worker: int) -> None:
         self._timers[worker] = None
-        progress = self._engines[worker].advance()
+        progress = self.engines[worker].advance()
         self._plan(worker)
         now = self.loop.time()
         for handover in progress.fetched:
             sender = self._in_flight[id(handover.computed.request)].outcome.prefill
-            self._engines[sender].release(handover.computed, now)
+            self.engines[sender].release(handover.computed, now)
             self._plan(sender)
         for computed in progress.begun:
             if computed.prefill_only:
@@ -318,7 +340,7 @@ class Simulation:
         prefill.release(now)
         flight.assignment.prefilled()
         transfer = partial(self._network.transfer, outcome.prefill, outcome.worker)
-        self._engines[outcome.worker].submit(request, now, fetched=Handover(computed, transfer))
+        self.engines[outcome.worker].submit(request, now, fetched=Handover(computed, transfer))
         self._plan(outcome.worker)
 
     def _first_byte(self, computed: EngineRequest) -> None:
@@ -371,11 +393,12 @@ class Simulation:
 
     def _scrape(self) -> None:
         """Let the routers read the metrics of all engines, at the router's interval."""
-        for worker, engine in enumerate(self._engines):
+        for worker, engine in enumerate(self.engines):
             metrics = (
                 f"vllm:num_requests_running {engine.running}\n"
                 f"vllm:num_requests_waiting {engine.waiting}\n"
                 f"vllm:kv_cache_usage_perc {engine.kv_usage}\n"
+                f"vllm:num_preemptions_total {engine.preemptions}\n"
             )
             for router in self.routers:
                 router.scraped(router.workers.workers[worker], metrics)

@@ -85,6 +85,7 @@ class TracedRequest:
     - `blocks`: the ids of the prompt's full blocks.
     - `finished`: the ids of the full blocks of prompt and answer, as the next turn of the conversation names them.
     - `hints`: what its agent reports of the session; None for nothing.
+    - `priority`: lower is sooner.
     - `following`: the next request, which arrives `pause` seconds after the answer to this one, whatever its `arrival`.
     """
 
@@ -98,6 +99,7 @@ class TracedRequest:
     hints: AgentHints | None = None
     following: TracedRequest | None = None
     pause: float = 0.0
+    priority: int = 0
 
 
 def read_trace(path: Path, limit: int | None = None) -> Trace:

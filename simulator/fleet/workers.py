@@ -38,8 +38,14 @@ class SimulatedWorkers:
     may_be_full: Collection[Worker] = ()
 
     def full(self) -> Collection[Worker]:
-        """Return no workers, because these refuse nothing."""
-        return ()
+        """Return the workers that refused a request as full."""
+        return [worker for worker in self._refused if worker.health.full]
+
+    def refused(self, worker: Worker) -> None:
+        """Close a worker that refused a request as full."""
+        worker.health.close()
+        if worker not in self._refused:
+            self._refused.append(worker)
 
     def __init__(
         self,
@@ -57,6 +63,7 @@ class SimulatedWorkers:
         served = {MODEL: ServedModel(MODEL, MODEL)}
         description = WorkerDescription(Engine.VLLM, served, (_SOURCE,), block_tokens, capacity)
         self.workers: list[Worker] = []
+        self._refused: list[Worker] = []
         for number, role in enumerate(roles):
             own = dict(labels[number % len(labels)]) if labels else {}
             given = {"url": _NAME.format(number), "role": role, "labels": own}

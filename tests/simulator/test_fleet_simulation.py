@@ -26,7 +26,8 @@ from router.policies.rates import Rates, prefill_seconds
 from router.prediction.predictions import WatchedAnswer
 from router.routing.placement import Placement
 from router.routing.selector import Selector
-from simulator.fleet.engine import LLAMA_70B, BlockCache, Engine, Progress, StoredBlocks
+from simulator.fleet.block_cache import BlockCache
+from simulator.fleet.engine import LLAMA_70B, Engine, Profile, Progress, StoredBlocks
 from simulator.fleet.fleet import FleetSpec, Simulation
 from simulator.fleet.simulated_router import OURS, Knowledge, Side
 from simulator.fleet.trace import BLOCK_TOKENS, RequestSLO, TracedRequest, engine_hash, prompt_of, tokens_of
@@ -330,6 +331,44 @@ def test_counts_of_running_and_waiting_requests() -> None:
     engine.advance()
     assert (engine.running, engine.waiting) == (1, 1)
     assert engine.kv_usage == 0.6
+
+
+def test_answer_that_outgrows_the_memory_preempts_the_request_that_was_admitted_last() -> None:
+    first, last = (request(0, tuple(range(start, start + 4)), output=1500) for start in (0, 10))
+    engine, times = run_engine([first, last], 12 * BLOCK_TOKENS)
+    _, alone = run_engine([first], 12 * BLOCK_TOKENS)
+    assert engine.preemptions == 1
+    assert times[0][1] == pytest.approx(alone[0][1], rel=0.05)
+    assert times[1][0] < times[0][1] < times[1][1]
+    assert 0 < engine.recomputed < last.input_tokens + last.output_tokens
+    assert engine.cache.in_use == 0
+
+
+def test_waiting_prompt_is_admitted_only_if_the_whole_of_it_fits() -> None:
+    engine = Engine(LLAMA_70B, 40 * BLOCK_TOKENS)
+    engine.submit(request(0, tuple(range(8)), output=400), 0.0)
+    engine.advance()
+    engine.submit(request(0, tuple(range(100, 132)), output=1), 0.0)
+    while engine.waiting:
+        assert engine.running == 1
+        progress = engine.advance()
+    assert progress.ended
+    assert engine.preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("profile", "refused_at"),
+    [(replace(LLAMA_70B, max_queued_requests=3), 3), (replace(LLAMA_70B, max_queued_tokens=5000), 2)],
+)
+def test_engine_is_full_at_its_limits(profile: Profile, refused_at: int) -> None:
+    engine = Engine(profile, 100_000)
+    for number in range(refused_at):
+        assert not engine.full
+        engine.submit(request(0, tuple(range(10 * number, 10 * number + 5))), 0.0)
+    assert engine.full
+    while engine.next_event < inf:
+        engine.advance()
+    assert not engine.full
 
 
 def run_for_an_hour(loop: asyncio.AbstractEventLoop) -> list[tuple[str, float]]:

@@ -9,7 +9,8 @@ import pytest
 
 from kvevents import BlockRemoved, BlockStored
 from router.apis.requests import RoutedRequest
-from simulator.fleet.engine import LLAMA_70B, BlockCache, Engine, Progress
+from simulator.fleet.block_cache import BlockCache
+from simulator.fleet.engine import LLAMA_70B, Engine, Progress
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
 from simulator.fleet.simulated_router import OURS, SimulatedRouter
 from simulator.fleet.sources import SourceSpec, WorkerSources, sources_of
