@@ -154,7 +154,7 @@ bench-body-check: .venv/installed native
 bench-light-load: .venv/installed
 	$(BIN)/python -m benchmarks.light_load $(ARGS)
 
-# Promises kept in real time: a router and four simulated workers, seven minutes.
+# SLOs met in real time: a router and four simulated workers, seven minutes.
 bench-service-levels: .venv/installed
 	$(BIN)/python -m benchmarks.service_levels $(ARGS)
 

@@ -64,7 +64,7 @@ def error_body(error: RequestError) -> bytes:
 _DROPPED = {
     "queue_full": b"rejected-saturated",
     "shed": b"rejected-saturated",
-    "promise_not_kept": b"rejected-saturated",
+    "slo_not_met": b"rejected-saturated",
     "queue_timeout": b"rejected-ttl-expired",
     "deadline_exceeded": b"rejected-ttl-expired",
     "no_worker_available": b"rejected-no-endpoints",

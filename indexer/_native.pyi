@@ -269,12 +269,12 @@ class LiveReader:
         Returns the part of the last round that the caller must handle: 0, nothing; 1, an applied batch to report and
         the batches after it, by `apply`; 2, all messages, by `received`.
         """
-    def has_untold(self) -> bool:
-        """Return whether batches were applied that the last `read` did not report in `taken`."""
+    def has_unreported(self) -> bool:
+        """Return whether batches were applied that the last `read` did not report in `applied`."""
     def rest(self) -> None:
-        """Report in `taken` all applied batches that were not reported yet."""
-    def taken(self) -> list[tuple[int, int, int, bytes, int, float]]:
-        """Return the applied batches that `read` or `rest` reports: the fields of `indexer.inbox.Taken`, by socket."""
+        """Report in `applied` all applied batches that were not reported yet."""
+    def applied(self) -> list[tuple[int, int, int, bytes, int, float]]:
+        """Return what `read` or `rest` reports: the fields of `indexer.inbox.AppliedBatches`, by socket."""
     def received(self) -> list[tuple[int, int, int, int, int | None, bytes]]:
         """Return the turns of the last round: the fields of `indexer.inbox.Received`, by place in the round."""
     def messages(self, place: int) -> list[list[bytes]]:

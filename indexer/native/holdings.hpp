@@ -30,7 +30,7 @@ struct Holder {
     Tier tier;
     u64 window = 0;
     u64 reach = 0;  // tokens before the last one that a hit needs, from which `window` is computed; 0 if it is not
-    u64 told = 0;  // number of stored events
+    u64 stored_events = 0;  // number of stored events
     bool evicts = false;  // a block was removed from it
     NameTable names;
     std::unordered_map<u64, u32> namesakes;  // engine names beyond the first of equal blocks, by place
@@ -136,15 +136,15 @@ class Holdings {
     // Return whether a cache group belongs to the model: it has about as many stored events as the others. `seen`: it
     // holds a part of the prompt in question. One stored event is enough for a group that blocks were removed from.
     bool counts(const Integer& group, bool seen) const {
-        u64 told = 0, most = 0;
+        u64 of_group = 0, most = 0;
         std::map<std::pair<bool, u64>, u64> by_group;
         for (const Holder* holder : holders_) {
             u64& sum = by_group[{holder->group.negative, holder->group.bits}];
-            sum += holder->told;
+            sum += holder->stored_events;
             most = std::max(most, sum);
-            if (holder->group == group) told = sum, seen = seen || holder->evicts;
+            if (holder->group == group) of_group = sum, seen = seen || holder->evicts;
         }
-        return told * 8 >= most && (told > 1 || seen);
+        return of_group * 8 >= most && (of_group > 1 || seen);
     }
 
     // Reserve memory for the names of an event. Takes time in proportion to the number of names, and needs no turn.
@@ -247,7 +247,7 @@ class Holdings {
         Holder& holder = holder_of(group, medium);
         holder.windowed = window.has_value();
         holder.window = window.value_or(0);
-        holder.told = std::min<u64>(blocks, 32);
+        holder.stored_events = std::min<u64>(blocks, 32);
         if (holder.windowed) become_hybrid();
         holder.names.reserve(blocks);
         return holder;
@@ -341,7 +341,7 @@ class Holdings {
         }
         Holder& holder = known != nullptr ? *known : holder_of(event.group, medium_of(event));
         holder.names.reserve(count);
-        ++holder.told;
+        ++holder.stored_events;
         fetch_first(holder, names, count);  // while these are hashed
         hashes_.resize(count);
         const u32* tokens = batch.tokens.data() + event.tokens.first;
@@ -424,7 +424,7 @@ class Holdings {
 
     // Add the orphans whose parents are these blocks, and the orphans whose parents are those.
     void adopt(const Event& event, const Batch& batch, Turns& turns) {
-        Orphans::Taken pending;
+        Orphans::List pending;
         std::vector<Removal> removals;  // applied last, so that children of a removed block find their parent
         for (u32 index = 0; index < event.names.count; ++index)
             orphans_.adopt(batch.names[event.names.first + index], pending);
@@ -480,7 +480,7 @@ class Holdings {
     void store_known(const Event& event, const Batch& batch, Turns& turns) {
         Holder& holder = holder_of(event.group, medium_of(event));
         holder.names.reserve(event.names.count);
-        ++holder.told;
+        ++holder.stored_events;
         for (u32 index = 0; index < event.names.count; ++index) {
             const Name& name = batch.names[event.names.first + index];
             if (const auto place = find(name)) {
@@ -502,7 +502,7 @@ class Holdings {
         }
         Holder& holder = holder_of(event.group, medium_of(event));
         holder.names.reserve(event.names.count);
-        ++holder.told;
+        ++holder.stored_events;
         become_hybrid();
         holder.windowed = true;
         holder.window = *window;

@@ -54,7 +54,7 @@ class NativeInbox(Inbox):
         left = self._reader.read(seconds)
         batches = self._batches()
         if left == _NOTHING:
-            return Reading(batches, [], [], self._reader.has_untold())
+            return Reading(batches, [], [], self._reader.has_unreported())
         received = [*map(Received._make, self._reader.received())]
         self._round = [self._targets[turn.socket] for turn in received]
         if left != _TO_REPORT:
@@ -67,7 +67,7 @@ class NativeInbox(Inbox):
         return self._batches()
 
     def _batches(self) -> list[AppliedBatches]:
-        return [*map(AppliedBatches._make, self._reader.taken())]
+        return [*map(AppliedBatches._make, self._reader.applied())]
 
     def messages(self, place: int) -> list[list[bytes]]:
         return self._reader.messages(place)

@@ -15,7 +15,7 @@
 namespace kvrouter {
 
 // Batches with consecutive sequence numbers that were received from one socket and applied.
-struct Taken {
+struct AppliedRun {
     int fd;
     u64 first, last;  // sequence numbers
     std::unique_ptr<Frame> payload;  // of the last batch
@@ -44,7 +44,7 @@ class LiveReader {
         poller_.remove(fd);
         live_.erase(fd);
         std::erase(ready_, fd);
-        std::erase(untold_, fd);
+        std::erase(unreported_, fd);
     }
 
     // Read a socket in the next round even if its file descriptor does not signal: libzmq signals an arrival only once.
@@ -68,7 +68,7 @@ class LiveReader {
     // The part of the last round that the caller must handle.
     enum class Left {
         kNothing,
-        kToTell,  // an applied batch that must be reported, and the batches after it, which are not applied yet
+        kToReport,  // an applied batch that must be reported, and the batches after it, which are not applied yet
         kReceived,  // all messages; nothing of the round was applied
     };
 
@@ -82,17 +82,17 @@ class LiveReader {
         return left;
     }
 
-    // Return whether batches were applied that the last `read` did not report in `taken`.
-    bool has_untold() const { return !untold_.empty(); }
+    // Return whether batches were applied that the last `read` did not report in `applied`.
+    bool has_unreported() const { return !unreported_.empty(); }
 
-    // Report in `taken` all applied batches that were not reported yet.
+    // Report in `applied` all applied batches that were not reported yet.
     void rest() {
-        taken_.clear();
-        told_of(Left::kNothing);
+        reported_.clear();
+        report(Left::kNothing);
     }
 
     // The applied batches that the last `read` or `rest` reports, by socket.
-    const std::vector<Taken>& taken() const { return taken_; }
+    const std::vector<AppliedRun>& applied() const { return reported_; }
 
     // The file descriptors of the sockets that had a turn in the last round, in order.
     const std::vector<int>& round() const { return round_; }
@@ -108,9 +108,9 @@ class LiveReader {
 
     // Apply the next batches, as `Inbox::apply` does, starting with the outcome that `read` left to report.
     std::optional<Inbox::Origin> apply(Applied& last) {
-        if (!told_) return inbox_.apply(index_, last);
+        if (!origin_) return inbox_.apply(index_, last);
         last = std::move(applied_);
-        return std::exchange(told_, std::nullopt);
+        return std::exchange(origin_, std::nullopt);
     }
 
    private:
@@ -124,7 +124,7 @@ class LiveReader {
     // From this number of batches in quick succession on, traffic is heavy: rounds are long, and no pause is awaited.
     static constexpr std::size_t kMany = 32;
     // Under heavy traffic, the minimum time between two reports of one stream.
-    static constexpr std::chrono::milliseconds kUntold{500};
+    static constexpr std::chrono::milliseconds kUnreported{500};
     static constexpr Clock::time_point kAll = Clock::time_point::max();
 
     struct Live {
@@ -133,16 +133,16 @@ class LiveReader {
         std::shared_ptr<Holdings> holdings;  // the target of expected batches; null if none is expected
         u64 next = 0;
         std::size_t largest = 0;
-        std::optional<Taken> taken;  // applied batches that are not reported yet
+        std::optional<AppliedRun> applied;  // applied batches that are not reported yet
     };
 
     // Read rounds for `read`. `had_many`: whether traffic was heavy in the previous `read`.
     Left read_rounds(double seconds, bool had_many) {
         const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-        taken_.clear();
-        told_.reset();
+        reported_.clear();
+        origin_.reset();
         for (;;) {
-            const bool many = batches_ >= kMany, waits = ready_.empty(), may_pause = !untold_.empty() && !many;
+            const bool many = batches_ >= kMany, waits = ready_.empty(), may_pause = !unreported_.empty() && !many;
             const auto round = many || had_many ? kLongRound : kRound;
             if (busy_ && waits && seconds > 0) std::this_thread::sleep_until(began_ + round);
             const auto pause = may_pause ? std::min(end, began_ + kPause) : end;
@@ -153,21 +153,21 @@ class LiveReader {
             if (came > 0) others |= look({});
             busy_ = came > 0 && began - began_ < 2 * round;
             if (came > 0) began_ = began;
-            if (came > 0 && (others || !is_expected())) return told_of(Left::kReceived);
-            if (came > 0 && take()) return told_of(Left::kToTell);
+            if (came > 0 && (others || !is_expected())) return report(Left::kReceived);
+            if (came > 0 && take()) return report(Left::kToReport);
             if (came > 0) batches_ = busy_ ? batches_ + came : came;
-            if (others || (came == 0 && may_pause)) return told_of(Left::kNothing);
-            if (began >= end) return told_of(Left::kNothing, batches_ < kMany ? kAll : began - kUntold);
+            if (others || (came == 0 && may_pause)) return report(Left::kNothing);
+            if (began >= end) return report(Left::kNothing, batches_ < kMany ? kAll : began - kUnreported);
         }
     }
 
-    // Move the applied batches whose first one was received until `until` to `taken_`, and return `left`.
-    Left told_of(Left left, Clock::time_point until = kAll) {
-        std::erase_if(untold_, [&](int fd) {
-            std::optional<Taken>& taken = live_.at(fd).taken;
-            if (taken->since > until) return false;
-            taken_.push_back(std::move(*taken));
-            taken.reset();
+    // Move the applied batches whose first one was received until `until` to `reported_`, and return `left`.
+    Left report(Left left, Clock::time_point until = kAll) {
+        std::erase_if(unreported_, [&](int fd) {
+            std::optional<AppliedRun>& applied = live_.at(fd).applied;
+            if (applied->since > until) return false;
+            reported_.push_back(std::move(*applied));
+            applied.reset();
             return true;
         });
         return left;
@@ -222,22 +222,22 @@ class LiveReader {
             if (turn.count == 0) continue;
             Live& live = live_.at(round_[place]);
             runs.push_back({place, live.holdings});
-            if (!live.taken) {
-                live.taken = Taken{round_[place], live.next, 0, std::make_unique<Frame>(zmq_), began_};
-                untold_.push_back(round_[place]);
+            if (!live.applied) {
+                live.applied = AppliedRun{round_[place], live.next, 0, std::make_unique<Frame>(zmq_), began_};
+                unreported_.push_back(round_[place]);
             }
-            Taken& taken = *live.taken;
+            AppliedRun& applied = *live.applied;
             const std::size_t last = turn.first + turn.count - 1;
-            taken.last = inbox_.seq(last);
-            taken.payload->share(inbox_.payload(last));
-            taken.bytes += turn.bytes;
-            taken.received_at = now.count();
-            live.next = taken.last + 1;
+            applied.last = inbox_.seq(last);
+            applied.payload->share(inbox_.payload(last));
+            applied.bytes += turn.bytes;
+            applied.received_at = now.count();
+            live.next = applied.last + 1;
             if (live.next == 0) live.holdings = nullptr;  // no sequence number is left
         }
         inbox_.address(runs);
-        told_ = inbox_.apply(index_, applied_);
-        return told_.has_value();
+        origin_ = inbox_.apply(index_, applied_);
+        return origin_.has_value();
     }
 
     const Zmq zmq_;
@@ -249,9 +249,9 @@ class LiveReader {
     std::unordered_map<int, Live> live_;
     std::vector<int> ready_;  // sockets with unread messages, for which libzmq signals no second time
     std::vector<int> round_;
-    std::vector<Taken> taken_;
-    std::vector<int> untold_;  // sockets with applied batches that are not in `taken_` yet
-    std::optional<Inbox::Origin> told_;  // the batch that must be reported at once; its outcome is `applied_`
+    std::vector<AppliedRun> reported_;
+    std::vector<int> unreported_;  // sockets with applied batches that are not in `reported_` yet
+    std::optional<Inbox::Origin> origin_;  // the batch that must be reported at once; its outcome is `applied_`
     Applied applied_;
     Clock::time_point began_;  // the start of the last round that had messages
     bool busy_ = false;  // that round followed the previous one in quick succession

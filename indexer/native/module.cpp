@@ -73,11 +73,11 @@ Zmq zmq_of(const std::vector<std::uintptr_t>& functions) {
         reinterpret_cast<decltype(Zmq::close)>(functions[6])};
 }
 
-nb::list taken(const LiveReader& reader) {
-    nb::list taken;
-    for (const Taken& each : reader.taken())
-        taken.append(nb::make_tuple(each.fd, each.first, each.last, as_bytes(each.payload->bytes()), each.bytes, each.received_at));
-    return taken;
+nb::list applied_runs(const LiveReader& reader) {
+    nb::list runs;
+    for (const AppliedRun& each : reader.applied())
+        runs.append(nb::make_tuple(each.fd, each.first, each.last, as_bytes(each.payload->bytes()), each.bytes, each.received_at));
+    return runs;
 }
 
 nb::list received(const LiveReader& reader) {
@@ -107,14 +107,14 @@ nb::list messages(const LiveReader& reader, std::size_t place) {
 
 nb::object apply_received(LiveReader& reader) {
     Applied applied;
-    std::optional<Inbox::Origin> told;
+    std::optional<Inbox::Origin> origin;
     {
         const nb::gil_scoped_release others_run;
-        told = reader.apply(applied);
+        origin = reader.apply(applied);
     }
-    if (!told) return nb::none();
+    if (!origin) return nb::none();
     const Inbox& inbox = reader.inbox();
-    return nb::make_tuple(told->place, inbox.seq(told->message), as_bytes(inbox.payload(told->message).bytes()), as_outcome(applied));
+    return nb::make_tuple(origin->place, inbox.seq(origin->message), as_bytes(inbox.payload(origin->message).bytes()), as_outcome(applied));
 }
 
 // Python's lock is released while a body of more bytes is read.
@@ -587,9 +587,9 @@ NB_MODULE(_native, module) {
         .def("expect", &LiveReader::expect)
         .def("expect_nothing", &LiveReader::expect_nothing)
         .def("read", [](LiveReader& reader, double seconds) { return static_cast<int>(reader.read(seconds)); }, Release())
-        .def("has_untold", &LiveReader::has_untold)
+        .def("has_unreported", &LiveReader::has_unreported)
         .def("rest", &LiveReader::rest)
-        .def("taken", &taken)
+        .def("applied", &applied_runs)
         .def("received", &received)
         .def("messages", &messages)
         .def("address", &LiveReader::address)

@@ -39,7 +39,7 @@ struct Orphan {
 
 class Orphans {
    public:
-    using Taken = std::vector<std::unique_ptr<Orphan>>;
+    using List = std::vector<std::unique_ptr<Orphan>>;
 
     // At most `limit` blocks and removals, and some bytes for each.
     Orphans(std::size_t limit, u64 seed)
@@ -67,7 +67,7 @@ class Orphans {
     }
 
     // Remove and return the events whose parent is this block.
-    void adopt(const Name& parent, Taken& taken) {
+    void adopt(const Name& parent, List& adopted) {
         const auto found = by_parent_.find(parent);
         if (found == by_parent_.end()) return;
         auto group = found->second;
@@ -79,7 +79,7 @@ class Orphans {
                 const auto waiting = by_block_.find(name);
                 if (waiting != by_block_.end() && waiting->second == orphan.get()) by_block_.erase(waiting);
             }
-            taken.push_back(std::move(orphan));
+            adopted.push_back(std::move(orphan));
         }
         groups_.erase(group);
     }
@@ -105,7 +105,7 @@ class Orphans {
     }
 
     void clear_medium(std::string_view medium) {
-        Taken waiting;
+        List waiting;
         while (!groups_.empty()) adopt(Name(groups_.front().parent), waiting);
         for (auto& orphan : waiting)
             if (orphan->medium != medium) park(std::move(orphan));
@@ -114,7 +114,7 @@ class Orphans {
    private:
     struct Group {
         Name parent;
-        Taken orphans;
+        List orphans;
     };
 
     static constexpr std::size_t kBytesABlock = 1024;
@@ -122,7 +122,7 @@ class Orphans {
     u64 keep_limit() {
         u64 dropped = 0;
         while (size_ > limit_ || bytes_ > limit_ * kBytesABlock) {
-            Taken gone;
+            List gone;
             adopt(Name(groups_.front().parent), gone);
             for (const auto& orphan : gone) dropped += orphan->names.size();
         }

@@ -93,7 +93,7 @@ def print_explanation(url: str, token: str, body: dict[str, Any], headers: dict[
     console = Console()
     console.print(_explanation_table(answer))
     _print_rest(console, len(answer["candidates"]))
-    if slo := answer.get("promise"):
+    if slo := answer.get("slo"):
         console.print(_slo(slo))
     if decided := answer.get("disaggregation"):
         prefill = decided.get("prefill")
@@ -137,5 +137,5 @@ def _slo(slo: dict[str, Any]) -> str:
         for what, seconds in (("TTFT", slo["ttft_to_spare"]), ("TPOT", slo["tpot_to_spare"]))
         if seconds is not None
     ]
-    end = "met" if slo["kept"] else "refused" if slo["refused"] else "missed"
+    end = "met" if slo["met"] else "refused" if slo["refused"] else "missed"
     return f"The SLO would be {end} (chance {slo['chance']:.0%}); {', '.join(spare)}."

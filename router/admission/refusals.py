@@ -68,7 +68,7 @@ class Refusals:
 
     def slo_missed(self, slo: SLO, model: str, seconds: float, prediction: Prediction | None) -> RequestError:
         """Return the error (429) of a request whose SLO the best candidate misses by `seconds`."""
-        self.count("promise")
+        self.count("slo_not_met")
         self._count_slo(model, slo)
         retry_after = _retry_after(seconds)
         expected = ""

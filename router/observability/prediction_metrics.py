@@ -19,7 +19,7 @@ class _ModelAccuracy:
         self.answers = 0
         self.errors = Ratios()  # of TTFT, as shares of the measured time
         self.in_band = Ratios()  # 1 if TTFT was within the predicted range, else 0
-        self.slos = {"kept": 0, "late": 0, "refused": 0}
+        self.slos = {"met": 0, "missed": 0, "refused": 0}
 
 
 class PredictionMetrics:
@@ -48,7 +48,7 @@ class PredictionMetrics:
         )
         self._slos = Counter(
             "kvrouter_slo_answers",
-            "Answers with an SLO, by outcome: kept, late or refused",
+            "Answers with an SLO, by outcome: met, missed or refused",
             ["model", "service_level", "outcome"],
             registry=registry,
         )
@@ -66,7 +66,7 @@ class PredictionMetrics:
                 "answers": known.answers,
                 "ttft_error": round(known.errors.at(0.5), 3) if known.errors else None,
                 "in_band": round(1 - known.in_band.at_most(0.5), 3) if known.in_band else None,
-                "promises": known.slos,
+                "slo_answers": known.slos,
             }
             for model, known in sorted(self._of_models.items())
         ]
@@ -97,7 +97,7 @@ class PredictionMetrics:
         if answer.tpot is not None:
             self._tpot_error.labels(model).observe(abs(answer.tpot - answer.predicted_tpot.expected))
         if answer.slo is not None:
-            self._slo(model, answer.slo, "kept" if answer.kept else "late")
+            self._slo(model, answer.slo, "met" if answer.slo_met else "missed")
 
     def _slo(self, model: str, slo: SLO, outcome: str) -> None:
         self._slos.labels(model, slo.service_level, outcome).inc()

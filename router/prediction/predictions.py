@@ -259,7 +259,7 @@ class WatchedAnswer:
             self._predictions.answered(self, self.tpot)
 
     @property
-    def kept(self) -> bool:
+    def slo_met(self) -> bool:
         """True if the SLO was met, as far as it is known. The answer needs an SLO."""
         slo = self.slo
         assert slo is not None

@@ -23,7 +23,7 @@ LEVELS = {
     "late": {"ttft": 0.001},
     "loose": {"ttft": 3600, "tpot": 3600},
 }
-STREAM = {"model": MODEL, "prompt": "What is promised is kept.", "max_tokens": 4, "stream": True}
+STREAM = {"model": MODEL, "prompt": "A prompt with an SLO.", "max_tokens": 4, "stream": True}
 USAGE = {"stream_options": {"include_usage": True}}
 
 
@@ -66,21 +66,21 @@ async def test_slo_that_cannot_be_met_is_refused(routed: RouterUnderTest) -> Non
     assert refusal.value.code == "slo_not_met"
     assert 1 <= int(refusal.value.response.headers["retry-after"]) <= 60
     assert await routed.metric("kvrouter_slo_answers_total", **labels) == before + 1
-    assert await routed.metric("kvrouter_admission_refused_total", reason="promise") >= 1
+    assert await routed.metric("kvrouter_admission_refused_total", reason="slo_not_met") >= 1
     await routed.until_released()
 
 
 @pytest.mark.parametrize(
     ("headers", "level", "outcome"),
     [
-        ({"x-kvrouter-service-level": "late"}, "late", "late"),
-        ({"x-kvrouter-service-level": "loose"}, "loose", "kept"),
+        ({"x-kvrouter-service-level": "late"}, "late", "missed"),
+        ({"x-kvrouter-service-level": "loose"}, "loose", "met"),
         # Headers override the class, and llm-d's newer names override the older ones.
-        ({"x-kvrouter-service-level": "strict", "x-slo-ttft-ms": "3600000"}, "strict", "kept"),
-        ({"x-slo-ttft-ms": "1", "x-llm-d-slo-ttft-ms": "3600000"}, "", "kept"),
+        ({"x-kvrouter-service-level": "strict", "x-slo-ttft-ms": "3600000"}, "strict", "met"),
+        ({"x-slo-ttft-ms": "1", "x-llm-d-slo-ttft-ms": "3600000"}, "", "met"),
     ],
 )
-async def test_served_requests_are_counted_as_kept_or_late(
+async def test_served_requests_are_counted_as_met_or_missed(
     routed: RouterUnderTest, headers: dict[str, str], level: str, outcome: str
 ) -> None:
     labels = {"model": MODEL, "service_level": level, "outcome": outcome}
@@ -104,17 +104,17 @@ async def test_explain_predicts_whether_slo_is_met(routed: RouterUnderTest) -> N
         return (await routed.call("/explain", request, headers=headers)).json()
 
     plain = await explained({})
-    assert plain["promise"] is None
+    assert plain["slo"] is None
     prediction = plain["candidates"][0]["forecast"]
     assert 0 < prediction["ttft"]["low"] <= prediction["ttft"]["expected"] <= prediction["ttft"]["high"]
     assert prediction["tpot"]["expected"] > 0
 
-    kept = (await explained({"x-slo-ttft-ms": "3600000"}))["promise"]
-    assert (kept["kept"], kept["refused"], kept["tpot_to_spare"]) == (True, False, None)
-    assert 3500 < kept["ttft_to_spare"] < 3600
-    broken = (await explained({"x-kvrouter-service-level": "strict"}))["promise"]
-    assert (broken["kept"], broken["refused"]) == (False, True)
-    assert -10 < broken["ttft_to_spare"] < 0
+    met = (await explained({"x-slo-ttft-ms": "3600000"}))["slo"]
+    assert (met["met"], met["refused"], met["tpot_to_spare"]) == (True, False, None)
+    assert 3500 < met["ttft_to_spare"] < 3600
+    missed = (await explained({"x-kvrouter-service-level": "strict"}))["slo"]
+    assert (missed["met"], missed["refused"]) == (False, True)
+    assert -10 < missed["ttft_to_spare"] < 0
     bad = await routed.call("/explain", {"path": PATH, "request": STREAM}, headers={"x-kvrouter-service-level": "best"})
     assert bad.status == 400
 

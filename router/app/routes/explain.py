@@ -99,8 +99,8 @@ async def explain(
     prompt, size, tenant, media = await aside_if_long(body, partial(_asked, limits, headers, session_headers))
     await reader.read(prompt, size)
     prompt.sender = Sender(tenant, list(headers))
-    if (told := hints_in_headers(headers)) is not None:
-        prompt.hints = told.before(prompt.hints)
+    if (hints := hints_in_headers(headers)) is not None:
+        prompt.hints = hints.before(prompt.hints)
     if media is not None and prompt.name is not None:
         prompt.encoding = encoders.seconds(prompt.name, [item.key for item in media.items])
     now = time.monotonic()
@@ -124,7 +124,7 @@ async def explain(
         "hints": prompt.hints and _hints(prompt, prompt.hints, sessions, names),
         "encoding": round(prompt.encoding, 6),
         "held": begins if isinstance(begins, WaitReason) else None,
-        "promise": slo and _slo(slo, selection.prediction or selector.predict(chosen, prompt), now),
+        "slo": slo and _slo(slo, selection.prediction or selector.predict(chosen, prompt), now),
         "choice": {"worker": names.get(chosen.target.worker), "dp_rank": chosen.target.dp_rank},
         "unit": usual.decision.unit,
         "candidates": [
@@ -203,31 +203,31 @@ def _source(names: WorkerNames, source: Source) -> dict[str, Any]:
 def _slo(slo: SLO, prediction: Prediction, now: float) -> dict[str, Any]:
     """Return whether the choice is predicted to meet an SLO, and the seconds to spare, which are negative if late."""
     ttft, tpot = slo.ttft, slo.tpot
-    kept = prediction.slo_missed_by(slo, now, 1.0) <= 0
+    met = prediction.slo_missed_by(slo, now, 1.0) <= 0
     return {
         "service_level": slo.service_level or None,
         "ttft": ttft,
         "tpot": tpot,
-        "kept": kept,
+        "met": met,
         "chance": round(prediction.chance(slo, now), 3),
         "ttft_to_spare": None if ttft is None else round(ttft - prediction.ttft.expected, 6),
         "tpot_to_spare": None if tpot is None else round(tpot - prediction.tpot.expected, 6),
-        "refused": slo.refuses_late and not kept,
+        "refused": slo.refuses_late and not met,
     }
 
 
 def _prediction(prediction: Prediction, slo: SLO | None, now: float) -> dict[str, Any]:
     """Return the predicted latency of a candidate in seconds, and whether it meets the SLO."""
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "ttft": _estimate(prediction.ttft),
         "tpot": _estimate(prediction.tpot),
         "measured": prediction.measured,
     }
     if slo is not None:
-        told["kept"] = prediction.slo_missed_by(slo, now, 1.0) <= 0
-        told["chance"] = round(prediction.chance(slo, now), 3)
-        told["others_broken"] = round(prediction.others_missed, 3)
-    return told
+        report["met"] = prediction.slo_missed_by(slo, now, 1.0) <= 0
+        report["chance"] = round(prediction.chance(slo, now), 3)
+        report["others_missed"] = round(prediction.others_missed, 3)
+    return report
 
 
 def _estimate(estimate: Estimate) -> dict[str, float]:

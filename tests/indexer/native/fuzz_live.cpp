@@ -75,17 +75,17 @@ class Caller {
     void read() {
         const bool waits = !all_received(streams_);
         const auto left = reader_.read(random_.chance(20) ? 0 : 0.02);
-        if (waits && left == LiveReader::Left::kNothing && reader_.taken().empty() && !reader_.has_untold())
+        if (waits && left == LiveReader::Left::kNothing && reader_.applied().empty() && !reader_.has_unreported())
             fail("sent messages do not arrive");
         take();
-        if (left == LiveReader::Left::kToTell) tell(reader_.round());
+        if (left == LiveReader::Left::kToReport) tell(reader_.round());
         if (left == LiveReader::Left::kReceived) receive();
         if (random_.chance(2)) follow_again(streams_[random_.below(kSockets)]);
         if (random_.chance(2)) others_.send({"something else"});
         if (Frame frame(zmq_); random_.chance(50)) frame.receive(&others_);
     }
 
-    u64 taken() const { return taken_; }
+    u64 applied() const { return applied_; }
 
    private:
     void follow(Stream& stream) {
@@ -108,11 +108,11 @@ class Caller {
 
     // Check the batches that the reader reports as applied.
     void take() {
-        for (const Taken& each : reader_.taken()) {
+        for (const AppliedRun& each : reader_.applied()) {
             Stream& stream = stream_of(each.fd);
             std::size_t bytes = 0;
             Frames message;
-            for (u64 seq = each.first;; ++seq, ++taken_) {
+            for (u64 seq = each.first;; ++seq, ++applied_) {
                 message = stream.next();
                 if (number_of(message) != seq) fail("the applied batch differs from the sent one");
                 if (size_of(message) > kLargest) fail("a batch above the limit was applied");
@@ -166,7 +166,7 @@ class Caller {
     MemorySocket others_;
     const Zmq zmq_ = MemorySocket::functions();
     LiveReader reader_;
-    u64 taken_ = 0;
+    u64 applied_ = 0;
 };
 
 // Return the matched blocks of a prompt by target and tier. Dumps are not compared, because they depend on the order of
@@ -226,7 +226,7 @@ int main(int count, char** arguments) {
         for (int times = 0; times < 200; ++times)
             if (const auto prompt = random.prompt(12); held_of(index, prompt) != held_of(twin, prompt))
                 fail("the matched blocks differ");
-        taken += caller.taken();
+        taken += caller.applied();
     }
     std::printf("%llu messages: %llu applied by the reader, %llu batches reported\n", static_cast<unsigned long long>(done),
                 static_cast<unsigned long long>(taken), static_cast<unsigned long long>(reported));

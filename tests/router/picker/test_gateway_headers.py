@@ -45,6 +45,7 @@ def test_empty_canonical_header_is_no_name() -> None:
     [
         ("queue_full", b"rejected-saturated"),
         ("shed", b"rejected-saturated"),
+        ("slo_not_met", b"rejected-saturated"),
         ("queue_timeout", b"rejected-ttl-expired"),
         ("deadline_exceeded", b"rejected-ttl-expired"),
         ("no_worker_available", b"rejected-no-endpoints"),
