@@ -138,7 +138,7 @@ def test_envoy_exposes_only_readiness_and_metrics(running: Running) -> None:
 def test_envoy_closes_client_connections_before_shutdown(objects: list[Object], running: Running) -> None:
     command = _envoy(objects)["lifecycle"]["preStop"]["exec"]["command"]
     command = [word.replace(str(ADMIN), str(running.ports[ADMIN])) for word in command]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, env={"PATH": os.environ["PATH"]})
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env={"PATH": os.environ["PATH"]})
     assert "200 OK" in ended.stdout
     with closing(HTTPConnection("127.0.0.1", running.ports[CLIENTS], timeout=60)) as connection:
         connection.request("GET", "/")

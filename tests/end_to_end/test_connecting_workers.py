@@ -70,7 +70,7 @@ async def test_health_names_problems_of_publishers_that_connect() -> None:
                 return {each["finding"]: each["detail"] for each in found if each.get("worker") in (None, "one")}
 
             expected = {"events_lost", "parents_unknown", "replay_missing", "publisher_unknown"}
-            await until(routed.findings, lambda found: named(found).keys() >= expected, seconds=10)
+            await until(routed.findings, lambda found: named(found).keys() >= expected)
             found = named(await routed.findings())
             assert "batch 0" in found["events_lost"]
             assert "'kv@other@m'" in found["publisher_unknown"]

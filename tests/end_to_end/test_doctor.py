@@ -224,7 +224,7 @@ async def test_endpoint_without_publisher_is_reported_at_once(monkeypatch: pytes
         endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         stream = doctor_stream.WatchedStream(EventSource(0, endpoint, endpoint), None)
         with pytest.raises(doctor_stream.NoPublisherError, match=endpoint):
-            await asyncio.wait_for(stream.replayed(), 30)
+            await asyncio.wait_for(stream.replayed(), 60)
         await stream.close()
 
 

@@ -486,7 +486,7 @@ async def test_outlier_worker_is_ejected(script: Script, reason: str, at_once: i
                 await asyncio.gather(*(routed.call(PATH, BODY) for _ in range(at_once)))
             return await state(routed, worse) == "ejected"
 
-        await until(ejected_after_more, seconds=30)
+        await until(ejected_after_more)
         found = await routed.findings()
         found = [finding for finding in found if finding["finding"] != "prompts_by_text"]
         assert [(each["finding"], each["worker"]) for each in found] == [("worker_ejected", worse.url)]

@@ -54,7 +54,7 @@ async def test_router_keeps_no_body_after_response() -> None:
                 opened.append(writer)
                 head = f"POST {path} HTTP/1.1\r\nHost: r\r\nContent-Length: {len(body)}\r\n\r\n".encode()
                 writer.write(head + body)
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 ")
             del body
             await routed.until_released()
@@ -132,7 +132,7 @@ async def sent(url: str, path: str, head: str, body: bytes = b"", endless: bool 
 
     sending = asyncio.create_task(keep_sending()) if endless else None
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             return await reader.read()
     except ConnectionError:
         return b""
@@ -162,7 +162,7 @@ async def test_refused_client_reads_response_while_sending(router_url: str) -> N
     place = urlsplit(router_url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     writer.write(b"POST /match HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n{" % 2**20)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
     for _ in range(3):  # the second write fails if the router has closed
         writer.write(b" ")

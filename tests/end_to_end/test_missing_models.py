@@ -45,7 +45,7 @@ async def test_an_adapter_that_a_worker_unloaded_is_served_by_another(body: dict
             later = [await routed.call("/v1/completions", body) for _ in range(10)]
             return all("x-kvrouter-attempts" not in reply.headers for reply in later)
 
-        await until(described_anew, seconds=5)
+        await until(described_anew)
 
 
 class Lacking:
@@ -111,7 +111,7 @@ async def test_every_request_for_inference_is_tried_elsewhere(
         async def probed_anew() -> bool:
             return lacks.probes > 1
 
-        await until(probed_anew, seconds=5)
+        await until(probed_anew)
 
 
 async def test_the_answer_of_the_last_worker_is_forwarded_if_all_lack_it() -> None:
@@ -322,7 +322,7 @@ async def test_unknown_names_are_forwarded_if_the_setting_allows_it() -> None:
         async def listed() -> bool:
             return "poet" in {model["id"] for model in (await routed.call("/v1/models")).json()["data"]}
 
-        await until(listed, seconds=5)
+        await until(listed)
         later = [await routed.call("/v1/completions", GENERATION) for _ in range(6)]
         assert {(reply.status, reply.worker) for reply in later} == {(200, first.worker)}
         assert (await routed.call("/v1/completions", GENERATION | {"model": "none"})).status == 404

@@ -482,7 +482,7 @@ async def test_load_is_released_without_response_messages(workers: list[Scripted
             stream, _ = await endpoint_picker.routed()
             assert await side.requests_in_flight() == 1
             if number:
-                await until(side.loads, lambda loads: all(load["pending"] == 0 for load in loads), seconds=30)
+                await until(side.loads, lambda loads: all(load["pending"] == 0 for load in loads))
             await stream.finish()
             await side.until_released()
         assert await side.metric("kvrouter_requests_abandoned_total") == 0
@@ -492,7 +492,7 @@ async def test_load_is_released_without_response_messages(workers: list[Scripted
         await answered.finish()
         left, _ = await endpoint_picker.routed()  # once responses are reported, a request without one is abandoned
         left.call.cancel()
-        await until(lambda: side.metric("kvrouter_requests_abandoned_total"), lambda value: value == 1, seconds=30)
+        await until(lambda: side.metric("kvrouter_requests_abandoned_total"), lambda value: value == 1)
 
 
 async def test_stream_that_ends_within_body_holds_no_load(endpoint_picker: PickerUnderTest) -> None:

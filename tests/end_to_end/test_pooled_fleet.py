@@ -290,5 +290,5 @@ async def until_found(routed: RouterUnderTest, finding: str) -> dict[str, Any]:
         found[:] = [each for each in await routed.findings() if each["finding"] == finding]
         return bool(found)
 
-    await until(seen, seconds=20)
+    await until(seen)
     return found[0]

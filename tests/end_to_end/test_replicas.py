@@ -219,7 +219,7 @@ class Pool:
     async def end(self, url: str) -> None:
         process = self._routers.pop(url)
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 30) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
 
     def oldest(self) -> str:
         return next(iter(self._routers))

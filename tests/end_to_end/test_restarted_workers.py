@@ -175,8 +175,8 @@ async def test_a_process_that_is_new_by_any_sign_holds_nothing(sign: str) -> Non
                 async def empty() -> bool:
                     return await blocks(routed) == 0
 
-                await until(empty, seconds=20)
-                await until(reported, seconds=20)
+                await until(empty)
+                await until(reported)
     finally:
         publisher.close(0)
         context.term()

@@ -206,7 +206,7 @@ async def test_prefill_worker_serves_alone_without_decode_workers(plain: str) ->
             assert stream.headers["x-kvrouter-prefill-worker"] == prefill
             await stream.content.readline()
             process.send_signal(signal.SIGKILL)
-            await asyncio.to_thread(process.wait, 10)
+            await asyncio.to_thread(process.wait, 60)
         for _ in range(3):
             body = {"model": MODEL, "prompt": fresh(40), "max_tokens": 4}
             _, alone = await made.ask(plain, **body)

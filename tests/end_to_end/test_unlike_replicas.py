@@ -54,21 +54,21 @@ async def test_the_engine_refuses_a_prompt_that_fits_no_worker() -> None:
 
 async def test_requests_that_fit_a_free_replica_do_not_wait_behind_one_that_does_not() -> None:
     slow = SimulatedWorkerSettings(max_model_len=LONG, base_step_s=0.05, prefill_s_per_token=0.0)
-    admission = {"requests": 1, "timeout": 20.0}
+    admission = {"requests": 1, "timeout": 60.0}
     async with (
         running(worker(SHORT)) as short,
         running(slow) as long,
         router(short, long, admission=admission) as routed,
     ):
-        holding = asyncio.create_task(routed.call("/v1/completions", completion(2000, 0, 40)))
+        holding = asyncio.create_task(routed.call("/v1/completions", completion(2000, 0, 10_000)))
         waiting = asyncio.create_task(routed.call("/v1/completions", completion(2000, 5, 1)))
-        await asyncio.sleep(0.3)
-        assert not waiting.done()
+        await routed.until_queued(1)
         for each in range(5):
-            async with asyncio.timeout(1):
-                reply = await routed.call("/v1/completions", completion(40, each))
+            reply = await routed.call("/v1/completions", completion(40, each))
             assert (reply.status, reply.worker) == (200, short)
-        assert [(await each).worker for each in (holding, waiting)] == [long, long]
+        assert not waiting.done()
+        holding.cancel()
+        assert (await waiting).worker == long
 
 
 async def test_the_output_that_a_request_asks_for_counts() -> None:

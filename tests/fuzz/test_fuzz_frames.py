@@ -93,8 +93,8 @@ def test_damaged_write_stays_within_its_grant() -> None:
             assert not arena[GRANTED:].any()
         arena[:] = 0
         source[:] = 1
-        with closing(sender.connect(receiver.address(), time.monotonic() + 5)) as session:
-            session.write(KEY, Writes(_u8(source.ctypes.data), _u8(start), _u8(64)), time.monotonic() + 5)
+        with closing(sender.connect(receiver.address(), time.monotonic() + 60)) as session:
+            session.write(KEY, Writes(_u8(source.ctypes.data), _u8(start), _u8(64)), time.monotonic() + 60)
         assert arena[:64].all()
     finally:
         sender.close()
@@ -105,16 +105,16 @@ def _send_damaged(random: Random, address: tuple[str, int], runs: list[tuple[int
     """A session whose greeting is right, and whose write is not."""
     channel = Channel(socket.create_connection(address, timeout=60))
     with closing(channel), suppress(OSError):  # it may be cut at any byte
-        greet(channel, "tcp", None, time.monotonic() + 5)
+        greet(channel, "tcp", None, time.monotonic() + 60)
         recorder, recorded = socket.socketpair()
         with recorder, recorded:
             connection, channel.socket = channel.socket, recorder
             body = encode_runs(KEY, _u8(*(to for to, _ in runs)), _u8(*(length for _, length in runs)))
-            channel.send(Kind.WRITE, body, time.monotonic() + 5)
+            channel.send(Kind.WRITE, body, time.monotonic() + 60)
             frame = recorded.recv(65536)
             channel.socket = connection
         connection.setblocking(True)
-        connection.settimeout(30)
+        connection.settimeout(60)
         connection.sendall(damaged(random, frame) + b"\7" * sum(length for _, length in runs))
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(4096):

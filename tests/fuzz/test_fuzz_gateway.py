@@ -98,6 +98,6 @@ async def _play(call: GrpcCall, messages: list[bytes]) -> None:
     for each in messages:
         call.write(each)
     call.done_writing()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while await call.read() is not None:
             pass

@@ -124,7 +124,7 @@ class Client:
         self.h2.send_data(stream, body, end_stream=True)
         self._writer.write(self.h2.data_to_send())
         status = 0
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:
                 data = await self._reader.read(65_536)
                 assert data, "the connection was closed"

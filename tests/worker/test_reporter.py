@@ -387,7 +387,7 @@ from worker import Reporter
 reporter = Reporter.create('{ANY_PORT}')
 reporter.stored([1], None, [1], 1)
 """
-    subprocess.run([sys.executable, "-c", script], timeout=30, check=True)
+    subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
 
 
 def in_fork(reporter: Reporter, results: Any) -> None:
@@ -461,7 +461,7 @@ reporter.stored([1], None, [1], 1)
 reporter.shutdown()
 print("reported")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "reported", done.stderr
 
 

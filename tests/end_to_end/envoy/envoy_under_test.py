@@ -74,7 +74,7 @@ async def envoy(
             return await _listens(port)
 
         try:
-            await until(listens, seconds=20)
+            await until(listens)
             yield through
         finally:
             if process.returncode is None:

@@ -115,7 +115,7 @@ async def test_stream_is_forwarded_without_buffering(tmp_path: Path) -> None:
 
     async with scripted_worker(script) as worker, picked(tmp_path, worker.url) as found:
         async with found.through.request(PATH, body(stream=True)) as response:
-            assert await asyncio.wait_for(response.content.readuntil(b"\n\n"), 10) == b"data: 1\n\n"
+            assert await asyncio.wait_for(response.content.readuntil(b"\n\n"), 60) == b"data: 1\n\n"
             assert await found.picker.requests_in_flight() == 1
             released.set()
             assert await response.read() == b"data: [DONE]\n\n"

@@ -18,7 +18,7 @@ from indexer.pools.pool import PoolConfig, SharedPool
 from router.app.pool_follower import MooncakeFollower
 
 _INTERVAL = 0.05
-_DEADLINE = 20.0
+_DEADLINE = 60.0
 
 
 def key(name: int) -> str:

@@ -54,7 +54,7 @@ class Side:
     async def closed_with(self) -> int | None:
         """Return the code of the frame that closes the WebSocket."""
         protocol = Protocol(CLIENT, state=State.OPEN, max_size=None)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while protocol.close_rcvd is None:
                 data = await asyncio.get_running_loop().sock_recv(self.client, 65_536)
                 if not data:

@@ -39,7 +39,7 @@ from worker.kv_transfer.transfer import GrantKey, Quiescence, Ranges, TransferEn
 
 SENTINEL = 0xA5
 AUX_ITEMS = (64, 16)
-CALL_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 90.0
 Bytes = NDArray[np.uint8]
 
 
@@ -170,7 +170,7 @@ class Ranks:
         pages: list[int],
         chunks: list[int] | None = None,
         aux: int | None = 0,
-        timeout_s: float = 20.0,
+        timeout_s: float = 60.0,
         fill: bool = True,
     ) -> None:
         """Write the prompt (its number is the room's) into `pages` and send it in chunks of these lengths."""
@@ -196,7 +196,7 @@ class Ranks:
         for number, buffer in enumerate(rank.aux):
             buffer[aux] = rank.model.aux(room, number)
 
-    def open_sender(self, name: int, bootstrap_addr: str, room: int, timeout_s: float = 20.0) -> None:
+    def open_sender(self, name: int, bootstrap_addr: str, room: int, timeout_s: float = 60.0) -> None:
         self._ranks[name].rooms[room] = KVSender(self._ranks[name].manager, bootstrap_addr, room, timeout_s=timeout_s)
 
     def receive(
@@ -206,7 +206,7 @@ class Ranks:
         room: int,
         pages: list[int] | None,
         aux: int | None = 0,
-        timeout_s: float = 20.0,
+        timeout_s: float = 60.0,
         prefix: int = 0,
         prefill_dp_rank: int | None = None,
     ) -> None:
@@ -217,7 +217,7 @@ class Ranks:
         if pages is not None:
             receiver.init(np.array(pages, np.int64), aux, prefix)
 
-    def wait(self, name: int, room: int, timeout: float = 10.0) -> tuple[str, str, bool]:
+    def wait(self, name: int, room: int, timeout: float = 60.0) -> tuple[str, str, bool]:
         """The room's state, why it failed, and whether its pages may be reused."""
         handle = self._ranks[name].rooms[room]
         handle.wait(timeout)
@@ -233,7 +233,7 @@ class Ranks:
         handle = self._ranks[name].rooms[room]
         return handle.poll().name, handle.pages_reusable()
 
-    def wait_state(self, name: int, room: int, state: str, timeout: float = 10.0) -> bool:
+    def wait_state(self, name: int, room: int, state: str, timeout: float = 60.0) -> bool:
         handle = self._ranks[name].rooms[room]
         return _until(lambda: handle.poll().name == state, timeout)
 
@@ -345,7 +345,7 @@ class Ranks:
         """Take away every grant, behind the manager's back."""
         rank = self._ranks[name]
         for key in list(rank.grants):
-            rank.engine.revoke(key, time.monotonic() + 5)
+            rank.engine.revoke(key, time.monotonic() + 60)
 
     def close_all(self) -> None:
         for name in list(self._ranks):

@@ -58,14 +58,14 @@ class Log:
             self.ends.append((number, error))
             self.ended.release()
 
-        return WriteTask(GrantKey(1, 2), time.monotonic() + 5, destination.begin, plan, finished)
+        return WriteTask(GrantKey(1, 2), time.monotonic() + 60, destination.begin, plan, finished)
 
 
 def test_no_write_begins_for_failed_room() -> None:
     """The pages of a failed room may be reused by then."""
     engine: TransferEngine = open_engine("tcp")
     writer = PeerWriter(engine, "tcp://127.0.0.1:1", layout(), b"")
-    room, log = Room(1, 0, time.monotonic() + 5), Log()
+    room, log = Room(1, 0, time.monotonic() + 60), Log()
     destination = Destination(room, request(), writer)
     assert writer.submit(log.task(1, destination))
     assert log.ended.acquire(timeout=60)
@@ -85,7 +85,7 @@ def test_queued_writes_fail_when_peer_is_dropped() -> None:
     other: TransferEngine = open_engine("tcp")
     writer = PeerWriter(engine, "tcp://127.0.0.1:1", layout(), other.address())
     log = Log()
-    destination = Destination(Room(1, 0, time.monotonic() + 5), request(), writer)
+    destination = Destination(Room(1, 0, time.monotonic() + 60), request(), writer)
     planned, go_on = threading.Event(), threading.Event()
 
     def plan() -> Writes:

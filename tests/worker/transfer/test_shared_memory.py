@@ -49,17 +49,17 @@ def _u8(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
 
 def _session(receiver: ShmEngine) -> Channel:
     address = msgspec.json.decode(receiver.address(), type=Address)
-    channel = Channel(dial(address, time.monotonic() + 5))
-    greet(channel, "shm", None, time.monotonic() + 5)
+    channel = Channel(dial(address, time.monotonic() + 60))
+    greet(channel, "shm", None, time.monotonic() + 60)
     return channel
 
 
 def _reason(channel: Channel) -> str:
     """Return why the receiver ends the session."""
     with pytest.raises(RefusedError) as caught:
-        expect(channel, Kind.MEMORY, time.monotonic() + 5)
+        expect(channel, Kind.MEMORY, time.monotonic() + 60)
     with pytest.raises(PeerLostError):
-        channel.receive(time.monotonic() + 5)
+        channel.receive(time.monotonic() + 60)
     return str(caught.value)
 
 
@@ -104,13 +104,13 @@ def test_source_outside_shared_memory_is_refused(receiver: ShmEngine, arena: Byt
         file = _sealed(SIZE)
         socket.send_fds(channel.socket, [b"\0"], [file])
         os.close(file)
-        expect(channel, Kind.MEMORY, time.monotonic() + 5)
+        expect(channel, Kind.MEMORY, time.monotonic() + 60)
         for source in (4095, 4096 + SIZE, 0, (1 << 64) - 1):
             channel.send(Kind.WRITE, encode_runs(KEY, _u8(source), destination, _u8(1)))
             with pytest.raises(RefusedError, match="does not share its source"):
-                expect(channel, Kind.LANDED, time.monotonic() + 5)
+                expect(channel, Kind.LANDED, time.monotonic() + 60)
         channel.send(Kind.WRITE, encode_runs(KEY, _u8(4096 + SIZE - 1), destination, _u8(1)))
-        expect(channel, Kind.LANDED, time.monotonic() + 5)
+        expect(channel, Kind.LANDED, time.monotonic() + 60)
 
 
 def test_one_array_for_each_layer_is_shared(receiver: ShmEngine, arena: Bytes) -> None:
@@ -119,10 +119,10 @@ def test_one_array_for_each_layer_is_shared(receiver: ShmEngine, arena: Bytes) -
     for layer, array in enumerate(layers):
         array[:] = layer % 251
     sender.register([Region.of(array) for array in layers])
-    session = sender.connect(receiver.address(), time.monotonic() + 5)
+    session = sender.connect(receiver.address(), time.monotonic() + 60)
     sources = _u8(*(array.ctypes.data for array in layers))
     destinations = _u8(*(arena.ctypes.data + 8 * layer for layer in range(300)))
-    session.write(KEY, Writes(sources, destinations, np.full(300, 8, np.uint64)), time.monotonic() + 5)
+    session.write(KEY, Writes(sources, destinations, np.full(300, 8, np.uint64)), time.monotonic() + 60)
     assert arena[: 8 * 300 : 8].tolist() == [layer % 251 for layer in range(300)]
     sender.close()
     arena[:] = 0
@@ -132,9 +132,9 @@ def test_source_must_be_allocated(receiver: ShmEngine) -> None:
     sender = open_engine("shm")
     ordinary = np.ones(SIZE, np.uint8)
     sender.register([Region.of(ordinary)])
-    session = sender.connect(receiver.address(), time.monotonic() + 5)
+    session = sender.connect(receiver.address(), time.monotonic() + 60)
     with pytest.raises(ValueError, match="no range is registered"):
-        session.write(KEY, Writes(_u8(ordinary.ctypes.data), _u8(0), _u8(1)), time.monotonic() + 5)
+        session.write(KEY, Writes(_u8(ordinary.ctypes.data), _u8(0), _u8(1)), time.monotonic() + 60)
     sender.close()
 
 

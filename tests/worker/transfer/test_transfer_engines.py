@@ -306,9 +306,9 @@ def _writing(
     receiver: Receiver, peer: PeerProcess, key: GrantKey, failures: list[TransferError], seconds: float
 ) -> threading.Thread:
     """A thread of ours that writes to the peer again and again, until that fails."""
-    session = receiver.engine.connect(peer.where["address"].encode(), time.monotonic() + 5)
+    session = receiver.engine.connect(peer.where["address"].encode(), time.monotonic() + 60)
     writes = _everything(receiver, peer)
-    session.write(key, writes, time.monotonic() + 10)
+    session.write(key, writes, time.monotonic() + 60)
 
     def write() -> None:
         try:
@@ -360,13 +360,13 @@ def test_closed_sessions_leave_nothing(engine: str, target: PeerProcess) -> None
         ours = open_engine(engine)
         arena = ours.allocate(PAGE)
         ours.register([Region.of(arena)])
-        session = ours.connect(target.where["address"].encode(), time.monotonic() + 5)
+        session = ours.connect(target.where["address"].encode(), time.monotonic() + 60)
         pointers = np.array([arena.ctypes.data], np.uint64), np.array([target.where["pointer"]], np.uint64)
-        session.write(key, Writes(*pointers, np.array([PAGE], np.uint64)), time.monotonic() + 5)
+        session.write(key, Writes(*pointers, np.array([PAGE], np.uint64)), time.monotonic() + 60)
         session.close()
         session.close()
         with pytest.raises(PeerLostError):
-            session.write(key, Writes(*pointers, np.array([PAGE], np.uint64)), time.monotonic() + 5)
+            session.write(key, Writes(*pointers, np.array([PAGE], np.uint64)), time.monotonic() + 60)
         ours.close()
         ours.close()
 
@@ -382,7 +382,7 @@ def test_closed_sessions_leave_nothing(engine: str, target: PeerProcess) -> None
 
 def test_session_can_be_closed_during_write(receiver: Receiver, target: PeerProcess) -> None:
     key = _grant_all(target)
-    session = receiver.engine.connect(target.where["address"].encode(), time.monotonic() + 5)
+    session = receiver.engine.connect(target.where["address"].encode(), time.monotonic() + 60)
     writes = _everything(receiver, target)
     failures: list[TransferError] = []
 
@@ -404,11 +404,11 @@ def test_session_can_be_closed_during_write(receiver: Receiver, target: PeerProc
 
 def test_source_must_be_registered(receiver: Receiver, target: PeerProcess) -> None:
     key = _grant_all(target)
-    session = receiver.engine.connect(target.where["address"].encode(), time.monotonic() + 5)
+    session = receiver.engine.connect(target.where["address"].encode(), time.monotonic() + 60)
 
     def write(source: int) -> None:
         columns = ([receiver.pointer, source], [target.where["pointer"], target.where["pointer"]], [PAGE, PAGE])
-        session.write(key, Writes(*(np.array(column, "u8") for column in columns)), time.monotonic() + 5)
+        session.write(key, Writes(*(np.array(column, "u8") for column in columns)), time.monotonic() + 60)
 
     elsewhere = np.zeros(PAGE, np.uint8)
     with pytest.raises(ValueError, match="are outside"):
@@ -419,14 +419,14 @@ def test_source_must_be_registered(receiver: Receiver, target: PeerProcess) -> N
 
 def test_invalid_addresses_are_rejected(engine: str, receiver: Receiver) -> None:
     with pytest.raises(PeerLostError, match="invalid address of a transfer engine"):
-        receiver.engine.connect(b"127.0.0.1:80", time.monotonic() + 5)
+        receiver.engine.connect(b"127.0.0.1:80", time.monotonic() + 60)
     with pytest.raises(RefusedError, match="the peer uses carrier pigeon"):
-        receiver.engine.connect(b'{"engine": "carrier pigeon", "host": "roof"}', time.monotonic() + 5)
+        receiver.engine.connect(b'{"engine": "carrier pigeon", "host": "roof"}', time.monotonic() + 60)
     gone = open_engine(engine)
     address = gone.address()
     gone.close()
     with pytest.raises(PeerLostError, match="can't connect"):
-        receiver.engine.connect(address, time.monotonic() + 5)
+        receiver.engine.connect(address, time.monotonic() + 60)
     with pytest.raises(DeadlineError):
         receiver.engine.connect(address, time.monotonic())
 
@@ -437,7 +437,7 @@ def test_session_needs_equal_secrets(engine: str, ours: str | None, theirs: str 
     sender = open_engine(engine, secret=theirs.encode() if theirs else None)
     try:
         with pytest.raises(RefusedError, match="secret"):
-            sender.connect(receiver.address(), time.monotonic() + 5)
+            sender.connect(receiver.address(), time.monotonic() + 60)
     finally:
         sender.close()
         receiver.close()

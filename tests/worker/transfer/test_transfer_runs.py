@@ -158,7 +158,7 @@ def test_revoke_waits_for_landing_writes() -> None:
     grant = Grant(_KEY, _ranges((0, 1)))
     grant.enter()
     answers: list[Quiescence] = []
-    thread = threading.Thread(target=lambda: answers.append(grant.revoke(time.monotonic() + 30)))
+    thread = threading.Thread(target=lambda: answers.append(grant.revoke(time.monotonic() + 60)))
     thread.start()
     while True:  # until it has begun
         try:

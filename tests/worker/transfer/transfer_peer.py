@@ -49,10 +49,10 @@ class Peer:
         self.engine.grant(GrantKey(room, generation), Ranges(np.array(pointers, "u8"), np.array(lengths, "u8")))
 
     def revoke(self, room: int, generation: int) -> str:
-        return self.engine.revoke(GrantKey(room, generation), time.monotonic() + 5).value
+        return self.engine.revoke(GrantKey(room, generation), time.monotonic() + 60).value
 
     def connect(self, address: str) -> int:
-        self.sessions.append(self.engine.connect(address.encode(), time.monotonic() + 5))
+        self.sessions.append(self.engine.connect(address.encode(), time.monotonic() + 60))
         return len(self.sessions) - 1
 
     def write(self, session: int, key: list[int], writes: list[list[int]], seconds: float = 10.0) -> str:
