@@ -229,6 +229,7 @@ class Selector:
         url: str | None = None,
         adapters: Sequence[str] = (),
         block_size: int | None = None,
+        capacity: int | None = None,
         streams: Sequence[Stream] = (),
         dp_size: int = 1,
         role: str = "both",
@@ -241,6 +242,7 @@ class Selector:
         - `url`: the URL of its server; None: it has none. Nothing is sent there.
         - `adapters`: the LoRA adapters that it serves.
         - `block_size`: tokens of a block; None: its events report it.
+        - `capacity`: the blocks of each rank's KV cache; None: not known, so that a rank counts as full once it evicts.
         - `streams`: its event streams. Without them, the prompts that it was sent predict what it has cached.
         - `dp_size`: the number of its DP ranks.
 
@@ -248,12 +250,15 @@ class Selector:
         """
         if not 1 <= dp_size <= self._settings.fleet.max_ranks:
             raise ValueError(f"dp_size: {dp_size} is not from 1 to {self._settings.fleet.max_ranks}.")
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity: {capacity} is less than 1 block.")
         await self._declared.upsert(
             id,
             model,
             url=url,
             adapters={name: name for name in adapters},
             block_size=block_size,
+            capacity=capacity,
             streams=streams,
             ranks=range(dp_size),
             role=role,

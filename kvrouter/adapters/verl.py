@@ -129,6 +129,7 @@ class LoadBalancer:
             id,
             model=_MODEL,
             block_size=self._block_size if found is None else found.block_size or self._block_size,
+            capacity=None if found is None else found.capacity,
             streams=() if found is None else found.streams,
             dp_size=1 if found is None else max(found.ranks) + 1,
         )

@@ -199,6 +199,7 @@ async def test_unknown_names_have_errors_of_their_own(selector: Selector) -> Non
         ({"url": "nowhere"}, "url"),
         ({"url": "http://127.0.0.1:1"}, "url: worker 'd'"),
         ({"block_size": 0}, "block_size"),
+        ({"capacity": 0}, "capacity"),
         ({"weight": 0}, "weight"),
         ({"role": "none"}, "none"),
     ],
