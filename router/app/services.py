@@ -30,6 +30,7 @@ from router.fleet.worker import Worker
 from router.fleet.worker_commands import Adapters
 from router.fleet.worker_sources import DECLARED_SOURCE
 from router.forwarding.proxy_services import ProxyContext, build_forwarding
+from router.hooks.build import build_hooks
 from router.http.event_loop import end_tasks
 from router.load.target_load import LoadTable
 from router.observability.build import Observability, build_observability
@@ -113,9 +114,12 @@ async def running_services(
         routing = build_routing(settings, state, fleet, indexer, tokenizers, sampled.kept, session=session)
         late_binding = state.policy.spec.late_binding
         admission = Admission(routing.selector, routing.placement, settings.admission, late_binding, gate=state.gate)
-        observability = build_observability(settings, fleet, indexer, tokenizers, source, routing, admission, sampled)
+        hooks = build_hooks(settings, session)
+        observability = build_observability(
+            settings, fleet, indexer, tokenizers, source, routing, admission, sampled, hooks
+        )
         upstreams = build_upstreams(settings, networks, fleet)
-        proxy = build_forwarding(settings, fleet, upstreams, routing, admission, observability, source)
+        proxy = build_forwarding(settings, fleet, upstreams, routing, admission, observability, source, hooks)
 
         async def on_model(worker: Worker, model: ServedModel) -> None:
             await source.provide(worker, model)

@@ -121,7 +121,15 @@ _ANY_HOST = frozenset({"/health", "/liveness", "/ready", "/readiness", "/v1/mode
 class Admitted:
     """The result of a head's check, shared by equal heads: route, tenant, and how it is forwarded."""
 
-    __slots__ = ("add_worker_key", "content_type", "engine_fields", "keeps_credentials", "route", "tenant")
+    __slots__ = (
+        "add_worker_key",
+        "content_type",
+        "engine_fields",
+        "keeps_credentials",
+        "route",
+        "tenant",
+        "unknown_key",
+    )
 
     def __init__(
         self,
@@ -131,11 +139,13 @@ class Admitted:
         engine_fields: EngineFields,
         keeps_credentials: bool,
         add_worker_key: bool,
+        unknown_key: bool = False,
     ) -> None:
         """Describe an admitted request.
 
         - `keeps_credentials`: the client's key is forwarded to the worker.
         - `add_worker_key`: the worker's own key is added if the request has none.
+        - `unknown_key`: a hook has to accept its key.
         """
         self.route = route
         self.content_type = content_type
@@ -143,6 +153,13 @@ class Admitted:
         self.engine_fields = engine_fields
         self.keeps_credentials = keeps_credentials
         self.add_worker_key = add_worker_key
+        self.unknown_key = unknown_key
+
+    def with_tenant(self, tenant: Tenant | None) -> Admitted:
+        """Return the result for the tenant that a hook chose, or for a key that it accepted."""
+        return Admitted(
+            self.route, self.content_type, tenant, self.engine_fields, self.keeps_credentials, self.add_worker_key
+        )
 
 
 class AuthGate:
@@ -150,7 +167,7 @@ class AuthGate:
 
     def __init__(self, settings: Settings) -> None:
         server = settings.server
-        self.access = AccessControl(settings.tenants, server.token, settings.aliases)
+        self.access = AccessControl(settings.tenants, server.token, settings.aliases, settings.hooks)
         self.arrivals = ArrivingBytes(settings.limits.arriving_bytes)
         self._routes = Routes(settings.proxy.more_routes)
         self._aliases = settings.aliases
@@ -187,14 +204,15 @@ class AuthGate:
             )
         access = self.access
         operator = access.is_operator(headers)
-        tenant = access.check(route, headers) if access.has_tenants else None
+        tenant = access.check(route, headers) if access.requires_keys else None
         self._check_access(route, operator)
         fields = EngineFields.PASS if operator else self._engine_fields
         if not route.own and fields is EngineFields.REFUSE and (steering := control_header(headers)) is not None:
             raise refusal(steering.decode("latin-1"))
         content_type = b"" if route.own or fields is EngineFields.PASS else _content_type(headers)
-        ends_here = access.has_tenants or operator or self._always_add_worker_key
-        return Admitted(route, content_type, tenant, fields, not ends_here, ends_here or self._add_worker_key)
+        ends_here = access.requires_keys or operator or self._always_add_worker_key
+        unknown = access.requires_keys and tenant is None and not operator and route.access is Access.TENANT
+        return Admitted(route, content_type, tenant, fields, not ends_here, ends_here or self._add_worker_key, unknown)
 
     def method_without_body(self, method: str, target: bytes) -> str:
         """Return the method by which a gateway's request without a body is checked: POST for paths that allow only it.
@@ -208,10 +226,14 @@ class AuthGate:
         posts = route.access is Access.WRONG_METHOD and route.methods == ("POST",)
         return "POST" if posts and not self._routes.find("POST", route.path).own else method
 
+    def admitted_as(self, admitted: Admitted, tenant: str) -> Admitted:
+        """Return the result for a request that a hook accepted. `tenant`: the tenant that it chose; "" for none."""
+        return admitted.with_tenant(self.access.tenant(tenant) if tenant else None)
+
     @property
     def withholds_keys(self) -> bool:
         """True if workers' keys are never added, because requests are not authenticated."""
-        return not (self.access.has_tenants or self._always_add_worker_key or self._add_worker_key)
+        return not (self.access.requires_keys or self._always_add_worker_key or self._add_worker_key)
 
     def headers_for_workers(self, admitted: Admitted, headers: Headers) -> Headers:
         """Return the headers to forward, without engine control, the router's credentials and compression."""
@@ -286,7 +308,7 @@ class AuthGate:
     def _refuse_engine_route(self, route: Route) -> NoReturn:
         if not route.own:
             self._log_unknown(route)
-            near = self._routes.nearest(route.path, self.access.has_tenants)
+            near = self._routes.nearest(route.path, self.access.requires_keys)
             raise RequestError(
                 f"{route.path} does not exist here." + (f" Did you mean {near}?" if near else ""),
                 status=404,

@@ -25,7 +25,7 @@ from router.apis.media_parts import parts_in
 from router.auth.engine_fields import control_fields
 from router.auth.routes import Access, Route
 from router.http.headers import Headers
-from router.settings import TenantSettings, TenantsSettings
+from router.settings import HookSettings, TenantSettings, TenantsSettings
 
 _SALTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 # The field of a media item that names it in an engine's cache, and how a body with it looks, escaped or not.
@@ -231,7 +231,12 @@ def without_credentials(headers: Headers) -> Headers:
 class AccessControl:
     """The tenants and the operator, by the key that a request carries."""
 
-    def __init__(self, settings: TenantsSettings, token: str, aliases: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self, settings: TenantsSettings, token: str, aliases: Mapping[str, str] = {}, hooks: HookSettings | None = None
+    ) -> None:
+        """Create it. `hooks`: what may accept keys that the settings do not have."""
+        self._checks_keys = hooks is not None and hooks.key_url is not None
+        self._asks_hooks = self._checks_keys or (hooks is not None and bool(hooks.before))
         self._token = token.encode()
         # Paths that a tenant's key opens. None: every tenant route. Otherwise only routes whose salt engines read.
         self._paths: frozenset[str] | None = None
@@ -258,9 +263,9 @@ class AccessControl:
             self._named[name].spent_elsewhere(requests, tokens)
 
     @property
-    def has_tenants(self) -> bool:
-        """True if tenants are configured, so that requests need a key."""
-        return bool(self._named)
+    def requires_keys(self) -> bool:
+        """True if tenants or a check of keys are configured, so that requests need a key."""
+        return bool(self._named) or self._checks_keys
 
     @property
     def has_token(self) -> bool:
@@ -272,18 +277,15 @@ class AccessControl:
         return bool(self._token) and compare_digest(credential(headers).encode(), self._token)
 
     def check(self, route: Route, headers: Headers) -> Tenant | None:
-        """Return the tenant that sent a request, if any. Raises RequestError: 401 (unknown key), 403 (wrong route)."""
+        """Return the tenant that sent a request, if any. Raises RequestError: 401 (unknown key), 403 (wrong route).
+
+        A hook checks an unknown key later, if the settings have one.
+        """
         if route.access is Access.ANYONE or self.is_operator(headers):
             return None
         tenant = self._tenants.get(hashed_key(credential(headers)))
-        if tenant is None:
-            raise RequestError(
-                "Send Authorization: Bearer with an API key of this service.",
-                status=401,
-                type="authentication_error",
-                param="authorization",
-                code="invalid_api_key",
-            )
+        if tenant is None and not (self._asks_hooks and route.access is Access.TENANT):
+            raise unknown_key()
         is_open = route.own or self._paths is None or route.path in self._paths
         is_theirs = route.access is Access.TENANT or (route.access is Access.WRONG_METHOD and route.for_tenants)
         opens = is_theirs and is_open
@@ -296,6 +298,17 @@ class AccessControl:
                 code="not_allowed",
             )
         return tenant
+
+
+def unknown_key() -> RequestError:
+    """Return the error for a key that is not known."""
+    return RequestError(
+        "Send Authorization: Bearer with an API key of this service.",
+        status=401,
+        type="authentication_error",
+        param="authorization",
+        code="invalid_api_key",
+    )
 
 
 def credential(headers: Headers) -> str:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Scope
 from http_api.errors import RequestError
 from indexer.api.questions import Answer, Questions
 from router.apis.endpoints import BY_LOAD, PROMPTED
+from router.auth import Access
 from router.forwarding.exchange import ResponseWriter, ServedRequest
 from router.forwarding.failover.resumable_proxied_request import new_proxied_request
 from router.forwarding.proxy_services import ProxyServices
@@ -63,9 +64,11 @@ class AsgiRequest(ServedRequest):
             self._fail(RequestError("The router did not answer. This is a bug.", status=500, type="internal_error"))
 
     async def _check_body(self) -> None:
-        """Raise RequestError (413) if the body may cause too much work."""
+        """Raise RequestError if the body may cause too much work (413), or if a hook refuses a tenant's request."""
         body, bodies = self._body, self._context.bodies
         assert body is not None
+        if self._context.hooks is not None and self._context.admitted.route.access is Access.TENANT:
+            self._body = body = await self._context.pass_hooks(body)
         if self._context.head.method == _POST and not bodies.clearly_within_limits(body):
             await asyncio.to_thread(bodies.check_amount, body)
 

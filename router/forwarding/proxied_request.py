@@ -46,6 +46,7 @@ from router.apis.stream_errors import StreamBeginning
 from router.apis.usage import HiddenUsage, with_include_usage
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
+from router.forwarding.answer_report import answer_of
 from router.forwarding.attempts import RANK_ERROR, AttemptHandler, Attempts
 from router.forwarding.client_routing import follow_client
 from router.forwarding.disaggregated_request import PrefillFailedError
@@ -133,7 +134,10 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     def start(self, body: bytes) -> None:
         self._arrived = _now()
         try:
-            self._read(body)
+            if self._context.hooks is not None:
+                self._continue_in_task(self._pass_hooks(body))
+            else:
+                self._read(body)
         except RequestError as error:
             self.refuse(error)
         except Exception:
@@ -141,11 +145,12 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
 
     def start_unseen(self) -> None:
         """Place a request by load, because it has no body or its transport does not show it."""
-        self._arrived, context = _now(), self._context
-        head = context.head
+        self._arrived = _now()
         try:
-            body, _ = context.checked(_UNSEEN_JSON if context.admitted.route.json else b"")
-            self._admit(read_request("", head.path, head.headers, b"", self._context.identity_headers), body)
+            if self._context.hooks is not None:
+                self._continue_in_task(self._pass_hooks(None))
+            else:
+                self._admit_unseen()
         except RequestError as error:
             self.refuse(error)
         except Exception:
@@ -160,7 +165,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         if self._services.gen_ai is not None and self._phase is not _ENDED:
             model = None if self._attempts is None else self._attempts.prompt.name
             self._services.gen_ai.ended(self._context.head.path, model, None, _now() - self._arrived, str(error.status))
-        self._finish(error.type)
+        self._finish(error.type, error.status)
         self._client.begin(ResponseHead(error.status, headers), None, body, True)
 
     @property
@@ -232,6 +237,19 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             self._response.break_off(deadline_error())
 
     # READING
+
+    async def _pass_hooks(self, body: bytes | None) -> None:
+        """Read the request after its hooks. `body`: None if it is unseen."""
+        changed = await self._context.pass_hooks(body or b"")
+        if body is None:
+            self._admit_unseen()
+        else:
+            self._read(changed)
+
+    def _admit_unseen(self) -> None:
+        context, head = self._context, self._context.head
+        body, _ = context.checked(_UNSEEN_JSON if context.admitted.route.json else b"")
+        self._admit(read_request("", head.path, head.headers, b"", context.identity_headers), body)
 
     def _read(self, body: bytes) -> None:
         context = self._context
@@ -597,7 +615,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
             attempts.answered_by_pair()
         headers = attempts.routing_headers()
         self._response = response = self._new_response(attempts, assignment, head)
-        needs_usage = self._recorded is not None or attempts.offer is not None
+        needs_usage = self._recorded is not None or attempts.offer is not None or self._services.hooks_after is not None
         response.start(headers, self._hidden, needs_usage, data, ended)
         self._passed_on(attempts, response, data, ended)
 
@@ -624,8 +642,11 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
 
     # ENDED
 
-    def _finish(self, problem: str | None = None) -> None:
-        """Release everything. `problem` is the reason of a failure; None after success."""
+    def _finish(self, problem: str | None = None, status: int = 0) -> None:
+        """Release everything. `problem` is the reason of a failure; None after success. `status`: of a refusal."""
+        hooks = self._services.hooks_after
+        if hooks is not None and self._phase is not _ENDED:
+            hooks.after(answer_of(self._context, self._attempts, self._response, self._arrived, problem, status))
         self._phase = _ENDED
         if self._recorded is not None:
             self._record(self._recorded, problem)
@@ -652,7 +673,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
     def _crash(self) -> None:
         with self._context.logging():
             log.exception("request failed")
-        self._finish("error")
+        self._finish("error", 500 if self._response is None else 0)
         if self._response is not None:
             self._client.break_off()
         else:

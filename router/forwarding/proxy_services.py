@@ -20,6 +20,7 @@ from router.forwarding.request_context import RequestContexts
 from router.forwarding.retries import ELSEWHERE, RetryBudget
 from router.forwarding.shared_users import SharedUsers
 from router.forwarding.token_forwarding import TokenForwarding
+from router.hooks.hooks import Hooks
 from router.http.arriving import ArrivingBytes
 from router.http.websocket import SharedWebSockets
 from router.observability.build import Observability
@@ -72,6 +73,7 @@ class ProxyServices:
     - `reads_senders`: whether a custom policy reads tenants and headers.
     - `keepalive_interval`: silence after which a stream gets a comment, in seconds; None: it gets none.
     - `sidecar_encodes`: whether the sidecars of workers send media items to encode workers.
+    - `hooks_after`: calls the functions after an answer; None without any.
     - `ask_usage`: whether workers are asked for token counts that the client did not ask for.
     """
 
@@ -92,6 +94,7 @@ class ProxyServices:
         service_levels: ServiceLevels | None = None,
         token_forwarding: TokenForwarding | None = None,
         gen_ai: GenAiMetrics | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self.reader = routing.reader
         self.selector = routing.selector
@@ -115,13 +118,15 @@ class ProxyServices:
         self.service_levels = service_levels
         self.token_forwarding = token_forwarding
         self.gen_ai = gen_ai
+        self.hooks_after = hooks if hooks is not None and hooks.has_after else None
         self.billing_lines = BillingLines(settings.billing_line, fleet)
         self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
         self.attempts = settings.attempts
         interval = settings.keepalive_interval
         self.keepalive_interval: float | None = None if interval == "off" else interval
         self.elsewhere = ELSEWHERE.union(settings.retry_statuses)
-        self.ask_usage = settings.ask_usage or self.pulls is not None  # only usage shows whether a pull succeeded
+        # Only usage shows whether a pull succeeded, and functions after answers receive it.
+        self.ask_usage = settings.ask_usage or self.pulls is not None or self.hooks_after is not None
         self.loop = asyncio.get_running_loop()
         self.websockets = SharedWebSockets(self.loop, arriving, settings.client_timeout)
 
@@ -135,9 +140,12 @@ class ProxyContext:
     settings: ServerSettings
     gate: AuthGate
     tracing: Tracing | None = None
+    hooks: Hooks | None = None
 
     async def close(self) -> None:
-        """Close all connections to workers, and end the threads of long bodies and spans."""
+        """Close all connections to workers, and end the threads of long bodies, spans and hooks."""
+        if self.hooks is not None:
+            await self.hooks.close()
         await self.services.long_bodies.close()
         await self.services.upstreams.close()
         if self.tracing is not None:
@@ -157,6 +165,7 @@ def build_forwarding(
     admission: Admission,
     observability: Observability,
     tokenizer_source: TokenizerSource,
+    hooks: Hooks | None = None,
 ) -> ProxyContext:
     """Return what serves requests for workers. Its `close` ends the threads that it owns."""
     gate = AuthGate(settings)
@@ -186,9 +195,10 @@ def build_forwarding(
         ServiceLevels.from_settings(settings),
         TokenForwarding(tokenizer_source, fleet, observability.registry) if tokenizer_source.forwards else None,
         _metrics_by_otlp(observability),
+        hooks,
     )
-    contexts = RequestContexts(gate, tracing, metrics, settings.logs.access)
-    return ProxyContext(contexts, services, settings.server, gate, tracing)
+    contexts = RequestContexts(gate, tracing, metrics, settings.logs.access, hooks)
+    return ProxyContext(contexts, services, settings.server, gate, tracing, hooks)
 
 
 def _tracing_to(endpoint: object | None) -> Tracing | None:

@@ -91,6 +91,8 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
 
     async def _place_and_connect(self, key: bytes) -> None:
         services, context = self._services, self._context
+        if context.hooks is not None:
+            await context.pass_hooks(b"")
         prompt, ticket, without = self._admit()
         tried: list[Worker] = []
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractContextManager
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from starlette.types import Scope
 from structlog.contextvars import bound_contextvars
@@ -16,7 +16,10 @@ from router.apis.identities import identity_headers
 from router.apis.requests import UsualChat
 from router.apis.response_owners import is_about_stored
 from router.auth import PROCESS_SOCKET, Admitted, AuthGate, BodyCheck, Tenant
+from router.auth.tenants import credential
 from router.forwarding.client_routing import correlation_id
+from router.hooks.hooks import Hooks
+from router.hooks.interface import Request as HookRequest
 from router.http.headers import LENGTH, REQUEST_ID, Headers, forwarded_lines, given_id, new_id, with_id
 from router.observability.access_log import AccessLine
 from router.observability.metrics import RequestMetrics
@@ -88,9 +91,24 @@ class RequestContext:
 
     - `admitted`: the result of the head's check, after `admit`.
     - `trace`: its span, with tracing.
+    - `hooks`: what is called before it is routed; None without any.
+    - `notes`: values of hooks before it for those after its answer; None without any.
     """
 
-    __slots__ = ("_gate", "_line", "_metrics", "admitted", "head", "id", "logged", "server", "tenant", "trace")
+    __slots__ = (
+        "_gate",
+        "_line",
+        "_metrics",
+        "admitted",
+        "head",
+        "hooks",
+        "id",
+        "logged",
+        "notes",
+        "server",
+        "tenant",
+        "trace",
+    )
 
     admitted: Admitted
 
@@ -102,6 +120,7 @@ class RequestContext:
         gate: AuthGate,
         metrics: RequestMetrics | None,
         server: ServerAddress | None,
+        hooks: Hooks | None = None,
     ) -> None:
         self.head = head
         self.id = head.id or new_id()
@@ -112,6 +131,8 @@ class RequestContext:
         self._gate = gate
         self.server = server
         self._metrics = metrics
+        self.hooks = hooks
+        self.notes: dict[str, Any] | None = None
 
     def admit(self) -> None:
         """Check the head. Raises RequestError (400, 401, 403, …) if it is invalid or not allowed."""
@@ -125,6 +146,29 @@ class RequestContext:
         self.tenant = admitted.tenant
         if self._gate.client_routing and admitted.tenant is None and head.id is None:
             self.id = correlation_id(head.headers) or self.id
+
+    async def pass_hooks(self, body: bytes) -> bytes:
+        """Return the body after the hooks, which may also change the head, the tenant and the session.
+
+        Raises RequestError if a hook refuses the request, or fails.
+        """
+        hooks, head, admitted = self.hooks, self.head, self.admitted
+        assert hooks is not None
+        if not self.bodies.clearly_within_limits(body):
+            await asyncio.to_thread(self.bodies.check_amount, body)
+        tenant = self.tenant.name if self.tenant is not None else ""
+        key = credential(head.headers)
+        received = HookRequest(self.id.decode(), head.method, head.path, head.headers, body, key, tenant)
+        request = await hooks.before(received, admitted.unknown_key)
+        if admitted.unknown_key or request.tenant != tenant:
+            self.admitted = self._gate.admitted_as(admitted, request.tenant)
+            self.tenant = self.admitted.tenant
+        headers = request.received_headers()
+        if headers is not head.headers:
+            self.head = RequestHead(head.method, head.path, head.target, headers)
+            self.head.admitted = self.admitted
+        self.notes = request.notes
+        return request.body
 
     def checked(self, body: bytes, reads_chat: bool = False) -> tuple[bytes, bytes | UsualChat]:
         """Return the body to forward, and what its check has read. Raises RequestError (400, 413).
@@ -214,19 +258,27 @@ class RequestContext:
 
 
 class RequestContexts:
-    """The factory of request contexts. Optional: `tracing`, the counting `metrics`, and the access log."""
+    """The factory of request contexts. Optional: `tracing`, the counting `metrics`, the access log, and `hooks`."""
 
-    def __init__(self, gate: AuthGate, tracing: Tracing | None, metrics: RequestMetrics | None, log: bool) -> None:
+    def __init__(
+        self,
+        gate: AuthGate,
+        tracing: Tracing | None,
+        metrics: RequestMetrics | None,
+        log: bool,
+        hooks: Hooks | None = None,
+    ) -> None:
         self.gate = gate
         self._tracing = tracing
         self._metrics = metrics
         self._log = log
+        self._hooks = hooks if hooks is not None and hooks.has_before else None
 
     def begin(self, head: RequestHead, server: ServerAddress | None = None) -> RequestContext:
         """Begin the context of a request that was received at the address `server`; None if that does not matter."""
         trace = None if self._tracing is None else self._tracing.request(head.method, head.path, head.headers)
         line = AccessLine(head.method, head.path) if self._log else None
-        return RequestContext(head, trace, line, self.gate, self._metrics, server)
+        return RequestContext(head, trace, line, self.gate, self._metrics, server, self._hooks)
 
 
 def context_of(scope: Scope) -> RequestContext:

@@ -294,6 +294,12 @@ ADVICE: Final = {
         "a policy of your own is slow, so the default decides without it",
         "Make the function faster, or raise policy.time_limit; then restart the router.",
     ),
+    "hook_failed": Advice(
+        Severity.WARNING,
+        "a hook raised an error, was late or was not called in the last five minutes",
+        "Correct the function or the service at hooks.key_url: the detail names the problem. hooks.on_error decides "
+        "about its requests meanwhile.",
+    ),
     "cache_too_small": Advice(
         Severity.WARNING,
         "prompts return after their blocks were evicted: the caches are too small for what is asked again",

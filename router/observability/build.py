@@ -13,6 +13,7 @@ from indexer.api.metrics import IndexCollector, add_process_metrics
 from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics, DemandCollector, SessionCollector
 from router.fleet.fleet import Fleet
+from router.hooks.hooks import HookCollector, Hooks
 from router.observability.advice import advised
 from router.observability.fleet_report import About, findings
 from router.observability.fleet_snapshot import FleetSnapshot, Series
@@ -64,6 +65,7 @@ def build_observability(
     routing: Routing,
     admission: Admission,
     sampled: SampledTraffic,
+    hooks: Hooks | None = None,
 ) -> Observability:
     """Return the observers of the router's other parts. `sampled`: the sample that the placement records."""
     state = routing.state
@@ -86,6 +88,8 @@ def build_observability(
         registry.register(collector)
     if state.policy.custom is not None:
         registry.register(PolicyCollector(state.policy.custom))
+    if hooks is not None:
+        registry.register(HookCollector(hooks))
 
     assert sampled.stored is not None
     assert sampled.kept.noise is not None
@@ -96,7 +100,8 @@ def build_observability(
         custom = state.policy.custom
         of_policy = custom.findings() if custom is not None else []
         of_fleet = findings(fleet, indexer, state.audit) + low_hits.findings(indexer.names.about)
-        return advised(of_fleet + source.findings() + sharing.findings() + of_policy)
+        of_hooks = hooks.findings() if hooks is not None else []
+        return advised(of_fleet + source.findings() + sharing.findings() + of_policy + of_hooks)
 
     about = About(settings.policy.name, fleet, source)
     snapshot = FleetSnapshot(

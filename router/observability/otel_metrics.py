@@ -38,7 +38,7 @@ from router.observability.gen_ai import GenAiMetrics, gen_ai_attributes
 # Seconds, by Envoy AI Gateway: a duration, a time to first token, and a time per output token.
 _DURATION: Final = tuple(0.01 * 2**power for power in range(14))
 _FAST: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0)
-_FIRST: Final = (*_FAST, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0)
+_FIRST: Final = (*_FAST, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0)
 _EACH: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _EXPORT_TIMEOUT: Final = 5  # seconds, after which an export is dropped
 _CUMULATIVE: Final = AggregationTemporality.CUMULATIVE

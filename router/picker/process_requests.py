@@ -20,9 +20,13 @@ import msgspec
 
 from http_api.errors import RequestError
 from router.admission.ticket import PRIORITY_HEADER, Flow
-from router.apis.json_edit import SpliceError, with_field
+from router.apis.body_fields import SessionFields
+from router.apis.identities import find_identity
+from router.apis.json_edit import SpliceError, field, with_field
+from router.forwarding.request_context import RequestContext
 from router.http.headers import Headers
 from router.picker import ext_proc_pb2 as pb
+from router.picker.model_rewrites import ModelRewrites
 from router.picker.state import Objectives
 
 _SUBSET = "x-gateway-destination-endpoint-subset"
@@ -154,9 +158,22 @@ def _first(own: dict[bytes, bytes], names: tuple[bytes, ...]) -> bytes | None:
     return None
 
 
+def model_by_rules(rewrites: ModelRewrites, context: RequestContext, body: bytes) -> bytes | None:
+    """Return the model by the rules of the cluster; None if none applies, or if the body is not a JSON object."""
+    try:
+        model = msgspec.json.decode(field(body, "model") or b"null")
+    except (SpliceError, msgspec.DecodeError):
+        return None
+    if not isinstance(model, str):
+        return None
+    caller = find_identity(context.identity_headers, SessionFields())
+    target = rewrites.target(model, None if caller is None else caller.session)
+    return None if target is None else target.encode()
+
+
 def with_model(body: bytes, model: bytes) -> bytes:
     """Return a request's body with another model. Raises RequestError (400) if it is not a JSON object."""
     try:
-        return with_field(body, "model", msgspec.json.encode(model.decode("latin-1")))
+        return with_field(body, "model", msgspec.json.encode(model.decode(errors="replace")))
     except SpliceError as error:
         raise RequestError(f"The body is no JSON object: {error}") from error

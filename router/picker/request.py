@@ -222,9 +222,12 @@ class PickedRequest(ResponseWriter):
             self._body.end_arrival()
         self._phase = Phase.ROUTING
         self._state.body_deadlines.drop(self._number)
-        if self._rewrite is not None and body:
+        rewrite = self._rewrite
+        if self._state.rewrites and body:
+            rewrite = process_requests.model_by_rules(self._state.rewrites, self._context, body) or rewrite
+        if rewrite is not None and body:
             try:
-                body = process_requests.with_model(body, self._rewrite)
+                body = process_requests.with_model(body, rewrite)
             except RequestError as error:
                 proxied.refuse(error)
                 return
@@ -357,7 +360,8 @@ class PickedRequest(ResponseWriter):
         """Return whether the response is read to its end, for its usage."""
         head = self._response.head if self._response is not None else None
         streamed = head is not None and head.is_stream
-        limited = self._context.tenant is not None
+        services = self._state.proxy_context.services
+        limited = self._context.tenant is not None or services.hooks_after is not None
         return not streamed or limited or self._state.random.random() < self._state.settings.read_usage
 
     # The client

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import aiohttp
 import structlog
@@ -23,6 +23,7 @@ from router.http.client import refuse_redirects
 from router.picker.external_processor import SERVICE, ExternalProcessor
 from router.picker.grpc_server import GrpcServer, Methods
 from router.picker.health import Health
+from router.picker.model_rewrites import REWRITES_PATH, ModelRewrites
 from router.picker.state import OBJECTIVES_PATH, Deadlines, Objectives, OwnAnswers, PickerState
 from router.settings import Settings
 
@@ -94,10 +95,17 @@ async def running_picker(app: FastAPI, settings: Settings) -> AsyncIterator[int]
     """Serve Envoy beside a router's application, and yield the port. Raises OSError for address or certificate."""
     router, picker = app.state, settings.picker
     async with AsyncExitStack() as stack:
-        named = await stack.enter_async_context(_followed_objectives(settings))
+        objectives, rewrites = Objectives(picker.objectives), ModelRewrites(picker.pool)
+        for path, group, follow in (
+            (OBJECTIVES_PATH, picker.follow_objectives, objectives.follow),
+            (REWRITES_PATH, picker.follow_rewrites, rewrites.follow),
+        ):
+            if group is not None:
+                await stack.enter_async_context(_followed(path, group, settings, follow))
         deadlines = Deadlines(settings.server.body_timeout)
         stack.callback(deadlines.close)
-        state = PickerState(router.proxy_context, router.fleet, picker, OwnAnswers(router.fleet), named, deadlines)
+        own_answers = OwnAnswers(router.fleet)
+        state = PickerState(router.proxy_context, router.fleet, picker, own_answers, objectives, rewrites, deadlines)
         stack.push_async_callback(state.addresses.close)
         subscribe_picker(state.addresses.forget, state.fleet)
         methods = {**ExternalProcessor(state).methods, **Health(router.readiness, SERVICE).methods}
@@ -121,20 +129,16 @@ async def _serving(methods: Methods, settings: Settings) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def _followed_objectives(settings: Settings) -> AsyncIterator[Objectives]:
-    """Yield the objectives of the settings, and those of the cluster if they are followed."""
-    found = Objectives(settings.picker.objectives)
-    group = settings.picker.follow_objectives
-    if group is None:
-        yield found
-        return
+async def _followed(
+    path: str, group: str, settings: Settings, follow: Callable[[Iterable[dict[str, Any]]], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Call `follow` with the cluster's objects of an API group, after each change."""
     access = ClusterAccess.in_cluster(settings.kubernetes.namespace)
-    path = OBJECTIVES_PATH.format(group=group, namespace=access.namespace)
     async with aiohttp.ClientSession(middlewares=(refuse_redirects,)) as session:
-        watch = ResourceWatch(session, access, path, "", found.follow)
+        watch = ResourceWatch(session, access, path.format(group=group, namespace=access.namespace), "", follow)
         task = asyncio.create_task(watch.run())
         try:
-            yield found
+            yield
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

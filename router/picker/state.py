@@ -1,4 +1,4 @@
-"""The state that a picker's requests share: addresses, deadlines, objectives, own answers."""
+"""The state that a picker's requests share: addresses, deadlines, objectives, rewrites, own answers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ import msgspec
 
 from kvevents.endpoints import join_host_port
 from router.app.routes.model_cards import model_card, model_cards
+from router.auth.tenants import unknown_key
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.forwarding.proxy_services import ProxyContext
 from router.forwarding.request_context import RequestContext
+from router.picker.model_rewrites import ModelRewrites
 from router.settings import PickerSettings
 from router.upstream import Origin
 
@@ -169,9 +171,11 @@ class OwnAnswers:
         self._started = int(time.time())
 
     def to(self, context: RequestContext) -> bytes | None:
-        """Return the response's body; None if the request is for a worker. Raises RequestError (404)."""
+        """Return the response's body; None if the request is for a worker. Raises RequestError (401, 404)."""
         if context.head.method != "GET" or not context.head.path.startswith(_MODELS):
             return None
+        if context.admitted.unknown_key:  # hooks are called for requests to workers only
+            raise unknown_key()
         if context.head.path == _MODELS:
             cards = model_cards(self._fleet, self._started, context.tenant)
             return msgspec.json.encode({"object": "list", "data": list(cards.values())})
@@ -197,6 +201,7 @@ class PickerState:
     settings: PickerSettings
     own_answers: OwnAnswers
     objectives: Objectives
+    rewrites: ModelRewrites
     body_deadlines: Deadlines
     addresses: Addresses = field(default_factory=Addresses)
     requests: dict[str, ObservedRequest] = field(default_factory=dict)

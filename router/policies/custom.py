@@ -21,7 +21,7 @@ import structlog
 from indexer import Target
 from router.policies import interface
 from router.policies.records import Candidate, CostUnit, Decision, Policy, Request, one_of_lowest
-from router.settings.policy_code import text_of
+from router.settings.own_code import text_of
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from router.policies.pairs import PairCost, PairRule, apart
 from router.policies.plain import AtRandom, LeastLoaded, RoundRobin, cache_aware, session_affinity
 from router.policies.records import Policy
 from router.settings import PolicyName, PolicySettings
-from router.settings.policy_code import function_named
+from router.settings.own_code import function_named
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from router.settings.server import (
     BillingLine,
     EngineFields,
     ForwardTokens,
+    HookSettings,
     LimitSettings,
     PickerSettings,
     ProxySettings,
@@ -40,6 +41,7 @@ from router.settings.server import (
     TenantSettings,
     TenantsSettings,
     UpstreamSettings,
+    WhenFailed,
     WorkerKeys,
 )
 from router.settings.settings import Settings
@@ -59,6 +61,7 @@ __all__ = [
     "EventSettings",
     "FleetSettings",
     "ForwardTokens",
+    "HookSettings",
     "KeySettings",
     "KubernetesSettings",
     "LimitSettings",
@@ -83,6 +86,7 @@ __all__ = [
     "TenantsSettings",
     "TokenizerSettings",
     "UpstreamSettings",
+    "WhenFailed",
     "WhenLate",
     "WorkerKeys",
     "WorkerSettings",

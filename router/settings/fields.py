@@ -24,7 +24,7 @@ from kvevents.curve import load_key_pair, load_public_key, load_public_keys
 from kvevents.endpoints import parse_endpoint
 from kvevents.sources import MOST_BLOCK_SIZE
 from router.http.worker_url import canonical_url, checked_key, key_in_environment, key_in_file
-from router.settings.policy_code import NAME
+from router.settings.own_code import NAME
 
 # Maximum length of the name of a model or an adapter, in characters.
 LONGEST_NAME = 512

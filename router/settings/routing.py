@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from router.settings.fields import ModelName, NonNegative, Section
-from router.settings.policy_code import NAME, check_function
+from router.settings.own_code import NAME, check_function
 
 
 class PolicyName(StrEnum):

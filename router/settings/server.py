@@ -21,6 +21,7 @@ from router.settings.fields import (
     RootPath,
     Section,
 )
+from router.settings.own_code import HOOKS, NAME, check_function
 
 
 def _no_credential(name: str) -> str:
@@ -63,7 +64,7 @@ class LimitSettings(Section):
 class TenantSettings(Section):
     """A tenant: its API keys, hashed by `kvrouter hash-key`, and its limits. `null` is no limit."""
 
-    keys: list[Annotated[str, Field(pattern=KEY_HASH)]] = Field(min_length=1)
+    keys: list[Annotated[str, Field(pattern=KEY_HASH)]]
     models: list[str] | None = None
     requests_per_second: PositiveFloat | None = None
     tokens_per_minute: PositiveFloat | None = None
@@ -85,6 +86,31 @@ class TenantsSettings(Section):
         if len(set(keys)) < len(keys):
             raise ValueError("Duplicate API key: each tenant needs its own.")
         return named
+
+
+class WhenFailed(StrEnum):
+    """The treatment of a request for which a hook fails: refused (closed), or routed without the hook (open)."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+
+
+def _hook(name: str) -> str:
+    return check_function(name, [], HOOKS)
+
+
+_Hook = Annotated[str, Field(pattern=NAME), AfterValidator(_hook)]
+
+
+class HookSettings(Section):
+    """Functions before a request is routed and after its answer, and a URL that checks API keys."""
+
+    before: list[_Hook] = []
+    after: list[_Hook] = []
+    deadline: PositiveFloat = 1.0
+    on_error: WhenFailed = WhenFailed.CLOSED
+    key_url: AnyHttpUrl | None = None
+    key_seconds: NonNegative = 60.0
 
 
 class LogSettings(Section):
@@ -196,6 +222,10 @@ class AdmissionSettings(Section):
     cold_start_timeout: NonNegative = 0.0
 
 
+# The API groups of objects about requests: that of the Inference Extension, and that of llm-d.
+_Group = Literal["inference.networking.x-k8s.io", "llm-d.ai"]
+
+
 class PickerSettings(Section):
     """Envoy's endpoint picker, `kvrouter picker`."""
 
@@ -206,7 +236,9 @@ class PickerSettings(Section):
     read_usage: Annotated[float, Field(ge=0, le=1)] = 0.1
     emit_scores: bool = False
     objectives: dict[str, int] = {}
-    follow_objectives: Literal["inference.networking.x-k8s.io", "llm-d.ai"] | None = None
+    follow_objectives: _Group | None = None
+    follow_rewrites: _Group | None = None
+    pool: str = ""
 
     @model_validator(mode="after")
     def _certificate_and_key(self) -> PickerSettings:

@@ -33,6 +33,7 @@ from router.settings.routing import (
 )
 from router.settings.server import (
     AdmissionSettings,
+    HookSettings,
     LimitSettings,
     LogSettings,
     OtelSettings,
@@ -73,6 +74,7 @@ class Settings(BaseSettings):
     replicas: ReplicasSettings = ReplicasSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     tenants: TenantsSettings = TenantsSettings()
+    hooks: HookSettings = HookSettings()
     audit: AuditSettings = AuditSettings()
     logs: LogSettings = LogSettings()
     otel: OtelSettings = OtelSettings()
@@ -129,6 +131,17 @@ class Settings(BaseSettings):
     def _tenants_need_a_token(self) -> Settings:
         if self.tenants.named and not self.server.token:
             raise ValueError("tenants: set server.token too. Without it, any client can query what tenants have cached")
+        if self.hooks.key_url is not None and not self.server.token:
+            raise ValueError("hooks.key_url: set server.token too. Other routes than those of inference require it")
+        return self
+
+    @model_validator(mode="after")
+    def _tenants_have_keys(self) -> Settings:
+        if self.hooks.before or self.hooks.key_url is not None:
+            return self
+        for name, tenant in self.tenants.named.items():
+            if not tenant.keys:
+                raise ValueError(f"tenants.named.{name}.keys: add a key. Only hooks can choose a tenant without keys")
         return self
 
     @model_validator(mode="after")

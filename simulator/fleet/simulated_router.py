@@ -30,7 +30,7 @@ from router.settings import (
     ProxySettings,
     ReplicasSettings,
 )
-from router.settings.policy_code import check_function
+from router.settings.own_code import check_function
 from router.sharing import LoadSharing, PeerLoad, SharingChannel
 from simulator.fleet.sources import SimulatedPeers, SourceSpec
 from simulator.fleet.workers import EventIndex, SimulatedWorkers

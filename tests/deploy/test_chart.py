@@ -433,11 +433,13 @@ def test_picker_service_uses_tls_with_a_certificate() -> None:
         assert probe in container(objects, "rel-kvrouter-picker")["readinessProbe"]
 
 
-def test_picker_role_allows_objectives_when_followed() -> None:
+@pytest.mark.parametrize("kind", ["objectives", "rewrites"])
+def test_picker_role_allows_objects_that_are_followed(kind: str) -> None:
+    resource = {"objectives": "inferenceobjectives", "rewrites": "inferencemodelrewrites"}[kind]
     for group in ("inference.networking.x-k8s.io", "llm-d.ai"):
-        objects = render({"picker": {"enabled": True}, "config": {"picker": {"follow_objectives": group}}})
+        objects = render({"picker": {"enabled": True}, "config": {"picker": {f"follow_{kind}": group}}})
         [role] = of_kind(objects, "Role")
-        rule = {"apiGroups": [group], "resources": ["inferenceobjectives"], "verbs": ["list", "watch"]}
+        rule = {"apiGroups": [group], "resources": [resource], "verbs": ["list", "watch"]}
         assert rule in role["rules"]
 
 

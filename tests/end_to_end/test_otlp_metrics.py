@@ -18,6 +18,15 @@ PATH = "/v1/completions"
 BODY = {"model": MODEL, "prompt": [1, 2, 3], "stream": True}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 3}
 SERVER = "gen_ai.server."
+# As Envoy AI Gateway has them (internal/metrics/genai.go).
+BOUNDS = {
+    "request.duration": [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92],
+    "time_to_first_token": [
+        *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+        *(1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0),
+    ],
+    "time_per_output_token": [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5],
+}
 
 
 class Collector:
@@ -83,7 +92,9 @@ async def test_collector_receives_histograms_by_the_conventions_and_own_metrics(
             [(attributes, point)] = collector.points(SERVER + name)
             assert (attributes, point.count) == (of_model, 1)
             assert collector.metrics[SERVER + name].unit == "s"
-        assert list(collector.points(f"{SERVER}time_per_output_token")[0][1].explicit_bounds)[:3] == [0.01, 0.025, 0.05]
+        for name, bounds in BOUNDS.items():
+            [*_, (_, point)] = collector.points(SERVER + name)
+            assert list(point.explicit_bounds) == pytest.approx(bounds)
         answers = collector.metrics["kvrouter_requests_total"].sum
         assert answers.is_monotonic
         assert {point.as_double for point in answers.data_points} >= {1.0}

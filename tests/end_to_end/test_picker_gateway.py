@@ -225,6 +225,46 @@ async def test_inference_objectives_of_cluster_are_followed(
         assert all(target.startswith(path) for target in targets)
 
 
+@pytest.mark.parametrize("group", ["inference.networking.x-k8s.io", "llm-d.ai"])
+async def test_model_rewrites_of_cluster_are_followed(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    """A server that lists one rewrite, as Kubernetes' does, and watches for ever."""
+    targets: list[str] = []
+    rule = {"matches": [{"model": {"type": "Exact", "value": "public"}}], "targets": [{"modelRewrite": MODEL}]}
+    rewrite = {"metadata": {"name": "r"}, "spec": {"poolRef": {"name": "ours"}, "rules": [rule]}}
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        target = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        targets.append(target)
+        head = b"HTTP/1.1 200 OK\r\nconnection: close\r\n"
+        if "watch=1" in target:
+            writer.write(head + b"transfer-encoding: chunked\r\n\r\n")
+            await reader.read()  # the watch stays open
+        else:
+            data = json.dumps({"metadata": {"resourceVersion": "1"}, "items": [rewrite]}).encode()
+            writer.write(head + b"content-length: %d\r\n\r\n%b" % (len(data), data))
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as cluster:
+        url = f"http://127.0.0.1:{cluster.sockets[0].getsockname()[1]}"
+        monkeypatch.setattr(ClusterAccess, "in_cluster", lambda namespace: ClusterAccess(url, namespace or "default"))
+        settings = {"follow_rewrites": group, "pool": "ours"}
+        async with picker(worker.url, picker=settings) as (side, port), channel_to(port) as channel:
+            await until(lambda: len(targets) > 1)
+            asked = PickerUnderTest(side, channel, [])
+            for model, headers in (("public", ()), ("public", ((REWRITE, "other"),)), (MODEL, ())):
+                body = json.dumps({"model": model, "prompt": "some words"}).encode()
+                stream = await asked.sent(body=body, headers=headers)
+                await stream.receive()
+                sent, _ = streamed((await stream.receive()).request_body)
+                assert json.loads(sent)["model"] == MODEL
+                await stream.finish()
+        assert all(
+            each.startswith(f"/apis/{group}/v1alpha2/namespaces/default/inferencemodelrewrites") for each in targets
+        )
+
+
 # The model
 
 

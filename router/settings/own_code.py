@@ -11,18 +11,19 @@ from typing import Any
 
 # The names of functions and of entry points.
 NAME = r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_.]*)?$"
-# The group of entry points whose names are names of policies and scorers.
-GROUP = "kvrouter.policies"
+# The groups of entry points whose names are names of functions.
+POLICIES = "kvrouter.policies"
+HOOKS = "kvrouter.hooks"
 
 
-def function_named(name: str) -> Callable[..., Any]:
+def function_named(name: str, group: str = POLICIES) -> Callable[..., Any]:
     """Return a function of one's own. Raises ValueError, which says what to correct."""
     module, separator, path = name.partition(":")
     if separator:
         return _function_in(module, path)
-    found = entry_points(group=GROUP, name=name)
+    found = entry_points(group=group, name=name)
     if not found:
-        raise ValueError(f"no installed package provides it as an entry point of {GROUP}")
+        raise ValueError(f"no installed package provides it as an entry point of {group}")
     value = next(iter(found)).value
     module, separator, path = value.partition(":")
     if not separator:
@@ -30,10 +31,11 @@ def function_named(name: str) -> Callable[..., Any]:
     return _function_in(module.strip(), path.strip())
 
 
-def check_function(name: str, known: list[str]) -> str:
+def check_function(name: str, known: list[str], group: str = POLICIES) -> str:
     """Return the name of a function of one's own that can be imported. Raises ValueError.
 
-    `known`: the names that are valid beside those of functions.
+    - `known`: the names that are valid beside those of functions.
+    - `group`: the group of entry points.
     """
     near = get_close_matches(name.lower().replace("-", "_"), known, 1, 0.8)
     if near:
@@ -41,10 +43,10 @@ def check_function(name: str, known: list[str]) -> str:
     try:
         if re.match(NAME, name) is None:
             raise ValueError("a name has letters, digits, _ and .")
-        function_named(name)
+        function_named(name, group)
     except ValueError as error:
         others = "".join(f"{each}, " for each in known)
-        expected = f"expected {others}package.module:function or an entry point of {GROUP}"
+        expected = f"expected {others}package.module:function or an entry point of {group}"
         raise ValueError(f"{error}; {expected}") from error
     return name
 
