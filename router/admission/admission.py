@@ -128,13 +128,13 @@ class Admission:
             return None
         ticket.charged = bool(self.queue.length)
         if ticket.charged:
-            self.queue.served(ticket.tenant, ticket.tokens)
+            self.queue.served(ticket.tenant, ticket.tokens, _program(prompt, ticket))
         return placed
 
-    def returned(self, ticket: Ticket) -> None:
+    def returned(self, prompt: RoutedRequest, ticket: Ticket) -> None:
         """Take back the charge for a place at a worker that refused the request as full."""
         if ticket.charged:
-            self.queue.not_served(ticket.tenant, ticket.tokens)
+            self.queue.not_served(ticket.tenant, ticket.tokens, _program(prompt, ticket))
 
     async def wait(self, prompt: RoutedRequest, tried: Collection[Worker], ticket: Ticket) -> Assignment:
         """Queue a request, and return its assignment once it is placed. Cancelling removes it.
@@ -161,6 +161,7 @@ class Admission:
             max(ticket.tokens, 1),
             ticket.size,
             ttft_missed,
+            _program(prompt, ticket),
             prompt=prompt,
             tried=tuple(tried),
             ticket=ticket,
@@ -366,7 +367,7 @@ class Admission:
         return self._reserve(request.prompt, selection, request.ticket)
 
     def _give(self, request: WaitingRequest, assignment: Assignment) -> None:
-        self.queue.served(request.tenant, request.tokens)
+        self.queue.served(request.tenant, request.tokens, request.program)
         request.ticket.charged = True
         self.queue.remove(request)
         for on_waited in self.on_waited:
@@ -481,6 +482,11 @@ class Admission:
 def _is_ttft_missed(selection: Selection) -> bool:
     slo = selection.slo
     return slo is not None and slo.ttft is not None and selection.slo_missed
+
+
+def _program(prompt: RoutedRequest, ticket: Ticket) -> str:
+    """Return the program that takes turns with others of its tenant; "" without one, and for requests with an SLO."""
+    return "" if prompt.identity is None or ticket.slo is not None else prompt.identity.program
 
 
 def _reason(has_capacity: bool, cold: bool) -> WaitReason:

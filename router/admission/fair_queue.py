@@ -1,11 +1,12 @@
-"""The order of waiting requests: by priority, then those whose SLO can be met, then fairly between tenants.
+"""The order of waiting requests: by priority, then those whose SLO can be met, then fairly.
 
-Fairness is in tokens, by start-time fair queueing (Goyal, Vin, Cheng 1996). Every tenant has a clock that advances by
-the tokens of its served requests, and the tenant with the lowest clock is next. A tenant without waiting requests
-starts again at the clock of the tenant that was served last, so that it cannot save up.
+Fairness is in tokens, by start-time fair queueing (Goyal, Vin, Cheng 1996): between tenants, and within a tenant
+between programs. Each has a clock that advances by the tokens of its served requests, and the lowest clock is next. A
+tenant or a program without waiting requests saves up nothing: it starts again at the clock that was served last.
+Requests without a program take as many turns as programs of one request would.
 
-    group = (priority, slo_missed, tenant, name)       the requests of a group are sorted by their `order`
-    next  = the group with the lowest (priority, slo_missed, clock of its tenant, order of its first request)
+    group  = (priority, slo_missed, tenant, name)       its requests are sorted by their `order`, for each program
+    next  = the request with the lowest (priority, slo_missed, clock of its tenant, clock of its program, order)
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Generic, NamedTuple, TypeVar
+from math import inf
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from sortedcontainers import SortedKeyList
 
 _numbers = count()
-# Number of clocks from which those of tenants that have nothing to catch up on are dropped.
+# Number of clocks from which those of flows that have nothing to catch up on are dropped.
 _FEW_CLOCKS = 1024
 
 
@@ -28,8 +30,8 @@ _FEW_CLOCKS = 1024
 class Waiting:
     """A waiting request.
 
-    - `order`: its position in its group, where the lowest is first.
-    - `tokens`: the tokens that its tenant is charged.
+    - `order`: its position among those of its group and program, where the lowest is first.
+    - `tokens`: the tokens that its tenant and its program are charged.
     - `size`: the bytes that it keeps in memory.
     """
 
@@ -40,6 +42,7 @@ class Waiting:
     tokens: int
     size: int = 0
     slo_missed: bool = False
+    program: str = ""
     number: int = field(default_factory=lambda: next(_numbers))
     queued: bool = False
 
@@ -60,7 +63,53 @@ class _Group(NamedTuple):
         return self.priority, self.slo_missed
 
 
+class _Clocks:
+    """The clocks of flows that take turns.
+
+    - `at`: each flow's clock.
+    - `waiting`: how many requests of each flow wait.
+    - `begun`: a number for each flow with waiting requests, lower if it has waited for longer.
+    """
+
+    def __init__(self) -> None:
+        self.at: dict[str, float] = {}
+        self.waiting: Counter[str] = Counter()
+        self.begun: dict[str, int] = {}
+        self._now = 0.0  # of the flow that was served last
+        self._most = _FEW_CLOCKS
+
+    def arrives(self, flow: str) -> None:
+        """Count a request that waits."""
+        if not self.waiting[flow]:
+            self.at[flow] = max(self.at.get(flow, 0.0), self._now)
+            self.begun[flow] = next(_numbers)
+        self.waiting[flow] += 1
+
+    def leaves(self, flow: str) -> None:
+        """Count a request that no longer waits."""
+        self.waiting[flow] -= 1
+        if not self.waiting[flow]:
+            del self.waiting[flow], self.begun[flow]
+            if self.at[flow] <= self._now:
+                del self.at[flow]
+
+    def served(self, flow: str, tokens: float) -> None:
+        """Charge a flow for a served request."""
+        start = self.at[flow] if flow in self.waiting else max(self.at.get(flow, 0.0), self._now)
+        self._now = max(self._now, start)
+        self.at[flow] = start + tokens
+        if len(self.at) > self._most:  # clients and gateways choose the names of flows
+            self.at = {each: at for each, at in self.at.items() if each in self.waiting or at > self._now}
+            self._most = max(2 * len(self.at), _FEW_CLOCKS)
+
+    def not_served(self, flow: str, tokens: float) -> None:
+        """Take back the charge of `served`."""
+        if flow in self.at:
+            self.at[flow] -= tokens
+
+
 W = TypeVar("W", bound=Waiting)
+_Key: TypeAlias = tuple[int, bool, float, int, float, float, int]
 
 
 class FairQueue(Generic[W]):
@@ -69,12 +118,10 @@ class FairQueue(Generic[W]):
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._groups: dict[_Group, SortedKeyList[W]] = {}
-        self._of_tenant: Counter[str] = Counter()
+        self._groups: dict[_Group, dict[str, SortedKeyList[W]]] = {}  # by program
         self._of_priority: Counter[int] = Counter()
-        self._clocks: dict[str, float] = {}
-        self._clock = 0.0  # of the tenant that was served last
-        self._most_clocks = _FEW_CLOCKS
+        self._tenants = _Clocks()
+        self._programs: dict[str, _Clocks] = {}  # by tenant, while its requests wait
         self.length = 0
         self.size = 0  # bytes
 
@@ -87,15 +134,19 @@ class FairQueue(Generic[W]):
 
     def can_fit(self, request: W) -> bool:
         """Return whether a request could be added if all requests behind it were dropped."""
-        kept = [queue for group, queue in self._groups.items() if group.sort_key <= request.sort_key]
+        kept = [
+            queue
+            for group, queues in self._groups.items()
+            if group.sort_key <= request.sort_key
+            for queue in queues.values()
+        ]
         size = sum(each.size for queue in kept for each in queue)
         return sum(map(len, kept)) < self._max_requests and size + request.size <= self._max_bytes
 
     def add(self, request: W) -> None:
         self._put_in(request)
-        if not self._of_tenant[request.tenant]:
-            self._clocks[request.tenant] = max(self._clocks.get(request.tenant, 0.0), self._clock)
-        self._of_tenant[request.tenant] += 1
+        self._tenants.arrives(request.tenant)
+        self._programs.setdefault(request.tenant, _Clocks()).arrives(request.program)
         self._of_priority[request.priority] += 1
         self.length += 1
         self.size += request.size
@@ -107,19 +158,17 @@ class FairQueue(Generic[W]):
             return
         request.queued = False
         self._take_out(request)
-        self._of_tenant[request.tenant] -= 1
         self._of_priority[request.priority] -= 1
-        if not self._of_tenant[request.tenant]:
-            del self._of_tenant[request.tenant]
         if not self._of_priority[request.priority]:
             del self._of_priority[request.priority]
         self.length -= 1
         self.size -= request.size
+        self._tenants.leaves(request.tenant)
+        self._programs[request.tenant].leaves(request.program)
+        if request.tenant not in self._tenants.waiting:
+            del self._programs[request.tenant]
         if not self.length:
-            self._clocks.clear()
-            self._clock = 0.0
-        elif request.tenant not in self._of_tenant and self._clocks[request.tenant] <= self._clock:
-            del self._clocks[request.tenant]
+            self._tenants = _Clocks()
 
     def let_others_first(self, request: W, order: float) -> None:
         """Move a request to the group of requests whose SLO is missed, at position `order`."""
@@ -127,46 +176,51 @@ class FairQueue(Generic[W]):
         request.slo_missed, request.order = True, order
         self._put_in(request)
 
-    def served(self, tenant: str, tokens: int) -> None:
-        """Charge a tenant for a request of `tokens` tokens that was served. Ignored while no request waits."""
+    def served(self, tenant: str, tokens: int, program: str = "") -> None:
+        """Charge a tenant and its program for a served request of `tokens` tokens. Ignored while no request waits."""
         if not self.length:
             return
-        waits = tenant in self._of_tenant
-        start = self._clocks[tenant] if waits else max(self._clocks.get(tenant, 0.0), self._clock)
-        self._clock = max(self._clock, start)
-        self._clocks[tenant] = start + max(tokens, 1)
-        if len(self._clocks) > self._most_clocks:  # gateways' flows may be of any number
-            self._clocks = {
-                each: at for each, at in self._clocks.items() if each in self._of_tenant or at > self._clock
-            }
-            self._most_clocks = max(2 * len(self._clocks), _FEW_CLOCKS)
+        self._tenants.served(tenant, max(tokens, 1))
+        if (programs := self._programs.get(tenant)) is not None:
+            programs.served(program, _charge(programs, program, tokens))
 
-    def not_served(self, tenant: str, tokens: int) -> None:
+    def not_served(self, tenant: str, tokens: int, program: str = "") -> None:
         """Take back the charge of `served`, because no worker accepted the request."""
-        if tenant in self._clocks:
-            self._clocks[tenant] -= max(tokens, 1)
+        self._tenants.not_served(tenant, max(tokens, 1))
+        if (programs := self._programs.get(tenant)) is not None:
+            programs.not_served(program, _charge(programs, program, tokens))
 
     def in_order(self, without: Container[str | None] = (), most_missed: int | None = None) -> Iterator[W]:
         """Return the requests in order. They may be removed and served meanwhile, which changes the order of the rest.
 
-        - `most_missed`: the requests that may stay in a group of missed SLOs before the rest of the group is skipped.
+        - `most_missed`: the requests of a program that may stay in a group of missed SLOs before its rest is skipped.
         """
-        heap = [(self._key(group, queue[0]), group, 0) for group, queue in self._groups.items()]
+        # A group's own entry is before all of its requests, so that programs are compared only if it has its turn.
+        heap: list[tuple[_Key, _Group, str | None, int]] = [
+            ((*self._turn(group), -inf, -inf, place), group, None, 0) for place, group in enumerate(self._groups)
+        ]
         heapify(heap)
         while heap:
-            key, group, position = heappop(heap)
-            queue = self._groups.get(group)
-            if queue is None or group.name in without or position >= len(queue):
+            key, group, program, position = heappop(heap)
+            queues = self._groups.get(group)
+            if queues is None or group.name in without:
                 continue
-            request: W = queue[position]
+            if program is None:
+                for each, queue in queues.items():
+                    heappush(heap, (self._key(group, queue[0]), group, each, 0))
+                continue
+            waiting = queues.get(program)
+            if waiting is None or position >= len(waiting):
+                continue
+            request: W = waiting[position]
             now = self._key(group, request)
-            if now > key:  # its tenant was served meanwhile
-                heappush(heap, (now, group, position))
+            if now > key:  # its tenant or its program was served meanwhile
+                heappush(heap, (now, group, program, position))
                 continue
             yield request
             stay = position + request.queued
             if not group.slo_missed or stay != most_missed:
-                heappush(heap, (key, group, stay))
+                heappush(heap, (key, group, program, stay))
 
     def last(self) -> W | None:
         """Return the last request, which is the first to be dropped; None if the queue is empty."""
@@ -174,7 +228,10 @@ class FairQueue(Generic[W]):
             return None
         lowest = max(group.sort_key for group in self._groups)
         ends: list[tuple[_Group, W]] = [
-            (group, queue[-1]) for group, queue in self._groups.items() if group.sort_key == lowest
+            (group, queue[-1])
+            for group, queues in self._groups.items()
+            if group.sort_key == lowest
+            for queue in queues.values()
         ]
         return max(ends, key=lambda end: self._key(*end))[1]
 
@@ -191,24 +248,37 @@ class FairQueue(Generic[W]):
         return sum(waiting for known, waiting in self._of_priority.items() if known <= priority)
 
     def _put_in(self, request: W) -> None:
-        group = _group_of(request)
-        if group not in self._groups:
-            self._groups[group] = SortedKeyList(key=_position_in_group)
-        self._groups[group].add(request)
+        queues = self._groups.setdefault(_group_of(request), {})
+        if request.program not in queues:
+            queues[request.program] = SortedKeyList(key=_position)
+        queues[request.program].add(request)
 
     def _take_out(self, request: W) -> None:
         group = _group_of(request)
-        self._groups[group].remove(request)
-        if not self._groups[group]:
-            del self._groups[group]
+        queues = self._groups[group]
+        queues[request.program].remove(request)
+        if not queues[request.program]:
+            del queues[request.program]
+            if not queues:
+                del self._groups[group]
 
-    def _key(self, group: _Group, request: W) -> tuple[int, bool, float, float, int]:
-        return group.priority, group.slo_missed, self._clocks[group.tenant], request.order, request.number
+    def _key(self, group: _Group, request: W) -> _Key:
+        return *self._turn(group), self._programs[group.tenant].at[request.program], request.order, request.number
+
+    def _turn(self, group: _Group) -> tuple[int, bool, float, int]:
+        """Return what is compared of groups. Of tenants with equal clocks, the longest waiting is first."""
+        tenants, tenant = self._tenants, group.tenant
+        return group.priority, group.slo_missed, tenants.at[tenant], tenants.begun[tenant]
+
+
+def _charge(programs: _Clocks, program: str, tokens: int) -> float:
+    """Return what a program's clock advances by. Requests without a program share one, with a share for each."""
+    return max(tokens, 1) / (1 if program else max(programs.waiting[program], 1))
 
 
 def _group_of(request: Waiting) -> _Group:
     return _Group(request.priority, request.slo_missed, request.tenant, request.name)
 
 
-def _position_in_group(request: Waiting) -> tuple[float, int]:
+def _position(request: Waiting) -> tuple[float, int]:
     return request.order, request.number

@@ -389,7 +389,7 @@ class Attempts:
     def leave_full(self, problem: str) -> None:
         """Release the worker of an attempt that a full worker refused. It counts as no attempt."""
         self._release(problem)
-        self._services.admission.returned(self._ticket)
+        self._services.admission.returned(self.prompt, self._ticket)
         self._sends -= 1
         self.tried.pop()
 

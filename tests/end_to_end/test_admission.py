@@ -205,6 +205,21 @@ async def test_tenants_take_turns_regardless_of_load() -> None:
         assert gate.arrived[5:] == ["a2", "a3"]
 
 
+async def test_programs_of_a_tenant_take_turns() -> None:
+    """The first run has many subagents, by the names that Claude Code sends; another one has a single agent."""
+    gate = Gate()
+    async with fleet(gate, admission=ONE_AT_A_TIME, **tenants(a={}, b={})) as (_, requests, _):
+        requests.send("first", key("b"))
+        await until_arrived(gate, 1)
+        for number in range(4):
+            names = {"x-claude-code-session-id": "run-1", "x-claude-code-agent-id": f"agent-{number}"}
+            await requests.queued(f"run{number}", key("a") | names)
+        await requests.queued("other", key("a") | {"x-claude-code-session-id": "run-2"})
+        gate.open(6)
+        await until_arrived(gate, 6)
+        assert gate.arrived[1:] == ["run0", "other", "run1", "run2", "run3"]
+
+
 async def test_tenant_priority_is_bounded_in_queue_and_engine() -> None:
     gate = Gate()
     sections = tenants(gold={"priority": -5}, plain={})

@@ -16,8 +16,9 @@ from aiohttp import web
 from envoy_client import EnvoyStream, set_headers
 from grpc_call import channel_to
 from picker_under_test import JSON, picker
-from router_under_test import RouterUnderTest, router, until
+from router_under_test import RouterUnderTest, router
 from scripted_worker import MODEL, Exchange, ScriptedWorker, scripted_worker
+from waiting import until
 
 from kvrouter.hooks import Answer, Refusal, Request
 from router.auth import hashed_key

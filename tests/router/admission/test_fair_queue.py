@@ -33,7 +33,7 @@ def serve(queue: FairQueue[Waiting], times: int) -> list[Waiting]:
     served = []
     for _ in range(times):
         request = next(queue.in_order())
-        queue.served(request.tenant, request.tokens)
+        queue.served(request.tenant, request.tokens, request.program)
         queue.remove(request)
         served.append(request)
     return served
@@ -51,7 +51,7 @@ def test_clocks_of_many_short_flows_are_dropped() -> None:
     for number in range(10_000):
         queue.served(f"flow-{number}", 1)
         queue.served("kept", 1)
-    assert len(queue._clocks) < 3000
+    assert len(queue._tenants.at) < 3000
 
 
 def test_late_request_is_last_within_its_priority() -> None:
@@ -131,6 +131,7 @@ requests = st.builds(
     name=st.sampled_from(["m", "n", None]),
     size=st.integers(0, 30),
     slo_missed=st.booleans(),
+    program=st.sampled_from(["", "p", "q"]),
 )
 
 
@@ -144,6 +145,54 @@ def test_waiting_tenants_get_equal_shares(tokens: list[list[int]], times: int) -
     for request in serve(queue, times):
         got[request.tenant] += request.tokens
     assert max(got.values()) - min(got.values()) <= 2 * max(map(max, tokens))
+
+
+@given(st.lists(st.lists(st.integers(1, 50), min_size=10, max_size=10), min_size=2, max_size=4), st.integers(1, 10))
+@settings(max_examples=30, deadline=None)
+def test_waiting_programs_of_a_tenant_get_equal_shares(tokens: list[list[int]], times: int) -> None:
+    """A program with larger requests gets no more than another one. Another tenant gets as much as all of them."""
+    queue = queue_of(*(waiting("other", order=place, tokens=10) for place in range(50)))
+    for number, each in enumerate(tokens):
+        for place, size in enumerate(each):
+            queue.add(waiting(program=f"p{number}", order=place, tokens=size))
+    got = Counter({f"p{number}": 0 for number in range(len(tokens))})
+    others = 0
+    for request in serve(queue, times):
+        got[request.program] += request.tokens if request.program else 0
+        others += 0 if request.program else request.tokens
+    largest = max(10, *map(max, tokens))
+    assert max(got[each] for each in got if each) - min(got[each] for each in got if each) <= 2 * largest
+    assert abs(others - got.total()) <= 2 * largest
+
+
+def test_new_programs_do_not_starve_an_old_one_and_requests_without_a_program_share_by_their_number() -> None:
+    queue = queue_of(*(waiting(program="run", order=place, tokens=100) for place in range(20)))
+    for place in range(3):
+        queue.add(waiting(order=100 + place, tokens=100))
+    served: Counter[str] = Counter()
+    for place in range(16):
+        [request] = serve(queue, 1)
+        served[request.program] += 1
+        if not request.program:  # three of them wait all the time
+            queue.add(waiting(order=200 + place, tokens=100))
+    assert served == {"": 12, "run": 4}
+
+
+def test_order_within_a_program_and_without_programs_is_that_of_the_requests() -> None:
+    queue = queue_of(*(waiting(order=order, tokens=1000) for order in (3.0, 1.0, 2.0)))
+    assert [request.order for request in serve(queue, 3)] == [1.0, 2.0, 3.0]
+    queue = queue_of(*(waiting(program="p", order=order, tokens=1000) for order in (3.0, 1.0, 2.0)))
+    assert [request.order for request in serve(queue, 3)] == [1.0, 2.0, 3.0]
+
+
+def test_groups_without_capacity_are_skipped_without_a_look_at_their_programs() -> None:
+    queue = queue_of(*(waiting(program=f"p{number}") for number in range(100)))
+    full: set[str | None] = set()
+    seen = 0
+    for request in queue.in_order(full):
+        full.add(request.name)
+        seen += 1
+    assert seen == 1
 
 
 class FairQueueMachine(RuleBasedStateMachine):
@@ -189,15 +238,15 @@ class FairQueueMachine(RuleBasedStateMachine):
         for request, goes_on in zip(self.queue.in_order(), taken, strict=False):
             seen.append(request)
             if goes_on:
-                self.queue.served(request.tenant, request.tokens)
+                self.queue.served(request.tenant, request.tokens, request.program)
                 self.queue.remove(request)
                 self.there.remove(request)
         assert len(set(map(id, seen))) == len(seen)
         assert [request.sort_key for request in seen] == sorted(request.sort_key for request in seen)
 
-    @rule(tenant=st.sampled_from("abcd"), tokens=st.integers(1, 100))
-    def go_past(self, tenant: str, tokens: int) -> None:
-        self.queue.served(tenant, tokens)
+    @rule(tenant=st.sampled_from("abcd"), tokens=st.integers(1, 100), program=st.sampled_from(["", "p", "q", "r"]))
+    def go_past(self, tenant: str, tokens: int, program: str) -> None:
+        self.queue.served(tenant, tokens, program)
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -206,8 +255,8 @@ class FairQueueMachine(RuleBasedStateMachine):
         assert self.queue.lengths() == Counter(request.priority for request in self.there)
         seen = list(self.queue.in_order())
         assert sorted(map(id, seen)) == sorted(map(id, self.there))
-        for lane in {(*each.sort_key, each.tenant, each.name) for each in self.there}:
-            orders = [each.order for each in seen if (*each.sort_key, each.tenant, each.name) == lane]
+        for group in {(*each.sort_key, each.tenant, each.name, each.program) for each in self.there}:
+            orders = [each.order for each in seen if (*each.sort_key, each.tenant, each.name, each.program) == group]
             assert orders == sorted(orders)
 
     @invariant()
