@@ -20,7 +20,7 @@ PAIR_TABLE ?=
 
 .PHONY: audit fuzz release-check
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-engine-sglang test-alerts test-browser test-clients test-docs test-envoy test-helm test-install test-replicas test-same-choice test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-light-load bench-placement bench-policy bench-programs bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-realtime-flood bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
+.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-instructions bench-light-load bench-placement bench-policy bench-programs bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-realtime-flood bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -179,6 +179,11 @@ bench-reporter: .venv/installed
 bench-proxy: .venv/installed .bench/smg/installed .bench/sglang-router/installed .bench/vllm-router/installed
 	@$(MAKE) compiled || echo "It can't be compiled here: only the interpreted one is measured"
 	$(BIN)/python -m benchmarks.proxy $(ARGS)
+
+# The processor instructions of a chat, counted by valgrind: ARGS='--against DIR' counts another checkout's beside.
+bench-instructions: .venv/installed
+	@$(MAKE) compiled || echo "It can't be compiled here: only the interpreted one is measured"
+	$(BIN)/python -m benchmarks.proxy.instructions $(ARGS)
 
 soak: .venv/installed
 	$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -25,6 +25,8 @@ MAX_ASKED = 256
 _ATTEMPTS = 2
 _ENTRY_BYTES = 300
 _HASHED_TIMES = 2
+_TOKENIZE = "/tokenize"
+_NONE: set[str] = set()
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 _Ask = Callable[[str, ChatPrompt | TextPrompts], Awaitable[list[PackedPrompt]]]
@@ -63,6 +65,11 @@ class EngineTokenizer:
     def cached(self, prompt: ChatPrompt | TextPrompts) -> list[PackedPrompt] | None:
         """Return the cached answer for the same prompt; None without one."""
         return self._known.get(_keys(prompt)[-1])
+
+    def offers(self, prompt: ChatPrompt | TextPrompts) -> bool:
+        """Return whether any worker may have an endpoint that returns a prompt's tokens."""
+        paths = {self._client.render_path(prompt), _TOKENIZE}
+        return any(not paths <= self._not_offered.get(url, _NONE) for url in self._urls())
 
     async def tokenize(self, prompt: ChatPrompt | TextPrompts, renders: bool = False) -> EngineAnswer:
         """Return a prompt's tokens. If `renders`, `/tokenize` is not used. Raises TokenizerUnavailableError."""
@@ -110,7 +117,7 @@ class EngineTokenizer:
     async def _ask(self, url: str, prompt: ChatPrompt | TextPrompts, renders: bool) -> list[PackedPrompt]:
         ways: dict[str, _Ask] = {self._client.render_path(prompt): self._client.rendered}
         if not renders:
-            ways["/tokenize"] = self._client.tokenized
+            ways[_TOKENIZE] = self._client.tokenized
         missing = self._not_offered.setdefault(url, set())
         for path, ask in ways.items():
             if path not in missing:

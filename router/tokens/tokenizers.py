@@ -117,9 +117,13 @@ class Tokenizers:
         self._check_length(prompt, body_bytes)
         if tokenizer is None:
             raise TokenizerUnavailableError(f"no tokenizer for model {model!r}")
-        if tokenizer.engine is not None and tokenizer.asks(prompt):
+        guesses = tokenizer.engine is not None and tokenizer.asks(prompt)
+        if tokenizer.engine is not None and guesses:
             known = tokenizer.engine.cached(prompt)
-            return None if known is None else Tokenized(known, known)
+            if known is not None:
+                return Tokenized(known, known)
+            if tokenizer.local is None or tokenizer.on_trial or tokenizer.engine.offers(prompt):
+                return None
         if tokenizer.local is None:
             raise TokenizerUnavailableError(f"model {model!r} has neither a tokenizer nor an engine to ask")
         if body_bytes > INLINE_BYTES:
@@ -130,7 +134,7 @@ class Tokenizers:
         except TooLongForNowError:
             return None
         tokenizer.usage.add(PromptSource.LOCAL, started)
-        return tokenized
+        return _guess(tokenized) if guesses else tokenized
 
     async def tokenize_aside(self, model: str, prompt: Prompt) -> Tokenized:
         """Return the tokens by an engine or in a thread. Raises as `token_ids` does."""
@@ -200,6 +204,7 @@ class Tokenizers:
             if local is None:
                 raise TokenizerUnavailableError("only a local tokenizer knows the tokens before the first media item")
             return await self._in_thread(local, prompt)
+        answer = None
         try:
             answer = await engine.tokenize(prompt, renders=tokenizer.on_trial and tokenizer.needs_rendering(prompt))
         except TokenizerUnavailableError as error:
@@ -207,9 +212,11 @@ class Tokenizers:
                 raise OnTrialError(f"the trial of its tokenizer is running: {error}") from error
             if local is None:
                 raise
-            guessed = await self._in_thread(local, prompt)
+        if answer is None:
+            assert local is not None
+            guess = _guess(await self._in_thread(local, prompt))
             tokenizer.usage.add(PromptSource.LOCAL, started)
-            return Tokenized(guessed.token_ids, list(guessed.identities))
+            return guess
         tokenizer.usage.add(PromptSource.ENGINE, started)
         if not answer.exact:
             return Tokenized(answer.prompts, list(answer.prompts))
@@ -239,6 +246,11 @@ class Tokenizers:
             raise TokenizerUnavailableError(f"not tokenized within {self._timeout_seconds:g} s") from error
         finally:
             self._waiting -= 1
+
+
+def _guess(tokenized: Tokenized) -> Tokenized:
+    """Return tokens as a guess: an engine should have been asked."""
+    return Tokenized(tokenized.token_ids, list(tokenized.identities))
 
 
 def _tokenized(

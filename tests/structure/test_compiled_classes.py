@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,35 @@ def test_compiled_classes_allow_their_interpreted_subclasses() -> None:
         if not any("allow_interpreted_subclasses" in ast.unparse(each) for each in node.decorator_list)
     }
     assert not [f"{path.relative_to(ROOT)}: {node.name}" for path, node, bases in interpreted if bases & closed]
+
+
+def in_function(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield these nodes and all below them, without functions inside."""
+    for node in nodes:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield node
+            yield from in_function(ast.iter_child_nodes(node))
+
+
+def test_compiled_coroutines_do_not_wait_while_they_handle_an_error() -> None:
+    """mypyc leaves the error as the one that is handled while the coroutine waits.
+
+    Errors of other coroutines then refer to it, and those to each other: memory and the time of each error grow.
+    """
+    waits = (ast.Await, ast.Yield, ast.YieldFrom, ast.AsyncFor, ast.AsyncWith)
+    handlers = [
+        (path, node.body if isinstance(node, ast.ExceptHandler) else node.finalbody)
+        for path in compiled()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ExceptHandler | ast.Try)
+    ]
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, body in handlers
+        for node in in_function(body)
+        if isinstance(node, waits)
+    ]
+    assert not found, "wait after the handler, or after the finally"
 
 
 def test_structs_are_not_compiled() -> None:

@@ -145,6 +145,21 @@ async def test_likely_tokens_are_used_if_no_engine_answers(
         await tokenizers.tokenize("m", ChatPrompt([USER]))
 
 
+async def test_likely_tokens_need_no_wait_if_no_worker_has_an_endpoint(
+    tokenizers: Tokenizers, asker: EngineTokenizer, engine: PlayedEngine, local: LocalTokenizer
+) -> None:
+    engine.renders = engine.tokenizes = False
+    tokenizers.add("m", ModelTokenizer(local, asker, suspected=True))
+    assert tokenizers.tokenize_now("m", ChatPrompt([USER])) is None  # the worker may have one
+    await tokenizers.tokenize("m", ChatPrompt([USER]))
+    found = tokenizers.tokenize_now("m", ChatPrompt([USER]))
+    assert found is not None
+    assert found.identities == local.tokenize(ChatPrompt([USER]))
+    assert found.token_ids is not found.identities
+    asker.try_again(engine.url)
+    assert tokenizers.tokenize_now("m", ChatPrompt([USER])) is None
+
+
 async def test_suspected_tokenizer_is_used_again_once_it_agrees(
     tokenizers: Tokenizers, asker: EngineTokenizer, engine: PlayedEngine, local: LocalTokenizer
 ) -> None:
