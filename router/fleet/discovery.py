@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Final, TypeAlias
 
 import aiohttp
 import msgspec
@@ -79,6 +80,11 @@ class ServedModel:
     sent_as: str | None = None
 
 
+# Names and values of settings.
+KvFormat: TypeAlias = tuple[tuple[str, str], ...]
+_LONGEST_SIZE: Final = 16  # characters of a number
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
     """The answer of a worker to a probe.
@@ -89,6 +95,7 @@ class WorkerDescription:
     - `refused`: the fields that could not be used, in words.
     - `lacks`: the abilities that the engine reports not to have.
     - `pool_layout`: the layout of its objects in a shared pool; None if it reports none.
+    - `kv_format`: settings that have to be equal in a prefill and a decode worker, as far as it reports them.
     """
 
     engine: Engine
@@ -102,6 +109,7 @@ class WorkerDescription:
     refused: tuple[str, ...] = ()
     lacks: frozenset[Ability] = NO_ABILITIES
     pool_layout: PoolLayout | None = None
+    kv_format: KvFormat = ()
 
     def base_models(self) -> list[ServedModel]:
         """Return the models, without adapters and additional names."""
@@ -125,6 +133,9 @@ class _SglangServer(msgspec.Struct):
     tokenizer_path: msgspec.Raw = msgspec.Raw()
     disaggregation_mode: msgspec.Raw = msgspec.Raw()
     disaggregation_bootstrap_port: msgspec.Raw = msgspec.Raw()
+    disaggregation_transfer_backend: msgspec.Raw = msgspec.Raw()
+    kv_cache_dtype: msgspec.Raw = msgspec.Raw()
+    page_size: msgspec.Raw = msgspec.Raw()
     encoder_only: msgspec.Raw = msgspec.Raw()
 
 
@@ -285,8 +296,21 @@ async def _streams(client: _WorkerClient, models: dict[str, ServedModel], named:
             ),
             lacks=sglang_lacks(info, model_info),
             pool_layout=hicache_layout(info, fields),
+            kv_format=() if role is Role.BOTH else _sglang_kv_format(given, fields),
         )
     return WorkerDescription(Engine.OTHER, models)
+
+
+def _sglang_kv_format(server: _SglangServer, fields: ReportedFields) -> KvFormat:
+    """Return what SGLang's decode workers compare with their prefill worker's, and the backend of the transfer."""
+    found = {
+        "page_size": bytes(server.page_size).decode(errors="replace")[:_LONGEST_SIZE],
+        "kv_cache_dtype": fields.text("kv_cache_dtype", server.kv_cache_dtype),
+        "disaggregation_transfer_backend": fields.text(
+            "disaggregation_transfer_backend", server.disaggregation_transfer_backend
+        ),
+    }
+    return tuple((name, value) for name, value in found.items() if value)
 
 
 def _within(streams: ReportedStreams, models: dict[str, ServedModel], client: _WorkerClient) -> ReportedStreams:

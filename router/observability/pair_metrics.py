@@ -8,7 +8,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from router.routing.disaggregation.pair_rules import HANDSHAKE, REVISION, PairRules
+from router.routing.disaggregation.pair_rules import FORMAT, HANDSHAKE, REVISION, PairRules
 
 
 class PairCollector(Collector):
@@ -21,7 +21,7 @@ class PairCollector(Collector):
         left_out = CounterMetricFamily(
             "kvrouter_pairs_left_out", "Choices for which pairs of workers were left out", labels=["reason"]
         )
-        for reason in (REVISION, HANDSHAKE):
+        for reason in (REVISION, HANDSHAKE, FORMAT):
             left_out.add_metric([reason], self._pairs.left_out[reason])
         yield left_out
         yield GaugeMetricFamily("kvrouter_pairs_barred", "Pairs that failed to connect", self._pairs.barred)

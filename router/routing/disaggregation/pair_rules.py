@@ -1,9 +1,9 @@
-"""Which prefill and decode workers belong together: those of one revision, except pairs that failed to connect.
+"""Which prefill and decode workers belong together: those of one revision, except pairs that cannot connect.
 
 During a rollout, engines of two revisions run at once. KV caches of different versions, models or layouts do not fit: a
 mixed pair fails in the engine, or answers wrongly. The revision of a request is drawn by the number of its ready
 workers. All turns of a session draw alike. A pair whose first request fails is barred until one of its workers starts
-again.
+again. So is a pair whose engines report that their KV formats differ.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import xxhash
 
 from indexer.targets import WorkerNames
 from router.apis.requests import RoutedRequest
+from router.fleet.discovery import KvFormat
 from router.fleet.worker import Worker
 from router.routing.state import RoutedFleet
 from router.settings import DisaggregationSettings, PairRevisions, Role
@@ -27,6 +28,7 @@ log = structlog.get_logger()
 
 REVISION: Final = "revision"
 HANDSHAKE: Final = "handshake"
+FORMAT: Final = "kv_format"
 _Pair = tuple[Worker, Worker]  # the prefill worker, the decode worker
 
 
@@ -68,6 +70,8 @@ class PairRules:
         self._random = random
         self._version = -1  # of the fleet, when `_revisions` was computed
         self._revisions: dict[Worker, str] = {}
+        self._formats_version = -1  # of the fleet, when `_formats` was computed
+        self._formats: dict[Worker, KvFormat] = {}
         self._barred: dict[_Pair, tuple[int, int]] = {}  # the starts of both workers then
         self._worked: dict[_Pair, tuple[int, int]] = {}
         self.left_out: Counter[str] = Counter()
@@ -101,18 +105,32 @@ class PairRules:
 
     def left_out_of(self, decodes: Collection[Worker], prefills: Collection[Worker]) -> LeftOut:
         """Return what is left out beside the candidates of both roles, and which of their pairs are barred."""
-        revisions = self._of_revisions()
-        if not revisions and not self._barred:
+        revisions, formats = self._of_revisions(), self._different_formats()
+        if not revisions and not self._barred and not formats:
             return _NOTHING
         left = LeftOut()
         found = {revisions.get(each, "") for each in (*decodes, *prefills)}
         if revisions and len(found) == 1:
             left.revision = found.pop()
             left.workers = {each for each in self._paired() if revisions.get(each, "") != left.revision}
-        if self._barred:
-            left.barred = self._barred_of(decodes, prefills)
-            self.left_out[HANDSHAKE] += bool(left.barred)
+        failed = self._failed_of(decodes, prefills) if self._barred else set()
+        unlike = _unlike(decodes, prefills, formats) if formats else set()
+        barred = failed | unlike
+        # If all pairs are barred, each of them may be tried.
+        if len(barred) < len(set(decodes)) * len(set(prefills)):
+            left.barred = barred
+            self.left_out[HANDSHAKE] += bool(failed)
+            self.left_out[FORMAT] += bool(unlike)
         return left
+
+    def _different_formats(self) -> dict[Worker, KvFormat]:
+        """Return the KV formats that workers of pairs report; none if all are equal."""
+        if self._formats_version != self._fleet.version:
+            self._formats_version = self._fleet.version
+            found = ((worker, worker.description) for worker in self._paired())
+            formats = {worker: each.kv_format for worker, each in found if each is not None and each.kv_format}
+            self._formats = formats if len(set(formats.values())) > 1 else {}
+        return self._formats
 
     def _of_revisions(self) -> dict[Worker, str]:
         """Return the revisions of the workers that have one."""
@@ -155,14 +173,13 @@ class PairRules:
 
     # Pairs that failed to connect
 
-    def _barred_of(self, decodes: Collection[Worker], prefills: Collection[Worker]) -> set[_Pair]:
-        """Return the barred pairs; none if all pairs are barred, because then each of them may be tried."""
-        barred = {
+    def _failed_of(self, decodes: Collection[Worker], prefills: Collection[Worker]) -> set[_Pair]:
+        """Return the pairs whose first request failed."""
+        return {
             pair
             for pair, starts in self._barred.items()
             if starts == _starts(pair) and pair[0] in prefills and pair[1] in decodes
         }
-        return set() if len(barred) == len(set(decodes)) * len(set(prefills)) else barred
 
     def failed(self, prefill: Worker, decode: Worker, problem: str) -> None:
         """Record that a pair failed where both were reached. If it never worked, its handshake failed: it is barred."""
@@ -194,6 +211,21 @@ class PairRules:
         for pairs in (self._barred, self._worked):
             for pair in [pair for pair in pairs if worker in pair]:
                 del pairs[pair]
+
+
+def _unlike(decodes: Collection[Worker], prefills: Collection[Worker], formats: dict[Worker, KvFormat]) -> set[_Pair]:
+    """Return the pairs whose workers report different values of a setting."""
+    return {
+        (prefill, decode)
+        for prefill in prefills
+        for decode in decodes
+        if _differ(formats.get(prefill, ()), formats.get(decode, ()))
+    }
+
+
+def _differ(one: KvFormat, other: KvFormat) -> bool:
+    values = dict(other)
+    return any(values.get(name, value) != value for name, value in one)
 
 
 def _starts(pair: _Pair) -> tuple[int, int]:

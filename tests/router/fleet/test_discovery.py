@@ -109,6 +109,7 @@ async def test_sglang_encode_server_is_known_by_a_path_of_its_own() -> None:
 
 async def test_sglang_server_reports_that_it_only_encodes() -> None:
     description = await describe(SGLANG | {"/server_info": {"page_size": 1, "encoder_only": True}})
+    assert description.kv_format == (("page_size", "1"),)
     assert description.role is Role.ENCODE
     assert (await describe(SGLANG | {"/server_info": {"page_size": 1, "encoder_only": False}})).role is Role.BOTH
 

@@ -26,6 +26,7 @@ class FakeWorker:
         self.starts = 1
         self.up = True
         self.role = Role.BOTH
+        self.description: Any = None
         self.settings = SimpleNamespace(labels={} if revision is None else {label: revision})
 
 
@@ -124,6 +125,22 @@ def test_pair_that_has_worked_is_not_barred() -> None:
     rules.rules.worked(prefills[0], decodes[0])
     rules.rules.failed(prefills[0], decodes[0], "status 500")
     assert rules.apply() == LeftOut()
+
+
+def formatted(worker: Any, **settings: str) -> Any:
+    worker.description = SimpleNamespace(kv_format=tuple(settings.items()))
+    return worker
+
+
+def test_pairs_whose_engines_report_other_kv_formats_are_barred() -> None:
+    fp8, auto = ({"page_size": "64", "kv_cache_dtype": each} for each in ("fp8_e4m3", "auto"))
+    decodes = [formatted(FakeWorker("d"), **fp8), formatted(FakeWorker("e"), **auto), FakeWorker("f")]
+    prefills = [formatted(FakeWorker("p"), **auto), formatted(FakeWorker("q"), page_size="64")]
+    rules = Rules(decodes, prefills)
+    assert rules.apply().barred == {(prefills[0], decodes[0])}
+    assert rules.rules.left_out == {"kv_format": 1, "handshake": 0}
+    assert Rules(decodes[:1], prefills[:1]).apply() == LeftOut()  # all pairs are unlike
+    assert Rules(decodes[1:], prefills).apply() == LeftOut()
 
 
 def test_an_answer_ends_the_bar_and_the_last_pair_is_never_barred() -> None:
