@@ -80,6 +80,9 @@ def picker(
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port: health, metrics, workers.", show_default="8080")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port for Envoy.", show_default="9002")] = None,
+    endpoint_picker_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="An EndpointPickerConfig of llm-d, whose settings are used.")
+    ] = None,
     policy: Policy = None,
     peer: Annotated[str | None, typer.Option(help="URL of another router, whose index is copied at the start.")] = None,
     log_level: LogLevel = Level.INFO,
@@ -98,6 +101,8 @@ def picker(
         policy=given(name=policy),
         index=given(peer=peer),
     )
+    if endpoint_picker_config is not None:
+        overrides = _of_picker_config(endpoint_picker_config, overrides)
     settings = _router_settings(config, overrides)
     if settings.server.processes != 1:
         fail(
@@ -118,6 +123,21 @@ def indexer(
     server = {"host": host, "port": port, "admin_port": None}  # the index has no requests of clients
     settings = settings_from(config, {"server": server})
     _run(serve_indexer(settings), log_level)
+
+
+def _of_picker_config(file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an EndpointPickerConfig, which options override. End the command if they are refused."""
+    from router.settings.endpoint_picker import read_picker_config
+
+    try:
+        found = read_picker_config(file)
+    except (OSError, ValueError) as error:
+        fail(error)
+    if found.refused:
+        fail("\n".join([f"{file} cannot be served:", *found.refused]))
+    for each in found.ignored:
+        typer.echo(f"ignored: {each}", err=True)
+    return overrides | {name: section | overrides.get(name, {}) for name, section in found.sections.items()}
 
 
 def _router_settings(config: Path | None, overrides: dict[str, Any]) -> Settings:
