@@ -71,7 +71,7 @@ async def causes(*workers: dict[str, Any], **sections: Any) -> list[str]:
 
 @asynccontextmanager
 async def traffic(
-    routed: RouterUnderTest, at_once: int = 2, words: str = "word", to: str = "", **fields: Any
+    routed: RouterUnderTest, at_once: int = 2, words: str = "word", to: str = "", pause: float = 0.02, **fields: Any
 ) -> AsyncIterator[None]:
     """Send different prompts until the block ends, to the router or past it to a worker's URL."""
 
@@ -83,7 +83,7 @@ async def traffic(
             body = {"model": "simulated", "prompt": text, "max_tokens": 2} | fields
             async with routed.session.post(f"{to or routed.url}/v1/completions", json=body) as response:
                 await response.read()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(pause)
 
     tasks = [asyncio.create_task(send(number)) for number in range(at_once)]
     try:
@@ -97,7 +97,7 @@ async def traffic(
 async def test_healthy_fleet_has_no_findings() -> None:
     async with running(FAST) as one, running(FAST) as other, router(one, other) as routed:
         await routed.until_live()
-        async with traffic(routed):
+        async with traffic(routed, pause=0.08):
             await asyncio.sleep(18)  # longer than load and look-ups need to be judged
             await named(routed)
 

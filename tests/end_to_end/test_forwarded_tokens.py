@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_under_test import RouterUnderTest, router, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_workers
@@ -514,6 +514,7 @@ values = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(max_size=5), values, min_size=1, max_size=4), ids, st.sampled_from([None, 1, "\t"]))
 def test_inserted_ids_leave_all_other_bytes_alone(fields: dict[str, Any], ids: list[int], indent: Any) -> None:
     body = json.dumps(fields, indent=indent).encode()

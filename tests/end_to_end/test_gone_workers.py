@@ -217,7 +217,7 @@ async def test_repeatedly_refused_request_waits_no_longer_than_others() -> None:
         began = asyncio.get_running_loop().time()
         reply = await routed.call("/v1/completions", BODY)
         assert (reply.status, reply.error["code"]) == (503, "no_worker_available")
-        assert 0.5 < asyncio.get_running_loop().time() - began < 10
+        assert 0.5 < asyncio.get_running_loop().time() - began < 30
 
 
 async def test_killed_and_restarted_processes_lose_no_request() -> None:

@@ -48,7 +48,7 @@ async def with_healthy_worker(answers: dict[str, Any], **sections: Any) -> Async
 
 
 async def check_serves(routed: RouterUnderTest, requests: int = 6) -> None:
-    """Assert that requests of every kind are answered within 30 seconds."""
+    """Assert that requests of every kind are answered within a minute."""
     began = time.monotonic()
     for number in range(requests):
         assert (await routed.call(PATH, {**BODY, "prompt": list(range(number, number + 64))})).status == 200
@@ -56,7 +56,7 @@ async def check_serves(routed: RouterUnderTest, requests: int = 6) -> None:
     assert (await routed.call("/match", match)).status == 200
     for path in ("/workers", "/health", "/metrics", "/v1/models"):
         assert (await routed.call(path)).status == 200
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
 
 
 async def finding(routed: RouterUnderTest, url: str) -> dict[str, Any]:
@@ -341,7 +341,7 @@ async def test_random_description_affects_only_its_worker() -> None:
                 await check_serves(routed, requests=1)
 
             @given(descriptions)
-            @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
             def run(description: dict[str, Any]) -> None:
                 asyncio.run_coroutine_threadsafe(apply_description(description), loop).result(60)
 

@@ -79,7 +79,7 @@ def test_generated_requests_are_answered_as_documented(
 ) -> None:
     @given(document.schema[path][method].as_strategy(generation_mode=mode))
     @settings(
-        max_examples=20, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        max_examples=10, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
     )
     def answer(case: Any) -> None:
         case.call_and_validate(checks=CHECKS, timeout=20)

@@ -239,7 +239,7 @@ async def test_slow_client_holds_worker_back(worker: ScriptedWorker, routed: Rou
     async def held_back() -> bool:
         before = sent
         await asyncio.sleep(0.2)
-        return sent == before
+        return 0 < sent == before
 
     worker.script = script
     async with routed.request(PATH, BODY) as response:
@@ -476,12 +476,12 @@ async def test_long_stream_is_not_silent(worker: ScriptedWorker) -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.begin_chunks()
         for _ in range(8):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
             await exchange.chunk(b"data: 1\n\n")
         await exchange.chunk(b"")
 
     worker.script = script
-    async with router(worker.url, proxy={"idle_timeout": 0.5}) as routed:
+    async with router(worker.url, proxy={"idle_timeout": 2.0}) as routed:
         assert (await routed.call(PATH, BODY)).body == b"data: 1\n\n" * 8
 
 

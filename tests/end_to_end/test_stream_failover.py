@@ -65,13 +65,16 @@ class CutWorker:
     `bodies`: of the streams.
     """
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, forgets: tuple[str, ...] = ()) -> None:
-        self.cut: int | None = None
-        self.hangs = False
-        self.bodies: list[dict[str, Any]] = []
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self._url = url
         self._session = session
-        self._forgets = forgets
+        self.reset()
+
+    def reset(self) -> None:
+        self.cut: int | None = None
+        self.hangs = False
+        self.forgets: tuple[str, ...] = ()
+        self.bodies: list[dict[str, Any]] = []
 
     async def forward(self, exchange: Exchange) -> None:
         body = exchange.body
@@ -80,7 +83,7 @@ class CutWorker:
             if self.hangs:
                 await exchange.until_closed()
                 return
-            body = json.dumps({k: v for k, v in self.bodies[-1].items() if k not in self._forgets}).encode()
+            body = json.dumps({k: v for k, v in self.bodies[-1].items() if k not in self.forgets}).encode()
         headers = {"content-type": "application/json"}
         async with self._session.request(
             exchange.method, self._url + exchange.target, data=body, headers=headers
@@ -103,18 +106,43 @@ class CutWorker:
             await exchange.chunk(b"")
 
 
+Workers = tuple[CutWorker, CutWorker, list[ScriptedWorker]]
+CutFleet = tuple[RouterUnderTest, CutWorker, CutWorker, ScriptedWorker]
+
+
 @asynccontextmanager
-async def cut_fleet(
-    forgets: tuple[str, ...] = (), ranks: int = 1, **sections: Any
-) -> AsyncIterator[tuple[RouterUnderTest, CutWorker, CutWorker, ScriptedWorker]]:
-    """A router in front of a worker that is cut, and one that is not."""
+async def cut_workers(ranks: int = 1) -> AsyncIterator[Workers]:
+    """Run a worker that is cut, and one that is not."""
     async with aiohttp.ClientSession() as session, simulated_workers(1, dp_size=ranks) as [url]:
-        cut, sound = (CutWorker(url, session, forgets) for _ in range(2))
+        cut, sound = (CutWorker(url, session) for _ in range(2))
         async with scripted_workers(cut.forward, sound.forward) as servers:
             for server in servers:
                 server.answers_discovery = False
-            async with router(*(server.url for server in servers), **TURNS | sections) as routed:
-                yield routed, cut, sound, servers[0]
+            yield cut, sound, servers
+
+
+@pytest.fixture(scope="module")
+async def workers() -> AsyncIterator[Workers]:
+    async with cut_workers() as made:
+        yield made
+
+
+@asynccontextmanager
+async def routed_fleet(workers: Workers, **sections: Any) -> AsyncIterator[CutFleet]:
+    """Run a router in front of workers of which none is cut yet."""
+    cut, sound, servers = workers
+    for worker, server in zip((cut, sound), servers, strict=True):
+        worker.reset()
+        server.script = worker.forward
+    async with router(*(server.url for server in servers), **TURNS | sections) as routed:
+        yield routed, cut, sound, servers[0]
+
+
+@pytest.fixture
+async def fleet(workers: Workers) -> AsyncIterator[CutFleet]:
+    """The shared workers behind a router of the test's own."""
+    async with routed_fleet(workers) as made:
+        yield made
 
 
 async def stream_from(routed: RouterUnderTest, server: ScriptedWorker, path: str, body: dict[str, Any]) -> bytes:
@@ -159,10 +187,13 @@ def summary(stream: bytes) -> tuple[str, list[Any], list[Any], int]:
 
 
 async def test_streams_of_killed_worker_continue_elsewhere() -> None:
-    """At every point of their way at once: they began one after the other."""
+    """At several points of their way at once: they began one after the other.
+
+    The killed worker needs 10 s for a stream, so that all of its streams are cut on a busy machine too.
+    """
     async with (
-        worker_process(0.02) as (killed, victim),
-        worker_process(0.02) as (_, survivor),
+        worker_process(0.1) as (killed, victim),
+        worker_process(0.002) as (_, survivor),
         router(victim, survivor, **TURNS) as routed,
         plain_client(survivor) as alone,
     ):
@@ -187,13 +218,13 @@ async def test_streams_of_killed_worker_continue_elsewhere() -> None:
             return parts, [usage.prompt_tokens, usage.completion_tokens, usage.total_tokens]
 
         async def later(number: int) -> tuple[list[str], list[Any]]:
-            await asyncio.sleep(0.02 * number)
+            await asyncio.sleep(0.05 * number)
             return await texts(routed.openai, number)
 
         numbers = range(24)
         streams = [asyncio.create_task(later(number)) for number in numbers]
 
-        await until(lambda: begun >= len(numbers) // 2)  # before the first ones end
+        await until(lambda: begun >= len(numbers) // 2)
         killed.send_signal(signal.SIGKILL)
         got = await asyncio.gather(*streams)
         expected = await asyncio.gather(*(texts(alone, number) for number in numbers))
@@ -216,67 +247,68 @@ async def test_streams_of_killed_worker_continue_elsewhere() -> None:
         (CHAT, ("return_token_ids", "stream_options")),
     ],
 )
-async def test_stream_cut_at_any_byte_is_completed(path: str, forgets: tuple[str, ...]) -> None:
+async def test_stream_cut_at_any_byte_is_completed(path: str, forgets: tuple[str, ...], fleet: CutFleet) -> None:
     """Some engines send no token ids, or no usage with each chunk."""
     body = chat("x", max_tokens=5) if path == CHAT else completion("x", max_tokens=5)
     if "stream_options" not in forgets:
         body["stream_options"] = USAGE
-    async with cut_fleet(forgets) as (routed, cut, sound, server):
-        expected = await stream_from(routed, server, path, body)
-        asked = cut.bodies[-1]
-        whole = len(expected) + 100 * expected.count(b"data:")  # with what is asked for, and not passed on
-        points = [1, *range(50, whole, 211)]
-        for point in points:
-            cut.cut = point
-            stream = await stream_from(routed, server, path, body)
-            assert summary(stream) == summary(expected), point
-        assert asked["max_tokens"] == 5
-        resumed = [each for each in sound.bodies if each["max_tokens"] < 5]
-        assert {each["max_tokens"] for each in resumed} == {1, 2, 3, 4}
-        if path == CHAT:
-            assert all(each["continue_final_message"] for each in resumed)
-            assert not any(each["add_generation_prompt"] for each in resumed)
-            assert all(each["messages"][-1]["role"] == "assistant" for each in resumed)
-        else:
-            assert all(isinstance(each["prompt"], str) is bool(forgets) for each in resumed)
-        await routed.until_released()
+    routed, cut, sound, server = fleet
+    cut.forgets = sound.forgets = forgets
+    expected = await stream_from(routed, server, path, body)
+    asked = cut.bodies[-1]
+    whole = len(expected) + 100 * expected.count(b"data:")  # with what is asked for, and not passed on
+    points = [1, *range(50, whole, 211)]
+    for point in points:
+        cut.cut = point
+        stream = await stream_from(routed, server, path, body)
+        assert summary(stream) == summary(expected), point
+    assert asked["max_tokens"] == 5
+    resumed = [each for each in sound.bodies if each["max_tokens"] < 5]
+    assert {each["max_tokens"] for each in resumed} == {1, 2, 3, 4}
+    if path == CHAT:
+        assert all(each["continue_final_message"] for each in resumed)
+        assert not any(each["add_generation_prompt"] for each in resumed)
+        assert all(each["messages"][-1]["role"] == "assistant" for each in resumed)
+    else:
+        assert all(isinstance(each["prompt"], str) is bool(forgets) for each in resumed)
+    await routed.until_released()
 
 
-async def test_failover_is_reported_in_a_comment() -> None:
-    async with cut_fleet() as (routed, cut, _, server):
-        cut.cut = 1500
-        stream = await stream_from(routed, server, CHAT, chat("x", max_tokens=20))
-        comments = [line for line in stream.splitlines() if line.startswith(b":")]
-        assert len(comments) == 1
-        assert b"goes on after" in comments[0]
-        assert server.url.encode() not in comments[0]
+async def test_failover_is_reported_in_a_comment(fleet: CutFleet) -> None:
+    routed, cut, _, server = fleet
+    cut.cut = 1500
+    stream = await stream_from(routed, server, CHAT, chat("x", max_tokens=20))
+    comments = [line for line in stream.splitlines() if line.startswith(b":")]
+    assert len(comments) == 1
+    assert b"goes on after" in comments[0]
+    assert server.url.encode() not in comments[0]
 
 
-async def test_chat_without_token_limit_is_completed() -> None:
-    async with cut_fleet() as (routed, cut, _, server):
-        body = chat("without a limit")
-        expected = await stream_from(routed, server, CHAT, body)
-        for cut.cut in (2000, len(expected) - 300, len(expected) + 1000):
-            assert summary(await stream_from(routed, server, CHAT, body)) == summary(expected)
-        assert summary(expected)[1] == ["stop"]
+async def test_chat_without_token_limit_is_completed(fleet: CutFleet) -> None:
+    routed, cut, _, server = fleet
+    body = chat("without a limit")
+    expected = await stream_from(routed, server, CHAT, body)
+    for cut.cut in (2000, len(expected) - 300, len(expected) + 1000):
+        assert summary(await stream_from(routed, server, CHAT, body)) == summary(expected)
+    assert summary(expected)[1] == ["stop"]
 
 
-async def test_requested_usage_and_token_ids_cover_whole_stream() -> None:
-    async with cut_fleet() as (routed, cut, _, server):
-        options = {"include_usage": True, "continuous_usage_stats": True}
-        body = chat("x", max_tokens=6, stream_options=options, return_token_ids=True)
-        expected = await stream_from(routed, server, CHAT, body)
-        cut.cut = 2600
-        stream = await stream_from(routed, server, CHAT, body)
-        assert summary(stream) == summary(expected)
-        assert [each["choices"][0]["token_ids"] for each in events(stream)[1:-1]] == [
-            each["choices"][0]["token_ids"] for each in events(expected)[1:-1]
-        ]
-        assert sum("prompt_token_ids" in each for each in events(stream)) == 1
+async def test_requested_usage_and_token_ids_cover_whole_stream(fleet: CutFleet) -> None:
+    routed, cut, _, server = fleet
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = chat("x", max_tokens=6, stream_options=options, return_token_ids=True)
+    expected = await stream_from(routed, server, CHAT, body)
+    cut.cut = 2600
+    stream = await stream_from(routed, server, CHAT, body)
+    assert summary(stream) == summary(expected)
+    assert [each["choices"][0]["token_ids"] for each in events(stream)[1:-1]] == [
+        each["choices"][0]["token_ids"] for each in events(expected)[1:-1]
+    ]
+    assert sum("prompt_token_ids" in each for each in events(stream)) == 1
 
 
-async def test_failover_is_off_by_default() -> None:
-    async with cut_fleet(proxy={}) as (routed, cut, sound, server):
+async def test_failover_is_off_by_default(workers: Workers) -> None:
+    async with routed_fleet(workers, proxy={}) as (routed, cut, sound, server):
         cut.cut = 1500
         body = chat("x", max_tokens=20)
         stream = await stream_from(routed, server, CHAT, body)
@@ -285,9 +317,10 @@ async def test_failover_is_off_by_default() -> None:
         assert not any("continue_final_message" in each for each in sound.bodies)
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
+async def test_request_that_cannot_be_continued_exactly_ends_with_error(fleet: CutFleet) -> None:
+    routed, cut, sound, server = fleet
+    cut.cut = 1200
+    for field in (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
         {"logprobs": True},
         {"n": 2},
@@ -298,38 +331,34 @@ async def test_failover_is_off_by_default() -> None:
         {"structured_outputs": {"regex": "a+"}},
         {"vllm_xargs": {"x": 1}},
         {"bad_words": ["x"]},
-    ],
-)
-async def test_request_that_cannot_be_continued_exactly_ends_with_error(field: dict[str, Any]) -> None:
-    async with cut_fleet() as (routed, cut, sound, server):
-        cut.cut = 1200
+    ):
         body = chat("x", max_tokens=20, **field)
         stream = await stream_from(routed, server, CHAT, body)
-        assert b"broke off" in stream
-        assert b"DONE" not in stream
+        assert b"broke off" in stream, field
+        assert b"DONE" not in stream, field
         assert cut.bodies[-1] == body  # and is sent unchanged
-        assert not any("continue_final_message" in each for each in sound.bodies)
+        assert not any("continue_final_message" in each for each in sound.bodies), field
 
 
-async def test_unused_seed_allows_failover() -> None:
-    async with cut_fleet() as (routed, cut, _, server):
-        cut.cut = 1500
-        stream = await stream_from(routed, server, CHAT, chat("x", max_tokens=20, seed=1, temperature=0))
-        assert summary(stream)[1] == ["length"]
+async def test_unused_seed_allows_failover(fleet: CutFleet) -> None:
+    routed, cut, _, server = fleet
+    cut.cut = 1500
+    stream = await stream_from(routed, server, CHAT, chat("x", max_tokens=20, seed=1, temperature=0))
+    assert summary(stream)[1] == ["length"]
 
 
-async def test_stream_ends_with_error_without_another_worker() -> None:
-    async with cut_fleet() as (routed, cut, sound, server):
-        cut.cut, sound.cut = 1500, 1000
-        stream = await stream_from(routed, server, CHAT, chat("x", max_tokens=20))
-        assert stream.count(b'"error"') == 1
-        assert b"DONE" not in stream
-        assert await routed.metric("kvrouter_stream_failovers_total", outcome="resumed") == 1
-        await routed.until_released()
+async def test_stream_ends_with_error_without_another_worker(fleet: CutFleet) -> None:
+    routed, cut, sound, server = fleet
+    cut.cut, sound.cut = 1500, 1000
+    stream = await stream_from(routed, server, CHAT, chat("x", max_tokens=20))
+    assert stream.count(b'"error"') == 1
+    assert b"DONE" not in stream
+    assert await routed.metric("kvrouter_stream_failovers_total", outcome="resumed") == 1
+    await routed.until_released()
 
 
 @pytest.mark.parametrize("code", [500, 503])
-async def test_error_event_of_dead_engine_starts_failover(code: int) -> None:
+async def test_error_event_of_dead_engine_starts_failover(code: int, fleet: CutFleet) -> None:
     error = {"error": {"message": "EngineCore died", "type": "InternalServerError", "param": None, "code": code}}
     chunks = [
         {"delta": {"role": "assistant", "content": ""}, "finish_reason": None},
@@ -344,36 +373,36 @@ async def test_error_event_of_dead_engine_starts_failover(code: int) -> None:
         await exchange.chunk(b"data: %b\n\ndata: [DONE]\n\n" % json.dumps(error).encode())
         await exchange.chunk(b"")
 
-    async with cut_fleet() as (routed, cut, sound, server):
-        forward = server.script
+    routed, cut, sound, server = fleet
+    forward = server.script
 
-        async def script(exchange: Exchange) -> None:
-            await (dies if exchange.target == COMPLETIONS or exchange.target == CHAT else forward)(exchange)
+    async def script(exchange: Exchange) -> None:
+        await (dies if exchange.target == COMPLETIONS or exchange.target == CHAT else forward)(exchange)
 
-        server.script = script
-        stream = await stream_from(routed, server, CHAT, chat("x"))
-        # The token ids do not match the text, so that no other worker can continue exactly, and the error is returned.
-        assert b"EngineCore died" in stream
-        chunks[1] = {"delta": {}, "finish_reason": None}
-        stream = await stream_from(routed, server, CHAT, chat("x"))
-        assert summary(stream)[1] == ["stop"]
-        assert not cut.bodies
-        assert sound.bodies
+    server.script = script
+    stream = await stream_from(routed, server, CHAT, chat("x"))
+    # The token ids do not match the text, so that no other worker can continue exactly, and the error is returned.
+    assert b"EngineCore died" in stream
+    chunks[1] = {"delta": {}, "finish_reason": None}
+    stream = await stream_from(routed, server, CHAT, chat("x"))
+    assert summary(stream)[1] == ["stop"]
+    assert not cut.bodies
+    assert sound.bodies
 
 
-async def test_disconnect_during_failover_releases_load() -> None:
-    async with cut_fleet() as (routed, cut, sound, server):
-        cut.cut, sound.hangs = 1500, True
-        body = chat("x", max_tokens=20)
-        async with routed.request(CHAT, body) as reply:
-            if reply.headers["x-kvrouter-worker"] == server.url:
-                await until(lambda: sound.bodies)
-        await routed.until_released()
-        assert "continue_final_message" in sound.bodies[-1]
+async def test_disconnect_during_failover_releases_load(fleet: CutFleet) -> None:
+    routed, cut, sound, server = fleet
+    cut.cut, sound.hangs = 1500, True
+    body = chat("x", max_tokens=20)
+    async with routed.request(CHAT, body) as reply:
+        if reply.headers["x-kvrouter-worker"] == server.url:
+            await until(lambda: sound.bodies)
+    await routed.until_released()
+    assert "continue_final_message" in sound.bodies[-1]
 
 
 async def test_failover_works_with_several_ranks() -> None:
-    async with cut_fleet(ranks=2) as (routed, cut, _, server):
+    async with cut_workers(ranks=2) as ranked, routed_fleet(ranked) as (routed, cut, _, server):
         body = chat("x", max_tokens=12)
         expected = await stream_from(routed, server, CHAT, body)
         cut.cut = 1500

@@ -34,7 +34,7 @@ async def test_a_long_prompt_goes_to_the_replica_with_a_long_context(policy: str
         running(worker(LONG)) as long,
         router(short, long, policy={"name": policy}) as routed,
     ):
-        asked = [completion(2000, first) for first in range(40)]
+        asked = [completion(2000, first) for first in range(12)]
         replies = await asyncio.gather(*(routed.call("/v1/completions", body) for body in asked))
         assert {reply.status for reply in replies} == {200}
         assert {reply.worker for reply in replies} == {long}
@@ -73,7 +73,8 @@ async def test_requests_that_fit_a_free_replica_do_not_wait_behind_one_that_does
 
 async def test_the_output_that_a_request_asks_for_counts() -> None:
     async with running(worker(SHORT)) as short, running(worker(LONG)) as long, router(short, long) as routed:
-        replies = [await routed.call("/v1/completions", completion(400, each, 200)) for each in range(8)]
+        asked = [completion(400, each, 200) for each in range(8)]
+        replies = await asyncio.gather(*(routed.call("/v1/completions", body) for body in asked))
         assert {(reply.status, reply.worker) for reply in replies} == {(200, long)}
 
 

@@ -20,8 +20,11 @@ _ONCE = {"test_implementations", "test_inbox", "test_hashing", "test_sequence"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each test with each core."""
-    metafunc.parametrize("core", CORES[-1:] if metafunc.module.__name__ in _ONCE else CORES, indirect=True)
+    """Run each test with each core, or with the one that its marker `core` names."""
+    cores = CORES[-1:] if metafunc.module.__name__ in _ONCE else CORES
+    if (only := metafunc.definition.get_closest_marker("core")) is not None:
+        cores = only.args
+    metafunc.parametrize("core", cores, indirect=True)
 
 
 @pytest.fixture(autouse=True)

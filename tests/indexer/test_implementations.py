@@ -172,7 +172,7 @@ def matches(index: Index, namespace: Namespace, prompt: list[int]) -> dict[Targe
     return {match.target: (match.matched_tokens, match.tiers) for match in found}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(steps, min_size=1, max_size=12),
     st.sampled_from([None, 1, 3]),

@@ -390,7 +390,7 @@ def test_match_reports_server_that_is_not_a_router(foreign_server: str) -> None:
 def test_demo_ends_by_itself_and_ignores_files_in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "worker.py").write_text("raise ImportError('not this one')")
     monkeypatch.chdir(tmp_path)
-    command = [str(Path(sys.executable).parent / "kvrouter"), "demo", "--workers=2", "--conversations=6"]
+    command = [str(Path(sys.executable).parent / "kvrouter"), "demo", "--workers=1", "--conversations=6"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE, env=PLAIN)
     assert done.returncode == 0, done.stderr
     assert re.search(r"prompt tokens from cache .* (\d+)% .* (\d+)%", done.stdout)

@@ -328,4 +328,4 @@ class Healing(RuleBasedStateMachine):
 
 
 for core in CORES:
-    globals()[f"TestHealing{core.title()}"] = case_of(Healing, core, 250, 30)
+    globals()[f"TestHealing{core.title()}"] = case_of(Healing, core, 250 if core == "native" else 60, 30)

@@ -55,7 +55,7 @@ def live_messages(draw: st.DrawFn) -> list[list[bytes]]:
     return messages
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(live_messages(), min_size=1, max_size=3))
 def test_all_inboxes_receive_and_apply_the_same(streams: list[list[list[bytes]]]) -> None:
     """The inboxes are those of `inboxes`."""
@@ -76,7 +76,7 @@ def test_all_inboxes_receive_and_apply_the_same(streams: list[list[list[bytes]]]
     assert seen[0] == seen[1] == seen[2]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(live_messages(), min_size=1, max_size=3),
     st.sampled_from([None, 0, 0, 5, 2**64 - 2]),

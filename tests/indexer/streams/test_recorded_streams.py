@@ -73,6 +73,8 @@ def ask(client: Client, request: dict[str, Any]) -> dict[tuple[str, int], int]:
     return {(match["worker"], match["dp_rank"]): match["matched_tokens"] for match in answer["matches"]}
 
 
+# `kvrouter/test_conformance.py` has the same of the native core.
+@pytest.mark.core("python")
 @pytest.mark.parametrize(
     ("recording", "requests", "exact", "total"),
     [
