@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import structlog
 from fork_server import ForkedPopen
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from router.forwarding import proxied_request
 
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+# The speed of a busy machine is no health of a test.
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
 subprocess.Popen = ForkedPopen  # type: ignore[misc]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
@@ -75,7 +75,7 @@ def local(tokenizer: Tokenizer) -> LocalTokenizer:
 texts = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+@settings(max_examples=60)
 @given(turns=st.lists(st.tuples(st.integers(0, 40), texts), min_size=1, max_size=6))
 def test_tokens_of_cached_turns_equal_tokens_of_whole_text(
     tokenizer: Tokenizer, local: LocalTokenizer, turns: list[tuple[int, str]]

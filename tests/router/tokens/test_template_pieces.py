@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from played_engine import MODEL
 
@@ -149,7 +149,7 @@ BOTH = {
 }
 
 
-@settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=500)
 @given(st.sampled_from(sorted(BOTH)), chats())
 def test_text_is_that_of_jinja(template: tuple[str, str], chat: ChatPrompt) -> None:
     ours, jinja = BOTH[template]
