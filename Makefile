@@ -19,7 +19,7 @@ MODE_TABLE ?=
 PAIR_TABLE ?=
 
 .PHONY: audit fuzz release-check
-.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-engine-sglang test-alerts test-browser test-clients test-docs test-envoy test-helm test-install test-replicas test-same-choice test-transfer chart-docs docs-reference lint
+.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-engine-sglang test-alerts test-browser test-clients test-docs test-envoy test-helm test-install test-ray test-replicas test-same-choice test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-instructions bench-light-load bench-placement bench-policy bench-programs bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-realtime-flood bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
@@ -105,6 +105,15 @@ REDIS := $(if $(shell command -v redis-server || command -v valkey-server),,.ven
 test-replicas: .venv/installed $(REDIS)
 	$(BIN)/pytest tests/end_to_end/test_replicas.py -m replicas
 	$(BIN)/python -m benchmarks.replicas $(ARGS)
+
+# A real Ray Serve with the request router, beside Ray's own routers.
+test-ray: .ray/installed
+	RAY_AUTH_MODE=disabled .ray/bin/python -m pytest -s -n 0 -m ray tests/end_to_end/ray_serve
+
+.ray/installed:
+	$(PYTHON) -m venv .ray
+	.ray/bin/pip install --quiet -e '.[dev]' 'ray[serve]==2.60.*'
+	@touch $@
 
 # The library, its HTTP routes and the proxy choose alike for 1,000 recorded requests.
 test-same-choice: .venv/installed native

@@ -93,6 +93,9 @@ class Saturated(SelectionError):  # noqa: N818
         super().__init__(message)
         self.retry_after = retry_after
 
+    def __reduce__(self) -> tuple[type[Saturated], tuple[str, float]]:
+        return Saturated, (str(self), self.retry_after)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
