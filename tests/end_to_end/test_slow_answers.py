@@ -194,7 +194,10 @@ async def test_stored_response_is_found_behind_compressing_proxy(coding: str | N
 @CODINGS
 async def test_usage_is_counted_behind_compressing_proxy(coding: str | None) -> None:
     tenants = {"named": {"a": {"keys": [hashed_key("key")]}}}
-    prompts = {"/v1/completions": {"prompt": "hi"}, "/v1/chat/completions": {"messages": [{"role": "user"} | HI]}}
+    prompts: dict[str, Any] = {
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/chat/completions": {"messages": [{"role": "user"} | HI]},
+    }
     async with compressed_workers(1, coding) as urls, router(*urls, server={"token": "t"}, tenants=tenants) as routed:
         for number, (path, stream) in enumerate(product(prompts, (True, False)), 1):
             body: dict[str, Any] = {"model": "simulated", "max_tokens": 3, "stream": stream, **prompts[path]}
