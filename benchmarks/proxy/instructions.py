@@ -29,7 +29,7 @@ from simulator.worker.settings import BUNDLED_MODEL
 
 _SIZES = (1024, 65536)
 _WARM_UP = 150
-_CHATS = 60
+_CHATS = 400
 _ROUNDS = 3
 _SECONDS = 180.0  # until a router under callgrind answers, and until a dump is complete
 
