@@ -24,7 +24,7 @@ from simulator.worker.settings import BUNDLED_MODEL
 ROUTER_CORE = INDEXER_CORE
 _FILL_SECONDS = 60.0
 ROUND_ROBIN, CACHE_AWARE = "round robin", "cache aware"
-# The workers report the same length of every prompt. After so many answers it would count as a wrong tokenizer.
+# The workers report one length for all prompts. After this number of answers it counts as a wrong tokenizer.
 UNJUDGED = {"samples": 1_000_000}
 
 
