@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from http_api.errors import RequestError
 from router.admission.fair_queue import FairQueue
 from router.admission.refusals import Refusals
-from router.admission.room import OVERTAKING_SECONDS, ROOM_SECONDS, ROOM_TRIES, Room
+from router.admission.room import ROOM_SECONDS, ROOM_TRIES, Room, places_ahead
 from router.admission.ticket import Ticket, WaitingRequest, WaitReason, queue_order
 from router.apis.requests import RoutedRequest
 from router.fleet.worker import Worker
@@ -101,7 +101,7 @@ class Admission:
         self._clock = clock
         self._full: set[str | None] = set()  # names whose first request found no capacity
         self._planned: asyncio.Handle | None = None
-        self._room = None if gate is None or settings.programs == "off" else Room(gate, self.wake)
+        self._room = None if gate is None or settings.programs == "off" else Room(gate, self.wake, clock)
 
     def place(
         self, prompt: RoutedRequest, tried: Collection[Worker], ticket: Ticket, now: float | None = None
@@ -119,7 +119,7 @@ class Admission:
             if first is not None and first <= ticket.priority:
                 return None
         try:
-            placed = self._try(prompt, tried, ticket, now, arrives=True)
+            placed = self._try(prompt, tried, ticket, now, behind=True)
         except RequestError:
             if self._awaits_worker(prompt, ticket):
                 return None
@@ -157,7 +157,7 @@ class Admission:
             ticket.priority,
             ticket.tenant,
             prompt.name,
-            queue_order(prefill, ticket, ttft_missed, now),
+            queue_order(prefill, ticket, ttft_missed, now) - places_ahead(ticket.call),
             max(ticket.tokens, 1),
             ticket.size,
             ttft_missed,
@@ -171,6 +171,9 @@ class Admission:
             prefill=prefill,
             ttft_missed=ttft_missed,
         )
+        room = self._room if ticket.call is not None and ticket.call.held and has_capacity and not cold else None
+        if room is not None and not room.may_queue(request, self.queue.free):
+            raise self._no_room(room, request)
         if not self._free_queue_space(request):
             if assignment := self._force(request, though_late=False):
                 return assignment
@@ -179,8 +182,9 @@ class Admission:
         until = self._cold_until(ticket) if cold else now + max(self._timeout - ticket.waited, 0.0)
         if slo is not None and slo.first_token_by is not None and not cold:
             until = slo.first_token_by if slo.refuses_late else max(until, slo.first_token_by)
-        if ticket.call is not None and ticket.call.held and request.reason is WaitReason.LATE_BINDING:
+        if room is not None:
             self._set_reason(request, WaitReason.WORKING_SET)
+            until = min(until, room.until(request))
         self._wait_until(request, until)
         # The event that it waits for may have happened between `place` and now.
         self.wake()
@@ -207,6 +211,8 @@ class Admission:
         place_by = request.ticket.place_by
         if place_by is not None and place_by < until:
             until, request.until_deadline = place_by, True
+        if request.timer is not None:
+            request.timer.cancel()
         seconds = max(until - self._clock(), 0.0)
         request.timer = asyncio.get_running_loop().call_later(seconds, self._time_over, request)
 
@@ -247,7 +253,7 @@ class Admission:
         self._planned = None
         self._full = set()
         tries = room_tries = 0
-        now = self._clock()
+        overdue = {} if self._room is None else self._room.overdue()
         missed: list[WaitingRequest] = []
         for request in self.queue.in_order(self._full, LATE_TRIES):
             waiting = self.queue.length if self.late_binding else None
@@ -257,11 +263,13 @@ class Admission:
                 continue
             if tries == TRIES:
                 break
-            if room_tries >= ROOM_TRIES and self._waits_for_room(request):
+            first = overdue.get((request.priority, request.tenant))
+            behind = room_tries >= ROOM_TRIES or first not in (None, request)
+            if behind and self._waits_for_room(request):
                 continue
             tries += 1
             try:
-                placed = self._try(request.prompt, request.tried, request.ticket)
+                placed = self._try(request.prompt, request.tried, request.ticket, behind=behind)
             except RequestError as error:
                 if not self._awaits_worker(request.prompt, request.ticket):
                     self._fail(request, error)
@@ -271,7 +279,7 @@ class Admission:
                 continue
             self._set_reason(request, placed.reason)
             if placed.reason is WaitReason.WORKING_SET:
-                room_tries += ROOM_TRIES if now - request.since >= OVERTAKING_SECONDS else 1
+                room_tries += 1 if first is None else ROOM_TRIES
                 continue
             if placed.reason is not WaitReason.SATURATED:
                 request.ttft_missed = placed.ttft_missed
@@ -294,28 +302,38 @@ class Admission:
         tried: Collection[Worker],
         ticket: Ticket,
         now: float | None = None,
-        arrives: bool = False,
+        behind: bool = False,
     ) -> Assignment | _Held:
         """Choose and reserve in one step, or return why the request has to wait. Raises RequestError."""
-        limits = self.limits
-        selection = self._selector.choose(prompt, tried, limits, now, ticket.slo)
-        if selection is None:
-            return _SATURATED
-        call, room = ticket.call, self._room
-        if call is not None and room is not None and not room.passes(call, selection):
-            closed = room.closed(call, selection, self._selector.ranks(prompt), arrives)
-            if closed is None:
-                return _NO_ROOM
-            if closed:
-                limits = Limits(limits.requests, limits.tokens, closed)
-                selection = self._selector.choose(prompt, tried, limits, now, ticket.slo)
-                if selection is None:
-                    return _NO_ROOM
+        chosen = self._choose(prompt, tried, ticket, now, behind)
+        if isinstance(chosen, _Held):
+            return chosen
+        selection, limits = chosen
         self._refuse_late(selection)
         bound = self._bind(prompt, tried, selection, limits)
         if bound is None:
             return _TTFT_MISSED if _is_ttft_missed(selection) else _BUSY
         return self._reserve(prompt, bound, ticket, now)
+
+    def _choose(
+        self, prompt: RoutedRequest, tried: Collection[Worker], ticket: Ticket, now: float | None, behind: bool
+    ) -> tuple[Selection, Limits] | _Held:
+        """Return a selection among the targets with room, and the limits that leave out the others.
+
+        `behind`: calls that wait for room go first.
+        """
+        limits = self.limits
+        selection = self._selector.choose(prompt, tried, limits, now, ticket.slo)
+        if selection is None:
+            return _SATURATED
+        call, room = ticket.call, self._room
+        if call is None or room is None or room.passes(call, selection):
+            return selection, limits
+        closed = room.closed(call, selection, self._selector.ranks(prompt), behind)
+        if closed:
+            limits = Limits(limits.requests, limits.tokens, closed)
+            selection = self._selector.choose(prompt, tried, limits, now, ticket.slo)
+        return _NO_ROOM if closed is None or selection is None else (selection, limits)
 
     def _reserve(
         self, prompt: RoutedRequest, selection: Selection, ticket: Ticket, now: float | None = None
@@ -327,13 +345,14 @@ class Admission:
         return assignment
 
     def _set_reason(self, request: WaitingRequest, reason: WaitReason) -> None:
+        """Set why a request waits. Its timeout restarts when it stops waiting for room."""
         if self._room is None:
             request.reason = reason
-        else:
-            self._room.set_reason(request, reason)
+        elif self._room.set_reason(request, reason):
+            self._wait_until(request, self._clock() + self._timeout)
 
     def _waits_for_room(self, request: WaitingRequest) -> bool:
-        return self._room is not None and request in self._room
+        return request.reason is WaitReason.WORKING_SET
 
     def _bind(
         self, prompt: RoutedRequest, tried: Collection[Worker], selection: Selection, limits: Limits
@@ -355,12 +374,14 @@ class Admission:
 
         `though_late`: place it even if it misses its TTFT. Raises RequestError if its SLO then refuses it.
         """
-        slo = request.ticket.slo
         if self._waits_for_room(request):
             return None
-        selection = self._selector.choose(request.prompt, request.tried, self.limits, slo=slo)
-        if selection is None:
+        chosen = self._choose(request.prompt, request.tried, request.ticket, None, behind=True)
+        if isinstance(chosen, _Held):
+            if request.queued and chosen.reason is WaitReason.WORKING_SET:
+                self._set_reason(request, chosen.reason)
             return None
+        selection, _ = chosen
         self._refuse_late(selection)
         if not though_late and _is_ttft_missed(selection):
             return None
@@ -372,6 +393,8 @@ class Admission:
         self.queue.remove(request)
         for on_waited in self.on_waited:
             on_waited(request.reason, self._clock() - request.since)
+        if self._room is not None:
+            self._room.left(request, placed=True)
         if request.assignment.done():  # its client disconnected in this step
             assignment.release()
         else:
@@ -380,6 +403,8 @@ class Admission:
 
     def _fail(self, request: WaitingRequest, error: RequestError) -> None:
         self.queue.remove(request)
+        if self._room is not None:
+            self._room.left(request)
         if not request.assignment.done():
             request.assignment.set_exception(error)
 
@@ -393,7 +418,8 @@ class Admission:
             if self._selector.awaits_worker(request.prompt):
                 if not self._awaits_worker(request.prompt, request.ticket):
                     raise self.refusals.no_worker(request.name)
-                request.reason, request.tried = WaitReason.NO_WORKER, ()
+                request.tried = ()
+                self._set_reason(request, WaitReason.NO_WORKER)
                 self._wait_until(request, self._cold_until(request.ticket))
                 return
             if self._may_wait_for_room(request):
@@ -402,6 +428,8 @@ class Admission:
             if slo is not None and slo.first_token_by is not None and self._may_be_later(request, slo):
                 return
             assignment = self._force(request)
+            if assignment is None and self._may_wait_for_room(request):
+                return
             if assignment is None and slo is not None and slo.refuses_late:
                 raise self.refusals.slo_missed(slo, request.name or "", self._clock() - request.since, None)
             if assignment is None:
@@ -413,20 +441,27 @@ class Admission:
         self.wake()
 
     def _may_wait_for_room(self, request: WaitingRequest) -> bool:
-        """Let a call wait longer for room. A session that has begun waits for its target after `ROOM_SECONDS`.
+        """Let a call wait longer for room. If its hold is over, it waits for its target, or it is refused.
 
         Raises RequestError for a new session then.
         """
-        if self._room is None or request not in self._room:
+        room = self._room
+        if room is None or request not in room:
             return False
-        now, until = self._clock(), request.since + ROOM_SECONDS
-        if now >= until:
-            if not self._room.release(request):
-                raise self._too_many("working_set", request)
-            until = now + self._timeout
+        now, until = self._clock(), room.until(request)
+        if now < until:
+            self._wait_until(request, min(until, now + self._timeout))  # its workers may have stopped by then
+        elif room.may_go(request, self._selector.ranks(request.prompt)):
+            self._set_reason(request, WaitReason.LATE_BINDING)
             self.wake()
-        self._wait_until(request, until)
+        else:
+            raise self._no_room(room, request)
         return True
+
+    def _no_room(self, room: Room, request: WaitingRequest) -> RequestError:
+        waiting = len(room)
+        retry_after = room.rate.seconds_for(waiting + 1, ROOM_SECONDS, round(ROOM_SECONDS))
+        return self.refusals.no_room(request.name, request.ticket.slo, waiting, retry_after)
 
     def _may_be_later(self, request: WaitingRequest, slo: SLO) -> bool:
         """Let a request wait longer, if it misses its SLO anyway and its target is busy. Raises RequestError."""

@@ -128,6 +128,11 @@ class FairQueue(Generic[W]):
     def __len__(self) -> int:
         return self.length
 
+    @property
+    def free(self) -> int:
+        """The number of requests that can be added."""
+        return self._max_requests - self.length
+
     def fits(self, size: int) -> bool:
         """Return whether a request of `size` bytes can be added."""
         return self.length < self._max_requests and self.size + size <= self._max_bytes

@@ -16,11 +16,12 @@ _LONGEST_RETRY = 60
 
 
 class DrainRate:
-    """The rate at which requests end, over the last `_RATE_SECONDS` seconds."""
+    """The rate at which requests end, over the last `window` seconds."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], window: float = _RATE_SECONDS) -> None:
         self._clock = clock
-        self._before: deque[tuple[int, int]] = deque(maxlen=int(_RATE_SECONDS))  # a second, requests ended in it
+        self._window = window
+        self._before: deque[tuple[int, int]] = deque(maxlen=int(window))  # a second, requests ended in it
         self._second = self._ended = 0  # the current second
 
     def count(self) -> None:
@@ -32,14 +33,14 @@ class DrainRate:
             self._second, self._ended = now, 0
         self._ended += 1
 
-    def seconds_for(self, requests: int, otherwise: float) -> int:
-        """Return the whole seconds in which this many requests end, from 1 to 60; `otherwise` until one has ended."""
+    def seconds_for(self, requests: int, otherwise: float, longest: int = _LONGEST_RETRY) -> int:
+        """Return the whole seconds in which this many requests end, from 1 to `longest`; `otherwise` if none ended."""
         now = self._clock()
         known = [*self._before, (self._second, self._ended)]
-        recent = [(second, ended) for second, ended in known if second > now - _RATE_SECONDS and ended]
+        recent = [(second, ended) for second, ended in known if second > now - self._window and ended]
         ended = sum(ended for _, ended in recent)
         seconds = requests * max(now - recent[0][0], 1.0) / ended if ended else otherwise
-        return _retry_after(seconds)
+        return _retry_after(seconds, longest)
 
 
 class Refusals:
@@ -97,10 +98,24 @@ class Refusals:
             retry_after=retry_after,
         )
 
+    def no_room(self, name: str | None, slo: SLO | None, waiting: int, retry_after: int) -> RequestError:
+        """Return the error (429) of a new session that found no room. `waiting`: the calls that wait for room."""
+        self.count("working_set")
+        if slo is not None:
+            self._count_slo(name or "", slo)
+        return RequestError(
+            "The contexts of live sessions fill the KV caches of the fleet, and this call would begin a new session. "
+            f"{waiting} calls wait for room. Try again in {retry_after} s.",
+            status=429,
+            type="rate_limit_error",
+            code="working_set",
+            retry_after=retry_after,
+        )
+
     def _count_slo(self, model: str, slo: SLO) -> None:
         for on_slo_refused in self.on_slo_refused:
             on_slo_refused(model, slo)
 
 
-def _retry_after(seconds: float) -> int:
-    return min(max(math.ceil(seconds), 1), _LONGEST_RETRY)
+def _retry_after(seconds: float, longest: int = _LONGEST_RETRY) -> int:
+    return min(max(math.ceil(seconds), 1), longest)

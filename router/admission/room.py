@@ -1,17 +1,27 @@
 """Calls of sessions that wait for room beside the contexts of live sessions (`router.programs`).
 
 Such a call is tried again after each event of the queue, and once a second, because idle sessions leave. At most
-`ROOM_TRIES` calls are tried behind one that has no room, and none behind one that has waited for `OVERTAKING_SECONDS`.
-After `ROOM_SECONDS` a session that has begun is held no more, and a new one is refused.
+`ROOM_TRIES` calls are tried behind one that has no room. Once a call has waited for `OVERTAKING_SECONDS`, the calls of
+its tenant and priority are placed in the order of their arrival. A subagent of a live program is placed before new
+sessions.
+
+The hold ends after `ROOM_SECONDS`, or after half of the client's time if that is sooner. Then a session that has begun
+waits for its target only, and so does a context that fits beside no other. A new session is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection
+from functools import partial
 
+from sortedcontainers import SortedKeyList
+
+from router.admission.refusals import DrainRate
 from router.admission.ticket import Ticket, WaitingRequest, WaitReason
 from router.apis.requests import RoutedRequest
+from router.fleet.health import Attempt
 from router.programs import Call, Gate, RankCapacity
 from router.routing.assignment import Assignment, Selection
 from router.routing.ranks import RoutableRank
@@ -20,20 +30,48 @@ ROOM_TRIES = 8
 OVERTAKING_SECONDS = 120.0
 ROOM_SECONDS = 300.0
 _INTERVAL = 1.0
+_CLIENT_SHARE = 0.5
 
 
 class Room:
-    """The waiting calls, and the gate that holds them. `wake`: lets the queue choose again."""
+    """The waiting calls, and the gate that holds them. `wake`: lets the queue choose again.
 
-    def __init__(self, gate: Gate, wake: Callable[[], None]) -> None:
+    - `rate`: the rate at which calls found room.
+    """
+
+    def __init__(self, gate: Gate, wake: Callable[[], None], clock: Callable[[], float]) -> None:
+        self.rate = DrainRate(clock, ROOM_SECONDS)
         self._gate = gate
         self._wake = wake
-        self._waiting: set[WaitingRequest] = set()
+        self._clock = clock
+        self._waiting: SortedKeyList[WaitingRequest] = SortedKeyList(key=_arrival)
+        self._of_tenant: Counter[str] = Counter()
         self._next: asyncio.TimerHandle | None = None
 
     def __contains__(self, request: WaitingRequest) -> bool:
         """Return whether a request waits for room."""
         return request in self._waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def may_queue(self, request: WaitingRequest, free: int) -> bool:
+        """Return whether a call may wait for room in a queue with `free` places.
+
+        New sessions of a tenant take at most as many places as they leave free, so that other tenants find some.
+        """
+        call = request.ticket.call
+        return (call is not None and call.session.begun) or self._of_tenant[request.tenant] < free
+
+    def overdue(self) -> dict[tuple[int, str], WaitingRequest]:
+        """Return the call that is placed next of each priority and tenant with a call that may not be overtaken."""
+        found: dict[tuple[int, str], WaitingRequest] = {}
+        now = self._clock()
+        for request in self._waiting:
+            if now < request.since + OVERTAKING_SECONDS:
+                break
+            found.setdefault((request.priority, request.tenant), request)
+        return found
 
     def call_of(self, prompt: RoutedRequest, ticket: Ticket) -> Call | None:
         """Return a request as a call of its session; None for names of users, and where prompts are not known."""
@@ -41,24 +79,25 @@ class Room:
         if identity is None or identity.by_user or len(prompt.identities) != 1 or not prompt.reads_cache:
             return None
         key = (ticket.tenant, prompt.name, prompt.cache_salt, identity.session)
-        return self._gate.call(key, prompt.tokens, hints is not None and bool(hints.final))
+        final, next_call = (False, None) if hints is None else (bool(hints.final), hints.next_call)
+        return self._gate.call(key, prompt.tokens, final, next_call, identity.program)
 
     def passes(self, call: Call, selection: Selection) -> bool:
         """Return whether a call may go to any target."""
         call.held = False
         if selection.disaggregation is not None or len(selection.hashes) != 1:
             return True
-        return self._gate.passes(call, selection.best_overlap, bool(self._waiting))
+        return self._gate.passes(call, selection.hashes[0], selection.best_overlap, bool(self._waiting))
 
     def closed(
-        self, call: Call, selection: Selection, ranks: Collection[RoutableRank], arrives: bool
+        self, call: Call, selection: Selection, ranks: Collection[RoutableRank], behind: bool
     ) -> Collection[tuple[str, int]] | None:
         """Return the workers and ranks without room for a call that does not pass; None if all have none: it waits.
 
-        `arrives`: it did not wait yet, so that calls which wait are tried first.
+        `behind`: calls that wait for room go first.
         """
         call.held = True
-        if arrives and self._waiting:
+        if behind and self._waiting:
             return None
         sizes = [RankCapacity(rank.target, rank.worker.capacity_tokens) for rank in ranks]
         closed = self._gate.without_room(sizes, selection.hashes[0])
@@ -71,33 +110,72 @@ class Room:
         if len(hashes) == 1:
             self._gate.sent(call, assignment.target, hashes[0])
             assignment.call = call
-            assignment.on_release.append(call)
+            assignment.on_release.append(partial(_ended, call, assignment.attempt))
 
-    def set_reason(self, request: WaitingRequest, reason: WaitReason) -> None:
-        """Set why a request waits."""
+    def set_reason(self, request: WaitingRequest, reason: WaitReason) -> bool:
+        """Set why a request waits. Return whether it waited for room, and waits for something else from now on."""
         request.reason = reason
+        if (request in self) == (reason is WaitReason.WORKING_SET):
+            return False
         if reason is not WaitReason.WORKING_SET:
-            self._waiting.discard(request)
-            return
+            self._remove(request)
+            return True
         self._waiting.add(request)
+        self._of_tenant[request.tenant] += 1
         if self._next is None:
             self._next = asyncio.get_running_loop().call_later(_INTERVAL, self._try_again)
+        return False
 
-    def left(self, request: WaitingRequest) -> None:
-        """Forget a request that waits no more."""
-        self._waiting.discard(request)
+    def left(self, request: WaitingRequest, placed: bool = False) -> None:
+        """Forget a request that waits no more. `placed`: it found room."""
+        if request not in self:
+            return
+        self._remove(request)
+        if placed:
+            self.rate.count()
+            if self._clock() >= request.since + OVERTAKING_SECONDS:
+                self._wake()  # the next one of its tenant is tried now
 
-    def release(self, request: WaitingRequest) -> bool:
-        """Hold a call no more that has waited for `ROOM_SECONDS`. Return False for a new session, which is refused."""
+    def until(self, request: WaitingRequest) -> float:
+        """Return when the hold of a call ends."""
+        place_by = request.ticket.place_by
+        longest = request.since + ROOM_SECONDS
+        return longest if place_by is None else min(longest, request.since + _CLIENT_SHARE * (place_by - request.since))
+
+    def may_go(self, request: WaitingRequest, ranks: Collection[RoutableRank]) -> bool:
+        """Hold a call no more whose time is over. Return False for a new session, which is refused."""
         call = request.ticket.call
-        if call is None or not call.session.begun:
+        if call is None:
             return False
-        call.exempt = True
-        self.set_reason(request, WaitReason.LATE_BINDING)
-        return True
+        sizes = [RankCapacity(rank.target, rank.worker.capacity_tokens) for rank in ranks]
+        call.exempt = call.session.begun or not self._gate.fits_alone(sizes, call.tokens)
+        return call.exempt
+
+    def _remove(self, request: WaitingRequest) -> None:
+        self._waiting.remove(request)
+        self._of_tenant[request.tenant] -= 1
+        if not self._of_tenant[request.tenant]:
+            del self._of_tenant[request.tenant]
 
     def _try_again(self) -> None:
         self._next = None
         if self._waiting:
             self._next = asyncio.get_running_loop().call_later(_INTERVAL, self._try_again)
             self._wake()
+
+
+def places_ahead(call: Call | None) -> float:
+    """Return the seconds by which a call is placed before earlier ones: a subagent is placed before new sessions.
+
+    Its parent waits for it, and occupies memory meanwhile.
+    """
+    return ROOM_SECONDS if call is not None and call.held and call.subagent else 0.0
+
+
+def _arrival(request: WaitingRequest) -> tuple[float, int]:
+    return request.since, request.number
+
+
+def _ended(call: Call, attempt: Attempt, failed: bool) -> None:
+    """End a call. Without a first byte, its prompt was not computed."""
+    call(failed or attempt.waits)

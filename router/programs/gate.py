@@ -7,8 +7,9 @@
 
 While the contexts of all live sessions fit, nothing is held. The gate closes when more than `PRESSURE` of the prompt
 tokens were context that a session had and lost. It opens when nothing waits for it and less is lost. While it is
-closed, a new session and a cold return wait until a target has room. Never held: a session whose context is still held
-somewhere, a session with another call in flight, and a call without a session.
+closed, a new session and a cold return wait until a target has room. A prompt that shares less than half with its
+session's context counts as a new session, unless it needs no more room. Never held: a session whose context is still
+held somewhere, a session with another call in flight, its final call, and a call without a session.
 
 So the engine chooses which session pauses: it evicts, and the return that finds its context evicted waits.
 """
@@ -21,12 +22,13 @@ from typing import Final, NamedTuple
 
 from indexer import Target
 from router.programs.sessions import Call, SessionKey, Sessions
-from router.programs.working_sets import WorkingSet, marks_of
+from router.programs.working_sets import MARK_TOKENS, WorkingSet, common, continues, marks_of
 
 ROOM: Final = 0.8
 LITTLE_LOST: Final = 8192
 PRESSURE: Final = 0.01
 _HALF_LIFE: Final = 30.0  # seconds
+_ROUNDING: Final = 1024  # tokens: engines hold whole blocks, and compute the last one again
 _NOTHING: Final = WorkingSet()
 
 
@@ -57,22 +59,28 @@ class Gate:
         self._lost = self._asked = 0.0
         self._decayed = 0.0
 
-    def call(self, key: SessionKey, tokens: int, final: bool) -> Call | None:
+    def call(
+        self, key: SessionKey, tokens: int, final: bool, next_call: float | None = None, program: str | None = None
+    ) -> Call | None:
         """Return the call of a session that arrives now; None if its name is that of many callers."""
-        return self.sessions.call(key, tokens, final)
+        return self.sessions.call(key, tokens, final, next_call, program)
 
-    def passes(self, call: Call, best_overlap: int, waiting: bool) -> bool:
+    def passes(self, call: Call, hashes: array[int], best_overlap: int, waiting: bool) -> bool:
         """Return whether a call may go to any target.
 
+        - `hashes`: those of its prompt's chunks.
         - `best_overlap`: the most tokens of its prompt that a target holds.
         - `waiting`: whether other calls wait for room.
         """
         session = call.session
-        lost = self._lost_context(call, best_overlap)
+        lost = self._lost_context(call, hashes, best_overlap)
         self._count(call, lost, waiting)
-        if not self.closed or call.exempt or session.calls or session.shared:
+        if not self.closed or call.exempt or call.final or session.calls or session.shared:
             return True
-        return session.tokens > 0 and lost <= LITTLE_LOST
+        if not session.tokens or lost > LITTLE_LOST:
+            return False
+        fits_its_place = session.charged is not None and call.tokens <= session.tokens
+        return fits_its_place or continues(session.context, marks_of(hashes))
 
     def has_room(self, rank: RankCapacity, context: array[int]) -> bool:
         """Return whether a target has room for a call with a context."""
@@ -84,6 +92,12 @@ class Gate:
         needed = working_set.tokens + turn * working_set.sessions + working_set.missing(context)
         return needed + sessions.answer + turn <= ROOM * rank.tokens / max(self._routers(), 1)
 
+    def fits_alone(self, ranks: Iterable[RankCapacity], tokens: int) -> bool:
+        """Return whether a target has room for a call of `tokens` tokens beside another session that needs little."""
+        needed = tokens + self.sessions.answer + self.sessions.turn
+        share = ROOM / max(self._routers(), 1)
+        return any(rank.tokens is None or needed <= share * rank.tokens for rank in ranks)
+
     def without_room(self, ranks: Iterable[RankCapacity], hashes: array[int]) -> Collection[tuple[str, int]]:
         """Return the workers and DP ranks that have no room for a call. `hashes`: those of its prompt's chunks."""
         self.sessions.expire()
@@ -94,12 +108,17 @@ class Gate:
         """Charge a call's session to the target that it is sent to. Call the call when its request ends."""
         self.sessions.sent(call, target, marks_of(hashes))
 
-    def _lost_context(self, call: Call, best_overlap: int) -> int:
-        """Return the tokens of a session's last context that no target holds, as far as events show it."""
+    def _lost_context(self, call: Call, hashes: array[int], best_overlap: int) -> int:
+        """Return the tokens of a session's last context that a call asks for and no target holds, as events show it.
+
+        Fewer than `_ROUNDING` count as none.
+        """
         session = call.session
-        if session.target is not None and not self._reports_evictions(session.target):
+        lost = min(session.tokens - session.answer, call.tokens) - best_overlap
+        if lost < _ROUNDING or (session.target is not None and not self._reports_evictions(session.target)):
             return 0
-        return max(min(session.tokens - session.answer, call.tokens) - best_overlap, 0)
+        asked = common(session.context, marks_of(hashes)) * MARK_TOKENS
+        return asked - best_overlap if asked >= best_overlap + _ROUNDING else 0
 
     def _count(self, call: Call, lost: int, waiting: bool) -> None:
         """Count a call's prompt tokens, once, and open or close the gate."""

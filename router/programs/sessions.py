@@ -8,14 +8,14 @@ pause after its last answer. A live session is charged to the target of its last
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Final, TypeAlias
 
 from indexer import Target
-from router.programs.working_sets import NO_CONTEXT, WorkingSet, common
+from router.programs.working_sets import NO_CONTEXT, WorkingSet, continues
 
 # Seconds without a call after which a session is forgotten.
 FORGOTTEN_SECONDS: Final = 1800.0
@@ -26,8 +26,11 @@ LONGEST_IDLE: Final = 60.0
 _RETURNS: Final = 0.95
 _PAUSES: Final = 256
 _FEWEST_PAUSES: Final = 16
+# The most records, and the most marks of all their contexts: 2^22 are a thousand million tokens in 32 MiB.
 _MOST_SESSIONS: Final = 1 << 16
-# Overlapping calls under one name that do not extend its prompt: it is the name of many callers, not of a session.
+_MOST_MARKS: Final = 1 << 22
+# Overlapping calls under one name that do not extend its prompt, less those that do: at this number it is the name of
+# many callers, not of a session.
 _STRANGERS: Final = 3
 
 # The tenant, the name of the model or adapter, the salt of its prompts, and the session's own name.
@@ -41,6 +44,7 @@ class Session:
     - `target`: the target of its last call; None if nothing of it is held there any more.
     - `calls`: its calls in flight. `seen_at`: when the last one arrived. `ended_at`: when the last answer ended.
     - `charged`: the working set that it is charged to; None while it is not live.
+    - `program`: its tenant, and the name of the run that it belongs to.
     - `shared`: the name turned out to be that of many callers.
     """
 
@@ -51,6 +55,7 @@ class Session:
         "context",
         "ended_at",
         "key",
+        "program",
         "seen_at",
         "shared",
         "strangers",
@@ -59,8 +64,9 @@ class Session:
         "until",
     )
 
-    def __init__(self, key: SessionKey) -> None:
+    def __init__(self, key: SessionKey, program: str | None) -> None:
         self.key = key
+        self.program = key[0], program or key[3]
         self.context = NO_CONTEXT
         self.tokens = 0
         self.answer = 0
@@ -83,24 +89,44 @@ class Call:
     """One call of a session, from its arrival to its end. Call it when its request ends.
 
     - `final`: the session announced that it ends with this call.
+    - `next_call`: the announced seconds from the answer to the session's next call; None: not announced.
+    - `known`: the tokens of the session's context before it was sent.
     - `counted`: its lost tokens are counted.
     - `held`: no target had room for it when it was tried last.
     - `exempt`: it has waited for the longest time, so nothing holds it any more.
+    - `subagent`: it begins a session of a program that has a live one.
+    - `output`: the tokens of its answer; 0 if they are not known.
     """
 
-    __slots__ = ("counted", "exempt", "final", "held", "output", "session", "sessions", "tokens")
+    __slots__ = (
+        "counted",
+        "exempt",
+        "final",
+        "held",
+        "known",
+        "next_call",
+        "output",
+        "session",
+        "sessions",
+        "subagent",
+        "tokens",
+    )
 
-    def __init__(self, sessions: Sessions, session: Session, tokens: int, final: bool) -> None:
+    def __init__(self, sessions: Sessions, session: Session, tokens: int, final: bool, next_call: float | None) -> None:
         self.sessions = sessions
         self.session = session
         self.tokens = tokens
         self.final = final
+        self.next_call = next_call
+        self.known = 0
         self.counted = False
         self.held = False
         self.exempt = False
+        self.subagent = False
         self.output = 0
 
     def __call__(self, failed: bool = False) -> None:
+        """End the call. `failed`: its prompt was not computed."""
         self.sessions.ended(self, failed)
 
 
@@ -113,51 +139,74 @@ class Sessions:
         self.answer = 0.0  # the mean tokens of an answer
         self._clock = clock
         self._records: OrderedDict[SessionKey, Session] = OrderedDict()
+        self._keys: dict[str, set[SessionKey]] = {}  # by the session's own name
+        self._live_programs: Counter[tuple[str, str]] = Counter()  # charged sessions of each
+        self._marks = 0  # of all contexts
         self._idle: list[tuple[float, int, Session]] = []
         self._numbers = count()
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
+        self._unread_pauses = 0
         self._idle_seconds = LONGEST_IDLE
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def call(self, key: SessionKey, tokens: int, final: bool) -> Call | None:
-        """Return a call of a session that arrives now; None for names that many callers share."""
+    def call(
+        self, key: SessionKey, tokens: int, final: bool, next_call: float | None = None, program: str | None = None
+    ) -> Call | None:
+        """Return a call of a session that arrives now; None for names that many callers share.
+
+        - `next_call`: the announced seconds from its answer to the session's next call; None: not announced.
+        - `program`: the run that the session belongs to; None for its own.
+        """
         now = self.expire()
         session = self._records.get(key)
         if session is None:
-            session = self._records[key] = Session(key)
-            if len(self._records) > _MOST_SESSIONS:
-                self.drop(next(iter(self._records)))
+            session = Session(key, program)
+            self._record(session)
         else:
             self._records.move_to_end(key)
         session.seen_at = now
-        return None if session.shared else Call(self, session, tokens, final)
+        if session.shared:
+            return None
+        call = Call(self, session, tokens, final, next_call)
+        call.subagent = not session.begun and session.program in self._live_programs
+        return call
 
     def sent(self, call: Call, target: Target, context: array[int]) -> None:
         """Charge a call's session to the target that it is sent to."""
-        session = call.session
-        if session.shared or self._records.get(session.key) is not session:
-            return
-        if session.calls and self._is_stranger(session, context):
+        session = self._records.get(call.session.key)
+        if session is None:  # it was dropped while the call waited
+            session = call.session
+            self._record(session)
+        call.session = session
+        if session.shared or (session.calls and self._is_stranger(session, context)):
             return
         if not session.calls and session.ended_at:
             self._learn_pause(session.seen_at - session.ended_at)
-        if session.tokens and not session.calls and call.tokens > session.tokens - session.answer:
-            self.turn = _mean(self.turn, call.tokens - session.tokens + session.answer)
+        call.known = session.tokens - session.answer
+        if session.tokens and not session.calls and call.tokens > call.known:
+            self.turn = _mean(self.turn, call.tokens - call.known)
         session.calls += 1
         self._charge(session, target, context)
         session.tokens, session.answer = call.tokens, 0
+        self._keep_within_bounds()
 
     def ended(self, call: Call, failed: bool) -> None:
-        """End a call: its session is idle from now on, or it ends with its final call."""
+        """End a call: its session is idle from now on, or it ends with its final call.
+
+        `failed`: its prompt was not computed, so the session has the context that it had before.
+        """
         session = call.session
         if session.shared or self._records.get(session.key) is not session or not session.calls:
             return
         session.calls -= 1
-        if not failed and call.output:
+        last = session.tokens == call.tokens
+        if failed and last:
+            session.tokens = min(call.known, session.tokens)
+        elif not failed and call.output:
             self.answer = _mean(self.answer, call.output)
-            if session.tokens == call.tokens:
+            if last:
                 session.answer = call.output
                 session.tokens += call.output
                 if session.charged is not None:
@@ -165,10 +214,10 @@ class Sessions:
         session.ended_at = now = self._clock()
         if session.calls:
             return
-        if call.final:
+        if call.final or not session.tokens:
             self.drop(session.key)
             return
-        session.until = now + self._idle_seconds
+        session.until = now + self._idle_after(call.next_call)
         heappush(self._idle, (session.until, next(self._numbers), session))
         if len(self._idle) > 2 * _MOST_SESSIONS:
             self._idle = [each for each in self._idle if each[2].until == each[0] and each[2].charged is not None]
@@ -194,23 +243,30 @@ class Sessions:
     def drop(self, key: SessionKey) -> None:
         """Forget a session."""
         session = self._records.pop(key, None)
-        if session is not None:
-            self._discharge(session)
+        if session is None:
+            return
+        self._discharge(session)
+        self._replace_context(session, NO_CONTEXT)
+        session.tokens = session.answer = 0
+        keys = self._keys[key[3]]
+        keys.discard(key)
+        if not keys:
+            del self._keys[key[3]]
 
     def finish(self, name: str) -> None:
         """Forget the sessions of a name, of all tenants and models."""
-        for key in [key for key in self._records if key[3] == name]:
+        for key in list(self._keys.get(name, ())):
             self.drop(key)
 
-    def forget(self, target: Target) -> None:
-        """Forget what a target holds, because it was removed or its cache was cleared. Its sessions are cold."""
-        working_set = self.working_sets.pop(target, None)
-        if working_set is None:
+    def forget(self, targets: Collection[Target]) -> None:
+        """Forget what targets hold, because they were removed or their cache was cleared. Their sessions are cold."""
+        dropped = [self.working_sets.pop(target) for target in targets if target in self.working_sets]
+        if not dropped:
             return
         for session in self._records.values():
-            if session.charged is working_set:
-                session.charged = None
-            if session.target == target:
+            if session.charged in dropped:
+                self._leave(session)
+            if session.target in targets:
                 session.target = None
 
     def live(self) -> int:
@@ -228,28 +284,64 @@ class Sessions:
             self._discharge(session)
             charged.add(context)
             session.charged = charged
-        session.context, session.target = context, target
+            self._live_programs[session.program] += 1
+        session.target = target
+        self._replace_context(session, context)
 
     def _discharge(self, session: Session) -> None:
-        charged, session.charged = session.charged, None
+        charged = session.charged
         if charged is not None:
+            self._leave(session)
             charged.answered(-session.answer)
             charged.remove(session.context)
 
+    def _leave(self, session: Session) -> None:
+        """Charge a session no more."""
+        session.charged = None
+        self._live_programs[session.program] -= 1
+        if not self._live_programs[session.program]:
+            del self._live_programs[session.program]
+
+    def _replace_context(self, session: Session, context: array[int]) -> None:
+        self._marks += len(context) - len(session.context)
+        session.context = context
+
+    def _record(self, session: Session) -> None:
+        self._records[session.key] = session
+        self._keys.setdefault(session.key[3], set()).add(session.key)
+        self._keep_within_bounds()
+
+    def _keep_within_bounds(self) -> None:
+        while len(self._records) > _MOST_SESSIONS or (self._marks > _MOST_MARKS and len(self._records) > 1):
+            self.drop(next(iter(self._records)))
+
+    def _idle_after(self, next_call: float | None) -> float:
+        """Return the seconds for which a session counts as live after its answer.
+
+        A session that announces a longer pause than `LONGEST_IDLE` makes room at once.
+        """
+        if next_call is None:
+            return self._idle_seconds
+        return 0.0 if next_call > LONGEST_IDLE else min(max(2 * next_call, SHORTEST_IDLE), LONGEST_IDLE)
+
     def _is_stranger(self, session: Session, context: array[int]) -> bool:
         """Count a call that overlaps another one and does not go on with it. Return whether the name is now shared."""
-        if 2 * common(session.context, context) >= min(len(session.context), len(context)):
+        if continues(session.context, context):
+            session.strangers = max(session.strangers - 1, 0)
             return False
         session.strangers += 1
         if session.strangers < _STRANGERS:
             return False
-        session.shared = True
         self._discharge(session)
+        self._replace_context(session, NO_CONTEXT)
+        session.shared, session.calls = True, 0
         return True
 
     def _learn_pause(self, seconds: float) -> None:
         self._pauses.append(seconds)
-        if len(self._pauses) >= _FEWEST_PAUSES:
+        self._unread_pauses += 1
+        if self._unread_pauses == _FEWEST_PAUSES:
+            self._unread_pauses = 0
             usual = sorted(self._pauses)[int(_RETURNS * len(self._pauses))]
             self._idle_seconds = min(max(usual, SHORTEST_IDLE), LONGEST_IDLE)
 

@@ -83,6 +83,11 @@ def common(one: array[int], other: array[int]) -> int:
     return bisect_left(range(min(len(one), len(other))), True, key=lambda place: one[place] != other[place])
 
 
+def continues(before: array[int], context: array[int]) -> bool:
+    """Return whether a context shares half of the shorter of the two with the one before."""
+    return 2 * common(before, context) >= min(len(before), len(context))
+
+
 def _leading(context: array[int], marks: Container[int]) -> int:
     """Return how many leading marks of a context are among `marks`, which hold every prefix of what they hold."""
     return bisect_left(context, True, key=lambda mark: mark not in marks)

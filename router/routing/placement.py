@@ -275,7 +275,7 @@ class Placement:
             self._in_flight_prefixes.forget(target)
             self._sharing.peer_load.forget_prompts(target)
             self._sent_prefixes.forget(target)
-            self._state.gate.sessions.forget(target)
+        self._state.gate.sessions.forget(worker.targets)
         self._learned.session_locations.forget(worker.url)
 
     def restarted(self, worker: Worker) -> None:
@@ -283,18 +283,18 @@ class Placement:
         for target in worker.targets:
             self._in_flight_prefixes.forget_ended(target)
             self._sent_prefixes.forget(target)
-            self._state.gate.sessions.forget(target)
+        self._state.gate.sessions.forget(worker.targets)
         self._learned.session_locations.forget(worker.url)
 
     def removed(self, worker: Worker) -> None:
         """Forget a worker that was removed."""
         self._state.load.forget(worker.url)
         self._state.transfers.forget(worker.url)
+        self._state.gate.sessions.forget(worker.targets)
         self._learned.forget(worker.url)
         for target in worker.targets:
             self._in_flight_prefixes.forget(target)
             self._sent_prefixes.removed(target)
-            self._state.gate.sessions.forget(target)
             self._audit.forget(target)
             if self._state.pulls is not None:
                 self._state.pulls.forget(target)

@@ -34,7 +34,7 @@ class Fleet:
     def turn(self, name: str, marks: int, target: Target = A, output: int = 0, final: bool = False) -> None:
         """Send one call and answer it."""
         call = self.arrives(name, marks, final)
-        self.gate.passes(call, best_overlap=marks * MARK_TOKENS, waiting=False)
+        self.gate.passes(call, hashes(name, marks), best_overlap=marks * MARK_TOKENS, waiting=False)
         self.gate.sent(call, target, hashes(name, marks))
         call.output = output
         call()
@@ -42,7 +42,7 @@ class Fleet:
     def close(self) -> None:
         """Let a session lose its context, which closes the gate."""
         self.turn("lost", 100)
-        self.gate.passes(self.arrives("lost", 100), best_overlap=0, waiting=True)
+        self.gate.passes(self.arrives("lost", 100), hashes("lost", 100), best_overlap=0, waiting=True)
         assert self.gate.closed
 
 
@@ -68,15 +68,15 @@ def test_nothing_waits_while_no_context_is_lost(fleet: Fleet) -> None:
     fleet.turn("a", 900)
     new = fleet.arrives("b", 900)
     assert not fleet.gate.closed
-    assert fleet.gate.passes(new, best_overlap=0, waiting=False)
+    assert fleet.gate.passes(new, hashes("b", 900), best_overlap=0, waiting=False)
 
 
 def test_lost_contexts_close_the_gate_until_nothing_waits_and_little_is_lost(fleet: Fleet) -> None:
     fleet.close()
     fleet.now += 600
-    fleet.gate.passes(fleet.arrives("b", 10_000), best_overlap=0, waiting=True)
+    fleet.gate.passes(fleet.arrives("b", 10_000), hashes("b", 10_000), best_overlap=0, waiting=True)
     assert fleet.gate.closed
-    fleet.gate.passes(fleet.arrives("c", 10), best_overlap=0, waiting=False)
+    fleet.gate.passes(fleet.arrives("c", 10), hashes("c", 10), best_overlap=0, waiting=False)
     assert not fleet.gate.closed
 
 
@@ -85,23 +85,23 @@ def test_cold_returns_and_new_sessions_wait_and_warm_returns_do_not(fleet: Fleet
     fleet.close()
     held = 500 * MARK_TOKENS
     returns = fleet.arrives("a", 510)
-    assert fleet.gate.passes(returns, best_overlap=held - LITTLE_LOST, waiting=True)
-    assert not fleet.gate.passes(returns, best_overlap=held - LITTLE_LOST - 1, waiting=True)
-    assert not fleet.gate.passes(fleet.arrives("new", 1), best_overlap=0, waiting=True)
+    assert fleet.gate.passes(returns, hashes("a", 510), best_overlap=held - LITTLE_LOST, waiting=True)
+    assert not fleet.gate.passes(returns, hashes("a", 510), best_overlap=held - LITTLE_LOST - 1, waiting=True)
+    assert not fleet.gate.passes(fleet.arrives("new", 1), hashes("new", 1), best_overlap=0, waiting=True)
 
 
 def test_a_session_with_a_call_in_flight_never_waits(fleet: Fleet) -> None:
     fleet.close()
     first = fleet.arrives("a", 50)
     fleet.gate.sent(first, A, hashes("a", 50))
-    assert fleet.gate.passes(fleet.arrives("a", 60), best_overlap=0, waiting=True)
+    assert fleet.gate.passes(fleet.arrives("a", 60), hashes("a", 60), best_overlap=0, waiting=True)
 
 
 def test_what_a_silent_target_holds_is_unknown_and_not_lost(fleet: Fleet) -> None:
     fleet.turn("a", 500)
     fleet.close()
     fleet.reporting.clear()
-    assert fleet.gate.passes(fleet.arrives("a", 500), best_overlap=0, waiting=True)
+    assert fleet.gate.passes(fleet.arrives("a", 500), hashes("a", 500), best_overlap=0, waiting=True)
 
 
 def test_room_is_what_live_sessions_leave_of_the_cache(fleet: Fleet) -> None:
@@ -172,11 +172,11 @@ def test_sessions_of_a_target_that_goes_are_cold_and_bound_to_no_target(fleet: F
     fleet.turn("a", 300)
     running = fleet.arrives("b", 300)
     fleet.gate.sent(running, A, hashes("b", 300))
-    fleet.gate.sessions.forget(A)
+    fleet.gate.sessions.forget({A})
     running()
     assert A not in fleet.gate.sessions.working_sets
     fleet.close()
-    assert not fleet.gate.passes(fleet.arrives("a", 300), best_overlap=0, waiting=True)
+    assert not fleet.gate.passes(fleet.arrives("a", 300), hashes("a", 300), best_overlap=0, waiting=True)
 
 
 def test_ten_thousand_programs_that_vanish_leave_nothing(fleet: Fleet) -> None:
@@ -218,7 +218,7 @@ def test_charges_are_those_of_live_sessions_whatever_happens(steps: list[tuple[s
         elif step == "finish":
             sessions.finish(name)
         elif step == "forget":
-            sessions.forget(A)
+            sessions.forget({A})
         assert all(each.tokens >= 0 and each.sessions >= 0 for each in sessions.working_sets.values())
     for call in sent:
         call()
@@ -226,3 +226,91 @@ def test_charges_are_those_of_live_sessions_whatever_happens(steps: list[tuple[s
     sessions.expire()
     assert len(sessions) == sessions.live() == 0
     assert not any(each.tokens for each in sessions.working_sets.values())
+
+
+def test_a_prompt_that_was_not_computed_is_no_context(fleet: Fleet) -> None:
+    fleet.turn("a", 100)
+    failed = fleet.arrives("a", 400)
+    fleet.gate.sent(failed, B, hashes("a", 400))
+    failed(failed=True)
+    fleet.gate.passes(fleet.arrives("a", 400), hashes("a", 400), best_overlap=100 * MARK_TOKENS, waiting=False)
+    assert fleet.gate.lost_tokens == 0
+    new = fleet.arrives("b", 100)
+    fleet.gate.sent(new, A, hashes("b", 100))
+    new(failed=True)
+    assert not fleet.arrives("b", 100).session.begun
+
+
+def test_a_prompt_that_leaves_its_context_lost_nothing(fleet: Fleet) -> None:
+    fleet.turn("a", 500)
+    compacted = array("Q", [*hashes("a", 40), *hashes("summary", 60)])
+    fleet.gate.passes(fleet.arrives("a", 100), compacted, best_overlap=40 * MARK_TOKENS, waiting=False)
+    assert (fleet.gate.lost_tokens, fleet.gate.cold_returns) == (0, 0)
+
+
+def test_unlike_prompts_of_one_name_pass_in_the_place_of_the_one_before(fleet: Fleet) -> None:
+    fleet.turn("a", 100)
+    fleet.close()
+    assert fleet.gate.passes(fleet.arrives("a", 100), hashes("other", 100), best_overlap=0, waiting=True)
+    assert not fleet.gate.passes(fleet.arrives("a", 200), hashes("other", 200), best_overlap=0, waiting=True)
+    fleet.now += LONGEST_IDLE + 1
+    assert not fleet.gate.passes(fleet.arrives("a", 100), hashes("other", 100), best_overlap=0, waiting=True)
+
+
+def test_a_final_call_never_waits(fleet: Fleet) -> None:
+    fleet.turn("a", 500)
+    fleet.close()
+    assert fleet.gate.passes(fleet.arrives("a", 510, final=True), hashes("a", 510), best_overlap=0, waiting=True)
+
+
+def test_a_session_is_live_for_twice_its_announced_pause_and_not_in_a_long_one(fleet: Fleet) -> None:
+    for name, pause in (("short", 10.0), ("long", LONGEST_IDLE + 1)):
+        call = fleet.gate.call(key(name), MARK_TOKENS, False, next_call=pause)
+        assert call is not None
+        fleet.gate.sent(call, A, hashes(name, 1))
+        call()
+    fleet.gate.sessions.expire()
+    assert fleet.gate.sessions.live() == 1
+    fleet.now += 20
+    fleet.gate.sessions.expire()
+    assert fleet.gate.sessions.live() == 0
+
+
+def test_records_and_their_contexts_have_a_bound(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.programs.sessions._MOST_SESSIONS", 50)
+    monkeypatch.setattr("router.programs.sessions._MOST_MARKS", 400)
+    sessions = fleet.gate.sessions
+    for number in range(200):
+        fleet.turn(f"{number}", 1)
+    assert len(sessions) == sessions.live() == 50
+    for number in range(200):
+        fleet.turn(f"large {number}", 100)
+    assert len(sessions) == sessions.live() == 4
+    assert sessions.working_sets[A].tokens == 400 * MARK_TOKENS
+
+
+def test_a_session_that_is_dropped_while_its_call_waits_is_charged_when_it_is_sent(fleet: Fleet) -> None:
+    call = fleet.arrives("a", 10)
+    fleet.gate.sessions.finish("a")
+    fleet.gate.sent(call, A, hashes("a", 10))
+    assert fleet.gate.sessions.working_sets[A].tokens == 10 * MARK_TOKENS
+    call()
+    assert fleet.arrives("a", 10).session.begun
+
+
+def test_a_call_that_begins_a_session_of_a_live_program_is_a_subagents(fleet: Fleet) -> None:
+    gate = fleet.gate
+
+    def arrives(name: str, program: str) -> Call:
+        call = gate.call(key(name), MARK_TOKENS, False, program=program)
+        assert call is not None
+        return call
+
+    parent = arrives("parent", "run")
+    assert not parent.subagent
+    gate.sent(parent, A, hashes("parent", 1))
+    assert arrives("child", "run").subagent
+    assert not arrives("stranger", "other run").subagent
+    parent()
+    fleet.now += LONGEST_IDLE
+    assert not arrives("late child", "run").subagent
