@@ -232,6 +232,7 @@ def _totals(fleet: Fleet) -> RenderableType:
         ("errors/s", f"{point.get('errors', 0):.1f}"),
         ("429 and 503/s", f"{point.get('refused', 0):.1f}"),
         ("findings", str(len(fleet.findings))),
+        *_sessions(totals.get("sessions", {})),
     )
     line = Text()
     for name, value in shown:
@@ -239,6 +240,16 @@ def _totals(fleet: Fleet) -> RenderableType:
     if about:
         line.append(f"kvrouter {about['version']}, policy {about['policy']}", "dim")
     return line
+
+
+def _sessions(models: dict[str, dict[str, int | None]]) -> list[tuple[str, str]]:
+    """Return the sessions of agents, of all models together; nothing without sessions."""
+    if not models:
+        return []
+    live, waiting = (sum(each.get(name) or 0 for each in models.values()) for name in ("live", "waiting"))
+    more = [each.get("more") for each in models.values()]
+    fit = "" if None in more else f", {sum(each or 0 for each in more)} more fit"
+    return [("sessions", f"{live} live, {waiting} wait{fit}")]
 
 
 def _ranks(rows: list[Row], view: View) -> RenderableType:

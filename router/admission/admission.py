@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from http_api.errors import RequestError
 from router.admission.fair_queue import FairQueue
 from router.admission.refusals import Refusals
-from router.admission.room import ROOM_SECONDS, ROOM_TRIES, Room, places_ahead
+from router.admission.room import ROOM_SECONDS, ROOM_TRIES, Room, SeenSession, places_ahead
 from router.admission.ticket import Ticket, WaitingRequest, WaitReason, queue_order
 from router.apis.requests import RoutedRequest
 from router.fleet.worker import Worker
@@ -223,12 +223,25 @@ class Admission:
             return False
         return selection is not None and _is_ttft_missed(selection)
 
-    def preview(self, prompt: RoutedRequest, slo: SLO | None = None) -> Selection | WaitReason:
+    def preview(self, prompt: RoutedRequest, slo: SLO | None = None, tenant: str = "") -> Selection | WaitReason:
         """Return the selection that a request would get now, or why it would wait. Raises RequestError (503)."""
-        selection = self._selector.choose(prompt, limits=self.limits, slo=slo)
-        if selection is None:
-            return WaitReason.SATURATED
-        return self._bind(prompt, (), selection, self.limits) or WaitReason.LATE_BINDING
+        ticket = Ticket(tenant=tenant, slo=slo)
+        ticket.call = None if self._room is None else self._room.seen(prompt, tenant)
+        chosen = self._choose(prompt, (), ticket, None, behind=True)
+        if isinstance(chosen, _Held):
+            return chosen.reason
+        return self._bind(prompt, (), *chosen) or WaitReason.LATE_BINDING
+
+    def session(self, prompt: RoutedRequest, selection: Selection, tenant: str) -> SeenSession | None:
+        """Return the session of a request; None if it is no call of one, or if sessions are not followed."""
+        call = None if self._room is None else self._room.seen(prompt, tenant)
+        if call is None or self._room is None:
+            return None
+        return self._room.explained(call, selection.hashes, self._selector.ranks(prompt))
+
+    def held(self) -> list[WaitingRequest]:
+        """Return the calls of sessions that wait for room, the oldest first."""
+        return [] if self._room is None else self._room.in_order()
 
     def saturated(self, worker: Worker, dp_rank: int) -> bool:
         """Return whether a DP rank is at its limits."""

@@ -6,14 +6,13 @@ from collections import Counter as Count
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.admission.admission import Admission
 from router.admission.ticket import WaitReason
 from router.fleet.fleet import Fleet
 from router.load.target_load import LoadTable
-from router.programs import Gate
 
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Labels for priorities, because a label for each integer would make too many series.
@@ -62,38 +61,6 @@ class AdmissionMetrics(Collector):
     def refused(self, reason: str) -> None:
         """Count a refusal."""
         self._refusals.labels(reason).inc()
-
-
-class SessionCollector(Collector):
-    """The sessions of agents: how many are live, what they need, what they lost, and whether calls wait for room."""
-
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-
-    def collect(self) -> Iterator[Metric]:
-        gate, sessions = self._gate, self._gate.sessions
-        sessions.expire()
-        live = sessions.live()
-        known = GaugeMetricFamily("kvrouter_sessions", "Sessions of agents that are known", labels=["state"])
-        known.add_metric(["live"], live)
-        known.add_metric(["idle"], max(len(sessions) - live, 0))
-        tokens = GaugeMetricFamily(
-            "kvrouter_working_set_tokens",
-            "Tokens that live sessions need, shared prefixes once",
-            labels=["worker", "dp_rank", "model"],
-        )
-        for target, each in sessions.working_sets.items():
-            tokens.add_metric([target.worker, str(target.dp_rank), target.model], each.tokens)
-        closed = GaugeMetricFamily(
-            "kvrouter_programs_gate_closed", "1 while calls of sessions wait for room", int(gate.closed)
-        )
-        lost = CounterMetricFamily(
-            "kvrouter_session_lost_tokens", "Context tokens of sessions that were evicted before they returned"
-        )
-        lost.add_metric([], gate.lost_tokens)
-        cold = CounterMetricFamily("kvrouter_session_cold_returns", "Calls of sessions whose context was evicted")
-        cold.add_metric([], gate.cold_returns)
-        yield from (known, tokens, closed, lost, cold)
 
 
 class DemandCollector(Collector):

@@ -12,17 +12,20 @@ waits for its target only, and so does a context that fits beside no other. A ne
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import NamedTuple
 
 from sortedcontainers import SortedKeyList
 
+from indexer import Target
 from router.admission.refusals import DrainRate
 from router.admission.ticket import Ticket, WaitingRequest, WaitReason
 from router.apis.requests import RoutedRequest
 from router.fleet.health import Attempt
-from router.programs import Call, Gate, RankCapacity
+from router.programs import Call, Gate, RankCapacity, SessionKey, marks_of
 from router.routing.assignment import Assignment, Selection
 from router.routing.ranks import RoutableRank
 
@@ -31,6 +34,22 @@ OVERTAKING_SECONDS = 120.0
 ROOM_SECONDS = 300.0
 _INTERVAL = 1.0
 _CLIENT_SHARE = 0.5
+
+
+class SeenSession(NamedTuple):
+    """The session of a request as `/explain` shows it.
+
+    - `charged`: the target that it is charged to; None while it is not live. `tokens`: the tokens of its context.
+    - `closed`: whether sessions wait for room. `waiting`: how many calls do.
+    - `rooms`: the tokens that each target has left beside the call, where a session is live and the capacity is known.
+    """
+
+    state: str
+    charged: Target | None
+    tokens: int
+    closed: bool
+    waiting: int
+    rooms: dict[Target, int]
 
 
 class Room:
@@ -55,6 +74,10 @@ class Room:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def in_order(self) -> list[WaitingRequest]:
+        """Return the waiting calls, the oldest first."""
+        return list(self._waiting)
+
     def may_queue(self, request: WaitingRequest, free: int) -> bool:
         """Return whether a call may wait for room in a queue with `free` places.
 
@@ -76,11 +99,33 @@ class Room:
     def call_of(self, prompt: RoutedRequest, ticket: Ticket) -> Call | None:
         """Return a request as a call of its session; None for names of users, and where prompts are not known."""
         identity, hints = prompt.identity, prompt.hints
-        if identity is None or identity.by_user or len(prompt.identities) != 1 or not prompt.reads_cache:
+        key = self._key(prompt, ticket.tenant)
+        if key is None or identity is None:
             return None
-        key = (ticket.tenant, prompt.name, prompt.cache_salt, identity.session)
         final, next_call = (False, None) if hints is None else (bool(hints.final), hints.next_call)
         return self._gate.call(key, prompt.tokens, final, next_call, identity.program)
+
+    def seen(self, prompt: RoutedRequest, tenant: str) -> Call | None:
+        """Return the call that a request would be, without a record of it; None if it is no call of a session."""
+        key = self._key(prompt, tenant)
+        if key is None:
+            return None
+        sessions, hints = self._gate.sessions, prompt.hints
+        final = hints is not None and bool(hints.final)
+        call = Call(sessions, sessions.seen(key), prompt.tokens, final, None)
+        call.counted = True
+        return call
+
+    def explained(self, call: Call, hashes: list[array[int]], ranks: Collection[RoutableRank]) -> SeenSession:
+        """Return the state of a call's session, and the room that it would leave on each target."""
+        session, gate = call.session, self._gate
+        rooms: dict[Target, int] = {}
+        for rank in ranks if len(hashes) == 1 else ():
+            left = gate.room_left(RankCapacity(rank.target, rank.worker.capacity_tokens), marks_of(hashes[0]))
+            if left is not None:
+                rooms[rank.target] = round(left)
+        charged = session.target if session.charged is not None else None
+        return SeenSession(gate.sessions.state(session), charged, session.tokens, gate.closed, len(self), rooms)
 
     def passes(self, call: Call, selection: Selection) -> bool:
         """Return whether a call may go to any target."""
@@ -150,6 +195,13 @@ class Room:
         sizes = [RankCapacity(rank.target, rank.worker.capacity_tokens) for rank in ranks]
         call.exempt = call.session.begun or not self._gate.fits_alone(sizes, call.tokens)
         return call.exempt
+
+    @staticmethod
+    def _key(prompt: RoutedRequest, tenant: str) -> SessionKey | None:
+        identity = prompt.identity
+        if identity is None or identity.by_user or len(prompt.identities) != 1 or not prompt.reads_cache:
+            return None
+        return tenant, prompt.name, prompt.cache_salt, identity.session
 
     def _remove(self, request: WaitingRequest) -> None:
         self._waiting.remove(request)

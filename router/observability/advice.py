@@ -305,6 +305,11 @@ ADVICE: Final = {
         "prompts return after their blocks were evicted: the caches are too small for what is asked again",
         "Give the KV caches more memory, offload blocks to the host (CPU tier), share a pool, or add workers.",
     ),
+    "sessions_wait": Advice(
+        Severity.WARNING,
+        "sessions of agents wait, because the contexts of live ones fill the KV caches",
+        "Add workers or KV memory, share a pool, or start fewer sessions at once: `more` in /health says how many fit.",
+    ),
     "hot_worker": Advice(
         Severity.WARNING,
         "one worker has most of the requests in flight, while others have few",

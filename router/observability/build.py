@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from indexer import Indexer
 from indexer.api.metrics import IndexCollector, add_process_metrics
 from router.admission.admission import Admission
-from router.admission.admission_metrics import AdmissionMetrics, DemandCollector, SessionCollector
+from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
 from router.fleet.fleet import Fleet
 from router.hooks.hooks import HookCollector, Hooks
 from router.observability.advice import advised
@@ -29,6 +29,7 @@ from router.observability.pair_metrics import PairCollector
 from router.observability.prediction_metrics import PredictionMetrics
 from router.observability.request_recorder import RequestRecorder
 from router.observability.seen_requests import SampledTraffic
+from router.observability.session_figures import SessionCollector, SessionObserver
 from router.routing.build import Routing
 from router.settings import Settings
 from router.sharing import SharingCollector
@@ -43,6 +44,7 @@ class Observability:
 
     - `registry`: every Prometheus metric.
     - `about`: the version, the policy and the models.
+    - `sessions`: the sessions of agents.
     - `findings`: returns what is wrong now, for `/health`.
     """
 
@@ -53,6 +55,7 @@ class Observability:
     snapshot: FleetSnapshot
     recorder: RequestRecorder
     about: About
+    sessions: SessionObserver
     findings: Callable[[], list[dict[str, Any]]]
 
 
@@ -74,6 +77,7 @@ def build_observability(
     add_process_metrics(registry)
     requests = RequestMetrics(registry)
     predictions = PredictionMetrics(registry)
+    sessions = SessionObserver(fleet, state.gate, admission, state.clock)
     for collector in (
         SharingCollector(sharing, fleet),
         IndexCollector(indexer),
@@ -82,7 +86,7 @@ def build_observability(
         AuditCollector(state.audit),
         LoadRateCollector(None if state.sources is None else state.sources.rates),
         DemandCollector(fleet, state.load, admission),
-        SessionCollector(state.gate),
+        SessionCollector(sessions),
         PairCollector(routing.selector.pairs),
     ):
         registry.register(collector)
@@ -101,7 +105,8 @@ def build_observability(
         of_policy = custom.findings() if custom is not None else []
         of_fleet = findings(fleet, indexer, state.audit) + low_hits.findings(indexer.names.about)
         of_hooks = hooks.findings() if hooks is not None else []
-        return advised(of_fleet + source.findings() + sharing.findings() + of_policy + of_hooks)
+        of_parts = source.findings() + sharing.findings() + sessions.findings()
+        return advised(of_fleet + of_parts + of_policy + of_hooks)
 
     about = About(settings.policy.name, fleet, source)
     snapshot = FleetSnapshot(
@@ -117,6 +122,7 @@ def build_observability(
         all_findings,
         predictions.summary,
         low_hits.sample,
+        sessions.report,
     )
     return Observability(
         registry,
@@ -126,5 +132,6 @@ def build_observability(
         snapshot,
         RequestRecorder(routing.reader.require_prompts),
         about,
+        sessions,
         all_findings,
     )

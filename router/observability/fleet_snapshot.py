@@ -178,10 +178,16 @@ class FleetSnapshot:
         findings: Callable[[], list[dict[str, Any]]],
         predictions: Callable[[], list[dict[str, Any]]],
         on_look: Callable[[], None] = lambda: None,
+        sessions: Callable[[], dict[str, dict[str, int | None]]] = dict,
     ) -> None:
-        """Create a snapshot. `on_look`: is called once a second, with or without viewers."""
+        """Create a snapshot.
+
+        - `on_look`: is called once a second, with or without viewers.
+        - `sessions`: returns the sessions of agents by model.
+        """
         self._fleet = fleet
         self._on_look = on_look
+        self._sessions = sessions
         self._indexer = indexer
         self._load = load
         self._peer_load = peer_load
@@ -338,4 +344,5 @@ class FleetSnapshot:
             "requests": sum(row["requests"] for row in self._rows.values()),
             "queued": len(self._admission.queue),
             "waiting": {reason.value: count for reason, count in self._admission.waiting_for().items()},
+            "sessions": self._sessions(),
         }

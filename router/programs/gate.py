@@ -84,19 +84,39 @@ class Gate:
 
     def has_room(self, rank: RankCapacity, context: array[int]) -> bool:
         """Return whether a target has room for a call with a context."""
+        left = self.room_left(rank, context)
+        return left is None or left >= 0
+
+    def room_left(self, rank: RankCapacity, context: array[int]) -> float | None:
+        """Return the tokens of its room that a target has left beside a call; None if it has room for any call."""
         sessions = self.sessions
         working_set = sessions.working_sets.get(rank.target, _NOTHING)
         if rank.tokens is None or not working_set.sessions:
-            return True
+            return None
         turn = sessions.turn
         needed = working_set.tokens + turn * working_set.sessions + working_set.missing(context)
-        return needed + sessions.answer + turn <= ROOM * rank.tokens / max(self._routers(), 1)
+        return ROOM * rank.tokens / max(self._routers(), 1) - needed - sessions.answer - turn
 
     def fits_alone(self, ranks: Iterable[RankCapacity], tokens: int) -> bool:
         """Return whether a target has room for a call of `tokens` tokens beside another session that needs little."""
         needed = tokens + self.sessions.answer + self.sessions.turn
         share = ROOM / max(self._routers(), 1)
         return any(rank.tokens is None or needed <= share * rank.tokens for rank in ranks)
+
+    def more_sessions(self, model: str, ranks: Iterable[RankCapacity]) -> int | None:
+        """Return how many sessions of the mean size fit beside the live ones of a model; None if that is not known."""
+        sessions = self.sessions
+        size, more = sessions.size(model), 0
+        if not size:
+            return None
+        for target, capacity in ranks:
+            if capacity is None:
+                return None
+            working_set = sessions.working_sets.get(target, _NOTHING)
+            left = ROOM * capacity / max(self._routers(), 1) - working_set.tokens
+            left -= sessions.turn * working_set.sessions + sessions.answer
+            more += max(int(left / (size + sessions.turn)), 0)
+        return more
 
     def without_room(self, ranks: Iterable[RankCapacity], hashes: array[int]) -> Collection[tuple[str, int]]:
         """Return the workers and DP ranks that have no room for a call. `hashes`: those of its prompt's chunks."""

@@ -141,6 +141,7 @@ class Sessions:
         self._records: OrderedDict[SessionKey, Session] = OrderedDict()
         self._keys: dict[str, set[SessionKey]] = {}  # by the session's own name
         self._live_programs: Counter[tuple[str, str]] = Counter()  # charged sessions of each
+        self._sizes: dict[str, float] = {}  # the last mean size of a session, by model
         self._marks = 0  # of all contexts
         self._idle: list[tuple[float, int, Session]] = []
         self._numbers = count()
@@ -272,6 +273,28 @@ class Sessions:
     def live(self) -> int:
         """Return the number of live sessions."""
         return sum(working_set.sessions for working_set in self.working_sets.values())
+
+    def size(self, model: str) -> float:
+        """Return the mean tokens of a model's live sessions, shared ones once, or of its last ones; 0 for none yet."""
+        sets = [working_set for target, working_set in self.working_sets.items() if target.model == model]
+        live = sum(working_set.sessions for working_set in sets)
+        if live:
+            self._sizes[model] = sum(working_set.tokens for working_set in sets) / live
+        return self._sizes.get(model, 0.0)
+
+    def state(self, session: Session) -> str:
+        """Return the state of a session: new, running, idle while it is charged, lapsed, or shared by many callers."""
+        if session.shared:
+            return "shared"
+        if session.calls:
+            return "running"
+        if session.charged is not None:
+            return "idle"
+        return "lapsed" if session.tokens else "new"
+
+    def seen(self, key: SessionKey) -> Session:
+        """Return the record of a session, or that of a new one, which is not kept."""
+        return self._records.get(key) or Session(key, None)
 
     def _charge(self, session: Session, target: Target, context: array[int]) -> None:
         charged = self.working_sets.get(target)

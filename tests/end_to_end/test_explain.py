@@ -88,3 +88,18 @@ async def test_command_prints_table(routed: RouterUnderTest) -> None:
     refused = await asyncio.to_thread(CliRunner().invoke, app, [*arguments[:3], "nobody", *arguments[4:]])
     assert refused.exit_code == 1
     assert "does not exist" in refused.output
+
+
+async def test_explain_and_health_show_the_session_and_its_room(routed: RouterUnderTest) -> None:
+    request = CHAT | {"session_id": "seen", "max_tokens": 2}
+    before = await explained(routed, request)
+    assert before["working_set"] == {"state": "new", "tokens": 0, "charged": None, "gate": "open", "waiting": 0}
+    sent = await routed.call("/v1/chat/completions", request)
+    answer = await explained(routed, request)
+    assert answer["working_set"]["state"] == "idle"
+    assert answer["working_set"]["charged"] == {"worker": sent.worker, "dp_rank": 0}
+    assert {each["worker"]: each["room"] is None for each in answer["candidates"]}[sent.worker] is False
+    assert (await explained(routed, CHAT))["working_set"] is None
+    health = (await routed.get("/health")).json()
+    assert health["sessions"][MODEL]["live"] == 1
+    assert health["sessions"][MODEL]["more"] > 0

@@ -21,6 +21,7 @@ from indexer import DEFAULT_TENANT, MatchQuery
 from indexer.api.questions import ReadMatch
 from indexer.targets import WorkerNames
 from router.admission.admission import Admission
+from router.admission.room import SeenSession
 from router.admission.ticket import WaitReason
 from router.apis.abilities import needed_abilities
 from router.apis.agent_hints import AgentHints, hints_in_headers
@@ -107,7 +108,8 @@ async def explain(
     slo = read_slo(headers, levels, tenant, prompt.name, now)
     usual = selector.choose(prompt, now=now, slo=slo)
     assert usual is not None  # without limits there is always a candidate
-    begins = admission.preview(prompt, slo)
+    begins = admission.preview(prompt, slo, tenant)
+    seen = admission.session(prompt, usual, tenant)
     selection = usual if isinstance(begins, WaitReason) else begins
     chosen = selection.decision.chosen
     costs = sorted(usual.decision.costs, key=lambda cost: cost.total)
@@ -121,6 +123,7 @@ async def explain(
         "session": prompt.session,
         "program": prompt.identity and prompt.identity.program,
         "parent": prompt.identity and prompt.identity.parent,
+        "working_set": seen and _session(seen, names),
         "hints": prompt.hints and _hints(prompt, prompt.hints, sessions, names),
         "encoding": round(prompt.encoding, 6),
         "held": begins if isinstance(begins, WaitReason) else None,
@@ -129,6 +132,7 @@ async def explain(
         "unit": usual.decision.unit,
         "candidates": [
             _candidate(names, cost, sessions.retained_tokens(cost.candidate.target))
+            | {"room": seen and seen.rooms.get(cost.candidate.target)}
             | {"forecast": _prediction(predict(cost.candidate), slo, now)}
             for cost in costs
         ],
@@ -171,6 +175,18 @@ def _hints(prompt: RoutedRequest, hints: AgentHints, sessions: SessionLocations,
         "next_call": hints.next_call,
         "final": hints.final,
         "place": place and {"worker": names.get(place.worker), "dp_rank": place.dp_rank},
+    }
+
+
+def _session(seen: SeenSession, names: WorkerNames) -> dict[str, Any]:
+    """Return the state of a request's session, the target that it is charged to, and the calls that wait for room."""
+    charged = seen.charged and {"worker": names.get(seen.charged.worker), "dp_rank": seen.charged.dp_rank}
+    return {
+        "state": seen.state,
+        "tokens": seen.tokens,
+        "charged": charged,
+        "gate": "closed" if seen.closed else "open",
+        "waiting": seen.waiting,
     }
 
 

@@ -55,6 +55,7 @@ async def health(request: Request) -> Response:
         "workers_up": up.total(),
         "workers_up_by_role": up,
         "queue": {reason.value: waiting for reason, waiting in services.admission.waiting_for().items()},
+        "sessions": services.observability.sessions.report(),
         "tokenizers": services.tokenizers.states(),
         "ids_not_sent": services.tokenizer_source.ids_not_sent(),
         "findings": found,

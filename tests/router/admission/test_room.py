@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import inf
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,13 +17,14 @@ from hypothesis import strategies as st
 
 from http_api.errors import RequestError
 from router.admission.admission import Admission
-from router.admission.room import OVERTAKING_SECONDS, ROOM_SECONDS
-from router.admission.ticket import Ticket
+from router.admission.room import OVERTAKING_SECONDS, ROOM_SECONDS, SeenSession
+from router.admission.ticket import Ticket, WaitReason
 from router.apis.identities import Identity
 from router.apis.requests import RoutedRequest
 from router.apis.usage import Usage
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
+from router.observability.session_figures import SessionFigures, SessionObserver
 from router.programs.sessions import LONGEST_IDLE
 from router.settings import AdmissionSettings, Role
 from simulator.fleet.simulated_router import OURS, build_router
@@ -71,7 +73,7 @@ class Fleet:
         self.workers = Workers(roles, CAPACITY, BLOCK, now)
         index = EventIndex(self.workers.registrations, events, now)
         router = build_router(self.workers, index, OURS, Random(1), now)
-        self.placement, self.gate = router.placement, router.state.gate
+        self.selector, self.placement, self.gate = router.selector, router.placement, router.state.gate
         self.admission = Admission(
             router.selector, router.placement, AdmissionSettings(queue=queue), True, now, self.gate
         )
@@ -138,12 +140,14 @@ class Fleet:
         self.gate.sessions.expire()
         self.loop.close()
 
+    def prompt(self, session: str, blocks: int, program: str | None = None) -> RoutedRequest:
+        ids = tuple(hash((session, number)) % 2**31 for number in range(blocks))
+        traced = TracedRequest(0.0, BLOCK * blocks, 1, ids, ids, session)
+        prompt = RoutedRequest(MODEL, streamed=True, identity=Identity(session, program))
+        return prompt.tokenized([prompt_of(traced, next(self._numbers), BLOCK)])
+
     async def _call(self, sent: Sent, seconds: float, time: float | None, program: str | None) -> None:
-        blocks = tuple(hash((sent.session, number)) % 2**31 for number in range(sent.blocks))
-        traced = TracedRequest(0.0, BLOCK * sent.blocks, 1, blocks, blocks, sent.session)
-        identity = Identity(sent.session, program)
-        prompt = RoutedRequest(MODEL, streamed=True, identity=identity)
-        prompt = prompt.tokenized([prompt_of(traced, next(self._numbers), BLOCK)])
+        prompt = self.prompt(sent.session, sent.blocks, program)
         now = self.loop.time()
         place_by = None if time is None else now + time
         ticket = Ticket(tenant=sent.tenant, tokens=prompt.tokens, arrived=now, place_by=place_by)
@@ -325,3 +329,51 @@ def test_workers_that_lose_every_cache_at_once_compute_what_fits_first() -> None
     at_once = [call for call in returns if call.sent < call.arrived + 1]
     assert 6 <= len(at_once) < 10  # four contexts of 20 blocks fit into 80, on each worker
     assert all(call.error is None for call in returns)
+
+
+def test_a_request_that_would_wait_for_room_is_explained_and_changes_nothing() -> None:
+    fleet = Fleet()
+    fleet.close()
+    fleet.at(6.0, "live", 60, 100.0)
+    seen = list[object]()
+
+    def look() -> None:
+        prompt = fleet.prompt("new", 40)
+        seen.append(fleet.admission.preview(prompt))
+        selection = fleet.selector.choose(prompt)
+        assert selection is not None
+        seen.append(fleet.admission.session(prompt, selection, ""))
+
+    fleet.loop.call_at(10.0, look)
+    fleet.loop.call_at(11.0, look)
+    fleet.run()
+    assert seen[0] is seen[2] is WaitReason.WORKING_SET
+    assert isinstance(seen[1], SeenSession)
+    assert (seen[1].state, seen[1].charged, seen[1].closed, seen[1].waiting) == ("new", None, True, 0)
+    assert list(seen[1].rooms.values()) == [pytest.approx(-20 * BLOCK, abs=BLOCK)]
+    assert seen[1] == seen[3]
+
+
+def test_figures_of_sessions_say_how_many_came_and_how_many_are_missing() -> None:
+    fleet = Fleet(workers=2)
+    fleet.close()
+    observer = SessionObserver(fleet.workers, fleet.gate, fleet.admission, fleet.loop.time)
+    for number in range(8):
+        fleet.at(6.0 + number, f"{number}", 40, 100.0)
+    seen = list[tuple[dict[str, SessionFigures], list[dict[str, Any]]]]()
+
+    def look() -> None:
+        seen.append((observer.figures(), observer.findings()))
+
+    fleet.loop.call_at(16.0, look)
+    fleet.loop.call_at(30.0, look)
+    fleet.run()
+    (figures, none), (_, found) = seen
+    assert figures[MODEL] == SessionFigures(live=2, waiting=6, more=0, targets=2)
+    assert figures[MODEL].load == 4
+    assert none == []
+    assert [each["finding"] for each in found] == ["sessions_wait"]
+    assert found[0]["detail"] == (
+        "2 sessions are live, and 6 calls wait for room. The KV caches hold 2 sessions of this size. "
+        "6 more workers or DP ranks like these would hold all."
+    )

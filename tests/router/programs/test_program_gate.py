@@ -14,7 +14,7 @@ from router.programs.gate import LITTLE_LOST, ROOM
 from router.programs.sessions import FORGOTTEN_SECONDS, LONGEST_IDLE, SHORTEST_IDLE, SessionKey
 from router.programs.working_sets import MARK_TOKENS, marks_of
 
-A, B = Target("http://a", 0, "m"), Target("http://b", 0, "m")
+A, B, C = Target("http://a", 0, "m"), Target("http://b", 0, "m"), Target("http://c", 0, "m")
 CAPACITY = 1000 * MARK_TOKENS
 
 
@@ -314,3 +314,18 @@ def test_a_call_that_begins_a_session_of_a_live_program_is_a_subagents(fleet: Fl
     parent()
     fleet.now += LONGEST_IDLE
     assert not arrives("late child", "run").subagent
+
+
+def test_more_sessions_fit_by_the_mean_size_of_live_ones(fleet: Fleet) -> None:
+    ranks = [RankCapacity(A, CAPACITY), RankCapacity(B, CAPACITY)]
+    assert fleet.gate.more_sessions("m", ranks) is None
+    fleet.turn("a", 90)
+    fleet.turn("b", 110)
+    assert fleet.gate.more_sessions("m", ranks) == 6 + 8  # of 100 marks, in 600 and 800
+    assert fleet.gate.more_sessions("m", [*ranks, RankCapacity(C, None)]) is None
+    fleet.now += LONGEST_IDLE + 1
+    fleet.gate.sessions.expire()
+    assert fleet.gate.more_sessions("m", ranks) == 8 + 8
+    for number in range(10):
+        fleet.turn(f"{number}", 100)
+    assert fleet.gate.more_sessions("m", ranks) == 8  # none fit at the first, which has more than its room
