@@ -1,7 +1,8 @@
-"""Sessions of agents whose contexts need more KV memory than the fleet has, with the gate for programs and without.
+"""Sessions of agents whose contexts need more KV memory than the fleet has, by several rules of admission.
 
 Sessions begin as a Poisson process for 900 s, and all are served to their end, in virtual time. Figures are of the
-seconds 200 to 900: the sessions that begin there, and the calls that arrive there. `make bench-programs` needs a trace
+seconds 200 to 900: the sessions that begin there, and the calls that arrive there. A refused call arrives again after
+its `Retry-After`, and counts from its first arrival. `make bench-programs` needs a trace
 of agentic coding as AIPerf writes it: ARGS=--trace FILE. Without it, the generated sessions of agents are run.
 """
 
@@ -17,11 +18,14 @@ from typing import Annotated
 import typer
 
 from benchmarks.policy.sessions import AGENTS, generated, recorded
+from benchmarks.policy.thunderagent import ThunderAgent
 from kvrouter.tools.traces.results import percentile
 from router.apis.agent_hints import AgentHints
+from router.apis.requests import RoutedRequest
+from router.sharing import SharingChannel
 from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
-from simulator.fleet.simulated_router import OURS, Side
+from simulator.fleet.simulated_router import OURS, Side, SimulatedRouter
 from simulator.fleet.trace import TracedRequest
 
 SECONDS = 900.0
@@ -31,12 +35,19 @@ CODING_TOKENS = 1_280_000
 AGENTS_TOKENS = 320_000
 _AGENTS_BLOCK = 256
 
-SIDES = (OURS, replace(OURS, name="kv_aware, programs", programs=True))
+GATE = replace(OURS, name="kv_aware, programs", programs=True)
+THUNDERAGENT = replace(OURS, name="ThunderAgent")
+THUNDERAGENT_SHARED = replace(OURS, name="ThunderAgent, shared prefixes once")
+SIDES = (OURS, GATE, THUNDERAGENT, THUNDERAGENT_SHARED)
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a run, times in seconds. `returns`: the TTFT p90 of later turns. `held`: the longest wait."""
+    """The figures of a run, times in seconds.
+
+    - `returns`: the TTFT p90 of later turns. `held`: the longest wait from a call's last arrival.
+    - `refused`: refusals. A refused call arrives again.
+    """
 
     mean: float
     p90: float
@@ -48,25 +59,54 @@ class Figures:
     refused: int
 
 
+class Sessions(Simulation):
+    """A run in which refused calls arrive again, and which knows the rules of other routers."""
+
+    def make_router(self, *channels: SharingChannel) -> SimulatedRouter:
+        router = super().make_router(*channels)
+        if self.side.name in (THUNDERAGENT.name, THUNDERAGENT_SHARED.name):
+            spec, shared = self.spec, self.side.name == THUNDERAGENT_SHARED.name
+            rule = ThunderAgent(router, self.loop, spec.kv_tokens, spec.block_tokens, shared)
+            router = replace(router, admission=rule)
+        return router
+
+    def arriving(self, outcome: Outcome, prompt: RoutedRequest, router: SimulatedRouter) -> None:  # noqa: ARG002
+        if isinstance(router.admission, ThunderAgent):
+            router.admission.arrives(outcome.request)
+
+    def comes_again(self, outcome: Outcome) -> bool:  # noqa: ARG002
+        return True
+
+
 def figures(outcomes: list[Outcome]) -> Figures:
     """Return the figures of a run's outcomes."""
-    sessions = defaultdict[str, list[Outcome]](list)
+    refused = sum(each.refused for each in outcomes)
+    calls = defaultdict[str, list[Outcome]](list)
+    firsts: dict[tuple[str, int], float] = {}
     for outcome in outcomes:
-        sessions[outcome.request.session].append(outcome)
-    firsts = [calls for calls in sessions.values() if FIRST <= calls[0].request.arrival < SECONDS]
-    seconds = sorted(calls[-1].ended - calls[0].request.arrival for calls in firsts if not calls[-1].refused)
-    steady = [each for each in outcomes if FIRST <= each.request.arrival < SECONDS and not each.refused]
-    answered = [each for each in outcomes if FIRST <= each.ended < SECONDS]
-    later = [each.begun - each.request.arrival for calls in sessions.values() for each in calls[1:] if each in steady]
+        key = outcome.request.session, outcome.request.input_tokens
+        firsts.setdefault(key, outcome.request.arrival)
+        if not outcome.refused:
+            calls[outcome.request.session].append(outcome)
+
+    def arrived(each: Outcome) -> float:
+        return firsts[each.request.session, each.request.input_tokens]
+
+    sessions = [of for of in calls.values() if FIRST <= arrived(of[0]) < SECONDS]
+    seconds = sorted(of[-1].ended - arrived(of[0]) for of in sessions)
+    sent = [each for of in calls.values() for each in of]
+    steady = [each for each in sent if FIRST <= arrived(each) < SECONDS]
+    answered = [each for each in sent if FIRST <= each.ended < SECONDS]
+    later = [each.begun - arrived(each) for of in calls.values() for each in of[1:] if FIRST <= arrived(each) < SECONDS]
     return Figures(
         sum(seconds) / max(len(seconds), 1),
         percentile(seconds, 0.9),
-        max(each.ended for each in outcomes if not each.refused),
+        max(each.ended for each in sent),
         sum(each.request.output_tokens for each in answered) / (SECONDS - FIRST),
         sum(each.cached for each in steady) / max(sum(each.request.input_tokens for each in steady), 1),
         percentile(later, 0.9),
-        max(each.sent - each.request.arrival for each in outcomes if not each.refused),
-        sum(each.refused for each in outcomes),
+        max(each.sent - each.request.arrival for each in sent),
+        refused,
     )
 
 
@@ -81,7 +121,7 @@ def run(side: Side, load: float, seed: int, trace: Path | None, ends: bool) -> F
         spec = FleetSpec(LLAMA_70B, WORKERS, AGENTS_TOKENS, _AGENTS_BLOCK)
     if ends:
         requests, side = [_with_end(each) for each in requests], replace(side, hints=True)
-    return figures(Simulation(spec, side, random).run(requests))
+    return figures(Sessions(spec, side, random).run(requests))
 
 
 def _with_end(request: TracedRequest) -> TracedRequest:

@@ -178,6 +178,10 @@ class Simulation:
     def arriving(self, outcome: Outcome, prompt: RoutedRequest, router: SimulatedRouter) -> None:
         """Receive a request before it is placed. Subclasses that record choices override this method."""
 
+    def comes_again(self, outcome: Outcome) -> bool:  # noqa: ARG002
+        """Return whether a refused request arrives again after its `Retry-After`. Subclasses override this method."""
+        return False
+
     def _make_workers(self) -> SimulatedWorkers:
         capacity = self.spec.kv_tokens // self.spec.block_tokens
         spec = self.spec
@@ -267,6 +271,8 @@ class Simulation:
     def _refused(self, outcome: Outcome, error: RequestError) -> None:
         """End a request that the router refused."""
         outcome.refused_at, outcome.retry_after = self._now(), error.retry_after
+        if error.retry_after is not None and self.comes_again(outcome):
+            self._arrive_later(outcome.request, error.retry_after)
         self._end()
 
     def _sent(
@@ -370,11 +376,13 @@ class Simulation:
 
     def _follow(self, request: TracedRequest) -> None:
         """Schedule the request that follows an answer."""
-        arrival = self._now() + request.pause
-        if request.following is None or arrival >= self._until:
-            return
-        outcome = Outcome(replace(request.following, arrival=arrival))
-        self.loop.call_later(request.pause, self._place, len(self._outcomes), outcome)
+        if request.following is not None and self._now() + request.pause < self._until:
+            self._arrive_later(request.following, request.pause)
+
+    def _arrive_later(self, request: TracedRequest, seconds: float) -> None:
+        """Let a request arrive in some seconds."""
+        outcome = Outcome(replace(request, arrival=self._now() + seconds))
+        self.loop.call_later(seconds, self._place, len(self._outcomes), outcome)
         self._outcomes.append(outcome)
         self._unanswered += 1
 
