@@ -25,6 +25,7 @@ from router.admission.refusals import DrainRate
 from router.admission.ticket import Ticket, WaitingRequest, WaitReason
 from router.apis.requests import RoutedRequest
 from router.fleet.health import Attempt
+from router.policies import Candidate
 from router.programs import Call, Gate, RankCapacity, SessionKey, marks_of
 from router.routing.assignment import Assignment, Selection
 from router.routing.ranks import RoutableRank
@@ -132,7 +133,8 @@ class Room:
         call.held = False
         if selection.disaggregation is not None or len(selection.hashes) != 1:
             return True
-        return self._gate.passes(call, selection.hashes[0], selection.best_overlap, bool(self._waiting))
+        held = reachable(selection.best_overlap, selection.decision.chosen)
+        return self._gate.passes(call, selection.hashes[0], held, bool(self._waiting))
 
     def closed(
         self, call: Call, selection: Selection, ranks: Collection[RoutableRank], behind: bool
@@ -214,6 +216,15 @@ class Room:
         if self._waiting:
             self._next = asyncio.get_running_loop().call_later(_INTERVAL, self._try_again)
             self._wake()
+
+
+def reachable(best_overlap: int, chosen: Candidate) -> int:
+    """Return the tokens of a prompt that need not be computed: those that a target holds, or can load.
+
+    The tokens of a pool or a peer count less the cost of their load.
+    """
+    source = chosen.source
+    return best_overlap if source is None else max(best_overlap, chosen.overlap + int(source.saved))
 
 
 def places_ahead(call: Call | None) -> float:

@@ -100,6 +100,6 @@ async def test_explain_and_health_show_the_session_and_its_room(routed: RouterUn
     assert answer["working_set"]["charged"] == {"worker": sent.worker, "dp_rank": 0}
     assert {each["worker"]: each["room"] is None for each in answer["candidates"]}[sent.worker] is False
     assert (await explained(routed, CHAT))["working_set"] is None
-    health = (await routed.get("/health")).json()
+    health = (await routed.call("/health")).json()
     assert health["sessions"][MODEL]["live"] == 1
     assert health["sessions"][MODEL]["more"] > 0

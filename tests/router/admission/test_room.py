@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from http_api.errors import RequestError
+from indexer import Target
 from router.admission.admission import Admission
-from router.admission.room import OVERTAKING_SECONDS, ROOM_SECONDS, SeenSession
+from router.admission.room import OVERTAKING_SECONDS, ROOM_SECONDS, SeenSession, reachable
 from router.admission.ticket import Ticket, WaitReason
 from router.apis.identities import Identity
 from router.apis.requests import RoutedRequest
@@ -25,6 +26,8 @@ from router.apis.usage import Usage
 from router.fleet.health import Outcome
 from router.fleet.worker import Worker
 from router.observability.session_figures import SessionFigures, SessionObserver
+from router.policies import Candidate
+from router.policies.records import Source
 from router.programs.sessions import LONGEST_IDLE
 from router.settings import AdmissionSettings, Role
 from simulator.fleet.simulated_router import OURS, build_router
@@ -329,6 +332,15 @@ def test_workers_that_lose_every_cache_at_once_compute_what_fits_first() -> None
     at_once = [call for call in returns if call.sent < call.arrived + 1]
     assert 6 <= len(at_once) < 10  # four contexts of 20 blocks fit into 80, on each worker
     assert all(call.error is None for call in returns)
+
+
+def test_what_a_pool_holds_counts_less_the_cost_of_its_load() -> None:
+    def held(price: float) -> int:
+        target = Target("http://a", 0, MODEL)
+        return reachable(1000, Candidate(target, overlap=500, source=Source("pool", 20_000, price)))
+
+    assert held(0.25) == 500 + 15_000
+    assert held(2.0) == 1000  # computing is cheaper, so the context is cold
 
 
 def test_a_request_that_would_wait_for_room_is_explained_and_changes_nothing() -> None:
