@@ -5,6 +5,8 @@ Simulated parts: the engines, the delay of their events, their metrics, and what
 
 The simulation calls the router as forwarding does: place or wait, record in flight, first byte, answered, release. If
 another worker computes the prompt, that worker receives it first, and the decode worker when the prompt is computed.
+
+One file, because both sides of a request's way share its outcome and the clock.
 """
 
 from __future__ import annotations
