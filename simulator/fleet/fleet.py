@@ -289,7 +289,7 @@ class Simulation:
             router.workers.refused(first.worker)
             first.attempt.end(AttemptOutcome.FULL, now=now)
             assignment.release(now)
-            router.admission.returned(ticket)
+            router.admission.returned(prompt, ticket)
             return False
         worker = outcome.worker = self._numbers[assignment.target]
         outcome.sent = self._now()
