@@ -258,9 +258,9 @@ class HitAudit:
         block_size = self._indexer.block_size(target)
         if block_size is None or not self.draft_blocks.record(target, predicted, cached, block_size):
             return False
-        left_out = self.draft_blocks.tokens.get(target, 0)
-        log.info("the last tokens of each hit are computed again", tokens=left_out, **self.names.about(target))
-        if left_out:
+        corrected = self.draft_blocks.tokens.get(target, 0)
+        log.info("the last tokens of each hit are computed again", tokens=corrected, **self.names.about(target))
+        if corrected:
             registered = (registration.target for registration in self._indexer.registered())
             same_model = [each for each in registered if (each.model, each.tenant) == (target.model, target.tenant)]
             for each in self.draft_blocks.extend(target, same_model):

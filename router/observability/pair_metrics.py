@@ -12,16 +12,16 @@ from router.routing.disaggregation.pair_rules import FORMAT, HANDSHAKE, REVISION
 
 
 class PairCollector(Collector):
-    """The requests for which pairs were left out, and the barred pairs."""
+    """The requests for which pairs were excluded, and the barred pairs."""
 
     def __init__(self, pairs: PairRules) -> None:
         self._pairs = pairs
 
     def collect(self) -> Iterator[Metric]:
-        left_out = CounterMetricFamily(
-            "kvrouter_pairs_left_out", "Choices for which pairs of workers were left out", labels=["reason"]
+        excluded = CounterMetricFamily(
+            "kvrouter_pairs_excluded", "Choices for which pairs of workers were excluded", labels=["reason"]
         )
         for reason in (REVISION, HANDSHAKE, FORMAT):
-            left_out.add_metric([reason], self._pairs.left_out[reason])
-        yield left_out
+            excluded.add_metric([reason], self._pairs.excluded[reason])
+        yield excluded
         yield GaugeMetricFamily("kvrouter_pairs_barred", "Pairs that failed to connect", self._pairs.barred)

@@ -25,7 +25,7 @@ from router.prediction.learned import RequestTiming
 from router.prediction.predictions import WatchedAnswer
 from router.prediction.slo import SLO, Prediction
 from router.programs import Call
-from router.routing.disaggregation.pair_rules import LeftOut
+from router.routing.disaggregation.pair_rules import Excluded
 from router.routing.disaggregation.transfers import WatchedTransfer
 from router.routing.pulls import PullEndpoint, Pulls
 from router.routing.ranks import RoutableRank
@@ -43,19 +43,19 @@ class Disaggregation:
     - `reason`: the reason in words, for logs and explanations.
     - `inputs`: the values that the verdict depends on, for logs and explanations.
     - `predict`: returns the predicted latency on a decode worker, with the chosen prefill worker if there is one.
-    - `left_out`: the workers of other revisions, and the barred pairs.
+    - `excluded`: the workers of other revisions, and the barred pairs.
     """
 
     prefill: Decision | None
     reason: str
     inputs: dict[str, Any]
     predict: Callable[[Candidate], Prediction]
-    left_out: LeftOut
+    excluded: Excluded
 
     def as_json(self, names: WorkerNames) -> dict[str, Any]:
         """Return the verdict as a part of an explained decision. `names`: the names of workers."""
         report: dict[str, Any] = {"remote_prefill": self.prefill is not None, "reason": self.reason, **self.inputs}
-        report |= self.left_out.as_json(names)
+        report |= self.excluded.as_json(names)
         if self.prefill is not None:
             target = self.prefill.chosen.target
             report["prefill"] = {"worker": names.get(target.worker), "dp_rank": target.dp_rank}

@@ -66,7 +66,7 @@ async def named(routed: RouterUnderTest, *expected: str) -> dict[str, Any]:
 async def causes(*workers: dict[str, Any], **sections: Any) -> list[str]:
     """Return the causes that `kvrouter doctor --worker` names."""
     examined = await examine(Settings(workers=list(workers), **sections), None, 4.0)
-    return [finding.cause.value for each in examined for finding in each.findings]
+    return [finding.cause for each in examined for finding in each.findings]
 
 
 @asynccontextmanager

@@ -27,7 +27,6 @@ from kvevents import BlockRemoved, BlockStored, EventSource, WireForm, decode_ba
 from kvrouter.cli import app
 from kvrouter.tools.doctor import NoWorkersError
 from kvrouter.tools.doctor import stream as doctor_stream
-from kvrouter.tools.doctor.findings import Cause
 from kvrouter.tools.doctor.pools import SharedPrompt, used_pool
 from kvrouter.tools.doctor.run import examine, run_doctor, spans
 from router.apis.endpoints import CHAT, COMPLETIONS, read_request
@@ -67,10 +66,11 @@ async def sound() -> AsyncIterator[Sound]:
 
 async def found(
     *workers: dict[str, Any], api_key: str | None = None, patience: float = PATIENCE, **sections: Any
-) -> list[list[Cause]]:
+) -> list[list[str]]:
     """Return the causes that the doctor finds per worker. `patience` is the wait for events in seconds."""
     examined = await examine(Settings(workers=list(workers), **sections), api_key, patience)
     for each in examined:
+        assert {finding.cause for finding in each.findings} <= set(ADVICE)
         print(each.name, *each.passed, *each.findings, sep="\n  ")  # shown when a test fails
     return [[finding.cause for finding in each.findings] for each in examined]
 
@@ -81,60 +81,60 @@ async def test_healthy_fleet_has_no_findings(sound: Sound) -> None:
 
 
 async def test_each_fault_is_found_as_its_cause(sound: Sound) -> None:
-    broken: dict[Cause, list[dict[str, Any]]] = {}
+    broken: dict[str, list[dict[str, Any]]] = {}
     async with AsyncExitStack() as stack:
 
-        async def with_streams(cause: Cause, **changed: Any) -> None:
+        async def with_streams(cause: str, **changed: Any) -> None:
             """A worker whose stream the settings describe."""
             url = await stack.enter_async_context(request_proxy(sound.url))
             broken.setdefault(cause, []).append({"url": url, "streams": sound.streams(**changed)})
 
-        async def behind_proxy(cause: Cause, **options: Any) -> None:
+        async def behind_proxy(cause: str, **options: Any) -> None:
             url = await stack.enter_async_context(request_proxy(sound.url, **options))
             broken.setdefault(cause, []).append({"url": url})
 
-        async def relayed(cause: Cause, change: Callable[[Frames], Frames]) -> None:
+        async def relayed(cause: str, change: Callable[[Frames], Frames]) -> None:
             endpoint = await stack.enter_async_context(event_relay(sound.endpoint, change))
             await with_streams(cause, endpoint=endpoint)
 
-        async def started(cause: Cause, **options: Any) -> None:
+        async def started(cause: str, **options: Any) -> None:
             url = await stack.enter_async_context(running(SimulatedWorkerSettings(**options)))
             broken.setdefault(cause, []).append({"url": url})
 
-        broken[Cause.WORKER_DOWN] = [{"url": f"http://127.0.0.1:{free_port()}"}]
-        await behind_proxy(Cause.WORKER_KEY, key="secret")
-        await behind_proxy(Cause.REQUESTS_REFUSED, change=with_fields(max_tokens="many"))
-        await behind_proxy(Cause.SALT, change=with_fields(cache_salt="pinch"))
-        await behind_proxy(Cause.ADAPTER, change=with_fields(model="tuned"))
-        await behind_proxy(Cause.STREAM_BUFFERED, buffered=True)
-        await started(Cause.EVENTS_OFF, kv_events=PublisherConfig(publisher="null"))
-        await started(Cause.PREFIX_CACHING_OFF, prefix_caching=False)
+        broken["worker_down"] = [{"url": f"http://127.0.0.1:{free_port()}"}]
+        await behind_proxy("worker_key", key="secret")
+        await behind_proxy("requests_refused", change=with_fields(max_tokens="many"))
+        await behind_proxy("salt", change=with_fields(cache_salt="pinch"))
+        await behind_proxy("adapter", change=with_fields(model="tuned"))
+        await behind_proxy("stream_buffered", buffered=True)
+        await started("events_off", kv_events=PublisherConfig(publisher="null"))
+        await started("prefix_caching_off", prefix_caching=False)
         url = await stack.enter_async_context(request_proxy(sound.url))
-        broken[Cause.BLOCK_SIZE] = [{"url": url, "block_size": 32}]
+        broken["block_size"] = [{"url": url, "block_size": 32}]
         silent = stack.enter_context(zmq.Context()).socket(zmq.PUB)
         stack.callback(silent.close, 0)
         closed, unused = (
             f"tcp://127.0.0.1:{port}" for port in (free_port(), silent.bind_to_random_port("tcp://127.0.0.1"))
         )
-        await with_streams(Cause.ENDPOINT_UNREACHABLE, endpoint=closed)
-        await with_streams(Cause.NO_PUBLISHER, endpoint=sound.replay_endpoint)
-        await with_streams(Cause.NO_PUBLISHER, endpoint=sound.url.replace("http", "tcp"))
-        await with_streams(Cause.STREAM_SILENT, endpoint=unused)
-        await with_streams(Cause.TOPIC_MISMATCH, topic="other")
-        await with_streams(Cause.REPLAY_MISSING, replay_endpoint=None)
-        await with_streams(Cause.REPLAY_SILENT, replay_endpoint=closed)
-        await with_streams(Cause.REPLAY_SILENT, replay_endpoint=sound.endpoint)
-        await relayed(Cause.EVENTS_WITHOUT_TOKENS, without_tokens)
-        await relayed(Cause.EVENTS_UNREADABLE, lambda frames: [*frames[:2], b"\xc1"])
-        await relayed(Cause.CLOCK, an_hour_early)
-        await relayed(Cause.SEQUENCE, numbered_anew(lambda number: 2 * number))
-        await relayed(Cause.SEQUENCE, numbered_anew(lambda number: 10_000 - number))
+        await with_streams("endpoint_unreachable", endpoint=closed)
+        await with_streams("no_publisher", endpoint=sound.replay_endpoint)
+        await with_streams("no_publisher", endpoint=sound.url.replace("http", "tcp"))
+        await with_streams("stream_silent", endpoint=unused)
+        await with_streams("topic_mismatch", topic="other")
+        await with_streams("replay_missing", replay_endpoint=None)
+        await with_streams("replay_silent", replay_endpoint=closed)
+        await with_streams("replay_silent", replay_endpoint=sound.endpoint)
+        await relayed("events_without_tokens", without_tokens)
+        await relayed("events_unreadable", lambda frames: [*frames[:2], b"\xc1"])
+        await relayed("clock", an_hour_early)
+        await relayed("sequence", numbered_anew(lambda number: 2 * number))
+        await relayed("sequence", numbered_anew(lambda number: 10_000 - number))
 
         workers = [(cause, worker) for cause, each in broken.items() for worker in each]
         causes = await found(*(worker for _, worker in workers))
     for (cause, _), reported in zip(workers, causes, strict=True):
         # Where numbers go back, what one conversation brought can be taken for another's.
-        assert reported == [cause] or (cause is Cause.SEQUENCE and cause in reported)
+        assert reported == [cause] or (cause == "sequence" and cause in reported)
 
 
 @pytest.mark.parametrize("shares", [{"pulls": {"protocol": "p2p"}}, {"pools": [{"media": ["SHARED_STORAGE"]}]}, {}])
@@ -151,7 +151,7 @@ async def test_workers_that_share_blocks_with_different_hash_seeds_are_found(
         changed = sound.streams(endpoint=endpoint, replay_endpoint=None)
         workers: list[dict[str, Any]] = [{"url": sound.url}, {"url": alike}, {"url": other, "streams": changed}]
         causes = await found(*workers, **shares)
-    assert causes[:3] == [[], [], [Cause.REPLAY_MISSING, *([Cause.HASH_SEEDS] if shares else [])]]
+    assert causes[:3] == [[], [], ["replay_missing", *(["hash_seeds"] if shares else [])]]
 
 
 def test_blame_for_other_hash_seeds_considers_all_blocks() -> None:
@@ -169,7 +169,7 @@ def test_blame_for_other_hash_seeds_considers_all_blocks() -> None:
         shared = SharedPrompt(pulls=True)
         for tokens, worker, engine_hash in order:
             shared.record(worker, "m", "", [Stream(tokens, engine_hash)])  # type: ignore[list-item]
-        assert [(each.cause, each.worker) for each in shared.findings()] == [(Cause.HASH_SEEDS, "other")]
+        assert [(each.cause, each.worker) for each in shared.findings()] == [("hash_seeds", "other")]
 
 
 @pytest.mark.parametrize(
@@ -196,13 +196,13 @@ async def test_settings_of_a_pool_are_proposed_by_what_a_worker_shows(
 @pytest.mark.parametrize(
     ("answers", "cause"),
     [
-        ({}, Cause.POOL_UNREACHABLE),
-        ({"/kv_events/status": '{"enabled": false}', "/metrics": ""}, Cause.POOL_EVENTS_OFF),
-        ({"/metrics": "master_key_count 1", "/get_all_keys": "other@00"}, Cause.POOL_KEYS),
+        ({}, "pool_unreachable"),
+        ({"/kv_events/status": '{"enabled": false}', "/metrics": ""}, "pool_events_off"),
+        ({"/metrics": "master_key_count 1", "/get_all_keys": "other@00"}, "pool_keys"),
         ({"/metrics": "master_key_count 1", "/get_all_keys": "tiny@00"}, None),
     ],
 )
-async def test_pool_that_never_hits_is_found(answers: dict[str, str], cause: Cause | None) -> None:
+async def test_pool_that_never_hits_is_found(answers: dict[str, str], cause: str | None) -> None:
     async def answer(request: web.Request) -> web.Response:
         if not answers:
             return web.Response(status=404, text="not here")
@@ -236,7 +236,7 @@ async def test_api_key_is_accepted_by_worker(sound: Sound) -> None:
 async def test_other_tokenizer_is_a_finding(sound: Sound, tmp_path: Path) -> None:
     folder = other_tokenizer(tmp_path)
     models = {"simulated": {"tokenizer": str(folder)}}
-    assert await found({"url": sound.url}, models=models) == [[Cause.TOKENS_DIFFER]]
+    assert await found({"url": sound.url}, models=models) == [["tokens_differ"]]
 
 
 async def test_chats_of_an_sglang_are_compared_as_sglang_renders_them() -> None:
@@ -259,12 +259,12 @@ async def test_chats_of_an_sglang_are_compared_as_sglang_renders_them() -> None:
     app.router.add_get("/server_info", described)
     app.router.add_post("/tokenize", tokenized)
     async with running_app(app) as url:
-        assert await found({"url": url}) == [[Cause.REQUESTS_REFUSED]]
+        assert await found({"url": url}) == [["requests_refused"]]
 
 
 async def test_other_chat_template_is_a_finding(sound: Sound, tmp_path: Path) -> None:
     models = {"simulated": {"tokenizer": with_chats_beginning("You are new. ", tmp_path)}}
-    assert await found({"url": sound.url}, models=models) == [[Cause.PROMPTS_ASKED]]
+    assert await found({"url": sound.url}, models=models) == [["prompts_asked"]]
 
 
 async def test_cached_common_beginning_is_no_finding(tmp_path: Path) -> None:
@@ -286,10 +286,6 @@ async def test_command_prints_json_and_sets_exit_status(sound: Sound) -> None:
         assert answer["workers"] == [url]
         assert [finding["cause"] for finding in answer["findings"]] == causes
         assert all(finding["evidence"] and finding["fix"] for finding in answer["findings"])
-
-
-def test_every_cause_has_a_fix() -> None:
-    assert set(Cause) <= set(ADVICE)
 
 
 def with_chats_beginning(beginning: str, folder: Path) -> str:

@@ -104,7 +104,7 @@ async def test_rollout_loses_no_request_and_pairs_no_two_revisions(order: tuple[
         assert set(statuses) == {200}
         assert fleet.mixed == 0
         assert fleet.pairs == {("a", "a"), ("b", "b")}
-        assert await routed.metric("kvrouter_pairs_left_out_total", reason="revision") > 0
+        assert await routed.metric("kvrouter_pairs_excluded_total", reason="revision") > 0
 
 
 async def test_explain_names_the_revision_and_what_it_leaves_out() -> None:

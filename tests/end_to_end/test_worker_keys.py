@@ -18,9 +18,9 @@ from running_app import running_app
 from simulated_pairs import STYLES, simulated_pairs
 from structlog.testing import capture_logs
 
-from kvrouter.tools.doctor.findings import Cause
 from kvrouter.tools.doctor.run import examine
 from router.auth import hashed_key
+from router.observability.advice import ADVICE
 from router.settings import Settings
 from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
@@ -311,8 +311,8 @@ async def test_doctor_reports_missing_or_wrong_key() -> None:
     async with running(SimulatedWorkerSettings(api_key=KEY)) as url:
         for given in ({}, {"api_key": OTHER_KEY}):
             (examined,) = await examine(Settings(workers=[{"url": url, **given}]), None, 4.0)
-            assert [each.cause for each in examined.findings] == [Cause.WORKER_KEY]
-            assert "api_key" in examined.findings[0].evidence + examined.findings[0].fix
+            assert [each.cause for each in examined.findings] == ["worker_key"]
+            assert "api_key" in examined.findings[0].evidence + ADVICE["worker_key"].action
 
 
 @pytest.mark.parametrize(("style", "refused"), [(None, {"/v1/models"}), ("sglang", {"/v1/models", "/server_info"})])

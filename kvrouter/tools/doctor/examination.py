@@ -9,13 +9,14 @@ import asyncio
 import time
 from contextlib import AsyncExitStack, suppress
 from itertools import pairwise
+from typing import Any
 
 import aiohttp
 
 from indexer import Indexer, MatchQuery, Registration, Target
 from kvevents import BlockStored
 from kvevents.curve import KeyPair
-from kvrouter.tools.doctor.findings import Cause, Finding
+from kvrouter.tools.doctor.findings import Finding
 from kvrouter.tools.doctor.pools import SharedPrompt, used_pool
 from kvrouter.tools.doctor.probes import (
     STREAMED_TOKENS,
@@ -45,9 +46,6 @@ _LATE_STREAMS = 3  # late streams until buffering is reported, because a busy wo
 _MOST_STREAMS = 8
 _READS_AT_ONCE = 2  # reads of an unbuffered part and of the end
 _INSTRUCTION = {"role": "system", "content": "Be brief."}
-
-
-_SOURCES = {"text": "not at all, they are routed by their text alone"}
 
 
 class Examination:
@@ -88,17 +86,17 @@ class Examination:
             async with asyncio.timeout(deadline):
                 described = await describe_worker(self._session, self._settings, self._fleet_settings, examined.key)
         except RefusedKeyError as error:
-            self._found(Cause.WORKER_KEY, str(error))
+            self._found("worker_key", str(error))
             return
         except (DiscoveryError, TimeoutError) as error:
-            self._found(Cause.WORKER_DOWN, str(error) or f"no answer within {deadline} s")
+            self._found("worker_down", str(error) or f"no answer within {deadline} s")
             return
         models = described.base_models()
         if examined.role_with(described) is Role.ENCODE:
             self.passed.append(f"answers, and encodes media ({described.engine})")
             return
         if not models:
-            self._found(Cause.NO_MODELS, f"{self.url}/v1/models lists no model")
+            self._found("no_models", f"{self.url}/v1/models lists no model")
             return
         model = models[0].model
         self.passed.append(f"answers, and serves {model} ({described.engine})")
@@ -112,12 +110,12 @@ class Examination:
                 await self._examine_streams(worker, described, model)
             await self._examine_streaming(worker)
             if examined.key.problem is not None:  # it was requested in the background
-                self._found(Cause.WORKER_KEY, examined.key.problem)
+                self._found("worker_key", examined.key.problem)
         except RequestRefusedError as error:
             about_key = examined.key.refuses(error.status)
-            self._found(Cause.WORKER_KEY if about_key else Cause.REQUESTS_REFUSED, str(error))
+            self._found("worker_key" if about_key else "requests_refused", str(error))
         except (aiohttp.ClientError, TimeoutError) as error:
-            self._found(Cause.REQUESTS_REFUSED, f"a request failed: {connection_problem(error)}")
+            self._found("requests_refused", f"a request failed: {connection_problem(error)}")
 
     def _examine_tokenizer(self, model: str) -> None:
         report = self._source.report().get(model)
@@ -125,14 +123,8 @@ class Examination:
             return
         for found in self._source.findings():
             if found["model"] == model:
-                self._found(Cause(found["finding"]), found["detail"])
-        probes = report["probes"]
-        exact = sum(way == "local" for way in probes.values())
-        reading = f", by {report['reading']}" if report["reading"] else ""
-        compared = f"; {exact} of {len(probes)} probes as the engine reads them" if exact else ""
-        sent = f"; {ids_sent_to(report['ids_not_sent'])}" if "ids_not_sent" in report else ""
-        source = _SOURCES.get(report["source"], report["source"])
-        self.passed.append(f"prompts become tokens: {source}{reading}{compared}{sent}")
+                self._found(found["finding"], found["detail"])
+        self.passed.append(f"prompts become tokens: {tokenizer_line(report)}")
 
     async def _caches(self, worker: Worker, described: WorkerDescription) -> bool:
         """Return whether a repeated prompt is cached, as far as the worker reports it."""
@@ -141,10 +133,10 @@ class Examination:
         cached = await worker.complete(text, described.ranks[0])
         if cached == 0:
             evidence = "a prompt of several blocks was sent twice, and none of it was cached the second time"
-            self._found(Cause.PREFIX_CACHING_OFF, evidence)
+            self._found("prefix_caching_off", evidence)
             return False
         if cached is None and (path := await worker.switched_off()):
-            self._found(Cause.PREFIX_CACHING_OFF, f"GET {path} says so")
+            self._found("prefix_caching_off", f"GET {path} says so")
             return False
         if cached:
             self.passed.append(f"caches prefixes: {cached} tokens of a repeated prompt")
@@ -153,9 +145,9 @@ class Examination:
     async def _examine_streams(self, worker: Worker, described: WorkerDescription, model: str) -> None:
         if not described.streams:
             if described.engine is not Engine.OTHER:
-                self._found(Cause.EVENTS_OFF, f"{described.engine} reports that it publishes no events")
+                self._found("events_off", f"{described.engine} reports that it publishes no events")
             else:
-                self._found(Cause.EVENTS_OFF, "neither the worker nor the settings name its event streams")
+                self._found("events_off", "neither the worker nor the settings name its event streams")
             return
         async with AsyncExitStack() as stack:
             watched = []
@@ -176,7 +168,7 @@ class Examination:
             if pool is None:
                 proposed = await used_pool(worker, [event for each in watched for event in each.received.stored()])
                 if proposed is not None:
-                    self._found(Cause.POOL_MISSING, f"uses a shared pool that the settings lack: {proposed}")
+                    self._found("pool_missing", f"uses a shared pool that the settings lack: {proposed}")
                     name = proposed
             if self._shared is not None and watched and (name or self._shared.pulls):
                 await self._send_shared(self._shared, worker, model, name, watched)
@@ -202,10 +194,10 @@ class Examination:
             await stream.connect()
         except UnreachableError as error:
             elsewhere = listens_elsewhere(self.url, source.endpoint)
-            self._found(Cause.ENDPOINT_UNREACHABLE, f"{error}{elsewhere}", rank)
+            self._found("endpoint_unreachable", f"{error}{elsewhere}", rank)
             return False
         except NoPublisherError as error:
-            self._found(Cause.NO_PUBLISHER, str(error), rank)
+            self._found("no_publisher", str(error), rank)
             return False
         self.passed.append(f"rank {rank}: connected to {source.endpoint}")
         return True
@@ -232,7 +224,7 @@ class Examination:
             evidence = (
                 f"connected to {stream.source.endpoint}; the worker computed a new prompt, and nothing was published"
             )
-            self._found(Cause.STREAM_SILENT, evidence, rank)
+            self._found("stream_silent", evidence, rank)
             return
         if not received.topics:
             self.passed.append(f"rank {rank}: its prompt was computed by another rank")
@@ -242,7 +234,7 @@ class Examination:
             return
         if event is None and expected is not None:
             evidence = f"a new prompt was sent: {difference(expected.token_ids, received.stored())}"
-            self._found(Cause.TOKENS_DIFFER, evidence, rank)
+            self._found("tokens_differ", evidence, rank)
             return
         if event is not None:
             self._examine_stored(event, described, rank)
@@ -277,22 +269,22 @@ class Examination:
         rank, received, topic = stream.source.dp_rank, stream.received, stream.source.topic
         if not any(published.startswith(topic) for published in received.topics):
             names = ", ".join(sorted(map(repr, received.topics)))
-            self._found(Cause.TOPIC_MISMATCH, f"subscribed to {topic!r}; the engine publishes under {names}", rank)
+            self._found("topic_mismatch", f"subscribed to {topic!r}; the engine publishes under {names}", rank)
         elif received.unreadable:
-            self._found(Cause.EVENTS_UNREADABLE, received.unreadable[0], rank)
+            self._found("events_unreadable", received.unreadable[0], rank)
         elif any(event.block_hashes and not event.token_ids for event in received.stored()):
-            self._found(Cause.EVENTS_WITHOUT_TOKENS, "BlockStored events have no token_ids", rank)
+            self._found("events_without_tokens", "BlockStored events have no token_ids", rank)
 
     def _examine_stored(self, event: BlockStored, described: WorkerDescription, rank: int) -> None:
         if self._settings.block_size not in (None, event.block_size):
             evidence = f"the settings have {described.block_size} tokens, the engine's events {event.block_size}"
-            self._found(Cause.BLOCK_SIZE, evidence, rank)
+            self._found("block_size", evidence, rank)
         keys = event.extra_keys[0] if event.extra_keys else None
         if event.lora_name is not None or event.lora_id is not None:
             name = event.lora_name or event.lora_id
-            self._found(Cause.ADAPTER, f"a prompt for the base model was computed with the adapter {name!r}", rank)
+            self._found("adapter", f"a prompt for the base model was computed with the adapter {name!r}", rank)
         elif keys or event.cache_salt:
-            self._found(Cause.SALT, "a prompt sent without a salt was stored with one", rank)
+            self._found("salt", "a prompt sent without a salt was stored with one", rank)
 
     async def _examine_chat(
         self,
@@ -314,7 +306,7 @@ class Examination:
             return  # a model without a chat template
         if await self._stored_on(all_streams, expected) is None:
             evidence = f"a new conversation was sent: {difference(expected.token_ids, stream.received.stored())}"
-            self._found(Cause.CHAT_TEMPLATE, evidence, rank)
+            self._found("chat_template", evidence, rank)
         else:
             self.passed.append(f"rank {rank}: prompts and conversations have the engine's tokens")
 
@@ -323,22 +315,22 @@ class Examination:
         for (before, _, _), (after, _, _) in pairwise(batches):
             if after != before + 1:
                 what = "batches are missing" if after > before else "two publishers, or a restarted one"
-                self._found(Cause.SEQUENCE, f"number {after} followed {before}: {what}", rank)
+                self._found("sequence", f"number {after} followed {before}: {what}", rank)
                 break
         ahead = min((batch.ts - arrived for _, arrived, batch in batches), key=abs, default=0.0)
         if abs(ahead) > CLOCK_TOLERANCE:
             side = "ahead of" if ahead > 0 else "behind"
-            self._found(Cause.CLOCK, f"the engine's clock is {abs(ahead):.0f} s {side} this one", rank)
+            self._found("clock", f"the engine's clock is {abs(ahead):.0f} s {side} this one", rank)
 
     async def _examine_replay(self, stream: WatchedStream) -> None:
         rank = stream.source.dp_rank
         if stream.source.replay_endpoint is None:
-            self._found(Cause.REPLAY_MISSING, "the stream has no replay endpoint", rank)
+            self._found("replay_missing", "the stream has no replay endpoint", rank)
             return
         try:
             batches = await stream.replayed()
         except (UnreachableError, NoPublisherError) as error:
-            self._found(Cause.REPLAY_SILENT, str(error), rank)
+            self._found("replay_silent", str(error), rank)
             return
         self.passed.append(f"rank {rank}: {batches} batches can be replayed")
 
@@ -348,7 +340,7 @@ class Examination:
         while not (matched := max((m.matched_tokens for m in self._indexer.match(query)), default=0)):
             if time.monotonic() > deadline:
                 evidence = f"a prompt of {len(token_ids)} tokens was computed and reported, but is not found"
-                self._found(Cause.NOT_MATCHED, evidence, target.dp_rank)
+                self._found("not_matched", evidence, target.dp_rank)
                 return
             await asyncio.sleep(0.05)
         self.passed.append(f"rank {target.dp_rank}: {matched} of {len(token_ids)} tokens of a prompt are found")
@@ -374,11 +366,22 @@ class Examination:
                     f"{STREAMED_TOKENS} tokens lasted {many.whole * 1000:.0f} ms and the first arrived after "
                     f"{many.first_byte * 1000:.0f} ms, although one alone needs {one.whole * 1000:.0f} ms"
                 )
-                self._found(Cause.STREAM_BUFFERED, evidence)
+                self._found("stream_buffered", evidence)
                 return
 
-    def _found(self, cause: Cause, evidence: str, dp_rank: int | None = None) -> None:
+    def _found(self, cause: str, evidence: str, dp_rank: int | None = None) -> None:
         self.findings.append(Finding(cause, self.name, evidence, dp_rank))
+
+
+def tokenizer_line(report: dict[str, Any]) -> str:
+    """Describe how a model's prompts become tokens, by the report of its tokenizer."""
+    probes = report.get("probes", {})
+    exact = sum(route == "local" for route in probes.values())
+    source = "not at all, they are routed by their text alone" if report["source"] == "text" else report["source"]
+    reading = f", by {report['reading']}" if report.get("reading") else ""
+    compared = f"; {exact} of {len(probes)} probes have the engine's tokens" if exact else ""
+    sent = f"; {ids_sent_to(report['ids_not_sent'])}" if "ids_not_sent" in report else ""
+    return f"{source}{reading}{compared}{sent}"
 
 
 def _unused_text(worker: Worker, described: WorkerDescription) -> str:

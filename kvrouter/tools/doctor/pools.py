@@ -13,7 +13,7 @@ import msgspec
 from kvevents import BlockStored, EngineHash
 from kvevents.decoding import read_json
 from kvevents.events import canonical_medium, is_pooled
-from kvrouter.tools.doctor.findings import Cause, Finding
+from kvrouter.tools.doctor.findings import Finding
 from kvrouter.tools.doctor.probes import Worker
 from kvrouter.tools.doctor.stream import NoPublisherError, UnreachableError, WatchedStream, reach
 from router.http.client import connection_problem
@@ -46,18 +46,18 @@ class PoolExamination:
             status = read_json(await self._asked("/kv_events/status"), dict[str, Any])
             metrics = await self._asked("/metrics")
             if not status.get("enabled"):
-                self._found(Cause.POOL_EVENTS_OFF, f"{self._pool.master}kv_events/status reports enabled: false")
+                self._found("pool_events_off", f"{self._pool.master}kv_events/status reports enabled: false")
                 return
             await reach(self._pool.events)
             self.passed.append(f"the master answers, and publishes at {self._pool.events}")
             found = _KEYS.search(metrics)
             await self._examine_keys(int(number_of(found[1].encode()) or 0) if found else 0)
         except (aiohttp.ClientError, TimeoutError) as error:
-            self._found(Cause.POOL_UNREACHABLE, f"{self._pool.master} {connection_problem(error)}")
+            self._found("pool_unreachable", f"{self._pool.master} {connection_problem(error)}")
         except msgspec.DecodeError:
-            self._found(Cause.POOL_UNREACHABLE, f"{self._pool.master}kv_events/status is not that of a master")
+            self._found("pool_unreachable", f"{self._pool.master}kv_events/status is not that of a master")
         except (UnreachableError, NoPublisherError) as error:
-            self._found(Cause.POOL_UNREACHABLE, str(error))
+            self._found("pool_unreachable", str(error))
 
     async def _examine_keys(self, count: int) -> None:
         """Compare the texts of the settings with the keys, if these can be listed."""
@@ -67,7 +67,7 @@ class PoolExamination:
         keys = (await self._asked("/get_all_keys")).split()
         for model, text in self._pool.models.items():
             if keys and not any(text in key for key in keys):
-                self._found(Cause.POOL_KEYS, f"no key of {len(keys)} contains {text!r} of {model}: {keys[0]!r}")
+                self._found("pool_keys", f"no key of {len(keys)} contains {text!r} of {model}: {keys[0]!r}")
                 return
         self.passed.append(f"{len(keys)} objects")
 
@@ -75,7 +75,7 @@ class PoolExamination:
         async with self._session.get(str(self._pool.master).rstrip("/") + path) as answer:
             return await answer.text()
 
-    def _found(self, cause: Cause, evidence: str) -> None:
+    def _found(self, cause: str, evidence: str) -> None:
         self.findings.append(Finding(cause, self.name, evidence))
 
 
@@ -140,7 +140,7 @@ class SharedPrompt:
             others = differing.pop(worker)
             if others:
                 evidence = f"the first block of a prompt has {next(iter(others.values()))}"
-                found.append(Finding(Cause.HASH_SEEDS, worker, evidence))
+                found.append(Finding("hash_seeds", worker, evidence))
             for another in others:
                 del differing[another][worker]
         return found

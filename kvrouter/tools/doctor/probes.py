@@ -27,6 +27,8 @@ _SWITCHED_OFF = {
     "/server_info": re.compile(r'"disable_radix_cache"\s*:\s*true'),
 }
 _RANK_HEADER = "X-data-parallel-rank"
+# Random texts may begin alike. The engine may have cached a prompt that shares these further tokens.
+_BY_CHANCE = 4
 
 
 class RequestRefusedError(Exception):
@@ -113,10 +115,6 @@ async def _answer(response: aiohttp.ClientResponse) -> bytes:
             f"POST {response.url.path} is answered with {response.status}: {shown}", response.status
         )
     return body
-
-
-# Random texts may begin alike. The engine may have cached a prompt that shares these further tokens.
-_BY_CHANCE = 4
 
 
 @dataclass(frozen=True, slots=True)

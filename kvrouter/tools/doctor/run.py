@@ -19,19 +19,26 @@ from rich.markup import escape
 
 from kvevents.curve import load_key_pair
 from kvevents.decoding import read_json
-from kvrouter.tools.doctor.examination import Examination
+from kvrouter.tools.doctor.examination import Examination, tokenizer_line
+from kvrouter.tools.doctor.findings import Finding
 from kvrouter.tools.doctor.pools import PoolExamination, SharedPrompt
 from router.app.embedded_index import running_indexer
 from router.fleet.kubernetes import ClusterAccess
 from router.fleet.source_watch import workers_of_cluster
 from router.http.client import connection_problem, refuse_redirects
-from router.observability import advice
 from router.settings import ForwardTokens, Settings, WorkerSettings
-from router.tokens.permission import ids_sent_to
 from router.tokens.tokenizer_source import TokenizerSource
 from router.tokens.tokenizers import Tokenizers
 
 _TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
+_REQUEST_TIMEOUT = 60.0  # seconds
+_AT_ONCE = 16  # workers
+_MOST_RANKS = 4  # of a worker, that have a line each
+_STYLES = {"error": "red", "warning": "yellow", "info": "cyan"}
+
+
+class NoWorkersError(Exception):
+    """A fleet without workers to examine. The message has the reason."""
 
 
 class RouterError(Exception):
@@ -76,7 +83,7 @@ async def examine_running(url: str, token: str) -> RunningFleet:
     for worker in described["workers"]:
         _examine_worker(fleet, worker)
     for model, report in described.get("tokenizers", {}).items():
-        _examine_tokenizer(fleet, model, report)
+        fleet.ok(fleet.url, f"prompts for {model} become tokens: {tokenizer_line(report)}")
     fleet.findings = [_finding(fleet.url, each) for each in health["findings"]] + fleet.findings
     return fleet
 
@@ -123,9 +130,6 @@ def _examine_worker(fleet: RunningFleet, worker: dict[str, Any]) -> None:
         fleet.ok(url, _ranks_line(state, ranks), confirmed=state == "live")
 
 
-_MOST_RANKS = 4  # of a worker, that have a line each
-
-
 def _ranks_line(state: str, ranks: list[dict[str, Any]]) -> str:
     """Describe ranks whose streams are in one state."""
     tokens = sum(sum(rank["blocks"].values()) * max(rank["block_sizes"], default=0) for rank in ranks)
@@ -137,37 +141,11 @@ def _ranks_line(state: str, ranks: list[dict[str, Any]]) -> str:
     return f"{named}: events {state}{where}{more}{lag}; holds {tokens} tokens"
 
 
-def _examine_tokenizer(fleet: RunningFleet, model: str, report: dict[str, Any]) -> None:
-    probes = report.get("probes", {})
-    exact = sum(way == "local" for way in probes.values())
-    compared = f"; {exact} of {len(probes)} probes have the engine's tokens" if exact else ""
-    reading = f", by {report['reading']}" if report.get("reading") else ""
-    sent = f"; {ids_sent_to(report['ids_not_sent'])}" if "ids_not_sent" in report else ""
-    fleet.ok(fleet.url, f"prompts for {model} become tokens: {report['source']}{reading}{compared}{sent}")
-
-
 def _finding(router: str, found: dict[str, Any]) -> dict[str, Any]:
-    evidence, known = found.get("detail") or "", advice.about(found["finding"])
+    evidence = found.get("detail") or ""
     if model := found.get("model"):
         evidence = f"{model}: {evidence}"
-    return {
-        "cause": found["finding"],
-        "worker": found.get("worker", router),
-        "dp_rank": found.get("dp_rank"),
-        **({"dp_ranks": found["dp_ranks"]} if "dp_ranks" in found else {}),
-        "evidence": evidence,
-        "fix": found.get("action") or known["action"],
-        "severity": found.get("severity") or known["severity"],
-        "link": found.get("link") or known["link"],
-    }
-
-
-_AT_ONCE = 16  # workers
-_REQUEST_TIMEOUT = 60.0  # seconds
-
-
-class NoWorkersError(Exception):
-    """A fleet without workers to examine. The message has the reason."""
+    return Finding(found["finding"], found.get("worker", router), evidence, found.get("dp_rank")).as_json(found)
 
 
 async def run_doctor(settings: Settings, api_key: str | None, patience: float, as_json: bool) -> bool:
@@ -198,9 +176,6 @@ async def _of_the_cluster(settings: Settings) -> list[WorkerSettings]:
         looked_for = settings.kubernetes.selector or settings.kubernetes.service
         raise NoWorkersError(f"kubernetes: namespace {access.namespace} has no workers for {looked_for!r}")
     return found
-
-
-_STYLES = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
 def _print(

@@ -33,7 +33,7 @@ _Pair = tuple[Worker, Worker]  # the prefill worker, the decode worker
 
 
 @dataclass(slots=True)
-class LeftOut:
+class Excluded:
     """The workers and pairs that a request is not sent to.
 
     - `revision`: the drawn revision; None if workers of all revisions are allowed. "" is that of workers without one.
@@ -54,13 +54,13 @@ class LeftOut:
         }
 
 
-_NOTHING: Final = LeftOut()
+_NOTHING: Final = Excluded()
 
 
 class PairRules:
     """The rules of all pairs.
 
-    - `left_out`: the choices for which pairs were left out, by the reason.
+    - `excluded`: the choices for which pairs were excluded, by the reason.
     """
 
     def __init__(self, settings: DisaggregationSettings, fleet: RoutedFleet, random: Random) -> None:
@@ -74,7 +74,7 @@ class PairRules:
         self._formats: dict[Worker, KvFormat] = {}
         self._barred: dict[_Pair, tuple[int, int]] = {}  # the starts of both workers then
         self._worked: dict[_Pair, tuple[int, int]] = {}
-        self.left_out: Counter[str] = Counter()
+        self.excluded: Counter[str] = Counter()
 
     # The choice
 
@@ -100,15 +100,15 @@ class PairRules:
             others = set(prefills)  # no prefill worker belongs to any of the decode workers
         else:
             return ()
-        self.left_out[REVISION] += bool(others)
+        self.excluded[REVISION] += bool(others)
         return others
 
-    def left_out_of(self, decodes: Collection[Worker], prefills: Collection[Worker]) -> LeftOut:
-        """Return what is left out beside the candidates of both roles, and which of their pairs are barred."""
+    def excluded_among(self, decodes: Collection[Worker], prefills: Collection[Worker]) -> Excluded:
+        """Return what is excluded beside the candidates of both roles, and which of their pairs are barred."""
         revisions, formats = self._of_revisions(), self._different_formats()
         if not revisions and not self._barred and not formats:
             return _NOTHING
-        left = LeftOut()
+        left = Excluded()
         found = {revisions.get(each, "") for each in (*decodes, *prefills)}
         if revisions and len(found) == 1:
             left.revision = found.pop()
@@ -119,8 +119,8 @@ class PairRules:
         # If all pairs are barred, each of them may be tried.
         if len(barred) < len(set(decodes)) * len(set(prefills)):
             left.barred = barred
-            self.left_out[HANDSHAKE] += bool(failed)
-            self.left_out[FORMAT] += bool(unlike)
+            self.excluded[HANDSHAKE] += bool(failed)
+            self.excluded[FORMAT] += bool(unlike)
         return left
 
     def _different_formats(self) -> dict[Worker, KvFormat]:

@@ -99,8 +99,8 @@ class DisaggregatedSelector:
             if any(worker.accepts(prompt.name, prefill=True) and worker not in excluded for worker in full):
                 return None
         together = [prefills.rank_of(candidate).worker for candidate in prefills.candidates]
-        left_out = self._rules.left_out_of(decoding, together)
-        unpaired = frozenset([(prefill.url, decode.url) for prefill, decode in left_out.barred])
+        ruled_out = self._rules.excluded_among(decoding, together)
+        unpaired = frozenset([(prefill.url, decode.url) for prefill, decode in ruled_out.barred])
         options = PairOptions(
             candidates,
             prefills.candidates,
@@ -132,7 +132,7 @@ class DisaggregatedSelector:
         elif not adapter.decodes_alone:
             raise unavailable(
                 "No prefill worker of their revision can be reached, and the decode workers compute no prompts."
-                if left_out.workers
+                if ruled_out.workers
                 else "No prefill worker can be reached, and the decode workers compute no prompts."
             )
         prediction = latency.of(*choice.chosen)
@@ -141,7 +141,7 @@ class DisaggregatedSelector:
         def predict(decode: Candidate) -> Prediction:
             return latency.of(None if options.needs_alone(decode) else choice.chosen[0], decode)
 
-        selection.disaggregation = Disaggregation(choice.prefill, choice.reason, inputs, predict, left_out)
+        selection.disaggregation = Disaggregation(choice.prefill, choice.reason, inputs, predict, ruled_out)
         if slo is not None:
             selection.slo_missed_by = prediction.slo_missed_by(slo, now, request.output_tokens)
         if slo is not None or now >= self._learned.predictions.due:

@@ -11,7 +11,7 @@ import pytest
 
 from router.apis.identities import Identity
 from router.apis.requests import RoutedRequest
-from router.routing.disaggregation.pair_rules import LeftOut, PairRules
+from router.routing.disaggregation.pair_rules import Excluded, PairRules
 from router.routing.state import RoutedFleet
 from router.settings import DisaggregationSettings, Role
 
@@ -45,17 +45,17 @@ class Rules:
         fleet = SimpleNamespace(able=lambda _, prefill=False: prefills if prefill else decodes, version=1)
         self.rules = PairRules(DisaggregationSettings(**settings), cast(RoutedFleet, fleet), Random(1))
 
-    def apply(self, session: str | None = None) -> LeftOut:
+    def apply(self, session: str | None = None) -> Excluded:
         request = RoutedRequest("m", identity=None if session is None else Identity(session))
         others = self.rules.other_revisions(request, self.decodes, self.prefills)
         left = [[each for each in role if each not in others] for role in (self.decodes, self.prefills)]
-        left_out = self.rules.left_out_of(*left)
-        assert left_out.workers == set(others) or not left[1]
-        return left_out
+        excluded = self.rules.excluded_among(*left)
+        assert excluded.workers == set(others) or not left[1]
+        return excluded
 
 
 def test_workers_without_revisions_pair_freely() -> None:
-    assert Rules(workers(None, None), workers(None)).apply() == LeftOut()
+    assert Rules(workers(None, None), workers(None)).apply() == Excluded()
 
 
 def test_revisions_are_drawn_by_their_ready_workers_and_never_mixed() -> None:
@@ -66,7 +66,7 @@ def test_revisions_are_drawn_by_their_ready_workers_and_never_mixed() -> None:
         drawn[left.revision] += 1
         assert {each.name[0] for each in left.workers} == {"b" if left.revision == "a" else "a"}
     assert drawn["a"] / 2000 == pytest.approx(3 / 9, abs=0.04)
-    assert rules.rules.left_out["revision"] == 2000
+    assert rules.rules.excluded["revision"] == 2000
 
 
 def test_sessions_keep_their_revision_until_the_share_passes_them() -> None:
@@ -91,10 +91,10 @@ def test_revisions_without_a_worker_of_each_role_are_not_drawn(decodes: str, pre
 
 def test_without_a_complete_revision_only_strict_pairs_stay_apart() -> None:
     decodes, prefills = workers("a"), workers("b")
-    assert Rules(decodes, prefills).apply() == LeftOut()
+    assert Rules(decodes, prefills).apply() == Excluded()
     strict = Rules(decodes, prefills, revisions="strict").rules
     assert set(strict.other_revisions(RoutedRequest("m"), decodes, prefills)) == set(prefills)
-    assert Rules(decodes, prefills, revisions="off").apply() == LeftOut()
+    assert Rules(decodes, prefills, revisions="off").apply() == Excluded()
 
 
 def test_workers_without_a_revision_are_a_revision_of_their_own() -> None:
@@ -105,7 +105,7 @@ def test_workers_without_a_revision_are_a_revision_of_their_own() -> None:
 def test_labels_of_ones_own_replace_the_default() -> None:
     decodes: list[Any] = [FakeWorker("d", "1", "example.com/version"), FakeWorker("e", "2", "example.com/version")]
     prefills: list[Any] = [FakeWorker("p", "1", "example.com/version")]
-    assert Rules(decodes, prefills).apply() == LeftOut()
+    assert Rules(decodes, prefills).apply() == Excluded()
     assert Rules(decodes, prefills, revision_labels=["example.com/version"]).apply().workers == {decodes[1]}
 
 
@@ -114,9 +114,9 @@ def test_pair_whose_first_request_fails_is_barred_until_a_restart() -> None:
     rules = Rules(decodes, prefills)
     rules.rules.failed(prefills[0], decodes[0], "status 500")
     assert rules.apply().barred == {(prefills[0], decodes[0])}
-    assert rules.rules.barred == rules.rules.left_out["handshake"] == 1
+    assert rules.rules.barred == rules.rules.excluded["handshake"] == 1
     decodes[0].starts += 1
-    assert rules.apply() == LeftOut()
+    assert rules.apply() == Excluded()
 
 
 def test_pair_that_has_worked_is_not_barred() -> None:
@@ -124,7 +124,7 @@ def test_pair_that_has_worked_is_not_barred() -> None:
     rules = Rules(decodes, prefills)
     rules.rules.worked(prefills[0], decodes[0])
     rules.rules.failed(prefills[0], decodes[0], "status 500")
-    assert rules.apply() == LeftOut()
+    assert rules.apply() == Excluded()
 
 
 def formatted(worker: Any, **settings: str) -> Any:
@@ -138,9 +138,9 @@ def test_pairs_whose_engines_report_other_kv_formats_are_barred() -> None:
     prefills = [formatted(FakeWorker("p"), **auto), formatted(FakeWorker("q"), page_size="64")]
     rules = Rules(decodes, prefills)
     assert rules.apply().barred == {(prefills[0], decodes[0])}
-    assert rules.rules.left_out == {"kv_format": 1, "handshake": 0}
-    assert Rules(decodes[:1], prefills[:1]).apply() == LeftOut()  # all pairs are unlike
-    assert Rules(decodes[1:], prefills).apply() == LeftOut()
+    assert rules.rules.excluded == {"kv_format": 1, "handshake": 0}
+    assert Rules(decodes[:1], prefills[:1]).apply() == Excluded()  # all pairs are unlike
+    assert Rules(decodes[1:], prefills).apply() == Excluded()
 
 
 def test_an_answer_ends_the_bar_and_the_last_pair_is_never_barred() -> None:
@@ -148,7 +148,7 @@ def test_an_answer_ends_the_bar_and_the_last_pair_is_never_barred() -> None:
     rules = Rules(decodes, prefills)
     rules.rules.failed(prefills[0], decodes[0], "status 500")
     assert rules.rules.barred == 1
-    assert rules.apply() == LeftOut()
+    assert rules.apply() == Excluded()
     rules.rules.worked(prefills[0], decodes[0])
     assert rules.rules.barred == 0
 
