@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 
 from http_api.errors import RequestError
+from kvevents.decoding import read_json
 from router.admission.ticket import PRIORITY_HEADER, Flow
 from router.apis.body_fields import SessionFields
 from router.apis.identities import find_identity
@@ -161,10 +162,8 @@ def _first(own: dict[bytes, bytes], names: tuple[bytes, ...]) -> bytes | None:
 def model_by_rules(rewrites: ModelRewrites, context: RequestContext, body: bytes) -> bytes | None:
     """Return the model by the rules of the cluster; None if none applies, or if the body is not a JSON object."""
     try:
-        model = msgspec.json.decode(field(body, "model") or b"null")
+        model = read_json(field(body, "model") or b"", str)
     except (SpliceError, msgspec.DecodeError):
-        return None
-    if not isinstance(model, str):
         return None
     caller = find_identity(context.identity_headers, SessionFields())
     target = rewrites.target(model, None if caller is None else caller.session)
