@@ -76,7 +76,8 @@ async def test_every_documented_metric_is_exported(routed: RouterUnderTest) -> N
     named |= {f"kvrouter_stream{rest}" for rest in re.findall(r"`(_[a-z_]+)`", METRICS.read_text())}
     forwarded = {f"kvrouter_forwarded_token_{each}" for each in ("requests", "mismatches", "bytes")}
     own_policy = {"kvrouter_policy_failures", "kvrouter_policy_switched_off"}
-    only_where_switched_on = {"kvrouter_process_up", "kvrouter_stream_failovers"} | forwarded | own_policy
+    hooks = {"kvrouter_hook_calls", "kvrouter_hook_seconds"}
+    only_where_switched_on = {"kvrouter_process_up", "kvrouter_stream_failovers"} | forwarded | own_policy | hooks
     assert {name.removesuffix("_total") for name in named} - only_where_switched_on == {
         name for name in families if not name.endswith("_created")
     }
