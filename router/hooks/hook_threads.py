@@ -56,15 +56,16 @@ class HookThreads:
 
         A plain function continues after that time, and its result is dropped.
         """
+        result = _awaitable(self.submit(function, argument, seconds))
         async with asyncio.timeout(seconds):
-            return await asyncio.wrap_future(self.submit(function, argument, seconds))
+            return await result
 
     async def close(self, seconds: float) -> None:
         """End the threads after the running calls, or after `seconds`.
 
         Functions that never return keep their threads.
         """
-        running = [asyncio.wrap_future(each) for each in list(self._running) if not each.done()]
+        running = [_awaitable(each) for each in list(self._running) if not each.done()]
         if running:
             await asyncio.wait(running, timeout=seconds)
         if self._loop is not None:
@@ -112,6 +113,18 @@ class HookThreads:
                 else:
                     future.set_result(result)
             self._running.discard(future)
+
+
+def _awaitable(future: Future[Any]) -> asyncio.Future[Any]:
+    """Return a future of this event loop for another's. Its error is no warning if nobody waits for it any longer."""
+    result = asyncio.wrap_future(future)
+    result.add_done_callback(_read_error)
+    return result
+
+
+def _read_error(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 async def _awaited(function: _Function, argument: Any) -> Any:

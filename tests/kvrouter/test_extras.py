@@ -19,6 +19,7 @@ from kvrouter.installation import MODULES, missing_extra
 ROOT = Path(kvrouter.__file__).resolve().parents[1]
 OURS = ("http_api", "kvevents", "indexer", "router", "worker", "simulator", "kvrouter")
 ENGINES = {"msgspec", "zmq"}  # the dependencies without any extra
+HOSTS = {"ray"}  # the programs that load an adapter
 COMPILING = {"hatchling", "nanobind", "setuptools"}
 
 
@@ -89,7 +90,7 @@ def _imported(package: str) -> Iterator[str]:
 def test_every_imported_package_has_an_extra() -> None:
     known = {name for names in MODULES.values() for name in names}
     imported = {name for package in OURS for name in _imported(package)}
-    others = imported - set(sys.stdlib_module_names) - set(OURS) - ENGINES - COMPILING - {"build", "build_hook"}
+    others = imported - set(sys.stdlib_module_names) - set(OURS) - ENGINES - HOSTS - COMPILING - {"build", "build_hook"}
     assert "fastapi" in others
     assert others <= known
     assert known <= others

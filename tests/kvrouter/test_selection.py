@@ -90,8 +90,9 @@ async def test_events_of_a_worker_without_url_predict_its_overlap(selector: Sele
         async with asyncio.timeout(60):
             while await overlap() != 32:  # noqa: ASYNC110 - the stream has no event to await
                 await asyncio.sleep(0.01)
-        selector.forget("b")
-        assert (await selector.select(prompt())).decision.chosen.overlap == 0
+            while (await selector.select(prompt())).decision.chosen.overlap:
+                selector.forget("b")  # again for each batch that was on its way
+                await asyncio.sleep(0.01)
     finally:
         reporter.shutdown()
 
