@@ -314,6 +314,11 @@ class Index(ABC):
         status = self.status(target)
         return 0 if status is None else status.counters.removed
 
+    def held(self, target: Target) -> int:
+        """Return how many blocks a target holds in its engine's own memory."""
+        status = self.status(target)
+        return 0 if status is None else status.blocks[Tier.GPU]
+
     @abstractmethod
     def block_sizes(self, targets: Iterable[Target]) -> set[int]:
         """Return the block sizes, in tokens, of all blocks that these targets ever stored."""

@@ -35,6 +35,8 @@ _BLOCK = 256
 _KV_TOKENS = 320_000
 # Sessions in turn: the tokens of a cache, and of each prompt and answer.
 _SMALL_CACHE, _PROMPT, _ANSWER, _ROUNDS = 102_400, 10_000, 100, 8
+# Growing sessions by turns, and the tokens of a block.
+_GROWING, _GROWING_BLOCK = 19, 16
 # The first seconds of a hot prefix: the requests, engines and caches of `benchmarks.light_load`.
 _FIRST_SECONDS, _FIRST_RATE, _FIRST_RUNS = 10.0, 20.0, 6
 _HOT_START = SessionKind(
@@ -78,7 +80,7 @@ def figures(outcomes: Sequence[Outcome]) -> LightRun:
     tpot = [(each.ended - each.begun) / (each.request.output_tokens - 1) for each in long]
     return LightRun(
         (percentile(ttft, 0.5), percentile(ttft, 0.9), percentile(ttft, 0.99)),
-        (percentile(tpot, 0.5), percentile(tpot, 0.9)),
+        (percentile(tpot, 0.5), percentile(tpot, 0.9)) if tpot else (0.0, 0.0),
         percentile([each.ended - each.request.arrival for each in steady], 0.9),
         sum(each.cached for each in steady) / sum(each.request.input_tokens for each in steady),
     )
@@ -96,6 +98,7 @@ def light_cells(trace: Path | None, quick: bool, loads: Sequence[float] = LOADS)
                 yield generated_cell(kind, load, workers)
         for share in (0.5, 0.95, 2.0):
             yield in_turn_cell(share, 2 if workers == 4 else workers)
+    yield growing_cell()
     if not quick:
         yield from (generated_cell(AGENTS, load, 32) for load in loads)
 
@@ -127,6 +130,16 @@ def in_turn_cell(share: float, workers: int) -> LightCell:
     fleet = FleetSpec(LLAMA_70B, workers, _SMALL_CACHE, _BLOCK)
     name = f"{sessions} sessions in turn, {workers} workers, {share:g} of the caches"
     return LightCell(name, fleet, lambda _: [in_turn(sessions, _ROUNDS, _PROMPT, _ANSWER, _BLOCK)])
+
+
+def growing_cell(shared: int = 64) -> LightCell:
+    """Return growing sessions by turns, which fit into the caches of two workers and not into one.
+
+    `shared`: the first tokens of all prompts.
+    """
+    fleet = FleetSpec(LLAMA_70B, 2, 9600, _GROWING_BLOCK)
+    first = in_turn(_GROWING, _ROUNDS, shared + 500, 1, _GROWING_BLOCK, shared, more=32)
+    return LightCell("growing sessions by turns, two caches", fleet, lambda _: [first])
 
 
 def mean_at_the_start(side: Side, seed: int) -> float:

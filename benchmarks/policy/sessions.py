@@ -129,15 +129,23 @@ def chained(
     return following
 
 
-def in_turn(sessions: int, rounds: int, tokens: int, output: int, block_tokens: int) -> TracedRequest:
-    """Return the first request of sessions that are served one after the other, `rounds` times, with equal prompts."""
+def in_turn(
+    sessions: int, rounds: int, tokens: int, output: int, block_tokens: int, shared: int = 0, more: int = 0
+) -> TracedRequest:
+    """Return the first request of sessions that are served one after the other, `rounds` times.
+
+    - `shared`: the first tokens of all prompts.
+    - `more`: the tokens that each turn adds to the prompt of the turn before.
+    """
     ids, following = count(), None
-    blocks = [tuple(_named((tokens + output) // block_tokens, ids)) for _ in range(sessions)]
-    for _ in range(rounds):
-        for session, finished in reversed(list(enumerate(blocks))):
-            prompt = finished[: tokens // block_tokens]
+    prefix, longest = _named(shared // block_tokens, ids), tokens + more * (rounds - 1) + output
+    blocks = [(*prefix, *_named(longest // block_tokens - len(prefix), ids)) for _ in range(sessions)]
+    for number in reversed(range(rounds)):
+        length = tokens + more * number
+        for session, named in reversed(list(enumerate(blocks))):
+            prompt, finished = named[: length // block_tokens], named[: (length + output) // block_tokens]
             following = TracedRequest(
-                0.0, tokens, output, prompt, finished, str(session), following=following, pause=0.1
+                0.0, length, output, prompt, finished, str(session), following=following, pause=0.1
             )
     assert following is not None
     return following

@@ -278,6 +278,10 @@ class NativeIndex(Index):
         status = self.core.status(self.number(target))
         return 0 if status is None else status[2][1]
 
+    def held(self, target: Target) -> int:
+        status = self.core.status(self.number(target))
+        return 0 if status is None else status[0][0]
+
     def block_sizes(self, targets: Iterable[Target]) -> set[int]:
         known = (self.status(target) for target in targets)
         return set[int]().union(*(status.block_sizes for status in known if status is not None))

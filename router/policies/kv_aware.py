@@ -2,7 +2,7 @@
 
 The cost of a target is counted in prefill tokens and needs no rates. The lowest cost wins, ties at random:
 
-    J = pending + transfer + (v + load) · (1 + β + γ·n + l) + (v + loaded) · θ·μ + φ·ctx
+    J = pending + transfer + (v + load) · (1 + β + γ·n + l) + (v + loaded) · (θ·μ+δ) + φ·ctx
 
     u         uncached tokens of the prompt that are not loaded, at least 1
     v         u without the tokens for which other sessions pay (`router.policies.shared_tokens`), at least 1
@@ -13,9 +13,13 @@ The cost of a target is counted in prefill tokens and needs no rates. The lowest
     transfer  cached tokens in CPU memory or on disk, each at the price of loading it
     n, ctx    requests in flight to the target, and the tokens they hold
     μ         0 while the target has room, else g/(1-g) (`router.prediction.learned`)
+    δ         how much fuller the target's cache is than the emptiest one, as a share of its size
 
 A prefill delays every request that decodes on that worker (β, γ), and evicts blocks that will be needed again (θ). So
 an uncached token costs more than its own time, and prefixes stay together until queues become long.
+
+μ is known only after something that was evicted is missed. δ spreads new prompts before a cache is full, while another
+one has room. When all caches are full, it is 0.
 
 A copy of a shared prefix is computed once and used by many sessions, so each pays its part. This holds only where the
 copy finds room. Where it would evict other blocks, each request pays for all of its tokens: v is u.
@@ -29,7 +33,7 @@ prefill delays the first token of each load in flight (l) by its whole time.
 
 If workers have different speeds and their rates are known, the cost is counted in seconds:
 
-    J = Q + (P·v/u + L) · (1 + β + γ·n + l) + (P·v/u + a·loaded) · θ·μ + D
+    J = Q + (P·v/u + L) · (1 + β + γ·n + l) + (P·v/u + a·loaded) · (θ·μ + δ) + D
 
     Q   remaining time of the prefills that were sent to the target
     L   the time of the prompt's load from a pool or a peer
@@ -46,7 +50,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from router.policies.linear import Line, LinearPolicy
 from router.policies.rates import prefill_seconds
@@ -67,6 +71,9 @@ class KvWeights:
     near: float = 0.0
 
 
+# The price of a token on a full cache while another one is empty: that of computing the token that it evicts.
+_ROOM: Final = 1.0
+
 # The part of the cost that does not depend on the prompt, and the price of each token that the prompt is charged for.
 # Whole numbers stay whole in reports.
 Term: TypeAlias = "tuple[int | float, int | float]"
@@ -86,11 +93,16 @@ def _interference(candidate: Candidate, weights: KvWeights) -> Term:
 
 
 def _eviction(candidate: Candidate, weights: KvWeights) -> Term:
-    return 0, weights.eviction * candidate.eviction
+    return 0, room_price(candidate, weights.eviction)
 
 
 def _context(candidate: Candidate, weights: KvWeights) -> Term:
     return weights.context * candidate.context, 0
+
+
+def room_price(candidate: Candidate, eviction: float) -> float:
+    """Return what each token costs for the room that it takes in a target's cache. `eviction`: the weight θ."""
+    return eviction * candidate.eviction + _ROOM * candidate.fuller
 
 
 # The terms of a target's load. Their sums are its line in the columns, so a new term needs no native code.
@@ -209,11 +221,11 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
         "pending": candidate.backlog,
         "prefill": charged,
         "interference": charged * harm,
-        "eviction": charged * weights.eviction * candidate.eviction,
+        "eviction": charged * room_price(candidate, weights.eviction),
         "decode": request.output_tokens * (slowed + slowing),
     }
     source = candidate.source
     if source is not None:
         terms["load"] = source.computed_seconds * _charged_load(candidate, source, request.shared) * (1 + harm)
-        terms["eviction"] += source.computed_seconds * source.tokens * weights.eviction * candidate.eviction
+        terms["eviction"] += source.computed_seconds * source.tokens * room_price(candidate, weights.eviction)
     return terms

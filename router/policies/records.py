@@ -3,6 +3,7 @@
 Unknown values of a candidate are never taken for zero:
 
     cached tokens   without live events only prompts in flight count as cached; all other tokens count as uncached
+    fuller          a cache whose content or size cannot be observed is assumed to be full
     eviction        a worker whose evictions cannot be observed is assumed to evict
     queue, context  this router's own requests in flight
     KV usage        the usage of the fullest candidate with a known one (`known_usage`)
@@ -82,6 +83,7 @@ class Candidate:
     - `loads`: requests without a first byte that load tokens from a pool or a peer.
     - `cpu`, `disk`: tokens of the overlap that are loaded from CPU memory, and from disk.
     - `eviction`: μ, the later cost of evicting for one prefill token, in prefill tokens; 0 while it evicts nothing.
+    - `fuller`: how much fuller its cache is than that of the emptiest target, as a share of its size.
     - `kv_usage`: share of its KV memory in use by running requests, 0 to 1; None if unknown.
     - `backlog`: seconds until the prefills sent to it are done, by `rates`.
     - `rates`: its speed; None if unknown, or if all workers are alike.
@@ -98,6 +100,7 @@ class Candidate:
     cpu: int
     disk: int
     eviction: float
+    fuller: float
     kv_usage: float | None
     backlog: float
     rates: Rates | None
@@ -119,6 +122,7 @@ class Candidate:
         backlog: float = 0.0,
         rates: Rates | None = None,
         source: Source | None = None,
+        fuller: float = 0.0,
     ) -> None:
         self.target = target
         self.overlap = overlap
@@ -130,6 +134,7 @@ class Candidate:
         self.cpu = cpu
         self.disk = disk
         self.eviction = eviction
+        self.fuller = fuller
         self.kv_usage = kv_usage
         self.backlog = backlog
         self.rates = rates
@@ -161,6 +166,7 @@ class Candidate:
             self.backlog,
             self.rates,
             self.source,
+            self.fuller,
         )
 
 

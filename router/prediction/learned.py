@@ -151,6 +151,10 @@ class EvictionPressure:
         """Return the turns of the last minutes that followed others, and how many of them were computed elsewhere."""
         return self.demand.moved(self._clock())
 
+    def observes(self, target: Target) -> bool:
+        """Return whether an event stream reports what a target holds."""
+        return target in self._removed
+
     def full(self, target: Target) -> bool:
         """Return whether a target counts as full. One without an event stream does."""
         if target not in self._removed or target in self._without_room:

@@ -206,6 +206,7 @@ class CandidateFinder:
     ) -> None:
         policy = state.policy.choose
         self._directory = directory
+        self._index = state.indexer.index
         self._capacity = capacity
         self._fleet = state.fleet
         self._load = state.load
@@ -240,7 +241,7 @@ class CandidateFinder:
         view = targets.view
         if view is None:
             view = targets.view = LoadView(
-                targets.ranks, self._load, self._learned, self._policy, targets.prefill_share
+                targets.ranks, self._load, self._learned, self._policy, targets.prefill_share, self._index
             )
         view.update(now)
         owner = self._responses.get(prompt.stored) if prompt.stored else None

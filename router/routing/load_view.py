@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import exp
 from typing import Final
 
+from indexer.index import Index
 from router.load.target_load import LoadTable
 from router.policies import Candidate, CostColumns, LinearPolicy
 from router.prediction.learned import Learned
@@ -68,7 +69,9 @@ class LoadView:
         learned: Learned,
         policy: LinearPolicy | None,
         prefill_share: PrefillShare,
+        index: Index,
     ) -> None:
+        self._index = index
         self._ranks = ranks
         self._journal = load.journal
         self._pressure = learned.pressure
@@ -79,6 +82,7 @@ class LoadView:
         self._sweep_at = 0.0
         self._swept = len(ranks)
         self._price = 0.0
+        self._least_fill = 0.0
         self.records = [Candidate(rank.target) for rank in ranks]
         self.columns = CostColumns(len(ranks))
         self.prefilling: set[int] = set()
@@ -101,6 +105,7 @@ class LoadView:
             self._sweep_at = now + _SWEEP_SECONDS
             self._swept = 0
             self._session_locations.expire(now)
+            self._least_fill = min((rank.fill for rank in self._ranks), default=0.0)
             price = self._pressure.price()
             if abs(price - self._price) > _PRICE_CHANGE * self._price:
                 self._price = price
@@ -137,6 +142,7 @@ class LoadView:
             waiting=len(load.prefills) + peers.waiting + engine.waiting,
             loads=load.loads,
             eviction=self._eviction(rank),
+            fuller=self._fuller(rank),
             kv_usage=engine.kv_usage,
         )
         if (weight := rank.weight) != 1:
@@ -152,6 +158,13 @@ class LoadView:
         if self._policy is not None:
             columns = self.columns
             columns.fixed[row], columns.per_token[row], columns.shares[row] = self._policy.line(record)
+
+    def _fuller(self, rank: RoutableRank) -> float:
+        """Return how much fuller a rank's cache is than the emptiest one, as a share of its size."""
+        rank.fill = 1.0
+        if rank.capacity and self._pressure.observes(rank.target):
+            rank.fill = min(self._index.held(rank.target) / rank.capacity, 1.0)
+        return max(rank.fill - self._least_fill, 0.0)
 
     def _eviction(self, rank: RoutableRank) -> float:
         """Return the price of an eviction on a rank: 0 while it has room."""

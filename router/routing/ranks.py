@@ -36,7 +36,9 @@ class RoutableRank:
     """A DP rank of a worker, as the target of requests for one name, in the row `row` of the name's targets.
 
     - `load`: its load for all names, of this router, other routers and other clients.
+    - `capacity`: the blocks of its cache; None if unknown.
     - `full`: whether it has no room, so that evictions have a price. `LoadView` sets it.
+    - `fill`: the share of its cache that holds blocks; 1 if unknown. `LoadView` sets it.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class RoutableRank:
         self.one_of_many = one_of_many
         self.weight = worker.settings.weight
         self.capacity_tokens = worker.capacity_tokens
+        self.capacity = None if worker.description is None else worker.description.capacity
         self.row = 0
         self.full = False
+        self.fill = 0.0
 
 
 @dataclass(slots=True)

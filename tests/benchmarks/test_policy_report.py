@@ -13,7 +13,15 @@ import pytest
 
 from benchmarks.policy.decisions import candidates
 from benchmarks.policy.grid import full_grid, quick_grid
-from benchmarks.policy.light import LIGHT_SIDES, generated_cell, in_turn_cell, light_cells, mean_at_the_start, play
+from benchmarks.policy.light import (
+    LIGHT_SIDES,
+    generated_cell,
+    growing_cell,
+    in_turn_cell,
+    light_cells,
+    mean_at_the_start,
+    play,
+)
 from benchmarks.policy.measures import Measures, in_time, measured
 from benchmarks.policy.report import CellResult, markdown, verdict
 from benchmarks.policy.sessions import AGENTS, HOT_PREFIX, generated, in_turn, recorded
@@ -168,6 +176,14 @@ def test_sessions_in_turn_hit_as_often_as_with_session_affinity() -> None:
     assert play(cell, OURS, 0).hits >= play(cell, affinity, 0).hits
 
 
+@pytest.mark.parametrize("shared", [0, 64, 112])
+def test_growing_sessions_by_turns_hit_as_often_as_with_session_affinity(shared: int) -> None:
+    """The sessions fit into both caches. At first, they fit into one."""
+    cell = growing_cell(shared)
+    affinity = next(side for side in LIGHT_SIDES if side.policy is PolicyName.SESSION_AFFINITY)
+    assert play(cell, OURS, 0).hits >= play(cell, affinity, 0).hits - 0.005
+
+
 def test_generated_sessions_extend_their_prompts_and_share_system_prompts() -> None:
     firsts = generated(AGENTS, rate=1.0, seconds=100, block_tokens=256, random=Random(0))
     starts = {first.blocks[0] for first in firsts}
@@ -184,6 +200,15 @@ def test_sessions_in_turn_repeat_their_prompts() -> None:
     turns = turns_of(in_turn(sessions=3, rounds=2, tokens=1000, output=100, block_tokens=256))
     assert [turn.session for turn in turns] == ["0", "1", "2"] * 2
     assert turns[0].blocks == turns[3].blocks != turns[1].blocks
+
+
+def test_sessions_in_turn_share_a_prefix_and_grow() -> None:
+    turns = turns_of(in_turn(sessions=2, rounds=3, tokens=64, output=1, block_tokens=16, shared=32, more=32))
+    assert [turn.input_tokens for turn in turns] == [64, 64, 96, 96, 128, 128]
+    assert [len(turn.blocks) for turn in turns] == [4, 4, 6, 6, 8, 8]
+    assert turns[0].blocks[:2] == turns[1].blocks[:2]
+    assert not {*turns[0].blocks[2:]} & {*turns[1].blocks[2:]}
+    assert turns[4].blocks[:4] == turns[0].blocks
 
 
 def test_recorded_sessions_share_the_blocks_of_their_first_turns(tmp_path: Path) -> None:

@@ -55,6 +55,14 @@ def test_decision_has_the_cost_of_every_candidate() -> None:
     assert decision.chosen is candidates[0]
 
 
+def test_room_in_an_emptier_cache_is_worth_a_part_of_computing() -> None:
+    full, empty = Candidate(Target("full", 0, "m"), 100, fuller=0.8), candidate("empty")
+    assert kv_cost(full, Request(1000), WEIGHTS)["eviction"] == pytest.approx(900 * 0.8)
+    assert chosen(kv(), [full, empty]) == "empty", "900 tokens at 2.8 cost more than 1000 at 2"
+    full.overlap = 400
+    assert chosen(kv(), [full, empty]) == "full", "a session stays where its prefix lies"
+
+
 @pytest.mark.parametrize(
     ("near", "pending"),
     [(0.0, (0, 0, 1)), (0.05, (0, 90, 110))],  # of 2000
