@@ -116,7 +116,7 @@ class HookThreads:
 
 
 def _awaitable(future: Future[Any]) -> asyncio.Future[Any]:
-    """Return a future of this event loop for another's. Its error is no warning if nobody waits for it any longer."""
+    """Return a future of this event loop for another's. Its error is no warning if no caller waits for it any longer."""
     result = asyncio.wrap_future(future)
     result.add_done_callback(_read_error)
     return result
