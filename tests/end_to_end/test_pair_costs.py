@@ -74,7 +74,8 @@ async def decided(front: RouterUnderTest, prompt: list[int], stream: bool = True
     assert reply.status == 200, reply.body
     sent = dict(pair.split("=") for pair in reply.headers["x-kvrouter-explain"].split())
     assert sent["unit"] == before["unit"]
-    assert float(sent["total"]) == pytest.approx(least, rel=1e-3)
+    # Events of the request before may arrive between the two, so that a cache is fuller.
+    assert float(sent["total"]) == pytest.approx(least, rel=0.03)
     assert totals[reply.worker] == pytest.approx(least, rel=1e-3)
     prefill = reply.headers.get("x-kvrouter-prefill-worker")
     assert (prefill is not None) == verdict["remote_prefill"]
