@@ -15,6 +15,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Final, TypeAlias
 
+from router.http.event_loop import read_error
+
 THREADS: Final = 16
 # Calls that run or wait, also those whose deadline has passed. More are refused at once.
 MOST_CALLS: Final = 1024
@@ -116,15 +118,10 @@ class HookThreads:
 
 
 def _awaitable(future: Future[Any]) -> asyncio.Future[Any]:
-    """Return a future of this event loop for another's. Its error is no warning if no caller waits for it any longer."""
+    """Return a future of this event loop for another's. Its error is no warning if no caller waits any longer."""
     result = asyncio.wrap_future(future)
-    result.add_done_callback(_read_error)
+    result.add_done_callback(read_error)
     return result
-
-
-def _read_error(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 async def _awaited(function: _Function, argument: Any) -> Any:

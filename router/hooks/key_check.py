@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Final
 
@@ -18,6 +19,7 @@ import aiohttp
 
 from router.auth.tenants import unknown_key
 from router.http.client import connection_problem
+from router.http.event_loop import SharedCalls
 
 # Keys of each kind that are remembered. Refused keys do not evict accepted ones.
 MOST_CACHED: Final = 10_000
@@ -75,7 +77,7 @@ class KeyCheck:
         self._timeout = aiohttp.ClientTimeout(timeout)
         self._accepted = _Cache(seconds, clock)
         self._refused = _Cache(min(seconds, _REFUSED_SECONDS), clock)
-        self._asking: dict[bytes, asyncio.Task[Verdict]] = {}
+        self._asking = SharedCalls[Verdict]()
 
     async def check(self, key: str) -> str:
         """Return the tenant of an accepted key; "" without one. Raises RequestError (401) and KeyCheckError."""
@@ -89,19 +91,12 @@ class KeyCheck:
 
     async def close(self) -> None:
         """Cancel all questions."""
-        asking = list(self._asking.values())
-        for each in asking:
-            each.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await self._asking.close()
 
     async def _ask(self, name: bytes, key: str) -> Verdict:
-        task = self._asking.get(name)
-        if task is None:
-            if len(self._asking) >= MOST_ASKED:
-                raise KeyCheckError(f"{MOST_ASKED} keys are being checked")
-            task = self._asking[name] = asyncio.create_task(self._answer(name, key))
-            task.add_done_callback(lambda done: (self._asking.pop(name, None), done.cancelled() or done.exception()))
-        return await asyncio.shield(task)
+        if name not in self._asking and len(self._asking) >= MOST_ASKED:
+            raise KeyCheckError(f"{MOST_ASKED} keys are being checked")
+        return await asyncio.shield(self._asking.start(name, partial(self._answer, name, key)))
 
     async def _answer(self, name: bytes, key: str) -> Verdict:
         headers = {"authorization": f"Bearer {key}"}

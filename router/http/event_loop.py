@@ -1,10 +1,11 @@
-"""Deadlines of connections, and the end of background tasks."""
+"""Deadlines of connections, calls that several callers share, and the end of background tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Hashable, Iterable
+from typing import Any, Generic, TypeVar
 
 # Seconds between two checks of a deadline. A shorter deadline is exact; a longer one is late by at most this.
 TICK = 5.0
@@ -88,7 +89,45 @@ class Deadline:
             self._late()
 
 
-async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+T = TypeVar("T")
+
+
+class SharedCalls(Generic[T]):
+    """Calls by key: callers with the same key wait for the same call while it runs. `len` is the number that run."""
+
+    def __init__(self) -> None:
+        self._running: dict[Hashable, asyncio.Task[T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._running
+
+    def start(self, key: Hashable, call: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
+        """Return the task of a key's call, which starts unless it runs. A caller waits for it by `asyncio.shield`."""
+        task = self._running.get(key)
+        if task is None:
+            task = self._running[key] = asyncio.create_task(call())
+            task.add_done_callback(lambda done: self._ended(key, done))
+        return task
+
+    async def close(self) -> None:
+        """Cancel all calls."""
+        await end_tasks(self._running.values())
+
+    def _ended(self, key: Hashable, task: asyncio.Task[T]) -> None:
+        self._running.pop(key, None)
+        read_error(task)
+
+
+def read_error(future: asyncio.Future[T]) -> None:
+    """Read the error of an ended future, so that there is no warning if no caller waits for it any longer."""
+    if not future.cancelled():
+        future.exception()
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait for their end."""
     tasks = list(tasks)
     for task in tasks:

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from ipaddress import ip_address
 from itertools import count
 from random import Random
@@ -22,6 +22,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.forwarding.proxy_services import ProxyContext
 from router.forwarding.request_context import RequestContext
+from router.http.event_loop import SharedCalls
 from router.picker.model_rewrites import ModelRewrites
 from router.settings import PickerSettings
 from router.upstream import Origin
@@ -41,7 +42,7 @@ class Addresses:
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
-        self._asking: dict[str, asyncio.Task[str]] = {}
+        self._asking = SharedCalls[str]()
 
     def of(self, url: str) -> str | None:
         """Return a worker's address, even if it has expired; None if `found` has to resolve it first."""
@@ -64,17 +65,10 @@ class Addresses:
 
     async def close(self) -> None:
         """Cancel all name resolution."""
-        asking = list(self._asking.values())
-        for each in asking:
-            each.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await self._asking.close()
 
     def _ask(self, url: str) -> asyncio.Task[str]:
-        task = self._asking.get(url)
-        if task is None:
-            task = self._asking[url] = asyncio.create_task(self._resolve(url))
-            task.add_done_callback(lambda done: (self._asking.pop(url, None), done.cancelled() or done.exception()))
-        return task
+        return self._asking.start(url, partial(self._resolve, url))
 
     async def _resolve(self, url: str) -> str:
         origin = Origin.of(url)
