@@ -104,7 +104,7 @@ class Room:
         if key is None or identity is None:
             return None
         final, next_call = (False, None) if hints is None else (bool(hints.final), hints.next_call)
-        return self._gate.call(key, prompt.tokens, final, next_call, identity.program)
+        return self._gate.sessions.call(key, prompt.tokens, final, next_call, identity.program)
 
     def seen(self, prompt: RoutedRequest, tenant: str) -> Call | None:
         """Return the call that a request would be, without a record of it; None if it is no call of a session."""

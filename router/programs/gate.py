@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final, NamedTuple
 
 from indexer import Target
-from router.programs.sessions import Call, SessionKey, Sessions
+from router.programs.sessions import Call, Sessions
 from router.programs.working_sets import MARK_TOKENS, WorkingSet, common, continues, marks_of
 
 ROOM: Final = 0.8
@@ -59,12 +59,6 @@ class Gate:
         self._lost = self._asked = 0.0
         self._decayed = 0.0
 
-    def call(
-        self, key: SessionKey, tokens: int, final: bool, next_call: float | None = None, program: str | None = None
-    ) -> Call | None:
-        """Return the call of a session that arrives now; None if its name is that of many callers."""
-        return self.sessions.call(key, tokens, final, next_call, program)
-
     def passes(self, call: Call, hashes: array[int], best_overlap: int, waiting: bool) -> bool:
         """Return whether a call may go to any target.
 
@@ -93,15 +87,12 @@ class Gate:
         working_set = sessions.working_sets.get(rank.target, _NOTHING)
         if rank.tokens is None or not working_set.sessions:
             return None
-        turn = sessions.turn
-        needed = working_set.tokens + turn * working_set.sessions + working_set.missing(context)
-        return ROOM * rank.tokens / max(self._routers(), 1) - needed - sessions.answer - turn
+        return self._left(rank.tokens, working_set) - working_set.missing(context) - sessions.turn
 
     def fits_alone(self, ranks: Iterable[RankCapacity], tokens: int) -> bool:
         """Return whether a target has room for a call of `tokens` tokens beside another session that needs little."""
-        needed = tokens + self.sessions.answer + self.sessions.turn
-        share = ROOM / max(self._routers(), 1)
-        return any(rank.tokens is None or needed <= share * rank.tokens for rank in ranks)
+        needed = tokens + self.sessions.turn
+        return any(rank.tokens is None or needed <= self._left(rank.tokens, _NOTHING) for rank in ranks)
 
     def more_sessions(self, model: str, ranks: Iterable[RankCapacity]) -> int | None:
         """Return how many sessions of the mean size fit beside the live ones of a model; None if that is not known."""
@@ -112,9 +103,7 @@ class Gate:
         for target, capacity in ranks:
             if capacity is None:
                 return None
-            working_set = sessions.working_sets.get(target, _NOTHING)
-            left = ROOM * capacity / max(self._routers(), 1) - working_set.tokens
-            left -= sessions.turn * working_set.sessions + sessions.answer
+            left = self._left(capacity, sessions.working_sets.get(target, _NOTHING))
             more += max(int(left / (size + sessions.turn)), 0)
         return more
 
@@ -127,6 +116,11 @@ class Gate:
     def sent(self, call: Call, target: Target, hashes: array[int]) -> None:
         """Charge a call's session to the target that it is sent to. Call the call when its request ends."""
         self.sessions.sent(call, target, marks_of(hashes))
+
+    def _left(self, capacity: int, working_set: WorkingSet) -> float:
+        """Return the tokens of this router's part of the room in a cache that live sessions and an answer leave."""
+        needed = working_set.tokens + self.sessions.turn * working_set.sessions + self.sessions.answer
+        return ROOM * capacity / max(self._routers(), 1) - needed
 
     def _lost_context(self, call: Call, hashes: array[int], best_overlap: int) -> int:
         """Return the tokens of a session's last context that a call asks for and no target holds, as events show it.

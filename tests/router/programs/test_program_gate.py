@@ -27,7 +27,7 @@ class Fleet:
         self.gate = Gate(lambda: self.now, self.reporting.__contains__)
 
     def arrives(self, name: str, marks: int, final: bool = False) -> Call:
-        call = self.gate.call(key(name), marks * MARK_TOKENS, final)
+        call = self.gate.sessions.call(key(name), marks * MARK_TOKENS, final)
         assert call is not None
         return call
 
@@ -132,7 +132,7 @@ def test_the_answer_counts_until_the_next_prompt_has_it(fleet: Fleet) -> None:
 
 def test_routers_that_share_a_fleet_divide_its_room() -> None:
     gate = Gate(lambda: 1000.0, lambda _: True, routers=lambda: 2)
-    call = gate.call(key("a"), 300 * MARK_TOKENS, False)
+    call = gate.sessions.call(key("a"), 300 * MARK_TOKENS, False)
     assert call is not None
     gate.sent(call, A, hashes("a", 300))
     assert gate.has_room(RankCapacity(A, CAPACITY), context("b", 100))
@@ -153,7 +153,7 @@ def test_a_name_of_many_callers_is_no_session(fleet: Fleet) -> None:
     calls = [fleet.arrives("shared", 100) for _ in range(6)]
     for number, call in enumerate(calls):
         fleet.gate.sent(call, A, hashes(f"caller {number}", 100))
-    assert fleet.gate.call(key("shared"), 10, False) is None
+    assert fleet.gate.sessions.call(key("shared"), 10, False) is None
     assert fleet.gate.sessions.live() == 0
     for call in calls:
         call()
@@ -203,7 +203,7 @@ def test_charges_are_those_of_live_sessions_whatever_happens(steps: list[tuple[s
     arrived, sent = list[Call](), list[Call]()
     for step, number in steps:
         name = str(number % 3)
-        if step == "arrive" and (call := fleet.gate.call(key(name), number * MARK_TOKENS, number == 5)):
+        if step == "arrive" and (call := fleet.gate.sessions.call(key(name), number * MARK_TOKENS, number == 5)):
             arrived.append(call)
         elif step == "send" and arrived:
             call = arrived.pop(number % len(arrived))
@@ -265,7 +265,7 @@ def test_a_final_call_never_waits(fleet: Fleet) -> None:
 
 def test_a_session_is_live_for_twice_its_announced_pause_and_not_in_a_long_one(fleet: Fleet) -> None:
     for name, pause in (("short", 10.0), ("long", LONGEST_IDLE + 1)):
-        call = fleet.gate.call(key(name), MARK_TOKENS, False, next_call=pause)
+        call = fleet.gate.sessions.call(key(name), MARK_TOKENS, False, next_call=pause)
         assert call is not None
         fleet.gate.sent(call, A, hashes(name, 1))
         call()
@@ -302,7 +302,7 @@ def test_a_call_that_begins_a_session_of_a_live_program_is_a_subagents(fleet: Fl
     gate = fleet.gate
 
     def arrives(name: str, program: str) -> Call:
-        call = gate.call(key(name), MARK_TOKENS, False, program=program)
+        call = gate.sessions.call(key(name), MARK_TOKENS, False, program=program)
         assert call is not None
         return call
 
