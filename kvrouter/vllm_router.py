@@ -255,23 +255,18 @@ def _by_url(parser: argparse.ArgumentParser, name: str, given: list[str]) -> dic
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the router."""
-    import uvloop
+    import typer
 
-    from router.fleet.kubernetes import KubernetesError
-    from router.server.logs import log_to_stderr
+    from kvrouter.commands.services import run_service
     from router.server.serving import serve_router
-    from router.server.sockets import raise_file_limit
-    from router.tokens import TokenizerUnavailableError
 
     settings, level = settings_of(
         sys.argv[1:] if arguments is None else arguments, lambda line: print(f"kvrouter: {line}", file=sys.stderr)
     )
-    log_to_stderr(level)
-    raise_file_limit()
     try:
-        uvloop.run(serve_router(settings))
-    except (OSError, TokenizerUnavailableError, KubernetesError) as error:
-        sys.exit(f"kvrouter: {error}")
+        run_service(serve_router(settings), level)
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def serve(
     settings = _router_settings(config, overrides)
     file = SettingsFile(config, overrides) if config else None
     if settings.server.processes == 1:
-        _run(serve_router(settings, file), log_level)
+        run_service(serve_router(settings, file), log_level)
         return
     log_to_stderr(log_level)
     try:
@@ -108,7 +108,7 @@ def picker(
         fail(
             "server.processes: a picker has one process. Run several pickers, which share their load by replicas.redis"
         )
-    _run(serve_picker(settings, SettingsFile(config, overrides) if config else None), log_level)
+    run_service(serve_picker(settings, SettingsFile(config, overrides) if config else None), log_level)
 
 
 def indexer(
@@ -122,7 +122,7 @@ def indexer(
 
     server = {"host": host, "port": port, "admin_port": None}  # the index has no requests of clients
     settings = settings_from(config, {"server": server})
-    _run(serve_indexer(settings), log_level)
+    run_service(serve_indexer(settings), log_level)
 
 
 def _of_picker_config(file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +148,8 @@ def _router_settings(config: Path | None, overrides: dict[str, Any]) -> Settings
     return settings
 
 
-def _run(service: Coroutine[Any, Any, None], log_level: str) -> None:
+def run_service(service: Coroutine[Any, Any, None], log_level: str) -> None:
+    """Run a service until a signal ends it. If it cannot start, end the command."""
     import uvloop
 
     from router.fleet.kubernetes import KubernetesError
