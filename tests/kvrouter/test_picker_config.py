@@ -39,7 +39,7 @@ def test_settings_of_the_file_are_used_unless_an_option_replaces_them(
 ) -> None:
     served: list[Any] = []
     monkeypatch.setattr("router.server.serving.serve_picker", lambda settings, _: served.append(settings))
-    monkeypatch.setattr("kvrouter.commands.services._run", lambda *_: None)
+    monkeypatch.setattr("kvrouter.commands.services.run_service", lambda *_: None)
     result = run(tmp_path, "max-score-picker", *options)
     assert result.exit_code == 0, result.output
     assert served[0].policy.name == policy
