@@ -106,13 +106,15 @@ test-replicas: .venv/installed $(REDIS)
 	$(BIN)/pytest tests/end_to_end/test_replicas.py -m replicas
 	$(BIN)/python -m benchmarks.replicas $(ARGS)
 
-# A real Ray Serve with the request router, beside Ray's own routers.
+# A real Ray Serve with the request router beside Ray's own, and verl's plugin loader from its wheel.
+# KVROUTER_RAY_SECONDS: seconds of the test for leaks (30).
 test-ray: .ray/installed
 	RAY_AUTH_MODE=disabled .ray/bin/python -m pytest -s -n 0 -m ray tests/end_to_end/ray_serve
 
 .ray/installed:
 	$(PYTHON) -m venv .ray
-	.ray/bin/pip install --quiet -e '.[dev]' 'ray[serve]==2.60.*'
+	.ray/bin/pip install --quiet -e '.[dev]' 'ray[serve]==2.60.*' cachetools omegaconf
+	.ray/bin/pip download --quiet --no-deps --dest .ray verl==0.9.1
 	@touch $@
 
 # The library, its HTTP routes and the proxy choose alike for 1,000 recorded requests.

@@ -127,6 +127,9 @@ class _Actor:
         """Find the actor again, or create another one, because it was lost."""
         self._actor = self._found()
 
+    async def end(self) -> None:
+        """Leave the actor, which ends when no handle reports any more."""
+
 
 class _InProcess:
     """Calls a selector of this process alone, in a thread of its own."""
@@ -146,6 +149,11 @@ class _InProcess:
 
     def connect(self) -> None:
         """Keep the selector, which is never lost within its process."""
+
+    async def end(self) -> None:
+        """End the selector and its thread."""
+        await asyncio.wrap_future(self._thread.submit(self._shared.close()))
+        self._thread.close()
 
 
 class KVRouter(RequestRouter):  # type: ignore[misc]
@@ -199,7 +207,7 @@ class KVRouter(RequestRouter):  # type: ignore[misc]
         found = {each.replica_id.unique_id: _description(each) for each in replicas}
         for id, described in found.items():
             if self._kv_known.get(id) != described:
-                self._kv_tell("upsert", id, described)
+                self._kv_tell("upsert", self._kv_handle, id, described)
         for id in self._kv_known.keys() - found.keys():
             self._kv_tell("delete", id)
         self._kv_known = found
@@ -270,7 +278,7 @@ class KVRouter(RequestRouter):  # type: ignore[misc]
         """Describe replicas to the selector, which does not know them."""
         for id in list(ids):
             if id in self._kv_known:
-                self._kv_tell("upsert", id, self._kv_known[id])
+                self._kv_tell("upsert", self._kv_handle, id, self._kv_known[id])
 
     def _kv_tell(self, method: str, *arguments: Any) -> None:
         """Call the selector without a wait for its answer."""
@@ -310,7 +318,8 @@ class KVRouter(RequestRouter):  # type: ignore[misc]
     async def _kv_beat(self) -> None:
         try:
             async with asyncio.timeout(BEAT_SECONDS):
-                known = await self._kv_selector.call("beat", self._kv_handle, list(self._kv_requests))
+                running, replicas = list(self._kv_requests), list(self._kv_known)
+                known = await self._kv_selector.call("beat", self._kv_handle, running, replicas)
         except Exception as error:
             log.warning("the selector was not reached", method="beat", reason=repr(error))
             self._kv_answers = False
@@ -321,12 +330,16 @@ class KVRouter(RequestRouter):  # type: ignore[misc]
 
 
 async def _beat(router: weakref.ref[KVRouter]) -> None:
-    """Report the requests of a router until nothing uses it any more."""
+    """Report the requests of a router until nothing uses it any more. Then end its selector."""
+    selector = None
     while (alive := router()) is not None:
+        selector = alive._kv_selector
         await alive._kv_beat()
         seconds = BEAT_SECONDS if alive._kv_answers else _RETRY_SECONDS
         del alive
         await asyncio.sleep(seconds)
+    if selector is not None:
+        await selector.end()
 
 
 def _log_error(future: Future[Any]) -> None:

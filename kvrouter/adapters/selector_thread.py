@@ -27,13 +27,19 @@ class LoopThread:
         """Run a coroutine, and return its future."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine, and return its result. Raises TimeoutError after 30 seconds."""
+    def run(self, coroutine: Coroutine[Any, Any, T], undo: Callable[[T], object] | None = None) -> T:
+        """Run a coroutine, and return its result. Raises TimeoutError after 30 seconds.
+
+        `undo`: called with a result that arrives later; None: the coroutine is cancelled instead.
+        """
         future = self.submit(coroutine)
         try:
             return future.result(_SECONDS)
         except TimeoutError:
-            future.cancel()
+            if undo is None:
+                future.cancel()
+            else:  # a cancellation could lose a result that exists already
+                future.add_done_callback(lambda late: None if late.exception() else undo(late.result()))
             raise
 
     def call(self, action: Callable[[], T]) -> T:

@@ -31,8 +31,11 @@ class ReplicaDescription:
 
 @dataclass(slots=True)
 class _Handle:
+    """A handle's last report: its reservations, and the replicas that it can reach."""
+
     heard_at: float
     held: set[str] = field(default_factory=set)
+    replicas: set[str] = field(default_factory=set)
 
 
 class SharedSelector:
@@ -55,8 +58,12 @@ class SharedSelector:
         """End all reservations, and the selector."""
         await self.selector.close()
 
-    async def upsert(self, id: str, described: ReplicaDescription) -> None:
-        """Add a replica, or replace its description. Raises ValueError, which names the wrong field."""
+    async def upsert(self, handle: str, id: str, described: ReplicaDescription) -> None:
+        """Add a replica, or replace its description. Raises ValueError, which names the wrong field.
+
+        It is removed by `delete`, or when the handles that report do not report it any more.
+        """
+        self._heard(handle).replicas.add(id)
         if self._replicas.get(id) != described:
             await self._declare(id, described)
 
@@ -111,8 +118,11 @@ class SharedSelector:
         if held is not None:
             held.release(failed=failed)
 
-    async def beat(self, handle: str, in_flight: Collection[str]) -> Sequence[str]:
-        """Renew the reservations of a handle's requests, and end its others. Returns the ids of all known replicas."""
+    async def beat(self, handle: str, in_flight: Collection[str], replicas: Collection[str]) -> Sequence[str]:
+        """Renew the reservations of a handle's requests, and end its others. Returns the ids of all known replicas.
+
+        - `replicas`: the ids of those that the handle can reach.
+        """
         known = self._heard(handle)
         running = known.held.intersection(in_flight)
         for id in known.held - running:
@@ -120,8 +130,10 @@ class SharedSelector:
         for id in running:
             if (held := self.selector.reservation(id)) is not None:
                 held.progress()
-        known.held = running
+        known.held, known.replicas = running, set(replicas)
         self._handles = {name: each for name, each in self._handles.items() if not _silent(each)}
+        for id in self._replicas.keys() - set().union(*[each.replicas for each in self._handles.values()]):
+            await self.delete(id)
         return list(self._replicas)
 
     def _heard(self, handle: str) -> _Handle:

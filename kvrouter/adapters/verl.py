@@ -1,7 +1,7 @@
 """A load balancer for the rollout servers of verl: `rollout.router_config_path` (verl 0.9.1, docs/embed.md).
 
 The file at that path names `kvrouter.adapters.verl.LoadBalancer` as `router_class`. verl makes an actor of it, which
-all agent loops ask. A request id of verl is a session: all turns of a trajectory have it.
+all agent loops ask. A request id of verl is a session: all turns of a trajectory have it, and stay on one server.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import aiohttp
 import structlog
 
 from kvrouter.adapters.selector_thread import SelectorThread
-from kvrouter.selection import Prompt, Reservation
+from kvrouter.selection import Prompt, Reservation, SelectionError
 from router.fleet.discovery import DiscoveryError, WorkerDescription, describe_worker
 from router.fleet.worker_keys import WorkerKey
 from router.http.client import refuse_redirects
@@ -27,13 +28,16 @@ log = structlog.get_logger()
 _MODEL: Final = "rollout"
 # No report renews a reservation of verl, so that it ends by its release, or after this number of seconds.
 _EXPIRY: Final = 86_400.0
+# As many as verl's own balancer remembers.
+_MOST_SESSIONS: Final = 10_000
 _FIELDS: Final = frozenset({"router_class", "settings", "block_size", "discover"})
 
 
 class LoadBalancer:
     """Chooses a server for each request by what it has cached and by its load.
 
-    If a choice fails, the server with the fewest requests is returned, and `fallbacks` of `get_status` is incremented.
+    A session stays on its server unless that is full or removed. If a choice fails, the session's server, or else the
+    one with the fewest requests, is returned, and `fallbacks` of `get_status` is incremented.
     """
 
     def __init__(self, servers: Mapping[str, Any], router_kwargs: Mapping[str, Any]) -> None:
@@ -56,7 +60,7 @@ class LoadBalancer:
         self._servers: dict[str, str] = {}  # by the id of their worker
         self._inflight: dict[str, int] = {}
         self._held: dict[tuple[str, str | None], list[Reservation]] = {}
-        self._sessions: set[str] = set()
+        self._sessions: dict[str, str] = {}  # the id of each session's worker, by last use
         self._fallbacks = 0
         self._number = count()
         self._thread = SelectorThread(router_kwargs.get("settings"))
@@ -74,29 +78,40 @@ class LoadBalancer:
         """Return the server for a request, and its handle. Raises RuntimeError without servers."""
         if not self._handles:
             raise RuntimeError("No server is registered. Add servers first.")
-        held = None if prompt_ids is None else self._reserve(request_id, prompt_ids)
+        own = self._sessions.get(request_id)
+        held = None if prompt_ids is None else self._reserve(request_id, prompt_ids, own)
         with self._lock:
-            server = None if held is None else self._servers.get(held.worker.name)
-            if server is None:  # without a prompt, after an error, or removed since
+            server = self._servers.get(own or "") if held is None else self._servers.get(held.worker.name)
+            if server is None:  # no choice, or removed since
                 if not self._handles:
                     raise RuntimeError("No server is registered. Add servers first.")
                 server = min(self._inflight, key=self._inflight.__getitem__)
             self._inflight[server] += 1
             if held is not None:
                 self._held.setdefault((server, request_id), []).append(held)
+            self._sessions.pop(request_id, None)
+            self._sessions[request_id] = self._ids[server]
+            if len(self._sessions) > _MOST_SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
             return server, self._handles[server]
 
-    def _reserve(self, request_id: str, prompt_ids: Sequence[int]) -> Reservation | None:
+    def _reserve(self, request_id: str, prompt_ids: Sequence[int], own: str | None) -> Reservation | None:
         """Return a reservation for a request; None if no choice was possible."""
         prompt = Prompt(model=_MODEL, token_ids=[int(token) for token in prompt_ids] or [0], session=request_id)
         try:
-            held = self._thread.run(self._thread.selector.reserve(prompt, expiry=_EXPIRY))
+            return self._thread.run(self._choose(prompt, own), undo=Reservation.drop)
         except Exception as error:
             self._fallbacks += 1
-            log.warning("no choice, using the server with the fewest requests", reason=str(error))
+            log.warning("no choice, using the session's server, or the one with the fewest requests", reason=str(error))
             return None
-        self._sessions.add(request_id)
-        return held
+
+    async def _choose(self, prompt: Prompt, own: str | None) -> Reservation:
+        """Reserve the server of a prompt's session. If it is full or removed, reserve any server."""
+        selector = self._thread.selector
+        if own in self._servers:
+            with suppress(SelectionError):
+                return await selector.reserve(prompt, allowed=[own], expiry=_EXPIRY)
+        return await selector.reserve(prompt, expiry=_EXPIRY)
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         """Release a request. A server that was removed since is no error."""
@@ -186,7 +201,7 @@ class LoadBalancer:
 
     def clear_sticky_cache(self) -> dict[str, Any]:
         """Forget what all servers have cached, because weights were updated or requests shall move."""
-        cleared, self._sessions = len(self._sessions), set()
+        cleared, self._sessions = len(self._sessions), {}
         for id in list(self._ids.values()):
             self._thread.call(lambda id=id: self._thread.selector.forget(id))  # type: ignore[misc]
         return {"cleared_entries": cleared, "server_loads": dict(self._inflight)}

@@ -12,6 +12,8 @@ from kvrouter.adapters import shared_selector
 from kvrouter.adapters.shared_selector import ReplicaDescription, SharedSelector
 from kvrouter.selection import NoWorker, Prompt, Saturated
 
+REPLICAS = ["a", "b"]
+
 
 def prompt(start: int = 0, adapter: str | None = None) -> Prompt:
     return Prompt(model="m", token_ids=range(start, start + 64), adapter=adapter)
@@ -21,8 +23,8 @@ def prompt(start: int = 0, adapter: str | None = None) -> Prompt:
 async def shared() -> AsyncIterator[SharedSelector]:
     shared = SharedSelector("m")
     await shared.start()
-    for id in ("a", "b"):
-        await shared.upsert(id, ReplicaDescription(block_size=16))
+    for id in REPLICAS:
+        await shared.upsert("first", id, ReplicaDescription(block_size=16))
     yield shared
     await shared.close()
 
@@ -51,16 +53,16 @@ async def test_replicas_that_are_not_known_are_named(shared: SharedSelector) -> 
     assert (await shared.reserve("handle", "r", prompt(), ["a", "new"]))[2] == ["new"]
     with pytest.raises(NoWorker):
         await shared.reserve("handle", "s", prompt(), ["new"])
-    assert await shared.beat("handle", ["r"]) == ["a", "b"]
+    assert await shared.beat("handle", ["r"], REPLICAS) == ["a", "b"]
 
 
 async def test_reservations_that_a_handle_does_not_report_end(shared: SharedSelector) -> None:
     for id in ("running", "lost"):
         await shared.reserve("handle", id, prompt(), ["a", "b"])
     await shared.reserve("other", "theirs", prompt(), ["a", "b"])
-    await shared.beat("handle", ["running"])
+    await shared.beat("handle", ["running"], REPLICAS)
     assert await in_flight(shared) == 2
-    await shared.beat("handle", [])
+    await shared.beat("handle", [], REPLICAS)
     assert await in_flight(shared) == 1
 
 
@@ -71,7 +73,7 @@ async def test_reservations_of_a_silent_handle_end(shared: SharedSelector, monke
     async with asyncio.timeout(10):
         while await in_flight(shared) or not shared.silent():  # noqa: ASYNC110 - nothing is sent at an expiry
             await asyncio.sleep(0.01)
-    await shared.beat("other", [])
+    await shared.beat("other", [], REPLICAS)
     assert (await shared.status())["handles"] == 1
 
 
@@ -83,13 +85,26 @@ async def test_replica_that_is_gone_ends_its_reservations(shared: SharedSelector
     await shared.release("r")
 
 
+async def test_replica_that_no_handle_reports_is_removed(
+    shared: SharedSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await shared.reserve("first", "r", prompt(), ["a"])
+    await shared.upsert("second", "new", ReplicaDescription())
+    assert await shared.beat("second", [], ["new"]) == ["a", "b", "new"]  # the first handle may still reach them
+    monkeypatch.setattr(shared_selector, "SILENT_SECONDS", 0.05)
+    await asyncio.sleep(0.1)
+    assert await shared.beat("second", [], ["new"]) == ["new"]
+    assert (await shared.status())["in_flight"] == {"new": 0}
+    assert await shared.beat("second", [], []) == []
+
+
 async def test_adapter_of_a_request_is_learned_and_shares_no_blocks(shared: SharedSelector) -> None:
     for adapter in ("one", "two", None):
         chosen, _, _ = await shared.reserve("handle", "r", prompt(adapter=adapter), ["a"])
         held = shared.selector.reservation("r")
         assert held is not None
         assert (chosen, held.selection.overlap) == ("a", 0)
-    await shared.upsert("c", ReplicaDescription())
+    await shared.upsert("first", "c", ReplicaDescription())
     assert (await shared.reserve("handle", "r", prompt(adapter="one"), ["c"]))[0] == "c"
 
 

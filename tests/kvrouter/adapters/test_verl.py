@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from kvrouter.adapters import selector_thread, verl
 from kvrouter.adapters.verl import LoadBalancer
+from kvrouter.selection import Reservation
 
 PROMPT = list(range(64))
 
@@ -34,6 +39,61 @@ def test_turns_of_a_trajectory_go_where_their_prefix_is(balancer: LoadBalancer) 
         assert len(servers) == 1
     assert balancer.get_total_inflight() == 0
     assert balancer.get_status()["fallbacks"] == 0
+
+
+def test_session_stays_on_its_server_although_another_is_free(balancer: LoadBalancer) -> None:
+    own, _ = balancer.acquire_server("a", PROMPT)
+    balancer.release_server(own, "a")
+    for number in range(8):
+        server, _ = balancer.acquire_server(f"{number}", [number] * 2000)
+        if server != own:
+            balancer.release_server(server, f"{number}")
+    assert balancer.get_total_inflight() == balancer.get_inflight_count(own) > 0
+    assert balancer.acquire_server("a", PROMPT)[0] == own
+    assert balancer.acquire_server("a")[0] == own  # without a prompt
+
+
+def test_session_moves_when_its_server_is_full_and_stays_when_all_are() -> None:
+    settings = {"admission": {"requests": 1}}
+    balancer = LoadBalancer({"one:1": None, "two:1": None}, {"discover": False, "settings": settings})
+    first, _ = balancer.acquire_server("a", PROMPT)
+    second, _ = balancer.acquire_server("a", PROMPT)
+    assert {first, second} == {"one:1", "two:1"}
+    assert balancer.get_status()["fallbacks"] == 0
+    assert balancer.acquire_server("a", PROMPT)[0] == second
+    assert balancer.get_status()["fallbacks"] == 1
+    balancer.close()
+
+
+def test_choice_that_ends_after_its_timeout_holds_nothing(
+    balancer: LoadBalancer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selector = balancer._thread.selector
+    reserve, gate = selector.reserve, threading.Event()
+
+    async def late(*arguments: Any, **options: Any) -> Reservation:
+        held = await reserve(*arguments, **options)
+        gate.wait(10)
+        return held
+
+    monkeypatch.setattr(selector, "reserve", late)
+    monkeypatch.setattr(selector_thread, "_SECONDS", 0.05)
+    server, _ = balancer.acquire_server("a", PROMPT)
+    assert balancer.get_status()["fallbacks"] == 1
+    monkeypatch.undo()
+    gate.set()
+    deadline = time.monotonic() + 10
+    while any(load.requests for loads in balancer._thread.call(selector.loads).values() for load in loads):
+        assert time.monotonic() < deadline
+    balancer.release_server(server, "a")
+    assert balancer.get_total_inflight() == 0
+
+
+def test_number_of_sessions_is_bounded(balancer: LoadBalancer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl, "_MOST_SESSIONS", 2)
+    for session in ("a", "b", "a", "c"):
+        balancer.release_server(balancer.acquire_server(session, PROMPT)[0], session)
+    assert list(balancer._sessions) == ["a", "c"]
 
 
 def test_concurrent_requests_are_spread(balancer: LoadBalancer) -> None:
