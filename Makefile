@@ -20,7 +20,7 @@ PAIR_TABLE ?=
 
 .PHONY: audit fuzz release-check
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-engine-sglang test-alerts test-browser test-clients test-docs test-envoy test-helm test-install test-ray test-replicas test-same-choice test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-instructions bench-light-load bench-placement bench-policy bench-programs bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-realtime-flood bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
+.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-instructions bench-light-load bench-overload bench-placement bench-policy bench-programs bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-realtime-flood bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -153,6 +153,10 @@ bench-programs: .venv/installed
 
 bench-policy: .venv/installed
 	$(BIN)/python -m benchmarks.policy $(ARGS)
+
+# Admission beyond saturation in virtual time. ARGS=--quick: a minute.
+bench-overload: .venv/installed
+	$(BIN)/python -m benchmarks.overload $(ARGS)
 
 bench-tokenize: .venv/installed
 	$(BIN)/python -m benchmarks.tokenize $(ARGS)

@@ -14,6 +14,7 @@ from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.load.peer_load import PeerLoad
+from router.load.running_prompts import RunningPrompts
 from router.load.target_load import LoadTable
 from router.policies import NamedPolicy, policy_named
 from router.policies.rates import Rates
@@ -75,6 +76,7 @@ def make_routing(
         Learned(Rates(), clock),
         LoadSharing(load, peer_load or PeerLoad(5.0, 2.0, clock), []),
         clock,
+        running=RunningPrompts() if settings.admission.requests == "auto" else None,
     )
     routing = build_routing(settings, state, fleet, indexer, Tokenizers(), random=Random(1))
     subscribe_routing(routing, fleet)

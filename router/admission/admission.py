@@ -11,10 +11,10 @@ All requests wait in one queue (`fair_queue`). The first requests of the queue c
 a request ends, a prefill ends, a worker changes, an engine reports its load. Nothing is polled. A saturated request
 that finds no capacity keeps the requests behind it waiting, so that a large prompt is not overtaken for ever.
 
-After `timeout` seconds a request is sent to its target, however busy that is, or refused if all targets are at their
-limits. A request that waits for a worker is refused after `cold_start_timeout` seconds. Requests without a worker fill
-at most half of the queue. This includes requests whose connection was refused, and requests whose last worker stops
-while they wait for capacity. A worker that starts again may receive the request.
+After `timeout` seconds a request is refused if all its targets are full or at their limits. Otherwise it is sent to its
+target, however busy that is. A request that waits for a worker is refused after `cold_start_timeout` seconds. Requests
+without a worker fill at most half of the queue. They include requests whose connection was refused, and requests whose
+last worker stops while they wait for capacity. A worker that starts again may receive the request.
 
 A request whose TTFT objective can no longer be met is served late: while its target is busy, all other requests go
 first, for `LATE_TIMEOUTS` times the timeout. If it were sent after the timeout, it would delay requests that can still
@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 from http_api.errors import RequestError
 from router.admission.fair_queue import FairQueue
+from router.admission.pace import Pace
 from router.admission.refusals import Refusals
 from router.admission.room import ROOM_SECONDS, ROOM_TRIES, Room, SeenSession, places_ahead
 from router.admission.ticket import Ticket, WaitingRequest, WaitReason, queue_order
@@ -87,7 +88,8 @@ class Admission:
         - `late_binding`: whether the policy uses it, unless the settings turn it off.
         - `gate`: holds calls of sessions that have no room; None: nothing does.
         """
-        self.limits = Limits(settings.requests, settings.tokens)
+        requests = None if settings.requests == "auto" else settings.requests
+        self.limits = Limits(requests, settings.tokens, computed=settings.requests == "auto")
         self.queue: FairQueue[WaitingRequest] = FairQueue(settings.queue, settings.queue_bytes)
         self.late_binding = settings.late_binding and late_binding
         self.on_waited: list[Callable[[WaitReason, float], None]] = []
@@ -102,6 +104,7 @@ class Admission:
         self._full: set[str | None] = set()  # names whose first request found no capacity
         self._planned: asyncio.Handle | None = None
         self._room = None if gate is None or settings.programs == "off" else Room(gate, self.wake, clock)
+        self._pace = Pace(self.limits, settings.timeout, self.wake, clock)
 
     def place(
         self, prompt: RoutedRequest, tried: Collection[Worker], ticket: Ticket, now: float | None = None
@@ -118,6 +121,7 @@ class Admission:
             first = self.queue.best_priority(prompt.name)
             if first is not None and first <= ticket.priority:
                 return None
+        self.limits.lenient = not self.queue.length
         try:
             placed = self._try(prompt, tried, ticket, now, behind=True)
         except RequestError:
@@ -245,7 +249,7 @@ class Admission:
 
     def saturated(self, worker: Worker, dp_rank: int) -> bool:
         """Return whether a DP rank is at its limits."""
-        return not self._selector.has_capacity(worker, dp_rank, self.limits, 1)
+        return self._selector.at_limits(worker, dp_rank, self.limits)
 
     def freed(self) -> None:
         """Count a request that ended anywhere, and let waiting requests choose again."""
@@ -263,8 +267,7 @@ class Admission:
         return Counter(request.reason for request in self.queue.in_order())
 
     def _choose_again(self) -> None:
-        self._planned = None
-        self._full = set()
+        self._planned, self._full, self.limits.lenient = None, set(), False
         tries = room_tries = 0
         overdue = {} if self._room is None else self._room.overdue()
         missed: list[WaitingRequest] = []
@@ -303,6 +306,9 @@ class Admission:
         for request in missed:
             if request.queued:
                 self._let_others_first(request)
+        if self.limits.paced:
+            first = next(self.queue.in_order(), None)
+            self._pace.plan(None if first is None else self._selector.opens_at(first.prompt))
 
     def _let_others_first(self, request: WaitingRequest) -> None:
         """Move a request whose TTFT is missed behind the other late requests of its group, so that each is tried."""
@@ -344,7 +350,7 @@ class Admission:
             return selection, limits
         closed = room.closed(call, selection, self._selector.ranks(prompt), behind)
         if closed:
-            limits = Limits(limits.requests, limits.tokens, closed)
+            limits = limits.without(closed)
             selection = self._selector.choose(prompt, tried, limits, now, ticket.slo)
         return _NO_ROOM if closed is None or selection is None else (selection, limits)
 
@@ -389,6 +395,9 @@ class Admission:
         """
         if self._waits_for_room(request):
             return None
+        waiting = self.queue.length if self.late_binding else None
+        if self._selector.is_saturated(request.prompt, request.tried, self.limits, waiting):
+            return None  # in an engine's own queue its priority would not count, nor that of those that follow
         chosen = self._choose(request.prompt, request.tried, request.ticket, None, behind=True)
         if isinstance(chosen, _Held):
             if request.queued and chosen.reason is WaitReason.WORKING_SET:
@@ -446,6 +455,8 @@ class Admission:
             if assignment is None and slo is not None and slo.refuses_late:
                 raise self.refusals.slo_missed(slo, request.name or "", self._clock() - request.since, None)
             if assignment is None:
+                if self.limits.computed:
+                    self._pace.start()
                 raise self._too_many("queue_timeout", request)
         except RequestError as error:
             self._fail(request, error)

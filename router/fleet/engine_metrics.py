@@ -14,6 +14,7 @@ from enum import Enum, auto
 _RUNNING = {"vllm:num_requests_running", "sglang:num_running_reqs"}
 _WAITING = {"vllm:num_requests_waiting", "sglang:num_queue_reqs"}
 _USAGE = {"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"}
+_PREEMPTIONS = {"vllm:num_preemptions_total", "sglang:num_retracted_requests_total"}
 _PROGRESS = {
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
@@ -22,7 +23,8 @@ _PROGRESS = {
 }
 # The parser of prometheus_client needs tens of milliseconds for all the histograms of an engine.
 _SAMPLE = re.compile(
-    rf"^({'|'.join(sorted(_RUNNING | _WAITING | _USAGE | _PROGRESS))})(?:\{{(.*)\}})? +(\S+)", re.MULTILINE
+    rf"^({'|'.join(sorted(_RUNNING | _WAITING | _USAGE | _PREEMPTIONS | _PROGRESS))})(?:\{{(.*)\}})? +(\S+)",
+    re.MULTILINE,
 )
 # In vLLM, the present state has the value 1. An engine that sleeps at level 0 is in no state, and keeps its cache.
 _SLEEP = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]*\} +1(?:\.0)?$', re.MULTILINE)
@@ -46,12 +48,14 @@ class EngineLoad:
     - `waiting`: the requests in its queue; None if not reported.
     - `kv_usage`: the share of its KV cache in use; None if not reported.
     - `tokens`: the tokens that it has computed since its start.
+    - `preemptions`: the requests that it has preempted since its start.
     """
 
     running: int = 0
     waiting: int | None = None
     kv_usage: float | None = None
     tokens: int = 0
+    preemptions: int = 0
 
 
 def read_engine_loads(text: str) -> dict[int, EngineLoad]:
@@ -71,6 +75,8 @@ def read_engine_loads(text: str) -> dict[int, EngineLoad]:
             load.waiting = _added(load.waiting or 0, value)
         elif name in _USAGE:
             load.kv_usage = min(max(value, load.kv_usage or 0.0), 1.0)
+        elif name in _PREEMPTIONS:
+            load.preemptions = _added(load.preemptions, value)
         else:
             load.tokens = _added(load.tokens, value)
     return loads
@@ -118,18 +124,22 @@ def _number(value: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """The load of a rank beyond the requests that the router knows.
+    """The load that a rank reports, and how much of it is beyond the requests that the router knows.
 
     - `unseen`: requests of other clients.
     - `waiting`: those that wait in the engine's queue.
     - `kv_usage`: the share of the KV cache in use; None if not reported.
     - `queue`: all requests in the engine's queue, those of this router too; None if not reported.
+    - `running`: all requests that the engine runs.
+    - `preemptions`: the requests that the engine has preempted since its start.
     """
 
     unseen: int = 0
     waiting: int = 0
     kv_usage: float | None = None
     queue: int | None = None
+    running: int = 0
+    preemptions: int = 0
 
 
 NOTHING_KNOWN = EngineView()
@@ -195,7 +205,9 @@ class EngineMetrics:
         for rank, load in loads.items():
             waiting = load.waiting or 0
             unseen = max(load.running + waiting - in_flight.get(rank, 0), 0)
-            self._views[rank] = EngineView(unseen, min(unseen, waiting), load.kv_usage, load.waiting)
+            self._views[rank] = EngineView(
+                unseen, min(unseen, waiting), load.kv_usage, load.waiting, load.running, load.preemptions
+            )
         tokens = {rank: load.tokens for rank, load in loads.items()}
         # Several server processes may answer in turn, so an earlier start than before is no sign of a new process.
         started = max([_number(value) for value in _STARTED.findall(text)], default=0.0)

@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 
 from router.fleet.engine_metrics import NOTHING_KNOWN, EngineView
 from router.load.peer_load import NOTHING, PeerTargetLoad
+from router.load.target_limit import TargetLimit
 
+# The seconds for which a target has no memory for requests that need as much as one that did not fit, or more, unless
+# its load changes.
+_REFUSED_SECONDS = 0.25
+# The share of the time in which a paced target computes prompts. More of them answer more requests, but each answer's
+# tokens then take longer: 1 / (1 - share) times as long as without prompts. `make bench-overload` shows both.
+PREFILL_SHARE = 0.6
+# The multiple of its expected length up to which an answer is assumed to have grown.
+_LONGEST = 4
 # Maximum number of remembered changes. A reader that is further behind reads all loads again.
 _JOURNAL_LENGTH = 8192
 
@@ -32,6 +41,18 @@ class LoadJournal:
         self.end += 1
 
 
+def peak_tokens(running: list[tuple[float, float]]) -> int:
+    """Return the most tokens that requests hold at once until they end, if all generate tokens at one rate.
+
+    - `running`: the tokens that each will generate, and those that it holds now.
+    """
+    peak = held = 0.0
+    for count, (left, holds) in enumerate(sorted(running, reverse=True), 1):
+        held += holds
+        peak = max(peak, held + count * left)  # just before this one ends, the longer ones are still there
+    return int(peak)
+
+
 @dataclass(slots=True)
 class TargetLoad:
     """The load on a DP rank: the requests that this router has in flight there, and beside them those of others.
@@ -40,6 +61,13 @@ class TargetLoad:
     - `context`: the tokens of all requests in flight.
     - `loads`: the requests without a first byte that load tokens from a pool or a peer.
     - `streamed`: the part of `pending` with streamed answers. Only their first byte shows the end of the prefill.
+    - `unshared`: the part of `context` that is not in `shared`.
+    - `shared`: the tokens of their known prompts, of which each shared prefix counts once (`RunningPrompts`).
+    - `outputs`: the expected tokens of their answers.
+    - `limit`: what its engine can run at once.
+    - `running`: the requests.
+    - `paced_until`: the time until which a paced target receives no further prompt.
+    - `refused`: the prompt and the output that do not fit, and until when that is known.
     - `slot`: the number of this load in its table and its `journal`, which records every change.
     - `prefills`: the requests without a first byte, the oldest first, with their predicted seconds.
     - `head_since`: when the oldest prefill became the oldest, by `clock`.
@@ -53,6 +81,9 @@ class TargetLoad:
     context: int = 0
     loads: int = 0
     streamed: int = 0
+    unshared: int = 0
+    shared: int = 0
+    outputs: int = 0
     slot: int = field(default=0, compare=False)
     journal: LoadJournal | None = field(default=None, compare=False, repr=False)
     worker: str = field(default="", compare=False)
@@ -66,6 +97,10 @@ class TargetLoad:
     prompts: int = field(default=0, compare=False, repr=False)
     peers: PeerTargetLoad = field(default_factory=PeerTargetLoad, compare=False, repr=False)
     engine: EngineView = field(default=NOTHING_KNOWN, compare=False, repr=False)
+    limit: TargetLimit = field(default_factory=TargetLimit, compare=False, repr=False)
+    running: dict[Reservation, None] = field(default_factory=dict, compare=False, repr=False)
+    paced_until: float = field(default=0.0, compare=False, repr=False)
+    refused: tuple[float, int, int] | None = field(default=None, compare=False, repr=False)
 
     @property
     def waiting(self) -> int:
@@ -80,6 +115,40 @@ class TargetLoad:
         return max(sum(self.prefills.values()) - (self.clock() - self.head_since), 0.0)
 
     @property
+    def held(self) -> int:
+        """The tokens of KV memory that the prompts of all routers' requests need."""
+        return self.unshared + self.shared + self.peers.context
+
+    def is_paced(self, now: float) -> bool:
+        """Return whether running answers need the time until `paced_until`, which a further prompt would take."""
+        return now < self.paced_until and self.requests > 1
+
+    def fits(self, requests: float, prompt: int, output: int) -> bool:
+        """Return whether one more request can run beside a number of others.
+
+        - `prompt`, `output`: the tokens of memory that its prompt and its answer need. Both are 0 if it may wait in the
+          engine for memory, as the first one.
+        """
+        limit = self.limit
+        if not limit.has_slot(requests):
+            return False
+        if limit.memory is None or self.held + self.outputs + prompt + output <= limit.memory:
+            return True
+        if self.held + prompt > limit.memory:
+            return False
+        now, refused = self.clock(), self.refused
+        if refused is not None and now < refused[0] and prompt >= refused[1] and output >= refused[2]:
+            return False
+        share = (self.unshared + self.shared) / self.context if self.context else 1.0
+        running: list[tuple[float, float]] = [(output, prompt)]
+        for each in self.running:
+            running.append(each.expected(now, share))
+        if peak_tokens(running) + self.peers.context <= limit.memory:
+            return True
+        self.refused = now + _REFUSED_SECONDS, prompt, output
+        return False
+
+    @property
     def under_way(self) -> tuple[int, float, float]:
         """The oldest prefill: its part of `streamed`, the seconds since it became the oldest, its predicted seconds."""
         oldest = next(iter(self.prefills), None)
@@ -89,6 +158,7 @@ class TargetLoad:
 
     def changed(self) -> None:
         """Notify the journal and the listeners of a change."""
+        self.refused = None
         if self.journal is not None:
             self.journal.add(self.slot)
         for on_change in self.on_change:
@@ -101,7 +171,18 @@ class Reservation:
     - `streamed`: its uncached tokens, if its first byte shows the end of the prefill; otherwise 0.
     """
 
-    __slots__ = ("_context", "_held", "_load", "_loads", "_number", "_pending", "streamed")
+    __slots__ = (
+        "_begun",
+        "_context",
+        "_held",
+        "_load",
+        "_loads",
+        "_number",
+        "_output",
+        "_pending",
+        "_unshared",
+        "streamed",
+    )
 
     def __init__(
         self,
@@ -113,6 +194,7 @@ class Reservation:
         streamed: bool = False,
         loads: bool = False,
         now: float | None = None,
+        output: float = 0.0,
     ) -> None:
         """Reserve a share of a load.
 
@@ -120,13 +202,20 @@ class Reservation:
         - `prefill_seconds`: the predicted seconds of the prefill; 0 if rates are not known.
         - `loads`: whether the target loads a part of the prompt from a pool or a peer.
         - `now`: the load's clock, if it was just read. The same holds for all methods.
+        - `output`: the expected tokens of its answer.
         """
         self._load = load
         self._pending = uncached
         self.streamed = uncached if streamed else 0
         self._context = context
         self._loads = int(loads)
+        self._unshared = context
+        self._output = int(output)
         self._held = True
+        if now is None:
+            now = load.clock()
+        # Without a visible first byte, the answer counts from the start.
+        self._begun: float | None = None if streamed else now
         if uncached:
             load.prompts += 1
         self._number = load.prompts
@@ -134,9 +223,13 @@ class Reservation:
         load.pending += uncached
         load.streamed += self.streamed
         load.context += context
+        load.unshared += context
+        load.outputs += self._output
+        load.running[self] = None
         load.loads += self._loads
         if not load.prefills:
-            load.head_since = load.clock() if now is None else now
+            load.head_since = now
+        load.paced_until = now + prefill_seconds / PREFILL_SHARE
         load.prefills[self] = prefill_seconds
         load.changed()
 
@@ -150,10 +243,33 @@ class Reservation:
         """True if this router sent no other prompt to the target since."""
         return self._load.prompts == self._number
 
+    def counts_elsewhere(self, tokens: int) -> None:
+        """Take tokens of its prompt out of `unshared`, because they count in `shared` until its release."""
+        if self._held:
+            self._unshared -= tokens
+            self._load.unshared -= tokens
+
+    def expected(self, now: float, share: float) -> tuple[float, float]:
+        """Return the tokens that are left of its answer, and those that it holds. `share`: of its prompt, that counts.
+
+        An answer that exceeds its expected length is expected to generate a quarter of it again.
+        """
+        seconds = self._load.limit.token_seconds
+        done = 0.0
+        if seconds and self._begun is not None:
+            done = min((now - self._begun) / seconds, _LONGEST * self._output)
+        return max(self._output - done, self._output / 4), share * self._context + done
+
+    def answered(self, output: int, seconds: float) -> None:
+        """Learn the speed of the target's answers from one of `output` tokens, generated in a number of seconds."""
+        if output > 1:
+            self._load.limit.generated(seconds / (output - 1))
+
     def first_byte(self, now: float | None = None) -> None:
         """Release the share of the prefill, because it is done."""
         load = self._load
         if self in load.prefills:
+            self._begun = load.clock() if now is None else now
             self._end_prefill(load, now)
             load.changed()
             for on_first_byte in load.on_first_byte:
@@ -169,6 +285,9 @@ class Reservation:
             self._end_prefill(load, now)
         load.requests -= 1
         load.context -= self._context
+        load.unshared -= self._unshared
+        load.outputs -= self._output
+        del load.running[self]
         load.changed()
         for on_ended in load.on_ended:
             on_ended()
@@ -229,11 +348,12 @@ class LoadTable:
             load.peers = self.peers_of(worker, dp_rank)
             self.journal.add(load.slot)
 
-    def scraped(self, worker: str, dp_rank: int, engine: EngineView) -> None:
-        """Set the load that the engine of a DP rank reports."""
+    def scraped(self, worker: str, dp_rank: int, engine: EngineView, capacity: int | None = None) -> None:
+        """Set the load that the engine of a DP rank reports. `capacity`: the tokens that its KV cache holds."""
         load = self._loads.get((worker, dp_rank))
         if load is not None:
             load.engine = engine
+            load.limit.read(engine, capacity, load.held + load.outputs, self._clock())
             self.journal.add(load.slot)
 
     def in_flight(self) -> list[tuple[str, int]]:

@@ -361,3 +361,4 @@ class RequestTiming:
         rates = self.learned.rates.learner(chosen.target.worker, chosen.target.model)
         rates.decode_seen(output_tokens - 1, chosen.requests + 1, context, now - self.begun, now)
         self.learned.outputs.seen(chosen.target.model, output_tokens)
+        self.reservation.answered(output_tokens, now - self.begun)

@@ -12,6 +12,7 @@ from router.cache_state.hit_audit import HitAudit
 from router.cache_state.in_flight_prefixes import InFlightPrefixes
 from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.fleet import Fleet
+from router.load.running_prompts import RunningPrompts
 from router.load.target_load import LoadTable
 from router.policies import policy_named
 from router.policies.rates import Rates
@@ -87,6 +88,7 @@ def build_state(
         sharing,
         sources=sources,
         pulls=pulls,
+        running=RunningPrompts() if settings.admission.requests == "auto" else None,
     )
 
 

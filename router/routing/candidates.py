@@ -1,4 +1,7 @@
-"""The candidates of a request: the targets that may receive it, with their load and their overlap."""
+"""The candidates of a request: the targets that may receive it, with their load and their overlap.
+
+One file, because what is excluded and what is found of a prompt share the rows of one view.
+"""
 
 from __future__ import annotations
 
@@ -359,9 +362,7 @@ class CandidateFinder:
         for worker in excluded:
             rows.update([rank.row for rank in targets.of_worker.get(worker, [])])
         if not limits.unlimited:
-            rows.update(
-                [row for row in range(len(view.records)) if not self._has_capacity(targets, view, row, prompt, limits)]
-            )
+            rows.update(self._without_capacity(targets, view, prompt, limits))
         open_rows = 0
         for worker in unsettled:
             ranks = [rank for rank in targets.of_worker[worker] if rank.row not in rows]
@@ -375,13 +376,15 @@ class CandidateFinder:
                 rows.update([rank.row for rank in ranks])
         return rows if len(rows) + open_rows < len(targets.ranks) else None
 
-    def _has_capacity(
-        self, targets: ModelTargets, view: LoadView, row: int, prompt: RoutedRequest, limits: Limits
-    ) -> bool:
-        rank, record = targets.ranks[row], view.records[row]
-        if rank.weight == 1 and not limits.closed:
-            return limits.has_capacity(record.requests, record.context, prompt.tokens)
-        return self._capacity.has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
+    def _without_capacity(
+        self, targets: ModelTargets, view: LoadView, prompt: RoutedRequest, limits: Limits
+    ) -> list[int]:
+        """Return the rows whose targets have no capacity for a request."""
+        demand, has_capacity, ranks = self._capacity.demand(prompt), self._capacity.has_capacity, targets.ranks
+        each_row = limits.requests is not None or limits.tokens is not None or limits.paced or bool(limits.closed)
+        if not each_row and demand.tokens + max(map(demand.output, targets.served), default=0) <= view.always_fits:
+            return [row for row in view.tight if not has_capacity(ranks[row], limits, demand)]
+        return [rank.row for rank in ranks if not has_capacity(rank, limits, demand)]
 
     def _usable(
         self,
@@ -395,21 +398,21 @@ class CandidateFinder:
         """Return the ranks that may receive a request now, from a check of each."""
         workers = without(targets.workers, excluded)
         owners = [each for each in workers if each.url == owner] if owner else []
-        has_capacity = self._capacity.has_capacity
+        has_capacity, demand = self._capacity.has_capacity, self._capacity.demand(prompt)
 
         def any_rank_has_capacity(worker: Worker) -> bool:
-            return any(has_capacity(worker, dp_rank, limits, prompt.tokens) for dp_rank in worker.ranks())
+            return any(has_capacity(rank, limits, demand) for rank in targets.of_worker[worker])
 
         unlimited = limits.unlimited and not full
         ranks = targets.usable(owners or choosable(workers, self._random, None if unlimited else any_rank_has_capacity))
         if unlimited:
             return ranks
-        return [rank for rank in ranks if has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)]
+        return [rank for rank in ranks if has_capacity(rank, limits, demand)]
 
     def scraped(self, worker: Worker) -> None:
         """Read a worker's load again, because its metrics were read."""
         for dp_rank in worker.ranks():
-            self._load.scraped(worker.url, dp_rank, worker.metrics.get(dp_rank))
+            self._load.scraped(worker.url, dp_rank, worker.metrics.get(dp_rank), worker.capacity_tokens)
         if worker.metrics.caches_prefixes:
             self._overlaps.uncached.discard(worker.url)
         else:

@@ -7,10 +7,11 @@ Time alone changes a row as well, by silent engines and by evictions. So all row
 from __future__ import annotations
 
 from math import exp
+from sys import maxsize
 from typing import Final
 
 from indexer.index import Index
-from router.load.target_load import LoadTable
+from router.load.target_load import LoadTable, TargetLoad
 from router.policies import Candidate, CostColumns, LinearPolicy
 from router.prediction.learned import Learned
 from router.routing.ranks import RoutableRank
@@ -23,6 +24,8 @@ _PRICE_CHANGE = 0.05
 # The least price of evictions, which only decides between equal targets: so prompts go where there is room.
 _LEAST_PRICE: Final = 0.001
 HORIZON: Final = 60.0
+# The share of a target's limit in use from which each request is compared with what is left.
+_TIGHT: Final = 0.75
 # The weight of the first ten seconds in an average over `HORIZON` seconds.
 _LEAST_OBSERVED: Final = 1 - exp(-10.0 / HORIZON)
 
@@ -60,6 +63,8 @@ class LoadView:
     - `records`: the ranks as candidates without a prompt. All requests share them, so they are never changed.
     - `columns`: the costs of a linear policy.
     - `prefilling`: the rows whose targets have prompts to compute.
+    - `tight`: the rows whose targets have used more than three quarters of their limit.
+    - `always_fits`: the tokens of memory that all other targets have left.
     """
 
     def __init__(
@@ -86,6 +91,8 @@ class LoadView:
         self.records = [Candidate(rank.target) for rank in ranks]
         self.columns = CostColumns(len(ranks))
         self.prefilling: set[int] = set()
+        self.tight: set[int] = set()
+        self.always_fits = maxsize
         self._prefill_share = prefill_share
 
     def update(self, now: float) -> None:
@@ -119,6 +126,7 @@ class LoadView:
             self._prefill_share.see(len(self.prefilling) / rows, now)
 
     def _read_all(self) -> None:
+        self.always_fits = maxsize
         for row in range(len(self._ranks)):
             self._read(row, anew=True)
         self._swept = len(self._ranks)
@@ -155,6 +163,7 @@ class LoadView:
             self.prefilling.add(row)
         else:
             self.prefilling.discard(row)
+        self._read_limit(row, load, record.requests)
         if self._policy is not None:
             columns = self.columns
             columns.fixed[row], columns.per_token[row], columns.shares[row] = self._policy.line(record)
@@ -165,6 +174,18 @@ class LoadView:
         if rank.capacity and self._pressure.observes(rank.target):
             rank.fill = min(self._index.held(rank.target) / rank.capacity, 1.0)
         return max(rank.fill - self._least_fill, 0.0)
+
+    def _read_limit(self, row: int, load: TargetLoad, requests: int) -> None:
+        """Note whether a row's target has used most of its limit."""
+        slots, memory = load.limit.slots, load.limit.memory
+        tight = slots is not None and requests > slots * _TIGHT
+        if memory is not None:
+            tight |= load.held + load.outputs > memory * _TIGHT
+            self.always_fits = min(self.always_fits, int(memory * (1 - _TIGHT)))
+        if tight:
+            self.tight.add(row)
+        else:
+            self.tight.discard(row)
 
     def _eviction(self, rank: RoutableRank) -> float:
         """Return the price of an eviction on a rank: 0 while it has room."""

@@ -42,6 +42,7 @@ class Placement:
         self._sent_prefixes = state.sent_prefixes
         self._audit = state.audit
         self._sharing = state.sharing
+        self._running = state.running
 
     def place(self, prompt: RoutedRequest, excluded: Collection[Worker] = ()) -> Assignment:
         """Choose a target for a request, whatever the load, then reserve and record it. Raises RequestError (503)."""
@@ -96,6 +97,10 @@ class Placement:
                 seconds = self._learned.rates.prefill_seconds(
                     worker.url, target.model, tokens, reused, chosen.requests, chosen.context
                 )
+        output = 0.0
+        if decodes and self._running is not None:
+            expected = self._learned.outputs.expected(target.model, prompt.max_tokens, prompt.announced_output)
+            output = expected * prompt.answers
         prediction = selection.prediction
         whole = prompt.streamed and computes and decodes
         if prediction is None and now >= self._predictions.due and whole and needs_prompts:
@@ -104,7 +109,14 @@ class Placement:
         visible = whole or not decodes
         source = chosen.source if computes else None
         reservation = Reservation(
-            load, uncached, prompt.tokens, seconds, streamed=visible, loads=source is not None, now=now
+            load,
+            uncached,
+            prompt.tokens,
+            seconds,
+            streamed=visible,
+            loads=source is not None,
+            now=now,
+            output=output,
         )
         work = load.pending
         if self._sharing.channels:
@@ -176,6 +188,10 @@ class Placement:
         chosen, target, hashes = selection.decision.chosen, selection.rank.target, selection.hashes
         if not hashes:
             return
+        load = selection.rank.load
+        if self._running is not None and len(hashes) == 1 and load.limit.memory is not None:
+            running = self._running.hold(load, target, hashes[0], assignment.reservation)
+            assignment.on_release.append(running)
         if len(hashes) == 1 and decodes:
             source = chosen.source
             price = 0.0 if source is None else source.own_load / source.tokens

@@ -6,9 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from indexer import Target
-from router.cache_state.in_flight_prefixes import chunk_root
+from router.apis.requests import RoutedRequest
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, chunk_root
 from router.fleet.worker import Worker
+from router.load.running_prompts import RunningPrompts
 from router.load.target_load import LoadTable, TargetLoad
+from router.prediction.learned import OutputLengths
 from router.routing.late_binding import is_busy
 
 
@@ -62,15 +65,26 @@ class Limits:
     """The most that a target of weight 1 may have in flight. None: no limit. Requests above it wait in the router.
 
     - `closed`: the workers and DP ranks that may not receive the request, because they have no room for its session.
+    - `computed`: whether each target also has the limit that its engine can run at once (`TargetLimit`).
+    - `lenient`: whether a target may also receive the first request that does not fit beside the others, because no
+      request waits in the router. It waits in the engine, and begins there at once when memory is free.
+    - `paced`: whether targets compute prompts for a part of the time only, because the fleet refuses requests anyway.
     """
 
     requests: int | None = None
     tokens: int | None = None
     closed: Collection[tuple[str, int]] = ()
+    computed: bool = False
+    lenient: bool = False
+    paced: bool = False
     unlimited: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.unlimited = self.requests is None and self.tokens is None and not self.closed
+        self.unlimited = self.requests is None and self.tokens is None and not self.closed and not self.computed
+
+    def without(self, closed: Collection[tuple[str, int]]) -> Limits:
+        """Return the limits of a request that some DP ranks may not receive."""
+        return Limits(self.requests, self.tokens, closed, self.computed, self.lenient, self.paced)
 
     def has_capacity(self, requests: float, context: float, tokens: int) -> bool:
         """Return whether a target, with these requests that hold `context` tokens, may receive one more prompt.
@@ -88,23 +102,91 @@ NO_LIMITS = Limits()
 UNLIMITED = Limits()
 
 
+class Demand:
+    """The KV memory that a request needs on a target: for its prompt and its expected answer, in tokens."""
+
+    def __init__(self, prompt: RoutedRequest, learned: OutputLengths, running: RunningPrompts | None) -> None:
+        self.tokens = prompt.tokens
+        self._prompt = prompt
+        self._learned = learned
+        self._running = running
+        self._output: dict[str, int] = {}  # by model
+        self._shared: dict[ServedModel, dict[Target, int]] = {}
+
+    def output(self, served: ServedModel) -> int:
+        """Return the tokens that its answer needs."""
+        output = self._output.get(served.model)
+        if output is None:
+            prompt = self._prompt
+            expected = self._learned.expected(served.model, prompt.max_tokens, prompt.announced_output)
+            output = self._output[served.model] = int(expected * prompt.answers)
+        return output
+
+    def fits(self, rank: RoutableRank, requests: float, lenient: bool) -> bool:
+        """Return whether it can run on a rank beside a number of requests. `lenient`: as in `Limits`."""
+        load, output = rank.load, self.output(rank.served)
+        if lenient:
+            return load.fits(requests, 0, 0)
+        if load.fits(requests, self.tokens, output):
+            return True
+        return load.limit.has_slot(requests) and load.fits(requests, self._unshared(rank), output)
+
+    def _unshared(self, rank: RoutableRank) -> int:
+        """Return the tokens of its prompt that it does not share with requests that run on a rank."""
+        served, prompt = rank.served, self._prompt
+        shared = self._shared.get(served)
+        if shared is None:
+            shared = self._shared[served] = {}
+            if self._running is not None and len(prompt.identities) == 1:
+                root = served.root_of(prompt.cache_salt)
+                shared = self._running.overlaps(prompt.identities[0].all_hashes(root, CHUNK_TOKENS))
+                self._shared[served] = shared
+        return self.tokens - shared.get(rank.target, 0)
+
+
 class TargetCapacity:
     """The capacity that targets have left. The load of other routers counts, and a worker's weight scales it."""
 
-    def __init__(self, load: LoadTable) -> None:
+    def __init__(self, load: LoadTable, learned: OutputLengths, running: RunningPrompts | None) -> None:
         self._load = load
+        self._learned = learned
+        self._running = running
 
-    def has_capacity(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
-        """Return whether a DP rank may receive one more prompt of `tokens` tokens."""
+    def demand(self, prompt: RoutedRequest) -> Demand:
+        """Return what a request needs."""
+        return Demand(prompt, self._learned, self._running)
+
+    def has_capacity(self, rank: RoutableRank, limits: Limits, demand: Demand) -> bool:
+        """Return whether a rank may receive one more request."""
+        worker, load = rank.worker, rank.load
         if limits is not NO_LIMITS and worker.health.full:
             return False
         if limits.unlimited:
             return True
-        if (worker.url, dp_rank) in limits.closed:
+        if (worker.url, rank.target.dp_rank) in limits.closed:
             return False
+        requests = load.requests + load.peers.requests + worker.metrics.get(rank.target.dp_rank).unseen
+        if limits.computed and requests and not demand.fits(rank, requests, limits.lenient):
+            return False
+        if limits.paced and load.is_paced(load.clock()):
+            return False
+        context = load.context + load.peers.context
+        return limits.has_capacity(requests / rank.weight, context / rank.weight, demand.tokens)
+
+    def at_limits(self, worker: Worker, dp_rank: int, limits: Limits) -> bool:
+        """Return whether a DP rank may receive no further request, however short."""
+        if worker.health.full:
+            return True
         load, weight = self._load.of(worker.url, dp_rank), worker.settings.weight
         requests = load.requests + load.peers.requests + worker.metrics.get(dp_rank).unseen
-        return limits.has_capacity(requests / weight, (load.context + load.peers.context) / weight, tokens)
+        if limits.computed and requests and not load.fits(requests, 1, 0):
+            return True
+        return not limits.has_capacity(requests / weight, (load.context + load.peers.context) / weight, 1)
+
+    def opens_at(self, ranks: Sequence[RoutableRank]) -> float | None:
+        """Return when the first of the paced ranks may receive a prompt again; None if none is paced."""
+        paced = [rank.load.paced_until for rank in ranks if rank.load.is_paced(rank.load.clock())]
+        return min(paced, default=None)
 
     def prefill_busy(self, rank: RoutableRank, crowded: bool) -> bool:
         """Return whether late binding holds requests for a rank. `crowded`: more requests wait than it has targets."""

@@ -53,7 +53,7 @@ class Selector:
         self._policy = policy
         self._custom = state.policy.custom
         self._directory = TargetDirectory(state.fleet, state.load)
-        self._capacity = TargetCapacity(state.load)
+        self._capacity = TargetCapacity(state.load, state.learned.outputs, state.running)
         self._candidates = CandidateFinder(state, self._directory, self._capacity, random)
         self.pairs = PairRules(disaggregation, state.fleet, random)
         self._disaggregated = DisaggregatedSelector(state, self._candidates, disaggregation, slo_miss_cost, self.pairs)
@@ -73,7 +73,7 @@ class Selector:
 
         Raises RequestError: 404 for a model that no worker serves, 503 if no worker is left.
         """
-        by_load = not self._state.needs_prompts and limits.unlimited
+        by_load = not self._state.needs_prompts and (limits.unlimited or limits.computed)
         if now is None:
             now = self._clock()
         if not by_load and now >= self._learned.evictions_due:
@@ -179,18 +179,22 @@ class Selector:
         router.
         """
         computing = selection.prefill or selection
-        if not self._is_busy(computing, crowded=True):
+        if not self._is_busy(computing, limits, crowded=True):
             return selection
         if selection.prefill is not None and waiting > computing.decision.count:
             return selection  # queues of prefill workers show in the cost, so that decode workers help
         sooner = self._sooner(prompt, selection, excluded, limits)
-        if sooner is None and self._is_busy(computing, crowded=waiting > computing.decision.count):
+        if sooner is None and self._is_busy(computing, limits, crowded=waiting > computing.decision.count):
             return None
         return sooner or selection
 
-    def _is_busy(self, selection: Selection, crowded: bool) -> bool:
-        """Return whether the selected target is busy with prefills, and the request has another target to wait for."""
-        return selection.decision.count > 1 and self._capacity.prefill_busy(selection.rank, crowded)
+    def _is_busy(self, selection: Selection, limits: Limits, crowded: bool) -> bool:
+        """Return whether the selected target is busy with prefills, so that the request should wait.
+
+        Without computed limits, a request waits only if it has another target to wait for.
+        """
+        may_wait = limits.computed or selection.decision.count > 1
+        return may_wait and self._capacity.prefill_busy(selection.rank, crowded)
 
     def _sooner(
         self, prompt: RoutedRequest, selection: Selection, excluded: Collection[Worker], limits: Limits
@@ -219,9 +223,9 @@ class Selector:
         """Return the targets of a request's name."""
         return self._directory.of(prompt.name).ranks
 
-    def has_capacity(self, worker: Worker, dp_rank: int, limits: Limits, tokens: int) -> bool:
-        """Return whether a DP rank may receive one more prompt of `tokens` tokens."""
-        return self._capacity.has_capacity(worker, dp_rank, limits, tokens)
+    def at_limits(self, worker: Worker, dp_rank: int, limits: Limits) -> bool:
+        """Return whether a DP rank may receive no further request, however short."""
+        return self._capacity.at_limits(worker, dp_rank, limits)
 
     def any_has_capacity(
         self, prompt: RoutedRequest, excluded: Collection[Worker], limits: Limits, waiting: int | None = None
@@ -231,13 +235,31 @@ class Selector:
         `waiting`: the requests that wait in the router; None if late binding holds no requests.
         """
         ranks = [rank for rank in self._directory.of(prompt.name).ranks if rank.worker not in excluded]
-        late_binding = waiting is not None and len(ranks) > 1
+        late_binding = waiting is not None and (len(ranks) > 1 or limits.computed)
         crowded = waiting is not None and waiting > len(ranks)
+        demand = self._capacity.demand(prompt)
         return any(
-            self._capacity.has_capacity(rank.worker, rank.target.dp_rank, limits, prompt.tokens)
+            self._capacity.has_capacity(rank, limits, demand)
             and not (late_binding and self._capacity.prefill_busy(rank, crowded))
             for rank in ranks
         )
+
+    def is_saturated(
+        self, prompt: RoutedRequest, excluded: Collection[Worker], limits: Limits, waiting: int | None
+    ) -> bool:
+        """Return whether every target of a request is full or busy, and more requests wait than it has targets.
+
+        Without computed limits it is never known.
+        """
+        if not limits.computed:
+            return False
+        targets = len([rank for rank in self._directory.of(prompt.name).ranks if rank.worker not in excluded])
+        crowded = waiting is not None and waiting > targets
+        return crowded and targets > 0 and not self.any_has_capacity(prompt, excluded, limits, waiting)
+
+    def opens_at(self, prompt: RoutedRequest) -> float | None:
+        """Return when the first of a request's paced targets may receive a prompt again; None if none is paced."""
+        return self._capacity.opens_at(self._directory.of(prompt.name).ranks)
 
     def awaits_worker(self, prompt: RoutedRequest) -> bool:
         """Return whether a request may wait for the first worker of its model, or for the prefill worker it needs."""

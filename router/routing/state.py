@@ -17,6 +17,7 @@ from router.cache_state.hit_audit import HitAudit
 from router.cache_state.in_flight_prefixes import InFlightPrefixes
 from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.worker import Worker
+from router.load.running_prompts import RunningPrompts
 from router.load.target_load import LoadTable
 from router.policies import NamedPolicy
 from router.prediction.learned import Learned
@@ -107,6 +108,7 @@ class RoutingState:
     """The one state that the selector, the placement and the prompt reader work on.
 
     - `clock`: returns the time in seconds, for all parts.
+    - `running`: the memory of running prompts; None if no computed limit reads it.
     - `needs_prompts`: whether anything reads prompts: the policy, or a recording. If not, no prompt is tokenized.
     """
 
@@ -124,6 +126,7 @@ class RoutingState:
     pulls: Pulls | None = None
     responses: ResponseOwners = field(default_factory=ResponseOwners)
     turns: ResponseTurns = field(default_factory=ResponseTurns)
+    running: RunningPrompts | None = None
     needs_prompts: bool = field(init=False)
     transfers: TransferTimes = field(init=False)
     gate: Gate = field(init=False)

@@ -212,7 +212,7 @@ class UpstreamSettings(Section):
 class AdmissionSettings(Section):
     """When requests wait in the router, and how many may wait. Times are in seconds."""
 
-    requests: PositiveInt | None = None
+    requests: PositiveInt | Literal["auto"] | None = None
     tokens: PositiveInt | None = None
     late_binding: bool = True
     programs: Literal["auto", "off"] = "auto"

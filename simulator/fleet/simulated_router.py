@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
+from typing import Literal
 
 from router.admission.admission import Admission
 from router.cache_state.hit_audit import HitAudit
 from router.cache_state.in_flight_prefixes import InFlightPrefixes
 from router.cache_state.sent_prefixes import SentPrefixes
 from router.fleet.worker import Worker
+from router.load.running_prompts import RunningPrompts
 from router.load.target_load import LoadTable
 from router.policies import NamedPolicy, policy_named
 from router.policies.pairs import PairRule
@@ -54,6 +56,7 @@ class Side:
     """A router, by its name in tables.
 
     - `late_binding`: whether requests wait while the chosen worker is busy.
+    - `requests`: `admission.requests`.
     - `weights`: the settings of its policy; None for the defaults.
     - `sources`: whether it counts what workers can load from the pool and from peers.
     - `programs`: whether calls of sessions wait for room.
@@ -63,6 +66,7 @@ class Side:
     name: str
     policy: str
     late_binding: bool = False
+    requests: int | Literal["auto"] | None = None
     knowledge: Knowledge = Knowledge.EVENTS
     weights: PolicySettings | None = None
     slos: bool = False
@@ -152,13 +156,16 @@ def build_router(
     state = RoutingState(
         workers, index, policy, load, in_flight_prefixes, sent_prefixes, audit, learned, sharing, clock
     )
+    if side.requests == "auto":
+        state.running = RunningPrompts()
     if sources is not None and side.sources:
         peers = SimulatedPeers(index.held) if sources.pulls else None
         rates = LoadRates(clock=clock)
         state.sources = SourceFinder(pools, peers, learned.rates, rates=rates, random=Random(0))
     selector = Selector(state, DisaggregationSettings(), settings.missed_slo_cost, random)
     placement = Placement(state, selector)
-    admission_settings = AdmissionSettings(late_binding=side.late_binding, programs="auto" if side.programs else "off")
+    programs: Literal["auto", "off"] = "auto" if side.programs else "off"
+    admission_settings = AdmissionSettings(requests=side.requests, late_binding=side.late_binding, programs=programs)
     admission = Admission(selector, placement, admission_settings, policy.spec.late_binding, clock, state.gate)
     load.on_ended.append(admission.freed)
     if admission.late_binding:

@@ -78,8 +78,8 @@ def test_speculative_decoding_and_pools_are_detected(
 
 def test_unseen_requests_are_those_beyond_the_known_ones(metrics: EngineMetrics) -> None:
     metrics.read(VLLM, {0: 2, 1: 4})
-    assert metrics.get(0) == EngineView(unseen=3, waiting=2, kv_usage=0.25, queue=2)
-    assert metrics.get(1) == EngineView(unseen=0, waiting=0, kv_usage=0.5, queue=0)
+    assert metrics.get(0) == EngineView(unseen=3, waiting=2, kv_usage=0.25, queue=2, running=3)
+    assert metrics.get(1) == EngineView(unseen=0, waiting=0, kv_usage=0.5, queue=0, running=1)
     assert metrics.get(2) == NOTHING_KNOWN
 
 

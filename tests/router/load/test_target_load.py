@@ -106,10 +106,12 @@ def test_load_is_the_sum_over_unended_requests(requests: list[tuple[int, int, li
         else:
             reservations[number].first_byte()
             begun.add(number)
+        context = sum(context for number, (_, context, _) in enumerate(requests) if number not in ended)
         assert load == TargetLoad(
             sum(number not in ended for number in range(len(requests))),
             sum(uncached for number, (uncached, _, _) in enumerate(requests) if number not in begun | ended),
-            sum(context for number, (_, context, _) in enumerate(requests) if number not in ended),
+            context,
+            unshared=context,
         )
 
 

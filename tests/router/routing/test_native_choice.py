@@ -86,10 +86,8 @@ class Fixture:
             fleet, indexer, policy=policy, peer_load=self.peer_load, linger=2.0, clock=lambda: self.now
         )
         state = self.routing.state
-        finders = [
-            CandidateFinder(state, TargetDirectory(fleet, state.load), TargetCapacity(state.load), Random(1))
-            for _ in range(2)
-        ]
+        capacity = TargetCapacity(state.load, state.learned.outputs, state.running)
+        finders = [CandidateFinder(state, TargetDirectory(fleet, state.load), capacity, Random(1)) for _ in range(2)]
         self.native, self.in_steps = finders
         assert self.native.native is not None
         self.in_steps.native = None

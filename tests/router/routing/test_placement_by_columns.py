@@ -19,12 +19,14 @@ from router.load.load_messages import Kind, Message, RankLoad
 from router.policies import KvAware, Request, policy_named
 from router.routing.assignment import Assignment
 from router.routing.ranks import NO_LIMITS, Limits
-from router.settings import FleetSettings, PolicySettings, WorkerSettings
+from router.settings import AdmissionSettings, FleetSettings, PolicySettings, Settings, WorkerSettings
 from router.sharing import PeerLoad
 
 WORKERS = 150
 CAPACITY = 4096  # tokens of a worker's cache
 LIMITS = Limits(requests=3, tokens=600)
+COMPUTED = Limits(computed=True)
+SETTINGS = Settings(admission=AdmissionSettings(requests="auto"))
 
 
 class Fixture:
@@ -52,7 +54,7 @@ class Fixture:
         self.policy = policy.choose
         self.formula = policy_named(PolicySettings(), Random(0)).choose
         self.peer_load = PeerLoad(600.0, 2.0)
-        self.routing = make_routing(self.fleet, indexer, policy=policy, peer_load=self.peer_load)
+        self.routing = make_routing(self.fleet, indexer, SETTINGS, policy=policy, peer_load=self.peer_load)
         self.loads, self.learned = self.routing.state.load, self.routing.state.learned
 
     def choose_as_the_formula_does(self, prompt: RoutedRequest, excluded: list[Worker], limits: Limits) -> None:
@@ -70,7 +72,7 @@ class Fixture:
         for candidate in candidates:
             worker, rank = self.fleet.find(candidate.target.worker), candidate.target.dp_rank
             assert worker not in excluded
-            assert self.routing.selector.has_capacity(worker, rank, limits, prompt.tokens)
+            assert self.has_capacity(worker, rank, limits, prompt)
             load, peers = self.loads.of(worker.url, rank), self.peer_load.of(worker.url, rank)
             weight = worker.settings.weight
             engine = worker.metrics.get(rank)
@@ -79,6 +81,27 @@ class Fixture:
             assert candidate.context == round((load.context + peers.context) / weight)
         self._check_workers({candidate.target for candidate in candidates}, prompt, excluded, limits)
         assert selection.best_overlap == max(candidate.overlap for candidate in candidates)
+
+    def has_capacity(self, worker: Worker, dp_rank: int, limits: Limits, prompt: RoutedRequest) -> bool:
+        """Return whether a DP rank may receive a prompt, by a comparison of each amount."""
+        load, peers = self.loads.of(worker.url, dp_rank), self.peer_load.of(worker.url, dp_rank)
+        requests = load.requests + peers.requests + worker.metrics.get(dp_rank).unseen
+        if limits.computed and requests:
+            slots, memory = load.limit.slots, load.limit.memory
+            output = int(self.learned.outputs.expected(MODEL, None, None))
+            if slots is not None and requests > slots:
+                return False
+            # No answer has begun, so that all of them grow to their expected length.
+            needed = load.unshared + load.shared + peers.context + load.requests * output + prompt.tokens + output
+            if memory is not None and needed > memory:
+                (hashes,) = self.routing.selector.choose(prompt).hashes
+                shared = self.routing.state.running.overlaps(hashes).get(worker.target(dp_rank, MODEL), 0)
+                return needed - shared <= memory
+        weight = worker.settings.weight
+        if limits.requests is not None and requests / weight >= limits.requests:
+            return False
+        context = (load.context + peers.context) / weight
+        return limits.tokens is None or not requests or context + prompt.tokens <= limits.tokens
 
     def _check_workers(
         self, targets: set[Target], prompt: RoutedRequest, excluded: list[Worker], limits: Limits
@@ -91,7 +114,7 @@ class Fixture:
                     assert worker.target(rank, MODEL) not in targets
                 hangs = any(not health.circuit.closed for health in worker.health.ranks.values())
                 if worker in closed and worker.warming_since is None and not hangs:
-                    capable = self.routing.selector.has_capacity(worker, rank, limits, prompt.tokens)
+                    capable = self.has_capacity(worker, rank, limits, prompt)
                     assert (worker.target(rank, MODEL) in targets) is capable
 
 
@@ -122,7 +145,12 @@ def step(fixture: Fixture, random: Random, in_flight: list[Assignment], number: 
         case "rank" if worker.health.ranks:
             random.choice(list(worker.health.ranks.values())).circuit.open("it hangs")
         case "scrape":
-            worker.metrics.read(f'vllm:num_requests_running{{engine="0"}} {random.randrange(4)}\n', {})
+            running, queue, used = random.randrange(4), random.randrange(2), random.random()
+            sample = f'vllm:num_requests_running{{engine="0"}} {running}\n'
+            sample += (
+                f'vllm:num_requests_waiting{{engine="0"}} {queue}\nvllm:kv_cache_usage_perc{{engine="0"}} {used}\n'
+            )
+            worker.metrics.read(sample, {})
             for on_scrape in fixture.fleet.on_scrape:
                 on_scrape(worker)
         case "peer":
@@ -146,7 +174,7 @@ def test_selection_by_columns_equals_the_formula(indexer: Indexer) -> None:
     for number in range(300):
         step(fixture, random, in_flight, number)
         excluded = random.sample(fixture.fleet.workers, random.choice((0, 0, 1, 3)))
-        limits = random.choice((NO_LIMITS, NO_LIMITS, LIMITS))
+        limits = random.choice((NO_LIMITS, COMPUTED, LIMITS))
         fixture.choose_as_the_formula_does(prompt_of(random), excluded, limits)
     assert len(in_flight) > 10
 

@@ -1,0 +1,109 @@
+"""Full fleets in virtual time: the limit that computes itself, the order of the queue, refusals and the pace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+from statistics import median
+
+import pytest
+
+from router.policies.rates import Rates
+from router.settings import PolicyName
+from simulator.fleet.engine import Profile
+from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
+from simulator.fleet.simulated_router import OURS, Side
+from simulator.fleet.trace import TracedRequest
+
+BLOCK = 16
+PROFILE = Profile("small", Rates(0.01, 1e-4, 0.0, 0.0), 16_384, max_requests=64)
+HIGH = -1
+AUTO = replace(OURS, requests="auto")
+
+
+def request(number: int, arrival: float, tokens: int, output: int) -> TracedRequest:
+    """Return a request that shares no prefix with another. One in ten has high priority."""
+    ids = tuple(range(1000 * number, 1000 * number + (tokens + output) // BLOCK))
+    priority = 0 if number % 10 else HIGH
+    return TracedRequest(arrival, tokens, output, ids[: tokens // BLOCK], ids, str(number), priority=priority)
+
+
+def arrivals(rate: float, seconds: float, make: Callable[[int, float], TracedRequest]) -> list[TracedRequest]:
+    return [make(number, number / rate) for number in range(int(rate * seconds))]
+
+
+def long_answers(number: int, at: float) -> TracedRequest:
+    return request(number, at, 300, Random(number).randrange(400, 1000))
+
+
+def long_prompts(number: int, at: float) -> TracedRequest:
+    return request(number, at, 4000, Random(number).randrange(50, 150))
+
+
+def run(
+    side: Side, requests: Sequence[TracedRequest], workers: int = 1, profile: Profile = PROFILE
+) -> tuple[Simulation, list[Outcome]]:
+    simulation = Simulation(FleetSpec(profile, workers, profile.kv_tokens, BLOCK), side, Random(0))
+    return simulation, simulation.run(requests)
+
+
+def ttfts(outcomes: Sequence[Outcome], priority: int) -> list[float]:
+    return [each.begun - each.request.arrival for each in outcomes if each.request.priority == priority]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("policy", [PolicyName.KV_AWARE, PolicyName.ROUND_ROBIN])
+def test_full_memory_holds_requests_in_the_router_in_their_order(workers: int, policy: PolicyName) -> None:
+    side = replace(AUTO, policy=policy, late_binding=policy is PolicyName.KV_AWARE)
+    requests = arrivals(5.0 * workers, 120.0, long_answers)
+    simulation, outcomes = run(side, requests, workers)
+    refused = [each for each in outcomes if each.refused]
+    assert max(ttfts(outcomes, HIGH)) < 6.0  # an answer takes 10 s
+    assert refused
+    assert all(each.request.priority == 0 and each.retry_after for each in refused)
+    assert max(each.begun - each.request.arrival for each in outcomes if not each.refused) < 32.0
+    before, without = run(replace(side, requests=None), requests, workers)
+    assert max(ttfts(without, HIGH)) > 30.0
+    preemptions = [sum(engine.preemptions for engine in each.engines) for each in (simulation, before)]
+    assert preemptions[0] < preemptions[1] / 10
+
+
+def test_slots_are_found_and_one_request_waits_in_the_engine() -> None:
+    requests = arrivals(4.0, 90.0, long_answers)
+    profile = replace(PROFILE, max_requests=4)
+    simulation = Simulation(FleetSpec(profile, 1, profile.kv_tokens, BLOCK), AUTO, Random(0))
+    waiting: list[int] = []
+
+    def look() -> None:
+        if simulation.loop.time() < 90.0:
+            waiting.append(simulation.engines[0].waiting)
+            simulation.loop.call_later(0.5, look)
+
+    simulation.loop.call_later(45.0, look)
+    outcomes = simulation.run(requests)
+    assert set(waiting) <= {0, 1}
+    assert max(ttfts(outcomes[180:], HIGH)) < 15.0
+
+
+def test_answers_keep_their_speed_while_the_fleet_refuses_requests() -> None:
+    requests, profile = arrivals(5.0, 120.0, long_prompts), replace(PROFILE, kv_tokens=131_072)
+    _, outcomes = run(AUTO, requests, profile=profile)
+    _, without = run(OURS, requests, profile=profile)
+    assert median(token_seconds(outcomes)) < 1 / 3 * median(token_seconds(without))
+    assert max(ttfts(outcomes, HIGH)) < 3.0
+
+
+def test_fleet_below_saturation_is_served_as_without_limits() -> None:
+    requests = arrivals(1.5, 120.0, long_prompts)
+    served = [[(each.begun, each.ended) for each in run(side, requests, 2)[1]] for side in (AUTO, OURS)]
+    assert served[0] == served[1]
+
+
+def token_seconds(outcomes: Sequence[Outcome]) -> list[float]:
+    """Return the seconds of a token of each answer that began after a minute."""
+    return [
+        (each.ended - each.begun) / (each.request.output_tokens - 1)
+        for each in outcomes
+        if not each.refused and each.begun > 60.0
+    ]
