@@ -315,6 +315,12 @@ ADVICE: Final = {
         "one worker has most of the requests in flight, while others have few",
         "Look at the hottest prefixes on the page, at session ids that clients share, and at drained workers.",
     ),
+    "saturated": Advice(
+        Severity.WARNING,
+        "the workers of a model are full, and requests wait or are refused",
+        "Add workers, or lower the load. For slots, raise the engine's --max-num-seqs. For memory, give its KV cache "
+        "more. For prefill, add prefill workers.",
+    ),
     "sessions_move": Advice(
         Severity.WARNING,
         "sessions continue on another worker than before, and compute their prompts again",

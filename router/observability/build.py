@@ -12,6 +12,7 @@ from indexer import Indexer
 from indexer.api.metrics import IndexCollector, add_process_metrics
 from router.admission.admission import Admission
 from router.admission.admission_metrics import AdmissionMetrics, DemandCollector
+from router.admission.saturation import Saturation
 from router.fleet.fleet import Fleet
 from router.hooks.hooks import HookCollector, Hooks
 from router.observability.advice import advised
@@ -78,6 +79,7 @@ def build_observability(
     requests = RequestMetrics(registry)
     predictions = PredictionMetrics(registry)
     sessions = SessionObserver(fleet, state.gate, admission, state.clock)
+    saturation = Saturation(fleet, state.load, admission)
     for collector in (
         SharingCollector(sharing, fleet),
         IndexCollector(indexer),
@@ -88,6 +90,7 @@ def build_observability(
         DemandCollector(fleet, state.load, admission),
         SessionCollector(sessions),
         PairCollector(routing.selector.pairs),
+        saturation,
     ):
         registry.register(collector)
     if state.policy.custom is not None:
@@ -105,7 +108,7 @@ def build_observability(
         of_policy = custom.findings() if custom is not None else []
         of_fleet = findings(fleet, indexer, state.audit) + low_hits.findings(indexer.names.about)
         of_hooks = hooks.findings() if hooks is not None else []
-        of_parts = source.findings() + sharing.findings() + sessions.findings()
+        of_parts = saturation.findings() + source.findings() + sharing.findings() + sessions.findings()
         return advised(of_fleet + of_parts + of_policy + of_hooks)
 
     about = About(settings.policy.name, fleet, source)

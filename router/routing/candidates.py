@@ -211,6 +211,7 @@ class CandidateFinder:
         self._directory = directory
         self._index = state.indexer.index
         self._capacity = capacity
+        self._indexer = state.indexer
         self._fleet = state.fleet
         self._load = state.load
         self._peer_load = state.sharing.peer_load
@@ -410,9 +411,15 @@ class CandidateFinder:
         return [rank for rank in ranks if has_capacity(rank, limits, demand)]
 
     def scraped(self, worker: Worker) -> None:
-        """Read a worker's load again, because its metrics were read."""
+        """Read a worker's load again, because its metrics were read.
+
+        A model that keeps only the last tokens of prompts in some layers needs less memory than its prompts have
+        tokens. It is not known how much less, so its memory is no limit.
+        """
+        windowed = any(self._indexer.window(target) is not None for target in worker.targets)
+        capacity = None if windowed else worker.capacity_tokens
         for dp_rank in worker.ranks():
-            self._load.scraped(worker.url, dp_rank, worker.metrics.get(dp_rank), worker.capacity_tokens)
+            self._load.scraped(worker.url, dp_rank, worker.metrics.get(dp_rank), capacity)
         if worker.metrics.caches_prefixes:
             self._overlaps.uncached.discard(worker.url)
         else:

@@ -189,7 +189,8 @@ class Placement:
         if not hashes:
             return
         load = selection.rank.load
-        if self._running is not None and len(hashes) == 1 and load.limit.memory is not None:
+        caches = assignment.worker.metrics.caches_prefixes
+        if self._running is not None and len(hashes) == 1 and load.limit.memory is not None and caches:
             running = self._running.hold(load, target, hashes[0], assignment.reservation)
             assignment.on_release.append(running)
         if len(hashes) == 1 and decodes:
