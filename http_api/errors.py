@@ -65,9 +65,11 @@ _DROPPED = {
     "queue_full": b"rejected-saturated",
     "shed": b"rejected-saturated",
     "slo_not_met": b"rejected-saturated",
+    "working_set": b"rejected-ttl-expired",
     "queue_timeout": b"rejected-ttl-expired",
     "deadline_exceeded": b"rejected-ttl-expired",
     "no_worker_available": b"rejected-no-endpoints",
+    "saturated": b"rejected-saturated",
     "stopping": b"rejected-shutting-down",
 }
 

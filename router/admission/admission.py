@@ -151,7 +151,7 @@ class Admission:
             tried = ()  # all of these have stopped: one that answers again was restarted
         if ticket.sheddable and not cold and (self.queue.length or not has_capacity):
             ahead = self.queue.ahead_of(ticket.priority)
-            raise self.refusals.too_many("shed", prompt.name, ticket.slo, self.queue.length, ahead)
+            raise self.refusals.too_many("shed", prompt.name, ticket, self.queue.length, ahead)
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
             raise self.refusals.no_worker(prompt.name)
         now, loop = self._clock(), asyncio.get_running_loop()
@@ -250,12 +250,6 @@ class Admission:
     def saturated(self, worker: Worker, dp_rank: int) -> bool:
         """Return whether a DP rank is at its limits."""
         return self._selector.at_limits(worker, dp_rank, self.limits)
-
-    def freed(self) -> None:
-        """Count a request that ended anywhere, and let waiting requests choose again."""
-        self.refusals.rate.count()
-        if self.queue.length:
-            self.wake()
 
     def wake(self) -> None:
         """Let waiting requests choose again soon, once for all events until then."""
@@ -359,6 +353,7 @@ class Admission:
     ) -> Assignment:
         """Reserve a selection, and charge its session to the target."""
         assignment = self._placement.reserve(prompt, selection, now)
+        self.refusals.rate.count(ticket.priority)
         if ticket.call is not None and self._room is not None:
             self._room.sent(ticket.call, assignment)
         return assignment
@@ -484,7 +479,7 @@ class Admission:
 
     def _no_room(self, room: Room, request: WaitingRequest) -> RequestError:
         waiting = len(room)
-        retry_after = room.rate.seconds_for(waiting + 1, ROOM_SECONDS, round(ROOM_SECONDS))
+        retry_after = room.rate.seconds_for(request.priority, waiting, otherwise=ROOM_SECONDS)
         return self.refusals.no_room(request.name, request.ticket.slo, waiting, retry_after)
 
     def _may_be_later(self, request: WaitingRequest, slo: SLO) -> bool:
@@ -535,7 +530,7 @@ class Admission:
 
     def _too_many(self, code: str, request: WaitingRequest) -> RequestError:
         ahead = self.queue.ahead_of(request.priority)
-        return self.refusals.too_many(code, request.name, request.ticket.slo, self.queue.length, ahead)
+        return self.refusals.too_many(code, request.name, request.ticket, self.queue.length, ahead)
 
 
 def _is_ttft_missed(selection: Selection) -> bool:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from http_api.errors import RequestError
-from router.admission.ticket import deadline_error
+from router.admission.ticket import Ticket, deadline_error
 from router.prediction.slo import SLO, Prediction
 from router.routing.target_directory import unavailable
 
@@ -15,32 +15,41 @@ _RATE_SECONDS = 30.0
 _LONGEST_RETRY = 60
 
 
-class DrainRate:
-    """The rate at which requests end, over the last `window` seconds."""
+class AdmissionRate:
+    """The rate at which requests are placed, by priority, over the last `window` seconds.
 
-    def __init__(self, clock: Callable[[], float], window: float = _RATE_SECONDS) -> None:
+    - `longest`: the longest wait that it returns, in seconds.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], window: float = _RATE_SECONDS, longest: int = _LONGEST_RETRY
+    ) -> None:
         self._clock = clock
         self._window = window
-        self._before: deque[tuple[int, int]] = deque(maxlen=int(window))  # a second, requests ended in it
-        self._second = self._ended = 0  # the current second
+        self._longest = longest
+        self._placed: deque[tuple[int, dict[int, int]]] = deque(maxlen=int(window))  # a second, by priority
 
-    def count(self) -> None:
-        """Count a request that ended now."""
-        now = int(self._clock())
-        if now != self._second:
-            if self._ended:
-                self._before.append((self._second, self._ended))
-            self._second, self._ended = now, 0
-        self._ended += 1
+    def count(self, priority: int) -> None:
+        """Count a request that is placed now."""
+        second = int(self._clock())
+        if not self._placed or self._placed[-1][0] != second:
+            self._placed.append((second, {}))
+        placed = self._placed[-1][1]
+        placed[priority] = placed.get(priority, 0) + 1
 
-    def seconds_for(self, requests: int, otherwise: float, longest: int = _LONGEST_RETRY) -> int:
-        """Return the whole seconds in which this many requests end, from 1 to `longest`; `otherwise` if none ended."""
+    def seconds_for(self, priority: int, ahead: int, otherwise: float) -> int:
+        """Return the whole seconds, from 1 to `longest`, after which a request would be placed behind `ahead` others.
+
+        Requests of a higher priority keep their part of the places: only the others count. If these were all of a
+        higher priority, a request waits longest. `otherwise`: the seconds until any request was placed.
+        """
         now = self._clock()
-        known = [*self._before, (self._second, self._ended)]
-        recent = [(second, ended) for second, ended in known if second > now - self._window and ended]
-        ended = sum(ended for _, ended in recent)
-        seconds = requests * max(now - recent[0][0], 1.0) / ended if ended else otherwise
-        return _retry_after(seconds, longest)
+        recent = [each for each in self._placed if each[0] > now - self._window]
+        if not recent:
+            return _retry_after(otherwise, self._longest)
+        places = sum(count for _, placed in recent for known, count in placed.items() if known >= priority)
+        seconds = max(now - recent[0][0], 1.0)
+        return _retry_after((ahead + 1) * seconds / places, self._longest) if places else self._longest
 
 
 class Refusals:
@@ -50,7 +59,7 @@ class Refusals:
         """Create the refusals of one queue. `timeout`: the seconds that a request may wait in it."""
         self.on_refused: list[Callable[[str], None]] = []
         self.on_slo_refused: list[Callable[[str, SLO], None]] = []
-        self.rate = DrainRate(clock)
+        self.rate = AdmissionRate(clock)
         self._timeout = timeout
 
     def count(self, reason: str) -> None:
@@ -84,12 +93,13 @@ class Refusals:
             retry_after=retry_after,
         )
 
-    def too_many(self, code: str, name: str | None, slo: SLO | None, waiting: int, ahead: int) -> RequestError:
+    def too_many(self, code: str, name: str | None, ticket: Ticket, waiting: int, ahead: int) -> RequestError:
         """Return the error (429) for a full queue or a long wait. `ahead`: waiting requests that are served first."""
+        slo = ticket.slo
         self.count(code)
         if slo is not None:
             self._count_slo(name or "", slo)
-        retry_after = self.rate.seconds_for(ahead + 1, otherwise=self._timeout)
+        retry_after = self.rate.seconds_for(ticket.priority, ahead, otherwise=self._timeout)
         return RequestError(
             f"All workers are busy, and {waiting} requests wait. Try again in {retry_after} s.",
             status=429,

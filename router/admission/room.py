@@ -21,7 +21,7 @@ from typing import NamedTuple
 from sortedcontainers import SortedKeyList
 
 from indexer import Target
-from router.admission.refusals import DrainRate
+from router.admission.refusals import AdmissionRate
 from router.admission.ticket import Ticket, WaitingRequest, WaitReason
 from router.apis.requests import RoutedRequest
 from router.fleet.health import Attempt
@@ -60,7 +60,7 @@ class Room:
     """
 
     def __init__(self, gate: Gate, wake: Callable[[], None], clock: Callable[[], float]) -> None:
-        self.rate = DrainRate(clock, ROOM_SECONDS)
+        self.rate = AdmissionRate(clock, ROOM_SECONDS, round(ROOM_SECONDS))
         self._gate = gate
         self._wake = wake
         self._clock = clock
@@ -179,7 +179,7 @@ class Room:
             return
         self._remove(request)
         if placed:
-            self.rate.count()
+            self.rate.count(request.priority)
             if self._clock() >= request.since + OVERTAKING_SECONDS:
                 self._wake()  # the next one of its tenant is tried now
 

@@ -60,7 +60,7 @@ def subscribe_commands(commands: EngineCommands, routing: Routing, fleet: Fleet)
 def subscribe_admission(admission: Admission, routing: Routing, fleet: Fleet) -> None:
     """Wake the queue after every event by which a waiting request may find a place."""
     load, sharing = routing.state.load, routing.state.sharing
-    load.on_ended.append(admission.freed)
+    load.on_ended.append(admission.wake)
     load.on_first_byte.append(admission.wake)
     fleet.on_change.append(admission.wake)
     sharing.on_update.append(admission.wake)

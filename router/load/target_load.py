@@ -140,7 +140,7 @@ class TargetLoad:
         if refused is not None and now < refused[0] and prompt >= refused[1] and output >= refused[2]:
             return False
         share = (self.unshared + self.shared) / self.context if self.context else 1.0
-        running: list[tuple[float, float]] = [(output, prompt)]
+        running = [(float(output), float(prompt))]
         for each in self.running:
             running.append(each.expected(now, share))
         if peak_tokens(running) + self.peers.context <= limit.memory:
@@ -257,7 +257,7 @@ class Reservation:
         seconds = self._load.limit.token_seconds
         done = 0.0
         if seconds and self._begun is not None:
-            done = min((now - self._begun) / seconds, _LONGEST * self._output)
+            done = min((now - self._begun) / seconds, float(_LONGEST * self._output))
         return max(self._output - done, self._output / 4), share * self._context + done
 
     def answered(self, output: int, seconds: float) -> None:

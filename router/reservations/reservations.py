@@ -334,7 +334,7 @@ class Reservations:
         if selection is None:
             queue = self._admission.queue
             ahead = queue.ahead_of(ticket.priority)
-            raise self._admission.refusals.too_many("saturated", request.name, ticket.slo, queue.length, ahead)
+            raise self._admission.refusals.too_many("saturated", request.name, ticket, queue.length, ahead)
         return self._routing.placement.reserve(request, selection)
 
     def _forget(self, held: HeldReservation) -> None:

@@ -167,7 +167,7 @@ def build_router(
     programs: Literal["auto", "off"] = "auto" if side.programs else "off"
     admission_settings = AdmissionSettings(requests=side.requests, late_binding=side.late_binding, programs=programs)
     admission = Admission(selector, placement, admission_settings, policy.spec.late_binding, clock, state.gate)
-    load.on_ended.append(admission.freed)
+    load.on_ended.append(admission.wake)
     if admission.late_binding:
         load.on_first_byte.append(admission.wake)
     sharing.on_update.append(admission.wake)

@@ -296,7 +296,7 @@ async def test_bytes_of_waiting_bodies_are_bounded() -> None:
         assert (await requests.reply("small")).status == 200
 
 
-async def test_retry_after_follows_release_rate() -> None:
+async def test_retry_after_follows_the_rate_of_places() -> None:
     gate = Gate()
     gate.open(40)
     async with fleet(gate, admission=ONE_AT_A_TIME | {"queue": 1}) as (_, requests, _):

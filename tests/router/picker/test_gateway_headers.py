@@ -45,7 +45,9 @@ def test_empty_canonical_header_is_no_name() -> None:
     [
         ("queue_full", b"rejected-saturated"),
         ("shed", b"rejected-saturated"),
+        ("saturated", b"rejected-saturated"),
         ("slo_not_met", b"rejected-saturated"),
+        ("working_set", b"rejected-ttl-expired"),
         ("queue_timeout", b"rejected-ttl-expired"),
         ("deadline_exceeded", b"rejected-ttl-expired"),
         ("no_worker_available", b"rejected-no-endpoints"),
