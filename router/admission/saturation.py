@@ -1,4 +1,4 @@
-"""How full the targets of each model are, by stage and by cause: for metrics, autoscaling and the finding `saturated`.
+"""The saturation of each model's targets, by stage and by cause: for metrics, autoscaling and the finding `saturated`.
 
     memory    the tokens of KV memory that running requests need, of those that they may need. If they are not counted,
               because no limit is computed: the share of the KV cache in use that the engine reports
