@@ -81,7 +81,7 @@ class Fleet:
         self.admission = Admission(
             router.selector, router.placement, AdmissionSettings(queue=queue), True, now, self.gate
         )
-        router.state.load.on_ended.append(self.admission.freed)
+        router.state.load.on_ended.append(self.admission.wake)
         self.calls: list[Sent] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._numbers = count()

@@ -71,6 +71,7 @@ def test_memory_never_falls_below_half_of_the_capacity() -> None:
         limit.read(view(running=9, preemptions=preemptions), 1000, 0, 20.0 * preemptions)
         assert limit.memory is not None
         assert limit.memory >= 500
+    assert limit.memory is not None
     assert limit.memory < 600
 
 
