@@ -75,7 +75,7 @@ class ThunderAgent(Admission):
         - `shared`: blocks that several programs of a worker have are charged once.
         """
         super().__init__(router.selector, router.placement, AdmissionSettings(programs="off"), True, loop.time)
-        router.state.load.on_ended.append(self.freed)
+        router.state.load.on_ended.append(self.wake)
         router.state.load.on_first_byte.append(self.wake)
         self._loop = loop
         self._capacity = capacity

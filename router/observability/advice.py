@@ -1,6 +1,8 @@
 """The findings of the router and of the doctor: for each its severity, its meaning, and what to do.
 
 One cause is one finding: `advised` drops the consequences of another finding, and joins the ranks of a worker.
+
+One file, because it is a table of all findings.
 """
 
 from __future__ import annotations
