@@ -19,7 +19,7 @@ MODE_TABLE ?=
 PAIR_TABLE ?=
 
 .PHONY: audit fuzz release-check
-.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-engine-sglang test-alerts test-browser test-clients test-docs test-envoy test-helm test-install test-ray test-replicas test-same-choice test-transfer chart-docs docs-reference lint
+.PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-engine-sglang test-alerts test-browser test-clients test-docs test-dynamo test-envoy test-helm test-install test-ray test-replicas test-same-choice test-transfer chart-docs docs-reference lint
 .PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-instructions bench-light-load bench-overload bench-placement bench-policy bench-programs bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-realtime-flood bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
@@ -116,6 +116,10 @@ test-ray: .ray/installed
 	.ray/bin/pip install --quiet -e '.[dev]' 'ray[serve]==2.60.*' cachetools omegaconf
 	.ray/bin/pip download --quiet --no-deps --dest .ray verl==0.9.1
 	@touch $@
+
+# Dynamo's own selection service and the routes below /selection answer the same requests and events alike: two minutes.
+test-dynamo: .venv/installed .bench/dynamo/installed
+	$(BIN)/pytest -n 0 -m dynamo tests/end_to_end/test_dynamo_selection.py
 
 # The library, its HTTP routes and the proxy choose alike for 1,000 recorded requests.
 test-same-choice: .venv/installed native

@@ -149,7 +149,8 @@ class SelectionService:
         await self._prompt(asked)
         tokens = asked.token_ids or []
         size = self.workers.block_size(next(iter(members.of_worker)))
-        query = MatchQuery(asked.model_name, tokens, asked.lora_name, asked.cache_salt)
+        # One token more, because an engine never reuses the block with a prompt's last token.
+        query = MatchQuery(asked.model_name, [*tokens, 0], asked.lora_name, asked.cache_salt)
         held = {match.target: match.tiers for match in self._indexer.match(query)}
         workers = []
         for worker, member in members.of_worker.items():
@@ -162,8 +163,8 @@ class SelectionService:
                         "worker_id": member.id,
                         "dp_rank": dp_rank,
                         "device_blocks": gpu,
-                        "host_pinned_blocks": cpu,
-                        "disk_blocks": disk,
+                        "host_pinned_blocks": gpu + cpu,
+                        "disk_blocks": gpu + cpu + disk,
                         "host_pinned_extension_blocks": cpu,
                         "disk_extension_blocks": disk,
                         "shared_beyond_device_blocks": None,

@@ -22,6 +22,7 @@ from kvrouter.selection import Load, NoWorker, Prompt, Saturated, Selector, Stre
 from worker import PublisherConfig, Reporter
 
 IDLE = Load(0, 0, 0)
+TIERS = ("device", "host_pinned", "disk")
 
 
 def prompt(start: int = 0, tokens: int = 64, **fields: Any) -> Prompt:
@@ -90,6 +91,10 @@ async def test_events_of_a_worker_without_url_predict_its_overlap(selector: Sele
         async with asyncio.timeout(60):
             while await overlap() != 32:  # noqa: ASYNC110 - the stream has no event to await
                 await asyncio.sleep(0.01)
+            # Dynamo's counts include the last block of a prompt, and each tier those above it.
+            scores = await selector.service.overlap_scores({"model_name": "m", "token_ids": list(range(32))})
+            held = [[each[f"{tier}_blocks"] for tier in TIERS] for each in scores["workers"]]
+            assert held == [[2, 2, 2]]  # the other one is paused
             while (await selector.select(prompt())).decision.chosen.overlap:
                 selector.forget("b")  # again for each batch that was on its way
                 await asyncio.sleep(0.01)

@@ -32,8 +32,9 @@ PREFIX_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aw
 @pytest.fixture(scope="module", autouse=True)
 def served(cluster: None) -> Iterator[None]:  # noqa: ARG001
     serve.start(http_options={"host": "127.0.0.1", "port": 8123})
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line a request
+    logging.disable(logging.INFO)  # one line a request
     yield
+    logging.disable(logging.NOTSET)
     serve.shutdown()
 
 
@@ -105,10 +106,16 @@ async def choice_times() -> list[float]:
 
 
 async def status() -> dict[str, Any]:
-    """Return the load that the shared selector holds."""
-    actor = ray.get_actor("selector:agents:Engine", namespace="kvrouter")
-    found: dict[str, Any] = await actor.call.remote("status")
-    return found
+    """Return the load that the shared selector holds, as soon as its actor runs."""
+    for _ in range(300):
+        try:
+            actor = ray.get_actor("selector:agents:Engine", namespace="kvrouter")
+            found: dict[str, Any] = await actor.call.remote("status")
+        except (ray.exceptions.RayActorError, ValueError):
+            await asyncio.sleep(0.2)
+        else:
+            return found
+    raise AssertionError("The selector's actor does not run.")
 
 
 async def until_idle(replicas: int) -> dict[str, Any]:
