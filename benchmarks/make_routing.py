@@ -72,7 +72,7 @@ def make_routing(
         load,
         InFlightPrefixes(linger, clock),
         sent_prefixes,
-        HitAudit(indexer, sent_prefixes, settings.audit, clock=clock),
+        HitAudit(indexer, sent_prefixes, clock=clock),
         Learned(Rates(), clock),
         LoadSharing(load, peer_load or PeerLoad(5.0, 2.0, clock), []),
         clock,

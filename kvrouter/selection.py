@@ -27,7 +27,7 @@ from router.app.embedded_index import running_indexer
 from router.app.subscriptions import subscribe_admission, subscribe_routing
 from router.fleet.allowed_networks import AllowedNetworks
 from router.fleet.build import build_fleet
-from router.fleet.discovery import ServedModel
+from router.fleet.discovery import MOST_RANKS, ServedModel
 from router.fleet.event_streams import WorkerStreams
 from router.fleet.fleet import Fleet
 from router.fleet.prober import Prober
@@ -173,7 +173,7 @@ class Selector:
             self._fleet = fleet = build_fleet(settings, indexer)
             networks = AllowedNetworks(settings.fleet.allowed_networks, fleet.is_untrusted_host)
             session = await stack.enter_async_context(client_session(settings.upstream, networks))
-            cache_state = build_cache_state(settings, indexer)
+            cache_state = build_cache_state(indexer)
             tokenizers = Tokenizers(settings.tokenizer.threads, most_characters=settings.limits.characters)
             stack.push_async_callback(tokenizers.close)
             source = TokenizerSource(
@@ -197,7 +197,7 @@ class Selector:
                     await source.provide(worker, model)
 
             prober = Prober(fleet, settings.fleet, session, WorkerStreams(indexer, networks), provide)
-            self._declared = DeclaredWorkers(fleet, prober, _SOURCE, settings.fleet.max_ranks, provide)
+            self._declared = DeclaredWorkers(fleet, prober, _SOURCE, provide)
             catalogue = WorkerCatalogue(fleet, indexer, self._declared)
             self._service = SelectionService(indexer, routing, self._reservations, catalogue)
             subscribe_routing(routing, fleet)
@@ -251,8 +251,8 @@ class Selector:
 
         Raises ValueError, which names the wrong field.
         """
-        if not 1 <= dp_size <= self._settings.fleet.max_ranks:
-            raise ValueError(f"dp_size: {dp_size} is not from 1 to {self._settings.fleet.max_ranks}.")
+        if not 1 <= dp_size <= MOST_RANKS:
+            raise ValueError(f"dp_size: {dp_size} is not from 1 to {MOST_RANKS}.")
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity: {capacity} is less than 1 block.")
         await self._declared.upsert(

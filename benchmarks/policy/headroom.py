@@ -26,7 +26,7 @@ from router.policies.records import one_of_tied
 from router.policies.registry import PolicySpec
 from router.prediction.learned import Learned
 from router.prediction.slo import Prediction
-from router.settings import PolicyName, PolicySettings
+from router.settings import PolicyName
 from simulator.fleet.simulated_router import Side
 from simulator.fleet.trace import RequestSLO
 
@@ -61,8 +61,7 @@ class HeadroomSide(Side):
 
 def headroom_side(name: str, most: bool, slos_of: Mapping[str, RequestSLO | None]) -> HeadroomSide:
     """Return a router with this policy. The parameters are those of `HeadroomSide`."""
-    weights = PolicySettings(missed_slo_cost=0.0)
-    return HeadroomSide(name, PolicyName.KV_AWARE, weights=weights, slos=True, most=most, slos_of=slos_of)
+    return HeadroomSide(name, PolicyName.KV_AWARE, slos=True, slo_miss_cost=0.0, most=most, slos_of=slos_of)
 
 
 def _prediction(candidate: Candidate, request: Request, learned: Learned, load: LoadTable) -> Prediction:

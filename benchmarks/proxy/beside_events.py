@@ -114,7 +114,6 @@ def _settings(port: int, workers: Sequence[str], events: EventLoad) -> dict[str,
             for number, url in enumerate(workers)
         ],
         "models": {MODEL: {"tokenizer": str(BUNDLED_MODEL)}},
-        "events": {"catch_up_timeout": 0},
     }
 
 

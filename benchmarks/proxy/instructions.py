@@ -23,7 +23,6 @@ import typer
 from benchmarks.machine import python
 from benchmarks.ports import free_port
 from benchmarks.proxy.prompts import MODEL, PATH, STAMP, bodies
-from benchmarks.proxy.sides import UNJUDGED
 from benchmarks.proxy.workers import whole_workers
 from simulator.worker.settings import BUNDLED_MODEL
 
@@ -44,7 +43,6 @@ class _Counted:
             "server": {"port": self._port},
             "workers": [{"url": url} for url in workers],
             "models": {MODEL: {"tokenizer": str(BUNDLED_MODEL)}},
-            "audit": UNJUDGED,
         }
         config = folder / "config.json"
         config.write_text(json.dumps(settings))

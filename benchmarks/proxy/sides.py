@@ -24,8 +24,6 @@ from simulator.worker.settings import BUNDLED_MODEL
 ROUTER_CORE = INDEXER_CORE
 _FILL_SECONDS = 60.0
 ROUND_ROBIN, CACHE_AWARE = "round robin", "cache aware"
-# The workers report one length for all prompts. After this number of answers it counts as a wrong tokenizer.
-UNJUDGED = {"samples": 1_000_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +116,6 @@ class Kvrouter(Side):
                 for url, endpoint in zip(workers, endpoints, strict=True)
             ]
             settings["models"] = {MODEL: {"tokenizer": str(BUNDLED_MODEL)}}
-            settings["events"] = {"catch_up_timeout": 0}
-            settings["audit"] = UNJUDGED
         config = folder / f"{self.name}-{self.mode}.yaml".replace(" ", "-")
         config.write_text(json.dumps(settings))
         return [*self._python, "-m", "kvrouter", "serve", "--config", str(config)]

@@ -158,7 +158,7 @@ class LoadBalancer:
                 asyncio.timeout(fleet.probe_timeout),
                 aiohttp.ClientSession(middlewares=(refuse_redirects,)) as session,
             ):
-                return await describe_worker(session, settings, fleet, WorkerKey(server, settings))
+                return await describe_worker(session, settings, WorkerKey(server, settings))
         except (DiscoveryError, TimeoutError, ValueError) as error:
             log.warning("event streams not found, predicting the cache", server=server, reason=str(error))
             return None

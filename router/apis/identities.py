@@ -21,6 +21,14 @@ from typing import Any, Final, NamedTuple
 from router.apis.body_fields import SessionFields
 from router.http.headers import HeaderItems, Headers, whole_number
 
+_OWN_SESSION: Final = b"x-kvrouter-session-id"
+_PLAIN_SESSION: Final = b"x-session-id"
+_USER: Final = b"x-user-id"
+# Longer names are cut to this many characters.
+MAX_LENGTH: Final = 512
+# AIBrix's gateway writes a pod's address, at most an IPv6 one with its port, as base64.
+_LONGEST_ADDRESS: Final = 64
+
 
 class AgentNames(NamedTuple):
     """The headers of one sender, each list in its order of precedence."""
@@ -30,10 +38,6 @@ class AgentNames(NamedTuple):
     program: tuple[bytes, ...] = ()
     parent: tuple[bytes, ...] = ()
 
-
-_OWN_SESSION: Final = b"x-kvrouter-session-id"
-_PLAIN_SESSION: Final = b"x-session-id"
-_USER: Final = b"x-user-id"
 
 # Claude Code and Codex name the whole run in every request, and the agent or thread beside it.
 AGENT_NAMES: Final = (
@@ -67,11 +71,6 @@ _PROGRAMS: Final = tuple(name for names in AGENT_NAMES for name in names.program
 _ALL: Final = frozenset(
     [name for names in AGENT_NAMES for name in (*names.session, *names.program, *names.parent)] + [_USER]
 )
-
-# Longer names are cut to this many characters.
-MAX_LENGTH: Final = 512
-# AIBrix's gateway writes a pod's address, at most an IPv6 one with its port, as base64.
-_LONGEST_ADDRESS: Final = 64
 
 
 @dataclass(slots=True, init=False)

@@ -21,6 +21,8 @@ from indexer.native import native_core
 
 # Bodies of up to this many bytes are parsed directly: that is fast enough.
 LONG: Final = 64 * 1024
+_SPACE = re.compile(r"[ \t\n\r]*")
+_decode = json.JSONDecoder().raw_decode
 
 
 class OutlineField(NamedTuple):
@@ -61,10 +63,6 @@ def read_outline(body: bytes, most_values: int = sys.maxsize) -> Outline | None:
 def strict_json(text: bytes) -> Any:
     """Parse JSON that every parser reads alike. Raises ValueError for duplicate names, NaN and invalid text."""
     return jiter.from_json(text, allow_inf_nan=False, cache_mode="none", catch_duplicate_keys=True)
-
-
-_SPACE = re.compile(r"[ \t\n\r]*")
-_decode = json.JSONDecoder().raw_decode
 
 
 class SpliceError(ValueError):

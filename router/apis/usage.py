@@ -34,6 +34,8 @@ _NAMES = [
 ]
 _decode = json_reader(dict[str, Any])
 _decode_beginning = json.JSONDecoder().raw_decode
+_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+_LONGEST_EVENT = 2**20  # bytes; a longer event is not usage
 
 
 @dataclass(slots=True, init=False)
@@ -130,10 +132,6 @@ def _read(usage: dict[str, Any]) -> Usage | None:
 
 def _count(value: object) -> int | None:
     return value if type(value) is int and value >= 0 else None
-
-
-_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
-_LONGEST_EVENT = 2**20  # bytes; a longer event is not usage
 
 
 def with_include_usage(path: str, body: bytes) -> bytes | None:

@@ -10,10 +10,9 @@ from indexer.pools.mooncake import MooncakeMaster
 from indexer.pools.pool import PoolConfig, SharedPool
 from indexer.snapshot import SnapshotWriter, load_from_peer, load_snapshot
 from indexer.streams.bound import BindSettings
-from indexer.streams.sequence import SequenceSettings
 from kvevents.curve import load_key_pair
 from router.app.pool_follower import MooncakeFollower
-from router.settings import EventSettings, PoolSettings, Settings
+from router.settings import PoolSettings, Settings
 from router.sharing.worker_processes import WorkerProcesses
 
 
@@ -31,8 +30,7 @@ def running_indexer(settings: Settings, worker_processes: WorkerProcesses | None
     bindings = BindSettings(
         tuple(settings.events.bind), keys, settings.events.publisher_keys, bool(settings.server.token)
     )
-    sequence = _sequence(settings.events)
-    indexer = Indexer(index.secret, sequence=sequence, keys=keys, pools=[pool for _, pool in pools], bindings=bindings)
+    indexer = Indexer(index.secret, keys=keys, pools=[pool for _, pool in pools], bindings=bindings)
     saved = worker_processes.load_index(index.secret, settings.server.token) if worker_processes else []
     if not saved and index.snapshot:
         saved = load_snapshot(index.snapshot, index.secret)
@@ -77,7 +75,3 @@ def mooncake_master(settings: PoolSettings) -> MooncakeMaster:
     assert settings.master is not None
     assert settings.events is not None
     return MooncakeMaster(str(settings.master), settings.events, settings.most_keys, settings.interval)
-
-
-def _sequence(events: EventSettings) -> SequenceSettings:
-    return SequenceSettings(replay_timeout=events.replay_timeout, idle_check=events.idle_check)

@@ -7,6 +7,9 @@ import time
 from indexer import Indexer
 from router.fleet.fleet import Fleet
 
+# Longest wait at the start until the index knows the workers' caches.
+CATCH_UP_SECONDS = 5.0
+
 
 class Readiness:
     """The readiness of the router. It depends on the workers, and at first also on the index.
@@ -16,7 +19,9 @@ class Readiness:
     should receive no new ones.
     """
 
-    def __init__(self, fleet: Fleet, indexer: Indexer, patience: float, without_workers: bool = False) -> None:
+    def __init__(
+        self, fleet: Fleet, indexer: Indexer, patience: float = CATCH_UP_SECONDS, without_workers: bool = False
+    ) -> None:
         """Create the readiness of a fleet. `without_workers`: requests wait for the first worker, so none is needed."""
         self._fleet = fleet
         self._indexer = indexer

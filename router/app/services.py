@@ -16,7 +16,7 @@ from kvevents import EventSource
 from router.admission.admission import Admission
 from router.app import subscriptions
 from router.app.embedded_index import running_indexer
-from router.app.readiness import Readiness
+from router.app.readiness import CATCH_UP_SECONDS, Readiness
 from router.cache_state.prompt_noise import PromptNoise
 from router.cache_state.stored_prompts import StoredPrompts
 from router.fleet.allowed_networks import AllowedNetworks
@@ -95,7 +95,7 @@ async def running_services(
         fleet = build_fleet(settings, indexer)
         networks = AllowedNetworks(settings.fleet.allowed_networks, fleet.is_untrusted_host)
         session = await stack.enter_async_context(client_session(settings.upstream, networks))
-        cache_state = build_cache_state(settings, indexer)
+        cache_state = build_cache_state(indexer)
         tokenizers = Tokenizers(settings.tokenizer.threads, most_characters=settings.limits.characters)
         stack.push_async_callback(tokenizers.close)
         forwards = settings.proxy.forward_tokens is ForwardTokens.AUTO
@@ -139,7 +139,7 @@ async def running_services(
 
         reservations = Reservations(fleet, routing, admission, EXPIRY)
         stack.callback(reservations.close)
-        declared = DeclaredWorkers(fleet, watch.prober, DECLARED_SOURCE, settings.fleet.max_ranks, on_declared)
+        declared = DeclaredWorkers(fleet, watch.prober, DECLARED_SOURCE, on_declared)
         catalogue = WorkerCatalogue(fleet, indexer, declared, check_streams)
         selection = SelectionService(indexer, routing, reservations, catalogue)
 
@@ -159,7 +159,7 @@ async def running_services(
             await worker_processes.catch_up(fleet, catalogue.upsert)
         await watch.start()
         stack.push_async_callback(watch.stop)
-        await asyncio.to_thread(indexer.wait_until_caught_up, settings.events.catch_up_timeout)
+        await asyncio.to_thread(indexer.wait_until_caught_up, CATCH_UP_SECONDS)
         stack.push_async_callback(end_tasks, follow_sources(settings, file, session, fleet))
         registered_streams = RegisteredStreams(indexer, networks)
         stack.push_async_callback(end_tasks, [asyncio.create_task(registered_streams.run())])
@@ -182,7 +182,7 @@ async def running_services(
             admission,
             selection,
             observability,
-            Readiness(fleet, indexer, settings.events.catch_up_timeout, waits_for_workers),
+            Readiness(fleet, indexer, CATCH_UP_SECONDS, waits_for_workers),
             proxy,
             worker_processes,
             int(time.time()),

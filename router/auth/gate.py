@@ -35,6 +35,14 @@ _PRIVATE: Final = frozenset({"localhost", "local", "internal", "svc"})
 # Content types that a page may send to another site without a preflight (Fetch); curl sends the last one.
 _SIMPLE: Final = frozenset({b"text/plain", b"multipart/form-data"})
 _FORM: Final = b"application/x-www-form-urlencoded"
+# Replaces the port for requests over the Unix socket, by which the processes of one service communicate.
+PROCESS_SOCKET: Final = 0
+_MODELS = b"/v1/models/"
+# Unknown paths that are logged, and the characters of each.
+_MOST_LOGGED: Final = 64
+_LONGEST_LOGGED: Final = 128
+# Paths that load balancers request with any Host.
+_ANY_HOST = frozenset({"/health", "/liveness", "/ready", "/readiness", "/v1/models"})
 
 
 def is_loopback(host: str) -> bool:
@@ -106,16 +114,6 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-# Replaces the port for requests over the Unix socket, by which the processes of one service communicate.
-PROCESS_SOCKET: Final = 0
-_MODELS = b"/v1/models/"
-# Unknown paths that are logged, and the characters of each.
-_MOST_LOGGED: Final = 64
-_LONGEST_LOGGED: Final = 128
-# Paths that load balancers request with any Host.
-_ANY_HOST = frozenset({"/health", "/liveness", "/ready", "/readiness", "/v1/models"})
 
 
 class Admitted:

@@ -43,15 +43,13 @@ _WITHOUT_CACHE = frozenset({"/v1/models", "/v1/embeddings"})
 KEY_SUBPROTOCOL: Final = b"openai-insecure-api-key."
 _KEY_SUBPROTOCOL: Final = re.compile(rb"(?:^|,)\s*" + re.escape(KEY_SUBPROTOCOL) + rb"([^,\s]+)")
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+# SGLang's field for an adapter beside `model`: one name, or one for each prompt.
+ADAPTER = "lora_path"
 
 
 def hashed_key(key: str) -> str:
     """Return an API key's hash, in the form of the settings."""
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-# SGLang's field for an adapter beside `model`: one name, or one for each prompt.
-ADAPTER = "lora_path"
 
 
 class Bucket:

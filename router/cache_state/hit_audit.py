@@ -28,7 +28,6 @@ from indexer.targets import WorkerNames
 from router.apis.usage import Usage
 from router.cache_state.sent_prefixes import Retention, SentPrefixes
 from router.cache_state.target_audit import Basis, CachePrediction, DraftBlockCorrections, PredictionErrors, TargetAudit
-from router.settings import AuditSettings
 
 log = structlog.get_logger()
 
@@ -41,6 +40,10 @@ _EVENTS: Final = Basis.EVENTS
 _SENT_PREFIXES: Final = Basis.SENT_PREFIXES
 
 
+# Answers of a rank after which its predictions are judged, and the share of prompt tokens that may be predicted wrong
+# before predictions are corrected.
+_SAMPLES: Final = 32
+_TOLERANCE: Final = 0.1
 # This number of answers is enough to judge by, if their excess is far above the tolerance.
 _FEW_ANSWERS = 8
 # A target whose answers lack this share of the loadable tokens does not load.
@@ -79,17 +82,16 @@ class HitAudit:
         self,
         indexer: Streams,
         sent_prefixes: SentPrefixes,
-        settings: AuditSettings,
         names: WorkerNames | None = None,
         clock: Callable[[], float] = time.monotonic,
+        samples: int = _SAMPLES,
     ) -> None:
         self._clock = clock
         self.names = names or WorkerNames()
         self._indexer = indexer
         self._stream = indexer.stream  # bound once: every request calls it
         self._sent_prefixes = sent_prefixes
-        self._samples = settings.samples
-        self._tolerance = settings.tolerance
+        self._samples = samples
         self._audits: dict[Target, TargetAudit] = {}
         self.distrusted: set[Target] = set()
         self.draft_blocks = DraftBlockCorrections()
@@ -184,7 +186,7 @@ class HitAudit:
             elif own == cached and self._learn_draft_blocks(target, by_events, cached):
                 self._restart_judgement(audit)
                 return
-            drift = audit.add_event_error(by_events - own, usage.prompt, self._tolerance)
+            drift = audit.add_event_error(by_events - own, usage.prompt, _TOLERANCE)
             if drift is not None:
                 self._change_basis(target, audit, drift)
         if loads:
@@ -213,7 +215,7 @@ class HitAudit:
             audit.unexplained_tokens += unexplained
             audit.unexplained_errors.add(unexplained, prompt)
             errors = audit.unexplained_errors
-            audit.unexplained = errors.enough and errors.share > self._tolerance
+            audit.unexplained = errors.enough and errors.share > _TOLERANCE
 
     def _learn_retention(self, cache_prediction: CachePrediction, usage: Usage) -> None:
         """Learn from an answer how much its target keeps, and for how long."""
@@ -229,7 +231,7 @@ class HitAudit:
 
     def _change_basis(self, target: Target, audit: TargetAudit, drift: float) -> None:
         """Change the basis of a target's predictions if its answers require it. `drift`: the share of wrong tokens."""
-        right = drift <= self._tolerance
+        right = drift <= _TOLERANCE
         if right and (stream := self._stream(target)) is not None and stream.first_missing:
             self._indexer.agree(target)
         match audit.basis:
@@ -278,7 +280,7 @@ class HitAudit:
         differ = cache_prediction.tokens != usage.prompt
         audit.lengths_wrong += differ
         audit.length_errors.add(differ, 1)
-        if not audit.length_errors.enough or audit.lengths_differ == (audit.length_errors.share > self._tolerance):
+        if not audit.length_errors.enough or audit.lengths_differ == (audit.length_errors.share > _TOLERANCE):
             return
         audit.lengths_differ = not audit.lengths_differ
         share = round(audit.length_errors.share, 3)

@@ -21,6 +21,13 @@ from indexer.shared_prefixes import make_shared_prefixes
 
 # The tokens of a chunk: fewer than most engines' blocks have, so that rounding down to blocks loses no tokens.
 CHUNK_TOKENS: Final = 16
+# The seconds for which ended prompts without events are held, and the most prefixes of ended prompts.
+LASTING_SECONDS: Final = 600.0
+MAX_ENDED = 1 << 20
+# Targets without prompts are dropped once this many are known.
+_FEWEST_TARGETS: Final = 1024
+# Seconds that the prefix of an ended request counts as cached, until the events of its blocks arrive.
+LINGER_SECONDS: Final = 2.0
 
 
 def prompt_hashes(
@@ -40,19 +47,10 @@ def reusable_hashes(hashes: array[int], tokens: int) -> array[int]:
     return hashes[: max(tokens - 1, 0) // CHUNK_TOKENS]
 
 
-# The seconds for which ended prompts without events are held, and the most prefixes of ended prompts.
-LASTING_SECONDS: Final = 600.0
-MAX_ENDED = 1 << 20
-
-
 class ReleaseCallback(Protocol):
     """A callback for the end of a request. `failed`: its worker did not compute the prompt."""
 
     def __call__(self, failed: bool = False) -> None: ...
-
-
-# Targets without prompts are dropped once this many are known.
-_FEWEST_TARGETS: Final = 1024
 
 
 class HolderRows:
@@ -84,7 +82,9 @@ class InFlightPrefixes:
     - `evictions`: returns how many blocks of a target events have removed so far.
     """
 
-    def __init__(self, linger: float, clock: Callable[[], float] = time.monotonic, stride: int = 1) -> None:
+    def __init__(
+        self, linger: float = LINGER_SECONDS, clock: Callable[[], float] = time.monotonic, stride: int = 1
+    ) -> None:
         """Create the prefixes of no prompts. One in `stride` is held, until `linger` seconds after its request."""
         self._linger = linger
         self._clock = clock

@@ -25,6 +25,17 @@ from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, HolderRows
 
 # The most ends that are searched for a prefix, the latest first. Prefixes in use are among the latest.
 _MOST_SEARCHED = 256
+# The capacity of targets that do not report it: that of an 8-billion-parameter model on a GPU of 80 GB.
+DEFAULT_CAPACITY = 2**19
+# Predicted and reported tokens that differ by less count as equal: blocks differ from chunks, and text from tokens.
+_TOLERANCE_TOKENS = 128
+_TOLERANCE_SHARE = 0.1
+# Shorter prefixes teach nothing.
+_LEAST_TOKENS = 64
+# A bound that proved too low grows to at least these. From the longest, or the default capacity on, it is dropped.
+_LEAST_CHUNKS = 64
+_LEAST_SECONDS = 30.0
+_LONGEST_SECONDS = 86_400.0
 
 
 class Seen:
@@ -127,19 +138,6 @@ class RecentPrefixes:
             self._ends.move_to_end(before, last=False)
         del self._ends[end]
         self._prefixes.release(self.number, end)
-
-
-# The capacity of targets that do not report it: that of an 8-billion-parameter model on a GPU of 80 GB.
-DEFAULT_CAPACITY = 2**19
-# Predicted and reported tokens that differ by less count as equal: blocks differ from chunks, and text from tokens.
-_TOLERANCE_TOKENS = 128
-_TOLERANCE_SHARE = 0.1
-# Shorter prefixes teach nothing.
-_LEAST_TOKENS = 64
-# A bound that proved too low grows to at least these. From the longest, or the default capacity on, it is dropped.
-_LEAST_CHUNKS = 64
-_LEAST_SECONDS = 30.0
-_LONGEST_SECONDS = 86_400.0
 
 
 @dataclass(slots=True)

@@ -27,20 +27,14 @@ from router.fleet.hicache import hicache_layout
 from router.fleet.worker_keys import WorkerKey
 from router.http.client import connection_problem, read_answer
 from router.http.worker_url import host_of
-from router.settings import LONGEST_NAME, FleetSettings, Role, StreamSettings, WorkerSettings
-
-
-class Engine(StrEnum):
-    """The inference engine of a worker."""
-
-    VLLM = "vLLM"
-    SGLANG = "SGLang"
-    OTHER = "other"
-
+from router.settings import LONGEST_NAME, Role, StreamSettings, WorkerSettings
 
 _SGLANG_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 # Maximum context of a model in tokens, and KV cache of a rank in blocks, that are believed.
 _LONGEST_MODEL = 2**31
+# Names that a worker may list, with its adapters, and its event streams: its DP ranks, for each of its models.
+MOST_MODELS = 1000
+MOST_RANKS = 1024
 _MOST_BLOCKS = 2**40
 _CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _CACHE_FIELDS = (
@@ -49,11 +43,17 @@ _CACHE_FIELDS = (
 )
 _MISSING = msgspec.Raw()
 _TRUE = msgspec.Raw(b"true")
-
-
 _NO_ENGINE = "is this the URL of an engine?"
 # The owner of models in `/v1/models` of a kvrouter, and of a simulated worker.
 OWN_MODELS = "kvrouter"
+
+
+class Engine(StrEnum):
+    """The inference engine of a worker."""
+
+    VLLM = "vLLM"
+    SGLANG = "SGLang"
+    OTHER = "other"
 
 
 class DiscoveryError(Exception):
@@ -151,7 +151,6 @@ class _Card:
 async def describe_worker(
     session: aiohttp.ClientSession,
     worker: WorkerSettings,
-    limits: FleetSettings | None = None,
     key: WorkerKey | None = None,
 ) -> WorkerDescription:
     """Ask a worker for its description, which its settings override.
@@ -161,7 +160,7 @@ async def describe_worker(
     url = str(worker.url).rstrip("/")
     key = key or WorkerKey(worker.name or url, worker)
     name = key.name
-    client = _WorkerClient(session, url, limits or FleetSettings(), key)
+    client = _WorkerClient(session, url, key)
     try:
         cards = client.cards(await client.get("/v1/models"))
         if all(card.may_be_router for card in cards) and await client.is_router():
@@ -196,9 +195,8 @@ async def describe_worker(
 class _WorkerClient:
     """The HTTP client of one worker, with the fields of its answers that could not be used."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, limits: FleetSettings, key: WorkerKey) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, key: WorkerKey) -> None:
         self.host = host_of(url)
-        self.limits = limits
         self.key = key
         self.fields = ReportedFields()
         self._session = session
@@ -209,7 +207,7 @@ class _WorkerClient:
         async with self._session.get(self._url + path, headers=self.key.headers, allow_redirects=False) as response:
             self.key.record_status(path, response.status)
             response.raise_for_status()
-            return await read_answer(response, self.limits.max_answer_bytes)
+            return await read_answer(response)
 
     async def get_if_there(self, path: str) -> bytes | None:
         """Return the body at a path; None if it does not exist. Raises ClientError for a status of 500 or more."""
@@ -238,10 +236,10 @@ class _WorkerClient:
         return False
 
     def cards(self, body: bytes) -> list[_Card]:
-        """Parse the answer to `/v1/models`. Raises ValueError without a usable name, and above `fleet.max_models`."""
+        """Parse the answer to `/v1/models`. Raises ValueError without a usable name, and above `MOST_MODELS`."""
         listed = read_json(body, _ModelList).data
-        if len(listed) > self.limits.max_models:
-            raise ValueError(f"/v1/models lists {len(listed)} names; fleet.max_models is {self.limits.max_models}")
+        if len(listed) > MOST_MODELS:
+            raise ValueError(f"/v1/models lists {len(listed)} names, more than {MOST_MODELS}")
         cards = [card for raw in listed if (card := self._card(raw)) is not None]
         if listed and not cards:
             raise ValueError("; ".join(self.fields.refused) or "/v1/models lists no model name")
@@ -267,14 +265,14 @@ class _WorkerClient:
 
 async def _streams(client: _WorkerClient, models: dict[str, ServedModel], named: bool) -> WorkerDescription:
     """Detect the engine, and return the description with its streams. `named`: the settings name its model."""
-    fields, limits = client.fields, client.limits
+    fields = client.fields
     if (sources := await client.get_if_there("/kv_event_sources")) is not None:
-        streams = _within(vllm_sources(sources, client.host, fields, limits.max_ranks), models, client)
+        streams = _within(vllm_sources(sources, client.host, fields, MOST_RANKS), models, client)
         block_size, capacity = _vllm_cache(await client.get_if_there("/metrics") or b"", fields)
         ranks = _ranks(streams.ranks)
         return WorkerDescription(Engine.VLLM, models, tuple(streams.sources), block_size, capacity, ranks)
     if (info := await client.get_if_there("/server_info")) is not None:
-        found = sglang_sources(info, client.host, fields, limits.max_ranks)
+        found = sglang_sources(info, client.host, fields, MOST_RANKS)
         streams = _within(found, models, client)
         given = read_json(info, _SglangServer)
         mode = fields.text("disaggregation_mode", given.disaggregation_mode)
@@ -314,11 +312,11 @@ def _sglang_kv_format(server: _SglangServer, fields: ReportedFields) -> KvFormat
 
 
 def _within(streams: ReportedStreams, models: dict[str, ServedModel], client: _WorkerClient) -> ReportedStreams:
-    """Return the streams, or no streams if they exceed `fleet.max_ranks`. Each is followed for each model."""
+    """Return the streams, or no streams if they exceed `MOST_RANKS`. Each is followed for each model."""
     count = len(streams.ranks) * len({model.model for model in models.values()})
-    if count <= client.limits.max_ranks:
+    if count <= MOST_RANKS:
         return streams
-    client.fields.refuse("ranks", f"{count} for all models; fleet.max_ranks is {client.limits.max_ranks}")
+    client.fields.refuse("ranks", f"{count} for all models, more than {MOST_RANKS}")
     return ReportedStreams()
 
 

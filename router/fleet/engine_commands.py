@@ -35,6 +35,8 @@ _IDLE_CHECK_INTERVAL = 0.02
 # What is released if a command names no tags, and must be resumed before a worker can compute.
 _ALL_TAGS = frozenset({"kv_cache", "weights"})
 _NO_SUCH_ROUTE = (404, 405, 501)
+# The treatment of running requests by a pause or by sleep, in both engines' words.
+MODES = ("wait", "abort", "keep", "retract", "in_place")
 
 
 class Effect(Enum):
@@ -49,8 +51,6 @@ class Effect(Enum):
     RESUME = auto()
 
 
-# The treatment of running requests by a pause or by sleep, in both engines' words.
-MODES = ("wait", "abort", "keep", "retract", "in_place")
 # Effects of commands whose parameters vLLM reads from the query.
 _BY_QUERY = (Effect.PAUSE, Effect.CONTINUE, Effect.FLUSH, Effect.RELEASE, Effect.RESUME)
 

@@ -86,7 +86,7 @@ class Fleet:
         self._indexer = indexer
         self._keys_for_added = keys_for_added
         self._expected = None if expected is None else set(expected)
-        self._limits = CircuitLimits(settings.failures, settings.backoff)
+        self._limits = CircuitLimits(settings.failures)
         self._sources = WorkerSources(workers)
         self._workers: dict[str, Worker] = {}
         self.may_be_full: set[Worker] = set()

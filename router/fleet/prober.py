@@ -60,7 +60,7 @@ class Prober:
             worker.probe_began = worker.health.clock()
         try:
             async with asyncio.timeout(self._settings.probe_timeout):
-                description = await describe_worker(self._session, worker.settings, self._settings, worker.key)
+                description = await describe_worker(self._session, worker.settings, worker.key)
                 description = await self._streams.without_refused(worker, description)
         except (DiscoveryError, TimeoutError) as error:
             if isinstance(error.__cause__, aiohttp.ClientConnectorError):
@@ -78,20 +78,20 @@ class Prober:
     async def watch(self, worker: Worker) -> None:
         """Probe a worker until cancelled: at intervals, and soon after a failed request.
 
-        A worker that is up is probed at most every `fleet.retry_interval` seconds.
+        A worker that is up is probed at most once in the `retry_interval`.
         """
-        clock = asyncio.get_running_loop().time
+        clock, retry = asyncio.get_running_loop().time, self._settings.retry_interval
         if worker.state is WorkerState.NEW:
             await self.probe(worker)
         probed = -math.inf
         while True:
             well = worker.up and not worker.failed_probes
             try:
-                async with asyncio.timeout(self._settings.probe_interval if well else self._settings.retry_interval):
+                async with asyncio.timeout(self._settings.probe_interval if well else retry):
                     await worker.probe_now.wait()
                 worker.probe_now.clear()
                 since = clock() - probed if worker.up else 0.0
-                await asyncio.sleep(max(self._settings.retry_interval - since, 0.0))
+                await asyncio.sleep(max(retry - since, 0.0))
             except TimeoutError:
                 pass
             probed = clock()
@@ -205,7 +205,7 @@ class MetricsScraper:
             f"{worker.url}/metrics", headers=worker.key.headers, timeout=timeout, allow_redirects=False
         ) as response:
             worker.key.record_status("/metrics", response.status)
-            return await read_answer(response, self._settings.max_answer_bytes) if response.status == 200 else b""
+            return await read_answer(response) if response.status == 200 else b""
 
     def _in_flight(self, worker: Worker) -> Counter[int]:
         """Return the requests in flight on each rank: this router's and those of other routers."""

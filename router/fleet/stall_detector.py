@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, median_low
 
 import structlog
@@ -21,6 +21,35 @@ from router.fleet.circuit import CircuitState
 from router.fleet.health import Attempt, FirstByte, Health, expected_seconds, latest
 from router.fleet.worker import Worker, WorkerState
 from router.settings import FleetSettings
+
+log = structlog.get_logger()
+# Seconds between two checks, and the number of checks between two searches for outliers.
+_INTERVAL = 0.25
+_OUTLIER_TURNS = 4
+# Minimum number of workers with the same models for a search for outliers.
+_FEWEST_TO_COMPARE = 3
+# Share of the workers that may be ejected as outliers; one may always be.
+_MOST_EJECTED = 0.3
+# An answer that is not streamed is late after its most tokens at this slow pace, and never sooner than the minimum.
+# Without a limit of its tokens, it may have these, or twice those of the model's longest recent answer.
+_SLOWEST_TOKEN = 0.2
+_WHOLE_ANSWER = 60.0
+_PLAUSIBLE_TOKENS = 4096
+# States that are logged as information. Others are logged as warnings.
+_WELL = (
+    WorkerState.READY,
+    WorkerState.WARMING,
+    WorkerState.DRAINING,
+    WorkerState.DRAINED,
+    WorkerState.ASLEEP,
+    WorkerState.PAUSED,
+)
+# A worker with slow answers or long prompts may be silent for this many times as long, up to these seconds.
+_PATIENCE = 1.5
+_LONGEST_SILENCE = 10.0
+# An answer takes the router at most this many turns of its loop, each of which may be as late as a recent one.
+_TURNS_OF_ANSWER = 4
+_RECENT_TURNS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,29 +125,6 @@ def _usual(theirs: list[FirstByte], work: list[FirstByte]) -> float:
     return sum(expected_seconds(theirs, each, True) or 0.0 for each in middle) / 2
 
 
-log = structlog.get_logger()
-
-# Seconds between two checks, and the number of checks between two searches for outliers.
-_INTERVAL = 0.25
-_OUTLIER_TURNS = 4
-# Minimum number of workers with the same models for a search for outliers.
-_FEWEST_TO_COMPARE = 3
-# An answer that is not streamed is late after its most tokens at this slow pace, and never sooner than the minimum.
-# Without a limit of its tokens, it may have these, or twice those of the model's longest recent answer.
-_SLOWEST_TOKEN = 0.2
-_WHOLE_ANSWER = 60.0
-_PLAUSIBLE_TOKENS = 4096
-# States that are logged as information. Others are logged as warnings.
-_WELL = (
-    WorkerState.READY,
-    WorkerState.WARMING,
-    WorkerState.DRAINING,
-    WorkerState.DRAINED,
-    WorkerState.ASLEEP,
-    WorkerState.PAUSED,
-)
-
-
 @dataclass(frozen=True, slots=True)
 class StallLimits:
     """When a worker counts as hung.
@@ -145,21 +151,12 @@ class Usual:
         return cls(latest([worker.first_bytes() for worker in workers]), longest)
 
 
-# A worker with slow answers or long prompts may be silent for this many times as long, up to these seconds.
-_PATIENCE = 1.5
-_LONGEST_SILENCE = 10.0
-# An answer takes the router at most this many turns of its loop, each of which may be as late as a recent one.
-_TURNS_OF_ANSWER = 4
-_RECENT_TURNS = 40
-
-
 class StallDetector:
     """Checks all workers several times a second, ejects some, and logs every change of a worker's state."""
 
     def __init__(self, settings: FleetSettings, indexer: Indexer) -> None:
-        self._stall = StallLimits(settings.stall_seconds, settings.stall_factor)
-        self._outlier = OutlierLimits(settings.outlier_factor)
-        self._max_ejected = settings.max_ejected
+        self._stall = StallLimits(settings.stall_seconds)
+        self._outlier = OutlierLimits()
         self._indexer = indexer
         self._logged: dict[Worker, WorkerState] = {}
         self._late: deque[float] = deque(maxlen=_RECENT_TURNS)
@@ -187,7 +184,7 @@ class StallDetector:
     def _limits(self) -> StallLimits:
         """The limits, extended by what the router's own lateness explains."""
         silence = self._stall.silence + _TURNS_OF_ANSWER * max(self._late, default=0.0)
-        return StallLimits(silence, self._stall.factor)
+        return replace(self._stall, silence=silence)
 
     def eject_stalled(self, workers: Sequence[Worker], removed: Sequence[Worker] = ()) -> None:
         """Open the circuits of hung workers, and move their waiting requests. Requests only move to `workers`."""
@@ -209,7 +206,7 @@ class StallDetector:
             seen = usual.get(work)
             if seen is None:
                 seen = usual[work] = Usual.of([other.health for other in workers if other.work() & work])
-            own = StallLimits(_plausible_silence(worker, limits, seen), limits.factor)
+            own = replace(limits, silence=_plausible_silence(worker, limits, seen))
             dead = self._unanswered(worker)
             reason = stalled(worker.health, own, seen, silent, dead)
             if reason is None:
@@ -239,10 +236,10 @@ class StallDetector:
                     log.warning("rank ejected", worker=worker.name, dp_rank=dp_rank, moved=moved, reason=reason)
 
     def eject_outliers(self, workers: Sequence[Worker]) -> None:
-        """Open the circuits of outliers, for at most the share `fleet.max_ejected` of the workers."""
+        """Open the circuits of outliers, for at most the share `_MOST_EJECTED` of the workers."""
         up = [worker for worker in workers if worker.up and not worker.draining]
         well = [worker for worker in up if worker.health.circuit.state is CircuitState.CLOSED]
-        left = max(int(self._max_ejected * len(up)), 1) - (len(up) - len(well))
+        left = max(int(_MOST_EJECTED * len(up)), 1) - (len(up) - len(well))
         if left <= 0:
             return
         recent = {worker: Recent(worker.health, self._outlier) for worker in well}

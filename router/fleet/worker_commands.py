@@ -23,6 +23,12 @@ from router.fleet.worker import Worker
 from router.http.client import connection_problem, read_answer
 
 _MOST_BYTES = 1024 * 1024
+log = structlog.get_logger()
+# Seconds for a command: the engine may have to download the adapter.
+_TIMEOUT = 300.0
+_RETRY_SECONDS = 60.0
+# Maximum number of adapters that are remembered.
+_MOST_KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +92,6 @@ def _message(answer: str, parsed: Any) -> str:
         else:
             parsed = parsed.get("message") or parsed.get("error_message") or ""
     return parsed if isinstance(parsed, str) else answer if parsed is None else ""
-
-
-log = structlog.get_logger()
-
-# Seconds for a command: the engine may have to download the adapter.
-_TIMEOUT = 300.0
-_RETRY_SECONDS = 60.0
-# Maximum number of adapters that are remembered.
-_MOST_KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,9 @@ log = structlog.get_logger()
 
 _HEAD: Final = "HEAD"
 _POST: Final = "POST"
+_JSON: Final = ResponseHead(200, [(b"content-type", b"application/json")])
+# Methods of the requests that workers get.
+_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class AsgiRequest(ServedRequest):
@@ -148,9 +151,6 @@ class AsgiRequest(ServedRequest):
         return self._begun
 
 
-_JSON: Final = ResponseHead(200, [(b"content-type", b"application/json")])
-
-
 class AskedQuestion(ServedRequest):
     """One request to the index API. Its response is written as a whole."""
 
@@ -216,10 +216,6 @@ class AskedQuestion(ServedRequest):
     @property
     def answering(self) -> bool:
         return False
-
-
-# Methods of the requests that workers get.
-_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class Dispatcher:

@@ -47,6 +47,8 @@ _PARAMS: Final = "ec_transfer_params"
 _SIDECAR_HEADER: Final = b"x-encoder-hosts-ports"
 # At most this many encode workers may break off over one item, because the item may be the cause.
 _MOST_BROKEN: Final = 2
+# The most items of one chat that are encoded at once.
+_AT_ONCE: Final = 8
 # Bytes of an item that count as one unit of work, where the times of encode workers are compared.
 _WORK_BYTES: Final = 1024
 # Statuses that say something about the encode worker, and nothing about the item.
@@ -178,7 +180,7 @@ class EncodeStage:
         return [(_SIDECAR_HEADER, ",".join(named).encode())] if named else []
 
     def _send_more(self) -> None:
-        while self._todo and len(self._running) < self.services.encoding.per_request:
+        while self._todo and len(self._running) < _AT_ONCE:
             number = self._todo.popleft()
             item = _EncodedItem(self, number, self.chat.items[number])
             self._running.add(item)

@@ -38,6 +38,7 @@ from router.upstream import Upstreams
 LONG_BODY: Final = 256 * 1024
 
 T = TypeVar("T")
+log = structlog.get_logger()
 
 
 async def aside_if_long(body: bytes, read: Callable[[bytes], T]) -> T:
@@ -120,7 +121,7 @@ class ProxyServices:
         self.gen_ai = gen_ai
         self.hooks_after = hooks if hooks is not None and hooks.has_after else None
         self.billing_lines = BillingLines(settings.billing_line, fleet)
-        self.budget = RetryBudget(settings.retry_share, settings.retry_minimum)
+        self.budget = RetryBudget(settings.retry_share)
         self.attempts = settings.attempts
         interval = settings.keepalive_interval
         self.keepalive_interval: float | None = None if interval == "off" else interval
@@ -152,9 +153,6 @@ class ProxyContext:
             await asyncio.to_thread(self.tracing.stop)
         if self.services.gen_ai is not None:
             await asyncio.to_thread(self.services.gen_ai.stop)
-
-
-log = structlog.get_logger()
 
 
 def build_forwarding(

@@ -43,6 +43,8 @@ log = structlog.get_logger()
 
 _now: Final = time.monotonic
 _SUBPROTOCOLS: Final = b"sec-websocket-protocol"
+# Longest time that a session is open, in seconds.
+_SESSION_SECONDS: Final = 3600.0
 _MOST_OF_A_REASON: Final = 123  # bytes of a reason in a frame that closes
 # Codes that say that there was no code, and cannot be sent.
 _NO_CODES: Final = (None, CloseCode.NO_STATUS_RCVD, CloseCode.ABNORMAL_CLOSURE)
@@ -283,9 +285,9 @@ class RealtimeSession(WebSocketRelay, ServedRequest):
         """Close a session that is idle or old, or check again when it may be."""
         loop, settings = self._services.loop, self._services.settings
         now, idle_at = loop.time(), self._heard + settings.idle_timeout
-        old_at = self._opened + settings.session_timeout
+        old_at = self._opened + _SESSION_SECONDS
         if now >= old_at:
-            self._close("the session is older than proxy.session_timeout")
+            self._close("the session is as old as a session may be")
         elif now >= idle_at:
             self._close("the session was idle for proxy.idle_timeout")
         else:

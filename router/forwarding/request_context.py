@@ -26,6 +26,10 @@ from router.observability.metrics import RequestMetrics
 from router.observability.spans import RequestTrace, Tracing
 
 _EXPLAIN = (b"x-kvrouter-explain", b"1")
+# The key of a request's context in its ASGI scope.
+CONTEXT: Final = "kvrouter.request_context"
+# The address that received a request: a host and a port, or the path of a Unix socket and None.
+ServerAddress: TypeAlias = tuple[str, int | None]
 
 
 class RequestHead:
@@ -78,12 +82,6 @@ class RequestHead:
         """Encode these headers for workers and keep the result, which is the same for all requests with this head."""
         self.lines = lines = forwarded_lines([header for header in headers if header[0] != REQUEST_ID])
         return lines
-
-
-# The key of a request's context in its ASGI scope.
-CONTEXT: Final = "kvrouter.request_context"
-# The address that received a request: a host and a port, or the path of a Unix socket and None.
-ServerAddress: TypeAlias = tuple[str, int | None]
 
 
 class RequestContext:

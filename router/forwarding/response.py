@@ -34,6 +34,16 @@ from router.upstream.request import ChunkForwarder, SentRequest
 
 _USAGE: Final = b'"usage"'
 _NONE: Final = b":null"
+log = structlog.get_logger()
+_now: Final = time.monotonic
+_OK: Final = 200
+# Constants, because the lookup of an enumeration's member is slow.
+_SUCCEEDED: Final = Outcome.SUCCEEDED
+_FAILED: Final = Outcome.FAILED
+_REFUSED: Final = Outcome.REFUSED
+_GENERATE: Final = "/generate"
+# Requests that change which models a worker serves.
+_ADAPTER_CHANGES = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 
 
 class EventStream(ChunkForwarder):
@@ -67,21 +77,6 @@ class EventStream(ChunkForwarder):
                 self._tail.feed(chunks)
         self._client.write(chunks)
         return True
-
-
-log = structlog.get_logger()
-
-_now: Final = time.monotonic
-_OK: Final = 200
-
-# Constants, because the lookup of an enumeration's member is slow.
-_SUCCEEDED: Final = Outcome.SUCCEEDED
-_FAILED: Final = Outcome.FAILED
-_REFUSED: Final = Outcome.REFUSED
-
-_GENERATE: Final = "/generate"
-# Requests that change which models a worker serves.
-_ADAPTER_CHANGES = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 
 
 class ProxiedResponse:

@@ -29,6 +29,22 @@ _NO_MODEL: Final = re.compile(
     rb"|\b(?:model|adapter)\b[^{}]{0,512}?(?:does not exist|not found|not loaded)",
     re.IGNORECASE,
 )
+# The whole bodies of servers without the route: FastAPI's (vLLM, SGLang, TensorRT-LLM), llama.cpp's, and those of
+# Go's and nginx' routers. A 405 says the same of a path that takes other methods, such as one with an id.
+_NO_ROUTE: Final = re.compile(
+    rb'\s*(?:\{"detail"\s*:\s*"(?:Not Found|Method Not Allowed)"\}'
+    rb'|\{"error":\s*\{[^{}]{0,128}"File Not Found"[^{}]{0,128}\}\}'
+    rb"|404 page not found|Not Found|<html>.{0,64}<title>404 Not Found</title>.{0,512})?\s*",
+    re.DOTALL,
+)
+# How SGLang's prefill and decode workers refuse a request in which they find no fields about the other worker.
+_NO_ROOM: Final = b"without bootstrap room id"
+# Statuses that are always retried: the worker did not process the request.
+ELSEWHERE: Final = frozenset({429, 502, 503})
+# Statuses of workers that are overloaded. They may ask for a pause.
+OVERLOADED: Final = (429, 503)
+_LONGEST_PAUSE: Final = 60.0
+WINDOW = 30  # seconds that count as recent
 
 
 def is_model_missing(status: int, body: bytes) -> bool:
@@ -38,16 +54,6 @@ def is_model_missing(status: int, body: bytes) -> bool:
     return status == _INVALID and _SGLANG_ADAPTER in body and any(words in body for words in _SGLANG_NOT_LOADED)
 
 
-# The whole bodies of servers without the route: FastAPI's (vLLM, SGLang, TensorRT-LLM), llama.cpp's, and those of
-# Go's and nginx' routers. A 405 says the same of a path that takes other methods, such as one with an id.
-_NO_ROUTE: Final = re.compile(
-    rb'\s*(?:\{"detail"\s*:\s*"(?:Not Found|Method Not Allowed)"\}'
-    rb'|\{"error":\s*\{[^{}]{0,128}"File Not Found"[^{}]{0,128}\}\}'
-    rb"|404 page not found|Not Found|<html>.{0,64}<title>404 Not Found</title>.{0,512})?\s*",
-    re.DOTALL,
-)
-
-
 def is_route_missing(status: int, body: bytes) -> bool:
     """Return whether a worker's status and whole body say that it lacks the route."""
     if status == _NO_METHOD:
@@ -55,20 +61,9 @@ def is_route_missing(status: int, body: bytes) -> bool:
     return status == _NOT_FOUND and _NO_ROUTE.fullmatch(body) is not None
 
 
-# How SGLang's prefill and decode workers refuse a request in which they find no fields about the other worker.
-_NO_ROOM: Final = b"without bootstrap room id"
-
-
 def is_handover_refused(status: int, body: bytes) -> bool:
     """Return whether a worker of a pair says that it found no fields about the other worker in a request."""
     return status == _INVALID and _NO_ROOM in body
-
-
-# Statuses that are always retried: the worker did not process the request.
-ELSEWHERE: Final = frozenset({429, 502, 503})
-# Statuses of workers that are overloaded. They may ask for a pause.
-OVERLOADED: Final = (429, 503)
-_LONGEST_PAUSE: Final = 60.0
 
 
 def requested_pause(status: int, retry_after: bytes) -> float:
@@ -84,9 +79,6 @@ def requested_pause(status: int, retry_after: bytes) -> float:
     return min(max(seconds, 0.0), _LONGEST_PAUSE)
 
 
-WINDOW = 30  # seconds that count as recent
-
-
 @dataclass(slots=True)
 class _Second:
     number: int
@@ -95,9 +87,12 @@ class _Second:
 
 
 class RetryBudget:
-    """A limit of `minimum` retries in the last `WINDOW` seconds, plus the share `share` of the requests in them."""
+    """A limit of `minimum` retries in the last `WINDOW` seconds, plus the share `share` of the requests in them.
 
-    def __init__(self, share: float, minimum: int, clock: Callable[[], float] = time.monotonic) -> None:
+    The minimum lets a fleet with few requests retry each of them.
+    """
+
+    def __init__(self, share: float, minimum: int = 10, clock: Callable[[], float] = time.monotonic) -> None:
         self._share = share
         self._minimum = minimum
         self._clock = clock

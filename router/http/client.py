@@ -36,17 +36,19 @@ async def refuse_redirects(
     return response
 
 
+# The most bytes of a worker's description, and of its /metrics.
+MOST_ANSWER_BYTES = 4 * 2**20
 _PART_BYTES = 64 * 1024
 
 
-async def read_answer(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+async def read_answer(response: aiohttp.ClientResponse, most_bytes: int = MOST_ANSWER_BYTES) -> bytes:
     """Return a response's body, decompressed. Raises ValueError beyond `most_bytes`, and closes the connection."""
     body = bytearray()
     async for part in response.content.iter_chunked(_PART_BYTES):
         body += part
         if len(body) > most_bytes:
             response.close()
-            raise ValueError(f"{response.url.path} answers with more than {most_bytes} bytes (fleet.max_answer_bytes)")
+            raise ValueError(f"{response.url.path} answers with more than {most_bytes} bytes")
     if is_decompressed(response.headers.get("Content-Encoding", "")):
         return decompressed(bytes(body), most_bytes)
     return bytes(body)

@@ -28,6 +28,33 @@ RANK_HEADER: Final = b"x-data-parallel-rank"
 UNCOMPRESSED: Final = (b"accept-encoding", b"identity")
 _LONGEST_LENGTH: Final = 18  # digits
 _NAMING_NOTHING = frozenset((b"keep-alive", b"close"))
+# RFC 9110, 5.5: what values have nowhere, and what a value does not begin or end with.
+_LOWER_CASE_TOKEN: Final = TOKEN.translate(None, b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_NOT_IN_VALUES: Final = re.compile(rb"[\0\r]|\A[ \t]|\n[ \t]|[ \t]\n|[ \t]\Z")
+REQUEST_ID = b"x-request-id"
+_USABLE = re.compile(rb"[!-~]{1,128}")  # safe in a log line and in a header
+_DIGITS: Final = 32
+_AT_ONCE: Final = 64
+LENGTH = b"content-length"
+WITHOUT_BODY: Final = (204, 304)
+_EVENT_STREAM = b"text/event-stream"
+# The router writes these itself.
+_OUR_OWN = HOP_BY_HOP | {b"date", b"server", REQUEST_ID}
+_WITHOUT_LENGTH = _OUR_OWN | {LENGTH}
+_OUR_PREFIX = b"x-kvrouter-"
+# Content-encodings of gzip and zlib.
+_DECOMPRESSED: Final = frozenset(("gzip", "x-gzip", "deflate"))
+_ANY: Final = "*"
+# Headers of `Cors.lines`, and one that would allow credentials.
+_OVERRIDDEN: Final = frozenset(
+    (b"access-control-allow-origin", b"access-control-expose-headers", b"access-control-allow-credentials")
+)
+_MAX_AGE_SECONDS: Final = 600
+# Response headers beside the simple ones that a page may read.
+_EXPOSED: Final = (
+    b"x-request-id, x-kvrouter-worker, x-kvrouter-overlap-tokens, x-kvrouter-loadable-tokens, x-kvrouter-attempts, "
+    b"x-kvrouter-waited-ms, retry-after"
+)
 
 
 def length_of(value: bytes) -> int:
@@ -59,11 +86,6 @@ def forwarded_lines(headers: Headers) -> bytes:
 def is_token(name: bytes) -> bool:
     """Return whether bytes are a token of RFC 9110, as names of headers and methods are."""
     return bool(name) and not name.translate(None, TOKEN)
-
-
-# RFC 9110, 5.5: what values have nowhere, and what a value does not begin or end with.
-_LOWER_CASE_TOKEN: Final = TOKEN.translate(None, b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-_NOT_IN_VALUES: Final = re.compile(rb"[\0\r]|\A[ \t]|\n[ \t]|[ \t]\n|[ \t]\Z")
 
 
 def are_headers(headers: Headers) -> bool:
@@ -101,12 +123,6 @@ def asking_uncompressed(headers: Headers) -> Headers:
     return [UNCOMPRESSED if header[0] == name else header for header in headers]
 
 
-REQUEST_ID = b"x-request-id"
-_USABLE = re.compile(rb"[!-~]{1,128}")  # safe in a log line and in a header
-_DIGITS: Final = 32
-_AT_ONCE: Final = 64
-
-
 class _Ids:
     """Request ids, created in advance: one system call yields random bytes for many."""
 
@@ -142,19 +158,6 @@ def with_id(headers: Headers, request_id: bytes) -> Headers:
     kept = [header for header in headers if header[0] != REQUEST_ID]
     kept.append((REQUEST_ID, request_id))
     return kept
-
-
-LENGTH = b"content-length"
-WITHOUT_BODY: Final = (204, 304)
-_EVENT_STREAM = b"text/event-stream"
-# The router writes these itself.
-_OUR_OWN = HOP_BY_HOP | {b"date", b"server", REQUEST_ID}
-_WITHOUT_LENGTH = _OUR_OWN | {LENGTH}
-_OUR_PREFIX = b"x-kvrouter-"
-
-
-# Content-encodings of gzip and zlib.
-_DECOMPRESSED: Final = frozenset(("gzip", "x-gzip", "deflate"))
 
 
 class ResponseHead:
@@ -230,19 +233,6 @@ def _is_ours(name: bytes) -> bool:
         name = name.replace(b"_", b"-")
         return name.startswith(_OUR_PREFIX) or name == REQUEST_ID
     return name.startswith(_OUR_PREFIX)
-
-
-_ANY: Final = "*"
-# Headers of `Cors.lines`, and one that would allow credentials.
-_OVERRIDDEN: Final = frozenset(
-    (b"access-control-allow-origin", b"access-control-expose-headers", b"access-control-allow-credentials")
-)
-_MAX_AGE_SECONDS: Final = 600
-# Response headers beside the simple ones that a page may read.
-_EXPOSED: Final = (
-    b"x-request-id, x-kvrouter-worker, x-kvrouter-overlap-tokens, x-kvrouter-loadable-tokens, x-kvrouter-attempts, "
-    b"x-kvrouter-waited-ms, retry-after"
-)
 
 
 class Cors:

@@ -22,6 +22,13 @@ _NOT_IN_QUERY: Final = re.compile(rb"[#\\]")
 # RFC 3986, 2.3: these mean the same whether they are encoded or not.
 _UNRESERVED: Final = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 _PERCENT, _SLASH, _BACKSLASH, _SPACE, _DELETE = b"%/\\ \x7f"
+# RFC 3986, 3.2, without user information, which RFC 9110, 4.2.4 and RFC 9113, 8.3.1 forbid.
+_AUTHORITY: Final = re.compile(
+    rb"(?:\[([0-9A-Fa-f:.]{2,45})\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+)(?::[0-9]{0,5})?"
+)
+_VERSIONS: Final = ("1.1", "1.0")
+# A path with its query. A fragment is no part of a request's target, and a worker would not get it.
+_TARGET: Final = re.compile(rb"/[!-\"$-~]*")
 
 
 class TargetError(ValueError):
@@ -68,12 +75,6 @@ def _decoded(raw: bytes, encoded_slashes: bool) -> bytes:
     return unquote_to_bytes(raw)
 
 
-# RFC 3986, 3.2, without user information, which RFC 9110, 4.2.4 and RFC 9113, 8.3.1 forbid.
-_AUTHORITY: Final = re.compile(
-    rb"(?:\[([0-9A-Fa-f:.]{2,45})\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+)(?::[0-9]{0,5})?"
-)
-
-
 def is_authority(value: bytes) -> bool:
     """Return whether a value is a host, and a port if one is given, as `Host` and `:authority` have them."""
     found = _AUTHORITY.fullmatch(value)
@@ -84,11 +85,6 @@ def is_authority(value: bytes) -> bool:
     except ValueError:
         return False
     return True
-
-
-_VERSIONS: Final = ("1.1", "1.0")
-# A path with its query. A fragment is no part of a request's target, and a worker would not get it.
-_TARGET: Final = re.compile(rb"/[!-\"$-~]*")
 
 
 def head_problem(target: bytes, version: str, headers: Headers) -> str | None:

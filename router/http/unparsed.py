@@ -19,6 +19,12 @@ _LONGEST: Final = 15  # digits
 _ZERO: Final = 48  # b"0"
 # Cached heads of other clients that are compared with the first message of a connection.
 _RECENT: Final = 4
+_LARGEST = 4096
+# Sizes as most engines write them. A parser reads all else: extensions, leading zeros, the last chunk.
+_SIZES: Final = {form % size: size for size in range(1, _LARGEST + 1) for form in (b"%x", b"%X")}
+_LONGEST_LINE: Final = len(b"%x\r\n" % _LARGEST)
+END: Final = b"\n\r\n"  # the end of the last line in a chunk, and the end of the chunk
+LAST: Final = b"0\r\n\r\n"  # the chunk that ends a body without trailers
 
 
 def head_size(data: bytes) -> int:
@@ -120,14 +126,6 @@ class RecentHeads(Generic[T]):
         self._heads.insert(0, head)
         del self._heads[_RECENT:]
         return head
-
-
-_LARGEST = 4096
-# Sizes as most engines write them. A parser reads all else: extensions, leading zeros, the last chunk.
-_SIZES: Final = {form % size: size for size in range(1, _LARGEST + 1) for form in (b"%x", b"%X")}
-_LONGEST_LINE: Final = len(b"%x\r\n" % _LARGEST)
-END: Final = b"\n\r\n"  # the end of the last line in a chunk, and the end of the chunk
-LAST: Final = b"0\r\n\r\n"  # the chunk that ends a body without trailers
 
 
 def _lines_by_length() -> list[bytes]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
 from indexer import Target
-from router.cache_state.in_flight_prefixes import InFlightPrefixes, ReleaseCallback
+from router.cache_state.in_flight_prefixes import LINGER_SECONDS, InFlightPrefixes, ReleaseCallback
 from router.load.load_messages import MAX_SHARED, SHARED_STRIDE, Kind, Message, RankLoad, SentPrompt
 
 # Limits of peer routers, and of the DP ranks and prompts of one peer.
@@ -20,6 +20,8 @@ MAX_PROMPTS = 16_384
 # Limits for all peers together.
 MAX_ALL_RANKS = 1 << 20
 MAX_ALL_PROMPTS = 1 << 17
+# Seconds after which a peer is silent: its load expires. Loads are sent again three times in them.
+EXPIRY_SECONDS = 3.0
 
 
 @dataclass(slots=True)
@@ -50,7 +52,12 @@ class PeerLoad:
     `on_change`: a rank's load changed.
     """
 
-    def __init__(self, expiry: float, linger: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        expiry: float = EXPIRY_SECONDS,
+        linger: float = LINGER_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Create the loads of no peers. An ended prompt still counts as cached soon for `linger` seconds."""
         self.expiry = expiry
         self.on_change: list[Callable[[str, int], None]] = []

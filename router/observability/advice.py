@@ -11,6 +11,27 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
+# The page of the repository that describes all findings.
+PAGE: Final = "docs/reference/findings.md"
+# The findings that follow from another one of the same worker, or of the same model if it has no worker.
+_CONSEQUENCES: Final = {
+    "worker_key": {"worker_down", "no_models"},
+    "worker_ejected": {"rank_ejected"},
+    "prefix_caching_off": {"tokens_differ", "drift", "events_missing"},
+    "block_size": {"tokens_differ", "drift"},
+    "tokens_differ": {"drift", "prompt_length"},
+    "events_missing": {"drift"},
+    "events_lost": {"drift", "tokens_differ"},
+    "parents_unknown": {"drift", "tokens_differ"},
+    "prompt_length": {"drift"},
+    "prompts_differ": {"tokenizer_suspected", "prompt_length", "tokens_differ", "drift"},
+    "prompts_asked": {"tokenizer_suspected"},
+    "tokenizer_suspected": {"drift"},
+    "worker_down": {"hot_worker"},
+}
+# The findings of a model that follow from one of a worker which serves it.
+_OF_MODELS: Final = {"prompt_length": {"tokenizer_suspected"}, "tokens_differ": {"tokenizer_suspected"}}
+
 
 class Severity(StrEnum):
     """The severity of a finding, the worst first.
@@ -34,8 +55,6 @@ class Advice(NamedTuple):
 
 
 _UNKNOWN: Final = Advice(Severity.WARNING, "", "See docs/troubleshooting.md of the router's version.")
-# The page of the repository that describes all findings.
-PAGE: Final = "docs/reference/findings.md"
 
 ADVICE: Final = {
     "worker_down": Advice(
@@ -78,8 +97,8 @@ ADVICE: Final = {
     "worker_description": Advice(
         Severity.WARNING,
         "the worker reports invalid data, or streams that may not be followed",
-        "Check the worker's answers to /v1/models, /kv_event_sources and /server_info; fleet.max_ranks and "
-        "fleet.allowed_networks limit how much of them is used.",
+        "Check the worker's answers to /v1/models, /kv_event_sources and /server_info. Streams outside "
+        "fleet.allowed_networks are not followed.",
     ),
     "events_missing": Advice(
         Severity.WARNING,
@@ -294,7 +313,7 @@ ADVICE: Final = {
     "policy_switched_off": Advice(
         Severity.WARNING,
         "a policy of your own is slow, so the default decides without it",
-        "Make the function faster, or raise policy.time_limit; then restart the router.",
+        "Make the function faster, then restart the router.",
     ),
     "hook_failed": Advice(
         Severity.WARNING,
@@ -350,24 +369,6 @@ ADVICE: Final = {
         "Synchronize the clocks (NTP): lags and freshness are computed from the engine's time.",
     ),
 }
-# The findings that follow from another one of the same worker, or of the same model if it has no worker.
-_CONSEQUENCES: Final = {
-    "worker_key": {"worker_down", "no_models"},
-    "worker_ejected": {"rank_ejected"},
-    "prefix_caching_off": {"tokens_differ", "drift", "events_missing"},
-    "block_size": {"tokens_differ", "drift"},
-    "tokens_differ": {"drift", "prompt_length"},
-    "events_missing": {"drift"},
-    "events_lost": {"drift", "tokens_differ"},
-    "parents_unknown": {"drift", "tokens_differ"},
-    "prompt_length": {"drift"},
-    "prompts_differ": {"tokenizer_suspected", "prompt_length", "tokens_differ", "drift"},
-    "prompts_asked": {"tokenizer_suspected"},
-    "tokenizer_suspected": {"drift"},
-    "worker_down": {"hot_worker"},
-}
-# The findings of a model that follow from one of a worker which serves it.
-_OF_MODELS: Final = {"prompt_length": {"tokenizer_suspected"}, "tokens_differ": {"tokenizer_suspected"}}
 
 
 def advice(finding: str) -> Advice:

@@ -26,6 +26,10 @@ _ROUTES = {
     "untried": "not compared, because the engine returns no token ids",
     "guessed": "different from the engine's, which cannot be asked",
 }
+# A pool's content is unknown for a moment after each eviction.
+_UNKNOWN_SECONDS = 30.0
+_SILENT_SECONDS = 3.0  # for the first answer of its master
+_BASES = {Basis.RESYNCED: "events replayed from the start", Basis.SENT_PREFIXES: "sent prefixes"}
 
 
 class About:
@@ -199,12 +203,6 @@ def _other_block_size(fleet: Fleet, indexer: Indexer, registration: Registration
     if configured is None or not sizes or configured in sizes:
         return None
     return f"the settings have {configured} tokens, the engine's events {', '.join(map(str, sorted(sizes)))}"
-
-
-# A pool's content is unknown for a moment after each eviction.
-_UNKNOWN_SECONDS = 30.0
-_SILENT_SECONDS = 3.0  # for the first answer of its master
-_BASES = {Basis.RESYNCED: "events replayed from the start", Basis.SENT_PREFIXES: "sent prefixes"}
 
 
 def _finding(names: WorkerNames, target: Target, finding: str, detail: str) -> dict[str, Any]:

@@ -40,6 +40,11 @@ _COARSE_KEPT = 360
 _GREATEST = ("ttft_p90",)
 # Values that are shown as rates per second.
 _A_SECOND = ("requests", "errors", "refused", "retried", "prompt", "overlap", "generated")
+LOOK_SECONDS = 1.0
+MAX_VIEWERS = 32
+_AT_A_TIME = 64  # targets to read before requests are served
+_SELDOM_SECONDS = 3.0  # between updates of prefixes, findings and models
+Row = dict[str, Any]
 
 
 class Series:
@@ -151,14 +156,6 @@ def percentile(buckets: dict[float, float], share: float) -> float | None:
 
 def _ratio(part: float, whole: float) -> float | None:
     return round(part / whole, 4) if whole else None
-
-
-LOOK_SECONDS = 1.0
-MAX_VIEWERS = 32
-_AT_A_TIME = 64  # targets to read before requests are served
-_SELDOM_SECONDS = 3.0  # between updates of prefixes, findings and models
-
-Row = dict[str, Any]
 
 
 class FleetSnapshot:

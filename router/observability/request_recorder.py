@@ -47,6 +47,11 @@ _ID_BYTES = 8
 _ID_BITS = 53  # larger integers are not exact in every JSON parser
 
 Line = dict[str, Any]
+log = structlog.get_logger()
+_RECORDING = "x-kvrouter-recording"
+_AGAIN_SECONDS = 1.0
+_SILENCE = 10.0
+_MAX_LINE = 1 << 24
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -230,14 +235,6 @@ def _number(digest: bytes) -> int:
 
 def _line(line: Line) -> bytes:
     return msgspec.json.encode(line) + b"\n"
-
-
-log = structlog.get_logger()
-
-_RECORDING = "x-kvrouter-recording"
-_AGAIN_SECONDS = 1.0
-_SILENCE = 10.0
-_MAX_LINE = 1 << 24
 
 
 def recording_of(request: Request, worker_processes: WorkerProcesses | None) -> Recording | None:

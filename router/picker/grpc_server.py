@@ -25,6 +25,15 @@ NOT_FOUND: Final = 5
 RESOURCE_EXHAUSTED: Final = 8
 UNIMPLEMENTED: Final = 12
 INTERNAL: Final = 13
+log = structlog.get_logger()
+_PREFIX: Final = Struct(">BL")
+_PREFIX_BYTES: Final = 5
+_STATUS_200: Final = b"\x88"  # the eighth header of HPACK's own table
+_HEADERS: Final = _STATUS_200 + literal(b"content-type", b"application/grpc")
+_ENDED_WELL: Final = literal(b"grpc-status", b"0")
+_NOT_GRPC: Final = literal(b":status", b"415")
+_REASON_BYTES: Final = 120
+_BACKLOG: Final = 2048
 
 
 class Call(Protocol):
@@ -54,18 +63,6 @@ class CallHandler(Protocol):
 Method: TypeAlias = Callable[[Call], CallHandler]
 # The methods of a server by their paths, `/package.Service/Method`.
 Methods: TypeAlias = Mapping[str, Method]
-
-
-log = structlog.get_logger()
-
-_PREFIX: Final = Struct(">BL")
-_PREFIX_BYTES: Final = 5
-_STATUS_200: Final = b"\x88"  # the eighth header of HPACK's own table
-_HEADERS: Final = _STATUS_200 + literal(b"content-type", b"application/grpc")
-_ENDED_WELL: Final = literal(b"grpc-status", b"0")
-_NOT_GRPC: Final = literal(b":status", b"415")
-_REASON_BYTES: Final = 120
-_BACKLOG: Final = 2048
 
 
 class GrpcServer:

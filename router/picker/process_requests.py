@@ -38,6 +38,25 @@ _OWN_NAMESPACE = "kvrouter"
 _REQUEST = "request"
 _WORKER = "x-kvrouter-worker"
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
+# The names of llm-d, each before the older one of the Inference Extension.
+_OBJECTIVE: Final = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
+_REWRITE: Final = (b"x-llm-d-model-name-rewrite", b"x-gateway-model-name-rewrite")
+_FAIRNESS: Final = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
+_LONGEST_FLOW: Final = 256
+_OWN: Final = frozenset(
+    {
+        *_OBJECTIVE,
+        *_REWRITE,
+        *_FAIRNESS,
+        b"x-gateway-destination-endpoint",
+        b"x-gateway-destination-endpoint-served",
+        b"x-gateway-destination-endpoint-subset",
+        b"x-prefiller-host-port",
+        b"x-encoder-hosts-ports",
+        b"x-data-parallel-host-port",
+        b"x-kv-cache-source-host-port",
+    }
+)
 
 
 def read_headers(headers: pb.HeaderMap) -> tuple[dict[str, str], Headers]:
@@ -98,27 +117,6 @@ def read_worker(message: pb.ProcessingRequest) -> str | None:
 def _own(message: pb.ProcessingRequest, name: str) -> str | None:
     metadata = message.metadata_context.filter_metadata
     return metadata[_OWN_NAMESPACE].fields[name].string_value or None if _OWN_NAMESPACE in metadata else None
-
-
-# The names of llm-d, each before the older one of the Inference Extension.
-_OBJECTIVE: Final = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
-_REWRITE: Final = (b"x-llm-d-model-name-rewrite", b"x-gateway-model-name-rewrite")
-_FAIRNESS: Final = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
-_LONGEST_FLOW: Final = 256
-_OWN: Final = frozenset(
-    {
-        *_OBJECTIVE,
-        *_REWRITE,
-        *_FAIRNESS,
-        b"x-gateway-destination-endpoint",
-        b"x-gateway-destination-endpoint-served",
-        b"x-gateway-destination-endpoint-subset",
-        b"x-prefiller-host-port",
-        b"x-encoder-hosts-ports",
-        b"x-data-parallel-host-port",
-        b"x-kv-cache-source-host-port",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ log = structlog.get_logger()
 
 LOOK_SECONDS: Final = 2.0
 _Stamp: TypeAlias = list[tuple[int, int, int]]
+# Bytes of a message beside a whole body.
+_MESSAGE_MARGIN = 2**20
 
 
 class Certificate:
@@ -84,10 +86,6 @@ async def _follow(certificate: Certificate) -> None:
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         certificate.refresh()
-
-
-# Bytes of a message beside a whole body.
-_MESSAGE_MARGIN = 2**20
 
 
 @asynccontextmanager

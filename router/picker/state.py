@@ -29,6 +29,10 @@ from router.upstream import Origin
 
 # Seconds until a resolved address expires.
 _FRESH_SECONDS = 30.0
+# The path of InferenceObjectives in Kubernetes' API. llm-d, which maintains them now, uses another group.
+OBJECTIVES_PATH: Final = "/apis/{group}/v1alpha2/namespaces/{namespace}/inferenceobjectives"
+_HIGHEST: Final = 2**31 - 1
+_MODELS = "/v1/models"
 
 
 @dataclass(slots=True)
@@ -126,11 +130,6 @@ class Deadlines:
             late()
 
 
-# The path of InferenceObjectives in Kubernetes' API. llm-d, which maintains them now, uses another group.
-OBJECTIVES_PATH: Final = "/apis/{group}/v1alpha2/namespaces/{namespace}/inferenceobjectives"
-_HIGHEST: Final = 2**31 - 1
-
-
 class Objectives:
     """Priorities of objectives: higher is sooner, 0 is the default. Those of the cluster override `settings`."""
 
@@ -152,9 +151,6 @@ class Objectives:
             if name and isinstance(priority, int) and abs(priority) <= _HIGHEST:
                 found[str(name)] = priority
         self._cluster = found
-
-
-_MODELS = "/v1/models"
 
 
 class OwnAnswers:

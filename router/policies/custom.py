@@ -28,6 +28,8 @@ log = structlog.get_logger()
 # A slow call adds 1 to a sum, and each other call subtracts `_FORGIVEN`. At `_MOST_SLOW` the function is switched off.
 _MOST_SLOW: Final = 5.0
 _FORGIVEN: Final = 0.05
+# Seconds of a choice, for which all requests wait. A function that often exceeds them is switched off.
+TIME_LIMIT: Final = 0.005
 # Seconds for which an error is reported, and between two log lines on errors.
 _REPORTED_SECONDS: Final = 300.0
 _LOG_SECONDS: Final = 60.0
@@ -45,7 +47,7 @@ class CustomFunction:
         self,
         name: str,
         function: Callable[..., Any],
-        time_limit: float,
+        time_limit: float = TIME_LIMIT,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
@@ -79,7 +81,7 @@ class CustomFunction:
         """Return what is wrong with it: whether it failed lately, and whether it is switched off."""
         found: list[dict[str, Any]] = []
         if self.switched_off:
-            detail = f"{self.slow} choices lasted longer than policy.time_limit, {self.time_limit:g} s"
+            detail = f"{self.slow} choices lasted longer than {self.time_limit:g} s"
             found.append({"finding": "policy_switched_off", "policy": self.name, "detail": detail})
         if self._clock() - self._failed_at < _REPORTED_SECONDS:
             detail = f"{self._problem}; {self.errors} failures since the start"

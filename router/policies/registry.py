@@ -56,10 +56,9 @@ def _kv_weights(settings: PolicySettings) -> KvWeights:
         settings.interference,
         settings.interference_per_request,
         settings.eviction,
-        settings.context,
-        settings.cpu_token,
-        settings.disk_token,
-        settings.near,
+        cpu_token=settings.cpu_token,
+        disk_token=settings.disk_token,
+        near=settings.near,
     )
 
 
@@ -93,7 +92,7 @@ def policy_named(settings: PolicySettings, random: Random) -> NamedPolicy:
         spec = replace(spec, source="one's own", late_binding=False)
     custom = None
     if names:
-        functions = [CustomFunction(name, function_named(name), settings.time_limit) for name in names]
+        functions = [CustomFunction(name, function_named(name)) for name in names]
         custom = CustomPolicy(functions, replaces, random, settings.near)
     return replace(made(spec, settings, random), custom=custom)
 

@@ -41,6 +41,13 @@ MOST_LOST = 0.92
 _LEAST_FREE: Final = 0.1
 # Fewer evicted tokens (50 blocks of 512) are too few to compute a share from.
 LEAST_EVICTED = 25_600
+# The weight of a new prompt and of a new answer in their means, once there are many.
+_PROMPT_WEIGHT: Final = 0.002
+_ANSWER_WEIGHT: Final = 0.01
+_MOST_TURNS: Final = 8.0
+_FIRST_OUTPUT_TOKENS: Final = 256.0
+# The interval in seconds at which the counters of evictions are read.
+_READ_SECONDS = 1.0
 
 
 class DecayingSum:
@@ -166,13 +173,6 @@ class EvictionPressure:
         return self._routed.chunks
 
 
-# The weight of a new prompt and of a new answer in their means, once there are many.
-_PROMPT_WEIGHT: Final = 0.002
-_ANSWER_WEIGHT: Final = 0.01
-_MOST_TURNS: Final = 8.0
-_FIRST_OUTPUT_TOKENS: Final = 256.0
-
-
 class SessionTurns:
     """The mean turns of a session, by model: from 1 to 8.
 
@@ -211,10 +211,6 @@ class OutputLengths:
         """Return the expected tokens of an answer, from its limit and the announced tokens, if it has them."""
         mean = self._means.get(model, (_FIRST_OUTPUT_TOKENS, 0))[0] if announced is None else announced
         return mean if max_tokens is None else min(mean, max_tokens)
-
-
-# The interval in seconds at which the counters of evictions are read.
-_READ_SECONDS = 1.0
 
 
 class EvictionCounts(Protocol):

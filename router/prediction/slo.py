@@ -3,7 +3,7 @@
     missed by = max(TTFT - time left, 0) + output · max(TPOT - objective, 0)      in seconds, of `output` tokens
     J'        = J + ω · turns · (chance that its SLO is missed there + SLOs of others that it makes miss there)
 
-J is the policy's cost, and ω the cost of a missed SLO: `policy.missed_slo_cost`. The lowest J' wins. So the cheapest
+J is the policy's cost, and ω the cost of a missed SLO: `MISSED_SLO_COST`. The lowest J' wins. So the cheapest
 candidate wins among those that meet the SLO, and an SLO that no candidate can meet scatters no prefixes.
 
 `turns` is the mean number of turns of a session. Its next requests are sent to the worker with its prefix. So a session
@@ -27,6 +27,19 @@ from router.policies.rates import Rates, prefill_seconds
 from router.policies.records import Candidate, CostUnit, Decision
 
 KEPT: Final = 128
+# The cost of an SLO that is expected to be missed, in prefill tokens.
+MISSED_SLO_COST: Final = 40_000.0
+# The weight of others' SLOs for a request without an SLO, and the weight of an answer without an SLO for others.
+_FOR_NO_SLO: Final = 0.3
+_OF_NO_SLO: Final = 0.5
+# Up to this loss the policy's choice is kept, and no other candidate is predicted.
+LITTLE: Final = 0.05
+# Standard deviation of the logarithm of an answer's final TPOT, given its present TPOT.
+_DEVIATION: Final = 0.5
+# Seconds per prefill token, for policies whose costs are seconds.
+_SECONDS_PER_TOKEN: Final = 4e-5
+# The highest share of prefills in a worker's time that slows its decoding.
+_MOST_SHARE: Final = 0.95
 
 
 class Ratios:
@@ -56,19 +69,6 @@ class Ratios:
     def at_most(self, ratio: float) -> float:
         """Return the share of the ratios that are at most `ratio`. At least one ratio is needed."""
         return bisect_right(self._ordered, ratio) / len(self._ordered)
-
-
-# The weight of others' SLOs for a request without an SLO, and the weight of an answer without an SLO for others.
-_FOR_NO_SLO: Final = 0.3
-_OF_NO_SLO: Final = 0.5
-# Up to this loss the policy's choice is kept, and no other candidate is predicted.
-LITTLE: Final = 0.05
-# Standard deviation of the logarithm of an answer's final TPOT, given its present TPOT.
-_DEVIATION: Final = 0.5
-# Seconds per prefill token, for policies whose costs are seconds.
-_SECONDS_PER_TOKEN: Final = 4e-5
-# The highest share of prefills in a worker's time that slows its decoding.
-_MOST_SHARE: Final = 0.95
 
 
 @dataclass(frozen=True, slots=True)

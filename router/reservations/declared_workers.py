@@ -11,7 +11,7 @@ from typing import Any
 
 from kvevents import EventSource
 from kvevents.sources import canonical_source
-from router.fleet.discovery import Engine, ServedModel, WorkerDescription
+from router.fleet.discovery import MOST_RANKS, Engine, ServedModel, WorkerDescription
 from router.fleet.fleet import Fleet
 from router.fleet.prober import Prober
 from router.fleet.worker import Worker, url_of
@@ -26,14 +26,12 @@ class DeclaredWorkers:
         fleet: Fleet,
         prober: Prober,
         source: str,
-        most_ranks: int,
         provide: Callable[[Worker, ServedModel], Awaitable[None]],
     ) -> None:
         """Declare no worker yet. `provide`: called with each worker and its model, to load the model's tokenizer."""
         self._fleet = fleet
         self._prober = prober
         self._source = source
-        self._most_ranks = most_ranks
         self._provide = provide
         self._declared: dict[str, WorkerSettings] = {}
 
@@ -67,8 +65,8 @@ class DeclaredWorkers:
 
         Raises ValueError, which names the wrong field.
         """
-        if not 1 <= len(ranks) <= self._most_ranks:
-            raise ValueError(f"dp_size: {len(ranks)} is not from 1 to {self._most_ranks}.")
+        if not 1 <= len(ranks) <= MOST_RANKS:
+            raise ValueError(f"dp_size: {len(ranks)} is not from 1 to {MOST_RANKS}.")
         for stream in streams:
             if stream.dp_rank not in ranks:
                 raise ValueError(f"streams: rank {stream.dp_rank} is not one of {ranks[0]} to {ranks[-1]}.")

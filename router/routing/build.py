@@ -40,12 +40,10 @@ class CacheState:
     audit: HitAudit
 
 
-def build_cache_state(settings: Settings, indexer: Indexer) -> CacheState:
+def build_cache_state(indexer: Indexer) -> CacheState:
     """Return the cache state of an index's targets."""
-    in_flight_prefixes, sent_prefixes = InFlightPrefixes(settings.proxy.in_flight_prefix_seconds), SentPrefixes()
-    return CacheState(
-        in_flight_prefixes, sent_prefixes, HitAudit(indexer, sent_prefixes, settings.audit, indexer.names)
-    )
+    in_flight_prefixes, sent_prefixes = InFlightPrefixes(), SentPrefixes()
+    return CacheState(in_flight_prefixes, sent_prefixes, HitAudit(indexer, sent_prefixes, indexer.names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ def build_state(
 ) -> RoutingState:
     """Return the state that the parts of routing share, with the policy of the settings and nothing learned yet."""
     policy = settings.policy
-    learned = Learned(Rates(**settings.rates.model_dump()), cpu_token=policy.cpu_token, disk_token=policy.disk_token)
+    learned = Learned(Rates(), cpu_token=policy.cpu_token, disk_token=policy.disk_token)
     sources = pulls = None
     if settings.pulls.protocol is not None:
         pulls = Pulls(settings.pulls, indexer, fleet.at, cache_state.audit.distrusted, indexer.names)
@@ -106,9 +104,9 @@ def build_routing(
     random = random or Random()
     for prompts in (state.in_flight_prefixes, state.sharing.peer_load.prompts):
         prompts.evictions = indexer.index.evictions
-    selector = Selector(state, settings.disaggregation, settings.policy.missed_slo_cost, random)
+    selector = Selector(state, settings.disaggregation, random)
     masters = any(pool.master is not None for pool in settings.pools)
     verifier = PoolVerifier(indexer, session) if session is not None and masters else None
     reader = PromptReader(state, fleet, indexer, tokenizers, settings.proxy.forward_unknown_models, verifier)
-    encoders = Encoders(fleet, state.load, settings.encoding.per_encoder, random, state.clock)
+    encoders = Encoders(fleet, state.load, random, state.clock)
     return Routing(state, reader, selector, Placement(state, selector, samples), encoders)

@@ -1,6 +1,6 @@
 """Encode workers: the choice of one for each media item, and the items that wait for it.
 
-    item ──▶ choose ──▶ waits while the worker has `encoding.per_encoder` items ──▶ sent ──▶ ended
+    item ──▶ choose ──▶ waits while the worker has 16 items ──▶ sent ──▶ ended
 
 An encode worker keeps what it encoded, so equal items are sent to the same one. Rendezvous hashing ranks the workers
 for each item by its content. The ranking is the same at all routers, and after a restart. An added worker receives only
@@ -137,21 +137,21 @@ class EncodeTurn:
 class Encoders:
     """The encode workers of a fleet, with their load and their learned times.
 
-    - `per_encoder`: the most items of this router in flight at one worker.
     - `random`: picks the items that a worker receives during its warm-up.
+    - `most_items`: the most items of this router in flight at one worker. Others wait.
     """
 
     def __init__(
         self,
         fleet: Fleet,
         load: LoadTable,
-        per_encoder: int,
         random: Random,
         clock: Callable[[], float] = time.monotonic,
+        most_items: int = 16,
     ) -> None:
         self._fleet = fleet
         self._load = load
-        self._per_encoder = per_encoder
+        self._most_items = most_items
         self._random = random
         self._clock = clock
         self._queues: dict[str, EncodeQueue] = {}
@@ -165,7 +165,7 @@ class Encoders:
             return usable[0] if usable else None
         loads = {worker: self._items(worker) for worker in usable}
         share = _BOUND * (sum(loads.values()) + 1) / sum([worker.settings.weight for worker in usable])
-        few = min(_FEW, self._per_encoder)
+        few = min(_FEW, self._most_items)
         within = [worker for worker in usable if loads[worker] < math.ceil(max(share, few) * worker.settings.weight)]
         return max(within, key=lambda worker: _rank(worker, key))
 
@@ -192,7 +192,7 @@ class Encoders:
     def _queue(self, worker: Worker) -> EncodeQueue:
         queue = self._queues.get(worker.url)
         if queue is None:
-            queue = self._queues[worker.url] = EncodeQueue(worker.health, self._per_encoder)
+            queue = self._queues[worker.url] = EncodeQueue(worker.health, self._most_items)
         return queue
 
     def _items(self, worker: Worker) -> int:

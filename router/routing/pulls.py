@@ -42,6 +42,8 @@ _PAUSE_SECONDS: Final = 60.0
 _LAST_PORT: Final = 65_535
 # Pulls in flight from one DP rank: more would share its bandwidth, and take longer than computing.
 _MOST_FROM_ONE: Final = 4
+# The shortest prefix that is pulled, in tokens. Most of a shorter pull would be latency.
+_LEAST_TOKENS: Final = 1024
 
 
 class PullResult(StrEnum):
@@ -120,7 +122,7 @@ class Pulls:
     ) -> None:
         """Create the pulls of a fleet. `distrusted`: targets whose events are wrong, a set that changes."""
         self.per_source = _MOST_FROM_ONE
-        self.least_tokens = settings.least_tokens
+        self.least_tokens = _LEAST_TOKENS
         self.on_ended: list[Callable[[PullResult, int], None]] = []
         self._protocol = settings.protocol
         self._port = settings.port

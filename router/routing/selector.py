@@ -21,7 +21,7 @@ from router.load.peer_load import PeerLoad
 from router.policies import Candidate, Decision
 from router.policies.rates import prefill_seconds
 from router.prediction.learned import Learned
-from router.prediction.slo import LITTLE, NO_SLO, SLO, Prediction, choose_for_slo, counts_in_prefill
+from router.prediction.slo import LITTLE, MISSED_SLO_COST, NO_SLO, SLO, Prediction, choose_for_slo, counts_in_prefill
 from router.routing.assignment import Selection
 from router.routing.candidates import CandidateFinder, CandidateSet
 from router.routing.custom_choice import decide
@@ -42,7 +42,11 @@ class Selector:
     """
 
     def __init__(
-        self, state: RoutingState, disaggregation: DisaggregationSettings, slo_miss_cost: float, random: Random
+        self,
+        state: RoutingState,
+        disaggregation: DisaggregationSettings,
+        random: Random,
+        slo_miss_cost: float = MISSED_SLO_COST,
     ) -> None:
         """Create a selector. `random` breaks ties, and picks the requests that try a half-open worker."""
         policy = state.policy.choose

@@ -12,11 +12,17 @@ from typing import Any
 import structlog
 
 from indexer.api.metrics import build_info
+from router.app.readiness import CATCH_UP_SECONDS
 from router.http.worker_url import without_user_info
 from router.observability.fleet_report import About
 from router.settings import Settings
 
 NO_WORKERS_YET = "no workers yet: add them with POST /workers, or in the settings file"
+# What the slower builds cost: `make bench-proxy` and `make bench-index`.
+_SLOWER = {
+    "interpreted": "interpreted: a compiled build serves about twice the requests (docs/how-it-works.md)",
+    "python": "Python index: events take six times the processor time; install with a C++ compiler, or a wheel",
+}
 
 
 def log_to_stderr(level: str = "info") -> None:
@@ -61,13 +67,6 @@ def _hidden(value: Any) -> Any:
     return value
 
 
-# What the slower builds cost: `make bench-proxy` and `make bench-index`.
-_SLOWER = {
-    "interpreted": "interpreted: a compiled build serves about twice the requests (docs/how-it-works.md)",
-    "python": "Python index: events take six times the processor time; install with a C++ compiler, or a wheel",
-}
-
-
 def announce_start(settings: Settings, name: str) -> None:
     """Print that a service starts, and what it waits for."""
     built = build_info()
@@ -109,4 +108,4 @@ def _waits_for(settings: Settings) -> str:
         asked.append("asks the cluster for workers")
     if not asked:
         return f"has {NO_WORKERS_YET}"
-    return f"{' and '.join(asked)}, and waits up to {settings.events.catch_up_timeout:g} s for what they cache"
+    return f"{' and '.join(asked)}, and waits up to {CATCH_UP_SECONDS:g} s for what they cache"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from router.settings.fields import LONGEST_NAME, PULL_HOST, WORKER_NAME
 from router.settings.fleet import (
-    AuditSettings,
     EventSettings,
     FleetSettings,
     KeySettings,
@@ -51,7 +50,6 @@ __all__ = [
     "PULL_HOST",
     "WORKER_NAME",
     "AdmissionSettings",
-    "AuditSettings",
     "Backend",
     "BillingLine",
     "ConfigError",

@@ -49,6 +49,11 @@ FORMS = {
     HEADER_NAME: "the name of a header",
     ROUTE: "a method and a path, such as POST /v1/mine",
 }
+NonNegative = Annotated[float, Field(ge=0)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+ListeningPort = Annotated[int, Field(ge=0, le=65535)]
+ModelName = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+BlockSize = Annotated[int, Field(ge=1, le=MOST_BLOCK_SIZE)]
 
 
 class Section(BaseModel):
@@ -138,11 +143,6 @@ def _key_folder(path: Path) -> Path:
     return path
 
 
-NonNegative = Annotated[float, Field(ge=0)]
-Port = Annotated[int, Field(ge=1, le=65535)]
-ListeningPort = Annotated[int, Field(ge=0, le=65535)]
-ModelName = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
-BlockSize = Annotated[int, Field(ge=1, le=MOST_BLOCK_SIZE)]
 Network = Annotated[str, AfterValidator(_network)]
 RootPath = Annotated[str, AfterValidator(_root_path)]
 CorsOrigin = Annotated[str, AfterValidator(_cors_origin)]

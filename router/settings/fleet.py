@@ -32,6 +32,12 @@ from router.settings.fields import (
     Section,
 )
 
+# Labels as in Kubernetes: a name may have a prefix, and a value may be empty.
+Labels = Annotated[
+    dict[Annotated[str, Field(min_length=1, max_length=317)], Annotated[str, Field(max_length=253)]],
+    Field(max_length=256),
+]
+
 
 class StreamSettings(Section):
     """The event stream of one DP rank of a worker."""
@@ -72,13 +78,6 @@ class KeySettings(Section):
         return self
 
 
-# Labels as in Kubernetes: a name may have a prefix, and a value may be empty.
-Labels = Annotated[
-    dict[Annotated[str, Field(min_length=1, max_length=317)], Annotated[str, Field(max_length=253)]],
-    Field(max_length=256),
-]
-
-
 class WorkerSettings(KeySettings):
     """A worker. It reports all but its URL, and settings override its report. User info in the URL is the API key."""
 
@@ -111,19 +110,11 @@ class FleetSettings(KeySettings):
     """Probes, metrics and ejection of workers. Times are in seconds."""
 
     probe_interval: PositiveFloat = 5.0
-    retry_interval: PositiveFloat = 1.0
     probe_timeout: PositiveFloat = 5.0
     metrics_interval: PositiveFloat = 1.0
     failures: PositiveInt = 3
-    backoff: PositiveFloat = 1.0
     stall_seconds: PositiveFloat = 1.0
-    stall_factor: Annotated[float, Field(ge=1)] = 3.0
-    outlier_factor: Annotated[float, Field(gt=1)] = 5.0
-    max_ejected: Annotated[float, Field(ge=0, lt=1)] = 0.3
     slow_start: NonNegative = 10.0
-    max_models: PositiveInt = 1000
-    max_ranks: PositiveInt = 128
-    max_answer_bytes: PositiveInt = 4 * 2**20
     allowed_networks: list[Network] = [
         "127.0.0.0/8",
         "::1/128",
@@ -132,6 +123,11 @@ class FleetSettings(KeySettings):
         "192.168.0.0/16",
         "fc00::/7",
     ]
+
+    @property
+    def retry_interval(self) -> float:
+        """The time between two probes of a worker that does not answer."""
+        return min(self.probe_interval, 1.0)
 
 
 class KubernetesSettings(Section):
@@ -159,9 +155,6 @@ class IndexSettings(Section):
 class EventSettings(Section):
     """The readers of event streams. Times are in seconds."""
 
-    replay_timeout: PositiveFloat = 1.0
-    idle_check: PositiveFloat = 30.0
-    catch_up_timeout: NonNegative = 5.0
     curve_secret_key_file: KeyPairFile | None = None
     bind: list[Endpoint] = []
     publisher_keys: KeyFolder | None = None
@@ -187,8 +180,6 @@ class ReplicasSettings(Section):
 
     redis: str = ""
     prefix: Annotated[str, Field(min_length=1)] = "kvrouter"
-    interval: PositiveFloat = 0.005
-    expiry: PositiveFloat = 3.0
 
     @field_validator("redis")
     @classmethod
@@ -207,18 +198,8 @@ class ReplicasSettings(Section):
         return redis
 
 
-class AuditSettings(Section):
-    """When predictions of cached tokens count as wrong."""
-
-    samples: PositiveInt = 32
-    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.1
-
-
 class TokenizerSettings(Section):
     """The conversion of prompts to token ids. Times are in seconds."""
 
     threads: PositiveInt = 2
     cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
-    hub_timeout: Annotated[float, Field(ge=0)] = 10.0
-    check_interval: PositiveFloat = 60.0
-    media_timeout: Annotated[float, Field(ge=0)] = 1.0

@@ -34,7 +34,6 @@ class PullSettings(Section):
 
     protocol: PullProtocol | None = None
     port: Port = 5710
-    least_tokens: PositiveInt = 1024
 
 
 class PoolSettings(Section):

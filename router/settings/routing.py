@@ -10,7 +10,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     PositiveFloat,
-    PositiveInt,
     field_validator,
     model_validator,
 )
@@ -45,14 +44,11 @@ class PolicySettings(Section):
 
     name: Annotated[PolicyName | Annotated[str, Field(pattern=NAME)], BeforeValidator(_policy)] = PolicyName.KV_AWARE
     extra: list[Annotated[str, Field(pattern=NAME), AfterValidator(_scorer)]] = []
-    time_limit: PositiveFloat = 0.005
     interference: NonNegative = 1.0
     interference_per_request: NonNegative = 0.06
     eviction: NonNegative = 10.0
-    context: NonNegative = 0.05
     cpu_token: NonNegative = 0.1
     disk_token: NonNegative = 0.5
-    missed_slo_cost: NonNegative = 40_000.0
     near: NonNegative = 0.0
 
     @model_validator(mode="after")
@@ -62,15 +58,6 @@ class PolicySettings(Section):
                 f"extra: scorers add to the cost of {PolicyName.KV_AWARE}. Set name to it, or remove extra"
             )
         return self
-
-
-class RateSettings(Section):
-    """The speed that is assumed of workers until it is learned. Values are in seconds."""
-
-    step: PositiveFloat = 0.01
-    token: PositiveFloat = 4e-5
-    attention: PositiveFloat = 1e-9
-    context_token: PositiveFloat = 3e-8
 
 
 class ModelSettings(Section):
@@ -110,8 +97,6 @@ class Backend(StrEnum):
 class EncodingSettings(Section):
     """Media items on encode workers. `workers_encode`: whether the other workers can encode items themselves."""
 
-    per_request: PositiveInt = 8
-    per_encoder: PositiveInt = 16
     workers_encode: bool = True
 
 

@@ -23,6 +23,9 @@ from router.settings.fields import (
 )
 from router.settings.own_code import HOOKS, NAME, check_function
 
+# The API groups of objects about requests: that of the Inference Extension, and that of llm-d.
+_Group = Literal["inference.networking.x-k8s.io", "llm-d.ai"]
+
 
 def _no_credential(name: str) -> str:
     """Refuse headers whose values must not be shown, as those of sessions are."""
@@ -175,14 +178,11 @@ class ProxySettings(Section):
     connect_timeout: PositiveFloat = 3.0
     idle_timeout: PositiveFloat = 600.0
     client_timeout: PositiveFloat = 60.0
-    session_timeout: PositiveFloat = 3600.0
     attempts: PositiveInt = 3
     retry_share: NonNegative = 0.2
     retry_statuses: list[Literal[408, 500, 504]] = []
-    retry_minimum: Annotated[int, Field(ge=0)] = 10
     stream_failovers: Annotated[int, Field(ge=0)] = 0
     keepalive_interval: PositiveFloat | Literal["off"] = "off"
-    in_flight_prefix_seconds: NonNegative = 2.0
     ask_usage: bool = False
     forward_unknown_models: bool = False
     client_routing: bool = False
@@ -220,10 +220,6 @@ class AdmissionSettings(Section):
     queue_bytes: PositiveInt = 256 * 2**20
     timeout: PositiveFloat = 30.0
     cold_start_timeout: NonNegative = 0.0
-
-
-# The API groups of objects about requests: that of the Inference Extension, and that of llm-d.
-_Group = Literal["inference.networking.x-k8s.io", "llm-d.ai"]
 
 
 class PickerSettings(Section):

@@ -13,7 +13,6 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvevents.endpoints import parse_endpoint
 from router.settings.fields import SERVICE_LEVEL_NAME
 from router.settings.fleet import (
-    AuditSettings,
     EventSettings,
     FleetSettings,
     IndexSettings,
@@ -28,7 +27,6 @@ from router.settings.routing import (
     EncodingSettings,
     ModelSettings,
     PolicySettings,
-    RateSettings,
     ServiceLevelSettings,
 )
 from router.settings.server import (
@@ -60,7 +58,6 @@ class Settings(BaseSettings):
     pulls: PullSettings = PullSettings()
     models: dict[str, ModelSettings] = {}
     policy: PolicySettings = PolicySettings()
-    rates: RateSettings = RateSettings()
     service_levels: dict[Annotated[str, Field(pattern=SERVICE_LEVEL_NAME)], ServiceLevelSettings] = {}
     disaggregation: DisaggregationSettings = DisaggregationSettings()
     encoding: EncodingSettings = EncodingSettings()
@@ -75,7 +72,6 @@ class Settings(BaseSettings):
     upstream: UpstreamSettings = UpstreamSettings()
     tenants: TenantsSettings = TenantsSettings()
     hooks: HookSettings = HookSettings()
-    audit: AuditSettings = AuditSettings()
     logs: LogSettings = LogSettings()
     otel: OtelSettings = OtelSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()

@@ -20,7 +20,7 @@ def replica_channels(settings: ReplicasSettings) -> list[SharingChannel]:
     """Return the channels between replicas that the settings configure."""
     if not settings.redis:
         return []
-    return [RedisChannel(settings.redis, settings.prefix, settings.interval, settings.expiry)]
+    return [RedisChannel(settings.redis, settings.prefix)]
 
 
 def build_sharing(settings: Settings, load: LoadTable, worker_processes: WorkerProcesses | None) -> LoadSharing:
@@ -29,5 +29,5 @@ def build_sharing(settings: Settings, load: LoadTable, worker_processes: WorkerP
     - `worker_processes`: the processes that share this one's port; None: it has no others.
     """
     channels = replica_channels(settings.replicas) + ([worker_processes.channel()] if worker_processes else [])
-    peer_load = PeerLoad(settings.replicas.expiry, settings.proxy.in_flight_prefix_seconds)
+    peer_load = PeerLoad()
     return LoadSharing(load, peer_load, channels)

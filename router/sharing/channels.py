@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from router.load.peer_load import EXPIRY_SECONDS
+
 log = structlog.get_logger()
 
 # Seconds for which changes are gathered: a datagram costs about 10 µs on each side.
@@ -36,7 +38,7 @@ class RedisChannel:
     - `silence`: the seconds without a message after which the connection counts as broken.
     """
 
-    def __init__(self, url: str, prefix: str, interval: float, silence: float) -> None:
+    def __init__(self, url: str, prefix: str, interval: float = 0.005, silence: float = EXPIRY_SECONDS) -> None:
         split = urlsplit(url)
         self.name = f"{split.scheme}://{split.hostname or ''}{f':{split.port}' if split.port else ''}{split.path}"
         self.interval = interval

@@ -20,6 +20,9 @@ from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.probes import PROBES, Probe, ProbeKind
 from router.tokens.prompt_cache import common_tokens
 
+# Seconds between two checks that an engine and the router tokenize alike.
+CHECK_SECONDS = 60.0
+
 
 class TokenizerRoute(StrEnum):
     """The route by which prompts of a kind become tokens.

@@ -37,6 +37,9 @@ _NOT_SGLANGS = ("prompt", "add_generation_prompt", "add_special_tokens")
 _MOST_ANSWER = 256 * 2**20
 # Longest name of a media item, which is hashed into each of its blocks. A client can choose it (`uuid`).
 _MOST_NAME = 256
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+_MOST_RELEASE = 2**20
+_RELEASE_PATHS = {Engine.VLLM: "/version", Engine.SGLANG: "/server_info"}
 
 
 class PromptRefusedError(TokenizerUnavailableError):
@@ -45,9 +48,6 @@ class PromptRefusedError(TokenizerUnavailableError):
 
 class NotOfferedError(TokenizerUnavailableError):
     """An engine does not offer this endpoint."""
-
-
-_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 
 
 class _Placeholder(msgspec.Struct):
@@ -87,8 +87,6 @@ class Release(msgspec.Struct):
     chat_template: str | None = None
 
 
-_MOST_RELEASE = 2**20
-_RELEASE_PATHS = {Engine.VLLM: "/version", Engine.SGLANG: "/server_info"}
 _decode_release = json_reader(Release)
 _decode_rendered = json_reader(_Rendered | list[_Rendered])
 _decode_tokenized = json_reader(_Tokenized)

@@ -34,6 +34,7 @@ from indexer.hashing import TOKEN_BYTES, MediaSpan, PackedPrompt
 from router.apis.messages import MODALITIES, is_fetched, media_parts, stand_in
 from router.apis.requests import ChatPrompt
 from router.tokens import TokenizerUnavailableError
+from router.tokens.agreement import CHECK_SECONDS
 from router.tokens.engine_client import PromptRefusedError
 from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.local_tokenizer import LocalTokenizer
@@ -101,8 +102,8 @@ class MediaReader:
         local: LocalTokenizer,
         engine: EngineTokenizer,
         limit_bytes: int,
-        timeout: float = 5.0,
-        interval: float = 60.0,
+        timeout: float = 1.0,
+        interval: float = CHECK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.local = local

@@ -17,6 +17,21 @@ from router.tokens import TokenizerUnavailableError
 # The special tokens that chat templates use by name.
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT = "default"
+# The longest wait for a model's files from the Hub. `HF_HUB_OFFLINE=1` disables the Hub.
+_HUB_SECONDS = 10.0
+# No weights and no code.
+_HUB_FILES = [
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "tekken.json",
+    "tiktoken.model",
+]
+_is_name = re.compile(r"[\w.-]+/[\w.-]+").fullmatch
 
 
 @dataclass(frozen=True)
@@ -146,27 +161,12 @@ def files_of(tokenizer: Any, vocab_size: int = 0, model_type: str = "") -> Model
     return ModelFiles(tokenizer.backend_tokenizer.to_str(), templates, special, vocab_size, model_type)
 
 
-# No weights and no code.
-_HUB_FILES = [
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.json",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-    "tekken.json",
-    "tiktoken.model",
-]
-_is_name = re.compile(r"[\w.-]+/[\w.-]+").fullmatch
-
-
 def is_hub_name(name: str) -> bool:
     """Return whether this may be the name of a model on the Hub."""
     return _is_name(name) is not None and ".." not in name
 
 
-async def fetch_from_hub(name: str, seconds: float) -> Path:
+async def fetch_from_hub(name: str, seconds: float = _HUB_SECONDS) -> Path:
     """Return a folder with a model's files, from Hub or cache. Raises TokenizerUnavailableError after `seconds`."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Path] = loop.create_future()

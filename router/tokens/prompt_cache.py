@@ -22,6 +22,29 @@ from indexer.hashing import TOKEN_BYTES, PackedPrompt, pack_tokens
 from indexer.native import native_core
 from router.tokens.text_encoder import AWKWARD, Encoder
 
+_native = native_core()
+Mark: TypeAlias = tuple[int, int]
+START: Final = (0, 0)
+# Texts with more marks are not cut, because the search would take too long.
+_MOST_MARKS: Final = 2**14
+_LAST: Final = 2**63 - 1
+_TRIED_TOKENS = 12
+# Texts are looked up by a few characters at these positions, and then at every multiple of the step. The next turn of
+# a conversation is equal at all but the last positions.
+_FIRST_PLACES = (1024, 2048, 4096)
+_STEP = 8192
+_CHARACTERS = 32
+# Maximum number of entries to compare in one search.
+_TRIES = 4
+# If two texts differ only in this fraction at the end, one entry is kept.
+_ENDS = 8
+# Estimated bytes for a lookup key, and for a mark.
+_PLACE_BYTES = 300
+_MARK_BYTES = 130
+# Estimated memory of a prompt as a multiple of its tokens, including hashes of blocks and chunks.
+_HASHED_TIMES = 2
+_Key = tuple[int, str]
+
 
 def reference_token_places(tokens: bytes, token: int, start: int) -> list[int]:
     """Return the positions of a token in a packed prompt, in bytes, from the token boundary `start` on."""
@@ -34,20 +57,12 @@ def reference_token_places(tokens: bytes, token: int, start: int) -> list[int]:
     return places
 
 
-_native = native_core()
 token_places: Callable[[bytes, int, int], list[int]] = (
     reference_token_places if _native is None else _native.token_places
 )
 
 
-Mark: TypeAlias = tuple[int, int]
 """A position where a text can be cut: the characters before it, and the bytes of their packed token ids."""
-
-START: Final = (0, 0)
-# Texts with more marks are not cut, because the search would take too long.
-_MOST_MARKS: Final = 2**14
-_LAST: Final = 2**63 - 1
-_TRIED_TOKENS = 12
 
 
 class Boundary(NamedTuple):
@@ -126,24 +141,6 @@ def reference_common_start(one: Any, other: Any) -> int:
 
 
 common_start: Callable[[Any, Any], int] = reference_common_start if _native is None else _native.common
-
-
-# Texts are looked up by a few characters at these positions, and then at every multiple of the step. The next turn of
-# a conversation is equal at all but the last positions.
-_FIRST_PLACES = (1024, 2048, 4096)
-_STEP = 8192
-_CHARACTERS = 32
-# Maximum number of entries to compare in one search.
-_TRIES = 4
-# If two texts differ only in this fraction at the end, one entry is kept.
-_ENDS = 8
-# Estimated bytes for a lookup key, and for a mark.
-_PLACE_BYTES = 300
-_MARK_BYTES = 130
-# Estimated memory of a prompt as a multiple of its tokens, including hashes of blocks and chunks.
-_HASHED_TIMES = 2
-
-_Key = tuple[int, str]
 
 
 class CachedPrompt:

@@ -24,7 +24,7 @@ from router.fleet.worker import Worker
 from router.http.event_loop import end_tasks
 from router.settings import ModelSettings, TokenizerSettings
 from router.tokens import TokenizerUnavailableError
-from router.tokens.agreement import Agreement, TokenizerRoute, Trial
+from router.tokens.agreement import CHECK_SECONDS, Agreement, TokenizerRoute, Trial
 from router.tokens.candidates import candidates
 from router.tokens.engine_client import EngineClient
 from router.tokens.engine_tokenizer import EngineTokenizer
@@ -42,6 +42,10 @@ _SUSPECTED_SECONDS = 10.0
 # The cache of media has this fraction of the cache of texts.
 _MEDIA_SHARE = 8
 _NOT_LOCAL = (TokenizerRoute.ENGINE, TokenizerRoute.GUESSED, TokenizerRoute.NONE)
+_LOG_LINES = {
+    "engine": "a worker is asked for the tokens of every prompt",
+    "text": "prompts are routed by their text only, because no tokens are available",
+}
 
 
 class TokenizerSource:
@@ -205,9 +209,9 @@ class TokenizerSource:
             if await asyncio.to_thread(Path(name).is_dir):
                 model.folder = Path(name)
                 return
-            if is_hub_name(name) and self._settings.hub_timeout:
+            if is_hub_name(name):
                 try:
-                    model.folder = await fetch_from_hub(name, self._settings.hub_timeout)
+                    model.folder = await fetch_from_hub(name)
                     return
                 except TokenizerUnavailableError as error:
                     model.problem = str(error)
@@ -244,7 +248,7 @@ class TokenizerSource:
         if tried is None or tried.description is not worker.description:
             return True
         age = time.monotonic() - tried.at
-        return age > self._settings.check_interval or (age > _SUSPECTED_SECONDS and self._mismatched(model, url))
+        return age > CHECK_SECONDS or (age > _SUSPECTED_SECONDS and self._mismatched(model, url))
 
     def _mismatched(self, model: ModelState, url: str) -> bool:
         """Return whether usage in a worker's responses disagrees with the local tokenizer."""
@@ -319,21 +323,14 @@ class TokenizerSource:
             log.info(
                 "engines are asked for the tokens of some kinds of prompts", model=model.name, shapes=sorted(asked)
             )
-        timeout, interval = self._settings.media_timeout, self._settings.check_interval
-        if timeout and model.local is not None and (model.media is None or model.media.local is not model.local):
+        if model.local is not None and (model.media is None or model.media.local is not model.local):
             limit = self._settings.cache_bytes // _MEDIA_SHARE
-            model.media = MediaReader(model.local, model.engine, limit, timeout, interval)
+            model.media = MediaReader(model.local, model.engine, limit)
         tokenizer = ModelTokenizer(model.local, engine, asked, model.usage, suspected, model.media, model.on_trial)
         self._tokenizers.add(model.name, tokenizer)
         if model.local is None and model.tried and tokenizer.route != model.logged_route:
             model.logged_route = tokenizer.route
             log.info(_LOG_LINES[tokenizer.route], model=model.name, reason=model.problem)
-
-
-_LOG_LINES = {
-    "engine": "a worker is asked for the tokens of every prompt",
-    "text": "prompts are routed by their text only, because no tokens are available",
-}
 
 
 def _modified(folder: Path) -> float:
@@ -351,8 +348,8 @@ async def configured_tokenizers(models: dict[str, ModelSettings], settings: Toke
     for model, named in models.items():
         if (name := named.tokenizer) is None:
             continue
-        if not await asyncio.to_thread(Path(name).is_dir) and is_hub_name(name) and settings.hub_timeout:
-            name = str(await fetch_from_hub(name, settings.hub_timeout))
+        if not await asyncio.to_thread(Path(name).is_dir) and is_hub_name(name):
+            name = str(await fetch_from_hub(name))
         load = candidates(Path(name))[0]
         tokenizers.add(model, await asyncio.to_thread(load, settings.cache_bytes))
     return tokenizers

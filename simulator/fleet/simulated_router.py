@@ -19,18 +19,16 @@ from router.policies import NamedPolicy, policy_named
 from router.policies.pairs import PairRule
 from router.policies.rates import Rates
 from router.prediction.learned import Learned
+from router.prediction.slo import MISSED_SLO_COST
 from router.routing.placement import Placement
 from router.routing.selector import Selector
 from router.routing.sources import LoadRates, Pools, SourceFinder
 from router.routing.state import RoutingState
 from router.settings import (
     AdmissionSettings,
-    AuditSettings,
     DisaggregationSettings,
     PolicyName,
     PolicySettings,
-    ProxySettings,
-    ReplicasSettings,
 )
 from router.settings.own_code import check_function
 from router.sharing import LoadSharing, PeerLoad, SharingChannel
@@ -61,6 +59,7 @@ class Side:
     - `sources`: whether it counts what workers can load from the pool and from peers.
     - `programs`: whether calls of sessions wait for room.
     - `pairs`: makes its choice of a prefill and a decode worker; None for that of its policy.
+    - `slo_miss_cost`: the cost of a missed SLO, in prefill tokens.
     """
 
     name: str
@@ -74,6 +73,7 @@ class Side:
     sources: bool = False
     programs: bool = False
     pairs: Callable[[Random], PairRule] | None = None
+    slo_miss_cost: float = MISSED_SLO_COST
 
     @property
     def settings(self) -> PolicySettings:
@@ -110,9 +110,6 @@ def side_with(scorer: str) -> Side:
     return replace(OURS, name=f"{OURS.name} + {scorer}", weights=weights)
 
 
-_LINGER = ProxySettings().in_flight_prefix_seconds
-
-
 @dataclass(frozen=True, slots=True)
 class SimulatedRouter:
     """One router of a simulation. All but `workers` are the objects of a router that serves."""
@@ -145,12 +142,12 @@ def build_router(
     """Return a router over its own records of the workers. It shares its load over `channels`."""
     settings = side.settings
     load = LoadTable(clock)
-    sharing = LoadSharing(load, PeerLoad(ReplicasSettings().expiry, _LINGER, clock), list(channels))
+    sharing = LoadSharing(load, PeerLoad(clock=clock), list(channels))
     sent_prefixes = SentPrefixes(clock)
     learned = Learned(Rates(), clock, settings.cpu_token, settings.disk_token)
     policy = side.make_policy(random, learned, load)
-    audit = HitAudit(index, sent_prefixes, AuditSettings(), clock=clock)
-    in_flight_prefixes = InFlightPrefixes(_LINGER, clock)
+    audit = HitAudit(index, sent_prefixes, clock=clock)
+    in_flight_prefixes = InFlightPrefixes(clock=clock)
     for prompts in (in_flight_prefixes, sharing.peer_load.prompts):
         prompts.evictions = index.index.evictions
     state = RoutingState(
@@ -162,7 +159,7 @@ def build_router(
         peers = SimulatedPeers(index.held) if sources.pulls else None
         rates = LoadRates(clock=clock)
         state.sources = SourceFinder(pools, peers, learned.rates, rates=rates, random=Random(0))
-    selector = Selector(state, DisaggregationSettings(), settings.missed_slo_cost, random)
+    selector = Selector(state, DisaggregationSettings(), random, side.slo_miss_cost)
     placement = Placement(state, selector)
     programs: Literal["auto", "off"] = "auto" if side.programs else "off"
     admission_settings = AdmissionSettings(requests=side.requests, late_binding=side.late_binding, programs=programs)

@@ -777,7 +777,7 @@ REFUSED = {
     "no such mode": ({"indexer": {"mode": "inside"}}, r"indexer/mode.*'none', 'sidecar', 'standalone'"),
     "a port too high": ({"picker": {"port": 70000}}, r"picker/port.*maximum"),
     "a setting that does not exist": ({"config": {"policy": {"nmae": "x"}}}, "nmae"),
-    "a setting out of its range": ({"config": {"fleet": {"max_ejected": 1.5}}}, "config/fleet/max_ejected"),
+    "a setting out of its range": ({"config": {"picker": {"read_usage": 1.5}}}, "config/picker/read_usage"),
     "a policy that does not exist": ({"config": {"policy": {"name": "kv-aware"}}}, r"policy/name.*'kv_aware'"),
     "a token in plain": ({"config": {"server": {"token": "x"}}}, "token"),
     "an index secret in plain": ({"config": {"index": {"secret": "x"}}}, "secret"),

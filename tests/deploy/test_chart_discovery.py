@@ -29,7 +29,7 @@ from router.settings import FleetSettings, Role, load_settings
 
 pytestmark = pytest.mark.helm
 
-NEVER_UP = FleetSettings(probe_interval=60, retry_interval=60, metrics_interval=60)
+NEVER_UP = FleetSettings(probe_interval=60, metrics_interval=60)
 
 
 class ApiServer:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import openai
+from constants import changed
 from multidict import CIMultiDictProxy
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import until
@@ -25,7 +26,7 @@ from router.settings import Settings, SettingsFile
 TIMEOUT = 60.0
 # Timeouts that a busy machine does not exceed, so that no worker counts as dead or hung.
 PATIENT = {"probe_timeout": 30.0, "stall_seconds": 30.0}
-QUICK = {"probe_interval": 0.2, "retry_interval": 0.1, **PATIENT}
+QUICK = {"probe_interval": 0.2, **PATIENT}
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,23 @@ def plain_client(url: str) -> openai.AsyncOpenAI:
 
 
 @asynccontextmanager
-async def router(*workers: str, file: SettingsFile | None = None, **sections: Any) -> AsyncIterator[RouterUnderTest]:
+async def router(
+    *workers: str, file: SettingsFile | None = None, constants: Mapping[str, Any] = {}, **sections: Any
+) -> AsyncIterator[RouterUnderTest]:
     """Run a router in front of workers.
 
-    `sections` are sections of the settings, `file` is a settings file that is read again when it changes.
+    `sections` are sections of the settings, `file` is a settings file that is read again when it changes. `constants`
+    have other values meanwhile.
     """
     settings = Settings(**{"workers": [{"url": url} for url in workers], "fleet": QUICK, **sections})
+    with changed(**constants):
+        async with _running(settings, file) as routed:
+            yield routed
+
+
+@asynccontextmanager
+async def _running(settings: Settings, file: SettingsFile | None) -> AsyncIterator[RouterUnderTest]:
+    """Run a router with its clients."""
     async with (
         running_router(settings, file) as app,
         serving(HttpServer(app, shutdown_timeout=1)) as url,

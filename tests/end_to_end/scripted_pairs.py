@@ -12,7 +12,7 @@ from scripted_worker import Exchange, Script, ScriptedWorker, scripted_workers
 
 PATH = "/v1/completions"
 BODY = b'{"model": "m", "prompt": [1, 2, 3], "max_tokens": 4, "stream": true}'  # no worker has to tokenize it
-QUICK = {"probe_interval": 0.2, "retry_interval": 0.1, "metrics_interval": 0.1, "stall_seconds": 0.3}
+QUICK = {"probe_interval": 0.2, "metrics_interval": 0.1, "stall_seconds": 0.3}
 METRICS = b'vllm:num_requests_running{engine="0"} 0.0\n'
 HANDED_OVER = b'{"remote_block_ids": [1,2], "remote_engine_id": "e"}'
 

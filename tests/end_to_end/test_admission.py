@@ -424,7 +424,8 @@ async def busy_fleet(
     """Run a router in front of two workers that each compute a long prompt."""
     scripts = [Prefills(), Prefills()]
     slow = {"token": 0.004}  # a long prompt is expected to take two minutes
-    async with fleet(*scripts, admission=limits, policy={"name": policy}, rates=slow) as (routed, requests, _):
+    settings = {"admission": limits, "policy": {"name": policy}, "constants": {"rates": slow}}
+    async with fleet(*scripts, **settings) as (routed, requests, _):
         for count, name in enumerate(("one", "two")):
             requests.send(name, tokens=LONG, stream=True)
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from constants import changed
 from grpc_call import channel_to
 from picker_under_test import JSON, PickerUnderTest, picker
 from router_under_test import RouterUnderTest, router
@@ -92,7 +93,7 @@ BODIES = {
     RESPONSES: {"model": MODEL, "input": "Hello!"},
 }
 SECTIONS: dict[str, Any] = {
-    "policy": {"extra": ["seen_callers:cost"], "time_limit": 10},
+    "policy": {"extra": ["seen_callers:cost"]},
     "proxy": {"session_headers": ["X-Team-Chat"]},
 }
 
@@ -109,7 +110,8 @@ def seen() -> Iterator[list[Request]]:
     module = ModuleType("seen_callers")
     module.__dict__["cost"] = cost
     sys.modules["seen_callers"] = module
-    yield requests
+    with changed(policy_time=10):
+        yield requests
     del sys.modules["seen_callers"]
 
 

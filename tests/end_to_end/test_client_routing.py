@@ -49,9 +49,8 @@ async def test_request_for_one_worker_goes_to_no_other_when_that_one_fails() -> 
 async def test_client_names_its_dp_rank() -> None:
     async with scripted_worker(served) as worker:
         streams = [{"dp_rank": rank, "endpoint": f"tcp://127.0.0.1:{rank + 1}"} for rank in range(3)]
-        events = {"catch_up_timeout": 0}
         async with router(
-            workers=[{"url": worker.url, "streams": streams}], **TURNS, events=events, proxy=FOLLOWED
+            workers=[{"url": worker.url, "streams": streams}], **TURNS, constants={"catch_up": 0}, proxy=FOLLOWED
         ) as routed:
             for rank in ("2", "2", "0"):
                 reply = await routed.call(PATH, BODY, headers={"x-data-parallel-rank": rank})

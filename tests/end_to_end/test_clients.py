@@ -27,7 +27,7 @@ async def routed() -> AsyncIterator[RouterUnderTest]:
     """A router whose predictions come from the workers' events alone."""
     async with (
         simulated_workers(2, adapters=(ADAPTER,)) as urls,
-        router(*urls, proxy={"in_flight_prefix_seconds": 0}) as routed,
+        router(*urls, constants={"linger": 0}) as routed,
     ):
         await routed.until_live()
         yield routed

@@ -125,11 +125,11 @@ async def running_fleet() -> AsyncIterator[Fleet]:
         known: list[dict[str, Any]] = [{"url": each.url, "role": "encode"} for each in encoders]
         integrated = [*known, *({"url": each.url} for each in workers)]
         split = [{"url": each.url, "role": role} for each, role in zip(workers, ("prefill", "decode"), strict=True)]
-        encoding = {"per_request": PER_REQUEST, "per_encoder": PER_ENCODER}
+        constants = {"encoded_at_once": PER_REQUEST, "items_of_encoder": PER_ENCODER}
 
         async def started(workers: list[dict[str, Any]], **sections: Any) -> RouterUnderTest:
             return await stack.enter_async_context(
-                router(workers=workers, **({"encoding": encoding, "fleet": STEADY} | sections))
+                router(workers=workers, **({"constants": constants, "fleet": STEADY} | sections))
             )
 
         fleet.routed = await started(integrated, policy={"name": "round_robin"})

@@ -286,8 +286,8 @@ async def test_requests_without_a_first_byte_leave_a_paused_worker_that_is_not_e
         await answer(exchange)
 
     vllm.worker.script = slow
-    fleet = {**QUICK, "stall_seconds": 0.1, "stall_factor": 1.0}
-    async with router(workers=[vllm.settings, sglang.settings], server={"token": "t"}, fleet=fleet) as routed:
+    sections: dict[str, Any] = {"fleet": {**QUICK, "stall_seconds": 0.1}, "constants": {"stall_factor": 1.0}}
+    async with router(workers=[vllm.settings, sglang.settings], server={"token": "t"}, **sections) as routed:
         for _ in range(12):  # what a first byte usually takes
             assert (await post(routed, f"/pause?worker={vllm.url}&mode=keep")).status == 200
             assert (await routed.call("/v1/completions", BODY | {"stream": True})).worker == sglang.url

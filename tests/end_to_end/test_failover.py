@@ -15,7 +15,7 @@ from scripted_worker import Exchange, Script, ScriptedWorker, scripted_worker, s
 PATH = "/v1/completions"
 BODY = b'{"model": "m", "prompt": "x", "max_tokens": 1, "stream": true}'
 TURNS = {"policy": {"name": "round_robin"}}
-QUICK_STALL = {"probe_interval": 0.2, "retry_interval": 0.1, "metrics_interval": 0.1, "stall_seconds": 0.3}
+QUICK_STALL = {"probe_interval": 0.2, "metrics_interval": 0.1, "stall_seconds": 0.3}
 
 
 async def stream(exchange: Exchange) -> None:
@@ -62,7 +62,7 @@ async def test_overloaded_worker_is_retried_elsewhere_and_ejected() -> None:
     async with (
         scripted_worker(overloaded) as bad,
         scripted_worker(stream) as good,
-        router(bad.url, good.url, **TURNS, fleet={"backoff": 30}) as routed,
+        router(bad.url, good.url, **TURNS, constants={"backoff": 300}) as routed,
     ):
         replies = [await routed.call(PATH, BODY) for _ in range(8)]
         assert {(reply.status, reply.worker) for reply in replies} == {(200, good.url)}
@@ -135,7 +135,7 @@ async def test_stream_that_begins_with_an_error_is_retried_elsewhere_like_a_stat
     async with (
         scripted_worker(begins_with(*pieces)) as full,
         scripted_worker(stream) as idle,
-        router(full.url, idle.url, **TURNS, fleet={"backoff": 30}) as routed,
+        router(full.url, idle.url, **TURNS, constants={"backoff": 300}) as routed,
     ):
         replies = [await routed.call(PATH, BODY) for _ in range(8)]
         assert {(reply.status, reply.worker, reply.body) for reply in replies} == {(200, idle.url, b"data: 1\n\n")}
@@ -214,7 +214,7 @@ async def test_retries_of_429_count_against_the_retry_budget() -> None:
     async with (
         scripted_worker(refusing(429)) as bad,
         scripted_worker(stream) as good,
-        router(bad.url, good.url, **TURNS, proxy={"retry_share": 0, "retry_minimum": 1}) as routed,
+        router(bad.url, good.url, **TURNS, proxy={"retry_share": 0}, constants={"retry_minimum": 1}) as routed,
     ):
         statuses = Counter([(await routed.call(PATH, BODY)).status for _ in range(6)])
         assert statuses[429] == len(bad.exchanges) - 1 > 0
@@ -254,7 +254,7 @@ async def test_500_of_worker_is_returned_and_counts_as_failure() -> None:
     async with (
         scripted_worker(broken) as bad,
         scripted_worker(stream) as good,
-        router(bad.url, good.url, **TURNS, fleet={"backoff": 30}) as routed,
+        router(bad.url, good.url, **TURNS, constants={"backoff": 300}) as routed,
     ):
         statuses = Counter([(await routed.call(PATH, BODY)).status for _ in range(12)])
         assert statuses == {500: 3, 200: 9}
@@ -325,7 +325,7 @@ async def test_recovered_worker_is_used_again() -> None:
     async with (
         scripted_worker(broken) as bad,
         scripted_worker(stream) as good,
-        router(bad.url, good.url, **TURNS, fleet={"backoff": 0.1}) as routed,
+        router(bad.url, good.url, **TURNS, constants={"backoff": 0.1}) as routed,
     ):
         while await state(routed, bad) != "ejected":
             await routed.call(PATH, BODY)
@@ -341,7 +341,7 @@ async def test_hanging_worker_is_ejected_and_requests_are_retried(hang: object) 
         scripted_worker(stream) as hung,
         scripted_worker(stream) as one,
         scripted_worker(stream) as two,
-        router(hung.url, one.url, two.url, **TURNS, fleet=QUICK_STALL | {"backoff": 300}) as routed,
+        router(hung.url, one.url, two.url, **TURNS, fleet=QUICK_STALL, constants={"backoff": 300}) as routed,
     ):
         for _ in range(6):
             await routed.call(PATH, BODY)
@@ -394,7 +394,7 @@ async def test_retries_stop_when_budget_is_spent() -> None:
     async with (
         scripted_worker(overloaded) as bad,
         scripted_worker(stream) as good,
-        router(bad.url, good.url, **TURNS, proxy={"retry_minimum": 1, "retry_share": 0}) as routed,
+        router(bad.url, good.url, **TURNS, proxy={"retry_share": 0}, constants={"retry_minimum": 1}) as routed,
     ):
         assert (await routed.call(PATH, BODY)).status == 200
 
@@ -415,7 +415,7 @@ async def test_requests_of_other_routers_count_as_load() -> None:
 
 
 async def test_restarted_worker_is_warming() -> None:
-    async with scripted_worker(stream) as worker, router(worker.url, fleet={"retry_interval": 0.1}) as routed:
+    async with scripted_worker(stream) as worker, router(worker.url, constants={"retry_interval": 0.1}) as routed:
         assert await state(routed, worker) == "ready"
         await worker.stop()
         await routed.call(PATH, BODY)
@@ -436,7 +436,7 @@ async def test_hanging_rank_is_ejected_alone() -> None:
     async with scripted_worker(stream) as worker:
         streams = [{"dp_rank": rank, "endpoint": "tcp://127.0.0.1:1"} for rank in range(2)]
         ranked = {"url": worker.url, "streams": streams}
-        async with router(workers=[ranked], **TURNS, fleet=QUICK_STALL | {"backoff": 30}) as routed:
+        async with router(workers=[ranked], **TURNS, fleet=QUICK_STALL, constants={"backoff": 300}) as routed:
             for _ in range(4):
                 assert (await routed.call(PATH, BODY)).status == 200
             worker.script = one_rank_hangs
@@ -475,7 +475,7 @@ async def slow(exchange: Exchange) -> None:
 async def test_outlier_worker_is_ejected(script: Script, reason: str, at_once: int) -> None:
     async with (
         scripted_workers(script, *[stream] * 3) as workers,
-        router(*(worker.url for worker in workers), **TURNS, fleet={"backoff": 30, "slow_start": 0}) as routed,
+        router(*[each.url for each in workers], **TURNS, fleet={"slow_start": 0}, constants={"backoff": 300}) as routed,
     ):
         worse = workers[0]
 

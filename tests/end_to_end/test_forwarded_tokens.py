@@ -406,7 +406,7 @@ async def test_sampled_requests_find_a_changed_template(engine: Engine) -> None:
 
 async def test_repeated_trial_finds_a_changed_template(engine: Engine) -> None:
     """The template changes behind the router's back."""
-    async with forwarding(engine, tokenizer={"check_interval": 0.2}, fleet={"probe_interval": 0.1}) as routed:
+    async with forwarding(engine, constants={"check_interval": 0.2}, fleet={"probe_interval": 0.1}) as routed:
         engine.prefix = b"\1"
         await until(lambda: reasons(routed), lambda found: "differ" in found[0])
         body = json.dumps(BODY).encode()
@@ -415,7 +415,7 @@ async def test_repeated_trial_finds_a_changed_template(engine: Engine) -> None:
 
 async def test_restarted_worker_receives_no_ids_before_its_trial(engine: Engine) -> None:
     """The new process has another chat template."""
-    async with forwarding(engine, fleet={"probe_interval": 0.1, "retry_interval": 0.1}) as routed:
+    async with forwarding(engine, fleet={"probe_interval": 0.1}) as routed:
         body = json.dumps(BODY).encode()
         assert await sent(routed, engine, body) == with_ids(engine, body)
         await engine.worker.stop()

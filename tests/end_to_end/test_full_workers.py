@@ -17,7 +17,8 @@ PATH = "/v1/completions"
 BODY = b'{"model": "m", "prompt": "Hello", "stream": true}'
 METRICS = b'vllm:num_requests_running{engine="0"} %d.0\nvllm:generation_tokens_total{engine="0"} %d.0\n'
 QUEUE_FULL = b'data: {"error": {"message": "The request queue is full.", "code": 503}}\n\n'
-FLEET = {**QUICK, "slow_start": 0, "backoff": 30}
+FLEET: dict[str, Any] = {"fleet": {**QUICK, "slow_start": 0}, "constants": {"backoff": 30}}
+NO_RETRIES = {"proxy": {"retry_share": 0}, "constants": {"backoff": 30, "retry_minimum": 0}}
 
 
 class OneSlot:
@@ -93,8 +94,8 @@ async def test_more_requests_than_a_fleet_takes_are_all_answered_and_no_worker_i
 @pytest.mark.parametrize("refusal", ["503 Service Unavailable", "429 Too Many Requests", None])
 async def test_refusal_of_a_full_worker_costs_one_question_and_no_place_in_the_queue(refusal: str | None) -> None:
     slot = OneSlot(refusal)
-    settings: dict[str, Any] = {"proxy": {"retry_share": 0, "retry_minimum": 0}}
-    async with scripted_worker(slot) as worker, router(worker.url, fleet=FLEET, **settings) as routed:
+    settings: dict[str, Any] = FLEET | NO_RETRIES
+    async with scripted_worker(slot) as worker, router(worker.url, **settings) as routed:
         asked = [ask(routed, 0)]
         await until(lambda: slot.computes)
         asked.append(ask(routed, 1))
@@ -121,7 +122,7 @@ async def test_worker_that_answers_503_to_everything_is_ejected_although_many_re
 
     async with (
         scripted_workers(refuse, Exchange.answer) as (bad, good),
-        router(bad.url, good.url, fleet=FLEET) as routed,
+        router(bad.url, good.url, **FLEET) as routed,
     ):
 
         async def client() -> list[int]:
@@ -138,7 +139,7 @@ async def test_worker_that_is_full_of_requests_of_others_is_asked_again_and_not_
     slot = OneSlot()
     async with scripted_worker(slot) as worker:
         worker.metrics = METRICS % (1, 0)
-        async with router(worker.url, fleet={**FLEET, "metrics_interval": 0.1}) as routed:
+        async with router(worker.url, **FLEET | {"fleet": {**FLEET["fleet"], "metrics_interval": 0.1}}) as routed:
             await routed.until_metric(1, "kvrouter_requests_of_others")
             other = asyncio.create_task(routed.session.post(f"{worker.url}{PATH}", data=b"number 0").__aenter__())
             await until(lambda: slot.computes)
@@ -159,7 +160,7 @@ async def test_worker_that_is_full_of_requests_of_others_is_asked_again_and_not_
 
 async def test_nobody_asks_before_retry_after_although_requests_end() -> None:
     slot = OneSlot(headers=b"retry-after: 2\r\n")
-    async with scripted_worker(slot) as worker, router(worker.url, fleet=FLEET) as routed:
+    async with scripted_worker(slot) as worker, router(worker.url, **FLEET) as routed:
         first = ask(routed, 0)
         await until(lambda: slot.computes)
         second = ask(routed, 1)
@@ -179,7 +180,7 @@ async def test_request_waits_for_a_full_worker_and_is_not_sent_to_an_ejected_one
     async def fail(exchange: Exchange) -> None:
         await exchange.answer(b"a bug", "500 Internal Server Error")
 
-    async with scripted_workers(fail, Exchange.answer) as (bad, full), router(bad.url, full.url, fleet=FLEET) as routed:
+    async with scripted_workers(fail, Exchange.answer) as (bad, full), router(bad.url, full.url, **FLEET) as routed:
         while await state(routed, bad) != "ejected":
             await routed.call(PATH, BODY)
         asked, full.script = len(bad.exchanges), slot
@@ -222,8 +223,8 @@ async def test_full_prefill_worker_of_a_pair_is_asked_again_with_the_request() -
             worker.metrics = METRICS % (0, 0)
         workers = [{"url": first.url, "role": "prefill"}, {"url": second.url, "role": "decode"}]
         pairs = {"backend": "nixl", "decode_computes": False}
-        settings: dict[str, Any] = {"proxy": {"retry_share": 0, "retry_minimum": 0}}
-        async with router(workers=workers, disaggregation=pairs, fleet=FLEET, **settings) as routed:
+        settings: dict[str, Any] = FLEET | NO_RETRIES
+        async with router(workers=workers, disaggregation=pairs, **settings) as routed:
             asked = [ask(routed, number, max_tokens=4) for number in range(3)]
             await until(lambda: refused >= 1)
             await routed.until_queued(2)

@@ -18,7 +18,9 @@ from simulator.worker.serve import running
 
 BODY = {"model": "m", "prompt": "x", "max_tokens": 2}
 # Probes are too rare to detect a stopped worker.
-UNPROBED = {"probe_interval": 60.0, "retry_interval": 0.1, "probe_timeout": 30.0, "stall_seconds": 30.0}
+SELDOM = {"probe_interval": 60.0, "probe_timeout": 30.0, "stall_seconds": 30.0}
+SOON = {"retry_interval": 0.1}
+UNPROBED: dict[str, Any] = {"fleet": SELDOM, "constants": SOON}
 COLD = {"cold_start_timeout": 60.0}
 
 Gone = Callable[[RouterUnderTest, ScriptedWorker], Awaitable["asyncio.Task[Reply]"]]
@@ -108,7 +110,7 @@ async def come_back(routed: RouterUnderTest, worker: ScriptedWorker) -> None:
     [refused, kept_connection_closed, killed_over_the_request, reset_at_connect, removed_and_gone, ejected],
 )
 async def test_request_is_held_if_last_worker_stopped(gone: Gone) -> None:
-    async with scripted_worker() as worker, router(fleet=UNPROBED, admission=COLD) as routed:
+    async with scripted_worker() as worker, router(**UNPROBED, admission=COLD) as routed:
         await routed.call("/workers", {"url": worker.url})
 
         async def up() -> bool:
@@ -125,11 +127,11 @@ async def test_request_is_held_if_last_worker_stopped(gone: Gone) -> None:
 
 
 async def test_requests_on_a_removed_worker_that_hangs_are_answered_by_another() -> None:
-    fleet = {"stall_seconds": 0.3, "retry_interval": 0.1, "metrics_interval": 0.1, "slow_start": 0.0}
+    fleet = {"stall_seconds": 0.3, "metrics_interval": 0.1, "slow_start": 0.0}
     async with (
         scripted_worker(hang) as leaving,
         scripted_worker() as staying,
-        router(staying.url, fleet=fleet, policy={"name": "round_robin"}) as routed,
+        router(staying.url, fleet=fleet, constants=SOON, policy={"name": "round_robin"}) as routed,
     ):
         await routed.call("/workers", {"url": leaving.url})
 
@@ -146,11 +148,11 @@ async def test_requests_on_a_removed_worker_that_hangs_are_answered_by_another()
 
 
 async def test_requests_on_a_worker_that_hangs_move_to_one_that_came_after_them() -> None:
-    fleet = {"stall_seconds": 0.3, "retry_interval": 0.1, "metrics_interval": 0.1, "slow_start": 0.0}
+    fleet = {"stall_seconds": 0.3, "metrics_interval": 0.1, "slow_start": 0.0}
     async with (
         scripted_worker(hang) as leaving,
         scripted_worker() as replacement,
-        router(leaving.url, fleet=fleet) as routed,
+        router(leaving.url, fleet=fleet, constants=SOON) as routed,
     ):
         requests = [await asked(routed) for _ in range(4)]
         await received(leaving, 4)
@@ -163,7 +165,7 @@ async def test_requests_on_a_worker_that_hangs_move_to_one_that_came_after_them(
 async def test_request_is_held_if_last_prefill_worker_stopped() -> None:
     async with scripted_worker() as prefill, scripted_worker() as decode:
         pair = [{"url": prefill.url, "role": "prefill"}, {"url": decode.url, "role": "decode"}]
-        sections = {"workers": pair, "disaggregation": {"backend": "sglang"}, "fleet": UNPROBED, "admission": COLD}
+        sections = {"workers": pair, "disaggregation": {"backend": "sglang"}, "admission": COLD, **UNPROBED}
         async with router(**sections) as routed:
             assert (await routed.call("/v1/completions", BODY)).status == 200
             decode.script = hang  # until the prefill is there
@@ -180,8 +182,8 @@ async def test_request_is_held_if_last_prefill_worker_stopped() -> None:
 
 async def test_request_is_retried_on_restarted_worker() -> None:
     async with scripted_worker(hang) as first, scripted_worker(hang) as second:
-        fleet = UNPROBED | {"slow_start": 0.0}
-        async with router(first.url, second.url, fleet=fleet, admission=COLD) as routed:
+        fleet = SELDOM | {"slow_start": 0.0}
+        async with router(first.url, second.url, fleet=fleet, constants=SOON, admission=COLD) as routed:
             await first.stop()
             requests = [await asked(routed) for _ in range(2)]  # one of them is refused first
             await received(second, 2)
@@ -197,7 +199,7 @@ async def test_request_is_retried_on_restarted_worker() -> None:
 
 async def test_queued_request_is_held_if_last_worker_ends() -> None:
     admission = COLD | {"requests": 1, "timeout": 0.5, "late_binding": False}
-    async with scripted_worker(hang) as worker, router(worker.url, fleet=UNPROBED, admission=admission) as routed:
+    async with scripted_worker(hang) as worker, router(worker.url, **UNPROBED, admission=admission) as routed:
         first = await asked(routed)
         await received(worker, 1)
         queued = await asked(routed)
@@ -212,7 +214,7 @@ async def test_queued_request_is_held_if_last_worker_ends() -> None:
 
 async def test_repeatedly_refused_request_waits_no_longer_than_others() -> None:
     admission = {"cold_start_timeout": 0.6}
-    async with scripted_worker() as worker, router(worker.url, fleet=UNPROBED, admission=admission) as routed:
+    async with scripted_worker() as worker, router(worker.url, **UNPROBED, admission=admission) as routed:
         worker.answers_discovery, worker.script = False, Exchange.hang_up
         began = asyncio.get_running_loop().time()
         reply = await routed.call("/v1/completions", BODY)
@@ -223,10 +225,10 @@ async def test_repeatedly_refused_request_waits_no_longer_than_others() -> None:
 async def test_killed_and_restarted_processes_lose_no_request() -> None:
     arguments: list[list[str]] = [["simulate", "--port", str(free_port())] for _ in range(2)]
     body: dict[str, Any] = BODY | {"model": "simulated", "max_tokens": 20}
-    fleet = UNPROBED | {"slow_start": 0.0}
+    fleet = SELDOM | {"slow_start": 0.0}
     with KvrouterProcess(arguments[0]) as one, KvrouterProcess(arguments[1]) as other:
         urls = [await asyncio.to_thread(each.wait_until_listening) for each in (one, other)]
-        async with router(*urls, fleet=fleet, admission=COLD) as routed:
+        async with router(*urls, fleet=fleet, constants=SOON, admission=COLD) as routed:
             replies: list[asyncio.Task[Reply]] = []
             for number in range(40):
                 if number == 20:

@@ -17,7 +17,7 @@ from simulator.worker.serve import running
 from worker import ZmqEventPublisher
 
 BLOCK, SAMPLES = 16, 4
-NOW = {"audit": {"samples": SAMPLES}, "proxy": {"in_flight_prefix_seconds": 0}}
+NOW = {"constants": {"audit_samples": SAMPLES, "linger": 0}}
 
 
 class Engine:

@@ -593,7 +593,7 @@ async def test_requests_of_dead_workers_are_retried_without_budget() -> None:
         else:
             await exchange.until_closed()
 
-    sections = {"proxy": {"retry_minimum": 0, "retry_share": 0}, "policy": {"name": "round_robin"}}
+    sections = {"proxy": {"retry_share": 0}, "constants": {"retry_minimum": 0}, "policy": {"name": "round_robin"}}
     async with (
         scripted_workers(*[wait] * 8) as workers,
         router(*(worker.url for worker in workers), **sections) as routed,

@@ -104,12 +104,12 @@ def vllm_metrics(**labels: Any) -> dict[str, Any]:
         ({"/kv_event_sources": b"[" * 100_000}, None),
         ({"/server_info": b'{"kv_events":' * 50_000}, None),
         ({"/server_info": {"disaggregation_mode": "null", "disaggregation_bootstrap_port": 10**20}}, "bootstrap_port"),
-        ({"/v1/models": {"data": [{"id": f"m{number}"} for number in range(50_000)]}}, "max_models"),
+        ({"/v1/models": {"data": [{"id": f"m{number}"} for number in range(50_000)]}}, "more than 1000"),
         ({"/v1/models": {"data": [{"id": "n" * 100_000}, {"id": MODEL}]}}, "/v1/models"),
         ({"/v1/models": {"data": [{"id": "a\nb\x00"}, {"id": MODEL}]}}, "printable"),
         ({"/v1/models": {"data": [{"id": MODEL, "root": "/models/\x00"}]}}, "root"),
         ({"/v1/models": {"data": [{"id": MODEL, "max_model_len": 10**30}]}}, "max_model_len"),
-        ({"/v1/models": b'{"data": [' + b" " * 5_000_000 + b"]}"}, "max_answer_bytes"),
+        ({"/v1/models": b'{"data": [' + b" " * 5_000_000 + b"]}"}, "more than 4194304 bytes"),
         ({"/v1/models": b"[" * 100_000}, None),
         ({"/v1/models": b'{"data": [{"id": "\xff"}]}'}, None),
     ],
@@ -270,7 +270,7 @@ async def test_resolved_address_is_checked_at_every_connection(monkeypatch: pyte
         await exchange.answer(headers=b"connection: close\r\n")
         await exchange.hang_up()
 
-    networks = {"probe_interval": 0.2, "retry_interval": 0.1, "allowed_networks": ["127.0.0.1/32"]}
+    networks = {"probe_interval": 0.2, "allowed_networks": ["127.0.0.1/32"]}
     async with scripted_worker(close) as worker, router(fleet=networks) as routed:
         url = worker.url.replace("127.0.0.1", "worker.test")
         assert (await routed.call("/workers", {"url": url})).status == 201
@@ -329,7 +329,7 @@ async def test_random_description_affects_only_its_worker() -> None:
 
     async with scripted_worker(script) as bad, scripted_worker() as good:
         bad.answers_discovery = False
-        quick = {"probe_interval": 0.01, "retry_interval": 0.01, "metrics_interval": 0.01}
+        quick = {"probe_interval": 0.01, "metrics_interval": 0.01}
         async with router(good.url, bad.url, fleet=quick) as routed:
             loop = asyncio.get_running_loop()
 

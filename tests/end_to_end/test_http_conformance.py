@@ -26,6 +26,7 @@ WHOLE = POST + LENGTH + b"\r\n" + BODY
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: r\r\n\r\n"
 LIMITS = {"max_body_bytes": 1000, "body_timeout": 0.3}
+SOON = {"retry_interval": 0.05}
 
 
 class Answer(NamedTuple):
@@ -87,11 +88,11 @@ async def wire(url: str) -> AsyncIterator[Wire]:
 
 @pytest.fixture(scope="module")
 async def running() -> AsyncIterator[tuple[ScriptedWorker, RouterUnderTest]]:
-    quiet = {"probe_interval": 60, "metrics_interval": 60, "failures": 1000, "retry_interval": 0.05}
+    quiet = {"probe_interval": 60, "metrics_interval": 60, "failures": 1000}
     limits = LIMITS
     async with (
         scripted_worker() as worker,
-        router(worker.url, server=limits, fleet=quiet, proxy={"client_timeout": 0.5}) as routed,
+        router(worker.url, server=limits, fleet=quiet, constants=SOON, proxy={"client_timeout": 0.5}) as routed,
     ):
         yield worker, routed
 

@@ -24,7 +24,7 @@ from kvrouter.processes import KvrouterProcess
 from kvrouter.tools.demo.disaggregated import run_disaggregated_demo
 from simulator.worker.kv_transfer.nixl import LEASE_S
 
-PROBED = {"probe_interval": 0.2, "retry_interval": 0.1, "probe_timeout": 0.5}
+PROBED = {"probe_interval": 0.2, "probe_timeout": 0.5}
 PROMPT = {"model": "simulated", "prompt": " ".join(map(str, range(100))), "max_tokens": 1}
 
 
@@ -91,7 +91,7 @@ async def test_stream_of_stopped_worker_is_stale_and_not_encrypted() -> None:
 async def test_idle_checks_are_not_counted_as_replays() -> None:
     with KvrouterProcess(["simulate"]) as worker:
         url = await asyncio.to_thread(worker.wait_until_listening)
-        async with router(url, events={"idle_check": 0.2}) as routed:
+        async with router(url, constants={"idle_check": 0.2}) as routed:
             await until_streams_are(routed, "live")
 
             await until(lambda: routed.metric("kvrouter_stream_idle_checks_total"), lambda value: value >= 2)
@@ -151,7 +151,7 @@ async def started(style: str) -> AsyncIterator[Processes]:
             session = await more.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)))
             pairs = Pairs(style, urls[:2], urls[2:], session)
             # At the kill half of the few requests that there were are tried again.
-            front = await more.enter_async_context(routed(pairs, proxy={"retry_minimum": REQUESTS}))
+            front = await more.enter_async_context(routed(pairs, constants={"retry_minimum": REQUESTS}))
             yield Processes(pairs, front, dict(zip(urls, processes, strict=True)))
 
 

@@ -20,7 +20,7 @@ from simulator.worker import SimulatedWorkerSettings
 from simulator.worker.serve import running
 
 # Without 404 answers, only the first probe describes a worker.
-SELDOM = {"probe_interval": 600.0, "retry_interval": 0.1, "probe_timeout": 30.0, "stall_seconds": 30.0}
+SELDOM = {"probe_interval": 600.0, "probe_timeout": 30.0, "stall_seconds": 30.0}
 FAST: dict[str, Any] = {"base_step_s": 0.001, "prefill_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
 ADAPTER = {"lora_name": "poet", "lora_path": "/adapters/poet"}
 GENERATION = {"model": "poet", "prompt": "x", "max_tokens": 1}

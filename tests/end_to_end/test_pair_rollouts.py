@@ -16,7 +16,7 @@ PATH = "/v1/completions"
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4}
 LABEL = "disaggregatedset.x-k8s.io/revision"
 METRICS = b'vllm:num_requests_running{engine="0"} 0.0\n'
-QUICK = {"probe_interval": 0.2, "retry_interval": 0.1, "metrics_interval": 0.1}
+QUICK = {"probe_interval": 0.2, "metrics_interval": 0.1}
 ANSWER = b'{"choices": [{"index": 0, "text": "x"}]}'
 
 

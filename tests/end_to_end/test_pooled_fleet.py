@@ -178,13 +178,13 @@ async def router_of(fleet: PooledFleet, **settings: Any) -> AsyncIterator[Router
             {"url": url, "block_size": BLOCK, "streams": [{"endpoint": endpoint}]}
             for url, endpoint in zip(fleet.urls, fleet.endpoints, strict=False)
         ]
-        proxy = {"client_routing": True, "in_flight_prefix_seconds": 0}
+        proxy = {"client_routing": True}
         routed = await stack.enter_async_context(
             router(
                 workers=workers,
                 pools=[pool | {"interval": 0.02} | settings],
                 proxy=proxy,
-                events={"catch_up_timeout": 0},
+                constants={"linger": 0, "catch_up": 0},
             )
         )
         for socket in fleet.sockets:

@@ -493,8 +493,8 @@ async def test_chosen_rank_is_sent_to_worker_with_ranks(worker: ScriptedWorker, 
     """A server that has not the first ranks (`--data-parallel-hybrid-lb`) counts its own."""
     streams = [{"dp_rank": first + rank, "endpoint": f"tcp://127.0.0.1:{rank + 1}"} for rank in range(3)]
     workers = [{"url": worker.url, "streams": streams}]
-    unreachable = {"catch_up_timeout": 0}
-    async with router(workers=workers, policy={"name": "round_robin"}, events=unreachable) as routed:
+    unreachable = {"catch_up": 0}
+    async with router(workers=workers, policy={"name": "round_robin"}, constants=unreachable) as routed:
         replies = [await routed.call(PATH, BODY, headers={"X-Data-Parallel-Rank": "7"}) for _ in range(3)]
     assert [exchange.header("x-data-parallel-rank") for exchange in worker.exchanges] == [[b"0"], [b"1"], [b"2"]]
     assert [int(reply.headers["x-kvrouter-dp-rank"]) - first for reply in replies] == [0, 1, 2]

@@ -78,8 +78,8 @@ async def pulling(
             known.append({"url": worker.url, "name": f"w{number}", "block_size": BLOCK, "streams": streams})
             known[-1] |= {"role": roles[number]} if roles else {}
         known[0]["pull_port"] = 6000
-        proxy = {"client_routing": True, "in_flight_prefix_seconds": 0} | sections.pop("proxy", {})
-        routed = await stack.enter_async_context(router(workers=known, proxy=proxy, **sections))
+        proxy = {"client_routing": True} | sections.pop("proxy", {})
+        routed = await stack.enter_async_context(router(workers=known, proxy=proxy, constants=NOW, **sections))
         await routed.until_live()
         hashes: list[Any] = list(range(1, IN_MEMORY + 1))
         for blocks, medium in ((IN_MEMORY, "GPU"), (IN_HOST_TIER, "CPU")):
@@ -97,6 +97,7 @@ async def ask(routed: RouterUnderTest, headers: dict[str, str] | None = None, bo
 
 
 TO_SECOND = {"x-smg-target-worker": "w1"}
+NOW = {"linger": 0}
 P2P: dict[str, Any] = {"pulls": {"protocol": "p2p"}}
 
 
@@ -205,7 +206,7 @@ async def test_simulated_prefill_pulls_what_a_decode_worker_generated() -> None:
             url = await stack.enter_async_context(running(settings))
             known.append({"url": url, "name": f"w{len(known)}", "role": role, "pull_port": port})
         sections: dict[str, Any] = {
-            "proxy": {"in_flight_prefix_seconds": 0},
+            "constants": {"linger": 0},
             "disaggregation": {"decode_computes": False},
         } | P2P
         routed = await stack.enter_async_context(router(workers=known, **sections))
@@ -260,8 +261,8 @@ async def test_simulated_workers_pull_from_each_others_host_tiers() -> None:
         for port in free_ports(2):
             settings = SimulatedWorkerSettings(**FAST, host_blocks=200, pull_port=port)
             known.append({"url": await stack.enter_async_context(running(settings)), "pull_port": port})
-        proxy = {"client_routing": True, "in_flight_prefix_seconds": 0}
-        routed = await stack.enter_async_context(router(workers=known, proxy=proxy, **P2P))
+        proxy = {"client_routing": True}
+        routed = await stack.enter_async_context(router(workers=known, proxy=proxy, constants={"linger": 0}, **P2P))
         await routed.until_live()
         prompt = [10 + number % 300 for number in range(1300)]
         blocks = (len(prompt) - 1) // 16 * 16

@@ -251,9 +251,11 @@ async def test_too_large_message_is_refused(routed: RouterUnderTest) -> None:
     await routed.until_released()
 
 
-@pytest.mark.parametrize("limits", [{"idle_timeout": 0.3}, {"session_timeout": 0.3}])
-async def test_idle_and_old_sessions_are_closed(worker: RealtimeWorker, limits: dict[str, float]) -> None:
-    async with router(worker.url, proxy=limits) as routed, connect(routed) as socket:
+@pytest.mark.parametrize(
+    "limits", [{"proxy": {"idle_timeout": 0.3}}, {"constants": {"session_seconds": 0.3}}], ids=["idle", "old"]
+)
+async def test_idle_and_old_sessions_are_closed(worker: RealtimeWorker, limits: dict[str, Any]) -> None:
+    async with router(worker.url, **limits) as routed, connect(routed) as socket:
         assert await closed(socket) == 1001
         await until(lambda: worker.closed)
 

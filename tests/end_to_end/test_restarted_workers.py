@@ -101,7 +101,7 @@ async def test_an_error_about_ranks_that_are_there_is_forwarded() -> None:
 
 
 PROMPT = {"model": "simulated", "prompt": " ".join(map(str, range(200))), "max_tokens": 1}
-FLEET = {"probe_interval": 0.2, "retry_interval": 0.1, "metrics_interval": 0.1, "stall_seconds": 30.0}
+FLEET = {"probe_interval": 0.2, "metrics_interval": 0.1, "stall_seconds": 30.0}
 
 
 async def blocks(routed: RouterUnderTest) -> float:

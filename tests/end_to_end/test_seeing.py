@@ -150,8 +150,7 @@ async def test_router_is_ready_while_a_worker_answers(worker: ScriptedWorker, ro
 
 async def test_router_is_ready_once_index_caught_up_or_timed_out(worker: ScriptedWorker) -> None:
     streams = [{"endpoint": "tcp://127.0.0.1:9", "replay_endpoint": "tcp://127.0.0.1:9"}]
-    settings = {"workers": [{"url": worker.url, "streams": streams}], "events": {"catch_up_timeout": 0.3}}
-    async with router(**settings) as routed:
+    async with router(workers=[{"url": worker.url, "streams": streams}], constants={"catch_up": 0.3}) as routed:
         reply = await routed.call("/ready")
         assert (reply.status, reply.json()) == (503, {"status": "the index is catching up"})
 

@@ -59,7 +59,7 @@ class Service:
 
 @pytest.fixture
 async def service() -> AsyncIterator[Service]:
-    async with router(rates={"token": 1.0}) as routed:  # no prefill ends at its expected time
+    async with router(constants={"rates": {"token": 1.0}}) as routed:  # no prefill ends at its expected time
         yield Service(routed)
 
 

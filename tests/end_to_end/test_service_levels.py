@@ -34,7 +34,7 @@ async def routed() -> AsyncIterator[RouterUnderTest]:
     async with (
         running(settings) as one,
         running(settings) as two,
-        router(one, two, service_levels=LEVELS, rates={"token": 0.01}) as routed,
+        router(one, two, service_levels=LEVELS, constants={"rates": {"token": 0.01}}) as routed,
     ):
         yield routed
 
@@ -122,7 +122,8 @@ async def test_explain_predicts_whether_slo_is_met(routed: RouterUnderTest) -> N
 async def test_predictions_learn_from_errors() -> None:
     """Rates start a hundred times too high, and are learned from some answers."""
     settings = SimulatedWorkerSettings(base_step_s=0.002)
-    async with running(settings) as one, router(one, rates={"step": 0.2}, service_levels=LEVELS) as routed:
+    sections: dict[str, Any] = {"constants": {"rates": {"step": 0.2}}, "service_levels": LEVELS}
+    async with running(settings) as one, router(one, **sections) as routed:
         for number in range(24):
             await asked(routed, {"x-kvrouter-service-level": "loose"}, prompt=f"{number} " * 8, **USAGE)
         request = {"path": PATH, "request": STREAM | {"prompt": "25 " * 8}}
@@ -135,7 +136,7 @@ async def test_predictions_learn_from_errors() -> None:
 
 @pytest.mark.parametrize("by", ["model", "tenant"])
 async def test_service_level_of_model_or_tenant_applies(by: str) -> None:
-    sections: dict[str, Any] = {"service_levels": LEVELS, "rates": {"token": 0.01}}
+    sections: dict[str, Any] = {"service_levels": LEVELS, "constants": {"rates": {"token": 0.01}}}
     headers = {}
     if by == "model":
         sections["models"] = {MODEL: {"service_level": "strict"}}
@@ -167,7 +168,7 @@ async def test_request_without_slo_avoids_missing_others(headers: dict[str, str]
     async with (
         scripted_worker(stream) as one,
         scripted_worker(stream) as two,
-        router(one.url, two.url, rates={"token": 0.0005, "step": 0.02}) as routed,
+        router(one.url, two.url, constants={"rates": {"token": 0.0005, "step": 0.02}}) as routed,
     ):
         body = {"model": "m", "prompt": list(range(4000)), "stream": True, "user": "beside"}
         beside = asyncio.create_task(routed.call(PATH, body, headers=headers))

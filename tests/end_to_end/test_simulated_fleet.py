@@ -21,7 +21,7 @@ from kvevents import BlockStored, EventBatch
 from worker import ZmqEventPublisher
 
 MODEL, ADAPTER, BLOCK = "simulated", "poet", 16
-NO_IN_FLIGHT_PREFIXES = {"in_flight_prefix_seconds": 0}
+NO_IN_FLIGHT_PREFIXES = {"linger": 0}
 
 numbers = count()
 
@@ -35,7 +35,7 @@ async def workers() -> AsyncIterator[list[str]]:
 @pytest.fixture(scope="module")
 async def routed(workers: list[str]) -> AsyncIterator[RouterUnderTest]:
     """A router that predicts from the workers' events alone."""
-    async with router(*workers, proxy=NO_IN_FLIGHT_PREFIXES) as routed:
+    async with router(*workers, constants=NO_IN_FLIGHT_PREFIXES) as routed:
         await routed.until_live()
         yield routed
 
@@ -292,7 +292,7 @@ async def test_concurrent_short_prompts_have_no_overlap(routed: RouterUnderTest)
 @pytest.fixture(scope="module")
 async def ranked() -> AsyncIterator[RouterUnderTest]:
     """A router in front of one worker with two DP ranks."""
-    async with simulated_workers(1, dp_size=2) as urls, router(*urls, proxy=NO_IN_FLIGHT_PREFIXES) as routed:
+    async with simulated_workers(1, dp_size=2) as urls, router(*urls, constants=NO_IN_FLIGHT_PREFIXES) as routed:
         await routed.until_live()
         yield routed
 
@@ -452,7 +452,7 @@ async def test_router_without_worker_runs_and_reports() -> None:
 
 
 async def test_routing_is_counted_in_metrics(workers: list[str]) -> None:
-    async with router(*workers, proxy=NO_IN_FLIGHT_PREFIXES) as routed:
+    async with router(*workers, constants=NO_IN_FLIGHT_PREFIXES) as routed:
         await routed.until_live()
         prompt = text(100)
         first = await complete(routed, prompt)

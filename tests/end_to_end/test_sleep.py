@@ -169,7 +169,7 @@ async def test_session_keeps_its_location_until_its_last_request() -> None:
 
 async def test_expected_output_length_changes_predicted_tpot() -> None:
     settings = SimulatedWorkerSettings(base_step_s=0.001)
-    async with running(settings) as one, router(one, rates={"context_token": 1e-4}) as routed:
+    async with running(settings) as one, router(one, constants={"rates": {"context_token": 1e-4}}) as routed:
         request = CHAT | {"max_tokens": 5000}
 
         async def tpot(headers: dict[str, str]) -> float:

@@ -25,7 +25,7 @@ TURNS: dict[str, Any] = {
     "policy": {"name": "round_robin"},
     "proxy": {"stream_failovers": 2},
     # A pause of this machine is no reason to leave a worker out.
-    "fleet": {"probe_interval": 0.2, "retry_interval": 0.1, "failures": 1000, **PATIENT},
+    "fleet": {"probe_interval": 0.2, "failures": 1000, **PATIENT},
 }
 USAGE = {"include_usage": True}
 

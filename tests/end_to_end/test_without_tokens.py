@@ -156,7 +156,7 @@ async def test_audit_compares_shares_of_engine_tokens() -> None:
 
 async def test_retained_tokens_are_learned_from_usage() -> None:
     # One prompt at a time, as an engine with a single slot does.
-    async with fleet(1, most=1, proxy={"in_flight_prefix_seconds": 0}) as served:
+    async with fleet(1, most=1, constants={"linger": 0}) as served:
         (engine,) = served.engines
         for _ in range(8):
             for number in range(3):

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 from budget import damaged, examples
 from running_app import running_app
@@ -16,10 +17,10 @@ from running_app import running_app
 from kvevents.sources import MOST_BLOCK_SIZE
 from router.fleet.discovery import DiscoveryError, WorkerDescription, describe_worker
 from router.fleet.engine_metrics import read_engine_loads
-from router.settings import FleetSettings, WorkerSettings
+from router.settings import WorkerSettings
 
 FEW = 150
-LIMITS = FleetSettings(max_models=20, max_ranks=8, max_answer_bytes=100_000)
+MOST_MODELS, MOST_RANKS = 20, 8
 EVENTS = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:9", "replay_endpoint": "tcp://*:10", "topic": "kv"}
 SERVER_INFO = {
     "kv_events": {
@@ -93,9 +94,9 @@ async def worker(answers: dict[str, bytes]) -> AsyncIterator[str]:
 
 
 def check(description: WorkerDescription) -> None:
-    assert len(description.models) <= LIMITS.max_models
-    assert len(description.streams) <= LIMITS.max_ranks
-    assert 0 < len(description.ranks) <= LIMITS.max_ranks
+    assert len(description.models) <= MOST_MODELS
+    assert len(description.streams) <= MOST_RANKS
+    assert 0 < len(description.ranks) <= MOST_RANKS
     assert all(0 <= rank <= 65_535 for rank in description.ranks)
     assert description.block_size is None or 1 <= description.block_size <= MOST_BLOCK_SIZE
     assert description.bootstrap_port is None or 1 <= description.bootstrap_port <= 65_535
@@ -104,7 +105,9 @@ def check(description: WorkerDescription) -> None:
     json.dumps([*description.models, *description.refused], allow_nan=False).encode()
 
 
-async def test_mutated_descriptions_are_bounded_or_refused() -> None:
+async def test_mutated_descriptions_are_bounded_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.fleet.discovery.MOST_MODELS", MOST_MODELS)
+    monkeypatch.setattr("router.fleet.discovery.MOST_RANKS", MOST_RANKS)
     answers: dict[str, bytes] = {}
     described = 0
     async with worker(answers) as url, aiohttp.ClientSession() as session:
@@ -115,7 +118,7 @@ async def test_mutated_descriptions_are_bounded_or_refused() -> None:
             loads = read_engine_loads(answers["/metrics"].decode(errors="replace"))
             assert all(0 <= load.running <= 1e15 and 0 <= (load.kv_usage or 0) <= 1 for load in loads.values()), answers
             try:
-                description = await describe_worker(session, settings, LIMITS)
+                description = await describe_worker(session, settings)
             except DiscoveryError:
                 continue
             described += 1

@@ -146,7 +146,7 @@ async def connected(worker: RawWorker) -> AsyncIterator[Client]:
     server = await asyncio.start_server(worker.serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     settings = Settings.model_validate(
-        {"workers": [{"url": url}], "fleet": _QUIET, "proxy": {"retry_minimum": 1_000_000}}
+        {"workers": [{"url": url}], "fleet": _QUIET, "proxy": {"retry_share": 1_000_000}}
     )
     try:
         async with running_router(settings) as app, serving(HttpServer(app, shutdown_timeout=1)) as address:

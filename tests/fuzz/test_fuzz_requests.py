@@ -26,7 +26,7 @@ from router.settings import Settings
 FEW = 2000
 _WARM = 20_000  # requests after which memory is not to grow
 _AT_ONCE = 32
-_RETRIES = {"retry_minimum": 1_000_000}
+_RETRIES = {"retry_share": 1_000_000}
 # The worker stays in use, although it refuses many requests and closes their connections.
 _QUIET = {"probe_interval": 3600, "metrics_interval": 3600, "failures": 1_000_000, **PATIENT}
 

@@ -83,7 +83,7 @@ def test_config_show_masks_secrets(file: Path, monkeypatch: pytest.MonkeyPatch) 
     assert parsed["server"]["port"] == 9000
     assert parsed["server"]["token"] == "***"
     assert parsed["workers"][0]["url"] == "http://w:1/"
-    assert parsed["rates"]["token"] == 4e-5  # no secret, whatever its name
+    assert parsed["policy"]["cpu_token"] == 0.1  # no secret, whatever its name
 
 
 def test_config_show_prints_valid_settings(file: Path, tmp_path: Path) -> None:

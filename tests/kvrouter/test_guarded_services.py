@@ -75,7 +75,7 @@ def test_passwords_in_urls_are_never_shown(worker: str, settings: Path) -> None:
     ]
     found = {"workers": [{"url": url} for url in urls], "replicas": {"redis": f"redis://:{PASSWORD}@127.0.0.1:1/0"}}
     settings.write_text(
-        json.dumps(found | {"fleet": {"probe_timeout": 0.5, "retry_interval": 0.2}, "logs": {"access": True}})
+        json.dumps(found | {"fleet": {"probe_timeout": 0.5, "probe_interval": 0.2}, "logs": {"access": True}})
     )
     answers, before = [], list[str]()
     options = (f"--config={settings}", "--port=0", "--log-level=debug")

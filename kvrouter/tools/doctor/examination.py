@@ -84,7 +84,7 @@ class Examination:
         deadline = self._fleet_settings.probe_timeout
         try:
             async with asyncio.timeout(deadline):
-                described = await describe_worker(self._session, self._settings, self._fleet_settings, examined.key)
+                described = await describe_worker(self._session, self._settings, examined.key)
         except RefusedKeyError as error:
             self._found("worker_key", str(error))
             return

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from router.observability.advice import about
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Finding:
     """One problem: its cause, worker and evidence."""
 
     cause: str
@@ -17,14 +18,14 @@ class Finding(NamedTuple):
     evidence: str
     dp_rank: int | None = None
 
-    def as_json(self, found: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    def as_json(self, found: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the finding with its fix, for scripts. `found`: the fields of a router's finding."""
-        known = about(self.cause) | dict(found)
+        known: dict[str, Any] = about(self.cause) | dict(found or {})
         return {
             "cause": self.cause,
             "worker": self.worker,
             "dp_rank": self.dp_rank,
-            **({"dp_ranks": found["dp_ranks"]} if "dp_ranks" in found else {}),
+            **({"dp_ranks": known["dp_ranks"]} if "dp_ranks" in known else {}),
             "evidence": self.evidence,
             "fix": known["action"],
             "severity": known["severity"],

@@ -52,6 +52,18 @@ ENHANCE_YOUR_CALM: Final = 11
 
 _SETTING = Struct(">HL")
 _LONG = Struct(">L")
+_NAMES: Final = {
+    PRIORITY: "PRIORITY",
+    RST_STREAM: "RST_STREAM",
+    SETTINGS: "SETTINGS",
+    PING: "PING",
+    GOAWAY: "GOAWAY",
+    WINDOW_UPDATE: "WINDOW_UPDATE",
+}
+_SIZES: Final = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
+_LEAST_GOAWAY: Final = 8
+_OF_CONNECTIONS: Final = (SETTINGS, PING, GOAWAY)
+_OF_STREAMS: Final = (PRIORITY, RST_STREAM)
 
 
 class Http2Error(Exception):
@@ -107,20 +119,6 @@ def read_long(payload: bytes) -> int:
     """Decode a payload of 31 bits."""
     number: int = _LONG.unpack(payload)[0]
     return number & STREAM_BITS
-
-
-_NAMES: Final = {
-    PRIORITY: "PRIORITY",
-    RST_STREAM: "RST_STREAM",
-    SETTINGS: "SETTINGS",
-    PING: "PING",
-    GOAWAY: "GOAWAY",
-    WINDOW_UPDATE: "WINDOW_UPDATE",
-}
-_SIZES: Final = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
-_LEAST_GOAWAY: Final = 8
-_OF_CONNECTIONS: Final = (SETTINGS, PING, GOAWAY)
-_OF_STREAMS: Final = (PRIORITY, RST_STREAM)
 
 
 def check_control(kind: int, flags: int, stream: int, payload: bytes) -> None:

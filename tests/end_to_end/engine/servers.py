@@ -20,6 +20,7 @@ MODEL = "tiny"
 BLOCK_SIZE = 32  # the smallest one on CPU
 
 ROUTER_START_SECONDS = 60.0
+CONSTANTS = Path(__file__).parents[2] / "constants.py"
 
 _WORKER_ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",  # where `tcp://*:0` takes its free port
@@ -150,8 +151,8 @@ class RouterProcess:
     """`kvrouter serve`, given nothing but the workers' URLs and what a test asks for. A context manager.
 
     `patience`: the seconds of silence after which a worker counts as hung, if not the default. `failovers`: how often a
-    stream may go on elsewhere; `token`: the operator's; `check_seconds`: between trials how workers
-    read prompts; `forward_tokens`: send token ids with chats.
+    stream may go on elsewhere; `token`: the operator's; `constants`: other values of the router's constants;
+    `forward_tokens`: send token ids with chats.
     """
 
     def __init__(
@@ -162,18 +163,19 @@ class RouterProcess:
         patience: float | None = None,
         failovers: int = 0,
         token: str = "",
-        check_seconds: float | None = None,
+        constants: Mapping[str, Any] = {},
         forward_tokens: bool = False,
     ) -> None:
         self._process = ServerProcess("kvrouter", logs / "kvrouter.log")
-        self._command = [str(Path(sys.executable).with_name("kvrouter")), "serve", "--port", "0", *options]
+        self._command = [str(Path(sys.executable).with_name("kvrouter"))]
+        if constants:
+            self._command = [sys.executable, str(CONSTANTS), json.dumps(constants)]
+        self._command += ["serve", "--port", "0", *options]
         for worker in workers:
             self._command += ["--worker", worker.url]
         self._environment = {} if patience is None else {"KVROUTER_FLEET__STALL_SECONDS": str(patience)}
         if failovers:
             self._environment["KVROUTER_PROXY__STREAM_FAILOVERS"] = str(failovers)
-        if check_seconds is not None:
-            self._environment["KVROUTER_TOKENIZER__CHECK_INTERVAL"] = str(check_seconds)
         if forward_tokens:
             self._environment["KVROUTER_PROXY__FORWARD_TOKENS"] = "auto"
         if token:

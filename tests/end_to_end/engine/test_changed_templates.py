@@ -23,6 +23,7 @@ from router.apis.endpoints import CHAT
 pytestmark = pytest.mark.engine
 
 NEVER_SECONDS = 3600.0
+NEVER = {"check_interval": NEVER_SECONDS}
 SAMPLED = 64  # one of this number of requests is sent without ids
 # Shorter than a block, so that no answer depends on what is cached.
 BODY = json.dumps(
@@ -65,7 +66,8 @@ def relay(engines: list[VllmWorker]) -> Iterator[Relay]:
 
 def routed(relay: Relay, logs: Path, check_seconds: float) -> RouterProcess:
     options = ("--worker", relay.url)
-    return RouterProcess([], logs, *options, patience=30.0, check_seconds=check_seconds, forward_tokens=True)
+    constants = {"check_interval": check_seconds}
+    return RouterProcess([], logs, *options, patience=30.0, constants=constants, forward_tokens=True)
 
 
 def answers_of(engines: list[VllmWorker]) -> tuple[Answer, Answer]:
@@ -110,7 +112,7 @@ def test_no_wrong_prompt_is_answered_after_a_restart(installation: Installation,
     worker = VllmWorker("restarted", installation, logs, installation.family("qwen3"))
     with (
         running(worker),
-        RouterProcess([worker], logs, patience=30.0, check_seconds=NEVER_SECONDS, forward_tokens=True) as router,
+        RouterProcess([worker], logs, patience=30.0, constants=NEVER, forward_tokens=True) as router,
     ):
         assert wait_until_tried(router) == [""]
         former = answer(router.url, CHAT, BODY)

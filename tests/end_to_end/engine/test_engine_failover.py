@@ -116,7 +116,7 @@ def test_changed_template_is_detected_and_predictions_stay_exact(
     worker.start()
     try:
         worker.wait_until_ready()
-        with RouterProcess([worker], logs, patience=30.0, check_seconds=CHECK_SECONDS) as router:
+        with RouterProcess([worker], logs, patience=30.0, constants={"check_interval": CHECK_SECONDS}) as router:
             router.wait_until_compared()
             assert router.tokenizer()["source"] == "local"
             before = _conversed(router, seed=1)

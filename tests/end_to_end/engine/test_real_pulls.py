@@ -71,13 +71,13 @@ def router_before(workers: list[VllmWorker], ports: list[int], logs: Path, folde
     """A router that knows the ports of the workers' tiers."""
     settings = {
         "workers": [{"url": worker.url, "pull_port": port} for worker, port in zip(workers, ports, strict=True)],
-        "pulls": {"protocol": "p2p", "least_tokens": LEAST_TOKENS},
-        "rates": {"token": 0.002},  # as a CPU computes
-        "proxy": {"client_routing": True, "in_flight_prefix_seconds": 0},
+        "pulls": {"protocol": "p2p"},
+        "proxy": {"client_routing": True},
     }
+    constants = {"pulled_tokens": LEAST_TOKENS, "rates": {"token": 0.002}, "linger": 0}  # as a CPU computes
     file = folder / "pulls.yaml"
     file.write_text(yaml.safe_dump(settings))
-    with RouterProcess([], logs, "--config", str(file), patience=60.0) as router:
+    with RouterProcess([], logs, "--config", str(file), patience=60.0, constants=constants) as router:
         router.wait_until_compared()
         yield router
 

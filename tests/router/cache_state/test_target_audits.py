@@ -18,7 +18,6 @@ from router.cache_state.hit_audit import HitAudit
 from router.cache_state.in_flight_prefixes import prompt_hashes
 from router.cache_state.sent_prefixes import SentPrefixes
 from router.cache_state.target_audit import Basis, CachePrediction, PredictionErrors
-from router.settings import AuditSettings
 
 TARGET = Target("http://w", 0, "m")
 SAMPLES = 4
@@ -72,7 +71,7 @@ def sent_prefixes() -> SentPrefixes:
 
 @pytest.fixture
 def audit(streams: Streams, sent_prefixes: SentPrefixes) -> HitAudit:
-    return HitAudit(cast(Indexer, streams), sent_prefixes, AuditSettings(samples=SAMPLES, tolerance=0.1))
+    return HitAudit(cast(Indexer, streams), sent_prefixes, samples=SAMPLES)
 
 
 def predicted(overlap: int, by_events: int | None, target: Target = TARGET, **more: Any) -> CachePrediction:

@@ -25,7 +25,7 @@ from router.fleet.worker import Worker
 from router.settings import FleetSettings, WorkerSettings
 from worker import ZmqEventPublisher
 
-QUICK = FleetSettings(probe_interval=0.05, retry_interval=0.05, probe_timeout=1.0)
+QUICK = FleetSettings(probe_interval=0.05, probe_timeout=1.0)
 TOKENS = list(range(33))
 
 

@@ -34,7 +34,7 @@ from router.settings import FleetSettings, KubernetesSettings, Role
 
 PODS = "/api/v1/namespaces/inference/pods"
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/inference/endpointslices"
-NEVER_UP = FleetSettings(probe_interval=60, retry_interval=60, metrics_interval=60)
+NEVER_UP = FleetSettings(probe_interval=60, metrics_interval=60)
 
 
 def pod(name: str, ip: str | None, version: int = 1, **more: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def make_fleet(indexer: Indexer, names: Sequence[str], engine: Engine = Engine.V
 
 
 def make_encoders(fleet: Fleet, clock: Clock, per_encoder: int = 16) -> Encoders:
-    return Encoders(fleet, LoadTable(clock), per_encoder, Random(1), clock)
+    return Encoders(fleet, LoadTable(clock), Random(1), clock, per_encoder)
 
 
 def chosen(encoders: Encoders, key: int) -> Worker:

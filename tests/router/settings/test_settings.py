@@ -105,7 +105,7 @@ def test_options_override_the_environment_and_the_environment_overrides_the_file
         ("server: {port: 70000}", "server.port"),
         ("server: 8080", "server"),
         ("policy: {name: best}", "policy.name"),
-        ("policy: {context: -1}", "policy.context"),
+        ("policy: {eviction: -1}", "policy.eviction"),
         ("proxy: {attempts: 0}", "proxy.attempts"),
         ("proxy: {session_headers: [X-Team, Authorization]}", "proxy.session_headers.1"),
         ("workers: [{url: 10.0.0.1:8000}]", "workers.0.url"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from constants import changed
 from played_engine import IMAGE_TOKEN, MODEL, SEES_IMAGES, PlayedEngine, with_template
 
 from indexer import Target
@@ -77,17 +78,15 @@ class Played:
 
 
 @asynccontextmanager
-async def playing(
-    local: LocalTokenizer, check_interval: float = 60, media_timeout: float = 60, **models: ModelSettings
-) -> AsyncIterator[Played]:
+async def playing(local: LocalTokenizer, check_interval: float = 60, **models: ModelSettings) -> AsyncIterator[Played]:
     async with AsyncExitStack() as stack:
         tokenizers = Tokenizers()
         stack.push_async_callback(tokenizers.close)
         session = await stack.enter_async_context(aiohttp.ClientSession())
         engines = [await stack.enter_async_context(PlayedEngine(local).serving()) for _ in range(2)]
-        settings = TokenizerSettings(check_interval=check_interval, hub_timeout=0, media_timeout=media_timeout)
+        stack.enter_context(changed(check_interval=check_interval))
         audits: list[tuple[Target, TargetAudit]] = []
-        source = TokenizerSource(tokenizers, models, session, settings, lambda: audits)
+        source = TokenizerSource(tokenizers, models, session, TokenizerSettings(), lambda: audits)
         stack.push_async_callback(source.close)
         yield Played(source, tokenizers, engines, [engine.worker for engine in engines], audits)
 
@@ -313,17 +312,6 @@ async def test_suspected_engine_without_rendering_computes_the_probes(local: Loc
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,red#40"}}
 
 
-async def test_overloaded_engines_receive_no_images(tmp_path: Path) -> None:
-    folder = replaced(tmp_path, SEES_IMAGES)
-    async with playing(LocalTokenizer.load(folder), media_timeout=0) as played:
-        for engine in played.engines:
-            engine.image_token = IMAGE_TOKEN
-        await played.answers(root=folder)
-        found = await played.tokenizers.tokenize("m", ChatPrompt([{"role": "user", "content": [IMAGE]}]))
-        assert (found.token_ids[0].media, found.identities[0].media) == ((), ())
-        assert played.report["media"] is None
-
-
 async def test_engines_process_images(tmp_path: Path) -> None:
     folder = replaced(tmp_path, SEES_IMAGES)
     chat = ChatPrompt([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, IMAGE]}])
@@ -408,14 +396,13 @@ async def test_files_are_loaded_from_the_hub_by_the_name_of_a_worker(
 ) -> None:
     asked: list[str] = []
 
-    async def fetch_from_hub(name: str, seconds: float) -> Path:
+    async def fetch_from_hub(name: str) -> Path:
         asked.append(name)
         if name != "organisation/model":
-            raise TokenizerUnavailableError(f"not {seconds}")
+            raise TokenizerUnavailableError("not there")
         return MODEL
 
     monkeypatch.setattr(tokenizer_source, "fetch_from_hub", fetch_from_hub)
-    played.source._settings = TokenizerSettings(hub_timeout=5)
     await played.answers(root="organisation/model")
     assert played.route == "local"
     assert asked == ["organisation/model"]
