@@ -35,8 +35,7 @@ from router.fleet.worker import Worker
 from router.load.target_load import LoadTable
 from router.prediction.slo import SLO
 from router.reservations.declared_workers import DeclaredWorkers
-from router.reservations.reservations import EXPIRY, Reservations
-from router.reservations.reservations import HeldReservation as Reservation
+from router.reservations.reservations import EXPIRY, Reservation, Reservations
 from router.reservations.selection_service import SelectionService
 from router.reservations.worker_catalogue import WorkerCatalogue
 from router.routing.assignment import Selection

@@ -19,7 +19,7 @@ import uvloop
 
 from benchmarks.machine import resident_bytes
 from router.forwarding.proxied_request import ProxiedRequest
-from router.load.target_load import Reservation
+from router.load.target_load import ReservedLoad
 from router.routing.assignment import Assignment
 from router.server.http_connection import HttpConnection
 from router.server.logs import log_to_stderr
@@ -32,7 +32,7 @@ _COUNTED = {
     "clients": HttpConnection,
     "exchanges": ProxiedRequest,
     "placements": Assignment,
-    "reservations": Reservation,
+    "reservations": ReservedLoad,
     "upstream legs": UpstreamRequest,
     "upstream connections": UpstreamConnection,
 }

@@ -44,7 +44,7 @@ from router.programs import Gate
 from router.routing.assignment import Assignment, Selection
 from router.routing.placement import Placement
 from router.routing.ranks import Limits
-from router.routing.selector import Selector
+from router.routing.selector import TargetSelector
 from router.settings import AdmissionSettings
 
 LATE_TIMEOUTS = 10
@@ -76,7 +76,7 @@ class Admission:
 
     def __init__(
         self,
-        selector: Selector,
+        selector: TargetSelector,
         placement: Placement,
         settings: AdmissionSettings,
         late_binding: bool,

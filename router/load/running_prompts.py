@@ -10,7 +10,7 @@ from array import array
 from indexer import Target
 from indexer.shared_prefixes import make_shared_prefixes
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, ReleaseCallback
-from router.load.target_load import Reservation, TargetLoad
+from router.load.target_load import ReservedLoad, TargetLoad
 
 
 class RunningPrompts:
@@ -22,7 +22,7 @@ class RunningPrompts:
         self._targets: dict[int, Target] = {}  # by holder
         self._prompts: dict[int, int] = {}  # by holder
 
-    def hold(self, load: TargetLoad, target: Target, hashes: array[int], reservation: Reservation) -> ReleaseCallback:
+    def hold(self, load: TargetLoad, target: Target, hashes: array[int], reservation: ReservedLoad) -> ReleaseCallback:
         """Count a prompt whose request has this reservation. Return the callback for the end of the request."""
         holder = self._holders.get(target)
         if holder is None:

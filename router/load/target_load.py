@@ -92,13 +92,13 @@ class TargetLoad:
     on_ended: list[Callable[[], None]] = field(default_factory=list, compare=False, repr=False)
     on_change: list[Callable[[str, int], None]] = field(default_factory=list, compare=False, repr=False)
     clock: Callable[[], float] = field(default=time.monotonic, compare=False, repr=False)
-    prefills: dict[Reservation, float] = field(default_factory=dict, compare=False, repr=False)
+    prefills: dict[ReservedLoad, float] = field(default_factory=dict, compare=False, repr=False)
     head_since: float = field(default=0.0, compare=False, repr=False)
     prompts: int = field(default=0, compare=False, repr=False)
     peers: PeerTargetLoad = field(default_factory=PeerTargetLoad, compare=False, repr=False)
     engine: EngineView = field(default=NOTHING_KNOWN, compare=False, repr=False)
     limit: TargetLimit = field(default_factory=TargetLimit, compare=False, repr=False)
-    running: dict[Reservation, None] = field(default_factory=dict, compare=False, repr=False)
+    running: dict[ReservedLoad, None] = field(default_factory=dict, compare=False, repr=False)
     paced_until: float = field(default=0.0, compare=False, repr=False)
     refused: tuple[float, int, int] | None = field(default=None, compare=False, repr=False)
 
@@ -165,7 +165,7 @@ class TargetLoad:
             on_change(self.worker, self.dp_rank)
 
 
-class Reservation:
+class ReservedLoad:
     """One request's share of a target's load: its uncached tokens until the first byte, its tokens until the end.
 
     - `streamed`: its uncached tokens, if its first byte shows the end of the prefill; otherwise 0.

@@ -30,7 +30,7 @@ from router.cache_state.prefix_demand import PrefixDemand
 from router.cache_state.sent_prefixes import RecentPrefixes
 from router.cache_state.session_locations import SessionLocations
 from router.load.peer_load import PeerLoad
-from router.load.target_load import Reservation
+from router.load.target_load import ReservedLoad
 from router.policies.rates import Rates, RateTable
 from router.policies.records import Candidate
 from router.prediction.predictions import Predictions
@@ -244,7 +244,7 @@ class Learned:
         self.evictions_due = 0.0
 
     def timing(
-        self, chosen: Candidate, tokens: int, reservation: Reservation, peers: PeerLoad, computes: bool = True
+        self, chosen: Candidate, tokens: int, reservation: ReservedLoad, peers: PeerLoad, computes: bool = True
     ) -> RequestTiming:
         """Return a timing of the streamed answer to a prompt of `tokens` tokens that is sent now.
 
@@ -291,7 +291,7 @@ class RequestTiming:
         learned: Learned,
         chosen: Candidate,
         tokens: int,
-        reservation: Reservation,
+        reservation: ReservedLoad,
         peers: PeerLoad,
         clock: Callable[[], float],
         computes: bool = True,

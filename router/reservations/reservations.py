@@ -38,7 +38,7 @@ MOST_RESERVATIONS: Final = 100_000
 LONGEST_ID: Final = 512
 
 
-class HeldReservation:
+class Reservation:
     """The reserved load of one request, until `release`. Its methods may be called from any thread, and repeatedly.
 
     As a context manager it is released at the end of the block.
@@ -50,7 +50,7 @@ class HeldReservation:
         assignment: Assignment,
         routing: Routing,
         expiry: float,
-        forget: Callable[[HeldReservation], None],
+        forget: Callable[[Reservation], None],
         clock: Callable[[], float],
     ) -> None:
         """Hold an assignment. `forget`: called once, when the reservation ends. `expiry`: seconds without a report."""
@@ -195,14 +195,14 @@ class Reservations:
         self._expiry = expiry
         self._most = most
         self._clock = clock
-        self._held: dict[str, HeldReservation] = {}
+        self._held: dict[str, Reservation] = {}
         self._claimed: set[str] = set()  # ids of requests that are read or wait
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def get(self, id: str) -> HeldReservation | None:
+    def get(self, id: str) -> Reservation | None:
         """Return the reservation with this id; None if it does not exist."""
         return self._held.get(id)
 
@@ -226,7 +226,7 @@ class Reservations:
         size: int = 0,
         expiry: float | None = None,
         limited: bool = True,
-    ) -> HeldReservation:
+    ) -> Reservation:
         """Choose a target for a request and reserve its load in the same step.
 
         - `id`: the id of the reservation; None: a new one.
@@ -257,14 +257,14 @@ class Reservations:
         finally:
             self._claimed.discard(id)
 
-    def _hold(self, id: str, request: RoutedRequest, assignment: Assignment, expiry: float) -> HeldReservation:
+    def _hold(self, id: str, request: RoutedRequest, assignment: Assignment, expiry: float) -> Reservation:
         if self._closed:
             raise RequestError("The selector is closed.", status=503, type="service_unavailable", code="closed")
         gone = [worker.name for worker in _workers(assignment) if self._fleet.at(worker.url) is not worker]
         if gone:  # removed between the end of the wait and now
             raise unavailable(f"Worker {gone[0]!r} was removed.")
         self._routing.placement.record_in_flight(request, assignment)
-        held = HeldReservation(id, assignment, self._routing, expiry, self._forget, self._clock)
+        held = Reservation(id, assignment, self._routing, expiry, self._forget, self._clock)
         self._held[id] = held
         return held
 
@@ -337,7 +337,7 @@ class Reservations:
             raise self._admission.refusals.too_many("saturated", request.name, ticket, queue.length, ahead)
         return self._routing.placement.reserve(request, selection)
 
-    def _forget(self, held: HeldReservation) -> None:
+    def _forget(self, held: Reservation) -> None:
         self._held.pop(held.id, None)
 
 

@@ -26,7 +26,7 @@ from router.apis.requests import RoutedRequest, TokenPrompts
 from router.fleet.worker import Worker
 from router.policies import Candidate
 from router.reservations.kept_selections import KeptSelections
-from router.reservations.reservations import HeldReservation, Reservations
+from router.reservations.reservations import Reservation, Reservations
 from router.reservations.selection_bodies import (
     OutputBlockBody,
     PromptBody,
@@ -324,7 +324,7 @@ class SelectionService:
         wait: float = 0.0,
         size: int = 0,
         limited: bool = True,
-    ) -> HeldReservation:
+    ) -> Reservation:
         try:
             return await self._reservations.reserve(
                 request, id, excluded, wait=wait, size=size, expiry=expiry, limited=limited
@@ -334,7 +334,7 @@ class SelectionService:
                 error.message = f"selection {id} is already reserved or being reserved"
             raise
 
-    def _held(self, id: str) -> HeldReservation:
+    def _held(self, id: str) -> Reservation:
         held = self._reservations.get(id)
         if held is None:
             raise not_found(f"reservation {id} not found")

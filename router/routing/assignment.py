@@ -18,7 +18,7 @@ from router.cache_state.prompt_noise import PromptNoise
 from router.cache_state.target_audit import CachePrediction
 from router.fleet.health import Attempt, Outcome
 from router.fleet.worker import Worker
-from router.load.target_load import Reservation
+from router.load.target_load import ReservedLoad
 from router.policies import Candidate, Decision
 from router.policies.records import Source
 from router.prediction.learned import RequestTiming
@@ -181,7 +181,7 @@ class Assignment:
     - `recorded`: whether its prompts count as cached soon at the target.
     """
 
-    def __init__(self, selection: Selection, reservation: Reservation, attempt: Attempt) -> None:
+    def __init__(self, selection: Selection, reservation: ReservedLoad, attempt: Attempt) -> None:
         self.worker: Worker = selection.rank.worker
         self.target: Target = selection.rank.target
         self.selection = selection

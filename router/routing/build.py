@@ -23,7 +23,7 @@ from router.routing.placement import Placement
 from router.routing.pool_verifier import PoolVerifier
 from router.routing.prompt_reader import PromptReader
 from router.routing.pulls import Pulls
-from router.routing.selector import Selector
+from router.routing.selector import TargetSelector
 from router.routing.sources import SourceFinder
 from router.routing.state import RoutingState
 from router.settings import Settings
@@ -52,7 +52,7 @@ class Routing:
 
     state: RoutingState
     reader: PromptReader
-    selector: Selector
+    selector: TargetSelector
     placement: Placement
     encoders: Encoders
 
@@ -104,7 +104,7 @@ def build_routing(
     random = random or Random()
     for prompts in (state.in_flight_prefixes, state.sharing.peer_load.prompts):
         prompts.evictions = indexer.index.evictions
-    selector = Selector(state, settings.disaggregation, random)
+    selector = TargetSelector(state, settings.disaggregation, random)
     masters = any(pool.master is not None for pool in settings.pools)
     verifier = PoolVerifier(indexer, session) if session is not None and masters else None
     reader = PromptReader(state, fleet, indexer, tokenizers, settings.proxy.forward_unknown_models, verifier)

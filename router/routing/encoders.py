@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 from router.fleet.fleet import Fleet
 from router.fleet.health import Health
 from router.fleet.worker import Worker, has_turn
-from router.load.target_load import LoadTable, Reservation
+from router.load.target_load import LoadTable, ReservedLoad
 
 _BOUND: Final = 1.25
 # Below this number of items a worker of weight 1 is never passed over. Engines encode as many in one step.
@@ -93,7 +93,7 @@ class EncodeTurn:
     """
 
     def __init__(
-        self, worker: Worker, queue: EncodeQueue, reservation: Reservation, ahead: int, clock: Callable[[], float]
+        self, worker: Worker, queue: EncodeQueue, reservation: ReservedLoad, ahead: int, clock: Callable[[], float]
     ) -> None:
         self.worker = worker
         self._queue = queue
@@ -172,7 +172,7 @@ class Encoders:
     def place(self, worker: Worker) -> EncodeTurn:
         """Reserve the load of one item at a worker, in the step of the choice."""
         ahead, seconds = self._items(worker), self._expected(worker)
-        reservation = Reservation(self._load.of(worker.url, 0), 0, 0, seconds)
+        reservation = ReservedLoad(self._load.of(worker.url, 0), 0, 0, seconds)
         return EncodeTurn(worker, self._queue(worker), reservation, ahead, self._clock)
 
     def seconds(self, name: str, keys: Iterable[int]) -> float:

@@ -17,11 +17,11 @@ from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, reusable_hashes
 from router.cache_state.target_audit import Basis, CachePrediction
 from router.fleet.worker import Worker
-from router.load.target_load import Reservation
+from router.load.target_load import ReservedLoad
 from router.prediction.learned import RequestTiming
 from router.routing.assignment import Assignment, Samples, Selection
 from router.routing.pulls import PullResult, Pulls
-from router.routing.selector import Selector
+from router.routing.selector import TargetSelector
 from router.routing.state import RoutingState
 
 log = structlog.get_logger()
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 class Placement:
     """Reserves load for selections, records prompts in flight, and learns from answers."""
 
-    def __init__(self, state: RoutingState, selector: Selector, samples: Samples | None = None) -> None:
+    def __init__(self, state: RoutingState, selector: TargetSelector, samples: Samples | None = None) -> None:
         self._state = state
         self._selector = selector
         self._samples = samples
@@ -108,7 +108,7 @@ class Placement:
         # A prefill worker answers when the prompt is computed, so the end of its prefill is always visible.
         visible = whole or not decodes
         source = chosen.source if computes else None
-        reservation = Reservation(
+        reservation = ReservedLoad(
             load,
             uncached,
             prompt.tokens,

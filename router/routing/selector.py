@@ -35,7 +35,7 @@ from router.routing.target_directory import TargetDirectory, unavailable, unknow
 from router.settings import DisaggregationSettings, Role
 
 
-class Selector:
+class TargetSelector:
     """Chooses targets, predicts latencies, and answers what admission asks about capacity.
 
     - `pairs`: the rules which prefill and decode workers belong together.

@@ -21,7 +21,7 @@ from router.policies.rates import Rates
 from router.prediction.learned import Learned
 from router.prediction.slo import MISSED_SLO_COST
 from router.routing.placement import Placement
-from router.routing.selector import Selector
+from router.routing.selector import TargetSelector
 from router.routing.sources import LoadRates, Pools, SourceFinder
 from router.routing.state import RoutingState
 from router.settings import (
@@ -116,7 +116,7 @@ class SimulatedRouter:
 
     workers: SimulatedWorkers
     state: RoutingState
-    selector: Selector
+    selector: TargetSelector
     placement: Placement
     admission: Admission
 
@@ -159,7 +159,7 @@ def build_router(
         peers = SimulatedPeers(index.held) if sources.pulls else None
         rates = LoadRates(clock=clock)
         state.sources = SourceFinder(pools, peers, learned.rates, rates=rates, random=Random(0))
-    selector = Selector(state, DisaggregationSettings(), random, side.slo_miss_cost)
+    selector = TargetSelector(state, DisaggregationSettings(), random, side.slo_miss_cost)
     placement = Placement(state, selector)
     programs: Literal["auto", "off"] = "auto" if side.programs else "off"
     admission_settings = AdmissionSettings(requests=side.requests, late_binding=side.late_binding, programs=programs)

@@ -21,7 +21,7 @@ from benchmarks.ports import free_port
 from benchmarks.replicas.redis_server import RedisServer, has_tls
 from kvrouter.processes import KvrouterProcess
 from router.http.event_loop import end_tasks
-from router.load.target_load import LoadTable, Reservation
+from router.load.target_load import LoadTable, ReservedLoad
 from router.sharing import LoadSharing, PeerLoad
 from router.sharing.channels import RedisChannel
 
@@ -75,19 +75,19 @@ async def replicas(*urls: str, prefix: str = "kvrouter") -> AsyncIterator[list[R
 def test_replicas_share_load_and_forget_stopped_ones(redis: RedisServer) -> None:
     async def play() -> None:
         async with replicas(redis.url, redis.url, redis.url) as (one, two, three):
-            held = Reservation(one.table.of("w", 0), 5, 10)
-            Reservation(two.table.of("w", 0), 5, 10)
+            held = ReservedLoad(one.table.of("w", 0), 5, 10)
+            ReservedLoad(two.table.of("w", 0), 5, 10)
             await until(lambda: three.seen() == 2 and two.seen() == 1)
             held.release()
             await until(lambda: three.seen() == 1)
             await two.sharing.stop()  # it says goodbye
             await until(lambda: three.seen() == 0, EXPIRY / 2)
-            Reservation(one.table.of("w", 0), 5, 10)
+            ReservedLoad(one.table.of("w", 0), 5, 10)
             await until(lambda: three.seen() == 1)
             await one.sharing.kill()  # it does not
             await until(lambda: three.seen() == 0)
             async with replicas(redis.url) as [late]:
-                Reservation(three.table.of("w", 0), 5, 10)
+                ReservedLoad(three.table.of("w", 0), 5, 10)
                 await until(lambda: late.seen() == 1)
 
     asyncio.run(play())
@@ -99,7 +99,7 @@ def test_prefixes_separate_fleets(redis: RedisServer) -> None:
             replicas(redis.url, redis.url, prefix="blue") as (one, two),
             replicas(redis.url, prefix="green") as [stranger],
         ):
-            Reservation(one.table.of("w", 0), 5, 10)
+            ReservedLoad(one.table.of("w", 0), 5, 10)
             await until(lambda: two.seen() == 1)
             assert stranger.peer_load.routers() == []
 
@@ -109,12 +109,12 @@ def test_prefixes_separate_fleets(redis: RedisServer) -> None:
 def test_lost_redis_is_reported_and_reconnected(redis: RedisServer) -> None:
     async def play() -> None:
         async with replicas(redis.url, redis.url) as (one, two):
-            Reservation(one.table.of("w", 0), 5, 10)
+            ReservedLoad(one.table.of("w", 0), 5, 10)
             await until(lambda: two.seen() == 1)
             redis.kill()
             await until(lambda: one.problem is not None and two.problem is not None)
             await until(lambda: two.seen() == 0)
-            Reservation(one.table.of("w", 0), 5, 10)  # nothing waits for it
+            ReservedLoad(one.table.of("w", 0), 5, 10)  # nothing waits for it
             redis.start()
             await until(lambda: two.seen() == 2)
             redis.signal(signal.SIGSTOP)
@@ -151,7 +151,7 @@ def test_redis_tls_is_verified(tmp_path: Path) -> None:
 async def share(good: str, bad: str, why: str) -> None:
     """Two replicas share their load by the good URL; a third is refused with the bad one, and says why."""
     async with replicas(good, good, bad) as (one, two, refused):
-        Reservation(one.table.of("w", 0), 5, 10)
+        ReservedLoad(one.table.of("w", 0), 5, 10)
         await until(lambda: two.seen() == 1)
         await until(lambda: why in (refused.problem or ""))
         assert "secret" not in json.dumps([*refused.sharing.findings(), one.sharing.channels[0].name])

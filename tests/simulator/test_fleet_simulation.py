@@ -25,7 +25,7 @@ from router.cache_state.target_audit import Basis
 from router.policies.rates import Rates, prefill_seconds
 from router.prediction.predictions import WatchedAnswer
 from router.routing.placement import Placement
-from router.routing.selector import Selector
+from router.routing.selector import TargetSelector
 from simulator.fleet.block_cache import BlockCache
 from simulator.fleet.engine import LLAMA_70B, Engine, Profile, Progress, StoredBlocks
 from simulator.fleet.fleet import FleetSpec, Simulation
@@ -123,7 +123,7 @@ def test_run_uses_the_routers_own_objects() -> None:
     run = Simulation(FLEET, OURS, Random(0))
     assert run.run([]) == []
     (router,) = run.routers
-    assert type(router.selector) is Selector
+    assert type(router.selector) is TargetSelector
     assert type(router.placement) is Placement
     assert type(router.admission) is Admission
 

@@ -42,7 +42,7 @@ from router.prediction.service_levels import ServiceLevels, read_slo
 from router.prediction.slo import SLO, Estimate, Prediction
 from router.routing.encoders import Encoders
 from router.routing.prompt_reader import PromptReader
-from router.routing.selector import Selector
+from router.routing.selector import TargetSelector
 from router.settings import LimitSettings
 from router.tokens.tokenizers import Tokenized, Tokenizers, TokenizerUnavailableError
 
@@ -85,7 +85,7 @@ class _ExplainFields(msgspec.Struct):
 
 async def explain(
     reader: PromptReader,
-    selector: Selector,
+    selector: TargetSelector,
     admission: Admission,
     encoders: Encoders,
     sessions: SessionLocations,

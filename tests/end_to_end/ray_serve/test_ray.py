@@ -58,7 +58,7 @@ class Traffic:
             messages.append({"role": "user", "content": f"Agent {number}, step {turn}: " + f"file {number} " * 30})
             try:
                 answer = await client.chat.completions.create(model="Engine", messages=messages, max_tokens=8)
-            except openai.APIStatusError:
+            except (openai.APIConnectionError, openai.APIStatusError):
                 self.errors += 1
                 continue
             self.seconds.append(time.perf_counter() - began)
@@ -71,9 +71,9 @@ class Traffic:
             messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
 
     async def agents(self, count: int = AGENTS, first: int = 0) -> None:
-        """Send the turns of some agents at once."""
+        """Send the turns of some agents at once, with one retry, because Ray's proxy closes idle connections."""
         http = openai.DefaultAsyncHttpxClient(timeout=60)
-        async with openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, http_client=http) as client:
+        async with openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=1, http_client=http) as client:
             await asyncio.gather(*[self.agent(client, first + number) for number in range(count)])
 
 
@@ -171,7 +171,9 @@ async def test_replica_is_killed_and_one_is_added_under_load_and_no_load_is_left
     traffic, before = Traffic(), (await until_idle(3))["choices"]
     await traffic.agents()
     assert (traffic.errors, len(traffic.replicas)) == (0, 3)
-    print(f"{(await until_idle(3))['choices'] - before} of {traffic.answers} requests by choice")
+    chosen = (await until_idle(3))["choices"] - before
+    print(f"{chosen} of {traffic.answers} requests by choice")
+    assert chosen > 0.9 * traffic.answers
     # A replica that is killed loses the requests that it has begun, as with any router of Ray.
     killed, actor = next(iter(replica_actors().items()))
     running = asyncio.create_task(traffic.agents(first=100))

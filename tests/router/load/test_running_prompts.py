@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from indexer import Target
 from router.load.running_prompts import RunningPrompts
-from router.load.target_load import Reservation, TargetLoad
+from router.load.target_load import ReservedLoad, TargetLoad
 
 TARGET, OTHER = Target("w", 0, "m"), Target("w", 0, "other")
 
@@ -21,7 +21,7 @@ def chunks(*ids: int) -> array[int]:
 
 def test_shared_prefix_of_running_requests_counts_once() -> None:
     running, load = RunningPrompts(), TargetLoad()
-    first, second = (Reservation(load, 0, 64 + 7, output=100) for _ in range(2))
+    first, second = (ReservedLoad(load, 0, 64 + 7, output=100) for _ in range(2))
     release = running.hold(load, TARGET, chunks(1, 2, 3, 4), first)
     running.hold(load, TARGET, chunks(1, 2, 3, 9), second)
     assert load.shared == 5 * 16
@@ -42,7 +42,7 @@ def test_shared_tokens_are_the_distinct_chunks_of_running_prompts(
     running, load = RunningPrompts(), TargetLoad()
     held = []
     for ids, other in asked:
-        reservation = Reservation(load, 0, 16 * len(ids))
+        reservation = ReservedLoad(load, 0, 16 * len(ids))
         target = OTHER if other else TARGET
         held.append((ids, target, running.hold(load, target, chunks(*ids), reservation), reservation))
     random.shuffle(held)  # type: ignore[attr-defined]

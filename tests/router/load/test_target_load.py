@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.load.target_load import LoadTable, Reservation, TargetLoad
+from router.load.target_load import LoadTable, ReservedLoad, TargetLoad
 
 
 def test_every_rank_of_a_worker_has_a_load_of_its_own() -> None:
     table = LoadTable()
-    Reservation(table.of("w", 0), 1, 1)
+    ReservedLoad(table.of("w", 0), 1, 1)
     assert table.of("w", 0).requests == 1
     assert table.of("w", 1).requests == 0
     assert table.of("v", 0).requests == 0
@@ -19,8 +19,8 @@ def test_every_rank_of_a_worker_has_a_load_of_its_own() -> None:
 def test_backlog_is_expected_prefill_less_elapsed_time() -> None:
     now = 50.0
     load = TargetLoad(clock=lambda: now)
-    first = Reservation(load, 10, 10, prefill_seconds=2.0)
-    second = Reservation(load, 10, 10, prefill_seconds=1.0)
+    first = ReservedLoad(load, 10, 10, prefill_seconds=2.0)
+    second = ReservedLoad(load, 10, 10, prefill_seconds=1.0)
     now = 51.5
     assert (load.waiting, load.backlog) == (2, 1.5)
     first.first_byte()
@@ -35,8 +35,8 @@ def test_oldest_prefill_is_running() -> None:
     now = 50.0
     load = TargetLoad(clock=lambda: now)
     assert load.under_way == (0, 0.0, 0.0)
-    first = Reservation(load, 10, 10, prefill_seconds=2.0, streamed=True)
-    second = Reservation(load, 20, 10, prefill_seconds=1.0)
+    first = ReservedLoad(load, 10, 10, prefill_seconds=2.0, streamed=True)
+    second = ReservedLoad(load, 20, 10, prefill_seconds=1.0)
     now = 51.5
     assert load.under_way == (10, 1.5, 2.0)
     first.first_byte()
@@ -48,8 +48,8 @@ def test_oldest_prefill_is_running() -> None:
 
 def test_loads_are_in_flight_until_the_first_byte() -> None:
     load = TargetLoad()
-    Reservation(load, 10, 10)
-    first, second = Reservation(load, 10, 10, loads=True), Reservation(load, 10, 10, loads=True)
+    ReservedLoad(load, 10, 10)
+    first, second = ReservedLoad(load, 10, 10, loads=True), ReservedLoad(load, 10, 10, loads=True)
     assert load.loads == 2
     first.first_byte()
     second.release()
@@ -62,14 +62,14 @@ def test_listeners_are_called_once_for_each_event() -> None:
     table.on_change.append(lambda worker, dp_rank: seen.append((worker, dp_rank)))
     table.on_first_byte.append(lambda: seen.append("first byte"))
     table.on_ended.append(lambda: seen.append("ended"))
-    reservation = Reservation(table.of("w", 1), 30, 100)
+    reservation = ReservedLoad(table.of("w", 1), 30, 100)
     reservation.first_byte()
     reservation.first_byte()
     reservation.release()
     reservation.release()
     assert seen == [("w", 1), ("w", 1), "first byte", ("w", 1), "ended"]
     seen.clear()
-    unanswered = Reservation(table.of("w", 1), 30, 100)
+    unanswered = ReservedLoad(table.of("w", 1), 30, 100)
     unanswered.release()
     assert seen == [("w", 1), ("w", 1), "ended"]
 
@@ -78,7 +78,7 @@ def test_load_of_a_removed_worker_wakes_only_waiting_requests() -> None:
     table, changed, ended = LoadTable(), list[str](), list[bool]()
     table.on_change.append(lambda worker, _: changed.append(worker))
     table.on_ended.append(lambda: ended.append(True))
-    reservation = Reservation(table.of("w", 0), 30, 100)
+    reservation = ReservedLoad(table.of("w", 0), 30, 100)
     table.forget("w")
     reservation.release()
     assert (changed, ended) == (["w"], [True])
@@ -93,7 +93,7 @@ requests_lists = st.lists(st.tuples(tokens, tokens, st.lists(st.sampled_from(["f
 def test_load_is_the_sum_over_unended_requests(requests: list[tuple[int, int, list[str]]], random: object) -> None:
     """Whatever is called how often, in any order."""
     load = TargetLoad()
-    reservations = [Reservation(load, uncached, context) for uncached, context, _ in requests]
+    reservations = [ReservedLoad(load, uncached, context) for uncached, context, _ in requests]
     calls = [(number, call) for number, (_, _, calls) in enumerate(requests) for call in calls]
     random.shuffle(calls)  # type: ignore[attr-defined]
     assert load.requests == len(requests)
@@ -119,7 +119,7 @@ def test_journal_has_the_changes_in_their_order() -> None:
     table = LoadTable()
     first, second = table.of("a", 0), table.of("b", 0)
     end = table.journal.end
-    Reservation(second, 1, 1).release()
+    ReservedLoad(second, 1, 1).release()
     assert (table.journal.end - end, table.journal.slots) == (2, [second.slot, second.slot])
     table.peers_changed("a", 0)
     assert (table.journal.end - end, table.journal.slots) == (3, [second.slot, second.slot, first.slot])
@@ -131,7 +131,7 @@ def test_journal_counts_all_changes_and_keeps_the_last() -> None:
     for _ in range(100_000):
         table.peers_changed("a", 0)
     assert table.journal.end == 100_000
-    Reservation(load, 1, 1)
+    ReservedLoad(load, 1, 1)
     assert table.journal.end == 100_001
     assert table.journal.slots[-1] == load.slot
     assert len(table.journal.slots) < 10_000

@@ -20,7 +20,7 @@ from router.apis.requests import RoutedRequest
 from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, prompt_hashes
 from router.fleet.worker import Worker
-from router.load.target_load import LoadTable, Reservation, TargetLoad
+from router.load.target_load import LoadTable, ReservedLoad, TargetLoad
 from router.observability.counters import Counter, Histogram
 from router.observability.fleet_snapshot import joined_points, percentile
 from router.observability.metrics import MOST_MODELS, OTHER_MODELS, RequestMetrics
@@ -58,7 +58,7 @@ RANK = RoutableRank(
 def place(samples: Samples, now: float) -> Assignment:
     """Place a request and sample it, if it is due."""
     attempt = RANK.worker.health.begin(0, 0, True, one_of_many=False, now=now)
-    reservation = Reservation(RANK.load, 1, 100, now=now)
+    reservation = ReservedLoad(RANK.load, 1, 100, now=now)
     assignment = Assignment(Selection(decided(), RANK), reservation, attempt)
     if now >= samples.due:
         samples.keep(PROMPT, assignment, now)
@@ -263,7 +263,7 @@ def test_load_of_roles_is_the_mean_of_their_ranks_by_model() -> None:
     clock = Clock()
     roles = [Role.PREFILL, Role.PREFILL, Role.DECODE]
     workers, load = SimulatedWorkers(roles, 100, 16, clock).workers, LoadTable(clock)
-    Reservation(load.of(workers[0].url, 0), 4000, 4000, prefill_seconds=3.0)
+    ReservedLoad(load.of(workers[0].url, 0), 4000, 4000, prefill_seconds=3.0)
     workers[2].metrics.read("vllm:kv_cache_usage_perc 0.5\n", {0: 0})
     assert list(role_loads(workers, load)) == [
         RoleLoad("simulated", Role.DECODE, 1, 0.0, 0.5),

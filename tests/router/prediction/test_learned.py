@@ -12,7 +12,7 @@ from kvevents import BlockRemoved, BlockStored, EventBatch, EventSource
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.load.load_messages import Kind, Message, RankLoad
 from router.load.peer_load import PeerLoad
-from router.load.target_load import Reservation, TargetLoad
+from router.load.target_load import ReservedLoad, TargetLoad
 from router.policies import Candidate
 from router.policies.rates import Rates, prefill_seconds
 from router.prediction.learned import Learned, OutputLengths, SessionTurns
@@ -34,9 +34,9 @@ OTHERS = ["before", "meanwhile", "by another router"]
 def answer(learned: Learned, clock: Clock, tokens: int, others: str | None = None, output_tokens: int = 40) -> None:
     load, peers = TargetLoad(), PeerLoad(10.0, 10.0)
     candidate = Candidate(TARGET, waiting=int(others == "before"))
-    timing = learned.timing(candidate, tokens, Reservation(load, tokens, tokens), peers)
+    timing = learned.timing(candidate, tokens, ReservedLoad(load, tokens, tokens), peers)
     if others == "meanwhile":
-        Reservation(load, 1, 1).first_byte()
+        ReservedLoad(load, 1, 1).first_byte()
     elif others == "by another router":
         peers.apply(Message("peer", 1, Kind.NEWS, [RankLoad(TARGET.worker, 0, 1, 1, 1, 1, 0, 0.0)]))
     clock.now += prefill_seconds(TRUTH, tokens, 0, 0, 0)
@@ -64,7 +64,7 @@ def test_prompt_beside_others_does_not_change_the_prefill_rate(learned: Learned,
 
 def test_answer_without_first_byte_is_ignored(learned: Learned) -> None:
     before = learned.outputs.expected("m", None)
-    learned.timing(Candidate(TARGET), 100, Reservation(TargetLoad(), 100, 100), NO_PEERS).end(5)
+    learned.timing(Candidate(TARGET), 100, ReservedLoad(TargetLoad(), 100, 100), NO_PEERS).end(5)
     assert learned.outputs.expected("m", None) == before
 
 

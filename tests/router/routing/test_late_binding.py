@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from indexer import Target
-from router.load.target_load import Reservation, TargetLoad
+from router.load.target_load import ReservedLoad, TargetLoad
 from router.policies import Candidate
 from router.policies.records import Source
 from router.routing.late_binding import NO_TIME_TO_SPARE, STEP_TOKENS, held_order, is_busy, is_sooner, should_hold
@@ -36,7 +36,7 @@ class Load:
         self.now = 100.0
         self.load = TargetLoad(clock=lambda: self.now)
         for each in (steps, *waiting):
-            Reservation(self.load, int(each * STEP_TOKENS), 0, 10.0, streamed=streamed)
+            ReservedLoad(self.load, int(each * STEP_TOKENS), 0, 10.0, streamed=streamed)
 
     def busy_after(self, seconds: float, *, crowded: bool = False, others: float = 0.0, weight: float = 1.0) -> bool:
         """Return whether requests are held `seconds` seconds after the prefill began. `others`: peers' steps."""

@@ -9,7 +9,7 @@ import pytest
 from manual_clock import Clock
 
 from indexer import Target
-from router.load.target_load import Reservation, TargetLoad
+from router.load.target_load import ReservedLoad, TargetLoad
 from router.policies.rates import Rates, RateTable
 from router.routing.disaggregation.transfers import TransferTimes
 
@@ -76,7 +76,7 @@ def test_time_that_is_not_the_transfer_is_not_learned(times: TransferTimes, cloc
     transfer(times, clock, decode, 0.04)
     guessed = price(times)
     if because == "computes":
-        Reservation(decode.load, 500, 500)
+        ReservedLoad(decode.load, 500, 500)
     decode.waiting = int(because == "waits")
     for _ in range(5):
         if because == "did not begin":

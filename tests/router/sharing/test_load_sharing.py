@@ -22,7 +22,7 @@ from router.apis.response_owners import ResponseOwners
 from router.auth import AccessControl
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.load.load_messages import SHARED_TOKENS, Kind, Message, RankLoad, SentPrompt, decode, encode
-from router.load.target_load import LoadTable, Reservation
+from router.load.target_load import LoadTable, ReservedLoad
 from router.settings import TenantSettings, TenantsSettings
 from router.sharing import LoadSharing, PeerLoad, SharingChannel
 from router.sharing.channels import DatagramChannel
@@ -162,10 +162,10 @@ async def test_peers_learn_loads_despite_lost_messages(steps: list[tuple[str, st
     clock, wire, table = Clock(0.0), Wire(), LoadTable()
     here = sharing_of(table, PeerLoad(EXPIRY, LINGER, clock), [wire])
     there = PeerLoad(EXPIRY, LINGER, clock)
-    held: list[Reservation] = []
+    held: list[ReservedLoad] = []
     for worker, step, arrives in steps:
         if step == "begin":
-            held.append(Reservation(table.of(worker, 0), 7, 20))
+            held.append(ReservedLoad(table.of(worker, 0), 7, 20))
         elif held:
             held[-1].first_byte() if step == "first" else held.pop().release()
         await asyncio.sleep(0.001)
@@ -291,7 +291,7 @@ async def test_lost_channel_is_only_a_finding() -> None:
     wire, table = Wire(), LoadTable()
     sharing = sharing_of(table, PeerLoad(EXPIRY, LINGER), [wire])
     wire.problem = "connection refused"
-    Reservation(table.of("w", 0), 7, 20).release()
+    ReservedLoad(table.of("w", 0), 7, 20).release()
     sharing.send_everything()
     assert wire.told == []
     [found] = sharing.findings()
@@ -307,8 +307,8 @@ def test_processes_of_a_machine_share_loads_and_survive_a_crash() -> None:
         ]
         for each in sharing:
             each.start()
-        held = Reservation(tables[0].of("w", 0), 7, 20)
-        Reservation(tables[1].of("w", 0), 5, 10)
+        held = ReservedLoad(tables[0].of("w", 0), 7, 20)
+        ReservedLoad(tables[1].of("w", 0), 5, 10)
         await until(lambda: sharing[2].peer_load.of("w", 0).pending == 12)
         await until(lambda: sharing[0].peer_load.of("w", 0).requests == 1)
         held.release()
