@@ -2,8 +2,10 @@
 
 Fairness is in tokens, by start-time fair queueing (Goyal, Vin, Cheng 1996): between tenants, and within a tenant
 between programs. Each has a clock that advances by the tokens of its served requests, and the lowest clock is next. A
-tenant or a program without waiting requests saves up nothing: it starts again at the clock that was served last.
-Requests without a program take as many turns as programs of one request would.
+tenant or a program without waiting requests saves up nothing: it starts again at the clock that was served last. Nor
+does such a program owe anything. Otherwise the next turn of each session would wait behind all new sessions, and its
+cached prompt would be evicted meanwhile. Requests without a program take as many turns as programs of one request
+would.
 
     group  = (priority, slo_missed, tenant, name)       its requests are sorted by their `order`, for each program
     next  = the request with the lowest (priority, slo_missed, clock of its tenant, clock of its program, order)
@@ -66,12 +68,14 @@ class _Group(NamedTuple):
 class _Clocks:
     """The clocks of flows that take turns.
 
+    - `owing`: whether the clock of a flow counts when no request of it waits.
     - `at`: each flow's clock.
     - `waiting`: how many requests of each flow wait.
     - `begun`: a number for each flow with waiting requests, lower if it has waited for longer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owing: bool) -> None:
+        self._owing = owing
         self.at: dict[str, float] = {}
         self.waiting: Counter[str] = Counter()
         self.begun: dict[str, int] = {}
@@ -90,11 +94,13 @@ class _Clocks:
         self.waiting[flow] -= 1
         if not self.waiting[flow]:
             del self.waiting[flow], self.begun[flow]
-            if self.at[flow] <= self._now:
+            if self.at[flow] <= self._now or not self._owing:
                 del self.at[flow]
 
     def served(self, flow: str, tokens: float) -> None:
         """Charge a flow for a served request."""
+        if flow not in self.waiting and not self._owing:
+            return
         start = self.at[flow] if flow in self.waiting else max(self.at.get(flow, 0.0), self._now)
         self._now = max(self._now, start)
         self.at[flow] = start + tokens
@@ -120,7 +126,7 @@ class FairQueue(Generic[W]):
         self._max_bytes = max_bytes
         self._groups: dict[_Group, dict[str, SortedKeyList[W]]] = {}  # by program
         self._of_priority: Counter[int] = Counter()
-        self._tenants = _Clocks()
+        self._tenants = _Clocks(owing=True)
         self._programs: dict[str, _Clocks] = {}  # by tenant, while its requests wait
         self.length = 0
         self.size = 0  # bytes
@@ -151,7 +157,7 @@ class FairQueue(Generic[W]):
     def add(self, request: W) -> None:
         self._put_in(request)
         self._tenants.arrives(request.tenant)
-        self._programs.setdefault(request.tenant, _Clocks()).arrives(request.program)
+        self._programs.setdefault(request.tenant, _Clocks(owing=False)).arrives(request.program)
         self._of_priority[request.priority] += 1
         self.length += 1
         self.size += request.size
@@ -173,7 +179,7 @@ class FairQueue(Generic[W]):
         if request.tenant not in self._tenants.waiting:
             del self._programs[request.tenant]
         if not self.length:
-            self._tenants = _Clocks()
+            self._tenants = _Clocks(owing=True)
 
     def let_others_first(self, request: W, order: float) -> None:
         """Move a request to the group of requests whose SLO is missed, at position `order`."""

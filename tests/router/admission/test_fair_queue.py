@@ -178,6 +178,15 @@ def test_new_programs_do_not_starve_an_old_one_and_requests_without_a_program_sh
     assert served == {"": 12, "run": 4}
 
 
+def test_next_turn_of_a_session_is_not_behind_new_sessions_that_arrive_later() -> None:
+    queue = queue_of(*(waiting(program=f"new {number}", order=10 + number) for number in range(3)))
+    for turn in range(5):
+        queue.add(waiting(program="session", order=turn, tokens=10_000))
+        assert [request.program for request in serve(queue, 1)] == ["session"]
+        queue.served("a", 10_000, "session")  # placed at once, while requests for another name wait
+        queue.add(waiting(program=f"newer {turn}", order=20 + turn))
+
+
 def test_order_within_a_program_and_without_programs_is_that_of_the_requests() -> None:
     queue = queue_of(*(waiting(order=order, tokens=1000) for order in (3.0, 1.0, 2.0)))
     assert [request.order for request in serve(queue, 3)] == [1.0, 2.0, 3.0]
