@@ -56,6 +56,11 @@ class Engine(StrEnum):
     OTHER = "other"
 
 
+# llm-d's label of a pod for its engine, and the label's older name. It counts if the engine's routes do not name it.
+ENGINE_LABELS: Final = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
+_LABELLED: Final = {"vllm": Engine.VLLM, "sglang": Engine.SGLANG}
+
+
 class DiscoveryError(Exception):
     """A worker did not answer, or its answer cannot be used."""
 
@@ -181,6 +186,8 @@ async def describe_worker(
         raise DiscoveryError(f"{name}: its answer is not the JSON of an engine; {_NO_ENGINE}") from error
     except ValueError as error:
         raise DiscoveryError(f"{name}: invalid answer: {error}") from error
+    if description.engine is Engine.OTHER:
+        description = replace(description, engine=_LABELLED.get(engine_label(worker), Engine.OTHER))
     if worker.streams is not None:
         try:
             streams = tuple(map(_event_source, worker.streams))
@@ -190,6 +197,11 @@ async def describe_worker(
     if worker.block_size is not None:
         description = replace(description, block_size=worker.block_size)
     return replace(description, refused=tuple(client.fields.refused))
+
+
+def engine_label(worker: WorkerSettings) -> str:
+    """Return the engine of a worker by the label of its pod; "" without one."""
+    return next((worker.labels[label] for label in ENGINE_LABELS if label in worker.labels), "")
 
 
 class _WorkerClient:

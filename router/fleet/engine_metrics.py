@@ -1,6 +1,6 @@
 """The load that engines report in /metrics, which includes requests of other clients.
 
-The names of vLLM's and SGLang's metrics are known. Other engines report nothing that is used.
+The names of vLLM's, SGLang's and TensorRT-LLM's metrics are known. Other engines report nothing that is used.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-_RUNNING = {"vllm:num_requests_running", "sglang:num_running_reqs"}
-_WAITING = {"vllm:num_requests_waiting", "sglang:num_queue_reqs"}
-_USAGE = {"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"}
+_RUNNING = {"vllm:num_requests_running", "sglang:num_running_reqs", "trtllm_num_requests_running"}
+_WAITING = {"vllm:num_requests_waiting", "sglang:num_queue_reqs", "trtllm_num_requests_waiting"}
+_USAGE = {"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage", "trtllm_kv_cache_utilization"}
 _PREEMPTIONS = {"vllm:num_preemptions_total", "sglang:num_retracted_requests_total"}
 _PROGRESS = {
     "vllm:prompt_tokens_total",

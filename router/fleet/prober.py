@@ -9,11 +9,12 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Final
 
 import aiohttp
 import structlog
 
-from router.fleet.discovery import DiscoveryError, ServedModel, WorkerDescription, describe_worker
+from router.fleet.discovery import DiscoveryError, ServedModel, WorkerDescription, describe_worker, engine_label
 from router.fleet.engine_metrics import Sleep
 from router.fleet.event_streams import WorkerStreams
 from router.fleet.fleet import Fleet
@@ -25,6 +26,8 @@ log = structlog.get_logger()
 
 # Failed probes in a row after which a worker is down: one late answer of a busy worker is not a failure.
 FAILED_PROBES = 3
+# Where engines have their Prometheus metrics, if not at /metrics, by the engine of their pod's label.
+_METRICS_PATHS: Final = {"trtllm-serve": "/prometheus/metrics"}
 
 
 class Prober:
@@ -200,11 +203,12 @@ class MetricsScraper:
         self._fleet.notify_scrape(worker)
 
     async def _get(self, worker: Worker) -> bytes:
+        path = _METRICS_PATHS.get(engine_label(worker.settings), "/metrics")
         timeout = aiohttp.ClientTimeout(total=self._settings.probe_timeout)
         async with self._session.get(
-            f"{worker.url}/metrics", headers=worker.key.headers, timeout=timeout, allow_redirects=False
+            worker.url + path, headers=worker.key.headers, timeout=timeout, allow_redirects=False
         ) as response:
-            worker.key.record_status("/metrics", response.status)
+            worker.key.record_status(path, response.status)
             return await read_answer(response) if response.status == 200 else b""
 
     def _in_flight(self, worker: Worker) -> Counter[int]:

@@ -13,9 +13,14 @@ from typing import Any, Final
 
 import yaml
 
-_GROUPS: Final = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
-# Scorers by cached prefixes and by load: the default policy has one cost for both, without weights.
-_PREFIX: Final = frozenset(("prefix-cache-scorer", "precise-prefix-cache-scorer"))
+_GROUPS: Final = ("llm-d.ai/v1", "llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
+# Parts that weigh cached prefixes and predicted latency. The default policy has one cost for all, without weights.
+_PREFIX: Final = frozenset(
+    (
+        *("prefix-cache-scorer", "precise-prefix-cache-scorer", "prefix-cache-affinity-filter"),
+        *("latency-scorer", "slo-headroom-tier-filter"),
+    )
+)
 _LOAD: Final = frozenset(
     f"{name}-scorer"
     for name in (
@@ -23,24 +28,38 @@ _LOAD: Final = frozenset(
         *("load-aware", "token-load", "no-hit-lru"),
     )
 )
-_SESSION: Final = frozenset(("session-affinity-scorer",))
+_SESSION: Final = frozenset(("session-affinity-scorer", "session-affinity-filter"))
+_RANDOM: Final = "random-picker"
+_WEIGHTED: Final = "weighted-random-picker"
 _PAIRS: Final = frozenset(
     (
         *("disagg-profile-handler", "pd-profile-handler", "disagg-headers-handler", "prefill-header-handler"),
         *("prefill-filter", "decode-filter", "encode-filter", "prefix-based-pd-decider", "always-disagg-pd-decider"),
-        "disaggregatedset-rollout-screener",
+        *("always-disagg-multimodal-decider", "data-parallel-profile-handler"),
+        *("disaggregatedset-rollout-screener", "disaggregatedset-rollout-pod-extractor"),
     )
 )
 # Parts that the router has by itself.
 _BUILT_IN: Final = frozenset(
     (
-        *("single-profile-handler", "max-score-picker", "openai-parser", "tokenizer", "token-producer"),
-        *("precise-prefix-cache-producer", "approx-prefix-cache-producer", "session-id-producer", "random-picker"),
-        *("metrics-data-source", "core-metrics-extractor", "endpoint-notification-source", "agent-identity"),
-        *("utilization-detector", "concurrency-detector"),
+        *("single-profile-handler", "max-score-picker", "tokenizer", "token-producer", "session-id-producer"),
+        *("openai-parser", "anthropic-parser", "sglanghttp-parser"),
+        *("precise-prefix-cache-producer", "approx-prefix-cache-producer"),
+        *("inflight-load-producer", "predicted-latency-producer", "agent-identity"),
+        *("metrics-data-source", "core-metrics-extractor", "models-data-source", "models-data-extractor"),
+        *("endpoint-notification-source", "k8s-notification-source"),
+        *("utilization-detector", "concurrency-detector", "round-robin-fairness-policy", "fcfs-ordering-policy"),
     )
 )
-_KNOWN: Final = _PREFIX | _LOAD | _SESSION | _PAIRS | _BUILT_IN
+_KNOWN: Final = _PREFIX | _LOAD | _SESSION | _PAIRS | _BUILT_IN | {_RANDOM, _WEIGHTED}
+# What to do instead of a part without a counterpart.
+_INSTEAD: Final = {
+    "latency-slo-admitter": "set when_late: refuse of a service level",
+    "lora-affinity-scorer": "the adapters that an engine has loaded are not read",
+    "p2p-source-producer": "set pulls.protocol",
+    "program-aware-fairness": "the queue is fair in tokens",
+}
+_OWN_POLICY: Final = "a policy of your own can replace a filter or a scorer"
 _PAIR_PROFILES: Final = frozenset(("prefill", "decode", "encode"))
 _UNITS: Final = {
     "": 1,
@@ -109,7 +128,9 @@ def _read_plugins(given: dict[str, Any], found: PickerConfig) -> None:
         kind = plugin["type"]
         types[plugin.get("name") or kind] = kind
         if kind not in _KNOWN:
-            found.refused.append(f"plugins: {kind}: it has no counterpart. A policy of your own can replace a filter")
+            found.refused.append(f"plugins: {kind}: it has no counterpart: {_INSTEAD.get(kind, _OWN_POLICY)}")
+        if kind == _WEIGHTED:
+            found.ignored.append(f"{kind}: the lowest cost is chosen, and ties at random")
         _read_parameters(kind, plugin.get("parameters") or {}, found)
     profiles = given.get("schedulingProfiles") or [
         {"name": "default", "plugins": [{"pluginRef": each} for each in types]}
@@ -133,13 +154,17 @@ def _read_plugins(given: dict[str, Any], found: PickerConfig) -> None:
 
 
 def _policy(used: set[str]) -> str:
+    if _RANDOM in used:  # It picks without regard to scores.
+        return "random"
+    if "session-affinity-filter" in used:
+        return "session_affinity"
     if used & _PREFIX:
         return "kv_aware"
     if used & _LOAD:
         return "least_loaded"
     if used & _SESSION:
         return "session_affinity"
-    return "random" if "random-picker" in used else "kv_aware"
+    return "kv_aware"
 
 
 def _read_parameters(kind: str, parameters: dict[str, Any], found: PickerConfig) -> None:

@@ -14,7 +14,14 @@ from aiohttp.test_utils import TestServer
 
 from kvevents import EventSource
 from kvevents.curve import create_key_pair, load_public_key
-from router.fleet.discovery import DiscoveryError, Engine, ServedModel, WorkerDescription, describe_worker
+from router.fleet.discovery import (
+    ENGINE_LABELS,
+    DiscoveryError,
+    Engine,
+    ServedModel,
+    WorkerDescription,
+    describe_worker,
+)
 from router.settings import Role, WorkerSettings
 
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model", "root": "/models/m", "parent": None}]}
@@ -119,6 +126,22 @@ async def test_other_server_is_described_by_its_models_and_the_settings() -> Non
     assert description == WorkerDescription(Engine.OTHER, {"m": ServedModel("m", "m"), "n": ServedModel("n", "n")})
     description = await describe({"/v1/models": MODELS}, streams=[{"endpoint": "tcp://10.0.0.1:1"}])
     assert (description.engine, description.streams) == (Engine.OTHER, (EventSource(0, "tcp://10.0.0.1:1"),))
+
+
+@pytest.mark.parametrize(
+    ("answers", "labels", "engine"),
+    [
+        ({"/v1/models": MODELS}, {"llm-d.ai/engine-type": "vllm"}, Engine.VLLM),
+        ({"/v1/models": MODELS}, {"inference.networking.k8s.io/engine-type": "sglang"}, Engine.SGLANG),
+        ({"/v1/models": MODELS}, {ENGINE_LABELS[1]: "sglang", ENGINE_LABELS[0]: "vllm"}, Engine.VLLM),
+        ({"/v1/models": MODELS}, {"llm-d.ai/engine-type": "triton"}, Engine.OTHER),
+        (SGLANG, {"llm-d.ai/engine-type": "vllm"}, Engine.SGLANG),
+    ],
+)
+async def test_label_names_an_engine_whose_routes_do_not(
+    answers: dict[str, Any], labels: dict[str, str], engine: Engine
+) -> None:
+    assert (await describe(answers, labels=labels)).engine is engine
 
 
 @pytest.mark.parametrize("wildcard", ["*", "0.0.0.0", "[::]"])

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from manual_clock import Clock
 
+from indexer import Indexer
 from router.fleet.engine_metrics import NOTHING_KNOWN, EngineLoad, EngineMetrics, EngineView, read_engine_loads
+from router.fleet.fleet import Fleet
+from router.fleet.prober import MetricsScraper
+from router.settings import FleetSettings, WorkerSettings
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -27,6 +37,11 @@ sglang:num_running_reqs{dp_rank="1",engine_type="unified",model_name="m",tp_rank
 sglang:num_queue_reqs{dp_rank="1",engine_type="unified",model_name="m",tp_rank="0"} 5.0
 sglang:token_usage{dp_rank="1",engine_type="unified",model_name="m",tp_rank="0"} 0.75
 sglang:prompt_tokens_total{model_name="m"} 10.0
+"""
+TENSORRT_LLM = """\
+trtllm_num_requests_running{model_name="m",engine_type="trtllm"} 2.0
+trtllm_num_requests_waiting{model_name="m",engine_type="trtllm"} 1.0
+trtllm_kv_cache_utilization{model_name="m",engine_type="trtllm"} 0.5
 """
 
 
@@ -52,6 +67,33 @@ sglang:prompt_tokens_total{model_name="m",priority="5"} 10.0
 def test_metrics_of_vllm_and_sglang_are_read_by_rank() -> None:
     assert read_engine_loads(VLLM) == {0: EngineLoad(3, 2, 0.25, 2000), 1: EngineLoad(1, 0, 0.5, 0)}
     assert read_engine_loads(SGLANG) == {0: EngineLoad(0, None, None, 10), 1: EngineLoad(4, 5, 0.75, 0)}
+
+
+def test_metrics_of_tensorrt_llm_are_read() -> None:
+    assert read_engine_loads(TENSORRT_LLM) == {0: EngineLoad(2, 1, 0.5, 0)}
+
+
+@pytest.mark.parametrize(
+    ("labels", "path"), [({"llm-d.ai/engine-type": "trtllm-serve"}, "/prometheus/metrics"), ({}, "/metrics")]
+)
+async def test_label_of_a_pod_names_where_its_metrics_are(labels: dict[str, str], path: str) -> None:
+    asked: asyncio.Queue[str] = asyncio.Queue()
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.put_nowait(request.path)
+        return web.Response(text=TENSORRT_LLM)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        indexer = Indexer()
+        indexer.start()
+        fleet = Fleet([WorkerSettings(url=str(server.make_url("/")), labels=labels)], FleetSettings(), indexer)
+        scraper = MetricsScraper(fleet, FleetSettings(), session, lambda *_: Counter())
+        watch = asyncio.create_task(scraper.watch(fleet.workers[0]))
+        assert await asyncio.wait_for(asked.get(), 10.0) == path
+        watch.cancel()
+        indexer.stop()
 
 
 @pytest.mark.parametrize(

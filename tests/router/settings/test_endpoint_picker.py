@@ -61,12 +61,36 @@ def test_prefix_and_load_scorers_are_the_default_policy_and_weights_are_listed(t
     [
         (["queue-scorer", "kv-cache-utilization-scorer"], "least_loaded"),
         (["session-affinity-scorer"], "session_affinity"),
+        (["session-affinity-filter", "prefix-cache-scorer"], "session_affinity"),
         (["random-picker"], "random"),
         (["prefix-cache-scorer", "queue-scorer", "prefill-filter", "decode-filter", "pd-profile-handler"], "kv_aware"),
     ],
 )
 def test_scorers_name_the_policy(tmp_path: Path, types: list[str], policy: str) -> None:
     assert read(tmp_path, **plugins(*types)).sections["policy"] == {"name": policy}
+
+
+GUIDES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("llm_d_guides.yaml").read_text())
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_guides_of_llm_d_are_mapped_or_refused_by_name(tmp_path: Path, guide: str) -> None:
+    given = GUIDES[guide]
+    profiles = given["profiles"]
+    found = read(
+        tmp_path,
+        apiVersion=given["apiVersion"],
+        plugins=[each if isinstance(each, dict) else {"type": each} for each in given["plugins"]],
+        schedulingProfiles=[
+            {"name": name, "plugins": [{"pluginRef": each} for each in profiles[name]]} for name in profiles
+        ],
+        **given.get("fields", {}),
+    )
+    refused = given.get("refused", [])
+    assert len(found.refused) == len(refused), found.refused
+    assert all(map(str.startswith, found.refused, refused)), found.refused
+    if not refused:
+        assert found.sections == given["sections"]
 
 
 def test_flow_control_becomes_admission_if_its_gate_is_on(tmp_path: Path) -> None:
