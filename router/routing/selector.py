@@ -11,7 +11,7 @@ candidates, and the share of targets that prefill. Admission adds the number of 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from random import Random
 
 from http_api.errors import RequestError
@@ -185,7 +185,7 @@ class TargetSelector:
         computing = selection.prefill or selection
         if not self._is_busy(computing, limits, crowded=True):
             return selection
-        if selection.prefill is not None and waiting > computing.decision.count:
+        if selection.prefill is not None and waiting > computing.decision.count and not limits.computed:
             return selection  # queues of prefill workers show in the cost, so that decode workers help
         sooner = self._sooner(prompt, selection, excluded, limits)
         if sooner is None and self._is_busy(computing, limits, crowded=waiting > computing.decision.count):
@@ -242,11 +242,28 @@ class TargetSelector:
         late_binding = waiting is not None and (len(ranks) > 1 or limits.computed)
         crowded = waiting is not None and waiting > len(ranks)
         demand = self._capacity.demand(prompt)
-        return any(
-            self._capacity.has_capacity(rank, limits, demand)
-            and not (late_binding and self._capacity.prefill_busy(rank, crowded))
+        free = [
+            rank
             for rank in ranks
-        )
+            if self._capacity.has_capacity(rank, limits, demand)
+            and not (late_binding and self._capacity.prefill_busy(rank, crowded))
+        ]
+        if not free or not limits.computed or not late_binding or not self._fleet.disaggregated:
+            return bool(free)
+        return self._may_prefill(prompt, excluded, free, waiting or 0)
+
+    def _may_prefill(
+        self, prompt: RoutedRequest, excluded: Collection[Worker], free: Sequence[RoutableRank], waiting: int
+    ) -> bool:
+        """Return whether a prompt that one of the `free` ranks answers may be computed now.
+
+        Late binding holds it while all prefill workers are busy, because they would compute it in their own order.
+        """
+        prefills = [rank for rank in self._directory.of(prompt.name, True).ranks if rank.worker not in excluded]
+        if not prefills or any(rank.worker.role is not Role.DECODE for rank in free):
+            return True
+        crowded = waiting > len(prefills)
+        return not all(self._capacity.prefill_busy(rank, crowded) for rank in prefills)
 
     def is_saturated(
         self, prompt: RoutedRequest, excluded: Collection[Worker], limits: Limits, waiting: int | None
