@@ -10,6 +10,7 @@ import pytest
 from router_under_test import QUICK, RouterUnderTest, router, until
 from scripted_worker import Exchange, ScriptedWorker, scripted_worker
 
+from benchmarks.ports import free_port
 from router.settings import SettingsFile
 
 PATH = "/v1/completions"
@@ -39,6 +40,19 @@ async def test_worker_is_added_used_and_removed() -> None:
         assert await routed.workers() == []
         assert (await routed.call(PATH, BODY)).status == 503
         assert await routed.metric("kvrouter_requests_total", worker=worker.url) == 0
+
+
+async def test_registration_may_wait_until_its_worker_is_routable() -> None:
+    async with scripted_worker() as worker, router() as routed:
+        added = await routed.call("/workers?wait=30", {"url": worker.url})
+        assert (added.status, added.json()["up"]) == (201, True)
+        assert (await routed.call(PATH, BODY)).worker == worker.url
+        nowhere = f"http://127.0.0.1:{free_port()}"
+        late = await routed.call("/workers?wait=0.1", {"url": nowhere})
+        assert (late.status, late.error["code"], late.error["param"]) == (503, "worker_not_ready", "wait")
+        assert nowhere in [each["worker"] for each in await routed.workers()]
+        for wait in ("-1", "3601", "nan", "x"):
+            assert (await routed.call(f"/workers?wait={wait}", {"url": worker.url})).status == 400
 
 
 async def test_trainer_registers_and_removes_its_engine_by_id() -> None:

@@ -2,6 +2,7 @@
 
 - `GET /workers` lists the state, load, streams and cached blocks of each worker.
 - `POST /workers` adds a worker. The body has the fields of `WorkerSettings`, such as `url`, `name` and `model`.
+  `?wait=SECONDS` answers when it may receive requests.
 - `DELETE /workers?url=…` or `?name=…` removes a worker that was added by `POST /workers`.
 - `DELETE /workers/{id}` removes it by the `id` that `GET /workers` shows.
 - `POST /workers/drain` with `{"url"}` or `{"name"}` sends a worker no new requests. `POST /workers/undrain` reverts it.
@@ -15,7 +16,8 @@ Trainers register their engines by the calls of other routers, which are accepte
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import asyncio
+from typing import Any, Final, TypeVar
 from uuid import NAMESPACE_URL, uuid5
 
 import jiter
@@ -42,6 +44,7 @@ from router.settings.mistakes import mistakes
 T = TypeVar("T")
 
 MAX_ADDED = 1024
+LONGEST_WAIT: Final = 3600.0
 
 # Clients must not make the router read its files or its environment.
 _NOT_OVER_HTTP = ("api_key_file", "api_key_env")
@@ -135,12 +138,34 @@ def _learned(services: Services, target: Target) -> dict[str, Any]:
     "/workers",
     status_code=201,
     openapi_extra=schema_body(WorkerSettings.model_json_schema()),
-    responses=errors(400, 401, 403, 409),
+    responses=errors(400, 401, 403, 409, 503),
 )
-async def add(request: Request) -> dict[str, Any]:
-    """Add a worker. If its URL was added before, its settings are replaced."""
-    worker = await _assign(services_of(request), _worker_settings(await request.body()))
+async def add(request: Request, wait: float = 0.0) -> dict[str, Any]:
+    """Add a worker. If its URL was added before, its settings are replaced.
+
+    - `wait`: maximum seconds until it may receive requests. The answer is sent as soon as it may.
+    """
+    if not 0 <= wait <= LONGEST_WAIT:
+        raise RequestError(f"wait: {wait} is not from 0 to {LONGEST_WAIT:g} seconds.", param="wait")
+    services = services_of(request)
+    worker = await _assign(services, _worker_settings(await request.body()))
+    if wait:
+        worker = await _until_up(services.fleet, worker.url, wait)
     return named(worker) | worker_status(worker)
+
+
+async def _until_up(fleet: Fleet, url: str, seconds: float) -> Worker:
+    """Return a worker when it may receive requests. Raises RequestError: 503 after the deadline, 404 if removed."""
+    try:
+        async with asyncio.timeout(seconds):
+            while not _find(fleet, url).up:  # noqa: ASYNC110 - several changes make a worker ready
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        reason = f"The worker is {_find(fleet, url).state} after {seconds:g} seconds. It stays added."
+        raise RequestError(
+            reason, status=503, type="service_unavailable", param="wait", code="worker_not_ready"
+        ) from None
+    return _find(fleet, url)
 
 
 async def _assign(services: Services, settings: WorkerSettings) -> Worker:
