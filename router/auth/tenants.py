@@ -233,7 +233,7 @@ class AccessControl:
         self, settings: TenantsSettings, token: str, aliases: Mapping[str, str] = {}, hooks: HookSettings | None = None
     ) -> None:
         """Create it. `hooks`: what may accept keys that the settings do not have."""
-        self._checks_keys = hooks is not None and hooks.key_url is not None
+        self._checks_keys = hooks is not None and hooks.checks_keys
         self._asks_hooks = self._checks_keys or (hooks is not None and bool(hooks.before))
         self._token = token.encode()
         # Paths that a tenant's key opens. None: every tenant route. Otherwise only routes whose salt engines read.

@@ -1,7 +1,7 @@
 """The calls of hooks, and what their failures cost.
 
-    key_url ──▶ each function of hooks.before ──▶ the request is read and routed ──▶ answered ──▶ hooks.after
-                 └── within hooks.deadline together; an error or a late one: hooks.on_error
+    key_url or jwt ──▶ each function of hooks.before ──▶ the request is routed ──▶ answered ──▶ hooks.after
+                        └── within hooks.deadline together; an error or a late one: hooks.on_error
 
 - `on_error: closed`: the request is refused with 503. `open`: it is routed without what failed.
 - A function after the answer delays nothing. Its errors are counted.
@@ -27,12 +27,11 @@ from http_api.errors import RequestError
 from router.auth.tenants import unknown_key
 from router.hooks.hook_threads import BusyError, HookThreads
 from router.hooks.interface import Answer, Refusal, Request
-from router.hooks.key_check import KeyCheck, KeyCheckError
+from router.hooks.key_check import Check, KeyCheckError
 from router.settings.own_code import text_of
 
 log = structlog.get_logger()
 
-KEY_CHECK: Final = "key_url"
 RESULTS: Final = ("ok", "refused", "error", "late", "dropped")
 _FAILURES: Final = frozenset(("error", "late", "dropped"))
 # Seconds for which a failure is reported, and between two log lines on failures.
@@ -83,7 +82,7 @@ class Hooks:
 
     - `deadline`: seconds for all functions before a request together, and for each function after an answer.
     - `fails_open`: a request is routed without a function that fails.
-    - `key_check`: the check at a URL; None without one.
+    - `key_check`: the check of keys at a URL, or of tokens; None without one.
     - `tenants`: the names of the settings' tenants. With tenants, each key has to belong to one.
     """
 
@@ -93,7 +92,7 @@ class Hooks:
         after: list[tuple[str, Callable[[Answer], Any]]],
         deadline: float,
         fails_open: bool,
-        key_check: KeyCheck | None = None,
+        key_check: Check | None = None,
         tenants: Collection[str] = (),
     ) -> None:
         self._before = [(Tally(name), function) for name, function in before]
@@ -102,7 +101,7 @@ class Hooks:
         self._fails_open = fails_open
         self._key_check = key_check
         self._tenants = frozenset(tenants)
-        self._of_keys = Tally(KEY_CHECK)
+        self._of_keys = Tally("" if key_check is None else key_check.name)
         self._threads = HookThreads()
 
     @property
@@ -124,7 +123,7 @@ class Hooks:
     async def before(self, request: Request, unknown: bool) -> Request:
         """Return the request as the functions changed it. Raises RequestError for a refusal, and if one fails closed.
 
-        `unknown`: the settings lack its key, so the URL or a function has to accept it.
+        `unknown`: the settings lack its key, so the check or a function has to accept it.
         """
         until = time.monotonic() + self._deadline
         if unknown and self._key_check is not None:
@@ -159,13 +158,13 @@ class Hooks:
         """Return which hooks failed in the last minutes."""
         return [finding for tally in self.tallies for finding in tally.findings()]
 
-    async def _check_key(self, check: KeyCheck, key: str) -> str:
+    async def _check_key(self, check: Check, key: str) -> str:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(self._deadline):
                 tenant = await check.check(key)
             if tenant not in (self._tenants or ("",)):
-                raise KeyCheckError(f"hooks.key_url names the tenant {tenant!r}, which tenants.named has not")
+                raise KeyCheckError(f"hooks.{check.name} names the tenant {tenant!r}, which tenants.named has not")
         except RequestError:
             self._of_keys.add("refused", time.monotonic() - begun)
             raise

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import Final
+from typing import Final, Protocol
 
 import aiohttp
 
@@ -31,7 +31,19 @@ _TENANT: Final = "x-kvrouter-tenant"
 
 
 class KeyCheckError(RuntimeError):
-    """An error for a key about which the URL gives no usable answer."""
+    """An error for a key about which no usable answer is known."""
+
+
+class Check(Protocol):
+    """A check of keys that the settings lack. `name`: its setting under `hooks`."""
+
+    name: str
+
+    async def check(self, key: str) -> str:
+        """Return the tenant of an accepted key; "" without one. Raises RequestError (401) and KeyCheckError."""
+
+    async def close(self) -> None:
+        """Cancel all questions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,8 @@ class _Cache:
 
 class KeyCheck:
     """The check. `seconds`: how long an accepted key is remembered. Concurrent requests with one key ask once."""
+
+    name = "key_url"
 
     def __init__(
         self,

@@ -105,8 +105,27 @@ def _hook(name: str) -> str:
 _Hook = Annotated[str, Field(pattern=NAME), AfterValidator(_hook)]
 
 
+class JwtSettings(Section):
+    """JSON Web Tokens as API keys."""
+
+    jwks_url: AnyHttpUrl
+    issuer: str = Field(min_length=1)
+    audience: str = Field(min_length=1)
+    algorithms: list[
+        Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+    ] = Field(["RS256", "ES256"], min_length=1)
+    tenant_claim: str = "tenant"
+    leeway: NonNegative = 30.0
+
+    @model_validator(mode="after")
+    def _is_installed(self) -> JwtSettings:
+        if not (find_spec("jwt") and find_spec("cryptography")):
+            raise ValueError("tokens need more packages: pip install 'kvrouter[jwt]'")
+        return self
+
+
 class HookSettings(Section):
-    """Functions before a request is routed and after its answer, and a URL that checks API keys."""
+    """Functions before a request is routed and after its answer, and a check of API keys at a URL or of tokens."""
 
     before: list[_Hook] = []
     after: list[_Hook] = []
@@ -114,6 +133,18 @@ class HookSettings(Section):
     on_error: WhenFailed = WhenFailed.CLOSED
     key_url: AnyHttpUrl | None = None
     key_seconds: NonNegative = 60.0
+    jwt: JwtSettings | None = None
+
+    @property
+    def checks_keys(self) -> bool:
+        """True if keys that the settings lack are checked."""
+        return self.key_url is not None or self.jwt is not None
+
+    @model_validator(mode="after")
+    def _one_check_of_keys(self) -> HookSettings:
+        if self.key_url is not None and self.jwt is not None:
+            raise ValueError("hooks: set key_url or jwt, not both")
+        return self
 
 
 class LogSettings(Section):

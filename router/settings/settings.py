@@ -127,13 +127,14 @@ class Settings(BaseSettings):
     def _tenants_need_a_token(self) -> Settings:
         if self.tenants.named and not self.server.token:
             raise ValueError("tenants: set server.token too. Without it, any client can query what tenants have cached")
-        if self.hooks.key_url is not None and not self.server.token:
-            raise ValueError("hooks.key_url: set server.token too. Other routes than those of inference require it")
+        if self.hooks.checks_keys and not self.server.token:
+            setting = "jwt" if self.hooks.jwt is not None else "key_url"
+            raise ValueError(f"hooks.{setting}: set server.token too. Other routes than those of inference require it")
         return self
 
     @model_validator(mode="after")
     def _tenants_have_keys(self) -> Settings:
-        if self.hooks.before or self.hooks.key_url is not None:
+        if self.hooks.before or self.hooks.checks_keys:
             return self
         for name, tenant in self.tenants.named.items():
             if not tenant.keys:

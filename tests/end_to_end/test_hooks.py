@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from cryptography.hazmat.primitives.asymmetric import ed25519
 from envoy_client import EnvoyStream, set_headers
 from grpc_call import channel_to
 from picker_under_test import JSON, picker
@@ -198,4 +200,39 @@ async def test_url_checks_keys(worker: ScriptedWorker) -> None:
         assert (await routed.call("/workers", headers=bearer("known"))).status == 401
         assert (await routed.call(CHAT, BODY, headers=bearer("operator"))).status == 200
         assert asked == ["Bearer known", "Bearer other"]
+    await runner.cleanup()
+
+
+async def test_tokens_of_a_provider_are_keys_of_tenants(worker: ScriptedWorker) -> None:
+    jwt = pytest.importorskip("jwt", reason="the extra jwt is not installed")
+    private = ed25519.Ed25519PrivateKey.generate()
+    public = {"keys": [json.loads(jwt.algorithms.OKPAlgorithm.to_jwk(private.public_key())) | {"kid": "a"}]}
+
+    async def keys(_: web.Request) -> web.Response:
+        return web.json_response(public)
+
+    app = web.Application()
+    app.router.add_get("/keys", keys)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    tokens = {
+        "jwks_url": f"http://127.0.0.1:{runner.addresses[0][1]}/keys",
+        "issuer": "provider",
+        "audience": "kvrouter",
+        "algorithms": ["EdDSA"],
+    }
+
+    def headers(tenant: str) -> dict[str, str]:
+        claims = {"iss": "provider", "aud": "kvrouter", "exp": time.time() + 60, "tenant": tenant}
+        return bearer(jwt.encode(claims, private, "EdDSA", {"kid": "a"}))
+
+    tenants = {"named": {"gold": {"keys": []}, "silver": {"keys": [], "models": ["other"]}}}
+    hooks = {"jwt": tokens, "deadline": 30.0}
+    async with router(worker.url, hooks=hooks, tenants=tenants, server={"token": "operator"}) as routed:
+        assert (await routed.call(CHAT, BODY, headers=headers("gold"))).status == 200
+        assert worker.exchanges[-1].header("authorization") == []
+        assert (await routed.call(CHAT, BODY, headers=headers("silver"))).status == 403
+        assert (await routed.call(CHAT, BODY, headers=headers("bronze"))).status == 401
+        assert (await routed.call("/workers", headers=headers("gold"))).status == 401
     await runner.cleanup()

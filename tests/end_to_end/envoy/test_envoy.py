@@ -23,6 +23,7 @@ from test_forwarded_tokens import AUTO, Engine, reasons, with_ids
 from test_forwarded_tokens import MODEL as SIMULATED
 
 from router.auth import hashed_key
+from router.settings.endpoint_picker import read_picker_config
 from router.tokens.local_tokenizer import LocalTokenizer
 
 pytest.importorskip("envoy", reason="make test-envoy installs it", exc_type=ImportError)
@@ -459,3 +460,31 @@ async def test_load_moves_to_fallback_tried_by_envoy(tmp_path: Path) -> None:
                     await response.read()
             await found.picker.until_released()
             assert await found.picker.metric("kvrouter_requests_retried_total", worker=dead.url) >= 1
+
+
+async def test_headers_and_configuration_of_llm_d_count(tmp_path: Path) -> None:
+    released = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await released.wait()
+        await exchange.answer()
+
+    file = tmp_path / "epp.yaml"
+    file.write_text(
+        "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nfeatureGates: [flowControl]\n"
+        "plugins: [{type: queue-scorer}, {type: prefix-cache-scorer}]\nflowControl: {maxRequests: 1}\n"
+    )
+    sections = read_picker_config(file).sections
+    sections["admission"]["requests"] = 1
+    sections["picker"] = {"objectives": {"batch": -1}}
+    async with scripted_worker(script) as worker, picked(tmp_path, worker.url, **sections) as found:
+        rewrite = {"x-llm-d-model-name-rewrite": SCRIPTED}
+        first = asyncio.create_task(found.through.call(PATH, body(model="named by the client"), headers=rewrite))
+        await until(lambda: len(worker.exchanges) == 1)
+        assert json.loads(worker.exchanges[0].body)["model"] == SCRIPTED
+        assert worker.exchanges[0].header("x-llm-d-model-name-rewrite") == []
+        sheddable = {"x-llm-d-inference-objective": "batch", "x-llm-d-inference-fairness-id": "flow"}
+        second = await found.through.call(PATH, body(), headers=sheddable)
+        assert (second.status, second.headers["x-llm-d-request-dropped-reason"]) == (429, "rejected-saturated")
+        released.set()
+        assert (await first).status == 200

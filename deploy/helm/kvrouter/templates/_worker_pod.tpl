@@ -38,7 +38,7 @@ spec:
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
         {{- if and (eq $worker.engine "vllm") (has $worker.role (list "prefill" "decode")) }}
         - {name: VLLM_NIXL_SIDE_CHANNEL_HOST, value: $(POD_IP)}
-        - {name: VLLM_NIXL_SIDE_CHANNEL_PORT, value: {{ $worker.kv_transfer.port | quote }}}
+        - {name: VLLM_NIXL_SIDE_CHANNEL_PORT, value: {{ $worker.disaggregation.port | quote }}}
         {{- end }}
         {{- with include "kvrouter.pullPort" (dict "root" $root "worker" $worker) }}
         - {name: VLLM_P2P_SIDE_CHANNEL_HOST, value: $(POD_IP)}
@@ -71,7 +71,7 @@ spec:
         - {name: replay-{{ $rank }}, containerPort: {{ add (int $events.replayPort) $rank }}}
         {{- end }}
         {{- if has $worker.role (list "prefill" "decode") }}
-        - {name: transfer, containerPort: {{ $worker.kv_transfer.port }}}
+        - {name: transfer, containerPort: {{ $worker.disaggregation.port }}}
         {{- end }}
       startupProbe:
         {{- toYaml $worker.startupProbe | nindent 8 }}
