@@ -20,7 +20,7 @@ PAIR_TABLE ?=
 
 .PHONY: audit fuzz release-check
 .PHONY: demo native test test-sanitize test-compiled compiled test-engine test-engine-pd test-engine-pools test-engine-pull test-engine-sglang test-alerts test-browser test-clients test-docs test-dynamo test-envoy test-helm test-install test-ray test-replicas test-same-choice test-transfer chart-docs docs-reference lint
-.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-instructions bench-light-load bench-overload bench-placement bench-policy bench-programs bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-realtime-flood bench-transfer bench-replicas bench-processes bench-reporter bench-service-levels
+.PHONY: bench-envoy bench-envoy-servers bench-envoy-crowd bench-events bench-fleet bench-index bench-instructions bench-light-load bench-overload bench-placement bench-policy bench-programs bench-pool bench-tokenize bench-tokens-in bench-faults bench-chaos bench-proxy soak soak-hostile bench-body-check bench-long-bodies bench-realtime-flood bench-transfer bench-replicas bench-processes bench-reporter bench-selection bench-service-levels
 
 # The index's native core, beside the code that imports it: `KVROUTER_INDEX_CORE=python` does without.
 native: .venv/installed
@@ -134,6 +134,10 @@ bench-processes: .venv/installed
 bench-index: .venv/installed .bench/dynamo/installed native
 	@$(MAKE) .compiled/tests || echo "It can't be compiled here: only the interpreted one is measured"
 	$(BIN)/python -m benchmarks.index $(ARGS)
+
+# Choices of the library beside those of Dynamo's selection service: two minutes. ARGS='--rounds 1' takes one.
+bench-selection: .venv/installed .bench/dynamo/installed native
+	$(BIN)/python -m benchmarks.selection $(ARGS)
 
 # One index of a thousand ranks and 40 million blocks: three gigabytes of memory and two of disk, some minutes.
 bench-fleet: .venv/installed native
