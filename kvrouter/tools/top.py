@@ -233,6 +233,7 @@ def _totals(fleet: Fleet) -> RenderableType:
         ("429 and 503/s", f"{point.get('refused', 0):.1f}"),
         ("findings", str(len(fleet.findings))),
         *_sessions(totals.get("sessions", {})),
+        *_fullest(totals.get("saturation", [])),
     )
     line = Text()
     for name, value in shown:
@@ -250,6 +251,14 @@ def _sessions(models: dict[str, dict[str, int | None]]) -> list[tuple[str, str]]
     more = [each.get("more") for each in models.values()]
     fit = "" if None in more else f", {sum(each or 0 for each in more)} more fit"
     return [("sessions", f"{live} live, {waiting} wait{fit}")]
+
+
+def _fullest(stages: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the stage that is nearest to its limits, and the limit."""
+    if not stages:
+        return []
+    fullest = max(stages, key=lambda each: each["share"])
+    return [("fullest", f"{fullest['share']:.0%} of {fullest['cause']}, {fullest['stage']} of {fullest['model']}")]
 
 
 def _ranks(rows: list[Row], view: View) -> RenderableType:

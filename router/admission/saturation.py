@@ -69,6 +69,13 @@ class Saturation(Collector):
         limits = self._admission.limits
         return [_stage(model, stage, loads, limits) for (model, stage), loads in sorted(ranks.items())]
 
+    def report(self) -> list[dict[str, Any]]:
+        """Return the cause with the highest share of each stage, for the page and `kvrouter top`."""
+        return [
+            {"model": each.model, "stage": each.stage, "cause": each.cause, "share": round(each.causes[each.cause], 2)}
+            for each in self.stages()
+        ]
+
     def findings(self) -> list[dict[str, Any]]:
         """Return a finding for each model whose requests wait for full targets, or were refused for them lately."""
         waiting: dict[str | None, int] = {}

@@ -126,6 +126,7 @@ def build_observability(
         predictions.summary,
         low_hits.sample,
         sessions.report,
+        saturation.report,
     )
     return Observability(
         registry,

@@ -176,15 +176,18 @@ class FleetSnapshot:
         predictions: Callable[[], list[dict[str, Any]]],
         on_look: Callable[[], None] = lambda: None,
         sessions: Callable[[], dict[str, dict[str, int | None]]] = dict,
+        saturation: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
         """Create a snapshot.
 
         - `on_look`: is called once a second, with or without viewers.
         - `sessions`: returns the sessions of agents by model.
+        - `saturation`: returns the saturation of each model's stages.
         """
         self._fleet = fleet
         self._on_look = on_look
         self._sessions = sessions
+        self._saturation = saturation
         self._indexer = indexer
         self._load = load
         self._peer_load = peer_load
@@ -342,4 +345,5 @@ class FleetSnapshot:
             "queued": len(self._admission.queue),
             "waiting": {reason.value: count for reason, count in self._admission.waiting_for().items()},
             "sessions": self._sessions(),
+            "saturation": self._saturation(),
         }

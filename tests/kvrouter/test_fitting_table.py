@@ -100,7 +100,12 @@ def test_every_column_sorts_known_and_unknown_values(column: Any) -> None:
 def test_screen_fits_and_scrolls() -> None:
     fleet = Fleet()
     ranks = {str(number): rank(number) for number in range(100)}
-    fleet.take({"ranks": ranks, "gone": [], "totals": {"up": 100, "workers": 100}, "series": [], "requests": []})
+    stages = [
+        {"model": "m", "stage": "prefill", "cause": "prefill", "share": 0.3},
+        {"model": "m", "stage": "decode", "cause": "memory", "share": 0.87},
+    ]
+    totals = {"up": 100, "workers": 100, "saturation": stages}
+    fleet.take({"ranks": ranks, "gone": [], "totals": totals, "series": [], "requests": []})
     console = Console(width=160, height=40, record=True, file=StringIO())
     view = View("w")
     for _ in range(200):
@@ -108,6 +113,7 @@ def test_screen_fits_and_scrolls() -> None:
     console.print(screen(fleet, view, 40))
     text = console.export_text()
     assert len(text.splitlines()) <= 40
+    assert "87% of memory, decode of m" in " ".join(text.split())
     assert "w99" in text
     assert "w10 " not in text
     fleet.take({"ranks": {}, "gone": list(ranks), "totals": {}, "series": [], "requests": []})

@@ -58,6 +58,9 @@ async def test_saturation_names_the_cause_and_the_spare_memory(indexer: Indexer)
     assert (stage.model, stage.stage, stage.cause) == (MODEL, "both", "memory")
     assert stage.causes["memory"] == 900 / memory
     assert stage.spare_tokens == memory - 900
+    assert saturation.report() == [
+        {"model": MODEL, "stage": "both", "cause": "memory", "share": round(900 / memory, 2)}
+    ]
     registry = CollectorRegistry()
     registry.register(saturation)
     text = generate_latest(registry).decode()
