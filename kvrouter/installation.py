@@ -43,6 +43,7 @@ MODULES = {
     "mooncake": ("mooncake",),
     "nixl": ("nixl",),
     "otel": ("opentelemetry",),
+    "jwt": ("jwt",),
     "redis": ("redis",),
     "transformers": ("transformers",),
 }
