@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from math import inf
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
@@ -116,6 +116,8 @@ class _Clocks:
 
 W = TypeVar("W", bound=Waiting)
 _Key: TypeAlias = tuple[int, bool, float, int, float, float, int]
+# The clock of a program, the order and the number of one of its requests, the program, and the request's position.
+_Head: TypeAlias = tuple[float, float, int, str, int]
 
 
 class FairQueue(Generic[W]):
@@ -207,31 +209,48 @@ class FairQueue(Generic[W]):
         - `most_missed`: the requests of a program that may stay in a group of missed SLOs before its rest is skipped.
         """
         # A group's own entry is before all of its requests, so that programs are compared only if it has its turn.
-        heap: list[tuple[_Key, _Group, str | None, int]] = [
-            ((*self._turn(group), -inf, -inf, place), group, None, 0) for place, group in enumerate(self._groups)
+        heap: list[tuple[_Key, _Group]] = [
+            ((*self._turn(group), -inf, -inf, place), group) for place, group in enumerate(self._groups)
         ]
         heapify(heap)
+        compared: dict[_Group, list[_Head]] = {}
         while heap:
-            key, group, program, position = heappop(heap)
+            key, group = heappop(heap)
             queues = self._groups.get(group)
             if queues is None or group.name in without:
                 continue
-            if program is None:
-                for each, queue in queues.items():
-                    heappush(heap, (self._key(group, queue[0]), group, each, 0))
-                continue
-            waiting = queues.get(program)
-            if waiting is None or position >= len(waiting):
-                continue
-            request: W = waiting[position]
-            now = self._key(group, request)
-            if now > key:  # its tenant or its program was served meanwhile
-                heappush(heap, (now, group, program, position))
-                continue
-            yield request
-            stay = position + request.queued
-            if not group.slo_missed or stay != most_missed:
-                heappush(heap, (key, group, program, stay))
+            heads = compared.get(group)
+            if heads is None:
+                heads = compared[group] = self._heads(group, queues)
+            else:
+                program, position = heads[0][3:]
+                waiting = queues.get(program)
+                if waiting is None or position >= len(waiting):
+                    heappop(heads)
+                else:
+                    request: W = waiting[position]
+                    now = self._key(group, request)
+                    if now > key:  # its tenant or its program was served meanwhile
+                        heapreplace(heads, (*now[4:], program, position))
+                    else:
+                        yield request
+                        stay = position + request.queued
+                        if group.slo_missed and stay == most_missed:
+                            heappop(heads)
+                        else:
+                            heapreplace(heads, (*key[4:], program, stay))
+            if heads and group in self._groups:
+                heappush(heap, ((*self._turn(group), *heads[0][:3]), group))
+
+    def _heads(self, group: _Group, queues: dict[str, SortedKeyList[W]]) -> list[_Head]:
+        """Return the first request of each program of a group, as a heap."""
+        at = self._programs[group.tenant].at
+        heads: list[_Head] = []
+        for program, queue in queues.items():
+            first: W = queue[0]
+            heads.append((at[program], first.order, first.number, program, 0))
+        heapify(heads)
+        return heads
 
     def last(self) -> W | None:
         """Return the last request, which is the first to be dropped; None if the queue is empty."""
