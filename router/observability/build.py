@@ -18,6 +18,7 @@ from router.hooks.hooks import HookCollector, Hooks
 from router.observability.advice import advised
 from router.observability.fleet_report import About, findings
 from router.observability.fleet_snapshot import FleetSnapshot, Series
+from router.observability.llm_d_metrics import LlmDCollector
 from router.observability.low_hits import LowHits, MeanLoad
 from router.observability.metrics import (
     AuditCollector,
@@ -93,6 +94,10 @@ def build_observability(
         saturation,
     ):
         registry.register(collector)
+    if settings.picker.llm_d_metrics:
+        registry.register(
+            LlmDCollector(requests, fleet, state.load, admission, saturation, settings.picker.pool or "kvrouter")
+        )
     if state.policy.custom is not None:
         registry.register(PolicyCollector(state.policy.custom))
     if hooks is not None:

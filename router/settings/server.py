@@ -262,6 +262,7 @@ class PickerSettings(Section):
     fallbacks: Annotated[int, Field(ge=0)] = 0
     read_usage: Annotated[float, Field(ge=0, le=1)] = 0.1
     emit_scores: bool = False
+    llm_d_metrics: bool = False
     objectives: dict[str, int] = {}
     follow_objectives: _Group | None = None
     follow_rewrites: _Group | None = None

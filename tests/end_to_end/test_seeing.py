@@ -103,6 +103,29 @@ async def test_every_documented_metric_is_exported(routed: RouterUnderTest) -> N
     }.items() <= {name: family.type for name, family in families.items()}.items()
 
 
+async def test_metrics_have_the_names_of_llm_d_too_if_the_setting_says_so(
+    worker: ScriptedWorker, routed: RouterUnderTest
+) -> None:
+    assert b"llm_d_epp_" not in (await routed.call("/metrics")).body
+
+    async with router(worker.url, picker={"llm_d_metrics": True, "pool": "agents"}) as named:
+        await named.call(PATH, BODY)
+        text = (await named.call("/metrics")).body.decode()
+        families = {f.name: f for f in text_string_to_metric_families(text) if f.name.startswith("llm_d_epp_")}
+        documented = set(re.findall(r"`(llm_d_epp_[a-z_0-9]+)`", METRICS.read_text()))
+        # The worker reports neither its queue nor its memory, and the answer is no stream.
+        assert set(families) == {name.removesuffix("_total") for name in documented} - {
+            "llm_d_epp_average_kv_cache_utilization",
+            "llm_d_epp_average_queue_size",
+        }
+        model = {"model_name": MODEL, "target_model_name": MODEL}
+        assert await named.metric("llm_d_epp_request_total", **model) == 1
+        assert await named.metric("llm_d_epp_request_ttft_seconds_count", **model) == 1
+        assert await named.metric("llm_d_epp_request_input_tokens_bucket", le="+Inf", **model) == 1
+        assert families["llm_d_epp_ready_endpoints"].samples[0][1:3] == ({"name": "agents"}, 1)
+        assert await named.metric("llm_d_epp_flow_control_queue_size", inference_pool="agents") == 0
+
+
 async def test_stream_is_counted_in_metrics(worker: ScriptedWorker, routed: RouterUnderTest) -> None:
     worker.script = stream
     for _ in range(2):
