@@ -114,6 +114,30 @@ def test_room_is_what_live_sessions_leave_of_the_cache(fleet: Fleet) -> None:
     assert fleet.gate.without_room(ranks, hashes("b", most + 1)) == {("http://a", 0)}
 
 
+def test_equal_prompts_of_a_group_are_charged_once(fleet: Fleet) -> None:
+    fleet.close()
+    group = [fleet.arrives(f"rollout {number}", 600) for number in range(8)]
+    rank, prompt = RankCapacity(B, CAPACITY), hashes("group", 600)
+    for call in group:
+        assert not fleet.gate.passes(call, prompt, best_overlap=0, waiting=True)
+        assert fleet.gate.has_room(rank, marks_of(prompt))
+        fleet.gate.sent(call, B, prompt)
+    assert fleet.gate.sessions.working_sets[B].tokens == 600 * MARK_TOKENS
+    assert not fleet.gate.has_room(rank, context("other", 600))
+    for call in group:
+        call()
+        fleet.gate.sessions.drop(call.session.key)
+    assert fleet.gate.sessions.working_sets[B].tokens == 0
+
+
+def test_a_session_that_goes_on_after_its_final_call_is_a_new_one(fleet: Fleet) -> None:
+    fleet.turn("liar", 300, final=True)
+    fleet.close()
+    again = fleet.arrives("liar", 320)
+    assert fleet.gate.sessions.state(again.session) == "new"
+    assert not fleet.gate.passes(again, hashes("liar", 320), best_overlap=300 * MARK_TOKENS, waiting=True)
+
+
 def test_a_target_without_live_sessions_has_room_for_any_context(fleet: Fleet) -> None:
     assert fleet.gate.has_room(RankCapacity(A, CAPACITY), context("a", 5000))
     fleet.turn("a", 500)
