@@ -266,6 +266,12 @@ class Admission:
         overdue = {} if self._room is None else self._room.overdue()
         missed: list[WaitingRequest] = []
         for request in self.queue.in_order(self._full, LATE_TRIES):
+            first = overdue.get((request.priority, request.tenant))
+            behind = room_tries >= ROOM_TRIES or first not in (None, request)
+            if behind and self._waits_for_room(request):
+                if room_tries >= ROOM_TRIES and self._room is not None and len(self._room) == self.queue.length:
+                    break
+                continue
             waiting = self.queue.length if self.late_binding else None
             if not self._selector.any_has_capacity(request.prompt, request.tried, self.limits, waiting):
                 if not request.tried:
@@ -273,10 +279,6 @@ class Admission:
                 continue
             if tries == TRIES:
                 break
-            first = overdue.get((request.priority, request.tenant))
-            behind = room_tries >= ROOM_TRIES or first not in (None, request)
-            if behind and self._waits_for_room(request):
-                continue
             tries += 1
             try:
                 placed = self._try(request.prompt, request.tried, request.ticket, behind=behind)

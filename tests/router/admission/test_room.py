@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from http_api.errors import RequestError
 from indexer import Target
 from router.admission.admission import Admission
-from router.admission.room import OVERTAKING_SECONDS, ROOM_SECONDS, SeenSession, reachable
+from router.admission.room import OVERTAKING_SECONDS, ROOM_SECONDS, ROOM_TRIES, SeenSession, reachable
 from router.admission.ticket import Ticket, WaitReason
 from router.apis.identities import Identity
 from router.apis.requests import RoutedRequest
@@ -29,6 +29,7 @@ from router.observability.session_figures import SessionFigures, SessionObserver
 from router.policies import Candidate
 from router.policies.records import Source
 from router.programs.sessions import LONGEST_IDLE
+from router.routing.selector import TargetSelector
 from router.settings import AdmissionSettings, Role
 from simulator.fleet.simulated_router import OURS, build_router
 from simulator.fleet.trace import TracedRequest, prompt_of
@@ -302,6 +303,26 @@ def test_many_sessions_of_a_tenant_leave_places_and_room_to_others() -> None:
     assert all(call.sent < inf for call in others)
     behind = [call for call in crowd if call.arrived < 12 and call.sent > others[0].sent]
     assert len(behind) > 10
+
+
+@pytest.mark.derives
+def test_an_event_costs_no_more_while_many_calls_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    has_capacity = TargetSelector.any_has_capacity
+
+    def counting(selector: TargetSelector, *args: Any, **named: Any) -> bool:
+        asked.append(fleet.loop.time())
+        return has_capacity(selector, *args, **named)
+
+    fleet = Fleet()
+    fleet.close()
+    fleet.at(6.0, "long", 70, 1000.0)
+    for number in range(200):
+        fleet.at(8.0, f"{number}", 60, 1.0)
+    fleet.loop.call_at(20.5, monkeypatch.setattr, TargetSelector, "any_has_capacity", counting)
+    fleet.loop.call_at(40.5, monkeypatch.undo)
+    fleet.run()
+    assert 20 <= len(asked) <= 20 * (ROOM_TRIES + 1)  # the calls are tried again once a second
 
 
 def test_calls_that_wait_when_the_last_worker_leaves_are_refused_soon() -> None:
