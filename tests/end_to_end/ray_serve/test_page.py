@@ -27,7 +27,9 @@ def test_application_of_the_page_answers(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as output:
         environment = os.environ | {"RAY_ADDRESS": "local"}  # another Ray than that of the other tests
-        served = subprocess.Popen(serve, cwd=tmp_path, env=environment, stdout=output, stderr=output)
+        served = subprocess.Popen(
+            serve, cwd=tmp_path, env=environment, stdout=output, stderr=output, preexec_fn=_receive_interrupts
+        )
         try:
             for _ in range(60):
                 assert served.poll() is None, log.read_text()
@@ -39,3 +41,8 @@ def test_application_of_the_page_answers(tmp_path: Path) -> None:
         finally:
             served.send_signal(signal.SIGINT)
             served.wait(120)
+
+
+def _receive_interrupts() -> None:
+    # Tests that a shell runs in the background inherit that it ignores them.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
