@@ -2,7 +2,7 @@
 
 The cost of a target is counted in prefill tokens and needs no rates. The lowest cost wins, ties at random:
 
-    J = pending + transfer + (v + load) · (1 + β + γ·n + l) + (v + loaded) · (θ·μ+δ) + φ·ctx
+    J = pending + memory + transfer + v · (1 + β + γ·n + l) + load · (1 + β) + (v + loaded) · (θ·μ+δ) + φ·ctx
 
     u         uncached tokens of the prompt that are not loaded, at least 1
     v         u without the tokens for which other sessions pay (`router.policies.shared_tokens`), at least 1
@@ -10,13 +10,18 @@ The cost of a target is counted in prefill tokens and needs no rates. The lowest
     loaded    the tokens that are loaded
     l         loads in flight to the target
     pending   uncached tokens already sent to the target whose first byte was not received
+    memory    the expected wait for KV memory (`router.routing.answer_time`)
     transfer  cached tokens in CPU memory or on disk, each at the price of loading it
     n, ctx    requests in flight to the target, and the tokens they hold
+    φ         γ times the time that a token of context adds to an answer, in computed tokens
     μ         0 while the target has room, else g/(1-g) (`router.prediction.learned`)
     δ         how much fuller the target's cache is than the emptiest one, as a share of its size
 
-A prefill delays every request that decodes on that worker (β, γ), and evicts blocks that will be needed again (θ). So
-an uncached token costs more than its own time, and prefixes stay together until queues become long.
+The cost is the time that a choice adds to all requests. Time before a first token counts in full, and time between
+tokens counts γ. A prefill stops each of the n answers on that worker for its whole time. It delays the first tokens of
+later requests (β), and evicts blocks that will be needed again (θ). So an uncached token costs more than its own time,
+and prefixes stay together until queues become long. The request's own answer is slower beside others, because each of
+its steps reads their context (φ).
 
 μ is known only after something that was evicted is missed. δ spreads new prompts before a cache is full, while another
 one has room. When all caches are full, it is 0.
@@ -29,13 +34,15 @@ does. At its bare time, loads would move sessions for differences too small to m
 as computed ones, so evictions are charged by tokens.
 
 When a load ends, the rest of its prompt is computed behind the prefills that were sent to the target meanwhile. So a
-prefill delays the first token of each load in flight (l) by its whole time.
+prefill delays the first token of each load in flight (l) by its whole time. A load computes nothing, so it stops
+neither answers nor other loads.
 
 If workers have different speeds and their rates are known, the cost is counted in seconds:
 
-    J = Q + (P·v/u + L) · (1 + β + γ·n + l) + (P·v/u + a·loaded) · (θ·μ + δ) + D
+    J = Q + M + P·v/u · (1 + β + γ·n + l) + L · (1 + β) + (P·v/u + a·loaded) · (θ·μ + δ) + D
 
     Q   remaining time of the prefills that were sent to the target
+    M   the expected wait for KV memory
     L   the time of the prompt's load from a pool or a peer
     P   the prompt's own prefill: a·u + q·u·(c + u/2) + steps · (t0 + d·ctx + a·n)
     D   slower decoding, of the new request by the others and of the others by it:
@@ -60,12 +67,11 @@ from router.policies.shared_tokens import SharedTokens
 
 @dataclass(frozen=True, slots=True)
 class KvWeights:
-    """The weights β, γ, θ and φ, and the share of a computed token that loading costs. `near`: the share of a tie."""
+    """The weights β, γ and θ, and the share of a computed token that loading costs. `near`: the share of a tie."""
 
     interference: float = 1.0
-    interference_per_request: float = 0.06
+    interference_per_request: float = 0.25
     eviction: float = 10.0
-    context: float = 0.05
     cpu_token: float = 0.1
     disk_token: float = 0.5
     near: float = 0.0
@@ -96,8 +102,12 @@ def _eviction(candidate: Candidate, weights: KvWeights) -> Term:
     return 0, room_price(candidate, weights.eviction)
 
 
+def _memory(candidate: Candidate, _: KvWeights) -> Term:
+    return candidate.memory, 0
+
+
 def _context(candidate: Candidate, weights: KvWeights) -> Term:
-    return weights.context * candidate.context, 0
+    return weights.interference_per_request * candidate.context_token * candidate.context, 0
 
 
 def room_price(candidate: Candidate, eviction: float) -> float:
@@ -108,6 +118,7 @@ def room_price(candidate: Candidate, eviction: float) -> float:
 # The terms of a target's load. Their sums are its line in the columns, so a new term needs no native code.
 TERMS: dict[str, Callable[[Candidate, KvWeights], Term]] = {
     "pending": _pending,
+    "memory": _memory,
     "prefill": _prefill,
     "interference": _interference,
     "eviction": _eviction,
@@ -133,9 +144,8 @@ class KvAware(LinearPolicy):
         return fixed, per_token, 0.0 if candidate.eviction else 1.0
 
     def cost_with(self, candidate: Candidate, source: Source, request: Request) -> float:
-        _, per_token, _ = self.line(candidate)
         _, room = _eviction(candidate, self._weights)
-        load = (per_token - room) * _charged_load(candidate, source, request.shared) + room * source.tokens
+        load = _load(candidate, source, request.shared, self._weights) + room * source.tokens
         return self.cost_after(candidate, candidate.reused, request) + load
 
     def terms(self, candidate: Candidate, request: Request) -> dict[str, float]:
@@ -169,9 +179,8 @@ def kv_cost(candidate: Candidate, request: Request, weights: KvWeights) -> dict[
         terms[name] = once + charged * each
     source = candidate.source
     if source is not None:
-        _, harm = _interference(candidate, weights)
         _, room = _eviction(candidate, weights)
-        terms["load"] = _charged_load(candidate, source, request.shared) * (1 + harm)
+        terms["load"] = _load(candidate, source, request.shared, weights)
         terms["eviction"] += source.tokens * room
     return terms
 
@@ -183,6 +192,11 @@ def _charged(candidate: Candidate, request: Request) -> float:
     if request.shared is None or candidate.eviction:
         return uncached
     return max(uncached - request.shared.after(reused), 1)
+
+
+def _load(candidate: Candidate, source: Source, shared: SharedTokens | None, weights: KvWeights) -> float:
+    """Return the price of a load, in computed tokens. Answers on the target do not stand still for it."""
+    return _charged_load(candidate, source, shared) * (1 + weights.interference)
 
 
 def _charged_load(candidate: Candidate, source: Source, shared: SharedTokens | None) -> float:
@@ -219,6 +233,7 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
     harm = weights.interference + weights.interference_per_request * n + candidate.loads
     terms = {
         "pending": candidate.backlog,
+        "memory": rates.token * candidate.memory,
         "prefill": charged,
         "interference": charged * harm,
         "eviction": charged * room_price(candidate, weights.eviction),
@@ -226,6 +241,7 @@ def seconds_cost(candidate: Candidate, request: Request, weights: SecondsWeights
     }
     source = candidate.source
     if source is not None:
-        terms["load"] = source.computed_seconds * _charged_load(candidate, source, request.shared) * (1 + harm)
+        load = _charged_load(candidate, source, request.shared)
+        terms["load"] = source.computed_seconds * load * (1 + weights.interference)
         terms["eviction"] += source.computed_seconds * source.tokens * room_price(candidate, weights.eviction)
     return terms

@@ -3,7 +3,8 @@
     alone       J(d), with η·N in place of γ·n, and 3·φ in place of φ   the decode worker d computes the prompt
     in a pair   J(p) + m · (τ + θ·μ_d) + pending_d + 3·φ·ctx_d          the prefill worker p computes it, d fetches it
 
-    J           the default policy's cost of computing the prompt on a worker (`router.policies.kv_aware`)
+    J           the default policy's cost of computing the prompt on a worker (`router.policies.kv_aware`), with γ 0.06,
+                φ 0.05, and no wait for memory
     N, η        answers that the prompt delays: those on d, at least the mean of the decode workers, and at least 0.15;
                 the charge for each of them, in computed tokens for each token of the prompt
     m           tokens of the prompt that d lacks, which are moved
@@ -37,6 +38,10 @@ from router.policies.kv_aware import KvWeights, SecondsWeights, kv_cost, seconds
 from router.policies.records import Candidate, CostUnit, Decision, Policy, Request, cheapest, one_of_lowest
 from router.policies.shared_tokens import SharedTokens
 
+# γ on workers of pairs: the requests there are prompts in the queue rather than answers.
+_QUEUED: Final = 0.06
+# φ: the charge for each token that the requests on a worker hold.
+_CONTEXT: Final = 0.05
 # η: an answer on d waits as long as the prompt is computed, which is 1. Lower values leave TPOT behind other rules.
 _DELAYED_ANSWER: Final = 1.5
 # The answers that an idle decode worker is expected to receive meanwhile. It computes short prompts.
@@ -178,7 +183,7 @@ class PairTerms:
         answers = max(decode.requests, self._mean_requests, _EXPECTED_ANSWERS)
         terms["interference"] = terms["prefill"] * (self._weights.interference + _DELAYED_ANSWER * answers)
         if not self._in_seconds:
-            terms["context"] *= _DECODING
+            terms["context"] = _DECODING * _CONTEXT * decode.context
         return terms | self._missing(None, decode)
 
     def pair(self, prefill: Candidate, decode: Candidate) -> dict[str, float]:
@@ -222,14 +227,19 @@ class PairTerms:
     def _computing(self, candidate: Candidate, request: Request) -> dict[str, float]:
         if self._in_seconds:
             return seconds_cost(candidate, request, self._seconds_weights)
-        return kv_cost(candidate, request, self._weights)
+        terms = kv_cost(candidate, request, self._weights)
+        del terms["memory"]
+        harm = self._weights.interference + _QUEUED * candidate.requests + candidate.loads
+        terms["interference"] = terms["prefill"] * harm
+        terms["context"] = _CONTEXT * candidate.context
+        return terms
 
     def _receiving(self, decode: Candidate) -> tuple[float, float, float]:
         """Return the tokens that a decode worker fetches, what evicting for them costs, and the slower decoding."""
         moved, weights, rates = max(self._request.tokens - _kept(decode), 0), self._weights, decode.rates
         evicting = weights.eviction * decode.eviction * moved
         if not self._in_seconds or rates is None:
-            return moved, evicting, decode.pending + _DECODING * weights.context * decode.context
+            return moved, evicting, decode.pending + _DECODING * _CONTEXT * decode.context
         slower = self._seconds_weights.slowed_by_others * (
             rates.token * decode.requests + rates.context_token * decode.context
         )

@@ -3,6 +3,7 @@
 Unknown values of a candidate are never taken for zero:
 
     cached tokens   without live events only prompts in flight count as cached; all other tokens count as uncached
+    memory          the longest wait of the targets whose engines report it
     fuller          a cache whose content or size cannot be observed is assumed to be full
     eviction        a worker whose evictions cannot be observed is assumed to evict
     queue, context  this router's own requests in flight
@@ -84,6 +85,8 @@ class Candidate:
     - `cpu`, `disk`: tokens of the overlap that are loaded from CPU memory, and from disk.
     - `eviction`: μ, the later cost of evicting for one prefill token, in prefill tokens; 0 while it evicts nothing.
     - `fuller`: how much fuller its cache is than that of the emptiest target, as a share of its size.
+    - `context_token`: the time that a token of context adds to an answer there, in computed tokens.
+    - `memory`: the expected wait for KV memory, in computed tokens.
     - `kv_usage`: share of its KV memory in use by running requests, 0 to 1; None if unknown.
     - `backlog`: seconds until the prefills sent to it are done, by `rates`.
     - `rates`: its speed; None if unknown, or if all workers are alike.
@@ -101,6 +104,8 @@ class Candidate:
     disk: int
     eviction: float
     fuller: float
+    context_token: float
+    memory: float
     kv_usage: float | None
     backlog: float
     rates: Rates | None
@@ -123,6 +128,8 @@ class Candidate:
         rates: Rates | None = None,
         source: Source | None = None,
         fuller: float = 0.0,
+        context_token: float = 0.0,
+        memory: float = 0.0,
     ) -> None:
         self.target = target
         self.overlap = overlap
@@ -135,6 +142,8 @@ class Candidate:
         self.disk = disk
         self.eviction = eviction
         self.fuller = fuller
+        self.context_token = context_token
+        self.memory = memory
         self.kv_usage = kv_usage
         self.backlog = backlog
         self.rates = rates
@@ -167,6 +176,8 @@ class Candidate:
             self.rates,
             self.source,
             self.fuller,
+            self.context_token,
+            self.memory,
         )
 
 

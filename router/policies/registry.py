@@ -56,9 +56,9 @@ def _kv_weights(settings: PolicySettings) -> KvWeights:
         settings.interference,
         settings.interference_per_request,
         settings.eviction,
-        cpu_token=settings.cpu_token,
-        disk_token=settings.disk_token,
-        near=settings.near,
+        settings.cpu_token,
+        settings.disk_token,
+        settings.near,
     )
 
 

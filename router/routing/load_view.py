@@ -14,6 +14,7 @@ from indexer.index import Index
 from router.load.target_load import LoadTable, TargetLoad
 from router.policies import Candidate, CostColumns, LinearPolicy
 from router.prediction.learned import Learned
+from router.routing.answer_time import context_token, memory_wait
 from router.routing.ranks import RoutableRank
 
 # The interval in seconds at which all rows are read again, and the most rows that one request reads for it.
@@ -81,6 +82,8 @@ class LoadView:
         self._journal = load.journal
         self._pressure = learned.pressure
         self._session_locations = learned.session_locations
+        self._rates = learned.rates
+        self._outputs = learned.outputs
         self._policy = policy
         self._row_of_slot = {rank.load.slot: rank.row for rank in ranks}
         self._read_to = -1
@@ -88,6 +91,7 @@ class LoadView:
         self._swept = len(ranks)
         self._price = 0.0
         self._least_fill = 0.0
+        self._longest_wait = 0.0  # for KV memory, where it is known
         self.records = [Candidate(rank.target) for rank in ranks]
         self.columns = CostColumns(len(ranks))
         self.prefilling: set[int] = set()
@@ -113,6 +117,8 @@ class LoadView:
             self._swept = 0
             self._session_locations.expire(now)
             self._least_fill = min((rank.fill for rank in self._ranks), default=0.0)
+            known = [rank.row for rank in self._ranks if _knows_memory(rank)]
+            self._longest_wait = max([self.records[row].memory for row in known], default=0.0)
             price = self._pressure.price()
             if abs(price - self._price) > _PRICE_CHANGE * self._price:
                 self._price = price
@@ -141,6 +147,9 @@ class LoadView:
         if anew:
             load.engine = rank.worker.metrics.get(target.dp_rank)
             rank.full = self._pressure.full(target)
+            rank.rates = self._rates.likely(target.worker, target.model)
+            rank.output = self._outputs.expected(rank.served.model, None)
+            rank.context_token = context_token(rank.rates, self._rates.start, rank.output)
         peers, engine = load.peers, load.engine
         record = Candidate(
             target,
@@ -151,8 +160,10 @@ class LoadView:
             loads=load.loads,
             eviction=self._eviction(rank),
             fuller=self._fuller(rank),
+            context_token=rank.context_token,
             kv_usage=engine.kv_usage,
         )
+        record.memory = self._memory(rank, record)
         if (weight := rank.weight) != 1:
             record.requests = round(record.requests / weight)
             record.pending = round(record.pending / weight)
@@ -187,6 +198,14 @@ class LoadView:
         else:
             self.tight.discard(row)
 
+    def _memory(self, rank: RoutableRank, record: Candidate) -> float:
+        """Return the expected wait for KV memory on a rank. If it is unknown, the longest known one is assumed."""
+        used, capacity = record.kv_usage, rank.capacity_tokens
+        if used is None or capacity is None:
+            return self._longest_wait
+        requests, pending, context = record.requests, record.pending, record.context
+        return memory_wait(rank.rates, rank.output, requests, pending, context, used, capacity)
+
     def _eviction(self, rank: RoutableRank) -> float:
         """Return the price of an eviction on a rank: 0 while it has room."""
         if not rank.full:
@@ -194,3 +213,8 @@ class LoadView:
         if not len(self._session_locations):
             return max(self._price, _LEAST_PRICE)
         return self._price * self._session_locations.weight(rank.target, len(self._ranks), rank.capacity_tokens)
+
+
+def _knows_memory(rank: RoutableRank) -> bool:
+    """Return whether a rank's engine reports the size and the usage of its KV memory."""
+    return rank.load.engine.kv_usage is not None and rank.capacity_tokens is not None

@@ -11,6 +11,7 @@ from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, chunk_root
 from router.fleet.worker import Worker
 from router.load.running_prompts import RunningPrompts
 from router.load.target_load import LoadTable, TargetLoad
+from router.policies.rates import Rates
 from router.prediction.learned import OutputLengths
 from router.routing.late_binding import is_busy
 
@@ -42,6 +43,8 @@ class RoutableRank:
     - `capacity`: the blocks of its cache; None if unknown.
     - `full`: whether it has no room, so that evictions have a price. `LoadView` sets it.
     - `fill`: the share of its cache that holds blocks; 1 if unknown. `LoadView` sets it.
+    - `rates`, `output`, `context_token`: its likely speed, the expected tokens of an answer, and the time that a token
+      of context adds to it (`router.routing.answer_time`). `LoadView` sets them.
     """
 
     def __init__(
@@ -58,6 +61,9 @@ class RoutableRank:
         self.row = 0
         self.full = False
         self.fill = 0.0
+        self.rates = Rates()
+        self.output = 0.0
+        self.context_token = 0.0
 
 
 @dataclass(slots=True)

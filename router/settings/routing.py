@@ -45,7 +45,7 @@ class PolicySettings(Section):
     name: Annotated[PolicyName | Annotated[str, Field(pattern=NAME)], BeforeValidator(_policy)] = PolicyName.KV_AWARE
     extra: list[Annotated[str, Field(pattern=NAME), AfterValidator(_scorer)]] = []
     interference: NonNegative = 1.0
-    interference_per_request: NonNegative = 0.06
+    interference_per_request: NonNegative = 0.25
     eviction: NonNegative = 10.0
     cpu_token: NonNegative = 0.1
     disk_token: NonNegative = 0.5

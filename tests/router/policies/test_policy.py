@@ -33,14 +33,16 @@ def kv(seed: int = 0) -> Policy:
 
 
 def test_terms_of_the_cost() -> None:
-    terms = kv_cost(candidate("w", overlap=600, requests=5, pending=300, context=8000), Request(1000), WEIGHTS)
-    assert terms == {
+    busy = candidate("w", overlap=600, requests=5, pending=300, context=8000)
+    busy.context_token, busy.memory = 0.1, 70.0
+    assert kv_cost(busy, Request(1000), WEIGHTS) == {
         "pending": 300,
+        "memory": 70,
         "transfer": 0,
         "prefill": 400,
-        "interference": pytest.approx(400 * (1 + 0.06 * 5)),
+        "interference": pytest.approx(400 * (1 + 0.25 * 5)),
         "eviction": 0,
-        "context": pytest.approx(400),
+        "context": pytest.approx(0.25 * 0.1 * 8000),
     }
     assert kv_cost(candidate("w", overlap=1000), Request(1000), WEIGHTS)["prefill"] == 1, (
         "a cached prompt computes one token"
@@ -101,7 +103,9 @@ def test_where_evictions_are_asked_for_again_a_prefix_stays_together_whatever_th
 
 def test_worker_without_evictions_or_context_is_preferred() -> None:
     assert chosen(kv(), [evicting("full", 0.3), candidate("free", pending=1000)]) == "free"
-    assert chosen(kv(), [candidate("full", context=10_000), candidate("empty")]) == "empty"
+    full = candidate("full", context=10_000)
+    full.context_token = 0.1
+    assert chosen(kv(), [full, candidate("empty")]) == "empty"
 
 
 def test_cached_tokens_count_whole_and_cost_their_loading() -> None:
@@ -138,6 +142,7 @@ def test_terms_in_seconds() -> None:
     decode = 300 * 0.4 * ((1e-4 * 4 + 1e-7 * 20_000) + 4 * (1e-4 + 1e-7 * 10_000))
     assert kv()([c], Request(10_000, 300)).costs[0].terms == {
         "pending": 0.7,
+        "memory": 0,
         "prefill": pytest.approx(prefill),
         "interference": pytest.approx(prefill * (1 + 0.03 * 4)),
         "eviction": pytest.approx(prefill * 10 * 0.25),
@@ -161,7 +166,7 @@ candidates_lists = st.lists(
     min_size=1,
     max_size=8,
 )
-weights = st.builds(KvWeights, *[st.floats(0, 10)] * 6)
+weights = st.builds(KvWeights, *[st.floats(0, 10)] * 5)
 
 
 @given(amounts, amounts, st.integers(0, 500), amounts, amounts, st.integers(1, 100_000), weights)

@@ -147,7 +147,7 @@ async def test_session_with_many_turns_leaves_its_prefix_for_its_slos(
     for _ in range(100):
         there = choose(routing, beside, excluded=[second], slo=SLO(None, 0.025, time.monotonic()))
         routing.placement.reserve(beside, there).first_byte()
-    selection = choose(routing, long_prompt(20_544), slo=SLO(None, 1.0, time.monotonic()))
+    selection = choose(routing, long_prompt(20_288), slo=SLO(None, 1.0, time.monotonic()))
     assert selection.worker is fleet.workers[goes_to]
 
 

@@ -70,9 +70,11 @@ def test_cost_of_a_pair_is_the_prefill_its_move_and_the_load_of_decode() -> None
     prefill = worker("p", overlap=8000, pending=300)
     choice = chosen([decode], [prefill], alone=False)
     terms = choice.prefill.costs[0].terms
-    assert terms | kv_cost(prefill, Request(10_000), WEIGHTS) == terms
+    computing = kv_cost(prefill, Request(10_000), KvWeights(interference_per_request=0.06))
+    assert computing.pop("memory") == 0
+    assert terms | computing == terms
     assert terms["move"] == pytest.approx(0.2 * 4000)
-    assert terms["decode"] == pytest.approx(700 + 3 * WEIGHTS.context * 50_000)  # it decodes all the time
+    assert terms["decode"] == pytest.approx(700 + 3 * 0.05 * 50_000)  # it decodes all the time
     assert total(choice) == pytest.approx(sum(terms.values()))
 
 
