@@ -2,7 +2,8 @@
 
 The cost of a target is counted in prefill tokens and needs no rates. The lowest cost wins, ties at random:
 
-    J = pending + memory + transfer + v · (1 + β + γ·n + l) + load · (1 + β) + (v + loaded) · (θ·μ+δ) + φ·ctx
+    J = pending + memory + transfer + v·k + load · (1 + β) + (v + loaded) · (θ·μ+δ) + φ·ctx
+    k = 1 + β + γ·n + l
 
     u         uncached tokens of the prompt that are not loaded, at least 1
     v         u without the tokens for which other sessions pay (`router.policies.shared_tokens`), at least 1
@@ -39,7 +40,7 @@ neither answers nor other loads.
 
 If workers have different speeds and their rates are known, the cost is counted in seconds:
 
-    J = Q + M + P·v/u · (1 + β + γ·n + l) + L · (1 + β) + (P·v/u + a·loaded) · (θ·μ + δ) + D
+    J = Q + M + P·v/u·k + L · (1 + β) + (P·v/u + a·loaded) · (θ·μ + δ) + D
 
     Q   remaining time of the prefills that were sent to the target
     M   the expected wait for KV memory
@@ -195,7 +196,7 @@ def _charged(candidate: Candidate, request: Request) -> float:
 
 
 def _load(candidate: Candidate, source: Source, shared: SharedTokens | None, weights: KvWeights) -> float:
-    """Return the price of a load, in computed tokens. Answers on the target do not stand still for it."""
+    """Return the price of a load, in computed tokens. Answers on the target are not stopped by it."""
     return _charged_load(candidate, source, shared) * (1 + weights.interference)
 
 

@@ -1,4 +1,4 @@
-"""What answers cost on a target, in computed tokens, by learned rates.
+"""The cost of answers on a target, in computed tokens, by learned rates.
 
     context_token   output · d / a
     memory          lacking / used · output · (t0 + a·n + d·ctx) / a

@@ -1,4 +1,4 @@
-"""What answers cost on a target: the context that they read, and the wait for the memory that others release."""
+"""The cost of answers on a target: the context that they read, and the wait for the memory that others release."""
 
 from __future__ import annotations
 
