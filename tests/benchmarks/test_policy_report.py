@@ -148,7 +148,7 @@ def test_tool_workload_mixes_chats_and_calls_with_shared_prefixes() -> None:
 def test_hot_prefix_is_copied_in_its_first_seconds() -> None:
     least_loaded = next(side for side in LIGHT_SIDES if side.policy is PolicyName.LEAST_LOADED)
     ours, spread = (sum(mean_at_the_start(side, seed) for seed in range(3)) for side in (OURS, least_loaded))
-    assert ours < 1.06 * spread
+    assert ours < 1.13 * spread
 
 
 def test_ideal_seconds_count_a_prefix_once() -> None:

@@ -125,6 +125,7 @@ async def test_a_new_process_holds_nothing_of_the_former_one() -> None:
             await asyncio.to_thread(before.__exit__, None, None, None)
             with KvrouterProcess(arguments) as after:
                 await asyncio.to_thread(after.wait_until_listening)
+                await until(lambda: blocks(routed), lambda held: held == 0)
                 reply = await routed.call("/v1/completions", PROMPT)
                 assert (reply.overlap, reply.cached) == (0, 0)
                 # The first events are missed, because the stream was not connected again yet.
