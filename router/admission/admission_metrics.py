@@ -63,6 +63,15 @@ class AdmissionMetrics(Collector):
         self._refusals.labels(reason).inc()
 
 
+def in_flight_by_model(fleet: Fleet, load: LoadTable) -> Count[str]:
+    """Return the requests in flight by the first model of their worker."""
+    requests: Count[str] = Count()
+    for worker in fleet.workers:
+        if models := sorted(worker.models()):
+            requests[models[0]] += sum(load.of(worker.url, dp_rank).requests for dp_rank in worker.ranks())
+    return requests
+
+
 class DemandCollector(Collector):
     """The requests for each model, waiting and in flight, by which its workers can be scaled.
 
@@ -76,10 +85,7 @@ class DemandCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         requests: Count[str] = Count(dict.fromkeys(self._fleet.expected(), 0))
-        for worker in self._fleet.workers:
-            if models := sorted(worker.models()):
-                in_flight = sum(self._load.of(worker.url, dp_rank).requests for dp_rank in worker.ranks())
-                requests[models[0]] += in_flight
+        requests.update(in_flight_by_model(self._fleet, self._load))
         for waiting in self._admission.queue.in_order():
             if waiting.name is not None:
                 requests[self._fleet.model_of(waiting.name) or waiting.name] += 1

@@ -19,9 +19,7 @@ class Readiness:
     should receive no new ones.
     """
 
-    def __init__(
-        self, fleet: Fleet, indexer: Indexer, patience: float = CATCH_UP_SECONDS, without_workers: bool = False
-    ) -> None:
+    def __init__(self, fleet: Fleet, indexer: Indexer, patience: float, without_workers: bool = False) -> None:
         """Create the readiness of a fleet. `without_workers`: requests wait for the first worker, so none is needed."""
         self._fleet = fleet
         self._indexer = indexer

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.admission.admission import Admission
+from router.admission.admission_metrics import in_flight_by_model
 from router.admission.saturation import Saturation
 from router.fleet.fleet import Fleet
 from router.load.target_load import LoadTable
@@ -65,22 +66,19 @@ class LlmDCollector(Collector):
         yield from self._queue_metrics()
 
     def _pool_metrics(self) -> Iterator[Metric]:
-        running: dict[str, int] = {}
         queues, usages, in_flight = [], [], []
         ready = 0
         for worker in self._fleet.workers:
             ready += worker.up
             for dp_rank in worker.ranks():
-                requests, engine = self._load.of(worker.url, dp_rank).requests, worker.metrics.get(dp_rank)
-                in_flight.append(requests)
-                if models := sorted(worker.models()):
-                    running[models[0]] = running.get(models[0], 0) + requests
+                engine = worker.metrics.get(dp_rank)
+                in_flight.append(self._load.of(worker.url, dp_rank).requests)
                 if engine.queue is not None:
                     queues.append(engine.queue)
                 if engine.kv_usage is not None:
                     usages.append(engine.kv_usage)
         of_models = GaugeMetricFamily(f"{_PREFIX}request_running", "Requests in flight", labels=_MODEL_LABELS)
-        for model, count in running.items():
+        for model, count in in_flight_by_model(self._fleet, self._load).items():
             of_models.add_metric([model] * 2, count)
         yield of_models
         yield self._gauge("ready_endpoints", "Workers that get requests", ready)

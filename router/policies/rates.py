@@ -76,6 +76,10 @@ class Rates:
         self.attention = attention
         self.context_token = context_token
 
+    def step_seconds(self, requests: int, context: float) -> float:
+        """Return the seconds of a step that generates a token for each of `requests`, which hold `context` tokens."""
+        return self.step + self.token * requests + self.context_token * context
+
 
 def prefill_seconds(rates: Rates, tokens: int, cached: int, requests: int, context: int) -> float:
     """Return the duration of a prompt's prefill while `requests` with `context` tokens decode on the same worker."""

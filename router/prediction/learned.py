@@ -25,6 +25,7 @@ from indexer import Registration, Target
 from indexer.index import Index
 from indexer.shared_prefixes import make_shared_prefixes
 from kvevents import Tier
+from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.cache_state.prefix_demand import PrefixDemand
 from router.cache_state.sent_prefixes import RecentPrefixes
@@ -211,6 +212,10 @@ class OutputLengths:
         """Return the expected tokens of an answer, from its limit and the announced tokens, if it has them."""
         mean = self._means.get(model, (_FIRST_OUTPUT_TOKENS, 0))[0] if announced is None else announced
         return mean if max_tokens is None else min(mean, max_tokens)
+
+    def of_request(self, model: str, prompt: RoutedRequest) -> float:
+        """Return the expected tokens of all answers to a request."""
+        return self.expected(model, prompt.max_tokens, prompt.announced_output) * prompt.answers
 
 
 class EvictionCounts(Protocol):

@@ -201,7 +201,7 @@ def ttft_by_rates(candidate: Candidate, rates: Rates, tokens: int, backlog: floa
 def step_by_rates(candidate: Candidate, rates: Rates, tokens: int, output_tokens: float) -> float:
     """Return the seconds per token of an answer on a candidate that computes no prompt meanwhile."""
     context = candidate.context + tokens + output_tokens / 2
-    return rates.step + rates.token * (candidate.requests + 1) + rates.context_token * context
+    return rates.step_seconds(candidate.requests + 1, context)
 
 
 def tpot_by_rates(step: float, prefill_share: float) -> float:

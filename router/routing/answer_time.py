@@ -43,5 +43,4 @@ def memory_wait(
     lacking = used + (pending + (requests + 1) * output / 2) / capacity - 1
     if lacking <= 0:
         return 0.0
-    step = rates.step + rates.token * requests + rates.context_token * context
-    return lacking / max(used, _LEAST_USED) * output * step / rates.token
+    return lacking / max(used, _LEAST_USED) * output * rates.step_seconds(requests, context) / rates.token

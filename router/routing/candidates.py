@@ -312,8 +312,8 @@ class CandidateFinder:
         served = found.rank_of(found.candidates[0]).served
         hashes = found.hashes.get(served, NO_HASHES)
         beginning = hashes[0][min(len(hashes[0]), _SESSION_CHUNKS) - 1] if hashes and hashes[0] else None
-        expected = self._learned.outputs.expected(served.model, prompt.max_tokens, prompt.announced_output)
-        return Request(prompt.tokens, expected * prompt.answers, prompt.session, beginning, now, found.shared)
+        expected = self._learned.outputs.of_request(served.model, prompt)
+        return Request(prompt.tokens, expected, prompt.session, beginning, now, found.shared)
 
     def with_rates(self, found: CandidateSet, row: int, record: Candidate) -> Candidate:
         """Return a row's record with the rates of its target, if workers differ."""

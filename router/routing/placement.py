@@ -99,8 +99,7 @@ class Placement:
                 )
         output = 0.0
         if decodes and self._running is not None:
-            expected = self._learned.outputs.expected(target.model, prompt.max_tokens, prompt.announced_output)
-            output = expected * prompt.answers
+            output = self._learned.outputs.of_request(target.model, prompt)
         prediction = selection.prediction
         whole = prompt.streamed and computes and decodes
         if prediction is None and now >= self._predictions.due and whole and needs_prompts:

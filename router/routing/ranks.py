@@ -111,10 +111,10 @@ UNLIMITED = Limits()
 class Demand:
     """The KV memory that a request needs on a target: for its prompt and its expected answer, in tokens."""
 
-    def __init__(self, prompt: RoutedRequest, learned: OutputLengths, running: RunningPrompts | None) -> None:
+    def __init__(self, prompt: RoutedRequest, outputs: OutputLengths, running: RunningPrompts | None) -> None:
         self.tokens = prompt.tokens
         self._prompt = prompt
-        self._learned = learned
+        self._outputs = outputs
         self._running = running
         self._output: dict[str, int] = {}  # by model
         self._shared: dict[ServedModel, dict[Target, int]] = {}
@@ -123,9 +123,7 @@ class Demand:
         """Return the tokens that its answer needs."""
         output = self._output.get(served.model)
         if output is None:
-            prompt = self._prompt
-            expected = self._learned.expected(served.model, prompt.max_tokens, prompt.announced_output)
-            output = self._output[served.model] = int(expected * prompt.answers)
+            output = self._output[served.model] = int(self._outputs.of_request(served.model, self._prompt))
         return output
 
     def fits(self, rank: RoutableRank, requests: float, lenient: bool) -> bool:
@@ -153,14 +151,14 @@ class Demand:
 class TargetCapacity:
     """The capacity that targets have left. The load of other routers counts, and a worker's weight scales it."""
 
-    def __init__(self, load: LoadTable, learned: OutputLengths, running: RunningPrompts | None) -> None:
+    def __init__(self, load: LoadTable, outputs: OutputLengths, running: RunningPrompts | None) -> None:
         self._load = load
-        self._learned = learned
+        self._outputs = outputs
         self._running = running
 
     def demand(self, prompt: RoutedRequest) -> Demand:
         """Return what a request needs."""
-        return Demand(prompt, self._learned, self._running)
+        return Demand(prompt, self._outputs, self._running)
 
     def has_capacity(self, rank: RoutableRank, limits: Limits, demand: Demand) -> bool:
         """Return whether a rank may receive one more request."""

@@ -374,4 +374,4 @@ class SLOSelector:
         return self._predictions.of(candidate, prompt.tokens, self._output(rank, prompt), backlog)
 
     def _output(self, rank: RoutableRank, prompt: RoutedRequest) -> float:
-        return self._outputs.expected(rank.served.model, prompt.max_tokens, prompt.announced_output) * prompt.answers
+        return self._outputs.of_request(rank.served.model, prompt)

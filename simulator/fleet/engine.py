@@ -436,13 +436,13 @@ class Engine:
 
     def _seconds(self, steps: int) -> float:
         n = len(self._decoding)
-        once = self._rates.step + self._rates.token * n + self._rates.context_token * self._context
+        once = self._rates.step_seconds(n, self._context)
         return steps * once + self._rates.context_token * n * steps * (steps - 1) / 2
 
     def _steps_by(self, seconds: float) -> int:
         """Return how many steps without prefill have begun after `seconds`: at least one."""
         n = len(self._decoding)
-        once = self._rates.step + self._rates.token * n + self._rates.context_token * self._context
+        once = self._rates.step_seconds(n, self._context)
         growth = self._rates.context_token * n / 2  # seconds = (once - growth) · k + growth · k²
         if growth <= 0:
             return max(ceil(seconds / once), 1)

@@ -64,7 +64,7 @@ class TransferTimes:
     def step_seconds(self, decode: RoutableRank) -> float:
         """Return the seconds until a decode worker has computed one more token: half a step, and a step."""
         rates, load = self._rates.likely(decode.target.worker, decode.target.model), decode.load
-        return 1.5 * (rates.step + rates.token * load.requests + rates.context_token * load.context)
+        return 1.5 * rates.step_seconds(load.requests, load.context)
 
     def now(self) -> float:
         """Return the time of the clock."""
