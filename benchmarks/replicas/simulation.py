@@ -66,7 +66,7 @@ CELLS = [
 
 
 @dataclass(slots=True)
-class _Network:
+class RouterNetwork:
     """The receivers of all routers. `delay`: the seconds that a message takes; `prompts`: whether it has prompts."""
 
     delay: float
@@ -74,13 +74,13 @@ class _Network:
     receivers: list[Callable[[bytes], None]] = field(default_factory=list)
 
 
-class _Channel:
+class RouterChannel:
     """A router's connection to a simulated network. Half of the delay is the interval in which changes are gathered."""
 
     name = "simulated network"
     problem: str | None = None
 
-    def __init__(self, network: _Network) -> None:
+    def __init__(self, network: RouterNetwork) -> None:
         self.interval = network.delay / 2
         self._network = network
 
@@ -115,8 +115,8 @@ class SeveralRouters(Simulation):
         sharing = self._sharing
         if sharing.delay is None:
             return [self.make_router() for _ in range(sharing.routers)]
-        network = _Network(sharing.delay, sharing.prompts)
-        return [self.make_router(_Channel(network)) for _ in range(sharing.routers)]
+        network = RouterNetwork(sharing.delay, sharing.prompts)
+        return [self.make_router(RouterChannel(network)) for _ in range(sharing.routers)]
 
     def router_of(self, outcome: Outcome) -> SimulatedRouter:  # noqa: ARG002
         """Return a random router."""

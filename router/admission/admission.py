@@ -103,7 +103,7 @@ class Admission:
         self._clock = clock
         self._full: set[str | None] = set()  # names whose first request found no capacity
         self._planned: asyncio.Handle | None = None
-        self._room = None if gate is None or settings.programs == "off" else Room(gate, self.wake, clock)
+        self._room = None if gate is None or settings.programs == "off" else Room(gate, selector, self.wake, clock)
         self._pace = Pace(self.limits, settings.timeout, self.wake, clock)
 
     def place(
@@ -241,7 +241,7 @@ class Admission:
         call = None if self._room is None else self._room.seen(prompt, tenant)
         if call is None or self._room is None:
             return None
-        return self._room.explained(call, selection.hashes, self._selector.ranks(prompt))
+        return self._room.explained(call, selection.hashes, prompt)
 
     def held(self) -> list[WaitingRequest]:
         """Return the calls of sessions that wait for room, the oldest first."""
@@ -344,7 +344,7 @@ class Admission:
         call, room = ticket.call, self._room
         if call is None or room is None or room.passes(call, selection):
             return selection, limits
-        closed = room.closed(call, selection, self._selector.ranks(prompt), behind)
+        closed = room.closed(call, prompt, selection, behind)
         if closed:
             limits = limits.without(closed)
             selection = self._selector.choose(prompt, tried, limits, now, ticket.slo)
@@ -472,7 +472,7 @@ class Admission:
         now, until = self._clock(), room.until(request)
         if now < until:
             self._wait_until(request, min(until, now + self._timeout))  # its workers may have stopped by then
-        elif room.may_go(request, self._selector.ranks(request.prompt)):
+        elif room.may_go(request):
             self._set_reason(request, WaitReason.LATE_BINDING)
             self.wake()
         else:

@@ -28,7 +28,8 @@ from router.fleet.health import Attempt
 from router.policies import Candidate
 from router.programs import Call, Gate, RankCapacity, SessionKey, marks_of
 from router.routing.assignment import Assignment, Selection
-from router.routing.ranks import RoutableRank
+from router.routing.selector import TargetSelector
+from router.settings import Role
 
 ROOM_TRIES = 8
 OVERTAKING_SECONDS = 120.0
@@ -54,14 +55,18 @@ class SeenSession(NamedTuple):
 
 
 class Room:
-    """The waiting calls, and the gate that holds them. `wake`: lets the queue choose again.
+    """The waiting calls, and the gate that holds them.
 
     - `rate`: the rate at which calls found room.
     """
 
-    def __init__(self, gate: Gate, wake: Callable[[], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, gate: Gate, selector: TargetSelector, wake: Callable[[], None], clock: Callable[[], float]
+    ) -> None:
+        """Create a room without calls. `wake`: lets the queue choose again."""
         self.rate = AdmissionRate(clock, ROOM_SECONDS, round(ROOM_SECONDS))
         self._gate = gate
+        self._selector = selector
         self._wake = wake
         self._clock = clock
         self._waiting: SortedKeyList[WaitingRequest] = SortedKeyList(key=_arrival)
@@ -117,12 +122,12 @@ class Room:
         call.counted = True
         return call
 
-    def explained(self, call: Call, hashes: list[array[int]], ranks: Collection[RoutableRank]) -> SeenSession:
+    def explained(self, call: Call, hashes: list[array[int]], prompt: RoutedRequest) -> SeenSession:
         """Return the state of a call's session, and the room that it would leave on each target."""
         session, gate = call.session, self._gate
         rooms: dict[Target, int] = {}
-        for rank in ranks if len(hashes) == 1 else ():
-            left = gate.room_left(RankCapacity(rank.target, rank.worker.capacity_tokens), marks_of(hashes[0]))
+        for rank in self._ranks(prompt) if len(hashes) == 1 else ():
+            left = gate.room_left(rank, marks_of(hashes[0]))
             if left is not None:
                 rooms[rank.target] = round(left)
         charged = session.target if session.charged is not None else None
@@ -131,31 +136,37 @@ class Room:
     def passes(self, call: Call, selection: Selection) -> bool:
         """Return whether a call may go to any target."""
         call.held = False
-        if selection.disaggregation is not None or len(selection.hashes) != 1:
+        if len(selection.hashes) != 1:
             return True
         held = reachable(selection.best_overlap, selection.decision.chosen)
         return self._gate.passes(call, selection.hashes[0], held, bool(self._waiting))
 
     def closed(
-        self, call: Call, selection: Selection, ranks: Collection[RoutableRank], behind: bool
+        self, call: Call, prompt: RoutedRequest, selection: Selection, behind: bool
     ) -> Collection[tuple[str, int]] | None:
         """Return the workers and ranks without room for a call that does not pass; None if all have none: it waits.
 
-        `behind`: calls that wait for room go first.
+        A decode worker has room only if a prefill worker has some, too. `behind`: calls that wait for room go first.
         """
         call.held = True
         if behind and self._waiting:
             return None
-        sizes = [RankCapacity(rank.target, rank.worker.capacity_tokens) for rank in ranks]
-        closed = self._gate.without_room(sizes, selection.hashes[0])
-        call.held = len(closed) == len(sizes)
+        ranks, prefills = self._selector.ranks(prompt), self._ranks(prompt, prefill=True)
+        closed = self._gate.without_room(self._ranks(prompt), selection.hashes[0])
+        if prefills:
+            full = self._gate.without_room(prefills, selection.hashes[0])
+            if len(full) == len(prefills):
+                full = {(rank.worker.url, rank.target.dp_rank) for rank in ranks if rank.worker.role is Role.DECODE}
+            closed |= full
+        call.held = all((rank.worker.url, rank.target.dp_rank) in closed for rank in ranks)
         return None if call.held else closed
 
     def sent(self, call: Call, assignment: Assignment) -> None:
         """Charge a call's session to the target that it is sent to, until the request ends."""
         hashes = assignment.selection.hashes
         if len(hashes) == 1:
-            self._gate.sent(call, assignment.target, hashes[0])
+            prefill = None if assignment.prefill is None else assignment.prefill.target
+            self._gate.sent(call, assignment.target, hashes[0], prefill)
             assignment.call = call
             assignment.on_release.append(partial(_ended, call, assignment.attempt))
 
@@ -189,14 +200,19 @@ class Room:
         longest = request.since + ROOM_SECONDS
         return longest if place_by is None else min(longest, request.since + _CLIENT_SHARE * (place_by - request.since))
 
-    def may_go(self, request: WaitingRequest, ranks: Collection[RoutableRank]) -> bool:
+    def may_go(self, request: WaitingRequest) -> bool:
         """Hold a call no more whose time is over. Return False for a new session, which is refused."""
         call = request.ticket.call
         if call is None:
             return False
-        sizes = [RankCapacity(rank.target, rank.worker.capacity_tokens) for rank in ranks]
-        call.exempt = call.session.begun or not self._gate.fits_alone(sizes, call.tokens)
+        fits, prefills = self._gate.fits_alone, self._ranks(request.prompt, prefill=True)
+        alone = fits(self._ranks(request.prompt), call.tokens) and (not prefills or fits(prefills, call.tokens))
+        call.exempt = call.session.begun or not alone
         return call.exempt
+
+    def _ranks(self, prompt: RoutedRequest, prefill: bool = False) -> list[RankCapacity]:
+        ranks = self._selector.ranks(prompt, prefill)
+        return [RankCapacity(rank.target, rank.worker.capacity_tokens) for rank in ranks]
 
     @staticmethod
     def _key(prompt: RoutedRequest, tenant: str) -> SessionKey | None:

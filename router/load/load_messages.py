@@ -47,7 +47,10 @@ class Kind(IntEnum):
 
 
 class RankLoad(msgspec.Struct, array_like=True, frozen=True):
-    """The load of one router on a DP rank: the counts of `TargetLoad`, and the backlog in seconds."""
+    """The load of one router on a DP rank: the counts of `TargetLoad`, and the backlog in seconds.
+
+    `live`: the tokens that its live sessions need there.
+    """
 
     worker: _Name
     dp_rank: _Rank
@@ -57,6 +60,7 @@ class RankLoad(msgspec.Struct, array_like=True, frozen=True):
     waiting: _Count
     streamed: _Count
     backlog: _Seconds
+    live: _Count = 0
 
 
 class SentPrompt(msgspec.Struct, array_like=True, frozen=True):

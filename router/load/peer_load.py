@@ -33,6 +33,7 @@ class PeerTargetLoad:
     context: int = 0
     waiting: int = 0
     streamed: int = 0
+    live: int = 0
 
 
 NOTHING = PeerTargetLoad()
@@ -97,6 +98,10 @@ class PeerLoad:
         """Return the load that other routers have in flight on a DP rank."""
         return self._sums.get((worker, dp_rank), NOTHING) if self._sums else NOTHING
 
+    def live_tokens(self, worker: str, dp_rank: int) -> int:
+        """Return the tokens that live sessions of other routers need on a DP rank."""
+        return self.of(worker, dp_rank).live
+
     def backlog(self, worker: str, dp_rank: int) -> float:
         """Return the seconds until the prefills of other routers on a DP rank are expected to be done."""
         now = self._clock()
@@ -144,7 +149,7 @@ class PeerLoad:
         if before is not None:
             self._ranks -= 1
             _add(total, before[0], -1)
-        if load is not None and (load.requests or load.context):
+        if load is not None and (load.requests or load.context or load.live):
             self._ranks += 1
             peer.loads[rank] = (load, self._clock())
             _add(total, load, 1)
@@ -175,3 +180,4 @@ def _add(total: PeerTargetLoad, load: RankLoad, sign: int) -> None:
     total.context += sign * load.context
     total.waiting += sign * load.waiting
     total.streamed += sign * load.streamed
+    total.live += sign * load.live

@@ -307,10 +307,15 @@ def _no_peers(_: str, __: int) -> PeerTargetLoad:
     return NOTHING
 
 
+def _no_sessions(_: str, __: int) -> float:
+    return 0.0
+
+
 class LoadTable:
     """The load of every DP rank of every worker, for all models together.
 
     - `peers_of`: returns the load of other routers on a DP rank.
+    - `live_of`: returns the tokens that live sessions need on a DP rank.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -320,6 +325,7 @@ class LoadTable:
         self.on_change: list[Callable[[str, int], None]] = []
         self.journal = LoadJournal()
         self.peers_of: Callable[[str, int], PeerTargetLoad] = _no_peers
+        self.live_of: Callable[[str, int], float] = _no_sessions
         self._slots = 0
         self._loads: dict[tuple[str, int], TargetLoad] = {}
 
@@ -356,9 +362,9 @@ class LoadTable:
             load.limit.read(engine, capacity, load.held + load.outputs, self._clock())
             self.journal.add(load.slot)
 
-    def in_flight(self) -> list[tuple[str, int]]:
-        """Return the DP ranks that have requests in flight."""
-        return [rank for rank, load in self._loads.items() if load.requests]
+    def in_use(self) -> list[tuple[str, int]]:
+        """Return the DP ranks that have requests in flight, or that live sessions need."""
+        return [rank for rank, load in self._loads.items() if load.requests or self.live_of(*rank)]
 
     def forget(self, worker: str) -> None:
         """Forget a worker that was removed. Its requests in flight may still be released."""

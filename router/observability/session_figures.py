@@ -67,19 +67,22 @@ class SessionObserver:
         gate = self.gate
         gate.sessions.expire()
         waiting = Counter(self._fleet.model_of(each.name or "") or each.name or "" for each in self._admission.held())
-        live: Counter[str] = Counter()
-        for target, working_set in gate.sessions.working_sets.items():
-            live[target.model] += working_set.sessions
+        live = gate.sessions.live()
         found: dict[str, SessionFigures] = {}
         for model in sorted(live.keys() | waiting.keys()):
-            ranks = [
-                RankCapacity(worker.target(rank, model), worker.capacity_tokens)
-                for worker in self._fleet.able(model)
-                for rank in worker.ranks()
-            ]
-            more = gate.more_sessions(model, ranks)
-            found[model] = SessionFigures(live[model], waiting[model], more, len(ranks))
+            answering, computing = self._ranks(model), self._ranks(model, prefill=True)
+            more = gate.more_sessions(model, answering)
+            if computing and more is not None:
+                computed = gate.more_sessions(model, computing)
+                more = None if computed is None else min(more, computed)
+            found[model] = SessionFigures(live[model], waiting[model], more, len(answering) + len(computing))
         return found
+
+    def _ranks(self, model: str, prefill: bool = False) -> list[RankCapacity]:
+        workers = self._fleet.able(model, prefill)
+        return [
+            RankCapacity(each.target(rank, model), each.capacity_tokens) for each in workers for rank in each.ranks()
+        ]
 
     def report(self) -> dict[str, dict[str, int | None]]:
         """Return the figures of each model as JSON."""

@@ -3,6 +3,7 @@
     working set   the union of the contexts of the live sessions of a target
     room          working set + a turn for each live session + the call's other tokens + an answer and a turn
                   at most `ROOM` of the target's KV; a target without a live session has room for any call
+                  Both workers of a pair need room. Other routers report what their sessions need.
     cold          no target holds all but `LITTLE_LOST` tokens of the session's last context
 
 While the contexts of all live sessions fit, nothing is held. The gate closes when more than `PRESSURE` of the prompt
@@ -17,7 +18,7 @@ So the engine chooses which session pauses: it evicts, and the return that finds
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from indexer import Target
@@ -40,22 +41,29 @@ class RankCapacity(NamedTuple):
 
 
 class Gate:
-    """Decides which calls of sessions wait. `routers`: returns the number of routers that share the fleet."""
+    """Decides which calls of sessions wait."""
 
     def __init__(
         self,
         clock: Callable[[], float],
         reports_evictions: Callable[[Target], bool],
-        routers: Callable[[], int] = lambda: 1,
+        others: Callable[[str, int], float] = lambda *_: 0.0,
+        parts: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """Create a gate. `reports_evictions`: whether a target's events show now what it holds."""
+        """Create a gate.
+
+        - `reports_evictions`: whether a target's events show now what it holds.
+        - `others`: returns the tokens that the sessions of other routers need on a DP rank of a worker.
+        - `parts`: returns into how many parts the room is divided, because other routers may be unheard.
+        """
         self.sessions = Sessions(clock)
         self.closed = False
         self.lost_tokens = 0
         self.cold_returns = 0
         self._clock = clock
         self._reports_evictions = reports_evictions
-        self._routers = routers
+        self._others = others
+        self._parts = parts
         self._lost = self._asked = 0.0
         self._decayed = 0.0
 
@@ -83,16 +91,16 @@ class Gate:
 
     def room_left(self, rank: RankCapacity, context: array[int]) -> float | None:
         """Return the tokens of its room that a target has left beside a call; None if it has room for any call."""
-        sessions = self.sessions
-        working_set = sessions.working_sets.get(rank.target, _NOTHING)
-        if rank.tokens is None or not working_set.sessions:
+        needed = self._needed(rank.target)
+        if rank.tokens is None or not needed:
             return None
-        return self._left(rank.tokens, working_set) - working_set.missing(context) - sessions.turn
+        missing = self.sessions.working_sets.get(rank.target, _NOTHING).missing(context)
+        return self._room(rank.tokens) - needed - missing - self.sessions.turn
 
     def fits_alone(self, ranks: Iterable[RankCapacity], tokens: int) -> bool:
         """Return whether a target has room for a call of `tokens` tokens beside another session that needs little."""
         needed = tokens + self.sessions.turn
-        return any(rank.tokens is None or needed <= self._left(rank.tokens, _NOTHING) for rank in ranks)
+        return any(rank.tokens is None or needed <= self._room(rank.tokens) for rank in ranks)
 
     def more_sessions(self, model: str, ranks: Iterable[RankCapacity]) -> int | None:
         """Return how many sessions of the mean size fit beside the live ones of a model; None if that is not known."""
@@ -103,24 +111,36 @@ class Gate:
         for target, capacity in ranks:
             if capacity is None:
                 return None
-            left = self._left(capacity, sessions.working_sets.get(target, _NOTHING))
+            left = self._room(capacity) - self._needed(target)
             more += max(int(left / (size + sessions.turn)), 0)
         return more
 
-    def without_room(self, ranks: Iterable[RankCapacity], hashes: array[int]) -> Collection[tuple[str, int]]:
+    def live_tokens(self, worker: str, dp_rank: int) -> float:
+        """Return the tokens that live sessions of this router need on a DP rank, for other routers."""
+        self.sessions.expire()
+        return self.sessions.needs(worker, dp_rank)
+
+    def without_room(self, ranks: Iterable[RankCapacity], hashes: array[int]) -> set[tuple[str, int]]:
         """Return the workers and DP ranks that have no room for a call. `hashes`: those of its prompt's chunks."""
         self.sessions.expire()
         context = marks_of(hashes)
         return {(rank.target.worker, rank.target.dp_rank) for rank in ranks if not self.has_room(rank, context)}
 
-    def sent(self, call: Call, target: Target, hashes: array[int]) -> None:
-        """Charge a call's session to the target that it is sent to. Call the call when its request ends."""
-        self.sessions.sent(call, target, marks_of(hashes))
+    def sent(self, call: Call, target: Target, hashes: array[int], prefill: Target | None = None) -> None:
+        """Charge a call's session to the target that it is sent to. Call the call when its request ends.
 
-    def _left(self, capacity: int, working_set: WorkingSet) -> float:
-        """Return the tokens of this router's part of the room in a cache that live sessions and an answer leave."""
-        needed = working_set.tokens + self.sessions.turn * working_set.sessions + self.sessions.answer
-        return ROOM * capacity / max(self._routers(), 1) - needed
+        `prefill`: the target that computes the prompt, if that is another one.
+        """
+        self.sessions.sent(call, target, marks_of(hashes), prefill)
+
+    def _room(self, capacity: int) -> float:
+        """Return the tokens of a cache that contexts may need beside an answer, in this router's part of it."""
+        return ROOM * capacity / self._parts() - self.sessions.answer
+
+    def _needed(self, target: Target) -> float:
+        """Return the tokens that live sessions of all routers need on a target's DP rank, with a turn of each."""
+        worker, dp_rank = target.worker, target.dp_rank
+        return self.sessions.needs(worker, dp_rank) + self._others(worker, dp_rank)
 
     def _lost_context(self, call: Call, hashes: array[int], best_overlap: int) -> int:
         """Return the tokens of a session's last context that a call asks for and no target holds, as events show it.

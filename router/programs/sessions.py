@@ -15,7 +15,7 @@ from itertools import count
 from typing import Final, TypeAlias
 
 from indexer import Target
-from router.programs.working_sets import NO_CONTEXT, WorkingSet, continues
+from router.programs.working_sets import NO_CONTEXT, WorkingSet, continues, move
 
 # Seconds without a call after which a session is forgotten.
 FORGOTTEN_SECONDS: Final = 1800.0
@@ -43,7 +43,8 @@ class Session:
     - `context`: the marks of its last prompt; `tokens`: their number of tokens, with its last answer.
     - `target`: the target of its last call; None if nothing of it is held there any more.
     - `calls`: its calls in flight. `seen_at`: when the last one arrived. `ended_at`: when the last answer ended.
-    - `charged`: the working set that it is charged to; None while it is not live.
+    - `charged`, `prefill`: the working sets of its target, and of the prefill worker of a pair, that it is charged to;
+      None while it is not live.
     - `program`: its tenant, and the name of the run that it belongs to.
     - `shared`: the name turned out to be that of many callers.
     """
@@ -55,6 +56,7 @@ class Session:
         "context",
         "ended_at",
         "key",
+        "prefill",
         "program",
         "seen_at",
         "shared",
@@ -73,6 +75,7 @@ class Session:
         self.target: Target | None = None
         self.calls = 0
         self.charged: WorkingSet | None = None
+        self.prefill: WorkingSet | None = None
         self.seen_at = 0.0
         self.ended_at = 0.0
         self.until = 0.0
@@ -138,6 +141,7 @@ class Sessions:
         self.turn = 0.0  # the mean tokens that a turn adds to a context
         self.answer = 0.0  # the mean tokens of an answer
         self._clock = clock
+        self._of_rank: dict[tuple[str, int], list[WorkingSet]] = {}
         self._records: OrderedDict[SessionKey, Session] = OrderedDict()
         self._keys: dict[str, set[SessionKey]] = {}  # by the session's own name
         self._live_programs: Counter[tuple[str, str]] = Counter()  # charged sessions of each
@@ -174,8 +178,8 @@ class Sessions:
         call.subagent = not session.begun and session.program in self._live_programs
         return call
 
-    def sent(self, call: Call, target: Target, context: array[int]) -> None:
-        """Charge a call's session to the target that it is sent to."""
+    def sent(self, call: Call, target: Target, context: array[int], prefill: Target | None = None) -> None:
+        """Charge a call's session to the target that it is sent to, and to the `prefill` worker's, if there is one."""
         session = self._records.get(call.session.key)
         if session is None:  # it was dropped while the call waited
             session = call.session
@@ -189,7 +193,7 @@ class Sessions:
         if session.tokens and not session.calls and call.tokens > call.known:
             self.turn = _mean(self.turn, call.tokens - call.known)
         session.calls += 1
-        self._charge(session, target, context)
+        self._charge(session, target, prefill, context)
         session.tokens, session.answer = call.tokens, 0
         self._keep_within_bounds()
 
@@ -264,19 +268,34 @@ class Sessions:
         dropped = [self.working_sets.pop(target) for target in targets if target in self.working_sets]
         if not dropped:
             return
+        for target in targets:
+            rank = target.worker, target.dp_rank
+            if left := [each for each in self._of_rank.pop(rank, ()) if each not in dropped]:
+                self._of_rank[rank] = left
         for session in self._records.values():
             if session.charged in dropped:
-                self._leave(session)
+                self._discharge(session)
+            if session.prefill in dropped:
+                session.prefill = None
             if session.target in targets:
                 session.target = None
 
-    def live(self) -> int:
-        """Return the number of live sessions."""
-        return sum(working_set.sessions for working_set in self.working_sets.values())
+    def live(self) -> Counter[str]:
+        """Return the number of live sessions by model."""
+        live: Counter[str] = Counter()
+        for target, working_set in self.working_sets.items():
+            if not working_set.prefill:
+                live[target.model] += working_set.sessions
+        return live
+
+    def needs(self, worker: str, dp_rank: int) -> float:
+        """Return the tokens that live sessions need on a DP rank, with a turn of each."""
+        sets = self._of_rank.get((worker, dp_rank), ())
+        return sum([working_set.tokens + self.turn * working_set.sessions for working_set in sets])
 
     def size(self, model: str) -> float:
         """Return the mean tokens of a model's live sessions, shared ones once, or of its last ones; 0 for none yet."""
-        sets = [working_set for target, working_set in self.working_sets.items() if target.model == model]
+        sets = [each for target, each in self.working_sets.items() if target.model == model and not each.prefill]
         live = sum(working_set.sessions for working_set in sets)
         if live:
             self._sizes[model] = sum(working_set.tokens for working_set in sets) / live
@@ -296,34 +315,37 @@ class Sessions:
         """Return the record of a session, or that of a new one, which is not kept."""
         return self._records.get(key) or Session(key, None)
 
-    def _charge(self, session: Session, target: Target, context: array[int]) -> None:
-        charged = self.working_sets.get(target)
-        if charged is None:
-            charged = self.working_sets[target] = WorkingSet()
-        if session.charged is charged:
-            charged.answered(-session.answer)
-            charged.extend(session.context, context)
-        else:
-            self._discharge(session)
-            charged.add(context)
-            session.charged = charged
+    def _charge(self, session: Session, target: Target, prefill: Target | None, context: array[int]) -> None:
+        before, charged = session.charged, self._working_set(target)
+        computed = None if prefill is None else self._working_set(prefill, prefill=True)
+        if before is None:
             self._live_programs[session.program] += 1
-        session.target = target
+        else:
+            before.answered(-session.answer)
+        move(before, charged, session.context, context)
+        move(session.prefill, computed, session.context, context)
+        session.charged, session.prefill, session.target = charged, computed, target
         self._replace_context(session, context)
 
     def _discharge(self, session: Session) -> None:
-        charged = session.charged
-        if charged is not None:
-            self._leave(session)
-            charged.answered(-session.answer)
-            charged.remove(session.context)
-
-    def _leave(self, session: Session) -> None:
         """Charge a session no more."""
-        session.charged = None
+        charged, prefill = session.charged, session.prefill
+        if charged is None:
+            return
+        charged.answered(-session.answer)
+        move(charged, None, session.context, NO_CONTEXT)
+        move(prefill, None, session.context, NO_CONTEXT)
+        session.charged = session.prefill = None
         self._live_programs[session.program] -= 1
         if not self._live_programs[session.program]:
             del self._live_programs[session.program]
+
+    def _working_set(self, target: Target, prefill: bool = False) -> WorkingSet:
+        found = self.working_sets.get(target)
+        if found is None:
+            found = self.working_sets[target] = WorkingSet(prefill)
+            self._of_rank.setdefault((target.worker, target.dp_rank), []).append(found)
+        return found
 
     def _replace_context(self, session: Session, context: array[int]) -> None:
         self._marks += len(context) - len(session.context)

@@ -25,14 +25,19 @@ def marks_of(hashes: array[int]) -> array[int]:
 
 
 class WorkingSet:
-    """The working set of one target. `sessions`: the number of contexts in it."""
+    """The working set of one target.
 
-    __slots__ = ("_answers", "_marks", "sessions")
+    - `sessions`: the number of contexts in it.
+    - `prefill`: whether the target only computes prompts, which decode workers fetch.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_answers", "_marks", "prefill", "sessions")
+
+    def __init__(self, prefill: bool = False) -> None:
         self._marks: dict[int, int] = {}  # contexts by mark
         self._answers = 0
         self.sessions = 0
+        self.prefill = prefill
 
     @property
     def tokens(self) -> int:
@@ -76,6 +81,17 @@ class WorkingSet:
                 marks[mark] = left
             else:
                 del marks[mark]
+
+
+def move(source: WorkingSet | None, goal: WorkingSet | None, before: array[int], context: array[int]) -> None:
+    """Remove a session's context from the working set that has it, if any does, and add its next one to another."""
+    if source is not None and source is goal:
+        source.extend(before, context)
+        return
+    if source is not None:
+        source.remove(before)
+    if goal is not None:
+        goal.add(context)
 
 
 def common(one: array[int], other: array[int]) -> int:

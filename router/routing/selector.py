@@ -88,7 +88,7 @@ class TargetSelector:
         if found.count:
             selection = None if self._fleet.disaggregated else found.cheapest(prompt.tokens)
             if selection is None:
-                selection = self._by_records(prompt, excluded, found, now, slo)
+                selection = self._by_records(prompt, excluded, found, now, slo, limits)
             if selection is None:
                 return self._none_allowed(prompt, excluded, limits, now)
             if self._fleet.disaggregated:  # a choice of a pair has counted the SLO
@@ -123,14 +123,15 @@ class TargetSelector:
         found: CandidateSet,
         now: float,
         slo: SLO | None = None,
+        limits: Limits = NO_LIMITS,
     ) -> Selection | None:
         """Return the policy's selection from records of all candidates; None if a policy of one's own excludes them.
 
-        `slo`: the SLO that the choice of a pair counts.
+        `slo`, `limits`: those that the choice of a pair counts.
         """
         request = self._candidates.request(prompt, found, now)
         if self._fleet.disaggregated:
-            return self._disaggregated.select(prompt, excluded, found, request, now, slo)
+            return self._disaggregated.select(prompt, excluded, found, request, now, slo, limits)
         decision = decide(self._custom, self._policy, found, prompt, request)
         return None if decision is None else found.select(decision)
 
@@ -223,9 +224,9 @@ class TargetSelector:
 
     # Capacity
 
-    def ranks(self, prompt: RoutedRequest) -> list[RoutableRank]:
-        """Return the targets of a request's name."""
-        return self._directory.of(prompt.name).ranks
+    def ranks(self, prompt: RoutedRequest, prefill: bool = False) -> list[RoutableRank]:
+        """Return the targets of a request's name. `prefill`: those that only compute prompts."""
+        return self._directory.of(prompt.name, prefill).ranks
 
     def at_limits(self, worker: Worker, dp_rank: int, limits: Limits) -> bool:
         """Return whether a DP rank may receive no further request, however short."""

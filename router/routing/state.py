@@ -133,7 +133,9 @@ class RoutingState:
 
     def __post_init__(self) -> None:
         self.transfers = TransferTimes(self.learned.rates, self.clock)
-        self.gate = Gate(self.clock, self._reports_evictions, self.sharing.routers)
+        others = self.sharing.peer_load
+        self.gate = Gate(self.clock, self._reports_evictions, others.live_tokens, self.sharing.parts)
+        self.load.live_of = self.gate.live_tokens
         self.needs_prompts = self.policy.spec.reads_prompts
 
     def _reports_evictions(self, target: Target) -> bool:

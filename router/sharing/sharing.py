@@ -81,6 +81,7 @@ class LoadSharing:
         self.channels = list(channels)
         self._outboxes = [_Outbox(self, channel) for channel in channels]
         self._tasks: list[asyncio.Task[None]] = []
+        self._routers = 1  # heard while all channels worked
         self._nearest: dict[str, float] = {}  # by router: the interval of its fastest channel
 
     def start(self) -> None:
@@ -91,9 +92,14 @@ class LoadSharing:
         if self._outboxes:
             self._tasks.append(asyncio.create_task(self._beat(), name="share load"))
 
-    def routers(self) -> int:
-        """Return the number of routers that share the fleet, with this one."""
-        return 1 + len(self.peer_load.routers())
+    def parts(self) -> float:
+        """Return into how many parts routers divide what each may use of a worker: 1 while all of them are heard.
+
+        While a channel does not work, the routers that were heard before it failed may still send requests.
+        """
+        if self._works():
+            return 1.0
+        return max(self._routers / (1 + len(self.peer_load.routers())), 1.0)
 
     async def stop(self) -> None:
         """Report that this router stops, and stop."""
@@ -168,14 +174,14 @@ class LoadSharing:
         engines, ended, failed = list(changes.engines.values()), changes.ended, changes.failed
         return encode(Message(*head, loads, changes.sent, ended, oldest, changes.made, spent, failed, engines))
 
-    def in_flight(self) -> list[tuple[str, int]]:
-        """Return the DP ranks that have requests in flight."""
-        return self._table.in_flight()
+    def in_use(self) -> list[tuple[str, int]]:
+        """Return the DP ranks that have requests in flight, or that live sessions need."""
+        return self._table.in_use()
 
     def _load(self, worker: str, dp_rank: int) -> RankLoad:
         load = self._table.of(worker, dp_rank)
         amounts = load.requests, load.pending, load.context, load.waiting, load.streamed
-        return RankLoad(worker, dp_rank, *amounts, round(load.backlog, 3))
+        return RankLoad(worker, dp_rank, *amounts, round(load.backlog, 3), round(self._table.live_of(worker, dp_rank)))
 
     def changed(self, worker: str, dp_rank: int) -> None:
         """Send the load of a DP rank soon, because it changed."""
@@ -221,9 +227,14 @@ class LoadSharing:
             await asyncio.sleep(self.peer_load.expiry / BEATS)
             self.peer_load.expire()
             known = self.peer_load.routers()
+            if self._works():
+                self._routers = 1 + len(known)
             self._nearest = {router: interval for router, interval in self._nearest.items() if router in known}
             self._updated()
             self.send_everything()
+
+    def _works(self) -> bool:
+        return all(channel.problem is None for channel in self.channels)
 
     def _updated(self) -> None:
         for on_update in self.on_update:
@@ -287,7 +298,7 @@ class _Outbox:
 
     def everything(self) -> None:
         """Send all that is in flight."""
-        for rank in self._sharing.in_flight():
+        for rank in self._sharing.in_use():
             self.changed(rank)
         for change in self._sharing.engines.values():
             self.engine(change)

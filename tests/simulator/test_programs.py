@@ -8,10 +8,11 @@ from itertools import count
 from random import Random
 
 from benchmarks.policy.sessions import Turn, chained
+from benchmarks.replicas.simulation import RouterChannel, RouterNetwork
 from router.admission.room import OVERTAKING_SECONDS, ROOM_SECONDS
 from simulator.fleet.engine import LLAMA_70B
 from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
-from simulator.fleet.simulated_router import OURS
+from simulator.fleet.simulated_router import OURS, SimulatedRouter
 from simulator.fleet.trace import TracedRequest
 
 BLOCK = 512
@@ -68,3 +69,40 @@ def test_no_wait_is_longer_than_its_bound_and_only_new_sessions_are_refused() ->
     assert refused
     assert not refused & answered
     assert max(waits(outcomes)) < ROOM_SECONDS + 31  # then it waits for its target, as without the gate
+
+
+def test_pairs_keep_contexts_at_both_workers() -> None:
+    fleet = replace(FLEET, workers=4, prefill=2, decode=2)
+    thrashing = Simulation(fleet, OURS, Random(1)).run(sessions(16))
+    kept = Simulation(fleet, PROGRAMS, Random(1)).run(sessions(16))
+    assert not any(each.refused for each in kept)
+    assert any(each.prefill >= 0 for each in kept)
+    assert hits(kept) > hits(thrashing) + 0.15
+    assert max(waits(kept)) < OVERTAKING_SECONDS
+
+
+class RoutersAlone(Simulation):
+    """A fleet behind two routers that do not share their load, each with half of the sessions."""
+
+    def make_routers(self) -> list[SimulatedRouter]:
+        return [self.make_router() for _ in range(2)]
+
+    def router_of(self, outcome: Outcome) -> SimulatedRouter:
+        return self.routers[int(outcome.request.session.split()[1]) % 2]
+
+
+class RoutersTogether(RoutersAlone):
+    """Two routers that share their load."""
+
+    def make_routers(self) -> list[SimulatedRouter]:
+        network = RouterNetwork(0.005, prompts=True)
+        return [self.make_router(RouterChannel(network)) for _ in range(2)]
+
+
+def test_two_routers_that_share_load_keep_as_many_contexts_as_one() -> None:
+    one, alone, together = [
+        hits(simulation(FLEET, PROGRAMS, Random(1)).run(sessions(16)))
+        for simulation in (Simulation, RoutersAlone, RoutersTogether)
+    ]
+    assert together > one - 0.05
+    assert alone < together - 0.05

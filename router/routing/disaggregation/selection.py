@@ -27,7 +27,7 @@ from router.routing.custom_choice import decide
 from router.routing.disaggregation.adapters import ADAPTERS, Adapter, Nixl, Sglang
 from router.routing.disaggregation.latency import PairLatency
 from router.routing.disaggregation.pair_rules import PairRules
-from router.routing.ranks import UNLIMITED
+from router.routing.ranks import UNLIMITED, Limits
 from router.routing.state import RoutingState
 from router.routing.target_directory import unavailable
 from router.settings import Backend, DisaggregationSettings, Role
@@ -70,9 +70,12 @@ class DisaggregatedSelector:
         request: Request,
         now: float,
         slo: SLO | None = None,
+        limits: Limits = UNLIMITED,
     ) -> Selection | None:
         """Return the selection among candidates; None if a policy of one's own excludes all of them, or if the
-        request should wait for a full worker.
+        request should wait for a worker that is full or closed.
+
+        Prefill workers have no limits but the closed DP ranks of `limits`.
 
         Raises RequestError: 503 if the needed prefill worker is missing, 400 if no worker computes the whole request.
         """
@@ -91,11 +94,14 @@ class DisaggregatedSelector:
         if refusing:
             found = found.without([rank.row for rank in found.targets.ranks if rank.worker in refusing])
             excluded = [*excluded, *refusing]
-        prefills = self._candidates.find(prompt, excluded, UNLIMITED, now, prefill=True, pulls=adapter.pulls)
+        open_ranks = UNLIMITED.without(limits.closed)
+        prefills = self._candidates.find(prompt, excluded, open_ranks, now, prefill=True, pulls=adapter.pulls)
         candidates = found.candidates
         ranks = [found.rank_of(candidate) for candidate in candidates]
         if not prefills.count and not (adapter.decodes_alone and self._settings.decode_computes):
             full = self._state.fleet.full()
+            if limits.closed:
+                return None
             if any(worker.accepts(prompt.name, prefill=True) and worker not in excluded for worker in full):
                 return None
         together = [prefills.rank_of(candidate).worker for candidate in prefills.candidates]

@@ -107,7 +107,7 @@ class Fleet:
         sessions = self.gate.sessions
         assert self.admission.queue.length == 0
         assert not self.admission.waiting_for()
-        assert sessions.live() == len(sessions) == 0
+        assert sessions.live().total() == len(sessions) == 0
         assert not any(each.tokens for each in sessions.working_sets.values())
 
     def at(

@@ -154,23 +154,50 @@ def test_the_answer_counts_until_the_next_prompt_has_it(fleet: Fleet) -> None:
     assert fleet.gate.sessions.turn > 0
 
 
-def test_routers_that_share_a_fleet_divide_its_room() -> None:
-    gate = Gate(lambda: 1000.0, lambda _: True, routers=lambda: 2)
-    call = gate.sessions.call(key("a"), 300 * MARK_TOKENS, False)
+def test_sessions_of_other_routers_and_the_parts_of_unheard_ones_leave_less_room() -> None:
+    elsewhere, parts = {"http://a": 300.0 * MARK_TOKENS}, 1.0
+    gate = Gate(lambda: 1000.0, lambda _: True, lambda worker, _: elsewhere.get(worker, 0.0), lambda: parts)
+    a, b = RankCapacity(A, CAPACITY), RankCapacity(B, CAPACITY)
+    assert gate.has_room(a, context("a", 500))
+    assert not gate.has_room(a, context("a", 501))
+    assert gate.has_room(b, context("a", 900))  # it has no session of any router
+    call = gate.sessions.call(key("b"), 300 * MARK_TOKENS, False)
     assert call is not None
-    gate.sent(call, A, hashes("a", 300))
-    assert gate.has_room(RankCapacity(A, CAPACITY), context("b", 100))
-    assert not gate.has_room(RankCapacity(A, CAPACITY), context("b", 101))
+    gate.sent(call, B, hashes("b", 300))
+    parts = 2.0
+    assert gate.has_room(b, context("a", 100))
+    assert not gate.has_room(b, context("a", 101))
+
+
+def test_a_pair_is_charged_at_both_workers_and_counts_as_one_session(fleet: Fleet) -> None:
+    sessions = fleet.gate.sessions
+    for marks, prefill in ((100, C), (110, C), (120, B), (130, None)):
+        call = fleet.arrives("a", marks)
+        fleet.gate.sent(call, A, hashes("a", marks), prefill)
+        call.output = 2 * MARK_TOKENS
+        call()
+        charged = {target: each.tokens // MARK_TOKENS for target, each in sessions.working_sets.items() if each.tokens}
+        assert charged == {A: marks + 2} | ({} if prefill is None else {prefill: marks})
+        assert sessions.live() == {"m": 1}
+    fleet.turn("a", 140)
+    call = fleet.arrives("a", 150)
+    fleet.gate.sent(call, A, hashes("a", 150), C)
+    sessions.forget({C})
+    assert not sessions.needs("http://c", 0)
+    fleet.gate.sent(fleet.arrives("b", 60), A, hashes("b", 60), C)
+    sessions.forget({A})
+    assert not any(each.tokens for each in sessions.working_sets.values())
+    assert sessions.live() == {}
 
 
 def test_an_idle_session_leaves_after_the_learned_pause(fleet: Fleet) -> None:
     for _ in range(40):
         fleet.turn("a", 10)
         fleet.now += 2
-    assert fleet.gate.sessions.live() == 1
+    assert fleet.gate.sessions.live().total() == 1
     fleet.now += SHORTEST_IDLE
     fleet.gate.sessions.expire()
-    assert fleet.gate.sessions.live() == 0
+    assert fleet.gate.sessions.live().total() == 0
 
 
 def test_a_name_of_many_callers_is_no_session(fleet: Fleet) -> None:
@@ -178,7 +205,7 @@ def test_a_name_of_many_callers_is_no_session(fleet: Fleet) -> None:
     for number, call in enumerate(calls):
         fleet.gate.sent(call, A, hashes(f"caller {number}", 100))
     assert fleet.gate.sessions.call(key("shared"), 10, False) is None
-    assert fleet.gate.sessions.live() == 0
+    assert fleet.gate.sessions.live().total() == 0
     for call in calls:
         call()
     assert fleet.gate.sessions.working_sets[A].tokens == 0
@@ -212,7 +239,7 @@ def test_ten_thousand_programs_that_vanish_leave_nothing(fleet: Fleet) -> None:
     fleet.now += FORGOTTEN_SECONDS + LONGEST_IDLE
     fleet.gate.sessions.expire()
     assert len(fleet.gate.sessions) == 0
-    assert fleet.gate.sessions.live() == 0
+    assert fleet.gate.sessions.live().total() == 0
     assert [each.tokens for each in fleet.gate.sessions.working_sets.values()] == [0, 0]
 
 
@@ -248,7 +275,7 @@ def test_charges_are_those_of_live_sessions_whatever_happens(steps: list[tuple[s
         call()
     fleet.now += FORGOTTEN_SECONDS + LONGEST_IDLE
     sessions.expire()
-    assert len(sessions) == sessions.live() == 0
+    assert len(sessions) == sessions.live().total() == 0
     assert not any(each.tokens for each in sessions.working_sets.values())
 
 
@@ -294,10 +321,10 @@ def test_a_session_is_live_for_twice_its_announced_pause_and_not_in_a_long_one(f
         fleet.gate.sent(call, A, hashes(name, 1))
         call()
     fleet.gate.sessions.expire()
-    assert fleet.gate.sessions.live() == 1
+    assert fleet.gate.sessions.live().total() == 1
     fleet.now += 20
     fleet.gate.sessions.expire()
-    assert fleet.gate.sessions.live() == 0
+    assert fleet.gate.sessions.live().total() == 0
 
 
 def test_records_and_their_contexts_have_a_bound(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,10 +333,10 @@ def test_records_and_their_contexts_have_a_bound(fleet: Fleet, monkeypatch: pyte
     sessions = fleet.gate.sessions
     for number in range(200):
         fleet.turn(f"{number}", 1)
-    assert len(sessions) == sessions.live() == 50
+    assert len(sessions) == sessions.live().total() == 50
     for number in range(200):
         fleet.turn(f"large {number}", 100)
-    assert len(sessions) == sessions.live() == 4
+    assert len(sessions) == sessions.live().total() == 4
     assert sessions.working_sets[A].tokens == 400 * MARK_TOKENS
 
 

@@ -97,6 +97,45 @@ def news(router: str, number: int, *loads: RankLoad) -> Message:
     return Message(router, number, Kind.NEWS, list(loads))
 
 
+async def test_what_live_sessions_need_is_shared_until_they_end(
+    here: LoadSharing, wire: Wire, there: PeerLoad, clock: Clock
+) -> None:
+    table, live = here._table, {("w", 0): 700.0}
+    table.live_of = lambda *rank: live.get(rank, 0.0)
+    table.of("w", 0), table.of("idle", 0)
+    hear_all(here, wire, there)
+    assert (there.live_tokens("w", 0), there.live_tokens("idle", 0)) == (700, 0)
+    live["w", 0] = 500.0
+    clock.now += EXPIRY / 3
+    hear_all(here, wire, there)
+    assert there.live_tokens("w", 0) == 500
+    live.clear()
+    clock.now += EXPIRY + 0.1
+    hear_all(here, wire, there)
+    there.expire()
+    assert there.live_tokens("w", 0) == 0
+
+
+async def test_limits_are_divided_while_routers_may_be_unheard(here: LoadSharing, wire: Wire, clock: Clock) -> None:
+    here.peer_load.expiry = 0.03
+    here.start()
+    try:
+        for number in range(3):
+            here.peer_load.apply(news(f"other {number}", 1))
+        await until(lambda: here._routers == 4)
+        assert here.parts() == 1
+        wire.problem = "it is cut"
+        assert here.parts() == 1  # all of them were heard a moment ago
+        clock.now += EXPIRY + 0.1
+        here.peer_load.apply(news("other 0", 2))  # over another channel
+        here.peer_load.expire()
+        assert here.parts() == 2
+        wire.problem = None
+        assert here.parts() == 1
+    finally:
+        await here.kill()
+
+
 class OthersAreForgotten(RuleBasedStateMachine):
     """Peer load, compared with a plain table of the latest message of each router."""
 
