@@ -2,6 +2,8 @@
 
 - `workloads`: generated traces: conversations, agents, tools.
 - `sides`: the routers that are compared.
+- `rivals`: the rules of other routers.
+- `behind`: the cells in which the default is not first.
 - `grid`: the cells: workloads, fleets, caches and loads.
 - `measures`: the figures of a run.
 - `decisions`: the processor time of a decision.

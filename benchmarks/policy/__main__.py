@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.policy.behind import compare_behind
 from benchmarks.policy.decisions import TARGETS, decision_seconds
 from benchmarks.policy.disaggregated import compare_pairs
 from benchmarks.policy.grid import full_grid, play, play_all, quick_grid, trace_grid
@@ -42,6 +43,15 @@ def main(
     hints: Annotated[bool, typer.Option("--hints", help="Show the effect of agents' hints.")] = False,
     sources: Annotated[bool, typer.Option("--sources", help="Show the effect of pools and of pulls.")] = False,
     light: Annotated[bool, typer.Option("--light", help="Compare policies at light load.")] = False,
+    behind: Annotated[
+        bool, typer.Option("--behind", help="Show the cells in which kv_aware is not first. Half an hour.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option("--cell", help="With --behind, play this cell only; repeatable.")
+    ] = None,
+    rules: Annotated[
+        list[str] | None, typer.Option("--side", help="With --behind, play this rule only; repeatable.")
+    ] = None,
     tail: Annotated[bool, typer.Option("--tail", help="Show the waits of the slowest requests.")] = False,
     disaggregated: Annotated[
         bool, typer.Option("--disaggregated", help="Compare choices of prefill and decode workers.")
@@ -56,7 +66,7 @@ def main(
     """Compare policies on a simulated fleet, and measure the processor time of a decision."""
     count = seeds or (2 if quick else 3)
     show = partial(print, flush=True)
-    if slos or hints or tail or sources or light or disaggregated:
+    if slos or hints or tail or sources or light or behind or disaggregated:
         if slos:
             title, table = "SLOs met", compare(trace, quick, count, show)
         elif hints:
@@ -65,6 +75,8 @@ def main(
             title, table = "Pools and peers", compare_sources(trace, quick, count, show)
         elif light:
             title, table = "Light load", compare_light(trace, quick, count, show)
+        elif behind:
+            title, table = "Not first", compare_behind(trace, only or (), rules or (), count, show)
         elif disaggregated:
             title, table = "Prefill and decode workers", compare_pairs(trace, quick, count, show)
         else:

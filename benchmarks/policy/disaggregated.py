@@ -25,8 +25,8 @@ import msgspec
 
 from benchmarks.policy.light import LightRun, figures
 from benchmarks.policy.measures import idle_ttfts, in_time
-from benchmarks.policy.pair_rivals import dynamo_pairs, fewest_requests, llm_d_pairs, mooncake_pairs, netkv_pairs
 from benchmarks.policy.report import markdown
+from benchmarks.policy.rivals.pairs import dynamo_pairs, fewest_requests, llm_d_pairs, mooncake_pairs, netkv_pairs
 from benchmarks.policy.saturation import find_saturation
 from benchmarks.policy.sessions import AGENTS, CHATS, SessionKind, generated, recorded
 from indexer import Target

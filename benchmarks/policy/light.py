@@ -30,7 +30,7 @@ LIGHT_SIDES = (
     *(rival(rule) for rule in ("preble", "mooncake", "lmetric")),
     *(Side(name.value, name) for name in (PolicyName.SESSION_AFFINITY, PolicyName.LEAST_LOADED)),
 )
-_WARM_UP = 0.3
+WARM_UP = 0.3
 _BLOCK = 256
 _KV_TOKENS = 320_000
 # Sessions in turn: the tokens of a cache, and of each prompt and answer.
@@ -73,7 +73,7 @@ def play(cell: LightCell, side: Side, seed: int) -> LightRun:
 
 def figures(outcomes: Sequence[Outcome]) -> LightRun:
     """Return the figures of the requests after the warm-up."""
-    first = outcomes[-1].request.arrival * _WARM_UP
+    first = outcomes[-1].request.arrival * WARM_UP
     steady = [each for each in outcomes if each.request.arrival >= first]
     ttft = [each.begun - each.request.arrival for each in steady]
     long = [each for each in steady if each.request.output_tokens > 8]

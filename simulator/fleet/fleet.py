@@ -30,7 +30,7 @@ from router.apis.usage import Usage
 from router.fleet.health import Outcome as AttemptOutcome
 from router.prediction.slo import SLO
 from router.routing.assignment import Assignment
-from router.settings import FleetSettings, Role
+from router.settings import Role
 from router.sharing import SharingChannel
 from simulator.fleet.engine import Engine, EngineRequest, Handover, Profile, Progress
 from simulator.fleet.simulated_router import Knowledge, Side, SimulatedRouter, build_router
@@ -41,7 +41,6 @@ from simulator.fleet.virtual_time import VirtualTimeLoop
 from simulator.fleet.workers import MODEL, EventIndex, SimulatedWorkers, events_of
 
 EVENT_DELAY = (0.003, 0.280)  # seconds from a change in an engine's cache until the router's index has it
-_SCRAPE_SECONDS = FleetSettings().metrics_interval
 _BYTES_PER_TOKEN = 4
 _PATH = "/v1/chat/completions"
 _NETWORK = NetworkSpec()
@@ -145,6 +144,8 @@ class Simulation:
                 if sources.pool is not None:
                     self._pools = SimulatedPool(sources.pool, spec.block_tokens)
         self.routers = self.make_routers()
+        for router in self.routers:
+            router.observer.start(spec.block_tokens, spec.kv_tokens)
         self._timers: list[asyncio.TimerHandle | None] = [None] * spec.workers
         self._targets = self.routers[0].workers.targets
         self._numbers = {target: number for number, target in enumerate(self._targets)}
@@ -251,6 +252,7 @@ class Simulation:
         ticket = Ticket(request.priority, tokens=prompt.tokens, size=size, arrived=now, slo=slo)
         router = self.router_of(outcome)
         self.arriving(outcome, prompt, router)
+        router.observer.arrives(request)
         try:
             assignment = router.admission.place(prompt, (), ticket, now)
         except RequestError as error:
@@ -293,6 +295,7 @@ class Simulation:
             return False
         worker = outcome.worker = self._numbers[assignment.target]
         outcome.sent = self._now()
+        router.observer.sent(outcome.request, assignment.target)
         self._in_flight[id(outcome.request)] = _InFlight(outcome, assignment, router)
         computing = assignment.prefill or assignment
         source = computing.decision.chosen.source
@@ -361,6 +364,8 @@ class Simulation:
         now = self.loop.time()
         flight.assignment.attempt.heard(now)
         flight.assignment.first_byte(now)
+        outcome = flight.outcome
+        flight.router.observer.began(outcome.request, flight.assignment.target, outcome.begun - outcome.request.arrival)
 
     def _answered(self, computed: EngineRequest) -> None:
         request = computed.request
@@ -372,6 +377,8 @@ class Simulation:
         if computed.fetched is not None and cached is not None:
             cached += computed.loaded
         flight.router.placement.answered(flight.assignment, Usage(request.input_tokens, request.output_tokens, cached))
+        tpot = (flight.outcome.ended - flight.outcome.begun) / max(request.output_tokens - 1, 1)
+        flight.router.observer.ended(request, flight.assignment.target, tpot)
         flight.assignment.release(now)
         self._follow(request)
         self._end()
@@ -402,7 +409,7 @@ class Simulation:
         self.loop.call_at(due, self._index.index.apply, self._targets[worker], batch)
 
     def _scrape(self) -> None:
-        """Let the routers read the metrics of all engines, at the router's interval."""
+        """Let the routers read the metrics of all engines, at their interval."""
         for worker, engine in enumerate(self.engines):
             metrics = (
                 f"vllm:num_requests_running {engine.running}\n"
@@ -412,7 +419,7 @@ class Simulation:
             )
             for router in self.routers:
                 router.scraped(router.workers.workers[worker], metrics)
-        self.loop.call_later(_SCRAPE_SECONDS, self._scrape)
+        self.loop.call_later(self.side.metrics_interval, self._scrape)
 
 
 @contextmanager

@@ -27,11 +27,13 @@ from router.routing.state import RoutingState
 from router.settings import (
     AdmissionSettings,
     DisaggregationSettings,
+    FleetSettings,
     PolicyName,
     PolicySettings,
 )
 from router.settings.own_code import check_function
 from router.sharing import LoadSharing, PeerLoad, SharingChannel
+from simulator.fleet.observer import Observer
 from simulator.fleet.sources import SimulatedPeers, SourceSpec
 from simulator.fleet.workers import EventIndex, SimulatedWorkers
 
@@ -60,6 +62,7 @@ class Side:
     - `programs`: whether calls of sessions wait for room.
     - `pairs`: makes its choice of a prefill and a decode worker; None for that of its policy.
     - `slo_miss_cost`: the cost of a missed SLO, in prefill tokens.
+    - `metrics_interval`: the seconds between two scrapes of an engine.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Side:
     programs: bool = False
     pairs: Callable[[Random], PairRule] | None = None
     slo_miss_cost: float = MISSED_SLO_COST
+    metrics_interval: float = FleetSettings().metrics_interval
 
     @property
     def settings(self) -> PolicySettings:
@@ -83,6 +87,10 @@ class Side:
         """Return a policy for one run. Rules that predict latencies override this, and read `learned` and `load`."""
         policy = policy_named(self.settings, random)
         return policy if self.pairs is None else replace(policy, choose_pair=self.pairs(random))
+
+    def make_admission(self, policy: NamedPolicy, make: Callable[[type[Admission]], Admission]) -> Admission:  # noqa: ARG002
+        """Return the queue for one run, which `make` creates. Rules with a queue of their own override this."""
+        return make(Admission)
 
 
 OURS = Side("kv_aware", PolicyName.KV_AWARE, late_binding=True)
@@ -112,13 +120,14 @@ def side_with(scorer: str) -> Side:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRouter:
-    """One router of a simulation. All but `workers` are the objects of a router that serves."""
+    """One router of a simulation. All but `workers` and `observer` are the objects of a router that serves."""
 
     workers: SimulatedWorkers
     state: RoutingState
     selector: TargetSelector
     placement: Placement
     admission: Admission
+    observer: Observer
 
     def scraped(self, worker: Worker, metrics: str) -> None:
         """Read an engine's metrics."""
@@ -163,9 +172,14 @@ def build_router(
     placement = Placement(state, selector)
     programs: Literal["auto", "off"] = "auto" if side.programs else "off"
     admission_settings = AdmissionSettings(requests=side.requests, late_binding=side.late_binding, programs=programs)
-    admission = Admission(selector, placement, admission_settings, policy.spec.late_binding, clock, state.gate)
+
+    def make_admission(kind: type[Admission]) -> Admission:
+        return kind(selector, placement, admission_settings, policy.spec.late_binding, clock, state.gate)
+
+    admission = side.make_admission(policy, make_admission)
     load.on_ended.append(admission.wake)
-    if admission.late_binding:
+    if admission.late_binding or type(admission) is not Admission:
         load.on_first_byte.append(admission.wake)
     sharing.on_update.append(admission.wake)
-    return SimulatedRouter(workers, state, selector, placement, admission)
+    observer = policy.choose if isinstance(policy.choose, Observer) else Observer()
+    return SimulatedRouter(workers, state, selector, placement, admission, observer)

@@ -19,7 +19,7 @@ from benchmarks.policy.tail import (
 )
 from benchmarks.policy.workloads import CONVERSATION
 from indexer import Target
-from router.load.target_load import LoadTable
+from router.load.target_load import LoadTable, ReservedLoad
 from router.policies import Candidate, Decision, Request
 from router.policies.rates import Rates
 from router.prediction.learned import Learned
@@ -72,7 +72,9 @@ def test_first_choice_of_every_request_is_recorded() -> None:
 def test_mooncakes_rule_chooses_the_least_ttft() -> None:
     crowded = Candidate(Target("a", 0, "m"), requests=30, pending=100, context=500_000)
     waiting = Candidate(Target("b", 0, "m"), requests=1, pending=200)
-    learned, load = Learned(Rates(), monotonic, 0.1, 0.5), LoadTable(monotonic)
+    learned, load = Learned(Rates(), monotonic, 0.1, 0.5), LoadTable(lambda: 0.0)
+    for name, seconds in (("a", 0.1), ("b", 0.2)):
+        ReservedLoad(load.of(name, 0), 100, 100, prefill_seconds=seconds)
     policies = [side.make_policy(Random(0), learned, load) for side in (LEAST_TTFT, OURS)]
     choices = [policy.choose([crowded, waiting], Request(1000)).chosen for policy in policies]
     assert choices == [crowded, waiting]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.policy.pair_rivals import dynamo_pairs
+from benchmarks.policy.rivals.pairs import dynamo_pairs
 from router.apis.requests import RoutedRequest
 from router.policies.rates import prefill_seconds
 from router.prediction.slo import SLO

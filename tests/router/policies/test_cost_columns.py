@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.policy.rivals import Dynamo, Lmetric, Mooncake
+from benchmarks.policy.rivals.others import Lmetric
 from indexer import Target
 from indexer.native import CORE_VARIABLE, CORES
 from router.policies import Candidate, CostColumns, KvWeights, LinearPolicy, Request, kv_aware
@@ -25,9 +25,8 @@ POLICIES: dict[str, Callable[[Random], LinearPolicy]] = {
     "kv_aware": lambda random: kv_aware(KvWeights(), random),
     "kv_aware, near": lambda random: kv_aware(KvWeights(near=0.05), random),
     "kv_aware, loading dearer than computing": lambda random: kv_aware(KvWeights(disk_token=9.0), random),
-    "dynamo": Dynamo,
     "lmetric": Lmetric,
-    "mooncake": lambda random: Mooncake(random, 0.1, 0.5),
+    "lmetric, own": lambda random: Lmetric(random, own=True),
     "least_loaded": LeastLoaded,
 }
 TOKENS = 1000

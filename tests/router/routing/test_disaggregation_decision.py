@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.policy.pair_rivals import dynamo_pairs, fewest_requests, llm_d_pairs, mooncake_pairs, netkv_pairs
+from benchmarks.policy.rivals.pairs import dynamo_pairs, fewest_requests, llm_d_pairs, mooncake_pairs, netkv_pairs
 from indexer import Target
 from router.policies import Candidate, Request, policy_named
 from router.policies.kv_aware import KvWeights, SecondsWeights, kv_cost
@@ -230,7 +230,7 @@ def test_llm_d_keeps_prefixes_together_until_their_workers_are_18_seconds_late()
     assert names(chosen(decodes, [warm, cold], rule=rule)) == ("free", "warm")
     late = worker("warm", overlap=9000, pending=500_000)
     assert names(chosen(decodes, [late, cold], rule=rule)) == ("free", "cold")
-    assert names(chosen([worker("d", overlap=9990)], [cold], rule=rule)) == ("d", None)
+    assert names(chosen([worker("d", overlap=9990)], [cold], rule=rule)) == ("d", "cold")
 
 
 def test_mooncake_takes_the_least_time_to_first_token_and_between_tokens() -> None:

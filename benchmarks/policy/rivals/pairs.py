@@ -10,44 +10,21 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
+from benchmarks.policy.rivals.llm_d import least_queued, llm_d_affinity
 from indexer import Target
 from router.policies.pairs import IN_PAIR, INTEGRATED, NO_PREFILL, PairChoice, PairOptions, PairRule
-from router.policies.rates import Rates, prefill_seconds
+from router.policies.rates import Rates
 from router.policies.records import Candidate, CostUnit, Decision, Request, cheapest
 
 # ai-dynamo/dynamo, lib/kv-router/src/conditional_disagg.rs: DEFAULT_CONDITIONAL_DISAGG_EFF_ISL_THRESHOLD and
 # DEFAULT_CONDITIONAL_DISAGG_EFF_ISL_RATIO_THRESHOLD.
 _DYNAMO_TOKENS: Final = 2048
 _DYNAMO_RATIO: Final = 0.7
-# llm-d/llm-d-router, filter/prefixcacheaffinity/README.md at 066c20ea107e: affinityThreshold and maxTTFTPenaltyMs.
-_LLM_D_AFFINITY: Final = 0.8
-_LLM_D_PENALTY: Final = 18.0
-# llm-d/llm-d, guides/pd-disaggregation: nonCachedTokens of prefix-based-pd-decider.
-_LLM_D_UNCACHED: Final = 16
-# llm-d measures peakPrefillThroughput with one chunk of this many tokens on an idle worker.
-_LLM_D_CHUNK: Final = 8192
 # Before this rule chose pairs together, the default did so with these constants.
 _FEWEST_SKIP: Final = 2048
 _FEWEST_RATIO: Final = 0.7
 _FEWEST_SATURATED: Final = 65_536
 _TIE: Final = 0.4
-
-
-def _uncached(candidate: Candidate, request: Request) -> int:
-    return max(request.tokens - candidate.reused, 0)
-
-
-def least_queued(random: Random) -> Callable[[list[Candidate], Request], Decision]:
-    """Return the policy of the fewest tokens to compute, this prompt's included."""
-
-    def choose(candidates: list[Candidate], request: Request) -> Decision:
-        def terms(candidate: Candidate) -> dict[str, float]:
-            load = {} if candidate.source is None else {"load": candidate.source.load}
-            return {"queued": float(candidate.pending), "prefill": float(_uncached(candidate, request)), **load}
-
-        return cheapest(candidates, terms, random)
-
-    return choose
 
 
 def dynamo_pairs(random: Random, conditional: bool = True) -> PairRule:
@@ -76,32 +53,15 @@ def dynamo_pairs(random: Random, conditional: bool = True) -> PairRule:
 
 
 def llm_d_pairs(random: Random) -> PairRule:
-    """Return the rule of llm-d's guide for prefill and decode workers.
+    """Return the rule of llm-d's guide for prefill and decode workers (`always-disagg-pd-decider`).
 
-    - The decode worker has the fewest requests.
-    - It computes the prompt alone if fewer than 16 tokens are not cached there (`prefix-based-pd-decider`).
-    - The prefill worker has the fewest tokens to compute, among those that hold 0.8 of the prompt. All are candidates
-      if none does, or if the queues of those exceed the others' by 18 s.
+    The decode worker has the fewest requests. The prefill worker is chosen by the affinity filter (`llm_d_affinity`).
     """
-    least = least_queued(random)
-    idle = Rates()
-
-    def sticky(candidates: list[Candidate], request: Request) -> Decision:
-        enough = _LLM_D_AFFINITY * request.tokens
-        warm = [each for each in candidates if each.overlap >= enough]
-        others = [each for each in candidates if each.overlap < enough]
-        if warm and others:
-            throughput = _LLM_D_CHUNK / prefill_seconds(idle, _LLM_D_CHUNK, 0, 0, 0)
-            later = min(each.pending for each in warm) - min(each.pending for each in others)
-            if later <= _LLM_D_PENALTY * throughput:
-                return least(warm, request)
-        return least(candidates, request)
+    prefill_policy = llm_d_affinity(random)
 
     def choose(options: PairOptions, request: Request) -> PairChoice:
         decode = cheapest(options.decodes, lambda each: {"requests": each.requests}, random, unit=CostUnit.REQUESTS)
-        if options.alone and request.tokens - decode.chosen.overlap < _LLM_D_UNCACHED:
-            return PairChoice(decode, None, "little is left to compute")
-        return _paired(options, request, decode, sticky)
+        return _paired(options, request, decode, prefill_policy)
 
     return choose
 
