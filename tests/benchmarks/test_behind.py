@@ -42,8 +42,10 @@ def test_rule_with_more_requests_in_time_is_ahead() -> None:
     assert "is first" in summary({"agents@0.2": {"kv_aware": [RUN]}})
 
 
-def test_nearest_rules_have_the_best_ranks() -> None:
-    assert nearest(runs(kv_aware=(10,), a=(12,), b=(9,), c=(11,)), "kv_aware", 2) == ["b", "c"]
+def test_nearest_rules_lead_in_any_measure() -> None:
+    cell = runs(kv_aware=(10,), a=(12,), b=(9.5,), c=(11,))
+    cell["late"] = [replace(RUN, answer_p90=30.0, ttft_p90=0.5)]
+    assert nearest(cell, "kv_aware", 3) == ["late", "b", "a"]
 
 
 def test_cells_of_the_grid_have_the_named_fleets() -> None:
