@@ -152,6 +152,10 @@ class Simulation:
         self._known_at = [0.0] * spec.workers  # when the last sent event of each worker arrives
         self._in_flight: dict[int, _InFlight] = {}  # by the identity of the request
         self._waiting: set[asyncio.Task[None]] = set()
+        self._scraped: dict[int, str] = {}  # the last metrics of each worker
+        self._scrapes = 0
+        # Unchanged metrics are read again once a second, so that they do not expire.
+        self._reads_again = max(round(1 / side.metrics_interval), 1)
         self._outcomes: list[Outcome] = []
         self._until = inf
         self._unanswered = 0
@@ -417,8 +421,12 @@ class Simulation:
                 f"vllm:kv_cache_usage_perc {engine.kv_usage}\n"
                 f"vllm:num_preemptions_total {engine.preemptions}\n"
             )
+            if self._scraped.get(worker) == metrics and self._scrapes % self._reads_again:  # nothing to read
+                continue
+            self._scraped[worker] = metrics
             for router in self.routers:
                 router.scraped(router.workers.workers[worker], metrics)
+        self._scrapes += 1
         self.loop.call_later(self.side.metrics_interval, self._scrape)
 
 
