@@ -233,6 +233,8 @@ class Index:
 
         The state is its blocks by tier, orphans, counters, block sizes, and smallest window.
         """
+    def kept(self, target: int) -> tuple[int, int]:
+        """Return the blocks of a target in GPU memory, and those that its events have removed; zeros if unknown."""
     def sweep(self) -> None:
         """Free a part of the memory of cleared and dropped blocks."""
     def runs(self) -> int:

@@ -138,6 +138,14 @@ class Index {
         return targets_[number].status;
     }
 
+    // The blocks of a target in GPU memory, and those that its events have removed; zeros for an unknown target.
+    std::pair<u64, u64> kept(u32 number) {
+        const std::lock_guard guard(targets_lock_);
+        if (number >= targets_.size() || !targets_[number].holdings) return {0, 0};
+        const Status& status = targets_[number].status;
+        return {status.blocks[0], status.counters.removed};
+    }
+
     // Free a part of the blocks that were cleared or dropped.
     void sweep() {
         const std::lock_guard turn(shared_.lock);

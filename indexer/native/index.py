@@ -275,12 +275,12 @@ class NativeIndex(Index):
         return TargetStatus(tiers, frozenset(block_sizes), orphans, HoldingsCounters(*counters), window)
 
     def evictions(self, target: Target) -> int:
-        status = self.core.status(self.number(target))
-        return 0 if status is None else status[2][1]
+        removed: int = self.core.kept(self.number(target))[1]
+        return removed
 
     def held(self, target: Target) -> int:
-        status = self.core.status(self.number(target))
-        return 0 if status is None else status[0][0]
+        held: int = self.core.kept(self.number(target))[0]
+        return held
 
     def block_sizes(self, targets: Iterable[Target]) -> set[int]:
         known = (self.status(target) for target in targets)

@@ -236,6 +236,11 @@ nb::object status(Index& index, u32 number) {
         status->block_sizes, status->window ? nb::object(nb::int_(*status->window)) : nb::none());
 }
 
+nb::tuple kept(Index& index, u32 number) {
+    const auto [held, removed] = index.kept(number);
+    return nb::make_tuple(held, removed);
+}
+
 nb::bytes prefix_hashes(u64 seed, const nb::bytes& tokens, u64 block_size, std::size_t start, std::size_t end) {
     const std::size_t step = block_size * sizeof(u32);
     if (end > tokens.size() / std::max<std::size_t>(step, 1)) throw nb::index_error("there are fewer blocks");
@@ -571,6 +576,7 @@ NB_MODULE(_native, module) {
                 return index.restore(number, bytes, block_sizes);
             })
         .def("status", &status)
+        .def("kept", &kept)
         .def("sweep", &Index::sweep, Release())
         .def("runs", &Index::runs, Release())
         .def("is_sound", &Index::is_sound, Release());

@@ -18,7 +18,7 @@ from router.apis.messages import BILLING_HEADER
 _QUOTED: Final = f'"{BILLING_HEADER}'.encode()
 # The field with the system prompt, by the path of a request.
 _FIELDS: Final = {ANTHROPIC: "system", CHAT: "messages", RESPONSES: "instructions"}
-_SYSTEM_ROLES: Final = ("system", "developer")
+SYSTEM_ROLES: Final = ("system", "developer")
 # The rest of the line inside a JSON string, with the escaped end of the line.
 _LINE: Final = re.compile(r'(?:[^"\\]|\\(?!n|u000[aA])(?:u[0-9a-fA-F]{4}|.))*(\\n|\\u000[aA])?')
 _decode = json.JSONDecoder().raw_decode
@@ -62,7 +62,7 @@ def _cuts(path: str, text: str) -> list[tuple[int, int]]:
         return _cuts_of_content(text, 0)
     cuts = []
     for message in _items(text, 0):
-        if not isinstance(message.value, dict) or message.value.get("role") not in _SYSTEM_ROLES:
+        if not isinstance(message.value, dict) or message.value.get("role") not in SYSTEM_ROLES:
             break
         content = _member(text, message, "content")
         cuts += [] if content is None else _cuts_of_content(text, content)

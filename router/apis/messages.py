@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import xxhash
 
+# The beginning of the line that Claude Code writes before its system prompt (`router/apis/billing_line.py`).
+BILLING_HEADER: Final = "x-anthropic-billing-header"
 # The types of media parts, and their names in templates.
 MODALITIES = {
     "image_url": "image",
@@ -112,15 +114,15 @@ def prepare_tools(tools: list[Any]) -> list[Any]:
     return [_tool(tool) for tool in tools]
 
 
+def is_rewritten(role: object, text: str) -> bool:
+    """Return whether vLLM passes another text or role to templates than that of a message of a role and a text."""
+    return role == "developer" or text.startswith(BILLING_HEADER)
+
+
 def _message(message: Message, wraps_parts: bool, media_as_text: bool) -> Message:
     role, content = message["role"], message.get("content")
     # Shortcut for messages of a role and a text, which are the most common.
-    if (
-        len(message) == 2
-        and isinstance(content, str)
-        and role != "developer"
-        and not content.startswith(BILLING_HEADER)
-    ):
+    if len(message) == 2 and isinstance(content, str) and not is_rewritten(role, content):
         if wraps_parts and role != "tool":
             return {"role": role, "content": [{"type": "text", "text": content}]}
         return message if next(iter(message)) == "role" else {"role": role, "content": content}
@@ -155,9 +157,6 @@ def _message(message: Message, wraps_parts: bool, media_as_text: bool) -> Messag
         tools = message.get("tools")
         result["tools"] = [_developer_tool(tool) for tool in tools] if isinstance(tools, list) else None
     return result
-
-
-BILLING_HEADER = "x-anthropic-billing-header"
 
 
 def without_billing_line(parts: Iterable[Any]) -> Iterator[Any]:

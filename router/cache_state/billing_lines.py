@@ -6,9 +6,11 @@ does. One that keeps the line reports few of the predicted cached tokens, or a p
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
-from router.apis.billing_line import has_billing_line, without_billing_line
+from router.apis.billing_line import SYSTEM_ROLES, has_billing_line, without_billing_line
+from router.apis.messages import BILLING_HEADER
+from router.apis.requests import UsualChat
 from router.apis.usage import Usage
 from router.cache_state.target_audit import CachePrediction
 from router.fleet.discovery import Engine
@@ -16,6 +18,9 @@ from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
 from router.settings import BillingLine
 
+# Constants, because each access to a member of an enumeration is a lookup.
+_KEEP: Final = BillingLine.KEEP
+_STRIP: Final = BillingLine.STRIP
 # The answers in a row that show that the line is kept.
 _ANSWERS: Final = 3
 # The tokens of a predicted hit that is large enough to be judged, and the least tokens of a line.
@@ -34,14 +39,19 @@ class BillingLines:
         self._watched = False
         fleet.on_removed.append(self._forget)
 
-    def body_to_send(self, path: str, body: bytes) -> tuple[bytes, bool]:
-        """Return the body, without its billing line if it is dropped, and whether the line is still in it."""
-        if self._setting is BillingLine.KEEP or not self._watches() or not has_billing_line(path, body):
+    def body_to_send(self, path: str, body: bytes, read: bytes | UsualChat = b"") -> tuple[bytes, bool]:
+        """Return the body, without its billing line if it is dropped, and whether the line is still in it.
+
+        `read`: what was read of the body, if it is a usual chat. Then the body is not searched.
+        """
+        if self._setting is _KEEP or not self._watches():
+            return body, False
+        if not (_begins_with_line(read[1]) if isinstance(read, tuple) else has_billing_line(path, body)):
             return body, False
         without = without_billing_line(path, body)
         if without is None:
             return body, False
-        if self._setting is BillingLine.STRIP or any(map(self.keeps, self._fleet.workers)):
+        if self._setting is _STRIP or any(map(self.keeps, self._fleet.workers)):
             return without, False
         return body, True
 
@@ -73,7 +83,7 @@ class BillingLines:
 
     def _watches(self) -> bool:
         """Return whether a worker may keep the line: only then are bodies searched for it."""
-        if self._setting is BillingLine.STRIP:
+        if self._setting is _STRIP:
             return True
         if self._version != self._fleet.version:
             self._version = self._fleet.version
@@ -85,3 +95,14 @@ class BillingLines:
 
     def _forget(self, worker: Worker) -> None:
         self._misses.pop(worker, None)
+
+
+def _begins_with_line(messages: list[dict[str, Any]]) -> bool:
+    """Return whether a system message before the first one of another role may begin with a billing line."""
+    for message in messages:
+        content = message.get("content")
+        if message.get("role") not in SYSTEM_ROLES:
+            return False
+        if not isinstance(content, str) or content.startswith(BILLING_HEADER):
+            return True
+    return False

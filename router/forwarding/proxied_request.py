@@ -279,7 +279,7 @@ class ProxiedRequest(AttemptHandler, ServedRequest):
         context, head = self._context, self._context.head
         with_prompt = self._services.reader.state.needs_prompts
         checked, known = context.checked(body, with_prompt)
-        body, billing_line = self._services.billing_lines.body_to_send(head.path, checked)
+        body, billing_line = self._services.billing_lines.body_to_send(head.path, checked, known)
         read = known if body is checked else None
         body = self._asking(body)
         if self._services.fleet.encodes:

@@ -55,7 +55,6 @@ answer. a, q, t0 and d are the worker's rates (`router.policies.rates`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Final, TypeAlias
@@ -81,50 +80,26 @@ class KvWeights:
 # The price of a token on a full cache while another one is empty: that of computing the token that it evicts.
 _ROOM: Final = 1.0
 
-# The part of the cost that does not depend on the prompt, and the price of each token that the prompt is charged for.
-# Whole numbers stay whole in reports.
-Term: TypeAlias = "tuple[int | float, int | float]"
+# A term of the cost: its name, the part that every prompt pays, and the price of each charged token.
+Term: TypeAlias = tuple[str, float, float]
 
 
-def _pending(candidate: Candidate, _: KvWeights) -> Term:
-    return candidate.pending, 0
-
-
-def _prefill(_: Candidate, __: KvWeights) -> Term:
-    return 0, 1
-
-
-def _interference(candidate: Candidate, weights: KvWeights) -> Term:
-    harm = weights.interference + weights.interference_per_request * candidate.requests + candidate.loads
-    return 0, harm
-
-
-def _eviction(candidate: Candidate, weights: KvWeights) -> Term:
-    return 0, room_price(candidate, weights.eviction)
-
-
-def _memory(candidate: Candidate, _: KvWeights) -> Term:
-    return candidate.memory, 0
-
-
-def _context(candidate: Candidate, weights: KvWeights) -> Term:
-    return weights.interference_per_request * candidate.context_token * candidate.context, 0
+def load_terms(candidate: Candidate, weights: KvWeights) -> list[Term]:
+    """Return the terms of a target's load. Their sums are its line in the columns, so a term needs no native code."""
+    gamma = weights.interference_per_request
+    return [
+        ("pending", float(candidate.pending), 0.0),
+        ("memory", candidate.memory, 0.0),
+        ("prefill", 0.0, 1.0),
+        ("interference", 0.0, weights.interference + gamma * candidate.requests + candidate.loads),
+        ("eviction", 0.0, room_price(candidate, weights.eviction)),
+        ("context", gamma * candidate.context_token * candidate.context, 0.0),
+    ]
 
 
 def room_price(candidate: Candidate, eviction: float) -> float:
     """Return what each token costs for the room that it takes in a target's cache. `eviction`: the weight θ."""
     return eviction * candidate.eviction + _ROOM * candidate.fuller
-
-
-# The terms of a target's load. Their sums are its line in the columns, so a new term needs no native code.
-TERMS: dict[str, Callable[[Candidate, KvWeights], Term]] = {
-    "pending": _pending,
-    "memory": _memory,
-    "prefill": _prefill,
-    "interference": _interference,
-    "eviction": _eviction,
-    "context": _context,
-}
 
 
 class KvAware(LinearPolicy):
@@ -134,19 +109,17 @@ class KvAware(LinearPolicy):
         super().__init__(random, weights.cpu_token, weights.disk_token, weights.near)
         self._weights = weights
         self._in_seconds = SecondsWeights(interference=weights.interference, eviction=weights.eviction)
-        self._terms = list(TERMS.values())
 
     def line(self, candidate: Candidate) -> Line:
         fixed = per_token = 0.0
-        for term in self._terms:
-            once, each = term(candidate, self._weights)
+        for _, once, each in load_terms(candidate, self._weights):
             fixed += once
             per_token += each
         return fixed, per_token, 0.0 if candidate.eviction else 1.0
 
     def cost_with(self, candidate: Candidate, source: Source, request: Request) -> float:
-        _, room = _eviction(candidate, self._weights)
-        load = _load(candidate, source, request.shared, self._weights) + room * source.tokens
+        room = room_price(candidate, self._weights.eviction) * source.tokens
+        load = _load(candidate, source, request.shared, self._weights) + room
         return self.cost_after(candidate, candidate.reused, request) + load
 
     def terms(self, candidate: Candidate, request: Request) -> dict[str, float]:
@@ -174,15 +147,13 @@ def kv_cost(candidate: Candidate, request: Request, weights: KvWeights) -> dict[
     """Return the terms of the cost of a prompt on a candidate, in prefill tokens."""
     charged = _charged(candidate, request)
     transfer = weights.cpu_token * candidate.cpu + weights.disk_token * candidate.disk
-    terms: dict[str, float] = {"pending": 0, "transfer": transfer}
-    for name, term in TERMS.items():
-        once, each = term(candidate, weights)
+    terms: dict[str, float] = {"pending": 0.0, "transfer": transfer}
+    for name, once, each in load_terms(candidate, weights):
         terms[name] = once + charged * each
     source = candidate.source
     if source is not None:
-        _, room = _eviction(candidate, weights)
         terms["load"] = _load(candidate, source, request.shared, weights)
-        terms["eviction"] += source.tokens * room
+        terms["eviction"] += source.tokens * room_price(candidate, weights.eviction)
     return terms
 
 

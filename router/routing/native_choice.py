@@ -80,10 +80,11 @@ class NativeChoice:
             question = rows.question = ChoiceQuestion(rows.index, lines, (served.root, CHUNK_TOKENS))
         question.roots = rows.roots if salt is None else self._roots(served, salt)
         question.chunking = served.root if salt is None else served.root_of(salt), CHUNK_TOKENS
-        question.prices = (prompt.tokens, self._least, *self._loading)
+        cpu, disk, near = self._loading
+        question.prices = prompt.tokens, self._least, cpu, disk, near
         forks = self._pressure.demand.forks
         question.demand = (forks, self._pressure.stride, now, HORIZON, spare) if spare > 0 and forks else None
-        question.excluded = [*excluded]
+        question.excluded = list(excluded) if excluded else []
         for _ in range(_MOST_CALLS):
             question.units, question.in_flight = rows.units, []
             in_flight = [(self._in_flight, rows.in_flight), (self._peers, rows.peers)]

@@ -89,6 +89,10 @@ class ChatTemplate:
     def _text(self, chat: ChatPrompt, media_as_text: bool) -> str:
         tools = None if chat.tools is None else prepare_tools(chat.tools)
         variables = {"tools": tools, "documents": None} | template_variables(chat)
+        if self._pieces is not None:
+            text = self._pieces.text_of_plain(chat.messages, variables, self._wraps_parts)
+            if text is not None:
+                return text
         messages = prepare_messages(
             chat.messages,
             wraps_parts=self._wraps_parts,

@@ -23,7 +23,7 @@ from router.tokens.engine_client import EngineClient, Release
 from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.media_reader import MediaReader
-from router.tokens.model_tokenizer import SourceUsage
+from router.tokens.model_tokenizer import TokenizerUsage
 from router.tokens.tokenizers import Tokenizers
 
 
@@ -78,7 +78,7 @@ class ModelState:
     problem: str = ""
     mismatched: set[str] = field(default_factory=set)
     logged_route: str = ""
-    usage: SourceUsage = field(default_factory=SourceUsage)
+    usage: TokenizerUsage = field(default_factory=TokenizerUsage)
     task: asyncio.Task[None] | None = None
 
     def urls(self) -> list[str]:
@@ -134,7 +134,7 @@ def tokenizer_report(tokenizers: Tokenizers, models: Mapping[str, ModelState]) -
     for name, tokenizer in tokenizers.by_model().items():
         model = models.get(name)
         merged = model.merged() if model else Agreement()
-        usage = tokenizer.usage
+        usage = {source.value: each for source, each in tokenizer.usage.by_source().items()}
         found[name] = {
             "source": tokenizer.route,
             "reading": tokenizer.local.method if tokenizer.local else None,
@@ -144,11 +144,9 @@ def tokenizer_report(tokenizers: Tokenizers, models: Mapping[str, ModelState]) -
             "probes": {kind.value: report.route.value for kind, report in merged.probes.items()},
             "differences": {kind.value: each.difference for kind, each in merged.probes.items() if each.difference},
             "media": tokenizer.media.report() if tokenizer.media else None,
-            "prompts": {path.value: usage.prompts[path] for path in usage.seconds},
+            "prompts": {source: each.prompts for source, each in usage.items()},
             "milliseconds": {
-                path.value: round(1000 * seconds / usage.prompts[path], 3)
-                for path, seconds in usage.seconds.items()
-                if usage.prompts[path]
+                source: round(1000 * each.seconds / each.prompts, 3) for source, each in usage.items() if each.prompts
             },
         }
     return found
@@ -223,7 +221,7 @@ class TokenizerCollector(Collector):
             gauge.add_metric([model, tokenizer.route], 1)
             asked.add_metric([model], len(tokenizer.asked))
             cache.add_metric([model], tokenizer.cached_bytes)
-            for path, spent in tokenizer.usage.seconds.items():
-                prompts.add_metric([model, path.value], tokenizer.usage.prompts[path])
-                seconds.add_metric([model, path.value], spent)
+            for source, usage in tokenizer.usage.by_source().items():
+                prompts.add_metric([model, source.value], usage.prompts)
+                seconds.add_metric([model, source.value], usage.seconds)
         yield from (gauge, asked, cache, prompts, seconds)

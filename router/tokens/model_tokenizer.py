@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection
 from enum import StrEnum
 
@@ -27,16 +27,29 @@ class PromptSource(StrEnum):
 
 
 class SourceUsage:
-    """Prompts and seconds by source."""
+    """The prompts of one source, and the seconds spent on them."""
 
     def __init__(self) -> None:
-        self.prompts: Counter[PromptSource] = Counter()
-        self.seconds: dict[PromptSource, float] = dict.fromkeys(PromptSource, 0.0)
+        self.prompts = 0
+        self.seconds = 0.0
 
-    def add(self, path: PromptSource, started: float) -> None:
-        """Count a prompt of this source; `started` is its start by `time.perf_counter`."""
-        self.prompts[path] += 1
-        self.seconds[path] += time.perf_counter() - started
+    def add(self, started: float) -> None:
+        """Count a prompt. `started`: when it was begun, by `time.perf_counter`."""
+        self.prompts += 1
+        self.seconds += time.perf_counter() - started
+
+
+class TokenizerUsage:
+    """The prompts of a model by source."""
+
+    def __init__(self) -> None:
+        self.local = SourceUsage()
+        self.engine = SourceUsage()
+        self.text = SourceUsage()
+
+    def by_source(self) -> dict[PromptSource, SourceUsage]:
+        """Return the usage of each source."""
+        return {PromptSource.LOCAL: self.local, PromptSource.ENGINE: self.engine, PromptSource.TEXT: self.text}
 
 
 class ModelTokenizer:
@@ -53,7 +66,7 @@ class ModelTokenizer:
         local: LocalTokenizer | None = None,
         engine: EngineTokenizer | None = None,
         asked: Collection[ProbeKind] = (),
-        usage: SourceUsage | None = None,
+        usage: TokenizerUsage | None = None,
         suspected: bool = False,
         media: MediaReader | None = None,
         on_trial: bool = False,
@@ -61,7 +74,7 @@ class ModelTokenizer:
         self.local = local
         self.engine = engine
         self.asked = frozenset(asked)
-        self.usage = usage or SourceUsage()
+        self.usage = usage or TokenizerUsage()
         self.suspected = suspected
         self.media = media
         self.on_trial = on_trial

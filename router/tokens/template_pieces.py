@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
+from router.apis.messages import is_rewritten
 from router.tokens.template_environment import time_as
 from router.tokens.template_placeholders import PlaceholderTemplate, Rendering
 
@@ -108,14 +109,7 @@ class TemplatePieces:
 
         Messages and variables are as the template receives them. The first field of a message is its role.
         """
-        if (
-            variables["tools"] is not None
-            or variables["documents"] is not None
-            or variables["continue_final_message"]
-            or not 0 < len(messages) <= _MOST_MESSAGES
-        ):
-            return None
-        key: list[object] = [variables["add_generation_prompt"]]
+        roles: list[object] = []
         contents: list[str] = []
         for message in messages:
             role: object = message["role"]
@@ -124,8 +118,36 @@ class TemplatePieces:
                 role, content = (role,), _only_text(content)
             if type(content) is not str or len(message) != 2:
                 return None
-            key.append(role)
+            roles.append(role)
             contents.append(content)
+        return self._text(roles, contents, variables)
+
+    def text_of_plain(self, messages: list[dict[str, Any]], variables: dict[str, Any], wraps_parts: bool) -> str | None:
+        """Return the text of messages as the client sent them; None if one is more than a role and a text.
+
+        `wraps_parts`: the template receives each content as a list, as `prepare_messages` makes it.
+        """
+        roles: list[object] = []
+        contents: list[str] = []
+        for message in messages:
+            role: object = message["role"]
+            content = message.get("content")
+            if type(content) is not str or len(message) != 2 or is_rewritten(role, content):
+                return None
+            roles.append((role,) if wraps_parts and role != "tool" else role)
+            contents.append(content)
+        return self._text(roles, contents, variables)
+
+    def _text(self, roles: list[object], contents: list[str], variables: dict[str, Any]) -> str | None:
+        """Return the text of contents. `roles`: that of each, in a tuple if the template receives a list of parts."""
+        if (
+            variables["tools"] is not None
+            or variables["documents"] is not None
+            or variables["continue_final_message"]
+            or not 0 < len(roles) <= _MOST_MESSAGES
+        ):
+            return None
+        key: list[object] = [variables["add_generation_prompt"], *roles]
         if len(variables) > _ARGUMENTS and not self._add_variables(key, variables):
             return None
         pieces = self._pieces(tuple(key), variables)

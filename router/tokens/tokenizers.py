@@ -20,7 +20,7 @@ from router.apis.requests import ChatPrompt, Prompt, TextPrompts, TokenPrompts
 from router.tokens import OnTrialError, TokenizerUnavailableError, TooLongForNowError
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.media_reader import Expanded, MediaReader, media_items
-from router.tokens.model_tokenizer import ModelTokenizer, PromptSource
+from router.tokens.model_tokenizer import ModelTokenizer
 
 __all__ = ["OnTrialError", "TokenizerUnavailableError", "Tokenizers"]
 
@@ -133,7 +133,7 @@ class Tokenizers:
             tokenized = _tokenized(tokenizer.local, prompt, INLINE_CHARACTERS, tokenizer.media)
         except TooLongForNowError:
             return None
-        tokenizer.usage.add(PromptSource.LOCAL, started)
+        tokenizer.usage.local.add(started)
         return _guess(tokenized) if guesses else tokenized
 
     async def tokenize_aside(self, model: str, prompt: Prompt) -> Tokenized:
@@ -149,7 +149,7 @@ class Tokenizers:
         if tokenizer.local is None:
             raise TokenizerUnavailableError(f"model {model!r} has neither a tokenizer nor an engine to ask")
         tokenized = await self._tokenize_locally(tokenizer, tokenizer.local, prompt)
-        tokenizer.usage.add(PromptSource.LOCAL, started)
+        tokenizer.usage.local.add(started)
         return tokenized
 
     async def _tokenize_locally(
@@ -167,7 +167,7 @@ class Tokenizers:
         """Count a prompt that is known only by its text; `started` is its start by `time.perf_counter`."""
         tokenizer = self._models.get(model)
         if tokenizer is not None:
-            tokenizer.usage.add(PromptSource.TEXT, started)
+            tokenizer.usage.text.add(started)
 
     async def close(self) -> None:
         """Stop the threads after their current work."""
@@ -215,9 +215,9 @@ class Tokenizers:
         if answer is None:
             assert local is not None
             guess = _guess(await self._in_thread(local, prompt))
-            tokenizer.usage.add(PromptSource.LOCAL, started)
+            tokenizer.usage.local.add(started)
             return guess
-        tokenizer.usage.add(PromptSource.ENGINE, started)
+        tokenizer.usage.engine.add(started)
         if not answer.exact:
             return Tokenized(answer.prompts, list(answer.prompts))
         if tokenizer.suspected and local is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -83,6 +84,24 @@ def test_three_answers_show_what_another_engine_does(
     assert known.body_to_send(PATH, WITH) == (WITH, True)
     answer(known, engine, predicted, cached, tokens)
     assert known.body_to_send(PATH, WITH) == ((WITHOUT, False) if strips else (WITH, True))
+
+
+@pytest.mark.parametrize(
+    ("messages", "sent"),
+    [
+        ([("system", "x-anthropic-billing-header: cch=1;\nBe brief."), ("user", "Hi")], True),
+        ([("developer", "Be brief."), ("system", "x-anthropic-billing-header: cch=1;\nYes.")], True),
+        ([("user", "x-anthropic-billing-header: cch=1;\nHi")], False),
+        ([("user", "Hi"), ("system", "x-anthropic-billing-header: cch=1;\nHi")], False),
+    ],
+)
+def test_a_usual_chat_loses_the_line_of_its_system_prompt(messages: list[tuple[str, str]], sent: bool) -> None:
+    path, chat = "/v1/chat/completions", [{"role": role, "content": content} for role, content in messages]
+    body = json.dumps({"model": "m", "messages": chat}).encode()
+    known = lines(worker(Engine.SGLANG))
+    without = known.body_to_send(path, body, ("m", chat, False, None))
+    assert without == known.body_to_send(path, body)
+    assert (without != (body, False)) is sent
 
 
 def test_a_hit_or_a_restart_begins_anew() -> None:

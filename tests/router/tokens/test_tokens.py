@@ -16,7 +16,7 @@ from router.tokens.engine_client import EngineClient
 from router.tokens.engine_tokenizer import EngineTokenizer
 from router.tokens.local_tokenizer import LocalTokenizer
 from router.tokens.model_state import TokenizerCollector
-from router.tokens.model_tokenizer import ModelTokenizer, PromptSource
+from router.tokens.model_tokenizer import ModelTokenizer
 from router.tokens.probes import ProbeKind
 from router.tokens.tokenizers import INLINE_BYTES, INLINE_CHARACTERS, MAX_WAITING, Tokenizers, TokenizerUnavailableError
 
@@ -129,7 +129,7 @@ async def test_engine_tokenizes_only_its_probe_kinds(
     assert tokenizers.tokenize_now("m", system) is None
     assert (await tokenizers.tokenize("m", system)).token_ids == local.tokenize(system)
     assert engine.asked.total() == 1
-    assert (tokenizer.usage.prompts[PromptSource.LOCAL], tokenizer.usage.prompts[PromptSource.ENGINE]) == (1, 1)
+    assert (tokenizer.usage.local.prompts, tokenizer.usage.engine.prompts) == (1, 1)
 
 
 async def test_likely_tokens_are_used_if_no_engine_answers(
