@@ -147,6 +147,7 @@ class LoadView:
         if anew:
             load.engine = rank.worker.metrics.get(target.dp_rank)
             rank.full = self._pressure.full(target)
+            rank.shows_fill = rank.capacity is not None and self._pressure.observes(target)
             rank.rates = self._rates.likely(target.worker, target.model)
             rank.output = self._outputs.expected(rank.served.model, None)
             rank.context_token = context_token(rank.rates, self._rates.start, rank.output)
@@ -182,7 +183,7 @@ class LoadView:
     def _fuller(self, rank: RoutableRank) -> float:
         """Return how much fuller a rank's cache is than the emptiest one, as a share of its size."""
         rank.fill = 1.0
-        if rank.capacity and self._pressure.observes(rank.target):
+        if rank.capacity and rank.shows_fill:
             rank.fill = min(self._index.held(rank.target) / rank.capacity, 1.0)
         return max(rank.fill - self._least_fill, 0.0)
 

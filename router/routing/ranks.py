@@ -43,6 +43,7 @@ class RoutableRank:
     - `capacity`: the blocks of its cache; None if unknown.
     - `full`: whether it has no room, so that evictions have a price. `LoadView` sets it.
     - `fill`: the share of its cache that holds blocks; 1 if unknown. `LoadView` sets it.
+    - `shows_fill`: whether the capacity is known, and events show the blocks. `LoadView` sets it.
     - `rates`, `output`, `context_token`: its likely speed, the expected tokens of an answer, and the time that a token
       of context adds to it (`router.routing.answer_time`). `LoadView` sets them.
     """
@@ -61,6 +62,7 @@ class RoutableRank:
         self.row = 0
         self.full = False
         self.fill = 0.0
+        self.shows_fill = False
         self.rates = Rates()
         self.output = 0.0
         self.context_token = 0.0
