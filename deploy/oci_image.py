@@ -56,7 +56,7 @@ class Instruction:
 
 @dataclass
 class Image:
-    """What the last stage of a Dockerfile sets in the image's configuration."""
+    """The configuration of an image, as the last stage of a Dockerfile sets it."""
 
     user: str = ""
     entrypoint: list[str] = field(default_factory=list)

@@ -19,25 +19,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def kubeconfig() -> str:
-    """The cluster that `run.py` made, or that the user named."""
+    """Return the kubeconfig of the cluster that `run.py` made, or that the user named."""
     return os.environ["KUBECONFIG"]
 
 
 @pytest.fixture(scope="session")
 def image() -> str:
-    """This clone's image, on the cluster's nodes or in a registry that they read."""
+    """Return the name of the image of this clone, which the cluster's nodes have or can pull."""
     return os.environ["IMAGE"]
 
 
 @pytest.fixture
 def rows(request: pytest.FixtureRequest) -> list[tuple[str, int, int]]:
-    """The rows of the table that is printed at the end: what happened, requests, lost ones."""
+    """Return the rows of the table that is printed at the end: what happened, requests, lost ones."""
     return request.config.stash[ROWS]
 
 
 @pytest.fixture(scope="session")
 def folder() -> Path:
-    """The folder of the node that `run.py` made. Tests that act on a node are skipped on other clusters."""
+    """Return the folder of the node that `run.py` made. On other clusters, skip the test, which acts on the node."""
     if "CLUSTER_FOLDER" not in os.environ:
         pytest.skip("acts on the node: runs only on the cluster that this command makes")
     return Path(os.environ["CLUSTER_FOLDER"])

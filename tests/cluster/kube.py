@@ -77,10 +77,10 @@ class Namespace:
         return [each["metadata"]["name"] for each in found if "deletionTimestamp" not in each["metadata"]]
 
     def wait_for_rollout(self, *names: str) -> None:
-        """Wait until the pods of deployments are of the latest version, and the former ones are gone."""
+        """Wait until the pods of deployments are of the latest version, and their predecessors have ended."""
         for name in names:
             self.kubectl("rollout", "status", name, "--timeout=240s")
-        eventually(lambda: not self.deleted_pods(), "the replaced pods are gone")
+        eventually(lambda: not self.deleted_pods(), "the replaced pods have ended")
 
     def deleted_pods(self) -> list[str]:
         """Return the names of the pods that are being deleted."""
@@ -129,7 +129,7 @@ class Load:
         return lines[-1]["answered"] if lines else 0
 
     def wait_for_answers(self, number: int) -> None:
-        """Wait until there are so many more answers than now."""
+        """Wait until `number` more requests are answered."""
         before = self.answered()
         eventually(lambda: self.answered() >= before + number, f"{number} more answers", 180)
 
@@ -143,7 +143,7 @@ class Load:
 
 @contextmanager
 def steady_load(
-    namespace: Namespace, image: str, service: str, *, rate: float = 20, tokens: int = 6, model: str = "simulated"
+    namespace: Namespace, image: str, service: str, *, rate: float = 10, tokens: int = 6, model: str = "simulated"
 ) -> Iterator[Load]:
     """Send chats to a service from a pod of the image, half of them streamed, half on a connection of their own."""
     script = (Path(__file__).parent / "load.py").read_text()

@@ -1,7 +1,7 @@
 """Run the tests of this folder on a Kubernetes cluster: python tests/cluster/run.py [ARGUMENTS OF PYTEST].
 
-With KUBECONFIG and IMAGE it is the cluster that they name, and nothing of its nodes is touched. Without, it is one of
-one node that is made here and removed at the end, also when the tests fail or this command is killed.
+With KUBECONFIG and IMAGE, it is the cluster that they name, whose nodes stay untouched. Otherwise a cluster of one node
+is made on this machine. It is removed at the end, also when the tests fail or this command is killed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _INSIDE = "--inside"  # The process in the namespaces: its folder and its cgroup
 
 
 def build_programs() -> None:
-    """Build Helm and Kubernetes' programs if there are none, which takes about twelve minutes."""
+    """Build Helm and Kubernetes' programs, once, in about twelve minutes."""
     if not BINARY.exists():
         print("Building Helm and Kubernetes' programs, once: about twelve minutes", flush=True)
         PROGRAMS.mkdir(parents=True, exist_ok=True)

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 import subprocess
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from functools import cache
 from pathlib import Path
 
 import aiohttp
@@ -24,6 +20,7 @@ import yaml
 helm_python = pytest.importorskip("helm_python", reason="make test-api-server installs it", exc_type=ImportError)
 pytestmark = pytest.mark.cluster
 
+from api import Api, RefusedError, delete_pod, run_pod  # noqa: E402
 from chart import named, of_kind, pod_templates, profile, render  # noqa: E402
 from control_plane import BINARY, ControlPlane, Programs  # noqa: E402
 from kube import Namespace, Object, new_namespace  # noqa: E402
@@ -86,47 +83,6 @@ def namespace(control_plane: ControlPlane) -> Iterator[Namespace]:
             {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "models"}},
         )
         yield namespace
-
-
-class RefusedError(Exception):
-    """An object that the API server refuses. The message is the server's."""
-
-
-class Api:
-    """The API server, asked by HTTP for what kubectl would ask in a process an object."""
-
-    def __init__(self, control_plane: ControlPlane) -> None:
-        at = control_plane.certificates
-        self._tls = ssl.create_default_context(cafile=at / "ca.crt")
-        self._tls.verify_flags &= ~ssl.VERIFY_X509_STRICT
-        self._tls.load_cert_chain(at / "admin.crt", at / "admin.key")
-        self._url = f"https://127.0.0.1:{control_plane.port}"
-
-    def ask(self, path: str, body: Object | None = None) -> Object:
-        """Return the answer to GET, or to POST of a body. Raises RefusedError."""
-        data = json.dumps(body).encode() if body else None
-        asked = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(asked, context=self._tls, timeout=30) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise RefusedError(json.load(error)["message"]) from None
-
-    @cache  # noqa: B019 - it lives as long as the tests of this file.
-    def resources(self, version: str) -> dict[str, str]:
-        """Return the path of each kind of an API version, for example `apps/v1`."""
-        found = self.ask(self._root(version))["resources"]
-        return {each["kind"]: each["name"] for each in found if "/" not in each["name"]}
-
-    def dry_run(self, found: Object) -> None:
-        """Create an object without storing it, and with no unknown field. Raises RefusedError."""
-        version, metadata = found["apiVersion"], found["metadata"]
-        path = f"{self._root(version)}/namespaces/{metadata.get('namespace', 'inference')}"
-        self.ask(f"{path}/{self.resources(version)[found['kind']]}?dryRun=All&fieldValidation=Strict", found)
-
-    @staticmethod
-    def _root(version: str) -> str:
-        return f"/apis/{version}" if "/" in version else f"/api/{version}"
 
 
 @pytest.fixture(scope="module")
@@ -210,39 +166,26 @@ def addresses(fleet: Fleet) -> set[str]:
     return {worker.url.removeprefix("http://").partition(":")[0] for worker in fleet.workers}
 
 
-def run_pod(namespace: Namespace, number: int) -> None:
-    """Write a worker's pod and the status that a kubelet would write. No scheduler looks at it."""
-    labels = {"app.kubernetes.io/component": "worker", "app.kubernetes.io/instance": "rel"}
-    labels |= {"app.kubernetes.io/name": "kvrouter", "kvrouter.io/role": "both"}
-    container = {"name": "worker", "image": "worker", "securityContext": {"allowPrivilegeEscalation": False}}
-    container["securityContext"] |= {"capabilities": {"drop": ["ALL"]}}  # type: ignore[operator]
-    context = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-    spec = {"schedulerName": "none", "containers": [container], "securityContext": context}
-    metadata = {"name": f"worker-{number}", "labels": labels}
-    namespace.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
-    status = {"phase": "Running", "podIP": f"127.0.1.{number}", "podIPs": [{"ip": f"127.0.1.{number}"}]}
-    patch = json.dumps({"status": status})
-    namespace.kubectl("patch", "pod", f"worker-{number}", "--subresource=status", "--type=merge", "-p", patch)
-
-
-def test_watch_follows_pods_within_the_role(namespace: Namespace, control_plane: ControlPlane, tmp_path: Path) -> None:
+def test_watch_follows_pods_within_the_role(
+    namespace: Namespace, control_plane: ControlPlane, api: Api, tmp_path: Path
+) -> None:
     """Also after a restart of the API server, which refuses everything until it has read its roles."""
     watcher = Watcher(namespace, control_plane, tmp_path, profile("demo"))
 
     async def follow() -> None:
-        run_pod(namespace, 1)
+        run_pod(api, "worker-1", "127.0.1.1")
         async with watcher.following() as fleet:
             await until(lambda: addresses(fleet) == {"127.0.1.1"})
-            await asyncio.to_thread(run_pod, namespace, 2)
+            await asyncio.to_thread(run_pod, api, "worker-2", "127.0.1.2")
             await until(lambda: addresses(fleet) == {"127.0.1.1", "127.0.1.2"})
-            await asyncio.to_thread(namespace.kubectl, "delete", "pod", "worker-1", "--now")
+            await asyncio.to_thread(delete_pod, api, "worker-1")
             await until(lambda: addresses(fleet) == {"127.0.1.2"})
             watcher.assert_no_refusals()
             control_plane.stop_api_server()
             await asyncio.sleep(5)
             assert addresses(fleet) == {"127.0.1.2"}, "workers are kept while the API server is away"
             await asyncio.to_thread(control_plane.start_api_server)
-            await asyncio.to_thread(run_pod, namespace, 3)
+            await asyncio.to_thread(run_pod, api, "worker-3", "127.0.1.3")
             await until(lambda: addresses(fleet) == {"127.0.1.2", "127.0.1.3"})
 
     asyncio.run(follow())

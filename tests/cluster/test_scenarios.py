@@ -1,4 +1,4 @@
-"""What clients notice of rollouts, failures and scaling on a real cluster: nothing, unless a test says what.
+"""Clients lose no request while a real cluster rolls out, scales and fails, unless a test names the loss.
 
 Each test has a steady load from a pod through a service. The release has simulated workers of 50 ms a token.
 """
@@ -126,38 +126,11 @@ def process_of(program: str) -> int:
 # Workers
 
 
-@pytest.mark.parametrize("options", [(), ("--force", "--grace-period=0")], ids=["deleted", "deleted by force"])
-def test_deleted_worker_loses_no_request(release: Release, rows: Rows, options: tuple[str, ...]) -> None:
+def test_deleted_worker_loses_no_request(release: Release, rows: Rows) -> None:
     with load_on(release) as load:
-        worker = release.namespace.pods("worker")[0]
-        release.namespace.kubectl("delete", "pod", worker, "--wait=false", *options)
+        release.namespace.kubectl("delete", "pod", release.namespace.pods("worker")[0], "--wait=false")
         release.wait()
-        how = " by force" if options else ""
-        assert finish(load, rows, f"a worker's pod deleted{how}").failures == []
-
-
-def test_killed_worker_loses_no_request(release: Release, rows: Rows, folder: Path) -> None:  # noqa: ARG001
-    with load_on(release) as load:
-        kill(release.namespace, release.namespace.pods("worker")[0])
-        load.wait_for_answers(40)
-        release.wait()
-        assert finish(load, rows, "a worker's container killed").failures == []
-
-
-def test_worker_whose_packets_are_dropped_loses_no_request(
-    release: Release,
-    rows: Rows,
-    folder: Path,  # noqa: ARG001
-) -> None:
-    [pod, *_others] = release.namespace.get("pods", "-l", "app.kubernetes.io/component=worker")
-    address = pod["status"]["podIP"]
-    with load_on(release) as load:
-        for option in ("-s", "-d"):
-            subprocess.run(["iptables", "-I", "FORWARD", option, address, "-j", "DROP"], check=True)
-        time.sleep(25)
-        for option in ("-s", "-d"):
-            subprocess.run(["iptables", "-D", "FORWARD", option, address, "-j", "DROP"], check=True)
-        assert finish(load, rows, "a worker's packets dropped for 25 s").failures == []
+        assert finish(load, rows, "a worker's pod deleted").failures == []
 
 
 def test_all_workers_deleted_at_once_lose_no_request(release: Release, rows: Rows) -> None:
@@ -244,7 +217,8 @@ def test_rollback_in_the_middle_of_an_upgrade_loses_no_request(release: Release,
         assert finish(load, rows, "a rollback in the middle of an upgrade").failures == []
 
 
-def test_killed_router_loses_only_its_own_requests(release: Release, rows: Rows, folder: Path) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("folder")
+def test_killed_router_loses_only_its_own_requests(release: Release, rows: Rows) -> None:
     with load_on(release, rate=4, tokens=LONG) as load:
         load.wait_for_answers(10)
         killed = time.time()
@@ -256,29 +230,74 @@ def test_killed_router_loses_only_its_own_requests(release: Release, rows: Rows,
         assert failure["at"] < killed + 3, failure
 
 
-# Ends of answers that outlast `drainSeconds`
+# Workers that fail in the middle of answers
 
 
-@pytest.mark.parametrize("failovers", [0, 1])
-def test_rollout_of_workers_that_end_early(release: Release, rows: Rows, failovers: int) -> None:
-    """No plain answer is lost. Streams end with an error, or continue elsewhere with `proxy.stream_failovers`."""
-    release.change("config", "proxy", value={"stream_failovers": failovers})
+@pytest.fixture(scope="module", params=[0, 1], ids=["no stream failovers", "one stream failover"])
+def failovers(request: pytest.FixtureRequest, release: Release) -> int:
+    """Set `proxy.stream_failovers`: the number of workers on which a stream may continue."""
+    release.change("config", "proxy", value={"stream_failovers": request.param})
+    release.wait()
+    return request.param
+
+
+def assert_only_streams_end(report: Report, failovers: int) -> None:
+    """Fail if a plain answer was lost, if a stream ended without an error event, or if one ended despite failovers."""
+    assert [each for each in report.failures if not each["stream"] or '"error"' not in each["problem"]] == []
+    assert not failovers or report.failures == []
+
+
+def test_worker_deleted_by_force_loses_no_plain_answer(release: Release, rows: Rows, failovers: int) -> None:
+    with load_on(release) as load:
+        worker = release.namespace.pods("worker")[0]
+        release.namespace.kubectl("delete", "pod", worker, "--wait=false", "--force", "--grace-period=0")
+        release.wait()
+        what = f"a worker's pod deleted by force, `stream_failovers` {failovers}"
+        assert_only_streams_end(finish(load, rows, what), failovers)
+
+
+@pytest.mark.usefixtures("folder")
+def test_killed_worker_loses_no_plain_answer(release: Release, rows: Rows, failovers: int) -> None:
+    with load_on(release) as load:
+        kill(release.namespace, release.namespace.pods("worker")[0])
+        load.wait_for_answers(40)
+        release.wait()
+        what = f"a worker's container killed, `stream_failovers` {failovers}"
+        assert_only_streams_end(finish(load, rows, what), failovers)
+
+
+@pytest.mark.usefixtures("folder")
+def test_worker_whose_packets_are_dropped_loses_no_plain_answer(release: Release, rows: Rows, failovers: int) -> None:
+    [pod, *_others] = release.namespace.get("pods", "-l", "app.kubernetes.io/component=worker")
+    address = pod["status"]["podIP"]
+    with load_on(release) as load:
+        for option in ("-s", "-d"):
+            subprocess.run(["iptables", "-I", "FORWARD", option, address, "-j", "DROP"], check=True)
+        time.sleep(25)
+        for option in ("-s", "-d"):
+            subprocess.run(["iptables", "-D", "FORWARD", option, address, "-j", "DROP"], check=True)
+        what = f"a worker's packets dropped for 25 s, `stream_failovers` {failovers}"
+        assert_only_streams_end(finish(load, rows, what), failovers)
+
+
+def test_worker_that_ends_before_its_answers_loses_no_plain_answer(
+    release: Release, rows: Rows, failovers: int
+) -> None:
     release.change("workerDefaults", "drainSeconds", value=5)
     release.wait()
     with load_on(release, rate=4, tokens=LONG) as load:
         restart(release, WORKERS)
         what = "a rollout of workers, answers of 10 s, `drainSeconds` 5"
         report = finish(load, rows, f"{what}, `stream_failovers` {failovers}")
-    assert [each for each in report.failures if not each["stream"]] == []
-    assert all("error" in each["problem"] for each in report.failures)
-    assert not failovers or report.failures == []
+    release.change("workerDefaults", "drainSeconds", value=15)
+    release.wait()
+    assert_only_streams_end(report, failovers)
 
 
 # Envoy and pairs
 
 
 def test_rollouts_of_envoy_and_its_workers_lose_no_request(release: Release, rows: Rows) -> None:
-    release.change("workerDefaults", "drainSeconds", value=15)
     release.change("envoy", value={"enabled": True, "replicas": 2, "resources": SMALL})
     release.change("picker", value={"resources": SMALL})
     release.wait()
