@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -36,30 +36,26 @@ class Namespace:
     name: str
     kubeconfig: str
 
+    def program(self, name: str) -> list[str]:
+        """Return the command `kubectl` or `helm`: the one that was built with the cluster's programs, else on PATH."""
+        built = {"kubectl": [str(BINARY), "kubectl"], "helm": [str(PROGRAMS / "helm")]}[name]
+        return [*(built if Path(built[0]).exists() else [name]), "--kubeconfig", self.kubeconfig]
+
     def kubectl(self, *arguments: str, data: str = "", seconds: float = 300) -> str:
         """Return kubectl's output. `data` is its input. Fails the test if it fails."""
-        program = [str(BINARY), "kubectl"] if BINARY.exists() else ["kubectl"]
-        return self._run(
-            [*program, "--kubeconfig", self.kubeconfig, "--namespace", self.name, *arguments], data, seconds
-        )
+        return self._run([*self.program("kubectl"), "--namespace", self.name, *arguments], data, seconds)
 
     def helm(self, *arguments: str, seconds: float = 300) -> str:
         """Return Helm's output. Fails the test if it fails."""
-        program = PROGRAMS / "helm" if (PROGRAMS / "helm").exists() else "helm"
-        return self._run(
-            [str(program), "--kubeconfig", self.kubeconfig, "--namespace", self.name, *arguments], "", seconds
-        )
+        return self._run([*self.program("helm"), "--namespace", self.name, *arguments], "", seconds)
 
     def shell(self, command: str) -> str:
-        """Return the output of a command of the docs, whose kubectl and helm are those of the tests."""
-        functions = f'kubectl() {{ "{BINARY}" kubectl "$@"; }}; helm() {{ "{PROGRAMS}/helm" "$@"; }}; set -e\n'
-        return self._run(["bash", "-c", functions + command], "", 300)
+        """Return the output of a shell command, whose kubectl and helm are those of `program`."""
+        functions = [f'{name}() {{ {shlex.join(self.program(name))} "$@"; }}; ' for name in ("kubectl", "helm")]
+        return self._run(["bash", "-ec", "".join(functions) + command], "", 300)
 
     def _run(self, command: list[str], data: str, seconds: float) -> str:
-        environment = os.environ | {"KUBECONFIG": self.kubeconfig}
-        done = subprocess.run(
-            command, input=data, capture_output=True, text=True, timeout=seconds, cwd=ROOT, env=environment
-        )
+        done = subprocess.run(command, input=data, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
         assert done.returncode == 0, f"{' '.join(command)[:300]}: {done.stderr}{done.stdout}"
         return done.stdout
 

@@ -24,14 +24,9 @@ from node import CONTAINERD, missing, running_node
 
 HERE = Path(__file__).parent
 # The kubelet changes these of the machine itself.
-SYSCTLS = (
-    "vm/overcommit_memory",
-    "vm/panic_on_oom",
-    "kernel/panic",
-    "kernel/panic_on_oops",
-    "kernel/keys/root_maxkeys",
-)
-SYSCTLS += ("kernel/keys/root_maxbytes",)
+_SYSCTLS = "vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oops"
+_SYSCTLS += " kernel/keys/root_maxkeys kernel/keys/root_maxbytes"
+SYSCTL_FILES = [Path("/proc/sys") / name for name in _SYSCTLS.split()]
 CGROUPS = Path("/sys/fs/cgroup")
 HELM = "helm.sh/helm/v3/cmd/helm@v3.19.4"
 _INSIDE = "--inside"  # The process in the namespaces: its folder and its cgroup follow.
@@ -60,8 +55,7 @@ def tests(arguments: list[str]) -> int:
 @contextmanager
 def restored_sysctls() -> Iterator[None]:
     """Write back the machine's settings that the kubelet changes."""
-    files = [file for name in SYSCTLS if (file := Path("/proc/sys") / name).exists()]
-    values = {file: file.read_text() for file in files}
+    values = {file: file.read_text() for file in SYSCTL_FILES if file.exists()}
     try:
         yield
     finally:
