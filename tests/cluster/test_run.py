@@ -13,7 +13,7 @@ import run
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which no program is found, for a user who is not root."""
+    """A machine on which no program is found, for an unprivileged user."""
     monkeypatch.setattr(shutil, "which", lambda program: None)  # noqa: ARG005
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(node, "BINARY", Path("/nowhere"))
