@@ -103,6 +103,7 @@ class Admission:
         self._clock = clock
         self._full: set[str | None] = set()  # names whose first request found no capacity
         self._planned: asyncio.Handle | None = None
+        self._gate = gate
         self._room = None if gate is None or settings.programs == "off" else Room(gate, selector, self.wake, clock)
         self._pace = Pace(self.limits, settings.timeout, self.wake, clock)
 
@@ -115,8 +116,8 @@ class Admission:
         """
         if ticket.place_by is not None and self._clock() >= ticket.place_by:
             raise self.refusals.deadline()
-        if self._room is not None and ticket.call is None and prompt.identity is not None:
-            ticket.call = self._room.call_of(prompt, ticket)
+        if self._gate is not None and ticket.call is None and prompt.identity is not None:
+            ticket.call = self._gate.sessions.call_of(prompt, ticket.tenant)
         if self._full and prompt.name in self._full:
             first = self.queue.best_priority(prompt.name)
             if first is not None and first <= ticket.priority:
@@ -353,11 +354,8 @@ class Admission:
     def _reserve(
         self, prompt: RoutedRequest, selection: Selection, ticket: Ticket, now: float | None = None
     ) -> Assignment:
-        """Reserve a selection, and charge its session to the target."""
-        assignment = self._placement.reserve(prompt, selection, now)
+        assignment = self._placement.reserve(prompt, selection, now, ticket.call)
         self.refusals.rate.count(ticket.priority)
-        if ticket.call is not None and self._room is not None:
-            self._room.sent(ticket.call, assignment)
         return assignment
 
     def _set_reason(self, request: WaitingRequest, reason: WaitReason) -> None:

@@ -15,19 +15,17 @@ import asyncio
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import NamedTuple
 
 from sortedcontainers import SortedKeyList
 
 from indexer import Target
 from router.admission.refusals import AdmissionRate
-from router.admission.ticket import Ticket, WaitingRequest, WaitReason
+from router.admission.ticket import WaitingRequest, WaitReason
 from router.apis.requests import RoutedRequest
-from router.fleet.health import Attempt
 from router.policies import Candidate
-from router.programs import Call, Gate, RankCapacity, SessionKey, marks_of
-from router.routing.assignment import Assignment, Selection
+from router.programs import Call, Gate, RankCapacity, key_of, marks_of
+from router.routing.assignment import Selection
 from router.routing.selector import TargetSelector
 from router.settings import Role
 
@@ -102,23 +100,14 @@ class Room:
             found.setdefault((request.priority, request.tenant), request)
         return found
 
-    def call_of(self, prompt: RoutedRequest, ticket: Ticket) -> Call | None:
-        """Return a request as a call of its session; None for names of users, and where prompts are not known."""
-        identity, hints = prompt.identity, prompt.hints
-        key = self._key(prompt, ticket.tenant)
-        if key is None or identity is None:
-            return None
-        final, next_call = (False, None) if hints is None else (bool(hints.final), hints.next_call)
-        return self._gate.sessions.call(key, prompt.tokens, final, next_call, identity.program)
-
     def seen(self, prompt: RoutedRequest, tenant: str) -> Call | None:
         """Return the call that a request would be, without a record of it; None if it is no call of a session."""
-        key = self._key(prompt, tenant)
+        key = key_of(prompt, tenant)
         if key is None:
             return None
         sessions, hints = self._gate.sessions, prompt.hints
         final = hints is not None and bool(hints.final)
-        call = Call(sessions, sessions.seen(key), prompt.tokens, final, None)
+        call = Call(sessions.ended, sessions.seen(key), prompt.tokens, final, None)
         call.counted = True
         return call
 
@@ -160,15 +149,6 @@ class Room:
             closed |= full
         call.held = all((rank.worker.url, rank.target.dp_rank) in closed for rank in ranks)
         return None if call.held else closed
-
-    def sent(self, call: Call, assignment: Assignment) -> None:
-        """Charge a call's session to the target that it is sent to, until the request ends."""
-        hashes = assignment.selection.hashes
-        if len(hashes) == 1:
-            prefill = None if assignment.prefill is None else assignment.prefill.target
-            self._gate.sent(call, assignment.target, hashes[0], prefill)
-            assignment.call = call
-            assignment.on_release.append(partial(_ended, call, assignment.attempt))
 
     def set_reason(self, request: WaitingRequest, reason: WaitReason) -> bool:
         """Set why a request waits. Return whether it waited for room, and waits for something else from now on."""
@@ -214,13 +194,6 @@ class Room:
         ranks = self._selector.ranks(prompt, prefill)
         return [RankCapacity(rank.target, rank.worker.capacity_tokens) for rank in ranks]
 
-    @staticmethod
-    def _key(prompt: RoutedRequest, tenant: str) -> SessionKey | None:
-        identity = prompt.identity
-        if identity is None or identity.by_user or len(prompt.identities) != 1 or not prompt.reads_cache:
-            return None
-        return tenant, prompt.name, prompt.cache_salt, identity.session
-
     def _remove(self, request: WaitingRequest) -> None:
         self._waiting.remove(request)
         self._of_tenant[request.tenant] -= 1
@@ -253,8 +226,3 @@ def places_ahead(call: Call | None) -> float:
 
 def _arrival(request: WaitingRequest) -> tuple[float, int]:
     return request.since, request.number
-
-
-def _ended(call: Call, attempt: Attempt, failed: bool) -> None:
-    """End a call. Without a first byte, its prompt was not computed."""
-    call(failed or attempt.waits)

@@ -64,13 +64,20 @@ class RankLoad(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SentPrompt(msgspec.Struct, array_like=True, frozen=True):
-    """A prompt that was sent to a target. `number` reports its end; each hash of `prefixes` has 8 bytes."""
+    """A prompt of `tokens` tokens that was sent to a target.
+
+    - `number`: reports its end.
+    - `prefixes`: the hashes of its prefixes, of 8 bytes each.
+    - `session`: the number of its session; 0 if it has none.
+    """
 
     number: _Count
     worker: _Name
     dp_rank: _Rank
     model: _Name
     prefixes: bytes
+    session: _Count = 0
+    tokens: _Count = 0
 
 
 class EngineChange(msgspec.Struct, array_like=True, frozen=True):

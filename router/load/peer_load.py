@@ -50,7 +50,8 @@ class _Peer:
 class PeerLoad:
     """The peers of the last `expiry` seconds, the sums of their loads, and their `prompts` in flight.
 
-    `on_change`: a rank's load changed.
+    - `on_change`: called with a rank whose load changed.
+    - `on_session`: called with a prompt of a session that another router sent.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PeerLoad:
         """Create the loads of no peers. An ended prompt still counts as cached soon for `linger` seconds."""
         self.expiry = expiry
         self.on_change: list[Callable[[str, int], None]] = []
+        self.on_session: list[Callable[[SentPrompt], None]] = []
         self._clock = clock
         self._peers: dict[str, _Peer] = {}
         self._sums: dict[tuple[str, int], PeerTargetLoad] = {}
@@ -160,8 +162,11 @@ class PeerLoad:
 
     def _hold(self, peer: _Peer, prompt: SentPrompt) -> None:
         self._release(peer, prompt.number)  # if it was reported before
-        full = len(peer.prompts) >= MAX_PROMPTS or self._held >= MAX_ALL_PROMPTS
-        if full or len(prompt.prefixes) % 8 or len(prompt.prefixes) > 8 * MAX_SHARED:
+        if len(prompt.prefixes) % 8 or len(prompt.prefixes) > 8 * MAX_SHARED:
+            return
+        for on_session in self.on_session if prompt.session else ():
+            on_session(prompt)
+        if len(peer.prompts) >= MAX_PROMPTS or self._held >= MAX_ALL_PROMPTS:
             return
         target = Target(prompt.worker, prompt.dp_rank, prompt.model)
         peer.prompts[prompt.number] = self.prompts.hold(target, array("Q", prompt.prefixes))

@@ -29,7 +29,6 @@ from router.apis.requests import RoutedRequest
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.cache_state.prefix_demand import PrefixDemand
 from router.cache_state.sent_prefixes import RecentPrefixes
-from router.cache_state.session_locations import SessionLocations
 from router.load.peer_load import PeerLoad
 from router.load.target_load import ReservedLoad
 from router.policies.rates import Rates, RateTable
@@ -244,7 +243,6 @@ class Learned:
         self.outputs = OutputLengths()
         self.turns = SessionTurns()
         self.pressure = EvictionPressure(CHUNK_TOKENS, clock=clock)
-        self.session_locations = SessionLocations(clock)
         self._clock = clock
         self.evictions_due = 0.0
 
@@ -263,7 +261,6 @@ class Learned:
         """Forget a worker that was removed."""
         self.rates.forget(worker)
         self.predictions.forget(worker)
-        self.session_locations.forget(worker)
 
     def seconds_per_token(self) -> float:
         """Return the mean seconds in which workers compute a token of a prompt."""

@@ -22,7 +22,9 @@ from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from indexer import Target
-from router.programs.sessions import Call, Sessions
+from router.load.load_messages import SHARED_TOKENS, SentPrompt
+from router.programs.records import Call
+from router.programs.sessions import Sessions
 from router.programs.working_sets import MARK_TOKENS, WorkingSet, common, continues, marks_of
 
 ROOM: Final = 0.8
@@ -30,6 +32,7 @@ LITTLE_LOST: Final = 8192
 PRESSURE: Final = 0.01
 _HALF_LIFE: Final = 30.0  # seconds
 _ROUNDING: Final = 1024  # tokens: engines hold whole blocks, and compute the last one again
+_SHARED: Final = MARK_TOKENS // SHARED_TOKENS
 _NOTHING: Final = WorkingSet()
 
 
@@ -125,6 +128,12 @@ class Gate:
         self.sessions.expire()
         context = marks_of(hashes)
         return {(rank.target.worker, rank.target.dp_rank) for rank in ranks if not self.has_room(rank, context)}
+
+    def heard(self, prompt: SentPrompt) -> None:
+        """Record a call of a session that another router sent."""
+        context = array("Q", prompt.prefixes)[_SHARED - 1 :: _SHARED]
+        target = Target(prompt.worker, prompt.dp_rank, prompt.model)
+        self.sessions.heard(prompt.session, target, prompt.tokens, context)
 
     def sent(self, call: Call, target: Target, hashes: array[int], prefill: Target | None = None) -> None:
         """Charge a call's session to the target that it is sent to. Call the call when its request ends.

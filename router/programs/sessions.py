@@ -1,8 +1,8 @@
 """The records of sessions: where each one's context was computed last, and until when it counts as live.
 
 A session is one chain of prompts, of an agent or a thread. It is live while a call is in flight, and for the learned
-pause after its last answer. A live session is charged to the target of its last call. It ends by the last header, by
-`/finish_session`, or `FORGOTTEN_SECONDS` after its last call.
+pause after its last answer. A live session is charged to the target of its last call, by the router that sent it. It
+ends by the last header, by `/finish_session`, or `FORGOTTEN_SECONDS` after its last call.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Final, TypeAlias
+from typing import Final
 
 from indexer import Target
+from router.apis.requests import RoutedRequest
+from router.programs.records import Call, Session, SessionKey, key_of, number_of
 from router.programs.working_sets import NO_CONTEXT, WorkingSet, continues, move
 
 # Seconds without a call after which a session is forgotten.
@@ -33,105 +35,6 @@ _MOST_MARKS: Final = 1 << 22
 # many callers, not of a session.
 _STRANGERS: Final = 3
 
-# The tenant, the name of the model or adapter, the salt of its prompts, and the session's own name.
-SessionKey: TypeAlias = tuple[str, str | None, str | None, str]
-
-
-class Session:
-    """One session.
-
-    - `context`: the marks of its last prompt; `tokens`: their number of tokens, with its last answer.
-    - `target`: the target of its last call; None if nothing of it is held there any more.
-    - `calls`: its calls in flight. `seen_at`: when the last one arrived. `ended_at`: when the last answer ended.
-    - `charged`, `prefill`: the working sets of its target, and of the prefill worker of a pair, that it is charged to;
-      None while it is not live.
-    - `program`: its tenant, and the name of the run that it belongs to.
-    - `shared`: the name turned out to be that of many callers.
-    """
-
-    __slots__ = (
-        "answer",
-        "calls",
-        "charged",
-        "context",
-        "ended_at",
-        "key",
-        "prefill",
-        "program",
-        "seen_at",
-        "shared",
-        "strangers",
-        "target",
-        "tokens",
-        "until",
-    )
-
-    def __init__(self, key: SessionKey, program: str | None) -> None:
-        self.key = key
-        self.program = key[0], program or key[3]
-        self.context = NO_CONTEXT
-        self.tokens = 0
-        self.answer = 0
-        self.target: Target | None = None
-        self.calls = 0
-        self.charged: WorkingSet | None = None
-        self.prefill: WorkingSet | None = None
-        self.seen_at = 0.0
-        self.ended_at = 0.0
-        self.until = 0.0
-        self.shared = False
-        self.strangers = 0
-
-    @property
-    def begun(self) -> bool:
-        """True once a call of it was answered or is in flight."""
-        return self.calls > 0 or self.tokens > 0
-
-
-class Call:
-    """One call of a session, from its arrival to its end. Call it when its request ends.
-
-    - `final`: the session announced that it ends with this call.
-    - `next_call`: the announced seconds from the answer to the session's next call; None: not announced.
-    - `known`: the tokens of the session's context before it was sent.
-    - `counted`: its lost tokens are counted.
-    - `held`: no target had room for it when it was tried last.
-    - `exempt`: it has waited for the longest time, so nothing holds it any more.
-    - `subagent`: it begins a session of a program that has a live one.
-    - `output`: the tokens of its answer; 0 if they are not known.
-    """
-
-    __slots__ = (
-        "counted",
-        "exempt",
-        "final",
-        "held",
-        "known",
-        "next_call",
-        "output",
-        "session",
-        "sessions",
-        "subagent",
-        "tokens",
-    )
-
-    def __init__(self, sessions: Sessions, session: Session, tokens: int, final: bool, next_call: float | None) -> None:
-        self.sessions = sessions
-        self.session = session
-        self.tokens = tokens
-        self.final = final
-        self.next_call = next_call
-        self.known = 0
-        self.counted = False
-        self.held = False
-        self.exempt = False
-        self.subagent = False
-        self.output = 0
-
-    def __call__(self, failed: bool = False) -> None:
-        """End the call. `failed`: its prompt was not computed."""
-        self.sessions.ended(self, failed)
-
 
 class Sessions:
     """The records of the last `_MOST_SESSIONS` sessions, and the working sets of all targets."""
@@ -142,8 +45,8 @@ class Sessions:
         self.answer = 0.0  # the mean tokens of an answer
         self._clock = clock
         self._of_rank: dict[tuple[str, int], list[WorkingSet]] = {}
-        self._records: OrderedDict[SessionKey, Session] = OrderedDict()
-        self._keys: dict[str, set[SessionKey]] = {}  # by the session's own name
+        self._records: OrderedDict[int, Session] = OrderedDict()
+        self._named: dict[str, set[int]] = {}
         self._live_programs: Counter[tuple[str, str]] = Counter()  # charged sessions of each
         self._sizes: dict[str, float] = {}  # the last mean size of a session, by model
         self._marks = 0  # of all contexts
@@ -156,6 +59,20 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._records)
 
+    def call_of(self, prompt: RoutedRequest, tenant: str) -> Call | None:
+        """Return a request that arrives now as a call of its session.
+
+        Return None for names of users or of many callers, and where prompts are not known.
+        """
+        key, identity, hints = key_of(prompt, tenant), prompt.identity, prompt.hints
+        if key is None or identity is None:
+            return None
+        final, next_call = (False, None) if hints is None else (bool(hints.final), hints.next_call)
+        call = self.call(key, prompt.tokens, final, next_call, identity.program)
+        if call is not None and hints is not None:
+            call.returns = hints.returns
+        return call
+
     def call(
         self, key: SessionKey, tokens: int, final: bool, next_call: float | None = None, program: str | None = None
     ) -> Call | None:
@@ -164,26 +81,26 @@ class Sessions:
         - `next_call`: the announced seconds from its answer to the session's next call; None: not announced.
         - `program`: the run that the session belongs to; None for its own.
         """
-        now = self.expire()
-        session = self._records.get(key)
+        now, number = self.expire(), number_of(key)
+        session = self._records.get(number)
         if session is None:
-            session = Session(key, program)
-            self._record(session)
-        else:
-            self._records.move_to_end(key)
+            session = self._add(number)
+        if not session.name:
+            session.name, session.program = key[3], (key[0], program or key[3])
+            self._named.setdefault(session.name, set()).add(number)
+        self._records.move_to_end(number)
         session.seen_at = now
         if session.shared:
             return None
-        call = Call(self, session, tokens, final, next_call)
+        call = Call(self.ended, session, tokens, final, next_call)
         call.subagent = not session.begun and session.program in self._live_programs
         return call
 
     def sent(self, call: Call, target: Target, context: array[int], prefill: Target | None = None) -> None:
         """Charge a call's session to the target that it is sent to, and to the `prefill` worker's, if there is one."""
-        session = self._records.get(call.session.key)
-        if session is None:  # it was dropped while the call waited
-            session = call.session
-            self._record(session)
+        session = self._records.get(call.session.number)
+        if session is None:  # it was dropped while the call waited, perhaps with another call in flight
+            session = self._add(call.session.number, call.session.name, call.session.program)
         call.session = session
         if session.shared or (session.calls and self._is_stranger(session, context)):
             return
@@ -193,8 +110,24 @@ class Sessions:
         if session.tokens and not session.calls and call.tokens > call.known:
             self.turn = _mean(self.turn, call.tokens - call.known)
         session.calls += 1
-        self._charge(session, target, prefill, context)
+        self._charge(session, target, prefill, context, call.tokens if call.returns else 0)
         session.tokens, session.answer = call.tokens, 0
+        self._keep_within_bounds()
+
+    def heard(self, number: int, target: Target, tokens: int, context: array[int]) -> None:
+        """Record that another router sent a call of a session, which is charged there from now on."""
+        now, session = self._clock(), self._records.get(number)
+        if session is None:
+            session = self._add(number)
+        elif session.shared or session.calls:
+            return
+        elif session.ended_at:
+            self._learn_pause(now - session.ended_at)
+        self._records.move_to_end(number)
+        self._discharge(session)
+        self._replace_context(session, context)
+        session.tokens, session.answer, session.target = tokens, 0, target
+        session.seen_at, session.ended_at = now, 0.0
         self._keep_within_bounds()
 
     def ended(self, call: Call, failed: bool) -> None:
@@ -203,7 +136,7 @@ class Sessions:
         `failed`: its prompt was not computed, so the session has the context that it had before.
         """
         session = call.session
-        if session.shared or self._records.get(session.key) is not session or not session.calls:
+        if session.shared or self._records.get(session.number) is not session or not session.calls:
             return
         session.calls -= 1
         last = session.tokens == call.tokens
@@ -220,7 +153,7 @@ class Sessions:
         if session.calls:
             return
         if call.final or not session.tokens:
-            self.drop(session.key)
+            self.drop(session.number)
             return
         session.until = now + self._idle_after(call.next_call)
         heappush(self._idle, (session.until, next(self._numbers), session))
@@ -238,30 +171,31 @@ class Sessions:
         while self._records:
             first = next(iter(self._records.values()))
             if first.calls:
-                self._records.move_to_end(first.key)
+                self._records.move_to_end(first.number)
                 break
             if first.seen_at + FORGOTTEN_SECONDS > now:
                 break
-            self.drop(first.key)
+            self.drop(first.number)
         return now
 
-    def drop(self, key: SessionKey) -> None:
+    def drop(self, number: int) -> None:
         """Forget a session."""
-        session = self._records.pop(key, None)
+        session = self._records.pop(number, None)
         if session is None:
             return
         self._discharge(session)
         self._replace_context(session, NO_CONTEXT)
         session.tokens = session.answer = 0
-        keys = self._keys[key[3]]
-        keys.discard(key)
-        if not keys:
-            del self._keys[key[3]]
+        if session.name:
+            numbers = self._named[session.name]
+            numbers.discard(number)
+            if not numbers:
+                del self._named[session.name]
 
     def finish(self, name: str) -> None:
         """Forget the sessions of a name, of all tenants and models."""
-        for key in list(self._keys.get(name, ())):
-            self.drop(key)
+        for number in list(self._named.get(name, ())):
+            self.drop(number)
 
     def forget(self, targets: Collection[Target]) -> None:
         """Forget what targets hold, because they were removed or their cache was cleared. Their sessions are cold."""
@@ -279,6 +213,11 @@ class Sessions:
                 session.prefill = None
             if session.target in targets:
                 session.target = None
+
+    def returning(self, target: Target) -> int:
+        """Return the tokens on a target that sessions announced to ask for again."""
+        working_set = self.working_sets.get(target)
+        return 0 if working_set is None else working_set.announced
 
     def live(self) -> Counter[str]:
         """Return the number of live sessions by model."""
@@ -313,15 +252,21 @@ class Sessions:
 
     def seen(self, key: SessionKey) -> Session:
         """Return the record of a session, or that of a new one, which is not kept."""
-        return self._records.get(key) or Session(key, None)
+        number = number_of(key)
+        return self._records.get(number) or Session(number)
 
-    def _charge(self, session: Session, target: Target, prefill: Target | None, context: array[int]) -> None:
+    def _charge(
+        self, session: Session, target: Target, prefill: Target | None, context: array[int], announced: int
+    ) -> None:
         before, charged = session.charged, self._working_set(target)
         computed = None if prefill is None else self._working_set(prefill, prefill=True)
         if before is None:
             self._live_programs[session.program] += 1
         else:
             before.answered(-session.answer)
+            before.announced -= session.announced
+        charged.announced += announced
+        session.announced = announced
         move(before, charged, session.context, context)
         move(session.prefill, computed, session.context, context)
         session.charged, session.prefill, session.target = charged, computed, target
@@ -333,6 +278,8 @@ class Sessions:
         if charged is None:
             return
         charged.answered(-session.answer)
+        charged.announced -= session.announced
+        session.announced = 0
         move(charged, None, session.context, NO_CONTEXT)
         move(prefill, None, session.context, NO_CONTEXT)
         session.charged = session.prefill = None
@@ -351,10 +298,13 @@ class Sessions:
         self._marks += len(context) - len(session.context)
         session.context = context
 
-    def _record(self, session: Session) -> None:
-        self._records[session.key] = session
-        self._keys.setdefault(session.key[3], set()).add(session.key)
+    def _add(self, number: int, name: str = "", program: tuple[str, str] = ("", "")) -> Session:
+        session = self._records[number] = Session(number)
+        session.name, session.program = name, program
+        if name:
+            self._named.setdefault(name, set()).add(number)
         self._keep_within_bounds()
+        return session
 
     def _keep_within_bounds(self) -> None:
         while len(self._records) > _MOST_SESSIONS or (self._marks > _MOST_MARKS and len(self._records) > 1):

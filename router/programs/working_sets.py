@@ -28,15 +28,17 @@ class WorkingSet:
     """The working set of one target.
 
     - `sessions`: the number of contexts in it.
+    - `announced`: the tokens of those whose session announced that it continues. Shared ones count for each.
     - `prefill`: whether the target only computes prompts, which decode workers fetch.
     """
 
-    __slots__ = ("_answers", "_marks", "prefill", "sessions")
+    __slots__ = ("_answers", "_marks", "announced", "prefill", "sessions")
 
     def __init__(self, prefill: bool = False) -> None:
         self._marks: dict[int, int] = {}  # contexts by mark
         self._answers = 0
         self.sessions = 0
+        self.announced = 0
         self.prefill = prefill
 
     @property

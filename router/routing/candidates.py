@@ -210,6 +210,7 @@ class CandidateFinder:
         policy = state.policy.choose
         self._directory = directory
         self._index = state.indexer.index
+        self._sessions = state.gate.sessions
         self._capacity = capacity
         self._indexer = state.indexer
         self._fleet = state.fleet
@@ -244,8 +245,9 @@ class CandidateFinder:
         targets = self._directory.of(prompt.name, prefill)
         view = targets.view
         if view is None:
+            sessions = self._sessions
             view = targets.view = LoadView(
-                targets.ranks, self._load, self._learned, self._policy, targets.prefill_share, self._index
+                targets.ranks, self._load, self._learned, self._policy, targets.prefill_share, self._index, sessions
             )
         view.update(now)
         owner = self._responses.get(prompt.stored) if prompt.stored else None

@@ -14,6 +14,7 @@ from indexer.index import Index
 from router.load.target_load import LoadTable, TargetLoad
 from router.policies import Candidate, CostColumns, LinearPolicy
 from router.prediction.learned import Learned
+from router.programs import Sessions
 from router.routing.answer_time import context_token, memory_wait
 from router.routing.ranks import RoutableRank
 
@@ -24,6 +25,8 @@ _SWEEP_ROWS = 512
 _PRICE_CHANGE = 0.05
 # The least price of evictions, which only decides between equal targets: so prompts go where there is room.
 _LEAST_PRICE: Final = 0.001
+# The weight of the tokens that sessions announced to ask for again, in the price of evictions.
+STEEP: Final = 2.0
 HORIZON: Final = 60.0
 # The share of a target's limit in use from which each request is compared with what is left.
 _TIGHT: Final = 0.75
@@ -76,12 +79,14 @@ class LoadView:
         policy: LinearPolicy | None,
         prefill_share: PrefillShare,
         index: Index,
+        sessions: Sessions,
     ) -> None:
         self._index = index
         self._ranks = ranks
         self._journal = load.journal
         self._pressure = learned.pressure
-        self._session_locations = learned.session_locations
+        self._sessions = sessions
+        self._returning = 0.0  # the mean tokens of a rank that sessions will ask for again
         self._rates = learned.rates
         self._outputs = learned.outputs
         self._policy = policy
@@ -115,7 +120,8 @@ class LoadView:
         if self._swept >= rows and now >= self._sweep_at:
             self._sweep_at = now + _SWEEP_SECONDS
             self._swept = 0
-            self._session_locations.expire(now)
+            self._sessions.expire()
+            self._returning = sum([self._kept(rank) for rank in self._ranks]) / max(rows, 1)
             self._least_fill = min((rank.fill for rank in self._ranks), default=0.0)
             known = [rank.row for rank in self._ranks if _knows_memory(rank)]
             self._longest_wait = max([self.records[row].memory for row in known], default=0.0)
@@ -211,9 +217,13 @@ class LoadView:
         """Return the price of an eviction on a rank: 0 while it has room."""
         if not rank.full:
             return 0.0
-        if not len(self._session_locations):
+        if not self._returning or not rank.capacity_tokens:
             return max(self._price, _LEAST_PRICE)
-        return self._price * self._session_locations.weight(rank.target, len(self._ranks), rank.capacity_tokens)
+        return self._price * max(1 + STEEP * (self._kept(rank) - self._returning) / rank.capacity_tokens, 0.0)
+
+    def _kept(self, rank: RoutableRank) -> int:
+        """Return the tokens that sessions will ask a rank for again, at most those that it can keep."""
+        return min(self._sessions.returning(rank.target), rank.capacity_tokens or 0)
 
 
 def _knows_memory(rank: RoutableRank) -> bool:

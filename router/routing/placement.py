@@ -8,17 +8,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import structlog
 
-from router.apis.agent_hints import AgentHints
 from router.apis.requests import RoutedRequest
 from router.apis.usage import Usage
 from router.cache_state.in_flight_prefixes import CHUNK_TOKENS, reusable_hashes
 from router.cache_state.target_audit import Basis, CachePrediction
+from router.fleet.health import Attempt
 from router.fleet.worker import Worker
 from router.load.target_load import ReservedLoad
 from router.prediction.learned import RequestTiming
+from router.programs import Call
 from router.routing.assignment import Assignment, Samples, Selection
 from router.routing.pulls import PullResult, Pulls
 from router.routing.selector import TargetSelector
@@ -43,6 +45,7 @@ class Placement:
         self._audit = state.audit
         self._sharing = state.sharing
         self._running = state.running
+        self._sessions = state.gate.sessions
 
     def place(self, prompt: RoutedRequest, excluded: Collection[Worker] = ()) -> Assignment:
         """Choose a target for a request, whatever the load, then reserve and record it. Raises RequestError (503)."""
@@ -53,10 +56,22 @@ class Placement:
         self.record_in_flight(prompt, assignment, now)
         return assignment
 
-    def reserve(self, prompt: RoutedRequest, selection: Selection, now: float | None = None) -> Assignment:
-        """Reserve a request's share of the load, in the step of the choice: with no await between them."""
+    def reserve(
+        self, prompt: RoutedRequest, selection: Selection, now: float | None = None, call: Call | None = None
+    ) -> Assignment:
+        """Reserve a request's share of the load, in the step of the choice: with no await between them.
+
+        `call`: its call of a session, if that is known.
+        """
         if now is None:
             now = self._clock()
+        assignment = self._reserve_pair(prompt, selection, now)
+        if prompt.identity is not None and len(selection.hashes) == 1:
+            self._charge_session(assignment, call or self._sessions.call_of(prompt, ""))
+        return assignment
+
+    def _reserve_pair(self, prompt: RoutedRequest, selection: Selection, now: float) -> Assignment:
+        """Reserve a share of the worker of a selection, or of both workers of a pair."""
         if selection.disaggregation is None:
             return self._reserve(prompt, selection, now)
         assignment = self._reserve(prompt, selection, now, computes=selection.prefill is None)
@@ -152,21 +167,19 @@ class Placement:
             first = assignment.transfer is not None
             self._record_prompts(prompt, prefill, now, whole=False, decodes=False, first=first)
         self._record_prompts(prompt, assignment, now, whole=prefill is None)
-        if prompt.hints is not None and prompt.session is not None:
-            self._record_session(prompt, prompt.hints, prompt.session, assignment)
         if self._samples is not None:
             if self._samples.noise is not None and prompt.identity is not None:
                 self._samples.noise.sent(prompt, assignment.target.model)
             if now >= self._samples.due:
                 self._samples.keep(prompt, assignment, now)
 
-    def _record_session(self, prompt: RoutedRequest, hints: AgentHints, session: str, assignment: Assignment) -> None:
-        """Keep the location of a session that continues, and drop that of a session that ends."""
-        locations, key = self._learned.session_locations, (prompt.cache_salt, session)
-        if hints.returns:
-            assignment.on_release.append(locations.record(key, assignment.target, prompt.tokens, hints.next_call))
-        else:
-            locations.drop(key)
+    def _charge_session(self, assignment: Assignment, call: Call | None) -> None:
+        """Charge a request's session to its target, until the request ends. `call`: None for no session."""
+        if call is not None:
+            prefill = None if assignment.prefill is None else assignment.prefill.target
+            self._state.gate.sent(call, assignment.target, assignment.selection.hashes[0], prefill)
+            assignment.call = call
+            assignment.on_release.append(partial(_end_call, call, assignment.attempt))
 
     def _record_prompts(
         self,
@@ -228,8 +241,10 @@ class Placement:
                 without_events or prompt.identities[number] is not prompt.token_ids[number]
             )
             assignment.on_release.append(self._in_flight_prefixes.hold(target, chunks, lasting=lasting))
-            if self._sharing.channels and (on_release := self._sharing.sent(target, chunks)):
-                assignment.on_release.append(on_release)
+            if self._sharing.channels:
+                session = 0 if assignment.call is None else assignment.call.session.number
+                if on_release := self._sharing.sent(target, chunks, session, prompt.tokens):
+                    assignment.on_release.append(on_release)
         # A prefill worker that is sent its request first answers at the end of the prefill.
         if one_answer and (prompt.streamed if decodes else first):
             assignment.timing = self._learned.timing(
@@ -292,7 +307,6 @@ class Placement:
             self._sharing.peer_load.forget_prompts(target)
             self._sent_prefixes.forget(target)
         self._state.gate.sessions.forget(worker.targets)
-        self._learned.session_locations.forget(worker.url)
 
     def restarted(self, worker: Worker) -> None:
         """Forget what a worker was sent, because it has a new process. Its requests in flight count."""
@@ -300,7 +314,6 @@ class Placement:
             self._in_flight_prefixes.forget_ended(target)
             self._sent_prefixes.forget(target)
         self._state.gate.sessions.forget(worker.targets)
-        self._learned.session_locations.forget(worker.url)
 
     def removed(self, worker: Worker) -> None:
         """Forget a worker that was removed."""
@@ -314,3 +327,8 @@ class Placement:
             self._audit.forget(target)
             if self._state.pulls is not None:
                 self._state.pulls.forget(target)
+
+
+def _end_call(call: Call, attempt: Attempt, failed: bool) -> None:
+    """End a call of a session. Without a first byte, its prompt was not computed."""
+    call(failed or attempt.waits)

@@ -135,6 +135,7 @@ class RoutingState:
         self.transfers = TransferTimes(self.learned.rates, self.clock)
         others = self.sharing.peer_load
         self.gate = Gate(self.clock, self._reports_evictions, others.live_tokens, self.sharing.parts)
+        others.on_session.append(self.gate.heard)
         self.load.live_of = self.gate.live_tokens
         self.needs_prompts = self.policy.spec.reads_prompts
 

@@ -116,13 +116,17 @@ class LoadSharing:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def sent(self, target: Target, hashes: array[int]) -> ReleaseCallback | None:
-        """Report a prompt's hashes. Return the callback for the end of its request; None if it is not shared."""
+    def sent(self, target: Target, hashes: array[int], session: int = 0, tokens: int = 0) -> ReleaseCallback | None:
+        """Report a prompt's hashes. Return the callback for the end of its request; None if it is not shared.
+
+        - `session`: the number of its session; 0 if it has none.
+        - `tokens`: the number of its tokens.
+        """
         if not self._outboxes or not (prefixes := shared_hashes(hashes)):
             return None
         self._prompts = number = self._prompts + 1
         self._open[number] = None
-        prompt = SentPrompt(number, target.worker, target.dp_rank, target.model, prefixes.tobytes())
+        prompt = SentPrompt(number, target.worker, target.dp_rank, target.model, prefixes.tobytes(), session, tokens)
         for outbox in self._outboxes:
             outbox.sent(prompt)
 

@@ -150,20 +150,22 @@ async def test_session_keeps_its_location_until_its_last_request() -> None:
         assert answer["hints"] is None
         assert set(retained_tokens(answer).values()) == {0}
 
-        pausing = session | {"x-kvrouter-next-call-ms": "3600000", "x-kvrouter-output-tokens": "40"}
+        pausing = session | {"x-kvrouter-next-call-ms": "30000", "x-kvrouter-output-tokens": "40"}
         reply = await routed.call(PATH, CHAT, headers=pausing)
         assert reply.status == 200, reply.body
         answer = await explained(routed, CHAT, pausing)
         place = {"worker": reply.worker, "dp_rank": 0}
-        assert answer["hints"] == {"output_tokens": 40, "next_call": 3600.0, "final": None, "place": place}
+        assert answer["hints"] == {"output_tokens": 40, "next_call": 30.0, "final": None}
+        assert (answer["working_set"]["state"], answer["working_set"]["charged"]) == ("idle", place)
         assert retained_tokens(answer)[reply.worker] == answer["tokens"]
         assert sum(retained_tokens(answer).values()) == answer["tokens"]
 
         closing = CHAT | {"nvext": {"session_control": {"session_id": "agent-7", "action": "close"}}}
-        assert (await explained(routed, closing, {}))["hints"]["place"] == place
+        assert (await explained(routed, closing, {}))["working_set"]["charged"] == place
         assert (await routed.call(PATH, closing)).status == 200
         answer = await explained(routed, closing, {})
-        assert answer["hints"] == {"output_tokens": None, "next_call": None, "final": True, "place": None}
+        assert answer["hints"] == {"output_tokens": None, "next_call": None, "final": True}
+        assert (answer["working_set"]["state"], answer["working_set"]["charged"]) == ("new", None)
         assert set(retained_tokens(answer).values()) == {0}
 
 

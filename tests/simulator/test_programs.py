@@ -99,6 +99,20 @@ class RoutersTogether(RoutersAlone):
         return [self.make_router(RouterChannel(network)) for _ in range(2)]
 
 
+class AnyRouter(RoutersTogether):
+    """Two routers that share their load. Each call arrives at a random one, as through a balancer."""
+
+    def router_of(self, outcome: Outcome) -> SimulatedRouter:  # noqa: ARG002
+        return self.random.choice(self.routers)
+
+
+def test_calls_of_a_session_at_different_routers_are_warm_returns() -> None:
+    one = Simulation(FLEET, PROGRAMS, Random(1)).run(sessions(16))
+    any_router = AnyRouter(FLEET, PROGRAMS, Random(1)).run(sessions(16))
+    assert hits(any_router) > hits(one) - 0.1
+    assert max(waits(any_router)) < OVERTAKING_SECONDS
+
+
 def test_two_routers_that_share_load_keep_as_many_contexts_as_one() -> None:
     one, alone, together = [
         hits(simulation(FLEET, PROGRAMS, Random(1)).run(sessions(16)))

@@ -33,13 +33,13 @@ from router.apis.openai_requests import decode_match
 from router.apis.requests import ChatPrompt, MatchRequest, RoutedRequest, Sender
 from router.app.services import services_of
 from router.auth.bodies import check_amounts, check_media
-from router.cache_state.session_locations import SessionLocations
 from router.forwarding.proxy_services import LONG_BODY, aside_if_long
 from router.http.headers import HeaderItems
 from router.policies import Cost
 from router.policies.records import Source
 from router.prediction.service_levels import ServiceLevels, read_slo
 from router.prediction.slo import SLO, Estimate, Prediction
+from router.programs import Sessions
 from router.routing.encoders import Encoders
 from router.routing.prompt_reader import PromptReader
 from router.routing.selector import TargetSelector
@@ -67,7 +67,7 @@ async def explain_decision(request: Request) -> dict[str, Any]:
         routing.selector,
         services.admission,
         routing.encoders,
-        routing.state.learned.session_locations,
+        routing.state.gate.sessions,
         services.indexer.names,
         services.settings.limits,
         await request.body(),
@@ -88,7 +88,7 @@ async def explain(
     selector: TargetSelector,
     admission: Admission,
     encoders: Encoders,
-    sessions: SessionLocations,
+    sessions: Sessions,
     names: WorkerNames,
     limits: LimitSettings,
     body: bytes,
@@ -124,14 +124,14 @@ async def explain(
         "program": prompt.identity and prompt.identity.program,
         "parent": prompt.identity and prompt.identity.parent,
         "working_set": seen and _session(seen, names),
-        "hints": prompt.hints and _hints(prompt, prompt.hints, sessions, names),
+        "hints": prompt.hints and _hints(prompt.hints),
         "encoding": round(prompt.encoding, 6),
         "held": begins if isinstance(begins, WaitReason) else None,
         "slo": slo and _slo(slo, selection.prediction or selector.predict(chosen, prompt), now),
         "choice": {"worker": names.get(chosen.target.worker), "dp_rank": chosen.target.dp_rank},
         "unit": usual.decision.unit,
         "candidates": [
-            _candidate(names, cost, sessions.retained_tokens(cost.candidate.target))
+            _candidate(names, cost, sessions.returning(cost.candidate.target))
             | {"room": seen and seen.rooms.get(cost.candidate.target)}
             | {"forecast": _prediction(predict(cost.candidate), slo, now)}
             for cost in costs
@@ -167,14 +167,12 @@ def _asked(
     return request, len(sent), fields.tenant, media_chat(request.path, sent)
 
 
-def _hints(prompt: RoutedRequest, hints: AgentHints, sessions: SessionLocations, names: WorkerNames) -> dict[str, Any]:
-    """Return an agent's hints, in tokens and seconds, and the location of its session."""
-    place = None if prompt.session is None else sessions.get((prompt.cache_salt, prompt.session))
+def _hints(hints: AgentHints) -> dict[str, Any]:
+    """Return an agent's hints, in tokens and seconds."""
     return {
         "output_tokens": hints.output_tokens,
         "next_call": hints.next_call,
         "final": hints.final,
-        "place": place and {"worker": names.get(place.worker), "dp_rank": place.dp_rank},
     }
 
 

@@ -94,9 +94,7 @@ async def finish_session(request: Request, session_id: str = "") -> dict[str, st
     """End a session: its cached prompt is no longer kept for its next request. Unknown sessions are no error."""
     if not session_id:
         raise RequestError("session_id is missing. Send ?session_id=….", param="session_id")
-    name, state = session_id[:MAX_LENGTH], services_of(request).routing.state
-    state.learned.session_locations.drop((None, name))
-    state.gate.sessions.finish(name)
+    services_of(request).routing.state.gate.sessions.finish(session_id[:MAX_LENGTH])
     return {"status": "success", "session_id": session_id}
 
 

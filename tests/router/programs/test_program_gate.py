@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer import Target
+from router.load.load_messages import SentPrompt, shared_hashes
 from router.programs import Call, Gate, RankCapacity
 from router.programs.gate import LITTLE_LOST, ROOM
-from router.programs.sessions import FORGOTTEN_SECONDS, LONGEST_IDLE, SHORTEST_IDLE, SessionKey
+from router.programs.records import SessionKey
+from router.programs.sessions import FORGOTTEN_SECONDS, LONGEST_IDLE, SHORTEST_IDLE
 from router.programs.working_sets import MARK_TOKENS, marks_of
 
 A, B, C = Target("http://a", 0, "m"), Target("http://b", 0, "m"), Target("http://c", 0, "m")
@@ -126,7 +128,7 @@ def test_equal_prompts_of_a_group_are_charged_once(fleet: Fleet) -> None:
     assert not fleet.gate.has_room(rank, context("other", 600))
     for call in group:
         call()
-        fleet.gate.sessions.drop(call.session.key)
+        fleet.gate.sessions.drop(call.session.number)
     assert fleet.gate.sessions.working_sets[B].tokens == 0
 
 
@@ -259,7 +261,7 @@ def test_charges_are_those_of_live_sessions_whatever_happens(steps: list[tuple[s
         elif step == "send" and arrived:
             call = arrived.pop(number % len(arrived))
             call.output = number
-            fleet.gate.sent(call, A if number % 2 else B, hashes(call.session.key[3], number))
+            fleet.gate.sent(call, A if number % 2 else B, hashes(call.session.name, number))
             sent.append(call)
         elif step in ("end", "fail") and sent:
             sent.pop(number % len(sent))(step == "fail")
@@ -380,3 +382,44 @@ def test_more_sessions_fit_by_the_mean_size_of_live_ones(fleet: Fleet) -> None:
     for number in range(10):
         fleet.turn(f"{number}", 100)
     assert fleet.gate.more_sessions("m", ranks) == 8  # none fit at the first, which has more than its room
+
+
+def test_a_session_whose_last_call_another_router_sent_is_known_here_and_charged_there(fleet: Fleet) -> None:
+    other = Fleet()
+    for there in (fleet, other):
+        there.close()
+        there.gate.sessions.finish("lost")
+    fleet.turn("a", 400)
+    call = other.arrives("a", 420)
+    prefixes = shared_hashes(hashes("a", 420)).tobytes()
+    fleet.gate.heard(SentPrompt(1, B.worker, 0, "m", prefixes, call.session.number, 420 * MARK_TOKENS))
+    assert fleet.gate.sessions.working_sets[A].tokens == 0
+    returns = fleet.arrives("a", 430)
+    assert returns.session.tokens == 420 * MARK_TOKENS
+    assert fleet.gate.passes(returns, hashes("a", 430), best_overlap=420 * MARK_TOKENS, waiting=True)
+    assert not fleet.gate.passes(returns, hashes("a", 430), best_overlap=40 * MARK_TOKENS, waiting=True)
+    fleet.gate.sent(returns, A, hashes("a", 430))
+    fleet.gate.heard(
+        SentPrompt(2, B.worker, 0, "m", prefixes, call.session.number, 420 * MARK_TOKENS)
+    )  # both have a call of it
+    assert fleet.gate.sessions.live() == {"m": 1}
+    returns()
+    fleet.gate.sessions.finish("a")
+    for number in range(20):  # sessions without a name here
+        fleet.gate.heard(SentPrompt(3, B.worker, 0, "m", prefixes, 1 + number, 420 * MARK_TOKENS))
+    fleet.now += FORGOTTEN_SECONDS
+    fleet.gate.sessions.expire()
+    assert (len(fleet.gate.sessions), fleet.gate.sessions._marks) == (0, 0)
+
+
+def test_the_end_of_a_call_whose_session_was_finished_does_not_end_the_next_one(fleet: Fleet) -> None:
+    first, waiting = fleet.arrives("a", 10), fleet.arrives("a", 12)
+    fleet.gate.sent(first, A, hashes("a", 10))
+    fleet.gate.sessions.finish("a")
+    fleet.gate.sent(waiting, A, hashes("a", 12))
+    first()
+    assert fleet.gate.sessions.state(waiting.session) == "running"
+    waiting()
+    fleet.now += LONGEST_IDLE
+    fleet.gate.sessions.expire()
+    assert fleet.gate.sessions.live().total() == 0

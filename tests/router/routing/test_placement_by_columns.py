@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from array import array
+from itertools import count
 from random import Random
 
 import pytest
@@ -12,11 +14,14 @@ from indexer import Indexer, Registration, Target
 from indexer.hashing import PackedPrompt
 from kvevents import BlockStored, EventBatch
 from router.apis.agent_hints import AgentHints
+from router.apis.identities import Identity
 from router.apis.requests import RoutedRequest
+from router.cache_state.in_flight_prefixes import CHUNK_TOKENS
 from router.fleet.discovery import Engine, ServedModel, WorkerDescription
 from router.fleet.worker import Worker
 from router.load.load_messages import Kind, Message, RankLoad
 from router.policies import KvAware, Request, policy_named
+from router.programs import Call
 from router.routing.assignment import Assignment
 from router.routing.ranks import NO_LIMITS, Limits
 from router.settings import AdmissionSettings, FleetSettings, PolicySettings, Settings, WorkerSettings
@@ -56,6 +61,16 @@ class Fixture:
         self.peer_load = PeerLoad(600.0, 2.0)
         self.routing = make_routing(self.fleet, indexer, SETTINGS, policy=policy, peer_load=self.peer_load)
         self.loads, self.learned = self.routing.state.load, self.routing.state.learned
+
+    def session(self, name: str, target: Target, tokens: int) -> Call:
+        """Charge a session of a number of tokens to a target."""
+        gate = self.routing.state.gate
+        call = gate.sessions.call(("", MODEL, None, name), tokens, False)
+        assert call is not None
+        call.returns = True
+        chunks = range(tokens // CHUNK_TOKENS)
+        gate.sent(call, target, array("Q", [hash((name, chunk)) % 2**64 for chunk in chunks]))
+        return call
 
     def choose_as_the_formula_does(self, prompt: RoutedRequest, excluded: list[Worker], limits: Limits) -> None:
         """Let both choose, and compare."""
@@ -165,8 +180,7 @@ def step(fixture: Fixture, random: Random, in_flight: list[Assignment], number: 
             fixture.fleet.drain(worker, False)
             worker.health.forget()
         case "session":
-            key = None, str(random.randrange(40))
-            fixture.learned.session_locations.record(key, worker.target(0, MODEL), random.randrange(1, CAPACITY), 0.0)
+            fixture.session(str(random.randrange(40)), worker.target(0, MODEL), random.randrange(1, CAPACITY))()
 
 
 def test_selection_by_columns_equals_the_formula(indexer: Indexer) -> None:
@@ -182,25 +196,27 @@ def test_selection_by_columns_equals_the_formula(indexer: Indexer) -> None:
 @pytest.mark.derives
 def test_wanted_tokens_raise_the_eviction_cost(indexer: Indexer, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture = Fixture(indexer)
-    pressure, locations = fixture.learned.pressure, fixture.learned.session_locations
+    pressure, sessions = fixture.learned.pressure, fixture.routing.state.gate.sessions
+    later = count(1)  # all rows are read again after each second
     monkeypatch.setattr(pressure, "price", lambda: 0.5)
     monkeypatch.setattr(pressure, "full", lambda target: target.worker != "http://w3:1")
-    prompt = prompt_of(Random(1))
-    prompt.session, prompt.hints = "agent", AgentHints(final=False)
+    prompt = RoutedRequest(MODEL, streamed=True, identity=Identity("agent"), hints=AgentHints(final=False))
+    prompt = prompt.tokenized([PackedPrompt.of(array("I", range(512)))])
 
     def evictions() -> dict[str, float]:
-        selection = fixture.routing.selector.choose(prompt)
+        selection = fixture.routing.selector.choose(prompt, now=time.monotonic() + next(later))
         return {each.target.worker: each.eviction for each in selection.decision.candidates}
 
     assert set(evictions().values()) == {0.0, 0.5}
     kept = fixture.routing.placement.place(prompt)
     assert kept.target.worker == "http://w3:1"  # it evicts nothing
-    assert locations.retained_tokens(kept.target) == prompt.tokens
-    locations.record((None, "other"), Target("http://w4:1", 0, MODEL), CAPACITY // 2, None)
-    fixture.loads.peers_changed("http://w4:1", 0)
+    assert sessions.returning(kept.target) == prompt.tokens
+    fixture.session("other", Target("http://w4:1", 0, MODEL), CAPACITY // 2)
     after = evictions()
-    assert after["http://w4:1"] > 0.9 > 0.5 == after["http://w6:1"] > after["http://w3:1"] == 0.0
+    assert after["http://w4:1"] > 0.9 > 0.5 > after["http://w6:1"] > 0.4 > after["http://w3:1"] == 0.0
+    kept.attempt.heard()
+    kept.release()
+    assert sessions.returning(kept.target) == prompt.tokens
     prompt.hints = AgentHints(final=True)
     fixture.routing.placement.place(prompt)
-    kept.release()
-    assert [locations.retained_tokens(kept.target), len(locations)] == [0, 1]
+    assert sessions.returning(kept.target) == 0

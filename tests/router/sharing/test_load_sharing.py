@@ -116,6 +116,16 @@ async def test_what_live_sessions_need_is_shared_until_they_end(
     assert there.live_tokens("w", 0) == 0
 
 
+async def test_the_session_of_a_prompt_is_shared(here: LoadSharing, wire: Wire, there: PeerLoad) -> None:
+    seen: list[SentPrompt] = []
+    there.on_session.append(seen.append)
+    hashes = array("Q", range(1, 4 * 16 + 1))
+    for session in (7, 0):
+        here.sent(Target("w", 0, "m"), hashes, session, tokens=1030)
+        hear_all(here, wire, there)
+    assert [(each.session, each.tokens, each.worker, len(each.prefixes)) for each in seen] == [(7, 1030, "w", 64)]
+
+
 async def test_limits_are_divided_while_routers_may_be_unheard(here: LoadSharing, wire: Wire, clock: Clock) -> None:
     here.peer_load.expiry = 0.03
     here.start()
