@@ -26,6 +26,8 @@ _LOAD_1: Final = 0.62
 _LOW_SHARE: Final = 0.3
 # The seconds from a turn's arrival to its answer, before the pause until the next turn.
 _ANSWER_SECONDS: Final = 10.0
+# The tokens of the longest prompt with its answer. A session ends before it exceeds them.
+_LONGEST: Final = 100_000
 # The seconds before the first request in which sessions begin, so that as many are under way then as later.
 _BEFORE: Final = 400.0
 
@@ -51,7 +53,7 @@ def requests(load: float, workers: int, seconds: float, seed: int) -> list[Trace
 def _turns(session: TracedRequest, priority: int, first: int, seconds: float) -> list[TracedRequest]:
     """Return the turns of a session, as requests that arrive at fixed times. `first`: is added to the ids of blocks."""
     found, arrival, turn = list[TracedRequest](), session.arrival - _BEFORE, session
-    while arrival < seconds:
+    while arrival < seconds and turn.input_tokens + turn.output_tokens <= _LONGEST:
         blocks, finished = (tuple(block + first for block in ids) for ids in (turn.blocks, turn.finished))
         name = f"{first}-{turn.session}"
         if arrival >= 0:

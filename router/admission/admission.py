@@ -42,29 +42,31 @@ from router.fleet.worker import Worker
 from router.prediction.slo import SLO
 from router.programs import Gate
 from router.routing.assignment import Assignment, Selection
+from router.routing.late_binding import PREFILL_WEIGHT
 from router.routing.placement import Placement
-from router.routing.ranks import Limits
+from router.routing.ranks import Limits, RoutableRank
 from router.routing.selector import TargetSelector
 from router.settings import AdmissionSettings
 
 LATE_TIMEOUTS = 10
 # The most waiting requests that choose again after one event: each choice costs a walk through the index.
 TRIES = 16
+# The most waiting requests that are looked at after one event: most wait for a target that is still busy.
+LOOKS = 128
 # The most of these in one group whose SLO is missed: each of their choices predicts the latency of all candidates.
 LATE_TRIES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The verdict on a request that has to wait: why, and whether its selection missed the SLO's TTFT."""
+    """The verdict on a request that has to wait: why, whether its selection missed the SLO's TTFT, and its target."""
 
     reason: WaitReason
     ttft_missed: bool = False
+    target: RoutableRank | None = None
 
 
 _SATURATED = _Held(WaitReason.SATURATED)
-_BUSY = _Held(WaitReason.LATE_BINDING)
-_TTFT_MISSED = _Held(WaitReason.LATE_BINDING, ttft_missed=True)
 _NO_ROOM = _Held(WaitReason.WORKING_SET)
 
 
@@ -91,7 +93,7 @@ class Admission:
         requests = None if settings.requests == "auto" else settings.requests
         self.limits = Limits(requests, settings.tokens, computed=settings.requests == "auto")
         self.queue: FairQueue[WaitingRequest] = FairQueue(settings.queue, settings.queue_bytes)
-        self.late_binding = settings.late_binding and late_binding
+        self.late_binding = self.limits.late_binding = settings.late_binding and late_binding
         self.on_waited: list[Callable[[WaitReason, float], None]] = []
         self.refusals = Refusals(settings.timeout, clock)
         self._selector = selector
@@ -122,6 +124,8 @@ class Admission:
             first = self.queue.best_priority(prompt.name)
             if first is not None and first <= ticket.priority:
                 return None
+        if self.queue.length and self._makes_way(prompt, tried, ticket.priority):
+            return None
         self.limits.lenient = not self.queue.length
         try:
             placed = self._try(prompt, tried, ticket, now, behind=True)
@@ -162,7 +166,7 @@ class Admission:
             ticket.priority,
             ticket.tenant,
             prompt.name,
-            queue_order(prefill, ticket, ttft_missed, now) - places_ahead(ticket.call),
+            queue_order(prefill, ticket, ttft_missed, now, self._weight(prompt, tried)) - places_ahead(ticket.call),
             max(ticket.tokens, 1),
             ticket.size,
             ttft_missed,
@@ -263,15 +267,31 @@ class Admission:
 
     def _choose_again(self) -> None:
         self._planned, self._full, self.limits.lenient = None, set(), False
-        tries = room_tries = 0
+        tries = room_tries = looks = 0
         overdue = {} if self._room is None else self._room.overdue()
         missed: list[WaitingRequest] = []
+        if self.limits.computed:
+            first = next(self.queue.in_order(), None)
+            self._pace.see(first is not None and self._is_crowded(first))
+        closed: dict[tuple[str | None, int], bool] = {}
         for request in self.queue.in_order(self._full, LATE_TRIES):
+            if self.limits.computed:
+                key = request.name, request.priority
+                if key not in closed:
+                    closed[key] = self._makes_way(request.prompt, request.tried, request.priority)
+                if closed[key]:
+                    self._full.add(request.name)
+                    continue
             first = overdue.get((request.priority, request.tenant))
             behind = room_tries >= ROOM_TRIES or first not in (None, request)
             if behind and self._waits_for_room(request):
                 if room_tries >= ROOM_TRIES and self._room is not None and len(self._room) == self.queue.length:
                     break
+                continue
+            looks += 1
+            if looks > LOOKS:
+                break
+            if self._is_held(request):
                 continue
             waiting = self.queue.length if self.late_binding else None
             if not self._selector.any_has_capacity(request.prompt, request.tried, self.limits, waiting):
@@ -291,6 +311,7 @@ class Admission:
                 self._give(request, placed)
                 continue
             self._set_reason(request, placed.reason)
+            request.held_for = placed.target
             if placed.reason is WaitReason.WORKING_SET:
                 room_tries += 1 if first is None else ROOM_TRIES
                 continue
@@ -306,6 +327,40 @@ class Admission:
         if self.limits.paced:
             first = next(self.queue.in_order(), None)
             self._pace.plan(None if first is None else self._selector.opens_at(first.prompt))
+
+    def _weight(self, prompt: RoutedRequest, tried: Collection[Worker]) -> float:
+        """Return the weight of a request's prefill in its place in the queue.
+
+        Each second of a prefill delays every request that waits for the target. So the fuller the queue, the sooner
+        requests are sent whose prompts are cached, and fewer cached prompts are evicted while they wait.
+        """
+        if not self.limits.computed:
+            return PREFILL_WEIGHT
+        return max(self._selector.waiting_per_target(prompt, tried, self.queue.length), PREFILL_WEIGHT)
+
+    def _is_crowded(self, request: WaitingRequest) -> bool:
+        """Return whether more requests wait than a request has targets. Without computed limits it is never known."""
+        waiting = self.queue.length
+        return self.limits.computed and self._selector.waiting_per_target(request.prompt, request.tried, waiting) > 1
+
+    def _makes_way(self, prompt: RoutedRequest, tried: Collection[Worker], priority: int) -> bool:
+        """Return whether a request waits because more requests of higher priorities wait than there are targets.
+
+        Fewer of them may all wait for a target that holds their prompts. Then lower priorities use the others.
+        """
+        if not self.limits.computed:
+            return False
+        above = self.queue.above(priority, prompt.name)
+        if above and self._room is not None:  # targets without room for one session can have room for other requests
+            above -= self._room.above(priority, prompt.name)
+        return above > 0 and self._selector.waiting_per_target(prompt, tried, above) > 1
+
+    def _is_held(self, request: WaitingRequest) -> bool:
+        """Return whether the target that late binding held a request for is still busy, so that it need not choose."""
+        target = request.held_for
+        if target is None or request.ticket.slo is not None or not self._is_crowded(request):
+            return False
+        return self._selector.is_held_for(target, self.limits)
 
     def _let_others_first(self, request: WaitingRequest) -> None:
         """Move a request whose TTFT is missed behind the other late requests of its group, so that each is tried."""
@@ -328,7 +383,8 @@ class Admission:
         self._refuse_late(selection)
         bound = self._bind(prompt, tried, selection, limits)
         if bound is None:
-            return _TTFT_MISSED if _is_ttft_missed(selection) else _BUSY
+            target = (selection.prefill or selection).rank
+            return _Held(WaitReason.LATE_BINDING, _is_ttft_missed(selection), target)
         return self._reserve(prompt, bound, ticket, now)
 
     def _choose(
@@ -390,18 +446,20 @@ class Admission:
         """
         if self._waits_for_room(request):
             return None
-        waiting = self.queue.length if self.late_binding else None
-        if self._selector.is_saturated(request.prompt, request.tried, self.limits, waiting):
-            return None  # in an engine's own queue its priority would not count, nor that of those that follow
         chosen = self._choose(request.prompt, request.tried, request.ticket, None, behind=True)
         if isinstance(chosen, _Held):
             if request.queued and chosen.reason is WaitReason.WORKING_SET:
                 self._set_reason(request, chosen.reason)
             return None
-        selection, _ = chosen
+        selection, limits = chosen
         self._refuse_late(selection)
         if not though_late and _is_ttft_missed(selection):
             return None
+        if self._is_crowded(request) and (
+            self._makes_way(request.prompt, request.tried, request.priority)
+            or self._bind(request.prompt, request.tried, selection, limits) is None
+        ):
+            return None  # in an engine's own queue its priority would not count, nor that of those that follow
         return self._reserve(request.prompt, selection, request.ticket)
 
     def _give(self, request: WaitingRequest, assignment: Assignment) -> None:
@@ -451,7 +509,7 @@ class Admission:
                 raise self.refusals.slo_missed(slo, request.name or "", self._clock() - request.since, None)
             if assignment is None:
                 if self.limits.computed:
-                    self._pace.start()
+                    self._pace.refused()
                 raise self._too_many("queue_timeout", request)
         except RequestError as error:
             self._fail(request, error)

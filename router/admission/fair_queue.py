@@ -277,6 +277,15 @@ class FairQueue(Generic[W]):
         """Return the number of requests before one of this priority that is added now."""
         return sum(waiting for known, waiting in self._of_priority.items() if known <= priority)
 
+    def above(self, priority: int, name: str | None) -> int:
+        """Return the number of requests for a name that have a higher priority."""
+        return sum(
+            len(queue)
+            for group, queues in self._groups.items()
+            if group.name == name and group.priority < priority
+            for queue in queues.values()
+        )
+
     def _put_in(self, request: W) -> None:
         queues = self._groups.setdefault(_group_of(request), {})
         if request.program not in queues:

@@ -1,7 +1,10 @@
-"""The pace of prompts while a fleet refuses requests: targets compute prompts for a part of the time only.
+"""The pace of prompts while a fleet is saturated: targets compute prompts for a part of the time only.
 
 An engine that always computes prompts generates one token of each answer in each of its long steps. While requests wait
 anyway, more prompts at once would only slow running answers down. `TargetLoad.is_paced` has the rule.
+
+Targets are paced while more requests wait than there are targets, and for some time after each refusal of a request
+that waited too long.
 """
 
 from __future__ import annotations
@@ -28,18 +31,20 @@ class Pace:
         self._until = 0.0
         self._planned: asyncio.TimerHandle | None = None
 
-    def start(self) -> None:
+    def refused(self) -> None:
         """Start it, or prolong it, because a request that waited too long for a full fleet is refused."""
         self._until = self._clock() + self._seconds
         self._limits.paced = True
 
+    def see(self, crowded: bool) -> None:
+        """Start it or end it. `crowded`: whether more requests wait now than there are targets."""
+        self._limits.paced = crowded or self._clock() < self._until
+
     def plan(self, opens_at: float | None) -> None:
-        """Let waiting requests choose again when the first paced target may receive a prompt. End it if it is over.
+        """Let waiting requests choose again when the first paced target may receive a prompt.
 
         - `opens_at`: when that is; None if no target is paced or no request waits.
         """
-        now, loop = self._clock(), asyncio.get_running_loop()
-        if now >= self._until:
-            self._limits.paced = False
+        loop = asyncio.get_running_loop()
         if opens_at is not None and (self._planned is None or self._planned.when() <= loop.time()):
-            self._planned = loop.call_later(max(opens_at - now, 0.0), self._wake)
+            self._planned = loop.call_later(max(opens_at - self._clock(), 0.0), self._wake)

@@ -82,6 +82,10 @@ class Room:
         """Return the waiting calls, the oldest first."""
         return list(self._waiting)
 
+    def above(self, priority: int, name: str | None) -> int:
+        """Return the number of waiting calls for a name that have a higher priority."""
+        return sum(each.priority < priority and each.name == name for each in self._waiting)
+
     def may_queue(self, request: WaitingRequest, free: int) -> bool:
         """Return whether a call may wait for room in a queue with `free` places.
 

@@ -32,7 +32,8 @@ from router.prediction.service_levels import SLO_HEADERS, ServiceLevels, read_sl
 from router.prediction.slo import SLO
 from router.programs import Call
 from router.routing.assignment import Assignment
-from router.routing.late_binding import held_order, slo_order
+from router.routing.late_binding import PREFILL_WEIGHT, held_order, slo_order
+from router.routing.ranks import RoutableRank
 
 PRIORITY_HEADER = b"x-kvrouter-priority"
 TIMEOUT_HEADER = b"x-request-timeout"
@@ -216,7 +217,11 @@ class WaitReason(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class WaitingRequest(Waiting):
-    """A waiting request, and the future that its proxy waits on. `tried`: workers that may not receive it."""
+    """A waiting request, and the future that its proxy waits on.
+
+    - `tried`: workers that may not receive it.
+    - `held_for`: the busy target that late binding last held it for; None if it waits for another reason.
+    """
 
     prompt: RoutedRequest = field(kw_only=True)
     tried: Collection[Worker] = field(kw_only=True)
@@ -228,15 +233,16 @@ class WaitingRequest(Waiting):
     timer: asyncio.TimerHandle | None = None
     until_deadline: bool = False
     ttft_missed: bool = False
+    held_for: RoutableRank | None = None
 
     def is_over(self, now: float) -> bool:
         """Return whether its deadline has passed."""
         return self.ticket.place_by is not None and now >= self.ticket.place_by
 
 
-def queue_order(prefill: float, ticket: Ticket, ttft_missed: bool, now: float) -> float:
+def queue_order(prefill: float, ticket: Ticket, ttft_missed: bool, now: float, weight: float = PREFILL_WEIGHT) -> float:
     """Return a request's position in its group, lowest first. `prefill`: the predicted seconds of its prefill."""
     slo = ticket.slo
     if slo is None or slo.first_token_by is None:
-        return held_order(ticket.arrived or now, prefill)
+        return held_order(ticket.arrived or now, prefill, weight)
     return held_order(now, prefill) if ttft_missed else slo_order(slo.first_token_by, prefill)

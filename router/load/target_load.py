@@ -13,9 +13,10 @@ from router.load.target_limit import TargetLimit
 # The seconds for which a target has no memory for requests that need as much as one that did not fit, or more, unless
 # its load changes.
 _REFUSED_SECONDS = 0.25
-# The share of the time in which a paced target computes prompts. More of them answer more requests, but each answer's
-# tokens then take longer: 1 / (1 - share) times as long as without prompts. `make bench-overload` shows both.
-PREFILL_SHARE = 0.6
+# The share of the time in which a paced target computes prompts. With a larger share, a queue ends sooner, but each
+# token of an answer takes longer: 1 / (1 - share) times as long as without prompts. By `make bench-overload`, 0.6 keeps
+# short queues too long at a load of 0.9, and without a pace most answers are slow at a load of 1.
+PREFILL_SHARE = 0.75
 # The multiple of its expected length up to which an answer is assumed to have grown.
 _LONGEST = 4
 # Maximum number of remembered changes. A reader that is further behind reads all loads again.

@@ -384,7 +384,8 @@ class CandidateFinder:
     ) -> list[int]:
         """Return the rows whose targets have no capacity for a request."""
         demand, has_capacity, ranks = self._capacity.demand(prompt), self._capacity.has_capacity, targets.ranks
-        each_row = limits.requests is not None or limits.tokens is not None or limits.paced or bool(limits.closed)
+        each_row = limits.requests is not None or limits.tokens is not None or bool(limits.closed)
+        each_row |= limits.paced and not limits.late_binding
         if not each_row and demand.tokens + max(map(demand.output, targets.served), default=0) <= view.always_fits:
             return [row for row in view.tight if not has_capacity(ranks[row], limits, demand)]
         return [rank.row for rank in ranks if not has_capacity(rank, limits, demand)]

@@ -4,9 +4,11 @@ A request that is bound too early waits behind a long prefill, although another 
 held (`admission`) if its target has a prefill waiting and more tokens to compute than one engine step. After every
 first byte and every end, held requests choose again, in this order:
 
-    order = arrival + 2 · P      P: the predicted seconds of the request's prefill
+    order = arrival + w · P      P: the predicted seconds of the request's prefill
+                                 w: 2, or with computed limits the number of held requests a target if that is more
 
-Waiting counts as much as being short, so no request starves. A request with a TTFT objective is ordered by its slack:
+No request that arrives more than w · P later is placed first. A request with a TTFT objective is ordered by its
+slack:
 
     order = first token due - P
 
@@ -35,6 +37,8 @@ from router.policies import Candidate
 
 # The prompt tokens of one engine step.
 STEP_TOKENS: Final = 8192
+# The least weight of a prefill in a held request's position.
+PREFILL_WEIGHT: Final = 2.0
 # A prefill that exceeds its expected duration by this factor counts in full, because its remaining time is unknown.
 _LATE: Final = 2.0
 # The share of prefilling targets from which a fleet has no spare capacity, because prefills arrive in bursts.
@@ -81,6 +85,10 @@ def slo_order(first_token_by: float, prefill_seconds: float) -> float:
     return first_token_by - prefill_seconds
 
 
-def held_order(arrival: float, prefill_seconds: float) -> float:
-    """Return the position of a held request, where the lowest chooses first. `arrival`: in seconds of any clock."""
-    return arrival + 2 * prefill_seconds
+def held_order(arrival: float, prefill_seconds: float, weight: float = PREFILL_WEIGHT) -> float:
+    """Return the position of a held request, where the lowest chooses first.
+
+    - `arrival`: in seconds of any clock.
+    - `weight`: the seconds of waiting that count as much as a second of prefill.
+    """
+    return arrival + weight * prefill_seconds

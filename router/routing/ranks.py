@@ -77,6 +77,7 @@ class Limits:
     - `lenient`: whether a target may also receive the first request that does not fit beside the others, because no
       request waits in the router. It waits in the engine, and begins there at once when memory is free.
     - `paced`: whether targets compute prompts for a part of the time only, because the fleet refuses requests anyway.
+    - `late_binding`: whether requests wait for a paced target. Otherwise they are sent to another one.
     """
 
     requests: int | None = None
@@ -85,6 +86,7 @@ class Limits:
     computed: bool = False
     lenient: bool = False
     paced: bool = False
+    late_binding: bool = False
     unlimited: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +94,7 @@ class Limits:
 
     def without(self, closed: Collection[tuple[str, int]]) -> Limits:
         """Return the limits of a request that some DP ranks may not receive."""
-        return Limits(self.requests, self.tokens, closed, self.computed, self.lenient, self.paced)
+        return Limits(self.requests, self.tokens, closed, self.computed, self.lenient, self.paced, self.late_binding)
 
     def has_capacity(self, requests: float, context: float, tokens: int) -> bool:
         """Return whether a target, with these requests that hold `context` tokens, may receive one more prompt.
@@ -174,7 +176,7 @@ class TargetCapacity:
         requests = load.requests + load.peers.requests + worker.metrics.get(rank.target.dp_rank).unseen
         if limits.computed and requests and not demand.fits(rank, requests, limits.lenient):
             return False
-        if limits.paced and load.is_paced(load.clock()):
+        if limits.paced and not limits.late_binding and load.is_paced(load.clock()):
             return False
         context = load.context + load.peers.context
         return limits.has_capacity(requests / rank.weight, context / rank.weight, demand.tokens)
@@ -194,8 +196,10 @@ class TargetCapacity:
         paced = [rank.load.paced_until for rank in ranks if rank.load.is_paced(rank.load.clock())]
         return min(paced, default=None)
 
-    def prefill_busy(self, rank: RoutableRank, crowded: bool) -> bool:
+    def prefill_busy(self, rank: RoutableRank, crowded: bool, limits: Limits) -> bool:
         """Return whether late binding holds requests for a rank. `crowded`: more requests wait than it has targets."""
+        if limits.paced and rank.load.is_paced(rank.load.clock()):
+            return True
         return is_busy(rank.load, crowded, rank.load.peers.streamed, rank.weight)
 
 

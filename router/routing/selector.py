@@ -199,7 +199,7 @@ class TargetSelector:
         Without computed limits, a request waits only if it has another target to wait for.
         """
         may_wait = limits.computed or selection.decision.count > 1
-        return may_wait and self._capacity.prefill_busy(selection.rank, crowded)
+        return may_wait and self._capacity.prefill_busy(selection.rank, crowded, limits)
 
     def _sooner(
         self, prompt: RoutedRequest, selection: Selection, excluded: Collection[Worker], limits: Limits
@@ -211,7 +211,8 @@ class TargetSelector:
         now = self._clock()
         found = self._candidates.find(prompt, excluded, limits, now)
         ranks = found.targets.ranks
-        idle = found.without([row for row in found.view.prefilling if self._capacity.prefill_busy(ranks[row], True)])
+        busy = self._capacity.prefill_busy
+        idle = found.without([row for row in found.view.prefilling if busy(ranks[row], True, limits)])
         if not idle.count:
             return None
         other = idle.cheapest(prompt.tokens) or self._by_records(prompt, excluded, idle, now)
@@ -247,14 +248,19 @@ class TargetSelector:
             rank
             for rank in ranks
             if self._capacity.has_capacity(rank, limits, demand)
-            and not (late_binding and self._capacity.prefill_busy(rank, crowded))
+            and not (late_binding and self._capacity.prefill_busy(rank, crowded, limits))
         ]
         if not free or not limits.computed or not late_binding or not self._fleet.disaggregated:
             return bool(free)
-        return self._may_prefill(prompt, excluded, free, waiting or 0)
+        return self._may_prefill(prompt, excluded, free, waiting or 0, limits)
 
     def _may_prefill(
-        self, prompt: RoutedRequest, excluded: Collection[Worker], free: Sequence[RoutableRank], waiting: int
+        self,
+        prompt: RoutedRequest,
+        excluded: Collection[Worker],
+        free: Sequence[RoutableRank],
+        waiting: int,
+        limits: Limits,
     ) -> bool:
         """Return whether a prompt that one of the `free` ranks answers may be computed now.
 
@@ -264,20 +270,17 @@ class TargetSelector:
         if not prefills or any(rank.worker.role is not Role.DECODE for rank in free):
             return True
         crowded = waiting > len(prefills)
-        return not all(self._capacity.prefill_busy(rank, crowded) for rank in prefills)
+        return not all(self._capacity.prefill_busy(rank, crowded, limits) for rank in prefills)
 
-    def is_saturated(
-        self, prompt: RoutedRequest, excluded: Collection[Worker], limits: Limits, waiting: int | None
-    ) -> bool:
-        """Return whether every target of a request is full or busy, and more requests wait than it has targets.
+    def waiting_per_target(self, prompt: RoutedRequest, excluded: Collection[Worker], waiting: int) -> float:
+        """Return a number of waiting requests, divided by the number of targets of a request."""
+        targets = self._directory.of(prompt.name)
+        count = len(targets.ranks) - sum(len(targets.of_worker.get(worker, ())) for worker in excluded)
+        return waiting / count if count > 0 else 0.0
 
-        Without computed limits it is never known.
-        """
-        if not limits.computed:
-            return False
-        targets = len([rank for rank in self._directory.of(prompt.name).ranks if rank.worker not in excluded])
-        crowded = waiting is not None and waiting > targets
-        return crowded and targets > 0 and not self.any_has_capacity(prompt, excluded, limits, waiting)
+    def is_held_for(self, rank: RoutableRank, limits: Limits) -> bool:
+        """Return whether late binding holds requests for a rank if more requests wait than there are targets."""
+        return self._capacity.prefill_busy(rank, True, limits)
 
     def opens_at(self, prompt: RoutedRequest) -> float | None:
         """Return when the first of a request's paced targets may receive a prompt again; None if none is paced."""

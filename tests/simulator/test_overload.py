@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from statistics import median
 
@@ -52,11 +53,10 @@ def ttfts(outcomes: Sequence[Outcome], priority: int) -> list[float]:
     return [each.begun - each.request.arrival for each in outcomes if each.request.priority == priority]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("policy", [PolicyName.KV_AWARE, PolicyName.ROUND_ROBIN])
+@pytest.mark.parametrize(("workers", "policy"), [(1, PolicyName.KV_AWARE), (2, PolicyName.ROUND_ROBIN)])
 def test_full_memory_holds_requests_in_the_router_in_their_order(workers: int, policy: PolicyName) -> None:
     side = replace(AUTO, policy=policy, late_binding=policy is PolicyName.KV_AWARE)
-    requests = arrivals(5.0 * workers, 120.0, long_answers)
+    requests = arrivals(5.0 * workers, 60.0, long_answers)
     simulation, outcomes = run(side, requests, workers)
     refused = [each for each in outcomes if each.refused]
     assert max(ttfts(outcomes, HIGH)) < 6.0  # an answer takes 10 s
@@ -64,9 +64,9 @@ def test_full_memory_holds_requests_in_the_router_in_their_order(workers: int, p
     assert all(each.request.priority == 0 and each.retry_after for each in refused)
     assert max(each.begun - each.request.arrival for each in outcomes if not each.refused) < 32.0
     before, without = run(replace(side, requests=None), requests, workers)
-    assert max(ttfts(without, HIGH)) > 30.0
+    assert max(ttfts(without, HIGH)) > 20.0
     preemptions = [sum(engine.preemptions for engine in each.engines) for each in (simulation, before)]
-    assert preemptions[0] < preemptions[1] / 10
+    assert preemptions[0] < preemptions[1] / 5
 
 
 @pytest.mark.parametrize(("make", "rate"), [(long_prompts, 5.0), (long_answers, 4.0)], ids=["prefill", "decode"])
@@ -74,26 +74,26 @@ def test_order_holds_for_pairs_if_either_stage_is_full(
     make: Callable[[int, float], TracedRequest], rate: float
 ) -> None:
     profile = PROFILE if make is long_answers else replace(PROFILE, kv_tokens=131_072)
-    requests, spec = arrivals(rate, 90.0, make), FleetSpec(profile, 2, profile.kv_tokens, BLOCK, prefill=1, decode=1)
+    requests, spec = arrivals(rate, 70.0, make), FleetSpec(profile, 2, profile.kv_tokens, BLOCK, prefill=1, decode=1)
     first, normal, answered = [], [], []
     for side in (AUTO, OURS):
         outcomes = Simulation(spec, side, Random(0)).run(requests)
         first.append(max(ttfts(outcomes, HIGH)))
         normal.append(max(each.begun - each.request.arrival for each in outcomes if not each.refused))
-        answered.append(sum(each.ended < 90.0 for each in outcomes))
-    assert first[0] < 6.0 < 30.0 < first[1]
+        answered.append(sum(each.ended < 70.0 for each in outcomes))
+    assert first[0] < 6.0 < 20.0 < first[1]
     assert normal[0] < 33.0
     assert answered[0] >= 0.9 * answered[1]
 
 
 def test_slots_are_found_and_one_request_waits_in_the_engine() -> None:
-    requests = arrivals(4.0, 90.0, long_answers)
+    requests = arrivals(4.0, 60.0, long_answers)
     profile = replace(PROFILE, max_requests=4)
     simulation = Simulation(FleetSpec(profile, 1, profile.kv_tokens, BLOCK), AUTO, Random(0))
     waiting: list[int] = []
 
     def look() -> None:
-        if simulation.loop.time() < 90.0:
+        if simulation.loop.time() < 60.0:
             waiting.append(simulation.engines[0].waiting)
             simulation.loop.call_later(0.5, look)
 
@@ -104,10 +104,10 @@ def test_slots_are_found_and_one_request_waits_in_the_engine() -> None:
 
 
 def test_answers_keep_their_speed_while_the_fleet_refuses_requests() -> None:
-    requests, profile = arrivals(5.0, 120.0, long_prompts), replace(PROFILE, kv_tokens=131_072)
+    requests, profile = arrivals(5.0, 80.0, long_prompts), replace(PROFILE, kv_tokens=131_072)
     _, outcomes = run(AUTO, requests, profile=profile)
     _, without = run(OURS, requests, profile=profile)
-    assert median(token_seconds(outcomes)) < 1 / 3 * median(token_seconds(without))
+    assert median(token_seconds(outcomes)) < 0.4 * median(token_seconds(without))
     assert max(ttfts(outcomes, HIGH)) < 3.0
 
 
@@ -115,6 +115,41 @@ def test_fleet_below_saturation_is_served_as_without_limits() -> None:
     requests = arrivals(1.5, 120.0, long_prompts)
     served = [[(each.begun, each.ended) for each in run(side, requests, 2)[1]] for side in (AUTO, OURS)]
     assert served[0] == served[1]
+
+
+def test_full_fleet_sends_each_session_to_the_worker_that_holds_it() -> None:
+    requests = list[TracedRequest]()
+    for number, turn in ((number, turn) for turn in range(20) for number in range(30)):
+        ids, tokens = tuple(range(10_000 * number, 10_000 * number + 3000)), 2400 + 1440 * turn
+        blocks, finished = ids[: tokens // BLOCK], ids[: (tokens + 32) // BLOCK]
+        requests.append(TracedRequest(1.2 * turn + 0.04 * number, tokens, 32, blocks, finished, str(number)))
+    _, outcomes = run(AUTO, requests, 2, replace(PROFILE, kv_tokens=1_048_576))
+    workers: dict[str | None, list[int]] = {}
+    for each in outcomes:
+        if not each.refused:
+            workers.setdefault(each.request.session, []).append(each.worker)
+    moves = sum(before != after for used in workers.values() for before, after in pairwise(used))
+    assert any(each.refused for each in outcomes)
+    assert moves < 0.02 * len(requests)
+
+
+def test_full_queue_sends_short_prompts_first() -> None:
+    requests = arrivals(8.0, 60.0, lambda number, at: request(10 * number + 1, at, 400 if number % 2 else 4000, 32))
+    _, outcomes = run(AUTO, requests, profile=replace(PROFILE, kv_tokens=131_072))
+    short = [each for each in outcomes if each.request.input_tokens == 400]
+    assert sum(each.refused for each in outcomes) > 50
+    assert sum(each.refused for each in short) < 0.02 * len(short)
+
+
+def test_lower_priority_makes_way_while_more_higher_ones_wait_than_there_are_targets() -> None:
+    def three(number: int, at: float) -> TracedRequest:
+        return replace(request(number, at, 4000, 32), priority=(HIGH, 0, 0, 0, 1)[number % 5])
+
+    _, outcomes = run(AUTO, arrivals(8.0, 50.0, three), 1, replace(PROFILE, kv_tokens=131_072))
+    late = [each for each in outcomes if 20.0 < each.request.arrival < 45.0]
+    assert max(ttfts(outcomes, HIGH)) < 6.0
+    refused = [each.refused for each in late if each.request.priority == 1]
+    assert sum(refused) > 0.9 * len(refused)
 
 
 def token_seconds(outcomes: Sequence[Outcome]) -> list[float]:
