@@ -21,7 +21,7 @@ RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 Object = dict[str, Any]
 
 
-def eventually(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
+def eventually(condition: Callable[[], object], what: str, seconds: float = 300) -> None:
     """Wait until a condition holds. Fails the test after the deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -41,11 +41,11 @@ class Namespace:
         built = {"kubectl": [str(BINARY), "kubectl"], "helm": [str(PROGRAMS / "helm")]}[name]
         return [*(built if Path(built[0]).exists() else [name]), "--kubeconfig", self.kubeconfig]
 
-    def kubectl(self, *arguments: str, data: str = "", seconds: float = 300) -> str:
+    def kubectl(self, *arguments: str, data: str = "", seconds: float = 500) -> str:
         """Return kubectl's output. `data` is its input. Fails the test if it fails."""
         return self._run([*self.program("kubectl"), "--namespace", self.name, *arguments], data, seconds)
 
-    def helm(self, *arguments: str, seconds: float = 300) -> str:
+    def helm(self, *arguments: str, seconds: float = 500) -> str:
         """Return Helm's output. Fails the test if it fails."""
         return self._run([*self.program("helm"), "--namespace", self.name, *arguments], "", seconds)
 
@@ -75,7 +75,7 @@ class Namespace:
     def wait_for_rollout(self, *names: str) -> None:
         """Wait until the pods of deployments are of the latest version, and their predecessors have ended."""
         for name in names:
-            self.kubectl("rollout", "status", name, "--timeout=240s")
+            self.kubectl("rollout", "status", name, "--timeout=480s")
         eventually(lambda: not self.deleted_pods(), "the replaced pods have ended")
 
     def deleted_pods(self) -> list[str]:
@@ -127,12 +127,12 @@ class Load:
     def wait_for_answers(self, number: int) -> None:
         """Wait until `number` more requests are answered."""
         before = self.answered()
-        eventually(lambda: self.answered() >= before + number, f"{number} more answers", 180)
+        eventually(lambda: self.answered() >= before + number, f"{number} more answers")
 
     def stop(self) -> Report:
         """End the load, wait for the answers of what was sent, and return the counts."""
         self.namespace.kubectl("exec", self.pod, "--", "touch", "/tmp/stop")
-        eventually(lambda: "failures" in (self._lines() or [{}])[-1], "the last answers", 180)
+        eventually(lambda: "failures" in (self._lines() or [{}])[-1], "the last answers", 420)
         last = self._lines()[-1]
         return Report(last["sent"], last["failures"])
 
@@ -170,8 +170,8 @@ def steady_load(
     namespace.apply(settings, pod)
     load = Load(namespace, "load")
     try:
-        namespace.kubectl("wait", "--for=condition=Ready", "pod/load", "--timeout=60s")
-        eventually(lambda: load.answered() >= 10, "the first answers", 60)
+        namespace.kubectl("wait", "--for=condition=Ready", "pod/load", "--timeout=300s")
+        eventually(lambda: load.answered() >= 10, "the first answers")
         yield load
     finally:
         namespace.kubectl("delete", "pod", "load", "--now")

@@ -66,7 +66,7 @@ async def main() -> None:
     parser.add_argument("--tokens", type=int, required=True)
     given = parser.parse_args()
     load = Load(given.url, given.model, given.tokens)
-    timeout = aiohttp.ClientTimeout(total=120, sock_connect=10)
+    timeout = aiohttp.ClientTimeout(total=400, sock_connect=10)
     fresh = aiohttp.TCPConnector(limit=0, force_close=True)
     kept = aiohttp.TCPConnector(limit=0)
     async with (

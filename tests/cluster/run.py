@@ -6,6 +6,7 @@ is made on this machine. It is removed at the end, also when the tests fail or t
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -98,6 +99,8 @@ def _groups_below(root: Path) -> list[Path]:
 def in_namespaces(arguments: list[str]) -> int:
     """Run the node and the tests in new namespaces, whose contents end with their first process."""
     with ExitStack() as stack:
+        # A second cluster would take the first one's sysctls for those of the machine.
+        fcntl.flock(stack.enter_context((PROGRAMS / "lock").open("w")), fcntl.LOCK_EX)
         stack.enter_context(restored_sysctls())
         name = stack.enter_context(cgroup())
         folder = Path(tempfile.mkdtemp(prefix="kvrouter-cluster-", dir="/var/tmp"))

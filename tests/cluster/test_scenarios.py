@@ -25,16 +25,19 @@ Rows = list[tuple[str, int, int]]
 ROUTER, WORKERS = "demo-kvrouter-router", "deploy/demo-kvrouter-worker-demo"
 LONG = 200  # tokens: answers of 10 s
 SMALL = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "1Gi"}}
+# A busy machine starts a pod in a minute, and is no reason to restart one.
+PATIENT = {"httpGet": {"path": "/health", "port": "http"}, "timeoutSeconds": 20, "failureThreshold": 600}
+PROBES = {"startupProbe": PATIENT | {"periodSeconds": 1}, "livenessProbe": PATIENT | {"periodSeconds": 20}}
 VALUES: dict[str, Any] = {
-    "router": {"replicas": 1, "resources": SMALL, "preStopSeconds": 5},
+    "router": {"replicas": 1, "resources": SMALL, "preStopSeconds": 5, **PROBES},
     "redis": {"enabled": False, "resources": SMALL},
-    "config": {"server": {"shutdown_timeout": 30, "drain_seconds": 2}, "admission": {"cold_start_timeout": 120}},
+    "config": {"server": {"shutdown_timeout": 30, "drain_seconds": 2}, "admission": {"cold_start_timeout": 300}},
     "workerDefaults": {
         "engine": "simulated",
         "resources": SMALL,
         "drainSeconds": 15,
         "extraArgs": ["--step-ms=50"],
-        "startupProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1, "failureThreshold": 90},
+        **PROBES,
     },
     "workers": {"demo": {"replicas": 3}},
 }
