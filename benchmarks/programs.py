@@ -4,6 +4,14 @@ Sessions begin as a Poisson process for 900 s, and all are served to their end, 
 seconds 200 to 900: the sessions that begin there, and the calls that arrive there. A refused call arrives again after
 its `Retry-After`, and counts from its first arrival. `make bench-programs` needs a trace
 of agentic coding as AIPerf writes it: ARGS=--trace FILE. Without it, the generated sessions of agents are run.
+
+`--cell` runs other cells:
+
+- `batch`: all sessions begin within 30 s.
+- `beside`: 4 calls a second have no session.
+- `long tools`: 5 % of the pauses last 90 to 270 s.
+- `two routers`, `four routers`: each call arrives at a random one. They share their load.
+- `pairs`: half of the workers prefill, and the others decode.
 """
 
 from __future__ import annotations
@@ -11,14 +19,17 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Annotated
 
 import typer
 
-from benchmarks.policy.sessions import AGENTS, generated, recorded
+from benchmarks.policy.sessions import AGENTS, Turn, chained, generated, recorded
 from benchmarks.policy.thunderagent import ThunderAgent
+from benchmarks.replicas.simulation import RouterChannel, RouterNetwork
 from kvrouter.tools.traces.results import percentile
 from router.apis.agent_hints import AgentHints
 from router.apis.requests import RoutedRequest
@@ -34,6 +45,29 @@ WORKERS = 8
 CODING_TOKENS = 1_280_000
 AGENTS_TOKENS = 320_000
 _AGENTS_BLOCK = 256
+
+# Of calls without a session: those of a second, and their tokens.
+_BESIDE_RATE = 4.0
+_BESIDE_TOKENS = 2000, 150
+_LONG_TOOLS = 0.05
+_LONG_PAUSE = 90.0, 270.0
+_BATCH_SECONDS = 30.0
+_SHARING_DELAY = 0.005
+
+
+class Cell(StrEnum):
+    """The kind of a cell."""
+
+    USUAL = "usual"
+    BATCH = "batch"
+    BESIDE = "beside"
+    LONG_TOOLS = "long tools"
+    TWO_ROUTERS = "two routers"
+    FOUR_ROUTERS = "four routers"
+    PAIRS = "pairs"
+
+
+_ROUTERS = {Cell.TWO_ROUTERS: 2, Cell.FOUR_ROUTERS: 4}
 
 GATE = replace(OURS, name="kv_aware, programs", programs=True)
 THUNDERAGENT = replace(OURS, name="ThunderAgent")
@@ -62,6 +96,19 @@ class Figures:
 class Sessions(Simulation):
     """A run in which refused calls arrive again, and which knows the rules of other routers."""
 
+    def __init__(self, spec: FleetSpec, side: Side, random: Random, cell: Cell) -> None:
+        self._count = _ROUTERS.get(cell, 1)
+        super().__init__(spec, side, random)
+
+    def make_routers(self) -> list[SimulatedRouter]:
+        if self._count == 1:
+            return super().make_routers()
+        network = RouterNetwork(_SHARING_DELAY, prompts=True)
+        return [self.make_router(RouterChannel(network)) for _ in range(self._count)]
+
+    def router_of(self, outcome: Outcome) -> SimulatedRouter:
+        return super().router_of(outcome) if self._count == 1 else self.random.choice(self.routers)
+
     def make_router(self, *channels: SharingChannel) -> SimulatedRouter:
         router = super().make_router(*channels)
         if self.side.name in (THUNDERAGENT.name, THUNDERAGENT_SHARED.name):
@@ -71,7 +118,7 @@ class Sessions(Simulation):
         return router
 
     def arriving(self, outcome: Outcome, prompt: RoutedRequest, router: SimulatedRouter) -> None:  # noqa: ARG002
-        if isinstance(router.admission, ThunderAgent):
+        if isinstance(router.admission, ThunderAgent) and outcome.request.session:
             router.admission.arrives(outcome.request)
 
     def comes_again(self, outcome: Outcome) -> bool:  # noqa: ARG002
@@ -84,6 +131,8 @@ def figures(outcomes: list[Outcome]) -> Figures:
     calls = defaultdict[str, list[Outcome]](list)
     firsts: dict[tuple[str, int], float] = {}
     for outcome in outcomes:
+        if not outcome.request.session:
+            continue
         key = outcome.request.session, outcome.request.input_tokens
         firsts.setdefault(key, outcome.request.arrival)
         if not outcome.refused:
@@ -110,7 +159,7 @@ def figures(outcomes: list[Outcome]) -> Figures:
     )
 
 
-def run(side: Side, load: float, seed: int, trace: Path | None, ends: bool) -> Figures:
+def run(side: Side, load: float, seed: int, trace: Path | None, ends: bool, cell: Cell = Cell.USUAL) -> Figures:
     """Run one cell. `ends`: the last call of a session says so."""
     random = Random(seed)
     if trace is not None:
@@ -119,22 +168,39 @@ def run(side: Side, load: float, seed: int, trace: Path | None, ends: bool) -> F
     else:
         requests = generated(AGENTS, AGENTS.rate * load * WORKERS, SECONDS, _AGENTS_BLOCK, random)
         spec = FleetSpec(LLAMA_70B, WORKERS, AGENTS_TOKENS, _AGENTS_BLOCK)
-    if ends:
-        requests, side = [_with_end(each) for each in requests], replace(side, hints=True)
-    return figures(Sessions(spec, side, random).run(requests))
+    if cell is Cell.BATCH:
+        requests = [replace(each, arrival=each.arrival * _BATCH_SECONDS / SECONDS) for each in requests]
+    if cell is Cell.PAIRS:
+        spec = replace(spec, prefill=WORKERS // 2, decode=WORKERS // 2)
+    if cell is Cell.LONG_TOOLS or ends:
+        requests = [_changed(each, random if cell is Cell.LONG_TOOLS else None, ends) for each in requests]
+        side = replace(side, hints=True)
+    if cell is Cell.BESIDE:
+        requests = sorted([*requests, *_beside(spec.block_tokens, random)], key=lambda each: each.arrival)
+    return figures(Sessions(spec, side, random, cell).run(requests))
 
 
-def _with_end(request: TracedRequest) -> TracedRequest:
-    """Return a session whose last request says that none follows."""
+def _changed(request: TracedRequest, random: Random | None, ends: bool) -> TracedRequest:
+    """Return a session with some long pauses, if there is a `random`, whose last request says so if it `ends`."""
     chain = [request]
     while chain[-1].following is not None:
         chain.append(chain[-1].following)
     following = None
     for each in reversed(chain):
-        hints = AgentHints(final=True) if following is None else None
-        following = replace(each, hints=hints, following=following)
+        hints = AgentHints(final=True) if ends and following is None else None
+        long = random is not None and random.random() < _LONG_TOOLS
+        pause = random.uniform(*_LONG_PAUSE) if long and random is not None else each.pause
+        following = replace(each, hints=hints, following=following, pause=pause)
     assert following is not None
     return following
+
+
+def _beside(block_tokens: int, random: Random) -> list[TracedRequest]:
+    """Return calls without a session."""
+    ids, now, calls = count(1 << 40), 0.0, list[TracedRequest]()
+    while (now := now + random.expovariate(_BESIDE_RATE)) < SECONDS:
+        calls.append(chained(now, "", (), [Turn(*_BESIDE_TOKENS)], ids, block_tokens))
+    return calls
 
 
 def main(
@@ -142,16 +208,19 @@ def main(
     load: Annotated[list[float] | None, typer.Option(help="Loads; repeatable.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each cell.")] = 3,
     ends: Annotated[bool, typer.Option(help="The last call of a session says that it is the last.")] = False,
+    cell: Annotated[Cell, typer.Option(help="The kind of cells.")] = Cell.USUAL,
+    others: Annotated[bool, typer.Option(help="Also run the rules of other routers.")] = True,
 ) -> None:
     """Compare the router with the gate for programs and without it, in virtual time."""
     kind = "agents" if trace is None else "coding"
+    kind += "" if cell is Cell.USUAL else f", {cell}"
     print("| sessions | load | router | seed | mean | p90 | all done | tokens/s | hits | TTFT p90 | held | refused |")
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for each in load or [0.5, 0.7, 0.85, 1.0, 1.2]:
         for seed in range(seeds):
-            for side in SIDES:
+            for side in SIDES if others else SIDES[:2]:
                 began = time.monotonic()
-                found = run(side, each, seed, trace, ends)
+                found = run(side, each, seed, trace, ends, cell)
                 took = time.monotonic() - began
                 print(
                     f"| {kind} | {each} | {side.name} | {seed} | {found.mean:,.0f} s | {found.p90:,.0f} s "

@@ -108,6 +108,8 @@ class ThunderAgent(Admission):
         self, prompt: RoutedRequest, tried: Collection[Worker], ticket: Ticket, now: float | None = None
     ) -> Assignment | None:
         """Return the assignment of a program that is not paused; None if its call waits."""
+        if not prompt.session:
+            return super().place(prompt, tried, ticket, now)
         program = self._programs[prompt.session or ""]
         if program.paused:
             return None
@@ -115,6 +117,8 @@ class ThunderAgent(Admission):
 
     async def wait(self, prompt: RoutedRequest, tried: Collection[Worker], ticket: Ticket) -> Assignment:
         """Return the assignment of a call once its program is resumed and its worker is free."""
+        if not prompt.session:
+            return await super().wait(prompt, tried, ticket)
         program = self._programs[prompt.session or ""]
         if program.paused:
             await program.resumed.wait()

@@ -247,7 +247,7 @@ class Simulation:
         request, now = outcome.request, self.loop.time()
         tokens = [prompt_of(request, number, self.spec.block_tokens)]
         hints = request.hints if self.side.hints else None
-        identity = None if request.session is None else Identity(request.session)
+        identity = Identity(request.session) if request.session else None
         prompt = RoutedRequest(MODEL, streamed=True, identity=identity, hints=hints, path=_PATH).tokenized(tokens)
         slo = None
         if self.side.slos and (wanted := request.slo) is not None:

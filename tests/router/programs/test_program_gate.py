@@ -240,9 +240,42 @@ def test_ten_thousand_programs_that_vanish_leave_nothing(fleet: Fleet) -> None:
         fleet.now += 0.01
     fleet.now += FORGOTTEN_SECONDS + LONGEST_IDLE
     fleet.gate.sessions.expire()
-    assert len(fleet.gate.sessions) == 0
-    assert fleet.gate.sessions.live().total() == 0
-    assert [each.tokens for each in fleet.gate.sessions.working_sets.values()] == [0, 0]
+    sessions = fleet.gate.sessions
+    assert (len(sessions), sessions.live().total(), sessions._marks) == (0, 0, 0)
+    assert [len(sessions._named), len(sessions._live_programs), len(sessions._idle)] == [0, 0, 0]
+    for target, each in sessions.working_sets.items():
+        assert (each.tokens, each.announced, each.sessions, sessions.needs(*target[:2])) == (0, 0, 0, 0)
+
+
+def test_a_hundred_calls_at_once_of_one_session_pass_and_leave_one_charge(fleet: Fleet) -> None:
+    fleet.turn("a", 100)
+    fleet.close()
+    fleet.gate.sessions.finish("lost")
+    calls = [fleet.arrives("a", 100 + number) for number in range(100)]
+    for number, call in enumerate(calls):
+        assert fleet.gate.passes(call, hashes("a", 100 + number), best_overlap=100 * MARK_TOKENS, waiting=True)
+        fleet.gate.sent(call, A if number % 2 else B, hashes("a", 100 + number))
+    for call in reversed(calls):
+        call()
+    sessions = fleet.gate.sessions
+    assert sessions.state(calls[0].session) == "idle"
+    assert sessions.live() == {"m": 1}
+    assert sorted(each.tokens // MARK_TOKENS for each in sessions.working_sets.values()) == [0, 199]
+
+
+def test_names_of_any_size_and_number_take_bounded_memory(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.programs.sessions._MOST_SESSIONS", 100)
+    sessions = fleet.gate.sessions
+    for number in range(5000):
+        tenant = "crowd" if number % 10 else "other"
+        call = sessions.call((tenant, "m", None, f"{number}"), MARK_TOKENS, False, program=f"run {number}")
+        assert call is not None
+        fleet.gate.sent(call, A, hashes(f"{number}", 1))
+        if number % 3:
+            call()
+    assert len(sessions) == len(sessions._named) == 100
+    assert len(sessions._live_programs) == sessions.live().total() == 100
+    assert len(sessions._idle) <= 2 * 100 + 1
 
 
 STEPS = st.tuples(st.sampled_from(["arrive", "send", "end", "fail", "wait", "finish", "forget"]), st.integers(0, 5))
