@@ -28,8 +28,9 @@ SMALL = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "1Gi
 # A busy machine starts a pod in a minute, and is no reason to restart one.
 PATIENT = {"httpGet": {"path": "/health", "port": "http"}, "timeoutSeconds": 20, "failureThreshold": 600}
 PROBES = {"startupProbe": PATIENT | {"periodSeconds": 1}, "livenessProbe": PATIENT | {"periodSeconds": 20}}
+READINESS = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": 2, "timeoutSeconds": 20}
 VALUES: dict[str, Any] = {
-    "router": {"replicas": 1, "resources": SMALL, "preStopSeconds": 5, **PROBES},
+    "router": {"replicas": 1, "resources": SMALL, "preStopSeconds": 5, **PROBES, "readinessProbe": READINESS},
     "redis": {"enabled": False, "resources": SMALL},
     "config": {"server": {"shutdown_timeout": 30, "drain_seconds": 2}, "admission": {"cold_start_timeout": 300}},
     "workerDefaults": {
