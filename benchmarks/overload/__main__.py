@@ -18,7 +18,7 @@ from benchmarks.overload.measures import OverloadRun, measured
 from benchmarks.overload.workload import BLOCK, HIGH, KV_TOKENS, LOW, requests
 from benchmarks.policy.report import markdown
 from simulator.fleet.engine import LLAMA_70B
-from simulator.fleet.fleet import FleetSpec, Simulation
+from simulator.fleet.fleet import FleetSpec, Outcome, Simulation
 from simulator.fleet.simulated_router import OURS, Side
 
 LOADS: Final = (0.9, 1.0, 1.2, 2.0, 5.0)
@@ -47,10 +47,17 @@ class Size:
 QUICK: Final = Size(2, 200.0, 1)
 
 
-def play(side: Side, load: float, size: Size, seed: int) -> OverloadRun:
-    """Run a cell before one rule."""
+class _SentAgain(Simulation):
+    """A run in which each refused request is sent again, once."""
+
+    def comes_again(self, outcome: Outcome) -> bool:
+        return not outcome.sent_again
+
+
+def play(side: Side, load: float, size: Size, seed: int, again: bool = False) -> OverloadRun:
+    """Run a cell before one rule. `again`: refused requests are sent again after their `Retry-After`, once."""
     spec = FleetSpec(LLAMA_70B, size.workers, KV_TOKENS, BLOCK)
-    simulation = Simulation(spec, side, Random(seed))
+    simulation = (_SentAgain if again else Simulation)(spec, side, Random(seed))
     outcomes = simulation.run(requests(load, size.workers, size.seconds, seed))
     return measured(simulation, outcomes, size.seconds)
 
@@ -78,6 +85,7 @@ def main(
     seconds: float = 600.0,
     seeds: int = 3,
     load: Annotated[list[float] | None, typer.Option(help="A load; several are possible.")] = None,
+    again: Annotated[bool, typer.Option(help="Send refused requests again after Retry-After, once.")] = False,
 ) -> None:
     """Print a table for each load."""
     size = QUICK if quick else Size(workers, seconds, seeds)
@@ -86,7 +94,7 @@ def main(
         for side in SIDES:
             runs = []
             for seed in range(size.seeds):
-                runs.append(play(side, each, size, seed))
+                runs.append(play(side, each, size, seed, again))
                 gc.collect()
             rows.append(row(side.name, runs))
         print(markdown(rows), flush=True)

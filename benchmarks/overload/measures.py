@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, nan
@@ -24,7 +23,7 @@ class OverloadRun:
     - `answered`: all answers a second. `arrived`: the requests a second.
     - `ttft`: p50 and p99 in seconds by priority, of answered requests.
     - `refused`: the share of refused requests by priority.
-    - `true`: the share of refusals after whose `Retry-After` the next request of the same priority was answered.
+    - `true`: the share of requests that were answered when they were sent again after `Retry-After`.
     """
 
     goodput: float
@@ -65,18 +64,6 @@ def measured(simulation: Simulation, outcomes: Sequence[Outcome], seconds: float
 
 
 def _true(outcomes: Sequence[Outcome]) -> float:
-    """Return the share of refusals after whose `Retry-After` the next request of the same priority was answered."""
-    by_priority: dict[int, list[Outcome]] = {}
-    for each in outcomes:
-        by_priority.setdefault(each.request.priority, []).append(each)
-    judged = came_true = 0
-    for of_priority in by_priority.values():
-        arrivals = [each.request.arrival for each in of_priority]
-        for each in of_priority:
-            if not each.refused or each.retry_after is None:
-                continue
-            place = bisect_left(arrivals, each.refused_at + each.retry_after)
-            if place < len(of_priority):
-                judged += 1
-                came_true += not of_priority[place].refused
-    return came_true / judged if judged else nan
+    """Return the share of requests that were answered when they were sent again after `Retry-After`."""
+    again = [not each.refused for each in outcomes if each.sent_again]
+    return sum(again) / len(again) if again else nan

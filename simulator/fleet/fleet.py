@@ -55,6 +55,7 @@ class Outcome:
     - `moved`: the tokens of its prompt that its worker fetched from there.
     - `refused_at`, `retry_after`: when the router refused it, and the seconds of its `Retry-After`.
     - `engine_refusals`: how often an engine refused it as full.
+    - `number`: makes the end of its prompt unique. `sent_again`: whether it was refused and is sent again.
     """
 
     request: TracedRequest
@@ -70,6 +71,8 @@ class Outcome:
     refused_at: float = inf
     retry_after: int | None = None
     engine_refusals: int = 0
+    number: int = 0
+    sent_again: bool = False
 
     @property
     def refused(self) -> bool:
@@ -245,6 +248,7 @@ class Simulation:
 
     def _place(self, number: int, outcome: Outcome) -> None:
         request, now = outcome.request, self.loop.time()
+        outcome.number = number
         tokens = [prompt_of(request, number, self.spec.block_tokens)]
         hints = request.hints if self.side.hints else None
         identity = Identity(request.session) if request.session else None
@@ -280,7 +284,7 @@ class Simulation:
         """End a request that the router refused."""
         outcome.refused_at, outcome.retry_after = self._now(), error.retry_after
         if error.retry_after is not None and self.comes_again(outcome):
-            self._arrive_later(outcome.request, error.retry_after)
+            self._arrive_later(outcome.request, error.retry_after, outcome.number)
         self._end()
 
     def _sent(
@@ -392,10 +396,10 @@ class Simulation:
         if request.following is not None and self._now() + request.pause < self._until:
             self._arrive_later(request.following, request.pause)
 
-    def _arrive_later(self, request: TracedRequest, seconds: float) -> None:
-        """Let a request arrive in some seconds."""
-        outcome = Outcome(replace(request, arrival=self._now() + seconds))
-        self.loop.call_later(seconds, self._place, len(self._outcomes), outcome)
+    def _arrive_later(self, request: TracedRequest, seconds: float, number: int | None = None) -> None:
+        """Let a request arrive in some seconds. `number`: that of the refused request that is sent again, if any."""
+        outcome = Outcome(replace(request, arrival=self._now() + seconds), sent_again=number is not None)
+        self.loop.call_later(seconds, self._place, len(self._outcomes) if number is None else number, outcome)
         self._outcomes.append(outcome)
         self._unanswered += 1
 
