@@ -98,7 +98,10 @@ def move(source: WorkingSet | None, goal: WorkingSet | None, before: array[int],
 
 def common(one: array[int], other: array[int]) -> int:
     """Return how many leading marks two contexts share."""
-    return bisect_left(range(min(len(one), len(other))), True, key=lambda place: one[place] != other[place])
+    shorter = min(len(one), len(other))
+    if not shorter or one[shorter - 1] == other[shorter - 1]:  # the usual case: one continues the other
+        return shorter
+    return bisect_left(range(shorter), True, key=lambda place: one[place] != other[place])
 
 
 def continues(before: array[int], context: array[int]) -> bool:
