@@ -74,7 +74,8 @@ class ThunderAgent(Admission):
 
         - `shared`: blocks that several programs of a worker have are charged once.
         """
-        super().__init__(router.selector, router.placement, AdmissionSettings(programs="off"), True, loop.time)
+        settings = AdmissionSettings(requests=None, programs="off")
+        super().__init__(router.selector, router.placement, settings, True, loop.time)
         router.state.load.on_ended.append(self.wake)
         router.state.load.on_first_byte.append(self.wake)
         self._loop = loop

@@ -243,7 +243,7 @@ class UpstreamSettings(Section):
 class AdmissionSettings(Section):
     """When requests wait in the router, and how many may wait. Times are in seconds."""
 
-    requests: PositiveInt | Literal["auto"] | None = None
+    requests: PositiveInt | Literal["auto"] | None = "auto"
     tokens: PositiveInt | None = None
     late_binding: bool = True
     programs: Literal["auto", "off"] = "auto"

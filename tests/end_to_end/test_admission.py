@@ -556,9 +556,10 @@ async def test_late_binding_is_optional_and_only_for_kv_aware(policy: str) -> No
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_requests_are_not_held_without_choice_or_streams(stream: bool) -> None:
-    """Requests are not held for one worker, nor behind responses whose prefill has no visible end."""
+    """Requests are not held for one worker without limits, nor behind responses whose prefill has no visible end."""
     gate = Gate()
-    async with fleet(*[gate] * (1 if stream else 2)) as (_, requests, _):
+    admission = {"requests": None} if stream else {}
+    async with fleet(*[gate] * (1 if stream else 2), admission=admission) as (_, requests, _):
         for number in range(6):
             requests.send(f"{number}", tokens=LONG, stream=stream)
         await until_arrived(gate, 6)

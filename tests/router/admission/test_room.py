@@ -79,9 +79,8 @@ class Fleet:
         index = EventIndex(self.workers.registrations, events, now)
         router = build_router(self.workers, index, OURS, Random(1), now)
         self.selector, self.placement, self.gate = router.selector, router.placement, router.state.gate
-        self.admission = Admission(
-            router.selector, router.placement, AdmissionSettings(queue=queue), True, now, self.gate
-        )
+        settings = AdmissionSettings(requests=None, queue=queue)
+        self.admission = Admission(router.selector, router.placement, settings, True, now, self.gate)
         router.state.load.on_ended.append(self.admission.wake)
         self.calls: list[Sent] = []
         self._tasks: list[asyncio.Task[None]] = []
