@@ -328,7 +328,7 @@ def write_image(out: Path, name: str, layers: list[Path], image: Image) -> None:
             kind = "application/vnd.oci.image.layer.v1.tar"
             blobs.append({"mediaType": kind, "digest": f"sha256:{digest}", "size": layer.stat().st_size})
         configuration = image.configuration([each["digest"] for each in blobs])
-        manifest = {
+        manifest: dict[str, Any] = {
             "schemaVersion": 2,
             "mediaType": "application/vnd.oci.image.manifest.v1+json",
             "config": add("application/vnd.oci.image.config.v1+json", configuration),
