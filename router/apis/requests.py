@@ -276,11 +276,6 @@ class RoutedRequest:
         prompt = max([identity.length for identity in self.identities], default=0) or self.tokens
         return prompt + max(self.max_tokens or 1, 1)
 
-    @property
-    def announced_output(self) -> int | None:
-        """Tokens of the answer that its agent announces; None if it does not."""
-        return None if self.hints is None else self.hints.output_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class MatchRequest:

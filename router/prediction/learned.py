@@ -214,7 +214,8 @@ class OutputLengths:
 
     def of_request(self, model: str, prompt: RoutedRequest) -> float:
         """Return the expected tokens of all answers to a request."""
-        return self.expected(model, prompt.max_tokens, prompt.announced_output) * prompt.answers
+        announced = None if prompt.hints is None else prompt.hints.output_tokens
+        return self.expected(model, prompt.max_tokens, announced) * prompt.answers
 
 
 class EvictionCounts(Protocol):

@@ -383,9 +383,12 @@ class CandidateFinder:
         self, targets: ModelTargets, view: LoadView, prompt: RoutedRequest, limits: Limits
     ) -> list[int]:
         """Return the rows whose targets have no capacity for a request."""
-        demand, has_capacity, ranks = self._capacity.demand(prompt), self._capacity.has_capacity, targets.ranks
         each_row = limits.requests is not None or limits.tokens is not None or bool(limits.closed)
         each_row |= limits.paced and not limits.late_binding
+        usual = prompt.hints is None and prompt.answers == 1 and not each_row
+        if usual and not view.tight and prompt.tokens + view.longest_output <= view.always_fits:
+            return []
+        demand, has_capacity, ranks = self._capacity.demand(prompt), self._capacity.has_capacity, targets.ranks
         if not each_row and demand.tokens + max(map(demand.output, targets.served), default=0) <= view.always_fits:
             return [row for row in view.tight if not has_capacity(ranks[row], limits, demand)]
         return [rank.row for rank in ranks if not has_capacity(rank, limits, demand)]

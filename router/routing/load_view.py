@@ -30,6 +30,8 @@ STEEP: Final = 2.0
 HORIZON: Final = 60.0
 # The share of a target's limit in use from which each request is compared with what is left.
 _TIGHT: Final = 0.75
+# The share of a target's memory in use from which prefixes that its running prompts share are counted once.
+_SHARING_MATTERS: Final = 0.25
 # The weight of the first ten seconds in an average over `HORIZON` seconds.
 _LEAST_OBSERVED: Final = 1 - exp(-10.0 / HORIZON)
 
@@ -69,6 +71,7 @@ class LoadView:
     - `prefilling`: the rows whose targets have prompts to compute.
     - `tight`: the rows whose targets have used more than three quarters of their limit.
     - `always_fits`: the tokens of memory that all other targets have left.
+    - `longest_output`: the most tokens that an answer is expected to have, if its request announces none.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class LoadView:
         self.prefilling: set[int] = set()
         self.tight: set[int] = set()
         self.always_fits = maxsize
+        self.longest_output = 0.0
         self._prefill_share = prefill_share
 
     def update(self, now: float) -> None:
@@ -138,7 +142,7 @@ class LoadView:
             self._prefill_share.see(len(self.prefilling) / rows, now)
 
     def _read_all(self) -> None:
-        self.always_fits = maxsize
+        self.always_fits, self.longest_output = maxsize, 0.0
         for row in range(len(self._ranks)):
             self._read(row, anew=True)
         self._swept = len(self._ranks)
@@ -156,6 +160,7 @@ class LoadView:
             rank.shows_fill = rank.capacity is not None and self._pressure.observes(target)
             rank.rates = self._rates.likely(target.worker, target.model)
             rank.output = self._outputs.expected(rank.served.model, None)
+            self.longest_output = max(self.longest_output, rank.output)
             rank.context_token = context_token(rank.rates, self._rates.start, rank.output)
         peers, engine = load.peers, load.engine
         record = Candidate(
@@ -181,7 +186,7 @@ class LoadView:
             self.prefilling.add(row)
         else:
             self.prefilling.discard(row)
-        self._read_limit(row, load, record.requests)
+        self._read_limit(rank, load, record.requests)
         if self._policy is not None:
             columns = self.columns
             columns.fixed[row], columns.per_token[row], columns.shares[row] = self._policy.line(record)
@@ -193,12 +198,14 @@ class LoadView:
             rank.fill = min(self._index.held(rank.target) / rank.capacity, 1.0)
         return max(rank.fill - self._least_fill, 0.0)
 
-    def _read_limit(self, row: int, load: TargetLoad, requests: int) -> None:
-        """Note whether a row's target has used most of its limit."""
-        slots, memory = load.limit.slots, load.limit.memory
+    def _read_limit(self, rank: RoutableRank, load: TargetLoad, requests: int) -> None:
+        """Note how much of its limit a rank has used."""
+        row, slots, memory = rank.row, load.limit.slots, load.limit.memory
         tight = slots is not None and requests > slots * _TIGHT
         if memory is not None:
-            tight |= load.held + load.outputs > memory * _TIGHT
+            used = load.held + load.outputs
+            rank.counts_shared = used > memory * _SHARING_MATTERS
+            tight |= used > memory * _TIGHT
             self.always_fits = min(self.always_fits, int(memory * (1 - _TIGHT)))
         if tight:
             self.tight.add(row)

@@ -202,7 +202,7 @@ class Placement:
             return
         load = selection.rank.load
         caches = assignment.worker.metrics.caches_prefixes
-        if self._running is not None and len(hashes) == 1 and load.limit.memory is not None and caches:
+        if self._running is not None and len(hashes) == 1 and caches and selection.rank.counts_shared:
             running = self._running.hold(load, target, hashes[0], assignment.reservation)
             assignment.on_release.append(running)
         if len(hashes) == 1 and decodes:

@@ -13,7 +13,6 @@ from router.load.running_prompts import RunningPrompts
 from router.load.target_load import LoadTable, TargetLoad
 from router.policies.rates import Rates
 from router.prediction.learned import OutputLengths
-from router.routing.late_binding import is_busy
 
 
 class ServedModel:
@@ -44,6 +43,8 @@ class RoutableRank:
     - `full`: whether it has no room, so that evictions have a price. `LoadView` sets it.
     - `fill`: the share of its cache that holds blocks; 1 if unknown. `LoadView` sets it.
     - `shows_fill`: whether the capacity is known, and events show the blocks. `LoadView` sets it.
+    - `counts_shared`: whether prefixes that prompts share count once, as much of its known memory is in use. `LoadView`
+      sets it.
     - `rates`, `output`, `context_token`: its likely speed, the expected tokens of an answer, and the time that a token
       of context adds to it (`router.routing.answer_time`). `LoadView` sets them.
     """
@@ -63,6 +64,7 @@ class RoutableRank:
         self.full = False
         self.fill = 0.0
         self.shows_fill = False
+        self.counts_shared = False
         self.rates = Rates()
         self.output = 0.0
         self.context_token = 0.0
@@ -195,12 +197,6 @@ class TargetCapacity:
         """Return when the first of the paced ranks may receive a prompt again; None if none is paced."""
         paced = [rank.load.paced_until for rank in ranks if rank.load.is_paced(rank.load.clock())]
         return min(paced, default=None)
-
-    def prefill_busy(self, rank: RoutableRank, crowded: bool, limits: Limits) -> bool:
-        """Return whether late binding holds requests for a rank. `crowded`: more requests wait than it has targets."""
-        if limits.paced and rank.load.is_paced(rank.load.clock()):
-            return True
-        return is_busy(rank.load, crowded, rank.load.peers.streamed, rank.weight)
 
 
 def without(workers: Sequence[Worker], excluded: Collection[Worker]) -> Sequence[Worker]:
