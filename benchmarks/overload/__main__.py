@@ -14,6 +14,7 @@ from typing import Annotated, Final
 
 import typer
 
+from benchmarks.overload import rivals
 from benchmarks.overload.measures import OverloadRun, measured
 from benchmarks.overload.workload import BLOCK, HIGH, KV_TOKENS, LOW, requests
 from benchmarks.policy.report import markdown
@@ -28,6 +29,7 @@ SIDES: Final = (
     replace(OURS, name="auto", requests="auto"),
     replace(OURS, name="no limit"),
     replace(OURS, name=f"{_HAND_SET} by hand", requests=_HAND_SET),
+    *rivals.SIDES,
 )
 _COLUMNS: Final = (
     *("goodput", "answered", "arrived", "high TTFT p50", "p99", "normal p50", "p99", "low p50", "p99"),
@@ -85,18 +87,23 @@ def main(
     seconds: float = 600.0,
     seeds: int = 3,
     load: Annotated[list[float] | None, typer.Option(help="A load; several are possible.")] = None,
+    side: Annotated[list[str] | None, typer.Option(help="A rule by its name; several are possible.")] = None,
     again: Annotated[bool, typer.Option(help="Send refused requests again after Retry-After, once.")] = False,
 ) -> None:
     """Print a table for each load."""
+    names = [rule.name for rule in SIDES]
+    for name in side or []:
+        if name not in names:
+            raise typer.BadParameter(f"{name} is none of {', '.join(names)}", param_hint="--side")
     size = QUICK if quick else Size(workers, seconds, seeds)
     for each in load or LOADS:
         rows = [[f"load {each:g}, {size.workers} workers", *_COLUMNS]]
-        for side in SIDES:
+        for rule in SIDES if side is None else [SIDES[names.index(name)] for name in side]:
             runs = []
             for seed in range(size.seeds):
-                runs.append(play(side, each, size, seed, again))
+                runs.append(play(rule, each, size, seed, again))
                 gc.collect()
-            rows.append(row(side.name, runs))
+            rows.append(row(rule.name, runs))
         print(markdown(rows), flush=True)
         print(flush=True)
 

@@ -11,9 +11,11 @@ Sources: ai-dynamo/dynamo, lib/kv-router/src/scheduling: selector/default.rs at 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 from typing import Final
 
 from benchmarks.policy.rivals.rule import Parts
@@ -137,12 +139,16 @@ class _Waiting:
 
 
 class PrefillQueue(Admission):
-    """Dynamo's queue: requests wait in their order while all targets have more than 16 engine steps to compute."""
+    """Dynamo's queue: requests wait while all targets have more than 16 engine steps to compute.
+
+    The highest priority is first (`strict_priority`), then the first to arrive (`fcfs`).
+    """
 
     def watch(self, rule: Dynamo) -> None:
         """Begin with the rule that places the requests."""
         self._rule = rule
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: list[tuple[int, int, _Waiting]] = []  # heap of (priority, number, request)
+        self._numbers = count()
         self._requests: dict[int, TracedRequest] = {}  # by the identity of the prompt, until it waits
 
     def place(
@@ -159,14 +165,15 @@ class PrefillQueue(Admission):
         """Return the assignment of a request once a target has less to compute."""
         assignment: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
         request = self._requests.pop(id(prompt))
-        self._waiting.append(_Waiting(request, prompt, tried, ticket, assignment))
+        waiting = _Waiting(request, prompt, tried, ticket, assignment)
+        heappush(self._waiting, (ticket.priority, next(self._numbers), waiting))
         self.wake()
         return await assignment
 
     def wake(self) -> None:
         """Send the first requests of the queue while any target has less to compute."""
-        while self._waiting and not self._all_busy(self._waiting[0].prompt):
-            first = self._waiting.popleft()
+        while self._waiting and not self._all_busy(self._waiting[0][2].prompt):
+            first = heappop(self._waiting)[2]
             self._rule.arrives(first.request)
             placed = super().place(first.prompt, first.tried, first.ticket)
             assert placed is not None  # nothing else holds requests
