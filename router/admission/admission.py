@@ -55,6 +55,8 @@ TRIES = 16
 LOOKS = 128
 # The most of these in one group whose SLO is missed: each of their choices predicts the latency of all candidates.
 LATE_TRIES = 2
+# The seconds before the server's end in which the refusals of requests that still wait are written.
+_REFUSED_BEFORE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class Admission:
         self._clock = clock
         self._full: set[str | None] = set()  # names whose first request found no capacity
         self._planned: asyncio.Handle | None = None
+        self._stopped = False
         self._gate = gate
         self._room = None if gate is None or settings.programs == "off" else Room(gate, selector, self.wake, clock)
         self._pace = Pace(self.limits, settings.timeout, self.wake, clock)
@@ -159,6 +162,8 @@ class Admission:
             raise self.refusals.too_many("shed", prompt.name, ticket, self.queue.length, ahead)
         if cold and self.waiting_for()[WaitReason.NO_WORKER] >= self._most_cold:
             raise self.refusals.no_worker(prompt.name)
+        if self._stopped:
+            raise self.refusals.stopping()
         now, loop = self._clock(), asyncio.get_running_loop()
         slo, prefill = ticket.slo, self._selector.prefill_seconds(prompt)
         ttft_missed = slo is not None and self._misses_ttft(prompt, tried, slo)
@@ -260,6 +265,13 @@ class Admission:
         """Let waiting requests choose again soon, once for all events until then."""
         if self._planned is None and self.queue.length:
             self._planned = asyncio.get_running_loop().call_soon(self._choose_again)
+
+    def stop(self, seconds: float) -> None:
+        """Refuse the requests that still wait `_REFUSED_BEFORE` seconds before the server breaks off what is left.
+
+        `seconds`: until then.
+        """
+        asyncio.get_running_loop().call_later(max(seconds - _REFUSED_BEFORE, 0.0), self._refuse_all)
 
     def waiting_for(self) -> Counter[WaitReason]:
         """Return the number of waiting requests by reason."""
@@ -482,6 +494,11 @@ class Admission:
             self._room.left(request)
         if not request.assignment.done():
             request.assignment.set_exception(error)
+
+    def _refuse_all(self) -> None:
+        self._stopped = True
+        for request in list(self.queue.in_order()):
+            self._fail(request, self.refusals.stopping())
 
     def _time_over(self, request: WaitingRequest) -> None:
         """Place or refuse a request that has waited too long, or whose deadline has passed."""

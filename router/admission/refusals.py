@@ -76,6 +76,17 @@ class Refusals:
         self.count("no_worker")
         return unavailable(f"No worker serves model {name!r} now, and the request cannot wait longer for one.")
 
+    def stopping(self) -> RequestError:
+        """Return the error of a request that still waits when the router stops: 503."""
+        self.count("stopping")
+        return RequestError(
+            "The router stops, and no worker had room for the request. Send it again: another router may answer it.",
+            status=503,
+            type="service_unavailable",
+            code="stopping",
+            retry_after=1,
+        )
+
     def slo_missed(self, slo: SLO, model: str, seconds: float, prediction: Prediction | None) -> RequestError:
         """Return the error (429) of a request whose SLO the best candidate misses by `seconds`."""
         self.count("slo_not_met")

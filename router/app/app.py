@@ -43,7 +43,7 @@ async def running_router(
 def router_app(services: Services) -> FastAPI:
     """Return the application over running services, with the dispatcher that serves it and forwards to workers."""
     app = FastAPI(title="kvrouter", docs_url=None, redoc_url=None)
-    app.state.on_shutdown = services.end_streams
+    app.state.on_shutdown = services.end_answers
     app.state.readiness = services.readiness
     app.state.fleet = services.fleet
     app.state.about = services.observability.about

@@ -72,8 +72,9 @@ class Services:
     worker_processes: WorkerProcesses | None
     started: int
 
-    async def end_streams(self) -> None:
-        """End the answers that have no end of their own, so that the server can stop."""
+    async def end_answers(self, seconds: float) -> None:
+        """Let the server stop within `seconds`: end the answers that have no end of their own, and bound the waits."""
+        self.admission.stop(seconds)
         self.observability.recorder.end()
         await self.observability.snapshot.end()
 

@@ -61,7 +61,7 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the requests in flight, after ending the streams that have no end."""
         if end := getattr(self.config.app.state, "on_shutdown", None):  # type: ignore[union-attr]
-            await end()
+            await end(self.config.timeout_graceful_shutdown or 0)
         self._connections.stopping = True
         if self._announces:
             requests, seconds = self._connections.answering(), self.config.timeout_graceful_shutdown

@@ -21,6 +21,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from test_command import service
+from waiting import eventually
 
 from benchmarks.ports import free_port
 from kvrouter.processes import KvrouterProcess
@@ -275,3 +276,38 @@ def test_a_second_signal_ends_the_router_at_once(
                 router.wait(30.0)  # not the 60 s of shutdown_timeout
             assert "Traceback" not in router.output()
         worker.shutdown()
+
+
+def test_calls_that_wait_for_room_are_refused_before_a_signal_ends_the_router(settings: Path) -> None:
+    small = ["simulate", "--port=0", "--step-ms=1", "--prefill-ms=0", "--blocks=256", "--max-model-len=4096"]
+    with KvrouterProcess(small) as worker:
+        workers = [{"url": worker.wait_until_listening()}]
+        settings.write_text(json.dumps({"server": {"port": 0, "shutdown_timeout": 1}, "workers": workers}))
+        with KvrouterProcess(["serve", f"--config={settings}"]) as router:
+            url = router.wait_until_listening()
+            answers: list[tuple[int, str]] = []
+
+            def call(session: int, stream: bool = False) -> None:
+                body = {"model": "simulated", "prompt": [session] * 3000, "max_tokens": 1, "stream": stream}
+                answers.append(ask(url, "/v1/completions", body | {"session_id": f"session {session}"}))
+
+            def closed() -> bool:  # each of two sessions evicts the other's context
+                for session in (1, 2):
+                    call(session)
+                explained = {"request": {"model": "simulated", "prompt": [3], "session_id": "new"}}
+                return '"gate":"closed"' in ask(url, "/explain", explained | {"path": "/v1/completions"})[1]
+
+            eventually(closed)
+            answers.clear()
+            calls = [threading.Thread(target=call, args=(10 + number, number == 1)) for number in range(3)]
+            for each in calls:
+                each.start()
+            eventually(lambda: '"working_set":3' in ask(url, "/health")[1])
+            router.send_signal(signal.SIGTERM)
+            for each in calls:
+                each.join()
+            assert router.wait(10.0) == 0
+            for status, answer in answers:
+                assert (status, '"code":"stopping"' in answer, "retry-after: 1" in answer) == (503, True, True)
+            assert len(answers) == 3
+            assert "were broken off" not in router.output()

@@ -158,7 +158,7 @@ class Fleet:
         try:
             assignment = self.admission.place(prompt, (), ticket) or await self.admission.wait(prompt, (), ticket)
         except RequestError as error:
-            sent.error = error
+            sent.error, sent.ended = error, self.loop.time()
             return
         except asyncio.CancelledError:
             sent.cancelled = True
@@ -247,6 +247,22 @@ def test_a_new_session_is_refused_after_its_time_and_told_when_calls_find_room()
     assert last is not None
     assert last.retry_after is not None
     assert 100 < last.retry_after < 250
+
+
+def test_calls_that_still_wait_are_refused_a_second_before_the_server_ends() -> None:
+    fleet = Fleet()
+    fleet.close()
+    fleet.at(6.0, "first", 60, 50.0)
+    waits, leaves = fleet.at(7.0, "waits", 60, 1.0), fleet.at(8.0, "leaves", 60, 1.0, leaves=20.0)
+    fleet.loop.call_at(10.0, fleet.admission.stop, 30.0)
+    late = fleet.at(39.5, "late", 60, 1.0)
+    fleet.run()
+    assert leaves.cancelled
+    for call, ended in ((waits, 39.0), (late, 39.5)):
+        assert call.ended == pytest.approx(ended)
+        assert call.error is not None
+        assert (call.error.status, call.error.code, call.error.retry_after) == (503, "stopping", 1)
+    fleet.assert_nothing_is_left()
 
 
 def test_a_session_that_has_begun_is_sent_after_its_time() -> None:
