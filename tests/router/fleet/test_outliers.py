@@ -80,6 +80,21 @@ def test_worker_with_late_first_bytes_is_an_outlier(clock: Clock, seconds: float
     assert [reason is not None for reason in reasons(workers)] == [is_outlier, False, False]
 
 
+def test_500_invalid_requests_of_one_client_eject_no_worker(clock: Clock) -> None:
+    workers = [Health(CircuitLimits(), clock) for _ in range(2)]
+    for number in range(500):
+        for worker in workers:
+            refused = worker.begin(100)
+            refused.heard()
+            refused.end(Outcome.REFUSED, "status 400")
+        if number % 50 == 0:
+            answered(workers[0], clock, 1.0)
+        clock.now += 0.1
+        assert reasons(workers) == [None, None]
+        assert all(worker.circuit.allows for worker in workers)
+    assert [len(worker.results()) for worker in workers] == [10, 0]
+
+
 def test_worker_is_compared_with_the_only_other_worker_that_answered(clock: Clock) -> None:
     workers = [Health(CircuitLimits(), clock) for _ in range(3)]
     for _ in range(12):
