@@ -33,7 +33,6 @@ _RELAYED = frozenset(
         ("DELETE", "/workers"),
         ("POST", "/add_worker"),
         ("POST", "/remove_worker"),
-        ("POST", "/finish_session"),
         ("POST", "/workers/drain"),
         ("POST", "/workers/undrain"),
         ("POST", "/register"),

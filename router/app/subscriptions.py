@@ -44,6 +44,7 @@ def subscribe_routing(routing: Routing, fleet: Fleet) -> None:
     fleet.on_removed += [selector.removed, placement.removed, routing.encoders.forget, removed]
     sharing.on_response.append(responses.remember)
     responses.on_learned.append(sharing.share_response)
+    sharing.on_finished.append(state.gate.sessions.finish)
     if sharing.channels:
         load.on_change.append(sharing.changed)
 

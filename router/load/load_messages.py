@@ -99,6 +99,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
     - `spent`: the tenants that used something since the last message, each with its requests and tokens.
     - `failed`: the prompts in `ended` that their workers did not compute.
     - `engines`: what commands did to workers, by this router or by others.
+    - `finished`: the names of sessions that their callers ended.
     """
 
     router: _Name
@@ -112,6 +113,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
     spent: list[tuple[_Name, _Count, _Count]] = []
     failed: list[int] = []
     engines: list[EngineChange] = []
+    finished: list[_Name] = []
 
 
 encode = msgspec.msgpack.Encoder().encode

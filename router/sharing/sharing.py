@@ -61,6 +61,7 @@ class LoadSharing:
 
     - `on_response`: called with a response that another router received, and the URL of its worker.
     - `on_spent`: called with a tenant, and the requests and tokens that it used at another router.
+    - `on_finished`: called with the name of a session that a caller ended at another router.
     - `on_engine`: called with the URL of a worker, and what another router's command did to its engine.
     """
 
@@ -70,6 +71,7 @@ class LoadSharing:
         self.on_update: list[Callable[[], None]] = []
         self.on_response: list[Callable[[str, str], None]] = []
         self.on_spent: list[Callable[[str, int, int], None]] = []
+        self.on_finished: list[Callable[[str], None]] = []
         self.on_engine: list[Callable[[str, EngineState], None]] = []
         self.engines: dict[str, EngineChange] = {}  # the latest of each worker
         self._table = table
@@ -148,6 +150,11 @@ class LoadSharing:
         for outbox in self._outboxes:
             outbox.spent(tenant, requests, tokens)
 
+    def share_finished(self, session: str) -> None:
+        """Report the name of a session that its caller ended."""
+        for outbox in self._outboxes:
+            outbox.finished(session)
+
     def share_engine(self, worker: str, state: EngineState) -> None:
         """Report what a command did to a worker's engine."""
         if self._outboxes:
@@ -176,7 +183,8 @@ class LoadSharing:
         spent = [(tenant, requests, tokens) for tenant, (requests, tokens) in changes.spent.items()]
         head = self.router, self._messages, kind
         engines, ended, failed = list(changes.engines.values()), changes.ended, changes.failed
-        return encode(Message(*head, loads, changes.sent, ended, oldest, changes.made, spent, failed, engines))
+        made, finished = changes.made, changes.finished
+        return encode(Message(*head, loads, changes.sent, ended, oldest, made, spent, failed, engines, finished))
 
     def in_use(self) -> list[tuple[str, int]]:
         """Return the DP ranks that have requests in flight, or that live sessions need."""
@@ -210,6 +218,9 @@ class LoadSharing:
         for tenant, requests, tokens in message.spent:
             for on_spent in self.on_spent:
                 on_spent(tenant, requests, tokens)
+        for session in message.finished:
+            for on_finished in self.on_finished:
+                on_finished(session)
         for change in message.engines:
             known = self.engines.get(change.worker)
             if (known is None or change.at > known.at) and len(self.engines) < MAX_ENGINES:
@@ -256,6 +267,7 @@ class _Changes:
     made: list[tuple[str, str]] = field(default_factory=list)
     spent: dict[str, tuple[int, int]] = field(default_factory=dict)
     engines: dict[str, EngineChange] = field(default_factory=dict)
+    finished: list[str] = field(default_factory=list)
     bytes: int = 0
 
 
@@ -294,6 +306,10 @@ class _Outbox:
     def engine(self, change: EngineChange) -> None:
         self._changes.engines[change.worker] = change
         self._soon(len(change.worker) + 64)
+
+    def finished(self, session: str) -> None:
+        self._changes.finished.append(session)
+        self._soon(len(session))
 
     def hello(self) -> None:
         """Request everything that the others have in flight, and send the same, because the channel works again."""

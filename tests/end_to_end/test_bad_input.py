@@ -170,6 +170,23 @@ async def test_invalid_value_is_refused_by_worker(routed: RouterUnderTest) -> No
     assert "x-kvrouter-worker" in refused.value.response.headers
 
 
+async def test_session_name_of_a_megabyte_is_cut_in_a_body_and_refused_in_a_header(routed: RouterUnderTest) -> None:
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
+    name = "s" * 1_000_000
+    before = await sessions(routed)
+    for end in "ab":
+        assert (await routed.call("/v1/completions", body | {"session_id": name + end})).status == 200
+    assert await sessions(routed) == before + 1
+    refused = await routed.call("/v1/completions", body, headers={"x-kvrouter-session-id": name})
+    assert (refused.status, refused.body) == (400, b"Request header fields too large.")
+    assert (await routed.call(f"/finish_session?session_id={name[:600]}", method="POST")).status == 200
+    assert await sessions(routed) == before
+
+
+async def sessions(routed: RouterUnderTest) -> int:
+    return int((await routed.health())["sessions"].get(MODEL, {}).get("live", 0))
+
+
 async def test_unknown_model_is_404_on_embeddings(routed: RouterUnderTest) -> None:
     assert await refusal(f"{routed.url}/v1/embeddings", {"model": "nobody", "input": "hi"}) == (404, "model")
 

@@ -22,6 +22,7 @@ from waiting import eventually
 
 from kvrouter.processes import KvrouterProcess
 
+LIVE = "kvrouter_sessions", "live"
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
 
 
@@ -104,6 +105,22 @@ def test_both_processes_serve_and_label_their_metrics(two: TwoProcesses) -> None
     eventually(lambda: two.figures("kvrouter_sharing_up") == {"0": 1, "1": 1})
     eventually(lambda: two.figures("kvrouter_sharing_routers") == {"0": 1, "1": 1})  # one that died is forgotten
     assert two.call("/health")["processes"] == {"running": 2, "of": 2}
+
+
+def test_a_session_that_is_finished_at_one_process_ends_at_all(two: TwoProcesses) -> None:
+    def live() -> float:
+        return sum(value for name, labels, value in two.metrics() if (name, labels.get("state")) == LIVE)
+
+    def are_live() -> bool:
+        for number in range(8):
+            body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 2, "session_id": f"session {number}"}
+            two.call("/v1/completions", body)
+        return live() >= 8
+
+    eventually(are_live)
+    for number in range(8):
+        two.call(f"/finish_session?session_id=session%20{number}", method="POST")
+    eventually(lambda: live() == 0, seconds=10.0)  # without it they stay live for a minute
 
 
 def test_changes_reach_all_processes_and_a_replacement(two: TwoProcesses) -> None:

@@ -38,6 +38,7 @@ def message(random: Random) -> list[Any]:
         [("resp_1", random.choice(WORKERS))],
         [("t", random.randrange(5), random.randrange(500))],
         numbers[:1],
+        finished=["s"],
     )
     raw: list[Any] = msgspec.msgpack.decode(encode(sent))
     return raw

@@ -91,10 +91,12 @@ async def list_workers(request: Request) -> dict[str, list[str]]:
 
 @routes.post("/finish_session", responses=errors(400))
 async def finish_session(request: Request, session_id: str = "") -> dict[str, str]:
-    """End a session: its cached prompt is no longer kept for its next request. Unknown sessions are no error."""
+    """End a session at all routers: its cached prompt is kept no more. Unknown sessions are no error."""
     if not session_id:
         raise RequestError("session_id is missing. Send ?session_id=….", param="session_id")
-    services_of(request).routing.state.gate.sessions.finish(session_id[:MAX_LENGTH])
+    state, name = services_of(request).routing.state, session_id[:MAX_LENGTH]
+    state.gate.sessions.finish(name)
+    state.sharing.share_finished(name)
     return {"status": "success", "session_id": session_id}
 
 

@@ -126,6 +126,19 @@ async def test_the_session_of_a_prompt_is_shared(here: LoadSharing, wire: Wire, 
     assert [(each.session, each.tokens, each.worker, len(each.prefixes)) for each in seen] == [(7, 1030, "w", 64)]
 
 
+async def test_an_ended_session_ends_at_every_router_once(here: LoadSharing, wire: Wire, clock: Clock) -> None:
+    other, seen = sharing_of(LoadTable(), PeerLoad(EXPIRY, LINGER, clock), [Wire()]), list[str]()
+    other.on_finished.append(seen.append)
+    here.on_finished.append(seen.append)
+    here.share_finished("séance")
+    for _ in range(2):
+        here.send_everything()
+    for message in wire.told:
+        other.receive(message)
+        here.receive(message)
+    assert seen == ["séance"]
+
+
 async def test_limits_are_divided_while_routers_may_be_unheard(here: LoadSharing, wire: Wire, clock: Clock) -> None:
     here.peer_load.expiry = 0.03
     here.start()
