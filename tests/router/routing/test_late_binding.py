@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from indexer import Target
 from router.load.target_load import ReservedLoad, TargetLoad
@@ -24,6 +26,16 @@ def test_short_prefills_are_first_without_starvation() -> None:
     assert held_order(10.0, 0.1) < long_one
     assert held_order(13.0, 0.1) < long_one
     assert held_order(14.0, 0.1) > long_one
+
+
+@given(
+    st.floats(0, 1e6), st.floats(0, 600), st.floats(2, 1e4), st.floats(1e-3, 1e6), st.floats(0, 600), st.floats(2, 1e4)
+)
+def test_no_request_is_overtaken_after_its_weighted_prefill(
+    arrival: float, prefill: float, weight: float, after: float, later_prefill: float, later_weight: float
+) -> None:
+    waiting = held_order(arrival, prefill, weight)
+    assert waiting < held_order(arrival + weight * prefill + after, later_prefill, later_weight)
 
 
 class Load:
